@@ -1,0 +1,43 @@
+# People and CI use the same targets. `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-gpu check format bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; name one: make PYTHON=python3.12")'
+	@echo "installing into $(VENV), once: some minutes, about 7 GB"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+train: $(VENV)/.ready ## the main job: GPT-2 under CO2 on embedded text, two workers (ARGS="co2.tau=24 …")
+	$(BIN)/python train.py task=gpt2 method=co2 co2.tau=12 $(ARGS)
+
+test: $(VENV)/.ready ## every test (ARGS="-k comm" picks some)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-gpu: $(VENV)/.ready ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+check: $(VENV)/.ready ## format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.ready ## mend format, and lint where it can be
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.ready ## the benchmarks; tables go to results/
+	$(BIN)/python -m benchmarks.outer_step
+	$(BIN)/python -m benchmarks.throughput
+
+clean: ## forget the environment and the caches; runs and data stay
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,172 @@
+"""AsyncMean: a private snapshot, one collective in flight, and a wait.
+
+Live parameters are never touched by a collective. Nothing here decides when to communicate:
+`start` and `wait` are called by the method at steps that are the same on every worker.
+"""
+
+import time
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from co2.config import CommConfig
+from co2.dist import Mesh
+
+
+class AsyncMean:
+    """The mean of a vector over the replicas, taken in the background.
+
+    Args:
+        numel: elements of the vector.
+        mesh: the replicas. With one replica the mean is the vector and nothing is sent.
+        config: bucket size.
+        dtype, device: of the vector.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        mesh: Mesh,
+        config: CommConfig | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        config = config or CommConfig()
+        self.buffer = torch.zeros(numel, dtype=dtype, device=device)
+        self.in_flight = False
+        self.bytes_sent = 0
+        self.num_replicas = mesh.num_replicas
+        self._group = mesh.new_group()
+        bucket = max(1, int(config.bucket_mb * 2**20) // self.buffer.element_size())
+        self._buckets = self.buffer.split(bucket)
+        self._lane = _CudaLane() if self.buffer.is_cuda else _HostLane()
+
+    def start(self, vector: Tensor | None = None) -> None:
+        """Launch the mean of `vector`, copied first; or of what the caller put into `buffer`.
+
+        From here to `wait` the buffer belongs to the collective.
+        """
+        assert not self.in_flight, "the previous mean was not waited for"
+        if vector is not None:
+            self.buffer.copy_(vector)
+        self.in_flight = True
+        if self.num_replicas > 1:
+            self._lane.launch(self._buckets, self._group)
+            self.bytes_sent += self.bytes_per_mean()
+
+    def mean_now(self) -> Tensor:
+        """Start with what is in `buffer` and wait: the blocking mean."""
+        self.start()
+        mean = self.wait()
+        assert mean is not None
+        return mean
+
+    def wait(self) -> Tensor | None:
+        """The mean that was started last, in `buffer`; None if none was started."""
+        if not self.in_flight:
+            return None
+        self._lane.wait()
+        self.in_flight = False
+        return self.buffer
+
+    def bytes_per_mean(self) -> int:
+        """Bytes that one worker sends for one mean: a ring sends 2(G−1)/G of the vector."""
+        payload = self.buffer.numel() * self.buffer.element_size()
+        return 2 * (self.num_replicas - 1) * payload // self.num_replicas
+
+    def clocks(self) -> dict[str, float]:
+        """Totals so far: comm_s, launch to completion; exposed_s, computation standing still."""
+        comm_s, exposed_s = self._lane.clocks()
+        return {"comm_s": comm_s, "exposed_s": exposed_s, "bytes": float(self.bytes_sent)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything to go on from here; a mean in flight is brought in, and stays due."""
+        self._lane.wait(count=False)
+        return {
+            "in_flight": self.in_flight,
+            "buffer": self.buffer if self.in_flight else None,
+            **self.clocks(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.in_flight = state["in_flight"]
+        if self.in_flight:
+            self.buffer.copy_(state["buffer"])
+        self.bytes_sent = int(state["bytes"])
+        self._lane.comm_s, self._lane.exposed_s = state["comm_s"], state["exposed_s"]
+
+
+class _HostLane:
+    """CPU: gloo's own threads carry the collective; a future's callback reads the clock."""
+
+    def __init__(self) -> None:
+        self.comm_s = self.exposed_s = 0.0
+        self._works: list[dist.Work] = []
+
+    def launch(self, buckets: tuple[Tensor, ...], group: dist.ProcessGroup | None) -> None:
+        began = time.perf_counter()
+        self._works = [_all_reduce(bucket, group) for bucket in buckets]
+
+        def completed(_: object) -> None:
+            self.comm_s += time.perf_counter() - began
+
+        torch.futures.collect_all([work.get_future() for work in self._works]).then(completed)
+
+    def wait(self, count: bool = True) -> None:
+        began = time.perf_counter()
+        for work in self._works:
+            work.wait()
+        self._works = []
+        if count:
+            self.exposed_s += time.perf_counter() - began
+
+    def clocks(self) -> tuple[float, float]:
+        return self.comm_s, self.exposed_s
+
+
+class _CudaLane:
+    """CUDA: a stream of its own carries the collective; events are read when they are past."""
+
+    def __init__(self) -> None:
+        self.comm_s = self.exposed_s = 0.0
+        self._stream = torch.cuda.Stream()
+        self._arrived: torch.cuda.Event | None = None
+        self._pairs: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def launch(self, buckets: tuple[Tensor, ...], group: dist.ProcessGroup | None) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())  # the snapshot comes first
+        with torch.cuda.stream(self._stream):
+            began = _mark()
+            works = [_all_reduce(bucket, group) for bucket in buckets]
+            for work in works:
+                work.wait()  # orders this stream behind the collective; the host goes on
+            self._arrived = _mark()
+        self._pairs.append(("comm_s", began, self._arrived))
+
+    def wait(self, count: bool = True) -> None:
+        if self._arrived is None:
+            return
+        before = _mark()
+        torch.cuda.current_stream().wait_event(self._arrived)
+        self._arrived = None
+        if count:
+            self._pairs.append(("exposed_s", before, _mark()))
+
+    def clocks(self) -> tuple[float, float]:
+        while self._pairs and self._pairs[0][2].query():
+            name, began, ended = self._pairs.popleft()
+            setattr(self, name, getattr(self, name) + began.elapsed_time(ended) / 1e3)
+        return self.comm_s, self.exposed_s
+
+
+def _all_reduce(bucket: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    return dist.all_reduce(bucket, op=dist.ReduceOp.AVG, group=group, async_op=True)
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

@@ -1,0 +1,125 @@
+"""Hydra, asked before it runs: every job of a command line is composed and checked."""
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from co2.errors import ConfigError, nearest
+
+
+def preflight(
+    folder: Path,
+    name: str,
+    arguments: Sequence[str],
+    check: Callable[[DictConfig, list[str]], object],
+) -> None:
+    """Compose every job that the command line asks for, and `check(cfg, overrides)` each.
+
+    Args:
+        folder, name: of Hydra's configuration.
+        arguments: the command line, without the program.
+        check: raises `ConfigError` for a job that must not start.
+    Raises:
+        ConfigError: for the first job that cannot be composed, or that `check` refuses.
+    """
+    given = get_args_parser().parse_args(list(arguments))
+    if given.help or given.hydra_help or given.cfg or given.info or given.shell_completion:
+        return  # Hydra answers these itself and starts nothing
+    with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+        for overrides in _jobs(given.overrides, given.multirun):
+            check(_compose(name, overrides), overrides)
+
+
+def _jobs(overrides: list[str], multirun: bool) -> Iterator[list[str]]:
+    """The overrides of every job: of a sweep, all combinations of its choices."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+    except HydraException as error:
+        # The first line holds the reason; the override itself follows "parsing override".
+        text = str(error).splitlines()[0]
+        wrong = re.search(r"parsing override '(.*?)'", str(error))
+        key, _, value = (wrong.group(1) if wrong else "command line").partition("=")
+        raise ConfigError(key, value, f"not an override that Hydra can read ({text})") from None
+    choices = []
+    for override in parsed:
+        if override.is_sweep_override():
+            key = override.get_key_element()
+            if not multirun:
+                raise ConfigError(
+                    key, override.get_value_string(), "several values; add -m for a sweep"
+                )
+            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        else:
+            choices.append([str(override.input_line)])
+    for job in itertools.product(*choices):
+        yield list(job)
+
+
+def _compose(name: str, overrides: list[str]) -> DictConfig:
+    try:
+        return compose(name, overrides)
+    except MissingConfigException as error:
+        group, _, option = (error.missing_cfg_file or "").rpartition("/")
+        if group == "task/scale":  # `<task>_<scale>`, picked by the two together
+            task, _, scale = option.rpartition("_")
+            names = (name.rpartition("_") for name in error.options or [])
+            scales = sorted(end for begin, _, end in names if begin == task)
+            mend = f"task={task} has no such scale; it has {', '.join(scales)}"
+            raise ConfigError("scale", scale, mend) from None
+        mend = "no such option; " + nearest(option, error.options or [])
+        raise ConfigError(group or "config", option, mend) from None
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _unknown_key(name, overrides, error) from None
+
+
+def _unknown_key(name: str, overrides: list[str], error: Exception) -> ConfigError:
+    """An override of a key that is not there, with the nearest one that is."""
+    text = str(error)
+    found = re.search(
+        r"Could not (?:override|append to config|delete from config).*?'([\w./@+~-]+)", text
+    )
+    if not found:
+        return ConfigError("configuration", "", text.splitlines()[0])
+    key = found.group(1).partition("=")[0].lstrip("+~")
+    value = next(
+        (o.partition("=")[2] for o in overrides if o.lstrip("+~").partition("=")[0] == key), ""
+    )
+    groups = [
+        o
+        for o in overrides
+        if "." not in o.partition("=")[0] and o.lstrip("+~") != f"{key}={value}"
+    ]
+    try:
+        known = _leaves(compose(name, groups))
+    except (HydraException, OmegaConfBaseException):
+        return ConfigError(key, value, text.splitlines()[0])
+    node, _, last = key.rpartition(".")
+    nodes = {leaf.partition(".")[0] for leaf in known}
+    same = sorted(leaf for leaf in known if leaf.rpartition(".")[2] == last)
+    if node not in nodes and same:
+        mend = "did you mean " + " or ".join(same) + "?"
+    else:
+        mend = nearest(key, known if node in nodes else nodes)
+    where = f"there is no {node} here; " if node and node not in nodes else "unknown key; "
+    return ConfigError(key, value, where + mend)
+
+
+def _leaves(cfg: DictConfig) -> set[str]:
+    plain = OmegaConf.to_container(cfg)
+
+    def walk(values: object, path: str) -> Iterator[str]:
+        if isinstance(values, dict) and values:
+            for key, value in values.items():
+                yield from walk(value, f"{path}.{key}" if path else str(key))
+        else:
+            yield path
+
+    return set(walk(plain, ""))

@@ -1,0 +1,286 @@
+"""Every schema of the suite, and `typed`: plain YAML to checked objects.
+
+Method and task schemas live beside their code (`METHODS[name].Config`, `TASKS[name].Config`).
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from co2.errors import ConfigError, nearest, require, require_count, require_number
+
+
+class Precision(Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class Schedule(Enum):
+    cosine = "cosine"
+    constant = "constant"
+
+
+class Optimizer(Enum):
+    sgd = "sgd"
+    adamw = "adamw"
+
+
+class Wandb(Enum):
+    offline = "offline"
+    online = "online"
+    disabled = "disabled"
+
+
+class Resume(Enum):
+    auto = "auto"
+    never = "never"
+
+
+@dataclass
+class TrainConfig:
+    steps: int = 100
+    """Optimizer steps of every replica."""
+    seed: int = 0
+    """Of the initial weights, the data order and dropout."""
+    batch_size: int = 8
+    """Samples in one micro-batch of one worker."""
+    accumulate: int = 1
+    """Micro-batches whose gradients make one step."""
+    precision: Precision = Precision.fp32
+    """bf16: autocast of forward and loss; weights and the outer state stay fp32."""
+    compile: bool = False
+    """torch.compile the model."""
+    clip_norm: float | None = None
+    """Largest gradient norm; null leaves gradients alone."""
+    eval_every: int = 100
+    """Steps between evaluations of the consensus; the end is always evaluated."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "accumulate", "eval_every"):
+            require_count(name, getattr(self, name))
+        require(self.seed >= 0, "seed", self.seed, "must be 0 or more")
+        if self.clip_norm is not None:
+            mend = "must be above 0, or null for no clipping"
+            require_number("clip_norm", self.clip_norm, 1e-30, mend)
+
+
+@dataclass
+class OptimConfig:
+    name: Optimizer = Optimizer.adamw
+    lr: float = 1e-3
+    """Peak learning rate of the inner optimizer."""
+    weight_decay: float = 0.0
+    """On matrices only; biases, norms and embeddings of one dimension are spared."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    momentum: float = 0.9
+    """SGD only."""
+    nesterov: bool = False
+    schedule: Schedule = Schedule.cosine
+    warmup_steps: int = 0
+    """Linear from lr/warmup_steps to lr."""
+    min_lr_ratio: float = 0.0
+    """Where the cosine ends, as a share of lr."""
+
+    def __post_init__(self) -> None:
+        require_number("lr", self.lr, 0.0, "must be a finite number, 0 or more")
+        for name in ("weight_decay", "eps", "momentum", "min_lr_ratio"):
+            require_number(name, getattr(self, name), 0.0, "must be a finite number, 0 or more")
+        require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "must be 0 or more")
+        good = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        require(good, "betas", list(self.betas), "must be two numbers in [0, 1)")
+
+
+@dataclass
+class LaunchConfig:
+    workers: int = 2
+    """Local workers that train.py starts. Under torchrun or srun their number wins."""
+    backend: str = "auto"
+    """auto: nccl with one GPU per worker, else gloo."""
+
+    def __post_init__(self) -> None:
+        require_count("workers", self.workers)
+        mend = "must be auto, gloo or nccl"
+        require(self.backend in ("auto", "gloo", "nccl"), "backend", self.backend, mend)
+
+
+@dataclass
+class CommConfig:
+    bucket_mb: float = 25.0
+    """Largest payload of one collective, in MiB."""
+
+    def __post_init__(self) -> None:
+        mend = "must be a finite number of MiB above 0"
+        require_number("bucket_mb", self.bucket_mb, 1e-9, mend)
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 100
+    """Steps between checkpoints; 0 saves only when the run is told to stop."""
+    keep: int = 2
+    """Newest checkpoints kept. With 2, a torn newest one costs no more than `every` steps."""
+
+    def __post_init__(self) -> None:
+        require(self.every >= 0, "every", self.every, "must be 0 or more steps")
+        require_count("keep", self.keep)
+
+
+@dataclass
+class LogConfig:
+    wandb: Wandb = Wandb.offline
+    every: int = 10
+    """Steps between lines of metrics.jsonl."""
+
+    def __post_init__(self) -> None:
+        require_count("every", self.every)
+
+
+@dataclass
+class DataConfig:
+    root: str = "data"
+    """Where data sets and token caches live."""
+    path: str | None = None
+    """The user's own file or folder, in place of the task's data."""
+
+
+@dataclass
+class Config:
+    """A whole, checked run. `method_config` and `task_config` are the chosen ones' own."""
+
+    task: str
+    method: str
+    scale: str
+    task_config: Any
+    method_config: Any
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    resume: Resume = Resume.auto
+    tag: str = "default"
+    runs: str = "results/runs"
+    """The folder of all runs; this one is `<task>/<method>/<tag>/seed<k>` in it."""
+
+
+NODES: dict[str, type] = {
+    "train": TrainConfig,
+    "optim": OptimConfig,
+    "launch": LaunchConfig,
+    "comm": CommConfig,
+    "checkpoint": CheckpointConfig,
+    "log": LogConfig,
+    "data": DataConfig,
+}
+
+
+def typed(
+    cfg: DictConfig, methods: Mapping[str, Any], tasks: Mapping[str, Any], tag: str = "default"
+) -> Config:
+    """The composed configuration as checked objects.
+
+    A structured root would refuse the node that a method adds, so the root stays plain and each
+    node is merged into its own schema here.
+
+    Args:
+        cfg: what Hydra composed.
+        methods, tasks: name to class with a `Config`.
+        tag: the run's tag where `cfg.tag` is null.
+    Raises:
+        ConfigError: an unknown key (with the nearest known one) or a wrong value.
+    """
+    task, method = str(cfg.get("task")), str(cfg.get("method"))
+    require(task in tasks, "task", task, nearest(task, tasks))
+    require(method in methods, "method", method, nearest(method, methods))
+    nodes = dict(NODES)
+    nodes[task] = tasks[task].Config
+    nodes[method] = methods[method].Config
+    plain = {"task", "method", "scale", "resume", "tag", "runs"}
+    for key in map(str, cfg):
+        if key not in plain and key not in nodes:
+            value = _short(cfg[key])
+            if key in methods:
+                mend = f"the chosen method is {method}, whose keys are {method}.*"
+                raise ConfigError(key, value, mend)
+            raise ConfigError(key, value, "unknown key; " + nearest(key, plain | set(nodes)))
+    built = {name: node(cfg.get(name), schema, name) for name, schema in nodes.items()}
+    resume = str(cfg.get("resume", "auto"))
+    good = [choice.name for choice in Resume]
+    require(resume in good, "resume", resume, f"must be one of {', '.join(good)}")
+    chosen_tag = str(cfg.tag) if cfg.get("tag") is not None else tag
+    safe = chosen_tag not in ("", ".", "..") and not set(chosen_tag) & set("/\\\0")
+    require(safe, "tag", chosen_tag, "must be a plain folder name")
+    return Config(
+        task=task,
+        method=method,
+        scale=str(cfg.get("scale")),
+        task_config=built.pop(task),
+        method_config=built.pop(method),
+        resume=Resume[resume],
+        tag=chosen_tag,
+        runs=str(cfg.get("runs", "results/runs")),
+        **built,
+    )
+
+
+def node(values: DictConfig | None, schema: type, name: str) -> Any:
+    """One node of the configuration as an instance of its dataclass.
+
+    Raises:
+        ConfigError: with the key's full name.
+    """
+    given = OmegaConf.to_container(values, resolve=True) if OmegaConf.is_config(values) else values
+    given = {} if given is None else given
+    if not isinstance(given, dict):
+        raise ConfigError(name, given, "must be a group of keys")
+    known = {f.name: f for f in dataclasses.fields(schema)}
+    merged = OmegaConf.structured(schema)
+    for key, value in ((str(k), v) for k, v in given.items()):
+        full = f"{name}.{key}"
+        if key not in known:
+            names = [f"{name}.{field}" for field in known]
+            raise ConfigError(full, _short(value), "unknown key; " + nearest(full, names))
+        if _takes_number_or_text(merged, key) and isinstance(value, int):
+            value = float(value)
+        try:
+            merged[key] = value
+        except OmegaConfBaseException:
+            raise ConfigError(full, _short(value), _expected(merged, key)) from None
+    try:
+        return OmegaConf.to_object(merged)
+    except ConfigError as error:
+        raise error.under(name) from None
+
+
+def _takes_number_or_text(schema: DictConfig, key: str) -> bool:
+    return typing.get_origin(_kind(schema, key)) in (typing.Union, types.UnionType)
+
+
+def _kind(schema: DictConfig, key: str) -> Any:
+    return schema._get_node(key)._metadata.ref_type  # type: ignore[union-attr]
+
+
+def _expected(schema: DictConfig, key: str) -> str:
+    """What a field of a structured config takes, in words."""
+    if _takes_number_or_text(schema, key):
+        return "must be a number or one of the names that conf/ lists beside it"
+    kind = _kind(schema, key)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return f"must be one of {', '.join(choice.name for choice in kind)}"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    return f"must be {words.get(kind, getattr(kind, '__name__', str(kind)))}"
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

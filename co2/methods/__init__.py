@@ -1,0 +1,18 @@
+"""One file per published algorithm, and the registry of them all."""
+
+from co2.methods.allreduce import AllReduce
+from co2.methods.base import SyncMethod
+from co2.methods.co2 import CO2
+from co2.methods.cocod_sgd import CoCoDSGD
+from co2.methods.local_sgd import LocalSGD
+from co2.methods.overlap_local_sgd import OverlapLocalSGD
+from co2.methods.slowmo import SlowMo
+
+METHODS: dict[str, type[SyncMethod]] = {
+    "allreduce": AllReduce,
+    "local_sgd": LocalSGD,
+    "slowmo": SlowMo,
+    "overlap_local_sgd": OverlapLocalSGD,
+    "cocod_sgd": CoCoDSGD,
+    "co2": CO2,
+}

@@ -1,0 +1,98 @@
+"""AllReduce: gradients are averaged at every step, overlapped with backward.
+
+PyTorch's own DistributedDataParallel, unmodified, so that the baseline is the one people use.
+Buffers are treated as in every other method: local while training, averaged in the consensus
+(DDP's default would send replica 0's before every forward pass).
+"""
+
+import warnings
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from co2.config import CommConfig
+from co2.dist import Mesh, averageable, averaged, replicate
+
+
+class AllReduce:
+    copies = 0  # gradients live in DDP's buckets
+
+    @dataclass
+    class Config:
+        """DDP has no hyper-parameters of its own."""
+
+    def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
+        self.config = config or self.Config()
+        self.comm = comm or CommConfig()
+        self.steps = 0
+        self._before = {"comm_s": 0.0, "exposed_s": 0.0, "steps": 0}
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> nn.Module:
+        self.model, self.optimizer, self.mesh = model, optimizer, mesh
+        self.group = mesh.new_group()
+        replicate(model, self.group)
+        self.ddp: DistributedDataParallel | None = None
+        if mesh.num_replicas == 1:
+            return model
+        with warnings.catch_warnings():
+            # torch renames broadcast_buffers; the old name is the one that 2.11 knows too.
+            warnings.simplefilter("ignore", FutureWarning)
+            self.ddp = DistributedDataParallel(
+                model,
+                broadcast_buffers=False,
+                bucket_cap_mb=self.comm.bucket_mb,
+                gradient_as_bucket_view=True,
+            )
+        if mesh.device.type == "cpu":
+            self.ddp._set_ddp_runtime_logging_sample_rate(1)  # on a GPU each sample would wait
+        return self.ddp
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.steps += 1
+
+    def consensus(self) -> AbstractContextManager[None]:
+        return averaged(averageable(self.model), self.group)
+
+    def flush(self) -> None:
+        """Nothing is in flight after a backward pass."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "clocks": self._clocks()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+        self._before = {**state["clocks"], "steps": self.steps}
+
+    def stats(self) -> dict[str, float]:
+        return {**self._clocks(), "bytes": float(self.bytes_per_step() * self.steps)}
+
+    @property
+    def lag(self) -> int:
+        return 1
+
+    def bytes_per_step(self) -> int:
+        """Bytes that one worker sends in one step: 2(G−1)/G of the gradients."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        payload = sum(p.numel() * p.element_size() for p in trained)
+        return 2 * (self.mesh.num_replicas - 1) * payload // self.mesh.num_replicas
+
+    def _clocks(self) -> dict[str, float]:
+        """DDP's own averages over the steps it sampled, times all steps.
+
+        comm_s: first bucket's launch to the last one's completion; exposed_s: what of it came
+        after the last gradient was computed.
+        """
+        comm_s, exposed_s = self._before["comm_s"], self._before["exposed_s"]
+        if self.ddp is not None:
+            sampled = self.ddp._get_ddp_logging_data()
+            comm = sampled.get("avg_backward_comm_time", 0) / 1e9
+            hidden = sampled.get("avg_backward_compute_comm_overlap_time", 0) / 1e9
+            steps = self.steps - self._before["steps"]
+            comm_s += comm * steps
+            exposed_s += max(0.0, comm - hidden) * steps
+        return {"comm_s": comm_s, "exposed_s": exposed_s}

@@ -1,0 +1,60 @@
+"""SyncMethod: what every way of keeping the replicas in step offers."""
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from co2.config import CommConfig
+from co2.dist import Mesh
+
+
+class SyncMethod(Protocol):
+    """One published algorithm. Order of calls: prepare, (load_state_dict,) step …, flush."""
+
+    @property
+    def Config(self) -> Any:
+        """A nested dataclass; its fields are documented, and refused with `ConfigError`."""
+
+    copies: int
+    """Model copies held beyond parameters, gradients and the inner optimizer's state."""
+
+    def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None: ...
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> nn.Module:
+        """Give every replica the weights of replica 0; return the module to train."""
+        ...
+
+    def step(self) -> None:
+        """Gradients are ready: the inner optimizer's step, and the synchronization due now."""
+        ...
+
+    def consensus(self) -> AbstractContextManager[None]:
+        """Inside, the model holds the replicas' mean (trained weights and float buffers).
+
+        Restored bit for bit after. All replicas enter together. A collective in flight is
+        neither waited for nor changed, so evaluating more often does not change training.
+        """
+        ...
+
+    def flush(self) -> None:
+        """Drain what is in flight. At the end of training only: what arrives is dropped."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything to go on exactly, the collective in flight included; of this worker."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """After `prepare`, with the model and the optimizer loaded already."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Totals `comm_s`, `exposed_s`, `bytes` (sent by this worker) and the method's own."""
+        ...
+
+    @property
+    def lag(self) -> int:
+        """Steps by which one replica may run ahead of another at most."""
+        ...

@@ -1,0 +1,101 @@
+"""LocalMethod: what the methods with τ local steps have in common.
+
+A method of this kind holds vectors of the model's size, and says what happens when a round ends.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from co2.comm import AsyncMean
+from co2.config import CommConfig
+from co2.dist import Mesh, averageable, averaged, replicate
+from co2.errors import require, require_count, require_number
+from co2.flat import FlatParams
+
+
+class LocalMethod:
+    """τ inner steps on every replica, then `end_round`. A subclass sets:
+
+    - `Config`, a dataclass with `tau`, and `copies`;
+    - `vectors`, the names of its flat tensors, which make up its state;
+    - `begin()`, which allocates them, and `end_round()`.
+    """
+
+    Config: Any
+    copies: int
+    vectors: tuple[str, ...] = ()
+
+    def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
+        self.config = self.Config() if config is None else config
+        self.comm = comm or CommConfig()
+        self.steps = 0
+
+    def begin(self) -> None:
+        raise NotImplementedError
+
+    def end_round(self) -> None:
+        raise NotImplementedError
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> nn.Module:
+        self.model, self.optimizer = model, optimizer
+        self.group = mesh.new_group()
+        replicate(model, self.group)
+        self.flat = FlatParams(optimizer)
+        flat = self.flat
+        self.mean = AsyncMean(flat.numel, mesh, self.comm, dtype=flat.dtype, device=flat.device)
+        self.begin()
+        return model
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.steps += 1
+        if self.steps % self.config.tau == 0:
+            with torch.no_grad():
+                self.end_round()
+
+    def lr(self, group: int) -> float:
+        """γ_t: the inner learning rate of a parameter group at the round's last inner step."""
+        return float(self.optimizer.param_groups[group]["lr"])
+
+    def consensus(self) -> AbstractContextManager[None]:
+        return averaged(averageable(self.model), self.group)
+
+    def flush(self) -> None:
+        self.mean.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        vectors = {name: getattr(self, name) for name in self.vectors}
+        return {"steps": self.steps, "mean": self.mean.state_dict(), "vectors": vectors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+        self.mean.load_state_dict(state["mean"])
+        for name in self.vectors:
+            getattr(self, name).copy_(state["vectors"][name])
+
+    def stats(self) -> dict[str, float]:
+        return self.mean.clocks()
+
+    @property
+    def lag(self) -> int:
+        return self.config.tau
+
+
+def check_tau(tau: int) -> None:
+    """Raise `ConfigError` unless τ is a whole number of 1 or more."""
+    require_count("tau", tau)
+
+
+def check_outer(outer_lr: float, outer_momentum: float) -> None:
+    """Raise `ConfigError` unless α ≥ 0 is finite and 0 ≤ β < 1."""
+    require_number("outer_lr", outer_lr, 0.0, "must be a finite number, 0 or more")
+    check_share("outer_momentum", outer_momentum)
+
+
+def check_share(key: str, value: float) -> None:
+    """Raise `ConfigError` unless the value lies in [0, 1)."""
+    require(0 <= value < 1, key, value, "must be at least 0 and below 1")

@@ -1,0 +1,38 @@
+"""Local SGD (Stich, ICLR 2019, arXiv 1805.09767). Blocking.
+
+    for round t, on every replica i:
+        τ inner steps from x_{t,0} to x^i_{t,τ}
+        d_t = mean_i (x_{t,0} − x^i_{t,τ})          wait for it
+        x_{t+1,0} = x_{t,0} − d_t
+
+τ → `tau`. The inner optimizer may be any; its state stays local and is kept.
+Deviation: pseudo-gradients travel, not parameters; the arithmetic is the same.
+"""
+
+from dataclasses import dataclass
+
+from co2.methods.local import LocalMethod, check_tau
+
+
+class LocalSGD(LocalMethod):
+    copies = 2  # communication buffer, anchor
+    vectors = ("anchor",)
+
+    @dataclass
+    class Config:
+        tau: int = 12
+        """Inner steps of a round."""
+
+        def __post_init__(self) -> None:
+            check_tau(self.tau)
+
+    def begin(self) -> None:
+        self.anchor = self.flat.copy()
+
+    def end_round(self) -> None:
+        self.flat.displacement(self.anchor, out=self.mean.buffer)
+        mean = self.mean.mean_now()
+        for chunk in self.flat.chunks:
+            anchor = chunk.of(self.anchor)
+            anchor.sub_(chunk.of(mean))
+            chunk.write(anchor)

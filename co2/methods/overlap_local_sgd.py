@@ -1,0 +1,58 @@
+"""Overlap-Local-SGD (Wang et al., ICASSP 2020, arXiv 2002.09539). Fully overlapped.
+
+    at the end of round t, on every replica i:
+        the mean x̄ that was started one round before arrives:
+            v ← β v + (z − x̄);   z ← z − v
+        x^i ← (1−a) x^i + a z                       pull towards the anchor
+        start the mean of the pulled x^i
+
+τ → `tau`, a → `pull`, β → `outer_momentum`.
+Deviation: z − x^i travels, not x^i. The anchor does not move in between, so what arrives is
+z − x̄ itself.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from co2.methods.local import LocalMethod, check_share, check_tau
+
+
+class OverlapLocalSGD(LocalMethod):
+    copies = 3  # communication buffer, anchor, momentum
+    vectors = ("anchor", "momentum")
+
+    @dataclass
+    class Config:
+        tau: int = 12
+        """Inner steps of a round."""
+        pull: float = 0.6
+        """a. The paper: 0.6."""
+        outer_momentum: float = 0.7
+        """β. The paper: 0.7."""
+
+        def __post_init__(self) -> None:
+            check_tau(self.tau)
+            check_share("pull", self.pull)
+            check_share("outer_momentum", self.outer_momentum)
+
+    def begin(self) -> None:
+        self.anchor = self.flat.copy()
+        self.momentum = self.flat.zeros()
+
+    def end_round(self) -> None:
+        arrived = self.mean.wait()
+        for chunk in self.flat.chunks:
+            z, v, buffer = (
+                chunk.of(self.anchor),
+                chunk.of(self.momentum),
+                chunk.of(self.mean.buffer),
+            )
+            if arrived is not None:
+                v.mul_(self.config.outer_momentum).add_(buffer)
+                z.sub_(v)
+            chunk.read(buffer)
+            buffer.lerp_(z, self.config.pull)
+            chunk.write(buffer)
+            torch.sub(z, buffer, out=buffer)
+        self.mean.start()

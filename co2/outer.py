@@ -1,0 +1,142 @@
+"""The outer step's parts that several methods share: gap penalty, momentum, clip.
+
+Everything works in place on chunks that fit the cache, so that no temporary of model size exists,
+and figures stay on the device as scalars, so that a GPU is never waited for.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from co2.errors import require, require_number
+from co2.flat import FlatParams
+
+_KINDS = ("gap_aware", "gap_aware_elementwise", "none")
+
+
+class GapPenalty:
+    """The staleness gap Λ_t that divides a pseudo-gradient which arrives one round late.
+
+    After Gap-Aware (Barkai et al., arXiv 1909.10802). With disp_t = ‖x_{t,0} − x_{t−1,0}‖₂/√n,
+    the outer movement made while the collective was in flight, and γ the inner learning rate,
+
+        C_t = EMA_{0.9}(disp_t · γ_max/γ_t), bias-corrected;   Λ_t = 1 + disp_t/C_t
+
+    and Λ_t = 1 while C_t = 0 or γ_t = 0. A round in which nothing arrives does not count.
+    `gap_aware_elementwise` puts the element's own |x_{t,0} − x_{t−1,0}| in place of disp_t.
+    """
+
+    def __init__(self, kind: str | float, flat: FlatParams, outer_lr: float) -> None:
+        self.kind, self.outer_lr, self.sqrt_numel = kind, outer_lr, flat.numel**0.5
+        self.ema = torch.zeros((), dtype=torch.float64, device=flat.device)
+        self.value = torch.ones((), dtype=torch.float64, device=flat.device)
+        """Λ_t; for the elementwise kind the Λ of an element that moved as the mean did."""
+        self.scale = torch.zeros((), dtype=torch.float64, device=flat.device)
+        """C_t, or 0 while there is none."""
+        self.count = 0
+        self.largest_lr = 0.0
+
+    @property
+    def measures(self) -> bool:
+        """Whether the size of the last outer movement is needed."""
+        return self.kind in ("gap_aware", "gap_aware_elementwise")
+
+    def update(self, momentum_norm: Tensor, lr: float) -> None:
+        """Λ_t from ‖m_{t−1}‖₂, because x_{t,0} − x_{t−1,0} = −α m_{t−1}, and from γ_t."""
+        if not self.measures:
+            self.value.fill_(1.0 if self.kind == "none" else float(self.kind))
+            return
+        self.largest_lr = max(self.largest_lr, lr)
+        if lr == 0:
+            self.value.fill_(1.0)
+            self.scale.zero_()
+            return
+        displacement = momentum_norm * (self.outer_lr / self.sqrt_numel)
+        self.ema.mul_(0.9).add_(displacement * (self.largest_lr / lr), alpha=0.1)
+        self.count += 1
+        torch.div(self.ema, 1 - 0.9**self.count, out=self.scale)
+        self.value.copy_(torch.where(self.scale > 0, 1 + displacement / self.scale, 1.0))
+
+    def divide(self, mean: Tensor, momentum: Tensor) -> None:
+        """mean ← mean/Λ in place; `momentum` is m_{t−1} of the same elements."""
+        if self.kind == "none":
+            return
+        if self.kind == "gap_aware_elementwise":
+            per_element = torch.where(self.scale > 0, self.outer_lr / self.scale, 0.0)
+            mean.div_(momentum.abs().mul_(per_element.to(mean.dtype)).add_(1.0))
+        else:
+            mean.div_(self.value.to(mean.dtype))
+
+    def state_dict(self) -> dict[str, Any]:
+        counts = {"count": self.count, "largest_lr": self.largest_lr}
+        return {"ema": self.ema, "value": self.value, **counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.ema.copy_(state["ema"])
+        self.value.copy_(state["value"])
+        self.count, self.largest_lr = state["count"], state["largest_lr"]
+
+
+class Momentum:
+    """m ← clip(β m + d/Λ, φ). The stored momentum is the clipped one."""
+
+    def __init__(self, flat: FlatParams, beta: float, clip: float | None, clip_mode: str) -> None:
+        self.flat, self.beta, self.clip, self.clip_mode = flat, beta, clip, clip_mode
+        self.vector = flat.zeros()
+        self.norm = torch.zeros((), dtype=torch.float64, device=flat.device)
+        """‖m‖₂ after the last step; kept up only where it is needed."""
+        self.clipped = torch.zeros((), dtype=torch.float64, device=flat.device)
+        """Share of the elements that the last step clipped; by norm, 1 or 0."""
+
+    def step(self, mean: Tensor, gap: GapPenalty) -> None:
+        """One step with d = `mean`, which is divided by Λ in place."""
+        by_value = self.clip if self.clip_mode == "value" else None
+        by_norm = self.clip if self.clip_mode == "norm" else None
+        squares = torch.zeros_like(self.norm)
+        clipped = torch.zeros_like(self.norm)
+        for chunk in self.flat.chunks:
+            m, d = chunk.of(self.vector), chunk.of(mean)
+            gap.divide(d, m)
+            m.mul_(self.beta).add_(d)
+            if by_value is not None:
+                clipped += (m.abs() > by_value).sum()
+                m.clamp_(-by_value, by_value)
+            if by_norm is not None or gap.measures:
+                squares += torch.linalg.vector_norm(m).double().square()
+        self.norm = squares.sqrt()
+        self.clipped = clipped / self.flat.numel
+        if by_norm is not None:
+            self._clip_norm(by_norm)
+
+    def _clip_norm(self, bound: float) -> None:
+        tiny = torch.finfo(torch.float64).tiny
+        factor = (bound / self.norm.clamp(min=tiny)).clamp(max=1.0)
+        for chunk in self.flat.chunks:
+            chunk.of(self.vector).mul_(factor.to(self.flat.dtype))
+        self.norm = self.norm * factor
+        self.clipped = (factor < 1).double()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"vector": self.vector, "norm": self.norm, "clipped": self.clipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.vector.copy_(state["vector"])
+        self.norm.copy_(state["norm"])
+        self.clipped.copy_(state["clipped"])
+
+
+def check_gap_penalty(value: str | float) -> None:
+    """Raise `ConfigError` unless the value is a kind of gap penalty or a number above 0."""
+    mend = f"must be one of {', '.join(_KINDS)}, or a number above 0"
+    if isinstance(value, str):
+        require(value in _KINDS, "gap_penalty", value, mend)
+    else:
+        require_number("gap_penalty", value, 1e-12, mend)
+
+
+def check_clip(clip: float | None, clip_mode: str) -> None:
+    """Raise `ConfigError` unless φ ≥ 0 or None and the mode is known."""
+    if clip is not None:
+        require_number("clip", clip, 0.0, "must be a number, 0 or more, or null for none")
+    require(clip_mode in ("value", "norm"), "clip_mode", clip_mode, "must be value or norm")

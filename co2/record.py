@@ -1,0 +1,248 @@
+"""A run's folder: config, manifest, metrics, summary; and W&B."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from co2.checkpoint import write_durably
+from co2.config import Config, Resume, Wandb
+from co2.errors import ConfigError
+
+# What may differ between two segments of one run.
+_FREE = ("log", "checkpoint", "resume", "runs", "tag")
+_FREE_KEYS = (("data", "root"), ("launch", "backend"))
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "numpy", "hydra-core", "wandb")
+
+
+def run_folder(config: Config) -> Path:
+    """`<runs>/<task>/<method>/<tag>/seed<k>`: the same on every worker, and at every attempt."""
+    path = Path(config.runs, config.task, config.method, config.tag, f"seed{config.train.seed}")
+    return path.absolute()
+
+
+def tag_from(overrides: Sequence[str], world: int, workers: int, method: str) -> str:
+    """The overrides that matter, as a folder name: `co2.tau=3` → `tau3`; none → `default`.
+
+    Args:
+        overrides: `key=value` as given on the command line.
+        world, workers: processes there are, and `launch.workers`; under torchrun they may differ.
+        method: keys of its node go without it.
+    """
+    parts = []
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        node = key.partition(".")[0]
+        seed = key in ("train.seed", "data.root", "launch.backend")
+        if seed or key in ("task", "method") or node in (*_FREE, "hydra"):
+            continue
+        label = key.removeprefix(f"{method}.").rpartition(".")[2]
+        parts.append(_safe(value) if "." not in key else label + _safe(value))
+    if world != workers:
+        parts.append(f"workers{world}")
+    tag = "-".join(sorted(parts)) or "default"
+    return tag if len(tag) <= 120 else f"{tag[:100]}-{_digest(tag)}"
+
+
+def plain(config: Config, world: int) -> dict[str, Any]:
+    """The configuration as plain YAML values, with nodes named as on the command line."""
+    values = {
+        field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)
+    }
+    values[config.task] = values.pop("task_config")
+    values[config.method] = values.pop("method_config")
+    values["launch"]["workers"] = world
+    return values
+
+
+def check_folder(config: Config, world: int) -> None:
+    """Refuse a folder that holds a run of another configuration. Writes nothing.
+
+    Raises:
+        ConfigError: with the first key that differs.
+    """
+    folder = run_folder(config)
+    if config.resume is Resume.never or not (folder / "config.yaml").exists():
+        return
+    there = _flat(yaml.safe_load((folder / "config.yaml").read_text()))
+    here = _flat(plain(config, world))
+    for key in sorted(there.keys() | here.keys()):
+        free = key[0] in _FREE or key[:2] in _FREE_KEYS
+        if not free and there.get(key) != here.get(key):
+            name = ".".join(key)
+            raise ConfigError(
+                name,
+                here.get(key),
+                f"{os.path.relpath(folder)} holds a run with {name}={there.get(key)}; "
+                "give this one a tag=NAME of its own, or start that one afresh with resume=never",
+            )
+
+
+def read_summary(config: Config) -> dict[str, Any] | None:
+    """The figures of a finished run; None where there is something to train."""
+    path = run_folder(config) / "summary.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+class Record:
+    """Writes one run's folder. Worker 0 only.
+
+    Args:
+        config: of the run.
+        world: number of workers.
+        fingerprint: of the data.
+    """
+
+    def __init__(self, config: Config, world: int, fingerprint: dict[str, Any]) -> None:
+        self.folder = run_folder(config)
+        values = plain(config, world)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_durably(self.folder / "config.yaml", yaml.safe_dump(values, sort_keys=False))
+        manifest = {**_manifest(world), "data": fingerprint}
+        write_durably(self.folder / "manifest.json", json.dumps(manifest, indent=1, default=str))
+        self._metrics = self.folder / "metrics.jsonl"
+        self._wandb = self._start_wandb(config, values)
+
+    def rewind(self, step: int) -> None:
+        """Drop the metrics after `step`: the run goes on from there."""
+        if not self._metrics.exists():
+            return
+        kept = []
+        for line in self._metrics.read_text().splitlines(keepends=True):
+            try:
+                if line.endswith("\n") and json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except ValueError:  # torn by a crash
+                continue
+        write_durably(self._metrics, "".join(kept))
+
+    def log(self, kind: str, step: int, figures: dict[str, Any]) -> None:
+        """One line of metrics.jsonl, and the same to W&B. Not-a-number becomes null."""
+        clean = {key: _finite(value) for key, value in figures.items()}
+        with self._metrics.open("a") as file:
+            file.write(json.dumps({"kind": kind, "step": step, **clean}) + "\n")
+        if self._wandb is not None:
+            values = {f"{kind}/{key}": value for key, value in clean.items() if value is not None}
+            self._wandb.log({**values, "step": step}, step=step)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Write summary.json, whose presence means: finished."""
+        clean = {key: _finite(value) for key, value in summary.items()}
+        write_durably(self.folder / "summary.json", json.dumps(clean, indent=1))
+        if self._wandb is not None:
+            self._wandb.summary.update(clean)
+
+    def close(self, status: int) -> None:
+        """Let W&B write what it holds. `status` 0: finished, or to be continued."""
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=status)
+            self._wandb = None
+
+    def _start_wandb(self, config: Config, values: dict[str, Any]) -> Any:
+        if config.log.wandb is Wandb.disabled:
+            return None
+        import wandb
+
+        return wandb.init(
+            project="co2-suite",
+            dir=self.folder,
+            mode=config.log.wandb.value,
+            # One run is one W&B run, however many segments it was trained in.
+            id=_digest(str(self.folder)),
+            resume="allow",
+            name=f"{config.task}-{config.method}-{config.tag}-seed{config.train.seed}",
+            group=os.environ.get("WANDB_RUN_GROUP", f"{config.task}-{config.method}"),
+            config=values,
+            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+        )
+
+
+def _manifest(world: int) -> dict[str, Any]:
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "git": _git(),
+        "packages": {"python": platform.python_version(), **_versions()},
+        "hardware": {"cpu": _cpu(), "cores": os.cpu_count(), "gpus": gpus},
+        "world_size": world,
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _git() -> dict[str, Any]:
+    """The commit of this source tree, and whether it has changes; empty outside a repository."""
+
+    def ask(*words: str) -> str:
+        here = Path(__file__).parent
+        return subprocess.run(
+            ["git", *words], cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain"))}
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return {field.name: _plain(getattr(value, field.name)) for field in fields}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _flat(values: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    if not isinstance(values, dict):
+        return {path: values}
+    pairs = [_flat(value, (*path, str(key))) for key, value in values.items()]
+    return {key: value for pair in pairs for key, value in pair.items()}
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _safe(value: str) -> str:
+    """A value as part of a folder name; a path keeps its last part and gets a digest."""
+    short = value if "/" not in value else f"{Path(value).name}-{_digest(value)[:6]}"
+    return "".join(char if char.isalnum() or char in "._+" else "_" for char in short)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

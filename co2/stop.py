@@ -1,0 +1,71 @@
+"""Stopping together: a signal reaches one worker, and all stop after the same step."""
+
+import signal
+from collections import deque
+from collections.abc import Iterable
+from types import FrameType, TracebackType
+
+import torch
+import torch.distributed as dist
+
+from co2.dist import Mesh
+
+
+class StopVote:
+    """Agrees in the background on the step after which every worker stops.
+
+    After each step every worker sends one flag, "I was told to stop", and reads the outcome of
+    the flags sent `lag` steps before. With `lag` no smaller than what one replica may run ahead
+    of another anyway, nobody ever stands still for it. A stop takes effect `lag` steps later.
+
+    Use as a context manager: the signals' former handlers return at its end.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        group: dist.ProcessGroup | None,
+        lag: int,
+        signals: Iterable[signal.Signals],
+    ) -> None:
+        self.told = False
+        self._alone = mesh.num_replicas == 1
+        self._group, self._lag, self._signals = group, lag, tuple(signals)
+        self._pending: deque[tuple[torch.Tensor, dist.Work]] = deque()
+
+    def __enter__(self) -> "StopVote":
+        self._before = {number: signal.signal(number, self._tell) for number in self._signals}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def __call__(self) -> bool:
+        """Once after every step, on every worker: whether to stop now."""
+        if self._alone:
+            return self.told
+        flag = torch.tensor([int(self.told)])
+        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._pending.append((flag, work))
+        if len(self._pending) <= self._lag:
+            return False
+        return self._oldest()
+
+    def drain(self) -> None:
+        """Wait for the flags under way, before the process group goes."""
+        while self._pending:
+            self._oldest()
+
+    def _oldest(self) -> bool:
+        flag, work = self._pending.popleft()
+        work.wait()
+        return bool(flag.item())
+
+    def _tell(self, number: int, frame: FrameType | None) -> None:
+        self.told = True

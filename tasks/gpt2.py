@@ -1,0 +1,219 @@
+"""GPT-2 from scratch: next-token prediction on text.
+
+Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), in the
+implementation of transformers, with random weights.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from co2.config import DataConfig, OptimConfig, TrainConfig
+from co2.errors import require, require_count
+from tasks.base import Batch
+from tasks.corpus import embedded_corpus, user_corpus
+from tasks.evaluation import evaluating, total
+from tasks.optimizer import make_optimizer
+from tasks.sampling import Sampler
+from tasks.store import Store
+from tasks.text import num_windows, openwebtext, prepared, unigram_entropy, windows
+
+if TYPE_CHECKING:
+    from co2.dist import Mesh
+
+PUBLIC_VOCAB_SIZE = 50257
+"""Of GPT-2's own tokenizer, in which openwebtext is kept."""
+
+_EVAL_TOKENS = 4096
+"""Of one evaluation batch: 0.8 GB of fp32 logits with GPT-2's vocabulary."""
+
+
+class Size(Enum):
+    smoke = "smoke"
+    small = "small"
+    medium = "medium"
+    large = "large"
+    xl = "xl"
+
+
+class CorpusName(Enum):
+    embedded = "embedded"
+    openwebtext = "openwebtext"
+
+
+SHAPES = {
+    Size.smoke: (4, 4, 128),  # 1.3 M parameters with a context of 128 and a vocabulary of 4096
+    Size.small: (12, 12, 768),  # 124 M, as all below with GPT-2's context and vocabulary
+    Size.medium: (24, 16, 1024),  # 355 M
+    Size.large: (36, 20, 1280),  # 774 M
+    Size.xl: (48, 25, 1600),  # 1558 M
+}
+"""Layers, heads, width."""
+
+
+class GPT2:
+    """The task `gpt2`. A sample is a window of `context` tokens and the one that follows."""
+
+    @dataclass
+    class Config:
+        size: Size = Size.smoke
+        context: int = 128
+        """Tokens that the model sees at once."""
+        vocab_size: int = 4096
+        """Of the tokenizer that is learned from the text; openwebtext keeps GPT-2's 50257."""
+        corpus: CorpusName = CorpusName.embedded
+        """embedded: Python source that every install has. openwebtext: see tasks.prepare.
+        data.path=FILE_OR_FOLDER takes the place of both."""
+        dropout: float = 0.0
+        """Of embeddings, attention and residuals alike."""
+        eval_samples: int | None = None
+        """Validation windows of one evaluation, spread evenly; null takes all."""
+
+        def __post_init__(self) -> None:
+            require_count("context", self.context)
+            mend = "must be a whole number from 257 (256 bytes and the separator) to 1000000"
+            require(257 <= self.vocab_size <= 1_000_000, "vocab_size", self.vocab_size, mend)
+            mend = "must be 0 or more and below 1"
+            require(0 <= self.dropout < 1, "dropout", self.dropout, mend)
+            if self.eval_samples is not None:
+                require_count("eval_samples", self.eval_samples)
+
+    unit = "tokens"
+
+    def __init__(
+        self, config: Config, train: TrainConfig, optim: OptimConfig, data: DataConfig
+    ) -> None:
+        self.config, self.train, self.optim, self.data = config, train, optim, data
+        self.units_per_sample = config.context
+        own = data.path is None and config.corpus is CorpusName.openwebtext
+        self.vocab_size = PUBLIC_VOCAB_SIZE if own else config.vocab_size
+        self._opened: Store | None = None
+
+    def setup(self, num_replicas: int) -> None:
+        """See `Task.setup`. The first run on a corpus tokenizes it: some 10 s for 16 MB."""
+        root, context = Path(self.data.root), self.config.context
+        if self.data.path is not None:
+            store = prepared(user_corpus(self.data.path), self.vocab_size, context, root)
+        elif self.config.corpus is CorpusName.embedded:
+            store = prepared(embedded_corpus(), self.vocab_size, context, root)
+        else:
+            store = openwebtext(root, context)
+            mend = f"its tokenizer has {store.meta['vocab_size']} tokens, GPT-2 takes 50257"
+            fits = store.meta["vocab_size"] <= self.vocab_size
+            require(fits, "gpt2.corpus", "openwebtext", mend)
+        self._opened = store
+        self._sampler(num_replicas)
+
+    def model(self) -> nn.Module:
+        """See `Task.model`. Any device: `with torch.device("meta")` counts parameters for free."""
+        from transformers import GPT2Config, GPT2LMHeadModel  # costs seconds
+
+        layers, heads, width = SHAPES[self.config.size]
+        shape = GPT2Config(
+            vocab_size=self.vocab_size,
+            n_positions=self.config.context,
+            n_layer=layers,
+            n_head=heads,
+            n_embd=width,
+            resid_pdrop=self.config.dropout,
+            embd_pdrop=self.config.dropout,
+            attn_pdrop=self.config.dropout,
+            use_cache=False,
+            bos_token_id=None,
+            eos_token_id=None,
+            attn_implementation="sdpa",  # type: ignore[call-arg]  # one of PreTrainedConfig's own
+        )
+        with torch.random.fork_rng(devices=[]):
+            # torch.manual_seed would reseed the GPUs as well, which nothing restores here.
+            torch.default_generator.manual_seed(self.train.seed)
+            return GPT2LMHeadModel(shape)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return make_optimizer(model, self.optim)
+
+    def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
+        """Windows, int64 [batch_size, context + 1]. See `Task.batches`."""
+        sampler, tokens = self._sampler(mesh.num_replicas), self._store.tokens("train")
+        for draw in count(start):
+            yield windows(tokens, sampler.indices(draw, mesh.replica), self.config.context)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean next-token cross-entropy in nats, worked out in fp32 whatever the autocast."""
+        return _cross_entropy(model, batch, "mean")
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """See `Task.evaluate`.
+
+        Returns:
+            "loss": mean cross-entropy over the targets of the validation windows, in nats;
+            "perplexity": its exponential.
+        """
+        context, tokens = self.config.context, self._store.tokens("val")
+        device = next(model.parameters()).device
+        chosen, size = self._validation(), max(1, _EVAL_TOKENS // context)
+
+        def compute(batch: int) -> Tensor:
+            inside = windows(tokens, chosen[batch * size : (batch + 1) * size], context)
+            losses = _cross_entropy(model, inside.to(device), "none")
+            return losses.double().sum().reshape(1)
+
+        with evaluating(model):
+            (whole,) = total(compute, num_batches=-(-len(chosen) // size))
+        loss = whole / (len(chosen) * context)
+        return {"loss": loss, "perplexity": torch.tensor(loss, dtype=torch.float64).exp().item()}
+
+    def baselines(self) -> dict[str, float]:
+        """ "unigram_entropy": of the whole validation part, in nats."""
+        return {"unigram_entropy": self._unigram_entropy}
+
+    def fingerprint(self) -> dict[str, Any]:
+        meta, own = self._store.meta, self.data.path is None
+        parts = meta["parts"]
+        return {
+            "data": self.config.corpus.name if own else self.data.path,
+            "sha256": meta["sha256"],
+            "num_files": meta.get("num_files"),
+            "num_documents": {part: parts[part]["documents"] for part in parts},
+            "num_tokens": {part: parts[part]["tokens"] for part in parts},
+            "tokens_sha256": {part: parts[part]["sha256"] for part in parts},
+            "tokenizer": meta.get("tokenizer", f"byte-level BPE, {meta['vocab_size']}"),
+        }
+
+    @property
+    def _store(self) -> Store:
+        assert self._opened is not None, "call setup() first"
+        return self._opened
+
+    @cached_property
+    def _unigram_entropy(self) -> float:
+        return unigram_entropy(self._store.tokens("val"))
+
+    def _sampler(self, num_replicas: int) -> Sampler:
+        samples = num_windows(self._store.count("train"), self.config.context)
+        return Sampler(samples, num_replicas, self.train.batch_size, self.train.seed)
+
+    def _validation(self) -> np.ndarray:
+        """The validation windows of an evaluation: all, or `eval_samples` spread evenly."""
+        available = num_windows(self._store.count("val"), self.config.context)
+        wanted = min(self.config.eval_samples or available, available)
+        return np.arange(wanted) * available // wanted
+
+
+def _cross_entropy(model: nn.Module, batch: Batch, reduction: str) -> Tensor:
+    """Next-token cross-entropy of windows [B, context + 1], fp32."""
+    assert isinstance(batch, Tensor)
+    logits = model(input_ids=batch[:, :-1]).logits
+    with torch.autocast(logits.device.type, enabled=False):
+        return F.cross_entropy(
+            logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction=reduction
+        )

@@ -1,0 +1,226 @@
+"""Text as windows of token ids: tokenizer, cache, memory maps.
+
+A corpus of text files is tokenized once, by a byte-level BPE learned from its training part, and
+kept under `data.root/text/` as a token store named by the sha256 of the corpus. Later runs read
+nothing but that. OpenWebText comes as a token store from `python -m tasks.prepare openwebtext`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from co2.errors import ConfigError, require
+from tasks.corpus import Corpus
+from tasks.progress import progress
+from tasks.store import (
+    FORMAT,
+    PARTS,
+    SEPARATOR,
+    Store,
+    create,
+    locked,
+    open_store,
+    token_dtype,
+)
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_PIECE = 1 << 18
+"""Characters that are encoded as one; a longer text is cut after a line, which bounds memory and
+lets all cores work on a single file."""
+
+
+def prepared(corpus: Corpus, vocab_size: int, context: int, root: Path) -> Store:
+    """The token store of a corpus, from the cache or made now.
+
+    Args:
+        vocab_size: tokens that the BPE may learn, the 256 bytes and the separator among them.
+        context: tokens that a model sees; each part must hold one window of context + 1.
+        root: where caches live.
+    Raises:
+        ConfigError: no text, or too little of it (nothing has been written then); or `root`
+            cannot be written.
+    """
+    folder = root / "text" / f"{corpus.name}-{corpus.sha256[:16]}-{vocab_size}-v{FORMAT}"
+    store = open_store(folder)
+    if store is None:
+        corpus.check()
+        with locked(folder):
+            # Another process may have made it while this one waited.
+            store = open_store(folder) or _prepare(corpus, vocab_size, context, folder, root)
+    for part in PARTS:
+        require_window(store.count(part), context, part, corpus.key, corpus.value)
+    return store
+
+
+def openwebtext(root: Path, context: int) -> Store:
+    """The token store that `tasks.prepare` makes.
+
+    Raises:
+        ConfigError: it is not there, or too small.
+    """
+    folder = root / "openwebtext"
+    store = open_store(folder)
+    if store is None:
+        mend = f"no sound {folder}; make it: python -m tasks.prepare openwebtext --root {root}"
+        raise ConfigError("gpt2.corpus", "openwebtext", mend)
+    for part in PARTS:
+        require_window(store.count(part), context, part, "gpt2.corpus", "openwebtext")
+    return store
+
+
+def require_window(num_tokens: int, context: int, part: str, key: str, value: object) -> None:
+    """Raise ConfigError unless `num_tokens` fill one window."""
+    name = {"train": "training", "val": "validation"}[part]
+    mend = (
+        f"the {name} part holds {num_tokens} tokens, one window of gpt2.context={context} needs "
+        f"{context + 1}; give more text or a smaller gpt2.context"
+    )
+    require(num_tokens > context, key, value, mend)
+
+
+def num_windows(num_tokens: int, context: int) -> int:
+    """Windows that `num_tokens` fill."""
+    return (num_tokens - 1) // context
+
+
+def windows(tokens: np.ndarray, indices: Iterable[int], context: int) -> Tensor:
+    """Windows of context + 1 tokens, each from token index * context on.
+
+    Inputs do not overlap, nor do targets: the last target of a window is the first input of the
+    next, so that every token but the very first is predicted exactly once.
+
+    Returns:
+        int64 [len(indices), context + 1]; inputs are [:, :-1], targets [:, 1:].
+    """
+    starts = [int(index) * context for index in indices]
+    rows = [tokens[start : start + context + 1] for start in starts]
+    return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+
+def unigram_entropy(tokens: np.ndarray) -> float:
+    """Entropy of the tokens' frequencies, in nats: the loss of the best model without context."""
+    counts = np.bincount(tokens).astype(np.float64)
+    shares = counts[counts > 0] / len(tokens)
+    return float(-(shares * np.log(shares)).sum())
+
+
+def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+    """A byte-level BPE: any text can be encoded, and decodes to itself. Deterministic.
+
+    A small corpus gives fewer than `vocab_size` tokens.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[SEPARATOR],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def encoded(
+    documents: Iterable[str], tokenizer: "Tokenizer", dtype: type[np.unsignedinteger]
+) -> Iterator[np.ndarray]:
+    """Token ids of documents, chunk by chunk, the separator after each.
+
+    A document that spells the separator out gets ordinary tokens for it.
+    """
+    tokenizer.encode_special_tokens = True
+    end = [separator_id(tokenizer)]
+    for batch in _batches(documents):
+        texts = [text for text, _ in batch]
+        codes = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        for code, (_, last) in zip(codes, batch, strict=True):
+            yield np.array(code.ids + end if last else code.ids, dtype)
+
+
+def separator_id(tokenizer: "Tokenizer") -> int:
+    found = tokenizer.token_to_id(SEPARATOR)
+    assert found is not None, f"the tokenizer has no {SEPARATOR}"
+    return found
+
+
+def pieces(text: str, size: int = _PIECE) -> Iterator[str]:
+    """Cut a text into pieces of at most `size` characters, after line ends where there are any."""
+    start = 0
+    while len(text) - start > size:
+        end = text.rfind("\n", start, start + size) + 1
+        end = end if end > start else start + size
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
+    """Pieces in batches worth all cores' while; each says whether it ends its document."""
+    batch: list[tuple[str, bool]] = []
+    held = 0
+    for text in documents:
+        cut = list(pieces(text))
+        for number, piece in enumerate(cut, start=1):
+            batch.append((piece, number == len(cut)))
+            held += len(piece)
+            if held >= 8 * _PIECE:
+                yield batch
+                batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def _prepare(corpus: Corpus, vocab_size: int, context: int, folder: Path, root: Path) -> Store:
+    """Learn, encode, check that it is enough, and only then write."""
+    size = f"{corpus.value} ({corpus.num_bytes / 1e6:.1f} MB), once"
+    with progress(f"learning a vocabulary from {size}", corpus.num_bytes) as advance:
+        train = chain.from_iterable(pieces(text) for text in corpus.documents("train"))
+        tokenizer = learn_tokenizer(_reported(train, advance), vocab_size)
+    dtype = token_dtype(vocab_size)
+    with progress(f"encoding {size}", corpus.num_bytes) as advance:
+        chunks = {}
+        for part in reversed(PARTS):  # the validation part is the one that runs short
+            texts = _reported(corpus.documents(part), advance)
+            chunks[part] = _checked(encoded(texts, tokenizer, dtype), context, part, corpus)
+        try:
+            return create(
+                folder,
+                chunks,
+                vocab_size,
+                separator_id(tokenizer),
+                {"sha256": corpus.sha256, "num_files": len(corpus.files)},
+                {"tokenizer.json": tokenizer.to_str(pretty=True)},
+            )
+        except OSError as error:
+            mend = f"cannot write {error.filename or folder} ({error.strerror}); choose another"
+            raise ConfigError("data.root", root, mend) from None
+
+
+def _checked(
+    chunks: Iterator[np.ndarray], context: int, part: str, corpus: Corpus
+) -> Iterator[np.ndarray]:
+    """The same chunks, after a look ahead that makes sure of one window."""
+    ahead: list[np.ndarray] = []
+    held = 0
+    while held <= context and (chunk := next(chunks, None)) is not None:
+        ahead.append(chunk)
+        held += len(chunk)
+    require_window(held, context, part, corpus.key, corpus.value)
+    return chain(ahead, chunks)
+
+
+def _reported(texts: Iterable[str], advance: Callable[[int], None]) -> Iterator[str]:
+    for text in texts:
+        yield text
+        advance(len(text))

@@ -1,0 +1,127 @@
+"""A toy that trains in milliseconds: for tests, and for a first look at a method."""
+
+import hashlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from co2.config import DataConfig, OptimConfig, TrainConfig
+from co2.errors import require, require_count, require_number
+from tasks.base import Batch
+from tasks.evaluation import evaluating, total
+from tasks.optimizer import make_optimizer
+from tasks.sampling import Sampler
+
+if TYPE_CHECKING:
+    from co2.dist import Mesh
+
+CLASSES = 4
+_EVAL_BATCH = 64
+
+
+class Toy:
+    """The task `toy`: tell the four classes of a random linear map of Gaussian points.
+
+    The model has batch norm, so that methods meet float buffers (running means) and integer ones.
+    """
+
+    @dataclass
+    class Config:
+        samples: int = 512
+        """Of the training set; the validation set is as large again."""
+        features: int = 16
+        hidden: int = 32
+        delay_s: float = 0.0
+        """Seconds that every training loss takes longer, for tests that kill a run."""
+
+        def __post_init__(self) -> None:
+            for name in ("samples", "features", "hidden"):
+                require_count(name, getattr(self, name))
+            require_number("delay_s", self.delay_s, 0.0, "must be a number of seconds, 0 or more")
+
+    unit = "samples"
+    units_per_sample = 1
+
+    def __init__(
+        self, config: Config, train: TrainConfig, optim: OptimConfig, data: DataConfig
+    ) -> None:
+        self.config, self.train, self.optim, self.data = config, train, optim, data
+        self._points = self._labels = torch.empty(0)
+
+    def setup(self, num_replicas: int) -> None:
+        """See `Task.setup`. Nothing is written."""
+        mend = "task=toy makes its own data; leave it null"
+        require(self.data.path is None, "data.path", self.data.path, mend)
+        mend = "batch norm, in the toy's model, needs at least 2"
+        require(self.train.batch_size >= 2, "train.batch_size", self.train.batch_size, mend)
+        self._sampler(num_replicas)
+        source = torch.Generator().manual_seed(self.train.seed)
+        config = self.config
+        self._points = torch.randn(2 * config.samples, config.features, generator=source)
+        rule = torch.randn(config.features, CLASSES, generator=source)
+        self._labels = (self._points @ rule).argmax(dim=1)
+
+    def model(self) -> nn.Module:
+        """See `Task.model`: features → hidden → batch norm → ReLU → classes."""
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.train.seed)
+            return nn.Sequential(
+                nn.Linear(self.config.features, self.config.hidden),
+                nn.BatchNorm1d(self.config.hidden),
+                nn.ReLU(),
+                nn.Linear(self.config.hidden, CLASSES),
+            )
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return make_optimizer(model, self.optim)
+
+    def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
+        """Points [batch_size, features] and their labels, int64 [batch_size]."""
+        sampler = self._sampler(mesh.num_replicas)
+        for draw in count(start):
+            chosen = torch.from_numpy(sampler.indices(draw, mesh.replica))
+            yield self._points[chosen], self._labels[chosen]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean cross-entropy in nats, fp32."""
+        if self.config.delay_s:
+            time.sleep(self.config.delay_s)
+        assert isinstance(batch, tuple)
+        points, labels = batch
+        return F.cross_entropy(model(points).float(), labels)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """See `Task.evaluate`. "loss" in nats, "accuracy" from 0 to 1."""
+        device = next(model.parameters()).device
+        points = self._points[self.config.samples :].split(_EVAL_BATCH)
+        labels = self._labels[self.config.samples :].split(_EVAL_BATCH)
+
+        def compute(batch: int) -> Tensor:
+            truth = labels[batch].to(device)
+            logits = model(points[batch].to(device)).float()
+            losses = F.cross_entropy(logits, truth, reduction="none")
+            right = logits.argmax(dim=1) == truth
+            return torch.stack([losses.double().sum(), right.double().sum()])
+
+        with evaluating(model):
+            loss, right = total(compute, len(points))
+        return {"loss": loss / self.config.samples, "accuracy": right / self.config.samples}
+
+    def baselines(self) -> dict[str, float]:
+        """ "majority_accuracy": of always naming the most frequent class."""
+        labels = self._labels[self.config.samples :]
+        return {"majority_accuracy": labels.bincount().max().item() / len(labels)}
+
+    def fingerprint(self) -> dict[str, Any]:
+        digest = hashlib.sha256(self._points.numpy().tobytes() + self._labels.numpy().tobytes())
+        return {"data": "toy", "sha256": digest.hexdigest(), "num_samples": self.config.samples}
+
+    def _sampler(self, num_replicas: int) -> Sampler:
+        return Sampler(self.config.samples, num_replicas, self.train.batch_size, self.train.seed)

@@ -1,0 +1,95 @@
+"""A training loop of one replica under a method, as a user of `co2` would write it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import co2
+from co2.methods import METHODS
+from tests.methods import problem
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "allreduce": {},
+    "local_sgd": {"tau": 3},
+    "slowmo": {"tau": 3, "outer_lr": 0.9, "outer_momentum": 0.6},
+    "overlap_local_sgd": {"tau": 3, "pull": 0.6, "outer_momentum": 0.7},
+    "cocod_sgd": {"tau": 3},
+    "co2": {"tau": 3, "outer_lr": 0.8, "outer_momentum": 0.5, "clip": 0.05},
+}
+"""One telling configuration of every method."""
+
+OVERLAPPED = ("overlap_local_sgd", "cocod_sgd", "co2")
+BLOCKING = ("local_sgd", "slowmo")
+
+Snapshot = dict[str, Tensor]
+
+
+class Session:
+    """One replica of `problem` under a method. Ranks differ in initial weights and in data."""
+
+    def __init__(
+        self,
+        rank: int,
+        name: str,
+        settings: dict[str, Any],
+        optimizer: str = "sgd",
+        dtype: torch.dtype = torch.float64,
+        bucket_bytes: float | None = None,
+    ) -> None:
+        self.rank, self.steps_done = rank, 0
+        self.net, self.optimizer = problem.build(rank, optimizer, dtype)
+        config = METHODS[name].Config(**settings)
+        if bucket_bytes is None:
+            self.method = METHODS[name](config)
+        else:
+            comm = co2.CommConfig(bucket_mb=bucket_bytes / 2**20)
+            self.method = METHODS[name](config, comm=comm)
+        self.model = self.method.prepare(self.net, self.optimizer, co2.Mesh.world())
+
+    def step(self) -> None:
+        problem.set_lr(self.optimizer, self.steps_done)
+        problem.backward(self.model, self.steps_done, self.rank)
+        self.method.step()
+        self.optimizer.zero_grad()
+        self.steps_done += 1
+
+    def snapshot(self) -> Snapshot:
+        return problem.snapshot(self.net)
+
+
+def trajectory(
+    rank: int,
+    world: int,
+    name: str,
+    settings: dict[str, Any],
+    optimizer: str = "sgd",
+    dtype: torch.dtype = torch.float64,
+    bucket_bytes: float | None = None,
+    steps: int = 15,
+) -> list[Snapshot]:
+    """The replica after 0, 1, ..., `steps` steps."""
+    session = Session(rank, name, settings, optimizer, dtype, bucket_bytes)
+    history = [session.snapshot()]
+    for _ in range(steps):
+        session.step()
+        history.append(session.snapshot())
+    session.method.flush()
+    return history
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Bit for bit, through lists, dicts and tensors."""
+    assert type(a) is type(b), f"{type(a)} and {type(b)}"
+    if isinstance(a, Tensor):
+        assert a.dtype == b.dtype and torch.equal(a, b), f"differ by {(a - b).abs().max()}"
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert a == b

@@ -1,0 +1,71 @@
+"""CO2 (2401.16265): SlowMo's outer step, one round late, its staleness damped.
+
+End of round t: d_{t-1} arrives (none at t = 0, where m stays 0), the mean of x_{t,0} - x^i_{t,tau}
+is started, m_t = clip(beta m_{t-1} + d_{t-1} / Lambda_t, phi), x_{t+1,0} = x_{t,0} - alpha m_t.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tests.reference.replica import Replica, mean
+
+
+class Gap:
+    """Lambda_t by `gap_aware` and `gap_aware_elementwise`."""
+
+    def __init__(self, elementwise: bool) -> None:
+        self.elementwise = elementwise
+        self.largest_gamma = 0.0
+        self.average, self.count = 0.0, 0
+
+    def penalty(self, movement: Tensor, gamma: float) -> Tensor | float:
+        """`movement`: x_{t,0} - x_{t-1,0}; `gamma`: the inner rate at the round's last step."""
+        if gamma == 0:
+            return 1.0
+        disp = (movement.norm() / movement.numel() ** 0.5).item()
+        self.count += 1
+        self.average = 0.9 * self.average + 0.1 * disp * self.largest_gamma / gamma
+        c = self.average / (1 - 0.9**self.count)
+        if c == 0:
+            return 1.0
+        return 1 + (movement.abs() if self.elementwise else disp) / c
+
+
+def clipped(m: Tensor, clip: float | None, clip_mode: str) -> Tensor:
+    if clip is None:
+        return m
+    if clip_mode == "value":
+        return m.clamp(-clip, clip)
+    return m * (clip / m.norm()) if m.norm() > clip else m
+
+
+def rounds(
+    replicas: list[Replica],
+    tau: int,
+    outer_lr: float,
+    outer_momentum: float,
+    gap_penalty: str | float,
+    clip: float | None = None,
+    clip_mode: str = "value",
+) -> Iterator[None]:
+    gap = Gap(elementwise=gap_penalty == "gap_aware_elementwise")
+    constant = {"none": 1.0}.get(gap_penalty, gap_penalty)
+    x = previous_x = replicas[0].weights()
+    m = torch.zeros_like(x)
+    in_flight = None
+    while True:
+        for replica in replicas:
+            replica.train(tau)
+        gamma = replicas[0].lr()
+        gap.largest_gamma = max(gap.largest_gamma, gamma)
+        arrived, in_flight = in_flight, mean(x - replica.weights() for replica in replicas)
+        if arrived is not None:
+            aware = isinstance(gap_penalty, str) and gap_penalty.startswith("gap_aware")
+            penalty = gap.penalty(x - previous_x, gamma) if aware else constant
+            m = clipped(outer_momentum * m + arrived / penalty, clip, clip_mode)
+        previous_x, x = x, x - outer_lr * m
+        for replica in replicas:
+            replica.set_weights(x)
+        yield

@@ -1,0 +1,28 @@
+"""Overlap-Local-SGD (Wang et al., 2002.09539).
+
+End of a round: the average started one round before arrives and moves the anchor,
+v <- beta v + (z - mean), z <- z - v; then x^i <- (1 - a) x^i + a z, and the average of the pulled
+x^i is started. The first round has no arrival and pulls to the initial weights.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from tests.reference.replica import Replica, mean
+
+
+def rounds(replicas: list[Replica], tau: int, pull: float, outer_momentum: float) -> Iterator[None]:
+    z = replicas[0].weights()
+    v = torch.zeros_like(z)
+    in_flight = None
+    while True:
+        for replica in replicas:
+            replica.train(tau)
+        if in_flight is not None:
+            v = outer_momentum * v + (z - in_flight)
+            z = z - v
+        for replica in replicas:
+            replica.set_weights((1 - pull) * replica.weights() + pull * z)
+        in_flight = mean(replica.weights() for replica in replicas)
+        yield

@@ -1,0 +1,144 @@
+"""Gloo workers that stay up between tests: `Pool.run(fn, world, *args)`.
+
+Importing torch costs more than a test, so the processes are spawned once a session. Each case gets
+its own process group over a fresh file, and always loses it again. A case that takes too long
+costs its workers: they are killed and spawned anew, so that a deadlock is a failed test.
+"""
+
+import contextlib
+import gc
+import multiprocessing
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GRACE_S = 5.0
+"""How long the other ranks may take to notice that one has failed."""
+
+
+class WorkerError(AssertionError):
+    """At least one rank raised; the message holds the tracebacks."""
+
+
+class TimeLimit(AssertionError):
+    """At least one rank did not come back in time."""
+
+
+class Pool:
+    """Up to `size` worker processes, spawned together at the first case that needs any."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+
+    def run(
+        self, fn: Callable[..., Any], world: int, *args: Any, time_limit_s: float = 60.0
+    ) -> list[Any]:
+        """`fn(rank, world, *args)` on `world` ranks of one process group.
+
+        Args:
+            fn: a module-level function; it, its arguments and its results are pickled.
+        Returns:
+            The results by rank.
+        Raises:
+            WorkerError: with the traceback of every rank that raised.
+            TimeLimit: with the ranks that were still busy.
+        """
+        assert 1 <= world <= self.size, f"world {world} in a pool of {self.size}"
+        if not self._workers:
+            self._spawn()
+        with tempfile.TemporaryDirectory() as folder:
+            connections = [connection for _, connection in self._workers[:world]]
+            for rank, connection in enumerate(connections):
+                case = (fn, rank, world, args, str(Path(folder) / "store"), time_limit_s)
+                connection.send_bytes(pickle.dumps(case))
+            replies = self._collect(connections, time_limit_s)
+        failures = [f"rank {rank}:\n{text}" for rank, (good, text) in replies.items() if not good]
+        missing = sorted(set(range(world)) - set(replies))
+        if missing:
+            self.close()
+        if failures:
+            raise WorkerError("\n".join(failures))
+        if missing:
+            raise TimeLimit(f"ranks {missing} of {world} still busy after {time_limit_s:g} s")
+        return [pickle.loads(replies[rank][1]) for rank in range(world)]
+
+    def close(self) -> None:
+        """Kill the workers; the next case spawns new ones."""
+        for process, connection in self._workers:
+            process.kill()
+            connection.close()
+        for process, _ in self._workers:
+            process.join()
+        self._workers = []
+
+    def _spawn(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for _ in range(self.size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            self._workers.append((process, here))
+
+    def _collect(
+        self, connections: list[Connection], time_limit_s: float
+    ) -> dict[int, tuple[bool, Any]]:
+        """Rank to reply, without the ranks that stayed silent."""
+        replies: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + time_limit_s
+        while len(replies) < len(connections):
+            silent = [c for rank, c in enumerate(connections) if rank not in replies]
+            ready = wait(silent, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = connections.index(connection)
+                try:
+                    replies[rank] = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionError):
+                    self.close()
+                    raise WorkerError(f"rank {rank} died") from None
+                if not replies[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return replies
+
+
+def _serve(connection: Connection) -> None:
+    """A worker's life: one case after the other, until the session closes the pipe."""
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
+        while True:
+            case = connection.recv_bytes()
+            connection.send_bytes(pickle.dumps(_run_case(case)))
+
+
+def _run_case(case: bytes) -> tuple[bool, Any]:
+    """(True, pickled result) or (False, traceback)."""
+    try:
+        fn, rank, world, args, path, time_limit_s = pickle.loads(case)
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(path, world),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=time_limit_s),
+        )
+        return True, pickle.dumps(fn(rank, world, *args))
+    except BaseException:
+        return False, traceback.format_exc()
+    finally:
+        gc.collect()  # DDP's reducer sits in a cycle and must not outlive its group
+        gc.freeze()  # what is left are imported modules: no need to trace them every time
+        if dist.is_initialized():
+            dist.destroy_process_group()
