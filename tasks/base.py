@@ -18,9 +18,10 @@ Batch: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 class Task(Protocol):
     """Model, data, loss and metrics of one experiment; `docs/` tells how to add one."""
 
-    Config: Any
-    """A dataclass, the node `<name>:` of the configuration. Its `__post_init__` raises
-    `ConfigError` with keys that leave the node out."""
+    @property
+    def Config(self) -> Any:
+        """A nested dataclass, the node `<name>:` of the configuration. Its `__post_init__` raises
+        `ConfigError` with keys that leave the node out."""
 
     unit: str
     """What throughput counts: "tokens" or "samples"."""

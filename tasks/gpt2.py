@@ -181,7 +181,8 @@ class GPT2:
         parts = meta["parts"]
         return {
             "data": self.config.corpus.name if own else self.data.path,
-            "sha256": meta["sha256"],
+            # Of the text files; where the text is not at hand, of the training tokens.
+            "sha256": meta.get("sha256", parts["train"]["sha256"]),
             "num_files": meta.get("num_files"),
             "num_documents": {part: parts[part]["documents"] for part in parts},
             "num_tokens": {part: parts[part]["tokens"] for part in parts},

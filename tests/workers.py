@@ -1,8 +1,9 @@
 """Gloo workers that stay up between tests: `Pool.run(fn, world, *args)`.
 
-Importing torch costs more than a test, so the processes are spawned once a session. Each case gets
-its own process group over a fresh file, and always loses it again. A case that takes too long
-costs its workers: they are killed and spawned anew, so that a deadlock is a failed test.
+Importing torch costs more than a test, so it is done once, by a server that the workers are forked
+from, and they stay for the session. Each case gets its own process group over a fresh file, and
+always loses it again. A case that takes too long costs its workers: they are killed and forked
+anew, so that a deadlock is a failed test.
 """
 
 import contextlib
@@ -21,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel"]
+"""The optimizers import the compiler at their first use, DistributedDataParallel too."""
 GRACE_S = 5.0
 """How long the other ranks may take to notice that one has failed."""
 
@@ -34,7 +37,7 @@ class TimeLimit(AssertionError):
 
 
 class Pool:
-    """Up to `size` worker processes, spawned together at the first case that needs any."""
+    """Up to `size` worker processes, started together at the first case that needs any."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -55,7 +58,7 @@ class Pool:
         """
         assert 1 <= world <= self.size, f"world {world} in a pool of {self.size}"
         if not self._workers:
-            self._spawn()
+            self._start()
         with tempfile.TemporaryDirectory() as folder:
             connections = [connection for _, connection in self._workers[:world]]
             for rank, connection in enumerate(connections):
@@ -73,7 +76,7 @@ class Pool:
         return [pickle.loads(replies[rank][1]) for rank in range(world)]
 
     def close(self) -> None:
-        """Kill the workers; the next case spawns new ones."""
+        """Kill the workers; the next case starts new ones."""
         for process, connection in self._workers:
             process.kill()
             connection.close()
@@ -81,8 +84,9 @@ class Pool:
             process.join()
         self._workers = []
 
-    def _spawn(self) -> None:
-        context = multiprocessing.get_context("spawn")
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         for _ in range(self.size):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there,), daemon=True)

@@ -15,12 +15,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "slowmo": {"tau": 3, "outer_lr": 0.9, "outer_momentum": 0.6},
     "overlap_local_sgd": {"tau": 3, "pull": 0.6, "outer_momentum": 0.7},
     "cocod_sgd": {"tau": 3},
-    "co2": {"tau": 3, "outer_lr": 0.8, "outer_momentum": 0.5, "clip": 0.05},
+    "co2": {
+        "tau": 3,
+        "outer_lr": 0.8,
+        "outer_momentum": 0.5,
+        "gap_penalty": "gap_aware",
+        "clip": 0.05,
+    },
 }
 """One telling configuration of every method."""
 
 OVERLAPPED = ("overlap_local_sgd", "cocod_sgd", "co2")
-BLOCKING = ("local_sgd", "slowmo")
+"""Methods whose collective of one round is in flight during the next."""
 
 Snapshot = dict[str, Tensor]
 
@@ -35,16 +41,11 @@ class Session:
         settings: dict[str, Any],
         optimizer: str = "sgd",
         dtype: torch.dtype = torch.float64,
-        bucket_bytes: float | None = None,
+        seed: int | None = None,
     ) -> None:
         self.rank, self.steps_done = rank, 0
-        self.net, self.optimizer = problem.build(rank, optimizer, dtype)
-        config = METHODS[name].Config(**settings)
-        if bucket_bytes is None:
-            self.method = METHODS[name](config)
-        else:
-            comm = co2.CommConfig(bucket_mb=bucket_bytes / 2**20)
-            self.method = METHODS[name](config, comm=comm)
+        self.net, self.optimizer = problem.build(rank if seed is None else seed, optimizer, dtype)
+        self.method = METHODS[name](METHODS[name].Config(**settings))
         self.model = self.method.prepare(self.net, self.optimizer, co2.Mesh.world())
 
     def step(self) -> None:
@@ -65,11 +66,10 @@ def trajectory(
     settings: dict[str, Any],
     optimizer: str = "sgd",
     dtype: torch.dtype = torch.float64,
-    bucket_bytes: float | None = None,
     steps: int = 15,
 ) -> list[Snapshot]:
     """The replica after 0, 1, ..., `steps` steps."""
-    session = Session(rank, name, settings, optimizer, dtype, bucket_bytes)
+    session = Session(rank, name, settings, optimizer, dtype)
     history = [session.snapshot()]
     for _ in range(steps):
         session.step()

@@ -5,6 +5,9 @@ a trainable one that the optimizer does not know, BatchNorm, an integer buffer, 
 groups of which only one follows the schedule.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -12,6 +15,15 @@ from torch.optim import SGD, AdamW, Optimizer
 TAU = 3
 FACTORS = (0.3, 0.6, 0.9, 0.9, 1.0, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 """Of the first group's learning rate, by step: five rounds of warm-up and decay."""
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda groups: SGD(groups, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "plain": lambda groups: SGD(groups, lr=0.1),
+    "momentum": lambda groups: SGD(groups, lr=0.1, momentum=0.9, dampening=0.2),
+    "decay": lambda groups: SGD(groups, lr=0.1, weight_decay=0.1),
+    "adamw": lambda groups: AdamW(groups, lr=0.02, weight_decay=0.1),
+}
 
 
 class Net(nn.Module):
@@ -50,9 +62,7 @@ def build(seed: int, optimizer: str, dtype: torch.dtype = torch.float64) -> tupl
         {"params": [net.middle.weight, net.middle.bias, net.frozen.weight, net.again.bias]},
         {"params": list(net.leave.parameters())},
     ]
-    if optimizer == "sgd":
-        return net, SGD(groups, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
-    return net, AdamW(groups, lr=0.02, weight_decay=0.1)
+    return net, OPTIMIZERS[optimizer](groups)
 
 
 def set_lr(optimizer: Optimizer, step: int) -> None:
@@ -70,6 +80,21 @@ def backward(model: nn.Module, step: int, rank: int) -> None:
     x = torch.randn(6 + rank, 5, generator=generator, dtype=torch.float64).to(dtype)
     y = torch.randn(6 + rank, 3, generator=generator, dtype=torch.float64).to(dtype)
     (model(x) - y).square().mean().backward()
+
+
+def build_drift(sizes: Sequence[int]) -> tuple[nn.Module, Optimizer]:
+    """Weights of the given sizes, each its own parameter, for `backward_drift`."""
+    generator = torch.Generator().manual_seed(7)
+    weights = [torch.randn(n, generator=generator, dtype=torch.float64) for n in sizes]
+    model = nn.ParameterList([nn.Parameter(weight) for weight in weights])
+    return model, SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def backward_drift(model: nn.Module, step: int, rank: int) -> None:
+    """Random gradients that do not depend on the weights."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    for weight in model.parameters():
+        weight.grad = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
 
 
 def snapshot(net: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,153 @@
+"""Smoke GPT-2: what the suite costs on top of a plain loop, and what each method costs on top.
+
+First a plain single-process PyTorch loop and ours with one worker, in turn in this process: the
+same model, batches, optimizer, schedule and clipping. Then ours with two workers under each
+method, each in turn with the others, several times over.
+"""
+
+import argparse
+import contextlib
+import io
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from hydra import compose, initialize_config_dir
+
+import train as entry
+from benchmarks import report
+from co2.config import Config
+from co2.dist import Mesh
+from co2.loop import learning_rate
+from co2.methods import METHODS
+from co2.record import read_summary
+
+GOAL = 0.98
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=5, help="plain loop and ours, in turn")
+    parser.add_argument("--rounds", type=int, default=3, help="all methods, in turn")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as runs:
+        plain, ours = alone(args.pairs, args.steps, runs)
+        methods = together(args.rounds, args.steps, runs)
+    ratios = [b / a for a, b in zip(plain, ours, strict=True)]
+    reference = statistics.median(plain)
+    rows = [
+        ["plain loop", "1", f"{reference:,.0f}", "1"],
+        ["ours", "1", f"{statistics.median(ours):,.0f}", spread(ratios)],
+    ]
+    for name, rates in methods.items():
+        against = [rate / base for rate, base in zip(rates, methods["allreduce"], strict=True)]
+        rows.append([name, "2", f"{statistics.median(rates):,.0f}", f"{spread(against)} ¹"])
+    report.write(
+        args.out / "throughput.md",
+        "Smoke GPT-2, tokens per second",
+        f"Medians over {args.pairs} pairs and {args.rounds} rounds of {args.steps} steps, the "
+        f"first step left out. Goal for ours against the plain loop: {GOAL}. Two workers share the "
+        "two cores, on the loopback device: nothing here is a slow network.\n\n"
+        "¹ against allreduce in the same round.",
+        ["loop or method", "workers", "tokens/s, all workers", "ratio, median (min to max)"],
+        rows,
+    )
+
+
+def alone(pairs: int, steps: int, runs: str) -> tuple[list[float], list[float]]:
+    """Tokens/s of the plain loop and of ours with one worker, pair by pair."""
+    plain, ours = [], []
+    for pair in range(pairs):
+        config = configured(steps, runs, f"pair{pair}")
+        task = entry.make_task(config)
+        task.setup(1)
+        plain.append(plain_loop(config, task))
+        with contextlib.redirect_stdout(io.StringIO()):
+            entry.work(config)
+        summary = read_summary(config)
+        assert summary is not None
+        ours.append(summary["throughput"])
+        print(f"pair {pair + 1}/{pairs}: plain {plain[-1]:,.0f}, ours {ours[-1]:,.0f}", flush=True)
+    return plain, ours
+
+
+def configured(steps: int, runs: str, tag: str) -> Config:
+    """The smoke run of one worker under CO2, as train.py would have it."""
+    overrides = [
+        "task=gpt2",
+        "method=co2",
+        "launch.workers=1",
+        f"train.steps={steps}",
+        "gpt2.eval_samples=8",
+        "log.wandb=disabled",
+        "checkpoint.every=0",
+        f"runs={runs}",
+        f"tag={tag}",
+    ]
+    with initialize_config_dir(config_dir=str(entry.CONF), version_base="1.3"):
+        return entry.validate(compose("config", overrides), overrides)
+
+
+def plain_loop(config: Config, task) -> float:
+    """The loop that a person would write; tokens per second without its first step."""
+    knobs = config.train
+    torch.manual_seed(knobs.seed)
+    model = task.model()
+    optimizer = task.optimizer(model)
+    batches = task.batches(Mesh(0, 1, torch.device("cpu")), 0)
+    for step in range(knobs.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * learning_rate(step, config.optim, knobs.steps)
+        loss = task.loss(model, next(batches))
+        loss.backward()
+        if knobs.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), knobs.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            began = time.perf_counter()
+        if step % config.log.every == 0:
+            loss.item()
+    seconds = time.perf_counter() - began
+    return (knobs.steps - 1) * knobs.batch_size * task.units_per_sample / seconds
+
+
+def together(rounds: int, steps: int, runs: str) -> dict[str, list[float]]:
+    """Tokens/s of two workers under each method, round by round."""
+    rates: dict[str, list[float]] = {name: [] for name in METHODS}
+    for number in range(rounds):
+        for name, found in rates.items():
+            overrides = [
+                "task=gpt2",
+                f"method={name}",
+                f"train.steps={steps}",
+                "gpt2.eval_samples=8",
+                "log.wandb=disabled",
+                "checkpoint.every=0",
+                f"runs={runs}",
+                f"tag=round{number}",
+            ]
+            command = [sys.executable, "train.py", *overrides]
+            subprocess.run(command, check=True, capture_output=True)
+            with initialize_config_dir(config_dir=str(entry.CONF), version_base="1.3"):
+                config = entry.validate(compose("config", overrides), overrides)
+            summary = read_summary(config)
+            assert summary is not None
+            found.append(summary["throughput"])
+            print(f"round {number + 1}/{rounds}: {name} {found[-1]:,.0f}", flush=True)
+    return rates
+
+
+def spread(ratios: list[float]) -> str:
+    """Median (min to max)."""
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+
+
+if __name__ == "__main__":
+    main()

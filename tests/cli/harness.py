@@ -1,0 +1,267 @@
+"""Runs of the toy, by the command line or inside the pool's workers, and how to compare them.
+
+A call of train.py costs seconds of imports. Whatever does not need a process of its own runs
+`train.work` in the pool: the same code from the process group on.
+"""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import train
+from co2.compose import preflight
+from co2.config import Config
+from co2.record import run_folder
+from tasks.toy import Toy
+from tests.workers import Pool
+
+ROOT = Path(train.__file__).parent
+TOY = ("task=toy", "log.wandb=disabled", "launch.backend=gloo")
+STORY = ("method=co2", "co2.tau=3", "train.steps=60", "train.eval_every=10", "log.every=1")
+"""A run that is told in full: from round 2 on a collective is in flight at every step."""
+STORY_LAG = 6
+"""Steps from being told to stop until its workers do: 2τ."""
+
+LAUNCHER_VARIABLES = frozenset(
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+)
+_EXACT = ("kind", "step", "loss", "accuracy", "lr", "gap", "clipped")
+"""Of a line of metrics.jsonl: what does not depend on time."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended."""
+
+    status: int
+    out: str
+    err: str
+    runs: Path
+
+    @property
+    def folder(self) -> Path:
+        """The only run folder there is."""
+        (folder,) = folders(self.runs)
+        return folder
+
+
+def command(*arguments: str, runs: Path, script: Path = ROOT / "train.py") -> list[str]:
+    """The command line of a run of the toy. Flags come first, or Hydra does not read the rest."""
+    flags = [argument for argument in arguments if argument.startswith("-")]
+    others = [argument for argument in arguments if not argument.startswith("-")]
+    return [sys.executable, str(script), *flags, *TOY, f"runs={runs}", *others]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment, as if nobody had launched it."""
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in LAUNCHER_VARIABLES and not key.startswith(("SLURM_", "WANDB_"))
+    }
+    # One worker alone would use every core, which on a busy machine makes tiny models crawl.
+    return {**kept, "OMP_NUM_THREADS": "1", **more}
+
+
+def cli(*arguments: str, runs: Path, env: dict[str, str] | None = None) -> Run:
+    """`python train.py …` in the parent of `runs`, to its end."""
+    return execute(command(*arguments, runs=runs), runs, env)
+
+
+def execute(words: list[str], runs: Path, env: dict[str, str] | None = None) -> Run:
+    """Any command, in the parent of `runs`."""
+    runs.parent.mkdir(parents=True, exist_ok=True)
+    ended = subprocess.run(
+        words,
+        cwd=runs.parent,
+        env=env or environment(),
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    return Run(ended.returncode, ended.stdout, ended.stderr, runs)
+
+
+@contextlib.contextmanager
+def started(
+    *arguments: str, runs: Path, log: Path, script: Path = ROOT / "train.py"
+) -> Iterator[subprocess.Popen]:
+    """The same, still running, in a session of its own; afterwards nothing of it is left."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command(*arguments, runs=runs, script=script),
+            cwd=runs.parent,
+            env=environment(),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        kill_session(process)
+        process.wait()
+
+
+def spied(folder: Path) -> dict[str, str]:
+    """Variables that make every Python process started with them leave a line in `folder`."""
+    folder.mkdir()
+    line = "import os; open(os.environ['SPY'], 'a').write(f'{os.getpid()}\\n')\n"
+    (folder / "sitecustomize.py").write_text(line)
+    return {"PYTHONPATH": str(folder), "SPY": str(folder / "seen")}
+
+
+def started_processes(folder: Path) -> int:
+    """Python processes that were started with `spied(folder)`."""
+    return len((folder / "seen").read_text().splitlines())
+
+
+def kill_session(process: subprocess.Popen) -> None:
+    """SIGKILL to the process and to every worker that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def until(condition: Callable[[], bool], process: subprocess.Popen, limit_s: float = 60) -> None:
+    """Wait until the condition holds, which must be before the process ends."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert process.poll() is None, f"ended with status {process.returncode}"
+        assert time.monotonic() < deadline, f"waited for {limit_s:g} s"
+        time.sleep(0.002)
+
+
+def configured(*arguments: str, runs: Path) -> Config:
+    """The configuration that a command line of the toy makes."""
+    found: list[Config] = []
+    words = [*TOY, f"runs={runs}", *arguments]
+    preflight(train.CONF, "config", words, lambda *job: found.append(train.validate(*job)))
+    (config,) = found
+    return config
+
+
+def pooled(
+    workers: Pool,
+    world: int,
+    *arguments: str,
+    runs: Path,
+    setup: Callable[..., AbstractContextManager] = contextlib.nullcontext,
+    setup_arguments: tuple[Any, ...] = (),
+    fresh: bool = False,
+) -> Run:
+    """A run in the pool's workers: worker 0's status and what all have printed.
+
+    `setup(*setup_arguments)`, of a module, is entered in every worker; `fresh` stands for
+    resume=never.
+    """
+    resume = ("resume=never",) if fresh else ()
+    config = configured(*arguments, *resume, f"launch.workers={world}", runs=runs)
+    ended = workers.run(_work, world, config, setup, setup_arguments)
+    assert len({status for status, _, _ in ended}) == 1, ended
+    return Run(ended[0][0], "".join(o for _, o, _ in ended), "".join(e for *_, e in ended), runs)
+
+
+def _work(
+    rank: int, world: int, config: Config, setup: Callable[..., Any], arguments: tuple
+) -> tuple[int, str, str]:
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with setup(*arguments):
+            try:
+                train.work(config)
+            except SystemExit as ended:
+                assert isinstance(ended.code, int)
+                status = ended.code
+    return status, out.getvalue(), err.getvalue()
+
+
+@contextlib.contextmanager
+def signalled(who: int, step: int, number: int = signal.SIGTERM) -> Iterator[None]:
+    """Setup: worker `who` gets a signal in the loss of the step, counted from this start."""
+    original, calls = Toy.loss, []
+
+    def loss(self: Toy, *arguments: Any) -> Tensor:
+        calls.append(None)
+        if torch.distributed.get_rank() == who and len(calls) == step:
+            signal.raise_signal(number)
+        return original(self, *arguments)
+
+    with patch.object(Toy, "loss", loss):
+        yield
+
+
+def folders(runs: Path) -> list[Path]:
+    """Every run folder under `runs`."""
+    return sorted(path for path in runs.glob("*/*/*/*") if path.is_dir())
+
+
+def folder_of(*arguments: str, runs: Path) -> Path:
+    """Where a command line of the toy keeps its run."""
+    return run_folder(configured(*arguments, runs=runs))
+
+
+def metrics(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; of a run that may still write, the whole ones."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    parsed = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [line for line in parsed if kind in (None, line["kind"])]
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints, ascending."""
+    return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*"))
+
+
+def story(folder: Path) -> list[dict[str, Any]]:
+    """What a run's metrics tell apart from times; every step is told once."""
+    lines = [{key: line[key] for key in _EXACT if key in line} for line in metrics(folder)]
+    told = [(line["kind"], line["step"]) for line in lines]
+    assert len(set(told)) == len(told), "a step is told twice"
+    assert [step for _, step in told] == sorted(step for _, step in told)
+    return lines
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    """The final consensus."""
+    return torch.load(folder / "model.pt", weights_only=True)
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    """model.pt of two run folders holds the same bits."""
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert value.dtype == second[name].dtype, name
+        assert torch.equal(value, second[name]), name
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Every loss, evaluation, learning rate and final weight is the same, bit for bit."""
+    assert story(one) == story(other)
+    assert_same_weights(one, other)
+    first, second = (json.loads((folder / "summary.json").read_text()) for folder in (one, other))
+    assert first["final"] == second["final"] and first["steps"] == second["steps"]
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Bytes and time of change of every file below a folder."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {
+        str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in files
+    }

@@ -1,0 +1,324 @@
+"""What cannot run is refused before anything starts: one line with key, value and mend."""
+
+import dataclasses
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from co2 import launch
+from co2.compose import preflight
+from co2.config import NODES
+from co2.errors import ConfigError
+from co2.methods import METHODS
+from tasks import TASKS
+from tests.cli.harness import (
+    Run,
+    command,
+    configured,
+    contents,
+    environment,
+    execute,
+    pooled,
+    spied,
+    started_processes,
+)
+from tests.workers import Pool
+
+COUNT = "must be a whole number, 1 or more"
+WHOLE = "must be a whole number"
+FINITE = "must be a finite number, 0 or more"
+GAPS = "gap_aware, gap_aware_elementwise, none"
+
+# Command line; key=value that the line names; what it must say.
+VALUES = [
+    ("co2.tau=0", "co2.tau=0", COUNT),
+    ("co2.tau=-3", "co2.tau=-3", COUNT),
+    ("co2.tau=1.5", "co2.tau=1.5", WHOLE),
+    ("co2.tau=abc", "co2.tau=abc", WHOLE),
+    ("co2.tau=null", "co2.tau=None", WHOLE),
+    ("co2.tau=true", "co2.tau=True", WHOLE),
+    ("co2.tau=[3]", "co2.tau=[3]", WHOLE),
+    ("co2.tau=3 co2.tau=0", "co2.tau=0", COUNT),
+    ("co2.tau", "co2.tau=", "not an override"),
+    ("co2.tau=${nope}", "co2.tau=", "nope"),
+    ("co2.outer_lr=-1", "co2.outer_lr=-1", FINITE),
+    ("co2.outer_momentum=1", "co2.outer_momentum=1", "below 1"),
+    ("co2.clip=-1", "co2.clip=-1", "0 or more, or null"),
+    ("co2.clip=nan", "co2.clip=nan", "0 or more, or null"),
+    ("co2.clip_mode=both", "co2.clip_mode=both", "value or norm"),
+    ("co2.gap_penalty=typo", "co2.gap_penalty=typo", GAPS),
+    ("co2.gap_penalty=0", "co2.gap_penalty=0", GAPS),
+    ("co2.gap_penalty=-1", "co2.gap_penalty=-1", GAPS),
+    ("method=slowmo slowmo.tau=0", "slowmo.tau=0", COUNT),
+    ("method=local_sgd local_sgd.tau=0", "local_sgd.tau=0", COUNT),
+    ("method=cocod_sgd cocod_sgd.tau=0", "cocod_sgd.tau=0", COUNT),
+    ("method=overlap_local_sgd overlap_local_sgd.tau=0", "overlap_local_sgd.tau=0", COUNT),
+    ("method=overlap_local_sgd overlap_local_sgd.pull=2", "overlap_local_sgd.pull=2", "below 1"),
+    ("train.steps=0", "train.steps=0", COUNT),
+    ("train.steps=1e3", "train.steps=1000.0", WHOLE),
+    ("train.seed=-1", "train.seed=-1", "0 or more"),
+    ("train.batch_size=1", "train.batch_size=1", "at least 2"),
+    ("train.accumulate=0", "train.accumulate=0", COUNT),
+    ("train.eval_every=0", "train.eval_every=0", COUNT),
+    ("train.clip_norm=0", "train.clip_norm=0", "null for no clipping"),
+    ("train.compile=perhaps", "train.compile=perhaps", "true or false"),
+    ("train.precision=fp16", "train.precision=fp16", "fp32, bf16"),
+    ("optim.lr=nan", "optim.lr=nan", FINITE),
+    ("optim.lr=inf", "optim.lr=inf", FINITE),
+    ("optim.lr=-1", "optim.lr=-1", FINITE),
+    ("optim.lr=", "optim.lr=", "must be a number"),
+    ("optim.name=lion", "optim.name=lion", "sgd, adamw"),
+    ("optim.schedule=linear", "optim.schedule=linear", "cosine, constant"),
+    ("optim.betas=[0.9]", "optim.betas=[0.9]", "two numbers in [0, 1)"),
+    ("optim.betas=0.9", "optim.betas=0.9", "two numbers"),
+    ("optim.betas=[0.9,1.0]", "optim.betas=[0.9, 1.0]", "two numbers in [0, 1)"),
+    ("optim.warmup_steps=-1", "optim.warmup_steps=-1", "0 or more"),
+    ("optim.nesterov=true optim.momentum=0", "optim.", "momentum"),
+    ("launch.workers=0", "launch.workers=0", COUNT),
+    ("launch.workers=600", "launch.workers=600", "use at most 512"),
+    ("launch.workers=100", "train.batch_size=16", "use at most 5"),
+    ("train.batch_size=1000", "train.batch_size=1000", "use at most 256"),
+    ("launch.backend=mpi", "launch.backend=mpi", "auto, gloo or nccl"),
+    ("comm.bucket_mb=0", "comm.bucket_mb=0", "above 0"),
+    ("checkpoint.every=-1", "checkpoint.every=-1", "0 or more"),
+    ("checkpoint.keep=0", "checkpoint.keep=0", COUNT),
+    ("log.wandb=maybe", "log.wandb=maybe", "offline, online, disabled"),
+    ("log.every=0", "log.every=0", COUNT),
+    ("toy.samples=0", "toy.samples=0", COUNT),
+    ("toy.delay_s=-1", "toy.delay_s=-1", "0 or more"),
+    ("data.path=mine.txt", "data.path=mine.txt", "leave it null"),
+    ("resume=maybe", "resume=maybe", "auto, never"),
+    ("tag=a/b", "tag=a/b", "folder name"),
+    ("tag=..", "tag=..", "folder name"),
+    ("runs=null", "runs=", ""),
+    ("runs=", "runs=", ""),
+    ("train=3", "train=3", "group of keys"),
+    ("co2=3", "co2=3", "group of keys"),
+    ("task=gpt2 gpt2.size=huge", "gpt2.size=huge", "smoke, small, medium, large, xl"),
+    ("task=gpt2 gpt2.context=0", "gpt2.context=0", COUNT),
+    ("task=gpt2 gpt2.vocab_size=3", "gpt2.vocab_size=3", "257"),
+    ("task=gpt2 gpt2.dropout=1", "gpt2.dropout=1", "below 1"),
+    ("task=gpt2 gpt2.eval_samples=0", "gpt2.eval_samples=0", COUNT),
+    ("task=gpt2 gpt2.corpus=nope", "gpt2.corpus=nope", "embedded, openwebtext"),
+    ("task=gpt2 gpt2.corpus=openwebtext", "gpt2.corpus=openwebtext", "tasks.prepare"),
+    ("task=gpt2 data.path=missing.txt", "data.path=missing.txt", "no such file"),
+    ("task=gpt2 data.path=", "data.path=", "a file or a folder"),
+]
+NAMES = [
+    ("co2.tua=3", "co2.tua=3", "did you mean co2.tau?"),
+    ("+co2.tua=3", "co2.tua=3", "did you mean co2.tau?"),
+    ("++co2.tua=3", "co2.tua=3", "did you mean co2.tau?"),
+    ("slowmo.tau=3 method=co2", "slowmo.tau=3", "did you mean co2.tau?"),
+    ("+slowmo.tau=3 method=co2", "slowmo=", "co2.*"),
+    ("gpt2.size=xl", "gpt2.size=xl", "there is no gpt2 here"),
+    ("method=nope", "method=nope", "allreduce, co2, cocod_sgd, local_sgd, overlap_local_sgd"),
+    ("method=slomo", "method=slomo", "did you mean slowmo?"),
+    ("task=nope", "task=nope", "gpt2, toy"),
+    ("scale=nope", "scale=nope", "gpu, paper, smoke"),
+    ("scale=smok", "scale=smok", "did you mean smoke?"),
+    ("scale=paper", "scale=paper", "it has smoke"),
+    ("method=null", "method=", "allreduce, co2"),
+    ("task=null", "task=", "gpt2, toy"),
+    ("scale=null", "scale=", "smoke"),
+    ("tran.steps=3", "tran.steps=3", "did you mean train.steps?"),
+    ("+tran.steps=3", "tran=", "did you mean train?"),
+    ("steps=3", "steps=3", "did you mean train.steps?"),
+    ("lr=3", "lr=3", "did you mean optim.lr?"),
+    ("nonsense=3", "nonsense=3", "train"),
+    ("+nonsense=3", "nonsense=3", "train"),
+    ("=3", "=3", ""),
+    ("hydra/launcher=nope", "hydra/launcher=nope", "basic"),
+    # conf/ is the only place of hyper-parameters: without a key there would be none to use.
+    ("~co2.tau", "co2.tau", ""),
+    ("~co2", "co2", ""),
+    ("~train", "train", ""),
+    ("optim=null", "optim", ""),
+]
+SWEEPS = [
+    ("co2.tau=1,3", "co2.tau=1,3", "-m"),
+    ("-m co2.tau=1,3,0", "co2.tau=0", COUNT),
+    ("-m co2.tau=range(2,-1,-1)", "co2.tau=0", COUNT),
+    ("-m method=co2,nope", "method=nope", "known"),
+    ("-m method=slowmo,co2 slowmo.tau=3", "slowmo.tau=3", "did you mean co2.tau?"),
+    ("-m optim.lr=0.1 train.steps=5,0 co2.tau=1,3", "train.steps=0", COUNT),
+]
+SCHEMAS = {**NODES, "toy": TASKS["toy"].Config, "co2": METHODS["co2"].Config}
+FIELDS = [(node, field.name) for node in SCHEMAS for field in dataclasses.fields(SCHEMAS[node])]
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory, which must still be empty in the end."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(launch, "run", lambda *_: pytest.fail("workers were started"))
+    yield here
+    assert os.listdir(here) == []
+
+
+def refusal(arguments: str) -> str:
+    """The line that refuses a command line; `task=toy` goes before it."""
+    words = arguments.split()
+    flags = [word for word in words if word == "-m"]
+    task = [] if any(word.startswith("task=") for word in words) else ["task=toy"]
+    others = [word for word in words if word != "-m"]
+    with pytest.raises(ConfigError) as caught:
+        preflight(train.CONF, "config", [*flags, *task, *others], train.check)
+    return str(caught.value)
+
+
+def assert_names(line: str, pair: str, mend: str) -> None:
+    """One line: `key=value: mend`. A number may be spelt as a float."""
+    assert "\n" not in line
+    assert line.removeprefix("~").startswith(pair)
+    assert line.partition(": ")[2] and mend in line.partition(": ")[2]
+
+
+@pytest.mark.parametrize(("arguments", "pair", "mend"), VALUES + NAMES + SWEEPS)
+def test_refused_in_one_line(empty: Path, arguments: str, pair: str, mend: str) -> None:
+    assert_names(refusal(arguments), pair, mend)
+
+
+@pytest.mark.parametrize("node", SCHEMAS)
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_unknown_key_of_every_node(empty: Path, node: str, plus: str) -> None:
+    name = random.Random(node).choice([field for where, field in FIELDS if where == node])
+    line = refusal(f"{plus}{node}.{name}x=1")
+    assert_names(line, f"{node}.{name}x=1", f"did you mean {node}.{name}?")
+
+
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_unknown_key_of_a_node_without_keys(empty: Path, plus: str) -> None:
+    line = refusal(f"method=allreduce {plus}allreduce.tau=3")
+    assert_names(line, "allreduce.tau=3", "allreduce")
+    assert not line.endswith("known: ")
+
+
+@pytest.mark.parametrize("case", ["empty file", "empty folder", "binary", "latin", "short"])
+def test_text_that_cannot_be_used(tmp_path: Path, empty: Path, case: str) -> None:
+    path, mends = tmp_path / "text", {"binary": "binary", "latin": "UTF-8", "short": "128"}
+    if case == "empty folder":
+        path.mkdir()
+    else:
+        data = {"binary": bytes(range(256)) * 40, "latin": "Gödel ".encode("latin-1") * 999}
+        path.write_bytes(data.get(case, b"hello world" if case == "short" else b""))
+    line = refusal(f"task=gpt2 data.path={path}")
+    assert_names(line, f"data.path={path}", mends.get(case, "UTF-8 text"))
+
+
+def test_short_text_says_what_would_do(tmp_path: Path, empty: Path) -> None:
+    (tmp_path / "text").write_text("Three words only. " * 5)
+    assert "gpt2.context=128 needs 129" in refusal(f"task=gpt2 data.path={tmp_path}/text")
+
+
+def test_too_few_gpus(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert_names(refusal("launch.backend=nccl"), "launch.backend=nccl", "2 GPUs needed")
+
+
+def test_no_bf16(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "bf16_supported", lambda device: False)
+    assert_names(refusal("train.precision=bf16"), "train.precision=bf16", "use fp32")
+
+
+def test_the_workers_of_torchrun_count(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "600")
+    assert_names(refusal("launch.workers=2"), "launch.workers=600", "use at most 512")
+
+
+def test_only_worker_0_speaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = ConfigError("co2.tau", 0, COUNT)
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("SLURM_PROCID", rank)
+        monkeypatch.setenv("SLURM_NTASKS", "2")
+        assert launch.refuse(error) == launch.REFUSED == 2
+        assert len(capsys.readouterr().err.splitlines()) == lines
+
+
+def test_good_command_lines_pass(empty: Path) -> None:
+    """What Hydra itself offers, and forms of overriding that need not be known here."""
+    for arguments in (
+        "co2.tau=3",
+        "++co2.tau=3",
+        "co2.gap_penalty=1.5",
+        "co2.gap_penalty=2",
+        "co2.clip=0",
+        "co2.tau=${train.steps}",
+        "hydra.sweep.dir=elsewhere",
+        "-m co2.tau=1,3 optim.lr=0.1,0.2",
+        "--cfg job",
+    ):
+        words = arguments.split()
+        preflight(train.CONF, "config", sorted(["task=toy", *words]), train.check)
+
+
+@pytest.fixture(scope="module")
+def mine(workers: Pool, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A finished run, to collide with."""
+    runs = tmp_path_factory.mktemp("mine") / "runs"
+    return pooled(workers, 1, "tag=mine", "co2.tau=3", "train.steps=2", runs=runs)
+
+
+class TestFolderOfAnotherConfiguration:
+    @pytest.mark.parametrize(
+        ("changed", "pair", "there"),
+        [
+            ("co2.tau=6", "co2.tau=6", "co2.tau=3"),
+            ("train.steps=9", "train.steps=9", "train.steps=2"),
+            ("optim.lr=0.2", "optim.lr=0.2", "optim.lr=0.1"),
+            ("toy.hidden=8", "toy.hidden=8", "toy.hidden=32"),
+            ("launch.workers=2", "launch.workers=2", "launch.workers=1"),
+        ],
+    )
+    def test_is_refused(self, mine: Run, changed: str, pair: str, there: str) -> None:
+        given = {"co2.tau": "3", "train.steps": "2", "launch.workers": "1"}
+        key, _, value = changed.partition("=")
+        words = [f"{name}={text}" for name, text in {**given, key: value}.items()]
+        before = contents(mine.runs)
+        with pytest.raises(ConfigError) as caught:
+            configured("tag=mine", *words, runs=mine.runs)
+        assert_names(str(caught.value), pair, there)
+        assert "tag=" in str(caught.value) and "resume=never" in str(caught.value)
+        assert contents(mine.runs) == before
+
+    def test_unless_training_is_the_same(self, mine: Run) -> None:
+        same = ("tag=mine", "co2.tau=3", "train.steps=2", "launch.workers=1")
+        for free in ("log.every=1", "checkpoint.every=3", "checkpoint.keep=9", "data.root=x"):
+            configured(*same, free, runs=mine.runs)
+
+    def test_unless_it_is_moved_aside(self, mine: Run) -> None:
+        configured("tag=mine", "co2.tau=6", "launch.workers=1", "resume=never", runs=mine.runs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("co2.tau=0", "co2.tau=0: " + COUNT),
+        ("-m co2.tau=1,3,0", "co2.tau=0: " + COUNT),
+        ("method=null", "method="),
+        ("task=gpt2 data.path=../short data.root=cache", "data.path=../short: "),
+    ],
+)
+def test_refused_as_a_person_sees_it(tmp_path: Path, arguments: str, line: str) -> None:
+    """Status 2, one line, no file anywhere, no further process."""
+    home, here, spy = tmp_path / "home", tmp_path / "here", tmp_path / "spy"
+    for folder in (home, here):
+        folder.mkdir()
+    (tmp_path / "short").write_text("Too little text. ")
+    env = environment(HOME=str(home), **spied(spy))
+    ended = execute(command(*arguments.split(), runs=here / "runs"), here / "runs", env)
+    assert ended.status == 2
+    assert ended.out == ""
+    assert len(ended.err.splitlines()) == 1, ended.err
+    assert ended.err.startswith("error: " + line)
+    assert list(here.iterdir()) == list(home.iterdir()) == []
+    assert started_processes(spy) == 1

@@ -1,0 +1,358 @@
+"""A run that was killed, stopped, or met a bad disk ends as one that nothing happened to."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from co2 import checkpoint
+from co2.launch import DIVERGED, PREEMPTED
+from tests.cli.harness import (
+    STORY,
+    STORY_LAG,
+    Run,
+    assert_same_run,
+    assert_same_weights,
+    cli,
+    command,
+    execute,
+    folder_of,
+    kill_session,
+    metrics,
+    pooled,
+    saved_steps,
+    signalled,
+    started,
+    story,
+    until,
+)
+from tests.cli.test_checkpoint import DAMAGES, damage
+from tests.workers import Pool
+
+KILLS = 10
+SLOW = "toy.delay_s=0.03"
+
+
+def last_step(folder: Path) -> int:
+    lines = metrics(folder)
+    return lines[-1]["step"] if lines else 0
+
+
+def resumed_at(text: str) -> list[int]:
+    return [int(step) for step in re.findall(r"^resumed at step (\d+)", text, re.MULTILINE)]
+
+
+def test_killed_ten_times(tmp_path: Path, spawned: Run) -> None:
+    """SIGKILL to all workers and to what started them, in steps drawn at random."""
+    arguments, runs = (*STORY, SLOW, "checkpoint.every=2"), tmp_path / "runs"
+    folder, log = folder_of(*arguments, runs=runs), tmp_path / "log"
+    begun = []
+    for step in sorted(random.Random(2401).sample(range(3, 58), KILLS)):
+        before = inode(folder / "metrics.jsonl")
+        with started(*arguments, runs=runs, log=log) as process:
+            until(
+                # Lines of the attempt before do not count: resuming writes the file anew.
+                lambda s=step, b=before: (
+                    last_step(folder) >= s and inode(folder / "metrics.jsonl") != b
+                ),
+                process,
+            )
+            kill_session(process)
+            assert process.wait() == -signal.SIGKILL
+        begun.append((resumed_at(log.read_text()) or [0])[0])
+        assert not (folder / "summary.json").exists()
+    ended = cli(*arguments, runs=runs)
+    assert ended.status == 0, ended.err
+    assert begun[0] == 0 and begun == sorted(begun)
+    assert len(set(begun)) >= KILLS - 3, "attempts go on from each other"
+    assert len(resumed_at(ended.out)) == 1
+    assert_same_run(folder, spawned.folder)
+    told = json.loads((folder / "summary.json").read_text())
+    whole = json.loads((spawned.folder / "summary.json").read_text())
+    assert told["bytes_per_step"] == whole["bytes_per_step"], "totals go on, too"
+
+
+def inode(path: Path) -> int:
+    return path.stat().st_ino if path.exists() else 0
+
+
+def test_told_to_stop(tmp_path: Path, spawned: Run) -> None:
+    """SIGTERM, then SIGUSR1, to train.py; there are no other checkpoints than theirs."""
+    arguments, runs = (*STORY, SLOW, "checkpoint.every=0"), tmp_path / "runs"
+    folder, log = folder_of(*arguments, runs=runs), tmp_path / "log"
+    saved: list[int] = []
+    for number, step in ((signal.SIGTERM, 10), (signal.SIGUSR1, 30)):
+        with started(*arguments, runs=runs, log=log) as process:
+            until(lambda s=step: last_step(folder) >= s, process)
+            os.kill(process.pid, number)
+            assert process.wait(timeout=30) == PREEMPTED == 75
+        assert resumed_at(log.read_text()) == saved[-1:]
+        (newest,) = set(saved_steps(folder)) - set(saved)
+        assert step + STORY_LAG <= newest < 60
+        assert last_step(folder) == newest, "nothing is trained that is not saved"
+        assert f"stopped and saved at step {newest};" in log.read_text()
+        assert "Traceback" not in log.read_text()
+        assert not (folder / "summary.json").exists()
+        saved.append(newest)
+    ended = cli(*arguments, runs=runs)
+    assert ended.status == 0, ended.err
+    assert resumed_at(ended.out) == saved[-1:]
+    assert saved_steps(folder) == saved
+    assert_same_run(folder, spawned.folder)
+
+
+def test_one_worker_is_killed(tmp_path: Path) -> None:
+    """The others stop by themselves, and the status says what happened."""
+    runs, log = tmp_path / "runs", tmp_path / "log"
+    arguments = (*STORY, "toy.delay_s=0.1")
+    folder = folder_of(*arguments, runs=runs)
+    with started(*arguments, runs=runs, log=log) as process:
+        until(lambda: last_step(folder) >= 3, process)
+        os.kill(newest_child(process.pid), signal.SIGKILL)
+        status = process.wait(timeout=30)
+        assert status not in (0, PREEMPTED, DIVERGED)
+        with pytest.raises(ProcessLookupError):
+            while True:  # a process is gone when its parent has been told
+                os.killpg(process.pid, 0)
+    assert "Traceback" not in log.read_text()
+    assert not (folder / "summary.json").exists()
+
+
+def newest_child(pid: int) -> int:
+    """The child that was started last: a worker."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return max(map(int, children))
+
+
+# In the pool's workers: two of them, for the collective in flight.
+TOLD_IN = 27
+STOPPED_AT = TOLD_IN + STORY_LAG
+POOLED = (*STORY, "checkpoint.every=10")
+
+
+@pytest.fixture(scope="module")
+def whole(workers: Pool, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Undisturbed."""
+    return pooled(workers, 2, *POOLED, runs=tmp_path_factory.mktemp("whole") / "runs")
+
+
+@pytest.fixture(scope="module")
+def stopped(workers: Pool, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Stopped at step 33, with the checkpoints of 33 and 30."""
+    runs = tmp_path_factory.mktemp("stopped") / "runs"
+    run = pooled(workers, 2, *POOLED, runs=runs, setup=signalled, setup_arguments=(1, TOLD_IN))
+    assert run.status == PREEMPTED
+    assert saved_steps(run.folder) == [30, STOPPED_AT]
+    return run
+
+
+def again(workers: Pool, stopped: Run, tmp_path: Path, *kinds: str, rank: int = 0) -> Run:
+    """The same command on a copy whose newest checkpoints are damaged."""
+    shutil.copytree(stopped.runs, tmp_path / "runs")
+    folder = folder_of(*POOLED, "launch.workers=2", runs=tmp_path / "runs")
+    for step, kind in zip((STOPPED_AT, 30), kinds, strict=False):
+        damage(folder / "checkpoints" / f"step_{step}", kind, f"rank_{rank}.pt")
+    return pooled(workers, 2, *POOLED, runs=tmp_path / "runs")
+
+
+def test_without_damage(workers: Pool, stopped: Run, whole: Run, tmp_path: Path) -> None:
+    run = again(workers, stopped, tmp_path)
+    assert resumed_at(run.out) == [STOPPED_AT] and "damaged" not in run.out
+    assert_same_run(run.folder, whole.folder)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_checkpoint(
+    workers: Pool, stopped: Run, whole: Run, tmp_path: Path, kind: str, rank: int
+) -> None:
+    run = again(workers, stopped, tmp_path, kind, rank=rank)
+    lines = [line for line in run.out.splitlines() if "damaged" in line]
+    assert len(lines) == 1 and f"step_{STOPPED_AT} is damaged" in lines[0]
+    assert resumed_at(run.out) == [30]
+    assert_same_run(run.folder, whole.folder)
+
+
+def test_no_good_checkpoint(workers: Pool, stopped: Run, whole: Run, tmp_path: Path) -> None:
+    run = again(workers, stopped, tmp_path, "truncated", "flipped")
+    assert len([line for line in run.out.splitlines() if "damaged" in line]) == 2
+    assert resumed_at(run.out) == []
+    assert_same_run(run.folder, whole.folder)
+
+
+def test_torn_metrics(workers: Pool, stopped: Run, whole: Run, tmp_path: Path) -> None:
+    """A machine that dies may leave half a line, and lines of steps that were not saved."""
+    shutil.copytree(stopped.runs, tmp_path / "runs")
+    path = folder_of(*POOLED, "launch.workers=2", runs=tmp_path / "runs") / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write('{"kind": "train", "step": 34, "loss": 1.0}\n{"kind": "train", "st')
+    run = pooled(workers, 2, *POOLED, runs=tmp_path / "runs")
+    assert_same_run(run.folder, whole.folder)
+
+
+@contextmanager
+def full_disk(way: str, failing: tuple[int, ...]) -> Iterator[None]:
+    """Setup: what worker 1 saves at these steps does not fit on its disk."""
+    original = checkpoint._write
+
+    def write(path: Path, state: dict[str, Any]) -> str:
+        if dist.get_rank() == 1 and int(path.parent.name.removeprefix(".step_")) in failing:
+            if way == "stub":
+                raise OSError(28, "No space left on device")
+            path = Path("/dev/full")
+        return original(path, state)
+
+    with patch.object(checkpoint, "_write", write):
+        yield
+
+
+@pytest.mark.parametrize("way", ["stub", "real"])
+def test_a_full_disk(workers: Pool, whole: Run, tmp_path: Path, way: str) -> None:
+    run = pooled(
+        workers,
+        2,
+        *POOLED,
+        runs=tmp_path / "runs",
+        setup=full_disk,
+        setup_arguments=(way, (30, 40, 50, 60)),
+    )
+    assert run.status == 0
+    lines = [line for line in run.out.splitlines() if "could not be saved" in line]
+    assert len(lines) == 4
+    assert lines[0].startswith("step 30 ") and "worker 1" in lines[0]
+    assert "No space left on device" in lines[0]
+    assert saved_steps(run.folder) == [10, 20]
+    assert not list((run.folder / "checkpoints").glob(".*"))
+    assert_same_run(run.folder, whole.folder)
+
+
+@contextmanager
+def full_disk_and_signalled(step: int) -> Iterator[None]:
+    with full_disk("stub", tuple(range(step, 61))), signalled(1, step):
+        yield
+
+
+def test_stopped_on_a_full_disk(workers: Pool, whole: Run, tmp_path: Path) -> None:
+    """Nothing was saved, so the status must not say so; the older checkpoint carries on."""
+    run = pooled(
+        workers,
+        2,
+        *POOLED,
+        runs=tmp_path / "runs",
+        setup=full_disk_and_signalled,
+        setup_arguments=(TOLD_IN,),
+    )
+    assert run.status not in (0, PREEMPTED)
+    assert "stopped and saved" not in run.out
+    assert saved_steps(run.folder) == [10, 20]
+    run = pooled(workers, 2, *POOLED, runs=tmp_path / "runs")
+    assert resumed_at(run.out) == [20]
+    assert_same_run(run.folder, whole.folder)
+
+
+@pytest.mark.parametrize("every", ["log.every=7", "checkpoint.every=7", "checkpoint.keep=1"])
+def test_what_may_change_between_segments(
+    workers: Pool, stopped: Run, whole: Run, tmp_path: Path, every: str
+) -> None:
+    shutil.copytree(stopped.runs, tmp_path / "runs")
+    run = pooled(workers, 2, *POOLED, every, runs=tmp_path / "runs")
+    assert resumed_at(run.out) == [STOPPED_AT]
+    assert_same_weights(run.folder, whole.folder)
+    assert [line["step"] for line in metrics(run.folder, "eval")] == [10, 20, 30, 40, 50, 60]
+
+
+METHODS = {
+    "allreduce": (),
+    "local_sgd": ("local_sgd.tau=3",),
+    "slowmo": ("slowmo.tau=3",),
+    "overlap_local_sgd": ("overlap_local_sgd.tau=3",),
+    "cocod_sgd": ("cocod_sgd.tau=3",),
+    "co2": ("co2.tau=3", "co2.gap_penalty=gap_aware_elementwise", "co2.clip=0.1"),
+}
+
+
+@pytest.mark.parametrize("told_in", [7, 8, 9], ids=lambda step: f"step {step}")
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_goes_on_exactly(
+    workers: Pool, tmp_path: Path, method: str, told_in: int
+) -> None:
+    """AdamW, accumulation and an evaluation among what a checkpoint must carry over."""
+    arguments = (
+        f"method={method}",
+        *METHODS[method],
+        "optim.name=adamw",
+        "optim.lr=0.01",
+        "train.steps=24",
+        "train.accumulate=2",
+        "train.eval_every=5",
+        "log.every=1",
+        "checkpoint.every=0",
+    )
+    undisturbed = pooled(workers, 2, *arguments, runs=tmp_path / "whole")
+    # Two micro-batches a step: the loss is called twice as often as there are steps.
+    run = pooled(
+        workers,
+        2,
+        *arguments,
+        runs=tmp_path / "runs",
+        setup=signalled,
+        setup_arguments=(0, 2 * told_in),
+    )
+    assert run.status == PREEMPTED
+    run = pooled(workers, 2, *arguments, runs=tmp_path / "runs")
+    assert run.status == 0 and len(resumed_at(run.out)) == 1
+    assert_same_run(run.folder, undisturbed.folder)
+
+
+DIVERGE = ("optim.lr=1e30", "optim.schedule=constant", "optim.warmup_steps=0")
+
+
+def assert_line(err: str, step: int | None, replica: int, last: str) -> None:
+    """One line names step, replica and the last good checkpoint."""
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, err
+    match = re.match(
+        r"error: the loss is (nan|inf|-inf) at step (\d+) on replica (\d+); ", lines[0]
+    )
+    assert match, lines[0]
+    assert step is None or int(match.group(2)) == step
+    assert int(match.group(3)) == replica
+    assert f"last good checkpoint: {last}" in lines[0]
+    assert "optim.lr" in lines[0]
+
+
+def test_a_loss_that_is_not_finite(workers: Pool, tmp_path: Path) -> None:
+    run = pooled(workers, 1, *DIVERGE, "checkpoint.every=0", runs=tmp_path / "runs")
+    assert run.status == DIVERGED == 65
+    assert_line(run.err, None, 0, "none")
+    assert not (run.folder / "summary.json").exists()
+
+
+def test_a_loss_that_is_not_finite_after_a_checkpoint(workers: Pool, tmp_path: Path) -> None:
+    run = pooled(workers, 1, *DIVERGE, "checkpoint.every=1", runs=tmp_path / "runs")
+    assert run.status == DIVERGED
+    newest = saved_steps(run.folder)[-1]
+    assert_line(run.err, newest + 1, 0, os.path.relpath(run.folder / f"checkpoints/step_{newest}"))
+    assert all(line["loss"] is not None for line in story(run.folder)), "logged as a good one"
+
+
+def test_a_loss_that_is_not_finite_on_another_replica(tmp_path: Path) -> None:
+    """Whoever of the workers ends first: the status is that of the one with the reason."""
+    script = Path(__file__).with_name("poisoned.py")
+    arguments = (*STORY, "checkpoint.every=3")
+    runs = tmp_path / "runs"
+    ended = execute(command(*arguments, runs=runs, script=script), runs)
+    assert_line(ended.err, 7, 1, "runs/toy/co2/")
+    assert "checkpoints/step_6;" in ended.err
+    assert "Traceback" not in ended.err
+    assert ended.status == DIVERGED

@@ -1,0 +1,530 @@
+"""Runs from the command line: what they leave behind, and what must not change a result."""
+
+import json
+import math
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from torch import Tensor, nn
+
+from co2.config import OptimConfig, Schedule
+from co2.loop import learning_rate
+from co2.methods.allreduce import AllReduce
+from tasks.toy import CLASSES, Toy
+from tests.cli.harness import (
+    ROOT,
+    STORY,
+    Run,
+    assert_same_run,
+    assert_same_weights,
+    cli,
+    command,
+    contents,
+    environment,
+    execute,
+    folder_of,
+    folders,
+    metrics,
+    pooled,
+    saved_steps,
+    spied,
+    started_processes,
+    story,
+    weights,
+)
+from tests.cli.test_resume import METHODS
+from tests.workers import Pool
+
+PARAMETERS = 16 * 32 + 32 + 2 * 32 + 32 * CLASSES + CLASSES
+"""Of the toy's model."""
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+class TestFolder:
+    """DESIGN §7."""
+
+    def test_place_and_files(self, spawned: Run) -> None:
+        assert spawned.status == 0, spawned.err
+        place = "toy/co2/eval_every10-steps60-tau3/seed0"
+        assert spawned.folder == spawned.runs / place
+        names = {path.name for path in spawned.folder.iterdir()}
+        files = {"config.yaml", "manifest.json", "metrics.jsonl", "summary.json", "model.pt"}
+        assert names == {*files, "checkpoints"}
+        assert {path.name for path in spawned.runs.parent.iterdir()} == {"runs", "spy"}
+
+    def test_config(self, spawned: Run) -> None:
+        config = yaml.safe_load((spawned.folder / "config.yaml").read_text())
+        assert config["task"] == "toy" and config["method"] == "co2"
+        assert config["co2"]["tau"] == 3 and config["co2"]["gap_penalty"] == "gap_aware"
+        assert config["train"]["steps"] == 60 and config["train"]["precision"] == "fp32"
+        assert config["launch"]["workers"] == 2
+        assert config["optim"]["name"] == "sgd" and config["optim"]["lr"] == 0.1
+        assert "slowmo" not in config
+        assert "${" not in (spawned.folder / "config.yaml").read_text()
+
+    def test_manifest(self, spawned: Run) -> None:
+        manifest = json.loads((spawned.folder / "manifest.json").read_text())
+        assert manifest["world_size"] == 2
+        assert manifest["packages"]["torch"] == torch.__version__.partition("+")[0]
+        assert {"python", "numpy", "hydra-core"} <= manifest["packages"].keys()
+        assert manifest["hardware"]["cores"] >= 1
+        assert "train.py" in manifest["command"] and "co2.tau=3" in manifest["command"]
+        assert manifest["data"]["num_samples"] == 512
+        assert len(manifest["data"]["sha256"]) == 64
+        if (ROOT / ".git").exists():
+            assert len(manifest["git"]["commit"]) == 40
+            assert isinstance(manifest["git"]["dirty"], bool)
+
+    def test_metrics(self, spawned: Run) -> None:
+        trained, evaluated = (metrics(spawned.folder, kind) for kind in ("train", "eval"))
+        assert [line["step"] for line in trained] == list(range(1, 61))
+        assert [line["step"] for line in evaluated] == [10, 20, 30, 40, 50, 60]
+        keys = {"loss", "lr", "samples_per_s", "comm_s", "exposed_s", "exposed_share", "bytes"}
+        for line in trained:
+            assert {"kind", "step", "gap", "clipped", *keys} == line.keys()
+            assert all(line[key] >= 0 for key in keys)
+        for line in evaluated:
+            assert line.keys() == {"kind", "step", "loss", "accuracy"}
+
+    def test_bytes(self, spawned: Run) -> None:
+        """One mean every three steps; of G workers each sends 2(G−1)/G of the vector."""
+        sent = [line["bytes"] for line in metrics(spawned.folder, "train")]
+        assert sent == [0, 0, 4 * PARAMETERS] * 20
+        assert summary(spawned.folder)["bytes_per_step"] == pytest.approx(4 * PARAMETERS / 3)
+
+    def test_summary(self, spawned: Run) -> None:
+        told = summary(spawned.folder)
+        last = metrics(spawned.folder, "eval")[-1]
+        assert told["final"] == {key: last[key] for key in ("loss", "accuracy")}
+        assert told["steps"] == 60 and told["workers"] == 2 and told["unit"] == "samples"
+        assert told["extra_model_copies"] == 3
+        assert told["memory"]["parameter_bytes"] == 4 * PARAMETERS
+        assert told["memory"]["extra_bytes"] == 3 * 4 * PARAMETERS
+        assert 0 <= told["overlap"] <= 1 and told["exposed_s"] <= told["comm_s"]
+        assert told["peak_memory_bytes"] > 2**20
+        assert 0 < told["train_s"] <= told["wall_s"]
+        # The first step of a segment is not timed.
+        assert told["throughput"] == pytest.approx(59 * 2 * 16 / told["train_s"])
+        assert (spawned.runs.parent / told["folder"]).resolve() == spawned.folder.resolve()
+
+    def test_checkpoints(self, spawned: Run) -> None:
+        assert saved_steps(spawned.folder) == [40, 60]
+        for step in (40, 60):
+            names = {path.name for path in (spawned.folder / f"checkpoints/step_{step}").iterdir()}
+            assert names == {"rank_0.pt", "rank_1.pt", "manifest.json"}
+
+    def test_closing_table(self, spawned: Run) -> None:
+        table = spawned.out[spawned.out.index("┌") :]
+        final = summary(spawned.folder)["final"]
+        for text in (
+            f"{final['loss']:.4f}",
+            f"{final['accuracy']:.4f}",
+            "majority accuracy",
+            "samples/s",
+            "exposed communication",
+            "overlap",
+            "bytes sent per step",
+            "extra model copies",
+            "eval_every10-steps60-tau3/seed0",
+            "python train.py",
+        ):
+            assert text in table, text
+        assert spawned.err == ""
+
+    def test_workers_were_started(self, spawned: Run) -> None:
+        assert started_processes(spawned.runs.parent / "spy") >= 3
+
+
+def test_finished_means_finished(tmp_path: Path, spawned: Run) -> None:
+    shutil.copytree(spawned.runs, tmp_path / "runs")
+    before = contents(tmp_path / "runs")
+    env = environment(**spied(tmp_path / "spy"))
+    ended = cli(*STORY, runs=tmp_path / "runs", env=env)
+    assert ended.status == 0, ended.err
+    assert ended.out.startswith("finished already;") and "resume=never" in ended.out
+    assert "┌" in ended.out and "step " not in ended.out.partition("┌")[0]
+    assert contents(tmp_path / "runs") == before
+    assert started_processes(tmp_path / "spy") == 1
+
+
+def test_afresh_moves_the_old_run_aside(workers: Pool, tmp_path: Path) -> None:
+    arguments, runs = ("train.steps=6", "log.every=1"), tmp_path / "runs"
+    first = folder_of(*arguments, "launch.workers=2", runs=runs)
+    pooled(workers, 2, *arguments, runs=runs)
+    kept = contents(first)
+    for number in (1, 2):
+        run = pooled(workers, 2, *arguments, runs=runs, fresh=True)
+        assert run.status == 0 and "resumed" not in run.out
+        assert contents(first.with_name("seed0.1")) == kept
+        assert len(folders(runs)) == number + 1
+        assert_same_run(first, first.with_name(f"seed0.{number}"))
+    # The configuration may be another one, too: nothing of the old run is mixed in.
+    pooled(workers, 2, *arguments, "optim.lr=0.2", "tag=x", runs=runs)
+    run = pooled(workers, 2, *arguments, "optim.lr=0.3", "tag=x", runs=runs, fresh=True)
+    folder = folder_of("tag=x", "resume=never", runs=runs)
+    assert run.status == 0
+    assert max(line["lr"] for line in metrics(folder, "train")) == pytest.approx(0.3)
+    assert len(story(folder)) == 7
+
+
+def test_every_method_learns(tmp_path: Path) -> None:
+    """One sweep: six methods, one worker and two, in one process that starts the workers."""
+    names = ",".join(METHODS)
+    ended = cli("-m", f"method={names}", "launch.workers=1,2", runs=tmp_path / "runs")
+    assert ended.status == 0, ended.err
+    places = {f"toy/{name}/workers{count}/seed0" for name in METHODS for count in (1, 2)}
+    assert {str(path.relative_to(tmp_path / "runs")) for path in folders(tmp_path / "runs")} == (
+        places
+    )
+    for folder in folders(tmp_path / "runs"):
+        told = summary(folder)
+        assert told["final"]["accuracy"] > told["baselines"]["majority_accuracy"] + 0.3
+        assert told["final"]["loss"] < metrics(folder, "train")[0]["loss"] - 0.2
+        assert (told["overlap"] is None) == (told["workers"] == 1)
+    assert ended.out.count("┌") == 12
+    assert {path.name for path in tmp_path.iterdir()} == {"runs"}
+
+
+def test_a_sweep_of_tau(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    ended = cli("-m", "method=co2", "co2.tau=1,3,6", "launch.workers=1", runs=runs)
+    assert ended.status == 0, ended.err
+    tags = [folder.parent.name for folder in folders(runs)]
+    assert tags == ["tau1-workers1", "tau3-workers1", "tau6-workers1"]
+    for tau, folder in zip((1, 3, 6), folders(runs), strict=True):
+        assert summary(folder)["steps"] == 60 and summary(folder)["tag"] == folder.parent.name
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        assert config["co2"]["tau"] == tau
+    finals = {summary(folder)["final"]["loss"] for folder in folders(runs)}
+    assert len(finals) == 3
+
+
+class TestWhoStartsTheWorkers:
+    """Nothing of a result depends on it."""
+
+    def test_torchrun(self, tmp_path: Path, spawned: Run) -> None:
+        runs = tmp_path / "runs"
+        words = command(*STORY, runs=runs)[1:]
+        # What the command torchrun runs.
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        port = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+        ended = execute([*launcher, *port, *words], runs)
+        assert ended.status == 0, ended.err
+        assert ended.out.count("┌") == 1, "only worker 0 speaks"
+        assert ended.folder.relative_to(runs) == spawned.folder.relative_to(spawned.runs)
+        assert_same_run(ended.folder, spawned.folder)
+
+    def test_srun(self, tmp_path: Path, spawned: Run) -> None:
+        runs, port = tmp_path / "runs", str(free_port())
+        tasks = [
+            subprocess.Popen(
+                command(*STORY, "launch.workers=7", "tag=srun", runs=runs),
+                cwd=tmp_path,
+                env=environment(
+                    SLURM_JOB_ID="77",
+                    SLURM_NTASKS="2",
+                    SLURM_PROCID=str(rank),
+                    SLURM_LOCALID=str(rank),
+                    MASTER_ADDR="127.0.0.1",
+                    MASTER_PORT=port,
+                ),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            texts = [task.communicate(timeout=120) for task in tasks]
+        finally:
+            for task in tasks:
+                task.kill()
+        assert [task.returncode for task in tasks] == [0, 0], texts
+        assert "┌" in texts[0][0] and texts[1] == ("", "")
+        (folder,) = folders(runs)
+        assert folder.parent.name == "srun"
+        assert summary(folder)["workers"] == 2, "launch.workers is for workers started here"
+        assert_same_run(folder, spawned.folder)
+
+    def test_the_pool_of_the_tests(self, workers: Pool, tmp_path: Path, spawned: Run) -> None:
+        """So that what is shown with it is shown of train.py."""
+        assert_same_run(pooled(workers, 2, *STORY, runs=tmp_path / "runs").folder, spawned.folder)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def counted(path: str) -> Iterator[None]:
+    """Setup: worker 0 writes down the elements of each collective that a method launches, with
+    the number of optimizer steps done before it."""
+    log: list[tuple[int, int]] = []
+    prepare, all_reduce, steps = AllReduce.prepare, dist.all_reduce, []
+    step = torch.optim.SGD.step
+
+    def counting_step(optimizer: torch.optim.SGD, *arguments: Any) -> Any:
+        steps.append(None)
+        return step(optimizer, *arguments)
+
+    def hooked(method: AllReduce, *arguments: Any) -> nn.Module:
+        model = prepare(method, *arguments)
+
+        def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            log.append((len(steps), bucket.buffer().numel()))
+            mean = bucket.buffer().div_(dist.get_world_size())
+            work = all_reduce(mean, async_op=True)
+            assert work is not None
+            return work.get_future().then(lambda done: done.value()[0])
+
+        assert isinstance(model, nn.parallel.DistributedDataParallel)
+        model.register_comm_hook(None, hook)
+        return model
+
+    def logged(tensor: Tensor, *arguments: Any, **more: Any) -> Any:
+        if tensor.numel() == PARAMETERS:
+            log.append((len(steps), tensor.numel()))
+        return all_reduce(tensor, *arguments, **more)
+
+    with (
+        patch.object(AllReduce, "prepare", hooked),
+        patch.object(dist, "all_reduce", logged),
+        patch.object(torch.optim.SGD, "step", counting_step),
+    ):
+        yield
+    if dist.get_rank() == 0:
+        Path(path).write_text(json.dumps(log))
+
+
+class TestAccumulation:
+    @pytest.mark.parametrize("method", ["allreduce", "local_sgd", "co2"])
+    def test_adds_no_collective(self, workers: Pool, tmp_path: Path, method: str) -> None:
+        logs, sent = [], []
+        for accumulate in (1, 4):
+            log = tmp_path / f"{accumulate}.json"
+            run = pooled(
+                workers,
+                2,
+                f"method={method}",
+                *(word for word in METHODS[method] if "tau" in word),
+                "train.steps=12",
+                "train.batch_size=4",
+                f"train.accumulate={accumulate}",
+                runs=tmp_path / str(accumulate),
+                setup=counted,
+                setup_arguments=(str(log),),
+            )
+            logs.append(json.loads(log.read_text()))
+            sent.append(summary(run.folder)["bytes_per_step"])
+        assert logs[0] == logs[1]
+        assert sum(numel for _, numel in logs[1]) == PARAMETERS * (
+            12 if method == "allreduce" else 4
+        )
+        assert sent[0] == sent[1] > 0
+
+    @pytest.mark.parametrize("shape", [(2, 8, 2), (1, 16, 2), (1, 8, 4), (2, 4, 4)])
+    def test_only_the_global_batch_counts(
+        self, workers: Pool, tmp_path: Path, shape: tuple[int, int, int]
+    ) -> None:
+        """Workers × batch × micro-batches = 32: the same samples, so the same mean gradient."""
+
+        def train(world: int, batch: int, accumulate: int) -> Run:
+            return pooled(
+                workers,
+                world,
+                "method=allreduce",
+                "train.steps=40",
+                f"train.batch_size={batch}",
+                f"train.accumulate={accumulate}",
+                runs=tmp_path / f"{world}-{batch}-{accumulate}",
+                setup=without_batch_norm,
+            )
+
+        one, other = (weights(train(*case).folder) for case in ((2, 16, 1), shape))
+        start = pooled(
+            workers, 1, "optim.lr=0", "train.steps=1", runs=tmp_path / "0", setup=without_batch_norm
+        )
+        for name, value in weights(start.folder).items():
+            assert (one[name] - value).norm() > 0.1, "training moves the weights far"
+            torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-5)
+
+    def test_the_loss_is_the_mean(self, workers: Pool, tmp_path: Path) -> None:
+        """Of all micro-batches: the first loss is the same, however they are cut."""
+        losses = []
+        for batch, accumulate in ((16, 1), (4, 4)):
+            run = pooled(
+                workers,
+                1,
+                "train.steps=1",
+                f"train.batch_size={batch}",
+                f"train.accumulate={accumulate}",
+                runs=tmp_path / str(batch),
+                setup=without_batch_norm,
+            )
+            losses.append(metrics(run.folder, "train")[0]["loss"])
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@contextmanager
+def without_batch_norm() -> Iterator[None]:
+    """Setup: a model for which the loss of a batch is the mean of its samples' losses."""
+    model = Toy.model
+
+    def plain(task: Toy) -> nn.Module:
+        return nn.Sequential(*(part for part in model(task) if type(part) is not nn.BatchNorm1d))
+
+    with patch.object(Toy, "model", plain):
+        yield
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_evaluation_changes_nothing(workers: Pool, tmp_path: Path, method: str) -> None:
+    runs = [
+        pooled(
+            workers,
+            2,
+            f"method={method}",
+            *METHODS[method],
+            "train.steps=20",
+            "log.every=1",
+            f"train.eval_every={every}",
+            runs=tmp_path / str(every),
+        )
+        for every in (1, 20)
+    ]
+    often, once = (run.folder for run in runs)
+    assert len(metrics(often, "eval")) == 20 and len(metrics(once, "eval")) == 1
+    assert_same_weights(often, once)
+    trained = [
+        [line for line in story(folder) if line["kind"] == "train"] for folder in runs_of(runs)
+    ]
+    assert trained[0] == trained[1]
+
+
+def runs_of(runs: list[Run]) -> list[Path]:
+    return [run.folder for run in runs]
+
+
+def test_seeds(workers: Pool, tmp_path: Path) -> None:
+    """Another seed is another run, in a folder of its own beside the first."""
+    for seed in (0, 1, 1):
+        run = pooled(
+            workers, 2, "train.steps=5", f"train.seed={seed}", runs=tmp_path / "runs", fresh=True
+        )
+        assert run.status == 0
+    first, second, again = folders(tmp_path / "runs")
+    assert [path.name for path in (first, second, again)] == ["seed0", "seed1", "seed1.1"]
+    assert_same_run(second, again)
+    with pytest.raises(AssertionError):
+        assert_same_weights(first, second)
+
+
+def test_bf16(workers: Pool, tmp_path: Path) -> None:
+    """Forward in bf16; weights and what is saved of them stay fp32."""
+    runs = [
+        pooled(workers, 2, *STORY, f"train.precision={name}", runs=tmp_path / name)
+        for name in ("bf16", "fp32")
+    ]
+    half, single = runs_of(runs)
+    assert runs[0].status == 0
+    assert all(value.dtype != torch.bfloat16 for value in weights(half).values())
+    state = torch.load(half / "checkpoints/step_60/rank_0.pt", weights_only=True)
+    assert state["method"]["vectors"]["anchor"].dtype == torch.float32
+    told = [summary(folder)["final"]["loss"] for folder in (half, single)]
+    assert told[0] != told[1] and told[0] == pytest.approx(told[1], abs=0.1)
+    for one, other in zip(metrics(half), metrics(single), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=0.3)
+
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="needs a C++ compiler"
+)
+def test_compile(tmp_path: Path) -> None:
+    arguments = ("launch.workers=1", "train.steps=20", "log.every=1", "train.eval_every=20")
+    runs = [
+        cli(*arguments, f"train.compile={value}", runs=tmp_path / value)
+        for value in ("true", "false")
+    ]
+    assert [run.status for run in runs] == [0, 0], runs[0].err
+    fast, slow = runs_of(runs)
+    assert weights(fast).keys() == weights(slow).keys()
+    for one, other in zip(metrics(fast), metrics(slow), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-3)
+
+
+def test_wandb_offline(tmp_path: Path) -> None:
+    """Neither an account nor a home folder with one is there."""
+    (tmp_path / "home").mkdir()
+    arguments = ("log.wandb=offline", "launch.workers=1", "train.steps=5")
+    env = environment(HOME=str(tmp_path / "home"), WANDB_BASE_URL="http://127.0.0.1:9")
+    ended = cli(*arguments, runs=tmp_path / "runs", env=env)
+    assert ended.status == 0, ended.err
+    (place,) = (ended.folder / "wandb").glob("offline-run-*")
+    assert list(place.glob("run-*.wandb"))
+    assert "wandb" not in ended.out.lower() + ended.err.lower().replace(str(tmp_path), "")
+    assert {path.name for path in tmp_path.iterdir()} == {"home", "runs"}
+
+
+class TestLearningRate:
+    def test_cosine(self) -> None:
+        optim = OptimConfig(warmup_steps=4, min_lr_ratio=0.1)
+        shares = [learning_rate(step, optim, 24) for step in range(24)]
+        assert shares[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+        # Halfway between warm-up and end; and where the cosine has come to a quarter.
+        assert shares[14] == pytest.approx(0.55)
+        assert shares[9] == pytest.approx(0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2)
+        assert learning_rate(24, optim, 24) == pytest.approx(0.1)
+        assert all(one > other for one, other in zip(shares[4:], shares[5:], strict=False))
+
+    def test_constant(self) -> None:
+        optim = OptimConfig(schedule=Schedule.constant, warmup_steps=2)
+        assert [learning_rate(step, optim, 9) for step in (0, 1, 2, 8)] == [0.5, 1, 1, 1]
+
+    def test_warm_up_only(self) -> None:
+        optim = OptimConfig(warmup_steps=10)
+        assert [learning_rate(step, optim, 5) for step in (0, 4)] == [0.1, 0.5]
+
+    def test_is_what_trains(self, spawned: Run) -> None:
+        """The toy's recipe: lr 0.1, five steps of warm-up, a cosine to 0."""
+        for line in metrics(spawned.folder, "train"):
+            index = line["step"] - 1
+            cosine = (1 + math.cos(math.pi * (index - 5) / 55)) / 2
+            assert line["lr"] == pytest.approx(0.1 * min((index + 1) / 5, cosine))
+
+
+def test_clip_norm(workers: Pool, tmp_path: Path) -> None:
+    """With plain SGD no step is longer than lr times the norm."""
+    plain = ("optim.momentum=0", "optim.schedule=constant", "optim.warmup_steps=0")
+    arguments = ("method=allreduce", "train.steps=1", *plain, "optim.lr=0.5")
+    ends = [
+        pooled(workers, 1, *arguments, more, runs=tmp_path / str(number)).folder
+        for number, more in enumerate(("optim.lr=0", "train.clip_norm=0.01", "train.clip_norm=99"))
+    ]
+    start, clipped, free = (parameters(folder) for folder in ends)
+    assert (clipped - start).norm().item() == pytest.approx(0.5 * 0.01, rel=1e-3)
+    assert (free - start).norm().item() > 0.1
+    cosine = torch.nn.functional.cosine_similarity(clipped - start, free - start, dim=0)
+    assert cosine.item() == pytest.approx(1, abs=1e-4)
+
+
+def parameters(folder: Path) -> Tensor:
+    values = weights(folder)
+    return torch.cat(
+        [v.flatten() for name, v in values.items() if "num" not in name and "run" not in name]
+    )

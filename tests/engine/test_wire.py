@@ -1,0 +1,118 @@
+"""The byte ledger, against the payloads handed to collectives and against the loopback device."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import co2
+from co2.comm import AsyncMean
+from co2.methods import METHODS
+
+SIZES = (1000, 77)
+TAU, STEPS = 3, 12
+
+
+def payload_and_count(rank: int, world: int, name: str) -> tuple[int, float]:
+    """Payload bytes of the training collectives that this worker launched, and its own count."""
+    payload = 0
+    real = dist.all_reduce
+
+    def counting(tensor, *args, **kwargs):
+        nonlocal payload
+        payload += tensor.numel() * tensor.element_size()
+        return real(tensor, *args, **kwargs)
+
+    params = [torch.nn.Parameter(torch.randn(n)) for n in SIZES]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    method = METHODS[name](METHODS[name].Config(tau=TAU))
+    method.prepare(torch.nn.ParameterList(params), optimizer, co2.Mesh.world())
+    dist.all_reduce = counting
+    try:
+        for _ in range(STEPS):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            method.step()
+        method.flush()
+    finally:
+        dist.all_reduce = real
+    return payload, method.stats()["bytes"]
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "allreduce"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_bytes_are_those_of_a_ring_over_the_payload(workers, name, world):
+    for payload, counted in workers.run(payload_and_count, world, name):
+        assert payload == (0 if world == 1 else STEPS // TAU * 4 * sum(SIZES))
+        assert counted == pytest.approx(2 * (world - 1) / world * payload, abs=STEPS)
+
+
+PROGRAM = """
+import sys, torch, torch.distributed as dist, co2
+from co2.comm import AsyncMean
+from pathlib import Path
+
+def sent():
+    line = next(l for l in Path("/proc/net/dev").read_text().splitlines() if "lo:" in l)
+    return int(line.split(":")[1].split()[8])
+
+rank, world, name, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+dist.init_process_group("gloo", rank=rank, world_size=world, init_method="file://" + store)
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.zeros(1_000_000))
+        self.b = torch.nn.Parameter(torch.zeros(333_333))
+    def forward(self):
+        return self.a.sum() + self.b.sum()
+net = Model()
+method = co2.METHODS[name]()
+model = method.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), co2.Mesh.world())
+steps = 12
+dist.barrier(); before = sent(); dist.barrier()
+for _ in range(steps):
+    model().backward(); method.step()
+method.flush()
+dist.barrier()
+after = sent()
+if rank == 0:
+    print("MEASURED", after - before, world * method.stats()["bytes"])
+dist.barrier(); dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace of its own needs root")
+@pytest.mark.parametrize(("name", "world"), [("co2", 2), ("co2", 3), ("allreduce", 2)])
+def test_bytes_are_what_the_network_device_counts(tmp_path: Path, name: str, world: int):
+    """In a namespace where nothing else speaks: the ledger is within 3 % of the device's count."""
+    if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
+        pytest.skip("this system lets root make no network namespace")
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    ranks = " & ".join(
+        f"{sys.executable} {script} {rank} {world} {name} {tmp_path / 'store'}"
+        for rank in range(world)
+    )
+    command = f"ip link set lo up && ({ranks} & wait)"
+    root = str(Path(co2.__file__).parents[1])
+    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    run = subprocess.run(
+        ["unshare", "--net", "sh", "-c", command], capture_output=True, text=True, env=env
+    )
+    line = next((line for line in run.stdout.splitlines() if "MEASURED" in line), None)
+    assert line, run.stderr
+    measured, counted = (float(word) for word in line.split()[1:])
+    assert counted == pytest.approx(measured, rel=0.03)
+
+
+def test_a_mean_in_flight_must_be_waited_for():
+    mean = AsyncMean(3, co2.Mesh.world())
+    mean.start(torch.ones(3))
+    with pytest.raises(AssertionError, match="not waited for"):
+        mean.start()
+    assert mean.wait().tolist() == [1.0, 1.0, 1.0]
+    assert mean.wait() is None

@@ -1,0 +1,117 @@
+"""Watching and delaying the collectives that a method launches through `torch.distributed`."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+WATCHED = (
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+    "barrier",
+    "new_group",
+)
+
+
+class Recorder:
+    """Inside `with`: logs every call of a collective as (step, name, elements, dtype, async).
+
+    The user counts the steps: `recorder.step += 1`.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.log: list[tuple[int, str, int, str, bool]] = []
+        self._patches: list[Any] = []
+
+    def __enter__(self) -> "Recorder":
+        for name in WATCHED:
+            logged = self._logged(name, getattr(dist, name))
+            self._patches.append(patch.object(dist, name, logged))
+            self._patches[-1].start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for patched in reversed(self._patches):
+            patched.stop()
+
+    def _logged(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensor = next((a for a in args if isinstance(a, torch.Tensor)), torch.empty(0))
+            background = bool(kwargs.get("async_op", False))
+            self.log.append((self.step, name, tensor.numel(), str(tensor.dtype), background))
+            return original(*args, **kwargs)
+
+        return call
+
+
+class HeldWork:
+    """What `all_reduce(async_op=True)` returned, had the network not moved before `release`."""
+
+    def __init__(self, launch: Callable[[], Any], delay: int) -> None:
+        self.steps_seen, self.delay = -1, delay
+        self.forced = False
+        """Whether it was waited for before its time."""
+        self._launch, self._future = launch, torch.futures.Future()
+
+    def release(self) -> None:
+        if not self.is_completed():
+            self._launch()
+            self._future.set_result([])
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.forced = self.forced or not self.is_completed()
+        self.release()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def get_future(self) -> torch.futures.Future:
+        return self._future
+
+
+class SlowNetwork:
+    """Inside `with`: an asynchronous all_reduce reads and writes its tensor `delay(n)` local steps
+    after its launch, all at once; or when it is waited for, if that comes first.
+
+    n counts the launches. The user calls `tick()` after each local step. Blocking collectives pass.
+    """
+
+    def __init__(self, delay: Callable[[int], int]) -> None:
+        self.delay = delay
+        self.works: list[HeldWork] = []
+
+    def __enter__(self) -> "SlowNetwork":
+        original = dist.all_reduce
+
+        def all_reduce(*args: Any, **kwargs: Any) -> Any:
+            if not kwargs.pop("async_op", False):
+                return original(*args, **kwargs)
+            work = HeldWork(lambda: original(*args, **kwargs), self.delay(len(self.works)))
+            self.works.append(work)
+            if work.delay == 0:
+                work.release()
+            return work
+
+        self._patch = patch.object(dist, "all_reduce", all_reduce)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.stop()
+
+    def tick(self) -> None:
+        """A local step is over, the one that launched included."""
+        for work in self.works:
+            work.steps_seen += 1
+            if work.steps_seen == work.delay:
+                work.release()

@@ -1,0 +1,190 @@
+"""Round starts that fit on the back of an envelope, for every method and for its reference.
+
+The weights start at 0 and move by given displacements, through SGD without momentum on gradients
+that are set by hand. Everything expected here was typed, not computed by the code under test.
+"""
+
+from dataclasses import dataclass, field
+from math import sqrt
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+import co2
+from co2.methods import METHODS
+from tests.reference import REFERENCES
+from tests.reference.replica import Replica
+from tests.workers import Pool
+
+Vector = tuple[float, ...]
+
+
+@dataclass
+class Case:
+    name: str
+    method: str
+    settings: dict[str, Any]
+    gradients: list[list[Vector]]
+    """By replica, by round: what each of the round's inner steps has as gradient."""
+    expected: list[list[Vector]]
+    """By replica, by round: the weights after it."""
+    lr: list[Vector] = field(default_factory=lambda: [(1.0,)])
+    """By round: the inner rate of every step, or one for all. The last round's goes on."""
+
+    def __str__(self) -> str:
+        return f"{self.method}: {self.name}"
+
+    def at(self, table: list[Vector], step: int) -> Vector:
+        return table[min(step // self.settings["tau"], len(table) - 1)]
+
+    def backward(self, model: nn.Module, step: int, replica: int) -> None:
+        for weight, gradient in zip(
+            model.parameters(), self.at(self.gradients[replica], step), strict=True
+        ):
+            weight.grad = torch.full_like(weight, gradient)
+
+    def set_lr(self, optimizer: Optimizer, step: int) -> None:
+        rates = self.at(self.lr, step)
+        optimizer.param_groups[0]["lr"] = rates[step % self.settings["tau"] % len(rates)]
+
+    def build(self) -> tuple[nn.Module, Optimizer]:
+        """One parameter per element, so that norms over all parameters are seen to be that."""
+        zeros = [torch.zeros(1, dtype=torch.float64) for _ in self.gradients[0][0]]
+        model = nn.ParameterList([nn.Parameter(zero) for zero in zeros])
+        return model, SGD(model.parameters(), lr=1.0)
+
+
+def scalars(*values: float) -> list[Vector]:
+    return [(value,) for value in values]
+
+
+ONE = [scalars(0.5)]  # two inner steps a round: displacement 1
+NEXT = 10 / 29  # the gap penalty's second displacement: 1/2.9
+
+
+def co2_case(
+    name: str, gradients: list[list[Vector]], expected: list[list[Vector]], **settings: Any
+) -> Case:
+    lr = settings.pop("lr", [(1.0,)])
+    plain = {"outer_lr": 1.0, "outer_momentum": 0.0, "gap_penalty": "none", "clip": None}
+    return Case(name, "co2", {"tau": 2, **plain, **settings}, gradients, expected, lr)
+
+
+def slowmo_case(name: str, expected: list[list[Vector]], lr: list[Vector], alpha: float) -> Case:
+    settings = {"tau": 4, "outer_lr": alpha, "outer_momentum": 0.5}
+    return Case(name, "slowmo", settings, [scalars(1.0)], expected, lr)
+
+
+CASES = [
+    Case("mean of two", "local_sgd", {"tau": 2}, [scalars(0.5), scalars(1.5)],
+         [scalars(-2, -4, -6)] * 2),
+    slowmo_case("constant rate", [scalars(-0.4, -1.0, -1.7, -2.45)], [(0.1,)], 1.0),
+    slowmo_case("decaying rate", [scalars(-4, -4.6, -5.3)], [(1.0,), (0.1,)], 1.0),
+    slowmo_case("outer rate", [scalars(-0.2, -0.5, -0.85)], [(0.1,)], 0.5),
+    slowmo_case("first round at rate 0", [scalars(0, -0.4, -1.0)], [(0.0,), (0.1,)], 1.0),
+    # d = .3, unscaled: m = .3, x = -.5 * .3; then m = .15 + 4, x = -.15 - .5 * .1 * 4.15
+    slowmo_case("a round that ends at rate 0", [scalars(-0.15, -0.3575)],
+                [(0.1, 0.1, 0.1, 0.0), (0.1,)], 0.5),
+    Case("no momentum", "overlap_local_sgd", {"tau": 2, "pull": 0.6, "outer_momentum": 0.0},
+         [scalars(0.5), scalars(1.5)],
+         [scalars(-0.4, -1.04, -1.776), scalars(-1.2, -2.16, -3.024)]),
+    # means -.5, -1, -1.625; v = .5, .75, .75; z = -.5, -1.25, -2
+    Case("anchor momentum", "overlap_local_sgd", {"tau": 2, "pull": 0.5, "outer_momentum": 0.5},
+         ONE, [scalars(-0.5, -1.0, -1.625, -2.3125)]),
+    Case("two keep their disagreement of a round", "cocod_sgd", {"tau": 2},
+         [scalars(0.5), scalars(1.5)],
+         [scalars(-1, -3, -5, -7), scalars(-3, -5, -7, -9)]),
+    # replica 0 moves only in round 0, replica 1 only in round 1; each learns of it a round later
+    Case("news travel one round", "cocod_sgd", {"tau": 2},
+         [scalars(1, 0, 0, 0), scalars(0, 2, 0, 0)],
+         [scalars(-2, -1, -3, -3), scalars(0, -5, -3, -3)]),
+    co2_case("one round late", ONE, [scalars(0, -1, -2, -3)]),
+    co2_case("momentum", ONE, [scalars(0, -1, -2.5, -4.25, -6.125)], outer_momentum=0.5),
+    co2_case("outer rate", ONE, [scalars(0, -0.5, -1.25, -2.125)],
+             outer_momentum=0.5, outer_lr=0.5),
+    co2_case("constant gap", ONE, [scalars(0, -0.5, -1, -1.5)], gap_penalty=2.0),
+    co2_case("two replicas", [scalars(0.5), scalars(1.5)],
+             [scalars(0, -2, -5, -8.5, -12.25)] * 2, outer_momentum=0.5),
+    co2_case("clip", [scalars(5)], [scalars(0, -5, -10, -15)], outer_momentum=0.5, clip=5.0),
+    co2_case("the clipped momentum is stored", [scalars(5, 0)], [scalars(0, -5, -7.5, -8.75)],
+             outer_momentum=0.5, clip=5.0),
+    co2_case("clip by norm", [[(1.5, 2.0)]], [[(0, 0), (-1.5, -2), (-3, -4), (-4.5, -6)]],
+             outer_momentum=0.5, clip=2.5, clip_mode="norm"),
+    co2_case("clip by norm leaves short ones", [[(1.5, 2.0)]], [[(0, 0), (-3, -4), (-6, -8)]],
+             clip=5.5, clip_mode="norm"),
+    # C_2 = .1/(1 - .9^2) and Lambda_2 = 1 + 1.9; C_3 = (.09 + .1 * 10/29)/(1 - .9^3)
+    co2_case("gap", ONE,
+             [scalars(0, -1, -1 - NEXT, -1 - NEXT - 1 / (1 + NEXT * 0.271 / (0.09 + 0.1 * NEXT)))],
+             gap_penalty="gap_aware"),
+    # rates 1, 1, 1/2: C_2 = .1 * 2/.19, Lambda_2 = 1 + .95
+    co2_case("gap at half the rate", [scalars(0.5, 0.5, 1.0)], [scalars(0, -1, -1 - 1 / 1.95)],
+             gap_penalty="gap_aware", lr=[(1.0,), (1.0,), (0.5,)]),
+    # rate 0 ends round 2: Lambda_2 = 1 and the average waits, so Lambda_3 = 2.9
+    co2_case("gap at rate 0", [scalars(0.5, 0.5, 1.0, 0.5)], [scalars(0, -1, -2, -2 - NEXT)],
+             gap_penalty="gap_aware", lr=[(1.0,), (1.0,), (1.0, 0.0), (1.0,)]),
+    # disp_2 = sqrt((1 + 9)/2); C_2 = disp_2/1.9
+    co2_case("gap of two elements", [[(0.5, 1.5)]],
+             [[(0, 0), (-1, -3), (-1 - 1 / 2.9, -3 - 3 / 2.9)]], gap_penalty="gap_aware"),
+    co2_case("gap by element", [[(0.5, 1.5)]],
+             [[(0, 0), (-1, -3),
+               (-1 - 1 / (1 + 1.9 / sqrt(5)), -3 - 3 / (1 + 3 * 1.9 / sqrt(5)))]],
+             gap_penalty="gap_aware_elementwise"),
+    # alpha scales the movement and so C, not Lambda: 0, 0, -.5, -.5 - .5/2.9
+    co2_case("gap at half the outer rate", ONE, [scalars(0, -0.5, -0.5 - 0.5 / 2.9)],
+             gap_penalty="gap_aware", outer_lr=0.5),
+]  # fmt: skip
+
+
+def values(model: nn.Module) -> Vector:
+    return tuple(weight.item() for weight in model.parameters())
+
+
+def trained(rank: int, world: int, case: Case) -> list[Vector]:
+    """One replica's weights after each round, under the method."""
+    model, optimizer = case.build()
+    method = METHODS[case.method](METHODS[case.method].Config(**case.settings))
+    method.prepare(model, optimizer, co2.Mesh.world())
+    history = []
+    for step in range(len(case.expected[0]) * case.settings["tau"]):
+        case.set_lr(optimizer, step)
+        case.backward(model, step, rank)
+        method.step()
+        if (step + 1) % case.settings["tau"] == 0:
+            history.append(values(model))
+    method.flush()
+    return history
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_method(workers: Pool, case: Case) -> None:
+    histories = workers.run(trained, len(case.gradients), case)
+    assert_expected(histories, case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_reference(case: Case) -> None:
+    replicas = []
+    for rank in range(len(case.gradients)):
+        model, optimizer = case.build()
+
+        def backward(model: nn.Module, step: int, rank: int = rank) -> None:
+            case.backward(model, step, rank)
+
+        replicas.append(Replica(model, optimizer, backward, case.set_lr))
+    rounds = REFERENCES[case.method](replicas, **case.settings)
+    histories: list[list[Vector]] = [[] for _ in replicas]
+    for _ in case.expected[0]:
+        next(rounds)
+        for replica, history in zip(replicas, histories, strict=True):
+            history.append(values(replica.model))
+    assert_expected(histories, case)
+
+
+def assert_expected(histories: list[list[Vector]], case: Case) -> None:
+    measured, expected = (
+        torch.tensor(table, dtype=torch.float64) for table in (histories, case.expected)
+    )
+    torch.testing.assert_close(measured, expected, rtol=0, atol=1e-12)

@@ -1,0 +1,100 @@
+"""What methods have in common: special cases in which one is another."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import co2
+from co2.methods import METHODS
+from tests.methods import problem
+from tests.methods.driver import SETTINGS, Session, Snapshot, assert_same, trajectory
+from tests.workers import Pool
+
+TAU = 3
+
+
+def weights_only(history: list[Snapshot]) -> list[Snapshot]:
+    names = [name for name, _ in problem.Net().named_parameters()]
+    return [{name: state[name] for name in names} for state in history]
+
+
+def assert_alike(runs: list[list[Snapshot]], others: list[list[Snapshot]]) -> None:
+    for run, other in zip(runs, others, strict=True):
+        torch.testing.assert_close(weights_only(run), weights_only(other), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("optimizer", ["plain", "momentum", "sgd", "decay"])
+def test_local_sgd_of_one_step_is_allreduce(workers: Pool, optimizer: str) -> None:
+    ddp = workers.run(trajectory, 3, "allreduce", {}, optimizer)
+    local = workers.run(trajectory, 3, "local_sgd", {"tau": 1}, optimizer)
+    assert_alike(ddp, local)
+
+
+def test_local_sgd_of_one_step_is_not_allreduce_for_adam(workers: Pool) -> None:
+    ddp = workers.run(trajectory, 2, "allreduce", {}, "adamw")
+    local = workers.run(trajectory, 2, "local_sgd", {"tau": 1}, "adamw")
+    with pytest.raises(AssertionError, match="not close"):
+        assert_alike(ddp, local)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_slowmo_without_momentum_is_local_sgd(workers: Pool, optimizer: str) -> None:
+    settings = {"tau": TAU, "outer_lr": 1.0, "outer_momentum": 0.0}
+    slowmo = workers.run(trajectory, 3, "slowmo", settings, optimizer)
+    local = workers.run(trajectory, 3, "local_sgd", {"tau": TAU}, optimizer)
+    assert_alike(slowmo, local)
+
+
+def drifted(rank: int, world: int, name: str, settings: dict[str, Any]) -> list[Tensor]:
+    """Round starts 1, 2, ... under gradients that do not depend on the weights."""
+    model, optimizer = problem.build_drift([4, 7])
+    method = METHODS[name](METHODS[name].Config(**settings))
+    method.prepare(model, optimizer, co2.Mesh.world())
+    starts = []
+    for step in range(5 * TAU):
+        problem.backward_drift(model, step, rank)
+        method.step()
+        if (step + 1) % TAU == 0:
+            starts.append(torch.cat([weight.detach().clone() for weight in model.parameters()]))
+    method.flush()
+    return starts
+
+
+def test_co2_without_momentum_and_gap_is_local_sgd_a_round_late(workers: Pool) -> None:
+    settings = {"tau": TAU, "outer_lr": 1.0, "outer_momentum": 0.0, "gap_penalty": "none"}
+    late = workers.run(drifted, 3, "co2", settings)
+    local = workers.run(drifted, 3, "local_sgd", {"tau": TAU})
+    for run, other in zip(late, local, strict=True):
+        torch.testing.assert_close(run[1:], other[:-1], rtol=1e-12, atol=1e-12)
+
+
+def test_co2_is_slowmo_a_round_late(workers: Pool) -> None:
+    """At a constant inner rate gamma, SlowMo's alpha gamma m with m = beta m + d/gamma is CO2's."""
+    settings = {"tau": TAU, "outer_lr": 0.8, "outer_momentum": 0.6}
+    late = workers.run(drifted, 3, "co2", {**settings, "gap_penalty": "none"})
+    slowmo = workers.run(drifted, 3, "slowmo", settings)
+    for run, other in zip(late, slowmo, strict=True):
+        torch.testing.assert_close(run[1:], other[:-1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["allreduce", "local_sgd", "slowmo", "co2"])
+def test_replicas_start_rounds_bit_for_bit_alike(workers: Pool, name: str) -> None:
+    """Rounding must not part them: nothing would ever bring them together again."""
+    first, *others = (weights_only(run) for run in workers.run(trajectory, 4, name, SETTINGS[name]))
+    for other in others:
+        assert_same(other[::TAU], first[::TAU])
+        assert name == "allreduce" or not torch.equal(other[1]["scale"], first[1]["scale"])
+
+
+def test_cocod_sgd_alone_is_plain_training() -> None:
+    session = Session(0, "cocod_sgd", {"tau": TAU})
+    net, optimizer = problem.build(0, "sgd")
+    for step in range(5 * TAU):
+        session.step()
+        problem.set_lr(optimizer, step)
+        problem.backward(net, step, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_same(session.snapshot(), problem.snapshot(net))

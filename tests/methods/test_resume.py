@@ -1,0 +1,66 @@
+"""Stopping and going on, at any step, is bit for bit the same as never having stopped."""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from tests.methods.driver import SETTINGS, Session, Snapshot, assert_same
+from tests.workers import Pool
+
+TAU = 3
+STEPS = 5 * TAU
+ELEMENTWISE = {**SETTINGS["co2"], "gap_penalty": "gap_aware_elementwise", "clip_mode": "norm"}
+CASES = [*SETTINGS.items(), ("co2", ELEMENTWISE)]
+
+
+def save(session: Session) -> bytes:
+    state = {
+        "net": session.net.state_dict(),
+        "optimizer": session.optimizer.state_dict(),
+        "method": session.method.state_dict(),
+        "steps_done": session.steps_done,
+    }
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def load(session: Session, saved: bytes) -> dict[str, Any]:
+    state = torch.load(io.BytesIO(saved))
+    session.net.load_state_dict(state["net"])
+    session.optimizer.load_state_dict(state["optimizer"])
+    session.method.load_state_dict(state["method"])
+    session.steps_done = state["steps_done"]
+    return state
+
+
+def finish(session: Session) -> tuple[Snapshot, dict[str, Any], dict[str, Any]]:
+    """Train to the end. The mean of weights, and all state but clocks."""
+    while session.steps_done < STEPS:
+        session.step()
+    state = session.method.state_dict()
+    untimed = {key: state[key] for key in state.keys() - {"mean", "clocks"}}
+    return session.snapshot(), session.optimizer.state_dict(), untimed
+
+
+def stop_everywhere(rank: int, world: int, name: str, settings: dict[str, Any]) -> None:
+    expected = finish(Session(rank, name, settings, "adamw"))
+    first = Session(rank, name, settings, "adamw")
+    saves = []
+    for _ in range(3 * TAU):
+        first.step()
+        saves.append(save(first))
+    assert_same(finish(first), expected)  # saving is no disturbance either
+    for saved in saves:
+        # Another seed: whatever is not loaded shows.
+        again = Session(rank, name, settings, "adamw", seed=rank + 50)
+        state = load(again, saved)
+        assert_same(again.method.state_dict(), state["method"])
+        assert_same(finish(again), expected)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_resume_at_every_step(workers: Pool, case: tuple[str, dict[str, Any]]) -> None:
+    workers.run(stop_everywhere, 2, *case)

@@ -1,0 +1,35 @@
+"""One replica needs no process group, and trains as one of a group of one."""
+
+import pytest
+import torch.distributed as dist
+
+from tests.methods.driver import SETTINGS, Session, assert_same, trajectory
+from tests.methods.test_resume import stop_everywhere
+from tests.workers import Pool
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_process_group(workers: Pool, name: str) -> None:
+    assert not dist.is_initialized()
+    [expected] = workers.run(trajectory, 1, name, SETTINGS[name])
+    assert_same(trajectory(0, 1, name, SETTINGS[name]), expected)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_consensus_and_stats(name: str) -> None:
+    session = Session(0, name, SETTINGS[name])
+    for _ in range(7):
+        session.step()
+        before = session.snapshot()
+        with session.method.consensus():
+            assert_same(session.snapshot(), before)
+        stats = session.method.stats()
+        assert stats
+        assert all(type(key) is str and type(value) is float for key, value in stats.items())
+    session.method.flush()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_resume(name: str) -> None:
+    stop_everywhere(0, 1, name, SETTINGS[name])

@@ -1,0 +1,85 @@
+"""What a method computes does not depend on when its collectives run, and ranks agree on them."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.methods.collectives import Recorder, SlowNetwork
+from tests.methods.driver import (
+    OVERLAPPED,
+    SETTINGS,
+    Session,
+    Snapshot,
+    assert_same,
+    trajectory,
+)
+from tests.workers import Pool
+
+TAU = 3
+ROUNDS = 5
+STEPS = ROUNDS * TAU
+LATE = TAU
+"""The delay, in local steps, at which a collective runs only because somebody waits for it."""
+
+
+def delayed(rank: int, world: int, name: str) -> None:
+    """Compares trajectories on slow networks with the one on the real network."""
+    expected = trajectory(rank, world, name, SETTINGS[name])
+    for delay in range(LATE + 1):
+        history, forced = _on_slow_network(rank, name, lambda n, delay=delay: delay)
+        assert_same(history, expected)
+        assert len(forced) == ROUNDS, "one collective a round"
+        if delay == LATE:
+            assert forced == [True] * (ROUNDS - 1) + [False], "waited for at the round's end"
+        else:
+            assert not any(forced), "nobody waits before the round's end"
+    uneven, _ = _on_slow_network(rank, name, lambda n: (n + 2 * rank) % (LATE + 1))
+    assert_same(uneven, expected)
+
+
+def _on_slow_network(
+    rank: int, name: str, delay: Callable[[int], int]
+) -> tuple[list[Snapshot], list[bool]]:
+    """A trajectory, and of each collective whether it was waited for before its time."""
+    session = Session(rank, name, SETTINGS[name])
+    history = [session.snapshot()]
+    with SlowNetwork(delay) as network:
+        for _ in range(STEPS):
+            session.step()
+            network.tick()
+            history.append(session.snapshot())
+        forced = [work.forced for work in network.works]
+        session.method.flush()
+    return history, forced
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", OVERLAPPED)
+def test_the_network_may_take_a_whole_round(workers: Pool, name: str, world: int) -> None:
+    workers.run(delayed, world, name)
+
+
+def recorded(rank: int, world: int, name: str) -> list[tuple[int, str, int, str, bool]]:
+    with Recorder() as recorder:
+        session = Session(rank, name, SETTINGS[name])
+        for _ in range(STEPS):
+            recorder.step += 1
+            session.step()
+            if recorder.step % 5 == 0:
+                with session.method.consensus():
+                    pass
+        session.method.flush()
+        session.method.state_dict()
+    return recorder.log
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_ranks_issue_the_same_collectives(workers: Pool, name: str) -> None:
+    first, *others = workers.run(recorded, 3, name)
+    for other in others:
+        assert other == first
+    launched = [step for step, call, *_, background in first if call == "all_reduce" and background]
+    due = [] if name == "allreduce" else [TAU * (t + 1) for t in range(ROUNDS)]
+    assert launched == due
+    blocking = [step for step, *_, background in first if step and not background]
+    assert set(blocking) <= {5, 10, 15}, "between rounds nothing is sent but for a consensus"

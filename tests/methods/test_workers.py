@@ -1,0 +1,50 @@
+"""The harness itself: errors come back, deadlocks end, and the pool goes on."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.workers import Pool, TimeLimit, WorkerError
+
+
+def total(rank: int, world: int, factor: int) -> tuple[int, torch.Tensor]:
+    tensor = torch.tensor([float(factor * (rank + 1))])
+    dist.all_reduce(tensor)
+    return rank, tensor
+
+
+def one_raises(rank: int, world: int) -> None:
+    if rank == 1:
+        raise ValueError("only on rank one")
+    dist.barrier()
+
+
+def wait_forever(rank: int, world: int) -> None:
+    if rank == 0:
+        time.sleep(3600)
+
+
+def test_results_come_by_rank(workers: Pool) -> None:
+    for world, expected in ((1, 5.0), (2, 15.0), (4, 50.0)):
+        results = workers.run(total, world, 5)
+        assert [rank for rank, _ in results] == list(range(world))
+        assert all(tensor.item() == expected for _, tensor in results)
+
+
+def test_an_error_comes_back_with_its_traceback(workers: Pool) -> None:
+    with pytest.raises(WorkerError, match=r"rank 1:(.|\n)*one_raises(.|\n)*only on rank one"):
+        workers.run(one_raises, 2)
+    assert workers.run(total, 2, 1)[0][1].item() == 3.0
+
+
+def test_a_deadlock_is_a_failure() -> None:
+    pool = Pool(2)
+    pool.run(total, 2, 1)
+    began = time.monotonic()
+    with pytest.raises(TimeLimit, match=r"ranks \[0\] of 2"):
+        pool.run(wait_forever, 2, time_limit_s=0.5)
+    assert time.monotonic() - began < 10
+    assert pool.run(total, 2, 1)[0][1].item() == 3.0
+    pool.close()

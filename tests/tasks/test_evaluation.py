@@ -1,0 +1,95 @@
+"""The same weights give the same figures, to the last digit, for any number of workers."""
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tasks import evaluation
+from tasks.evaluation import evaluating, total
+from tests.tasks.build import toy
+
+
+class Workers:
+    """`torch.distributed` as a worker sees it. Run the ranks in order: the last has every row."""
+
+    def __init__(self, world: int) -> None:
+        self.world, self.rank, self.sum = world, 0, torch.zeros(())
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_rank(self) -> int:
+        return self.rank
+
+    def get_world_size(self) -> int:
+        return self.world
+
+    def all_reduce(self, rows: Tensor) -> None:
+        self.sum = self.sum + rows
+        rows.copy_(self.sum)
+        self.rank += 1
+
+
+def as_workers(monkeypatch: pytest.MonkeyPatch, world: int, run: Callable[[], object]) -> object:
+    """What `run` returns on the last of `world` workers, one after the other in this process."""
+    monkeypatch.setattr(evaluation, "distributed", Workers(world))
+    results = [run() for _ in range(world)]
+    monkeypatch.undo()
+    return results[-1]
+
+
+@pytest.mark.parametrize("world", [2, 3, 5, 8])
+def test_every_batch_counts_once(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    values = torch.randn(7, 2, dtype=torch.float64).exp()
+    alone = total(lambda batch: values[batch], 7)
+    assert alone == pytest.approx(values.sum(0).tolist())
+    assert as_workers(monkeypatch, world, lambda: total(lambda b: values[b], 7)) == alone
+
+
+def test_every_worker_runs_as_many_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapped model's forward may be collective: one idle worker would block the others."""
+    calls = []
+    as_workers(
+        monkeypatch,
+        3,
+        lambda: (
+            calls.append([])
+            or total(lambda b: calls[-1].append(b) or torch.ones(1, dtype=torch.float64), 7)
+        ),
+    )
+    assert [len(own) for own in calls] == [3, 3, 3]
+    assert [own[:2] for own in calls] == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_a_broken_batch_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.tensor([1.0, float("nan"), 2.0], dtype=torch.float64)
+    (result,) = as_workers(monkeypatch, 2, lambda: total(lambda b: values[b : b + 1], 3))
+    assert result != result
+
+
+def test_modes_are_restored_one_by_one() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout())
+    model[1].eval()  # frozen by its owner
+    with suppress(ZeroDivisionError), evaluating(model):
+        assert not any(module.training for module in model.modules())
+        assert not torch.is_grad_enabled()
+        raise ZeroDivisionError
+    assert [module.training for module in model] == [True, False, True] and model.training
+
+
+def scores(rank: int, world: int) -> dict[str, float]:
+    task = toy(samples=250)
+    task.setup(world)
+    return task.evaluate(task.model())
+
+
+def test_toy_over_gloo(workers) -> None:
+    alone = scores(0, 1)
+    for world in (1, 2, 3):
+        assert workers.run(scores, world) == [alone] * world

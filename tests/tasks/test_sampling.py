@@ -1,0 +1,80 @@
+"""The batch of (seed, draw, replica) is a pure function, and replicas share nothing."""
+
+import time
+
+import numpy as np
+import pytest
+
+from co2.errors import ConfigError
+from tasks.sampling import Sampler
+
+
+def drawn(sampler: Sampler, draws: range) -> list[np.ndarray]:
+    return [
+        sampler.indices(draw, replica) for draw in draws for replica in range(sampler.num_replicas)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("samples", "replicas", "batch"), [(24, 3, 4), (25, 3, 4), (47, 2, 5), (5, 5, 1), (7, 1, 7)]
+)
+def test_an_epoch_sees_no_sample_twice(samples: int, replicas: int, batch: int) -> None:
+    sampler = Sampler(samples, replicas, batch, seed=1)
+    per_epoch = sampler.draws_per_epoch
+    assert per_epoch == samples // (replicas * batch)
+    for epoch in range(3):
+        batches = drawn(sampler, range(epoch * per_epoch, (epoch + 1) * per_epoch))
+        seen = np.concatenate(batches)
+        assert len(seen) == len(set(seen.tolist())) == per_epoch * replicas * batch
+        assert seen.min() >= 0 and seen.max() < samples
+
+
+def test_left_over_samples_get_their_turn_in_other_epochs() -> None:
+    sampler = Sampler(25, 2, 4, seed=0)
+    assert len(set(np.concatenate(drawn(sampler, range(60))).tolist())) == 25
+
+
+def test_order_of_asking_does_not_matter() -> None:
+    asked = [(draw, replica) for draw in range(40) for replica in range(2)]
+    sampler = Sampler(50, 2, 4, seed=3)
+    forward = {key: sampler.indices(*key).tolist() for key in asked}
+    again = Sampler(50, 2, 4, seed=3)
+    assert all(again.indices(*key).tolist() == forward[key] for key in reversed(asked))
+
+
+def test_seed_and_epoch_change_the_order() -> None:
+    first, other = Sampler(64, 1, 64, seed=0), Sampler(64, 1, 64, seed=1)
+    orders = [first.indices(0, 0), first.indices(1, 0), other.indices(0, 0), other.indices(1, 0)]
+    assert len({tuple(order.tolist()) for order in orders}) == 4
+
+
+def test_number_of_replicas_does_not_change_the_global_batch() -> None:
+    two, four = Sampler(100, 2, 8, seed=5), Sampler(100, 4, 4, seed=5)
+    for draw in range(20):
+        assert np.array_equal(
+            np.concatenate(drawn(two, range(draw, draw + 1))),
+            np.concatenate(drawn(four, range(draw, draw + 1))),
+        )
+
+
+def test_ten_million_samples() -> None:
+    sampler = Sampler(10_000_000, 64, 8, seed=0)
+    start = time.process_time()
+    sampler.indices(0, 0)
+    first = time.process_time()
+    for draw in range(1000):
+        sampler.indices(draw, 63)
+    assert first - start < 5
+    assert time.process_time() - first < 0.5  # the epoch's order is kept, not drawn again
+
+
+@pytest.mark.parametrize(
+    ("samples", "replicas", "batch", "key", "best"),
+    [(3, 4, 1, "launch.workers", "3"), (10, 4, 3, "train.batch_size", "2")],
+)
+def test_too_few_samples(samples: int, replicas: int, batch: int, key: str, best: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Sampler(samples, replicas, batch, seed=0)
+    assert caught.value.key == key
+    assert str(caught.value).endswith(f"use at most {best}")
+    Sampler(samples, replicas if batch > 1 else int(best), min(batch, int(best)), seed=0)
