@@ -64,14 +64,8 @@ SIMULATION = {
     ("adam", "local_sgd"): "0.26",
 }
 
-HEAD = (
-    "optimizer",
-    "method",
-    "seeds",
-    "test cross-entropy, measured here",
-    "single-process simulation",
-    "test accuracy, measured here",
-)
+HEAD = ["optimizer", "method", "seeds", "test cross-entropy, measured here"]
+HEAD += ["single-process simulation", "test accuracy, measured here"]
 
 
 class Run(NamedTuple):
@@ -80,15 +74,8 @@ class Run(NamedTuple):
     seed: int
 
 
-class Digits(NamedTuple):
-    train_images: Tensor
-    train_labels: Tensor
-    test_images: Tensor
-    test_labels: Tensor
-
-
-def digits(seed: int) -> Digits:
-    """Images (n, 64) in [0, 1] and labels (n,); a tenth of the training labels is replaced."""
+def digits(seed: int) -> tuple[Tensor, Tensor]:
+    """Images (1797, 64) in [0, 1] and labels; the first 1,400 are for training, with noise."""
     raw = load_digits()
     images = torch.tensor(raw.data / 16, dtype=torch.float32)
     labels = torch.tensor(raw.target, dtype=torch.long)
@@ -97,7 +84,7 @@ def digits(seed: int) -> Digits:
     draw = torch.Generator().manual_seed(2000 + seed)
     noisy = torch.randperm(NUM_TRAIN, generator=draw)[: NUM_TRAIN // 10]
     labels[noisy] = torch.randint(10, noisy.shape, generator=draw)
-    return Digits(images[:NUM_TRAIN], labels[:NUM_TRAIN], images[NUM_TRAIN:], labels[NUM_TRAIN:])
+    return images, labels
 
 
 def batch_order(seed: int, steps: int, replicas: int) -> Tensor:
@@ -113,7 +100,7 @@ def batch_order(seed: int, steps: int, replicas: int) -> Tensor:
 def train(run: Run, steps: int) -> dict[str, float]:
     """Train one model with the workers of the process group; test figures of the consensus."""
     mesh = co2.Mesh.world()
-    data = digits(run.seed)
+    images, labels = digits(run.seed)
     order = batch_order(run.seed, steps, mesh.num_replicas)[:, mesh.replica]
     torch.manual_seed(run.seed)
     model = nn.Sequential(
@@ -134,13 +121,13 @@ def train(run: Run, steps: int) -> dict[str, float]:
     replica = sync.prepare(model, optimizer, mesh)
     for step, batch in enumerate(order):
         optimizer.param_groups[0]["lr"] = peak * learning_rate(step, schedule, steps)
-        cross_entropy(replica(data.train_images[batch]), data.train_labels[batch]).backward()
+        cross_entropy(replica(images[batch]), labels[batch]).backward()
         sync.step()
         optimizer.zero_grad()
     with sync.consensus(), torch.no_grad():
-        logits = model(data.test_images)
-        loss = cross_entropy(logits, data.test_labels).item()
-        accuracy = (logits.argmax(1) == data.test_labels).float().mean().item()
+        logits = model(images[NUM_TRAIN:])
+        loss = cross_entropy(logits, labels[NUM_TRAIN:]).item()
+        accuracy = (logits.argmax(1) == labels[NUM_TRAIN:]).float().mean().item()
     sync.flush()
     return {"cross_entropy": loss, "accuracy": accuracy}
 
@@ -168,13 +155,6 @@ def work(rank: int, replicas: int, runs: list[Run], steps: int, folder: str) -> 
         Path(folder, "figures.json").write_text(json.dumps(figures))
 
 
-def measure(runs: list[Run], replicas: int, steps: int) -> list[dict[str, float]]:
-    """The figures of every run, trained by `replicas` local workers."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(work, (replicas, runs, steps, folder), nprocs=replicas)
-        return json.loads(Path(folder, "figures.json").read_text())
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=4)
@@ -190,7 +170,11 @@ def main() -> int:
         parser.error(f"--optimizers takes {', '.join(OUTER_MOMENTUM)}, not {args.optimizers}")
 
     runs = [Run(o, m, s) for o in optimizers for s in range(args.seeds) for m in METHODS]
-    figures = dict(zip(runs, measure(runs, args.replicas, args.steps), strict=True))
+    with tempfile.TemporaryDirectory() as folder:
+        workers = (args.replicas, runs, args.steps, folder)
+        torch.multiprocessing.spawn(work, workers, nprocs=args.replicas)
+        found = json.loads(Path(folder, "figures.json").read_text())
+    figures = dict(zip(runs, found, strict=True))
     same_setting = (args.replicas, args.steps) == (8, 960)
     records, rows = [], []
     for optimizer in optimizers:

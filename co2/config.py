@@ -94,6 +94,8 @@ class OptimConfig:
         for name in ("weight_decay", "eps", "momentum", "min_lr_ratio"):
             require_number(name, getattr(self, name), 0.0, "must be a finite number, 0 or more")
         require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "must be 0 or more")
+        mend = "needs optim.momentum above 0"
+        require(not self.nesterov or self.momentum > 0, "nesterov", self.nesterov, mend)
         good = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         require(good, "betas", list(self.betas), "must be two numbers in [0, 1)")
 

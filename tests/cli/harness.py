@@ -36,6 +36,9 @@ STORY = ("method=co2", "co2.tau=3", "train.steps=60", "train.eval_every=10", "lo
 STORY_LAG = 6
 """Steps from being told to stop until its workers do: 2τ."""
 
+LIMIT_S = 600
+"""For a process that should take seconds; a busy machine may need minutes."""
+
 LAUNCHER_VARIABLES = frozenset(
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 )
@@ -73,8 +76,9 @@ def environment(**more: str) -> dict[str, str]:
         for key, value in os.environ.items()
         if key not in LAUNCHER_VARIABLES and not key.startswith(("SLURM_", "WANDB_"))
     }
-    # One worker alone would use every core, which on a busy machine makes tiny models crawl.
-    return {**kept, "OMP_NUM_THREADS": "1", **more}
+    # One worker alone would use every core, which on a busy machine makes tiny models crawl; and
+    # a narrow console folds the paths that are looked for.
+    return {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **more}
 
 
 def cli(*arguments: str, runs: Path, env: dict[str, str] | None = None) -> Run:
@@ -91,7 +95,7 @@ def execute(words: list[str], runs: Path, env: dict[str, str] | None = None) -> 
         env=env or environment(),
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=LIMIT_S,
     )
     return Run(ended.returncode, ended.stdout, ended.stderr, runs)
 
@@ -136,7 +140,19 @@ def kill_session(process: subprocess.Popen) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def until(condition: Callable[[], bool], process: subprocess.Popen, limit_s: float = 60) -> None:
+def alive(session: int) -> bool:
+    """Whether any process of the session still runs."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, _, group, *_ = path.read_text().rpartition(")")[2].split()
+            if int(group) == session and state != "Z":
+                return True
+    return False
+
+
+def until(
+    condition: Callable[[], bool], process: subprocess.Popen, limit_s: float = LIMIT_S
+) -> None:
     """Wait until the condition holds, which must be before the process ends."""
     deadline = time.monotonic() + limit_s
     while not condition():
@@ -184,8 +200,7 @@ def _work(
             try:
                 train.work(config)
             except SystemExit as ended:
-                assert isinstance(ended.code, int)
-                status = ended.code
+                status = ended.code if isinstance(ended.code, int) else 1
     return status, out.getvalue(), err.getvalue()
 
 

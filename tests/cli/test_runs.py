@@ -114,7 +114,7 @@ class TestFolder:
         assert told["extra_model_copies"] == 3
         assert told["memory"]["parameter_bytes"] == 4 * PARAMETERS
         assert told["memory"]["extra_bytes"] == 3 * 4 * PARAMETERS
-        assert 0 <= told["overlap"] <= 1 and told["exposed_s"] <= told["comm_s"]
+        assert 0 <= told["overlap"] <= 1 and told["comm_s"] > 0
         assert told["peak_memory_bytes"] > 2**20
         assert 0 < told["train_s"] <= told["wall_s"]
         # The first step of a segment is not timed.
@@ -181,21 +181,35 @@ def test_afresh_moves_the_old_run_aside(workers: Pool, tmp_path: Path) -> None:
     assert len(story(folder)) == 7
 
 
-def test_every_method_learns(tmp_path: Path) -> None:
-    """One sweep: six methods, one worker and two, in one process that starts the workers."""
-    names = ",".join(METHODS)
-    ended = cli("-m", f"method={names}", "launch.workers=1,2", runs=tmp_path / "runs")
+def assert_learned(folder: Path) -> None:
+    told = summary(folder)
+    assert told["final"]["accuracy"] > told["baselines"]["majority_accuracy"] + 0.3
+    assert told["final"]["loss"] < metrics(folder, "train")[0]["loss"] - 0.2
+    assert (told["overlap"] is None) == (told["workers"] == 1)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_learns(workers: Pool, tmp_path: Path, method: str, world: int) -> None:
+    """The recipe as it is, but for the method; five rounds."""
+    run = pooled(workers, world, f"method={method}", runs=tmp_path / "runs")
+    assert run.status == 0
+    assert_learned(run.folder)
+
+
+def test_a_sweep_over_methods_and_workers(tmp_path: Path) -> None:
+    """One process starts the workers of one run after the other, or is the worker."""
+    runs = tmp_path / "runs"
+    ended = cli("-m", "method=allreduce,co2", "launch.workers=1,2", runs=runs)
     assert ended.status == 0, ended.err
-    places = {f"toy/{name}/workers{count}/seed0" for name in METHODS for count in (1, 2)}
-    assert {str(path.relative_to(tmp_path / "runs")) for path in folders(tmp_path / "runs")} == (
-        places
-    )
-    for folder in folders(tmp_path / "runs"):
-        told = summary(folder)
-        assert told["final"]["accuracy"] > told["baselines"]["majority_accuracy"] + 0.3
-        assert told["final"]["loss"] < metrics(folder, "train")[0]["loss"] - 0.2
-        assert (told["overlap"] is None) == (told["workers"] == 1)
-    assert ended.out.count("┌") == 12
+    places = {
+        f"toy/{name}/workers{count}/seed0" for name in ("allreduce", "co2") for count in (1, 2)
+    }
+    assert {str(path.relative_to(runs)) for path in folders(runs)} == places
+    for folder in folders(runs):
+        assert_learned(folder)
+        assert summary(folder)["workers"] == int(folder.parent.name[-1])
+    assert ended.out.count("┌") == 4
     assert {path.name for path in tmp_path.iterdir()} == {"runs"}
 
 
@@ -455,16 +469,13 @@ def test_bf16(workers: Pool, tmp_path: Path) -> None:
 @pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="needs a C++ compiler"
 )
-def test_compile(tmp_path: Path) -> None:
-    arguments = ("launch.workers=1", "train.steps=20", "log.every=1", "train.eval_every=20")
-    runs = [
-        cli(*arguments, f"train.compile={value}", runs=tmp_path / value)
-        for value in ("true", "false")
-    ]
-    assert [run.status for run in runs] == [0, 0], runs[0].err
-    fast, slow = runs_of(runs)
-    assert weights(fast).keys() == weights(slow).keys()
-    for one, other in zip(metrics(fast), metrics(slow), strict=True):
+def test_compile(workers: Pool, tmp_path: Path) -> None:
+    arguments = ("train.steps=20", "log.every=1", "train.eval_every=20")
+    run = cli(*arguments, "launch.workers=1", "train.compile=true", runs=tmp_path / "compiled")
+    assert run.status == 0, run.err
+    plain = pooled(workers, 1, *arguments, runs=tmp_path / "plain").folder
+    assert weights(run.folder).keys() == weights(plain).keys()
+    for one, other in zip(metrics(run.folder), metrics(plain), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-3)
 
 
@@ -490,7 +501,7 @@ class TestLearningRate:
         assert shares[14] == pytest.approx(0.55)
         assert shares[9] == pytest.approx(0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2)
         assert learning_rate(24, optim, 24) == pytest.approx(0.1)
-        assert all(one > other for one, other in zip(shares[4:], shares[5:], strict=False))
+        assert shares[4:] == sorted(shares[4:], reverse=True)
 
     def test_constant(self) -> None:
         optim = OptimConfig(schedule=Schedule.constant, warmup_steps=2)
@@ -505,7 +516,8 @@ class TestLearningRate:
         for line in metrics(spawned.folder, "train"):
             index = line["step"] - 1
             cosine = (1 + math.cos(math.pi * (index - 5) / 55)) / 2
-            assert line["lr"] == pytest.approx(0.1 * min((index + 1) / 5, cosine))
+            share = (index + 1) / 5 if index < 5 else cosine
+            assert line["lr"] == pytest.approx(0.1 * share)
 
 
 def test_clip_norm(workers: Pool, tmp_path: Path) -> None:

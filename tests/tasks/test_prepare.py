@@ -169,6 +169,7 @@ def test_other_files_in_the_way_are_kept(tmp_path: Path, command: list[str], cap
     assert prepare.main([*command, "--root", str(tmp_path)]) == 2
     assert "is in the way" in capsys.readouterr().err
     assert mine.read_text() == "my download"
+    assert not (tmp_path / "openwebtext.shards").exists()  # told at once, not after hours
 
 
 def test_about_the_given_share_validates() -> None:
