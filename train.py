@@ -78,4 +78,7 @@ if __name__ == "__main__":
         preflight(CONF, "config", sys.argv[1:], check)
     except ConfigError as error:
         sys.exit(launch.refuse(error))
+    if {"-m", "--multirun"} & set(sys.argv):
+        # W&B's own variable: the runs of a sweep are one group, named by its command line.
+        os.environ.setdefault("WANDB_RUN_GROUP", " ".join(sys.argv[1:])[:128])
     main()

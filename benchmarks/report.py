@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 
 
-def write(path: Path, title: str, intro: str, head: Sequence[str], rows: Sequence[Sequence[str]]):
+def write(
+    path: Path, title: str, intro: str, head: Sequence[str], rows: Sequence[Sequence[str]]
+) -> None:
     """Print a table, and write it to `path` with what is needed to run it again."""
     lines = [f"| {' | '.join(head)} |", f"|{'|'.join(['---'] * len(head))}|"]
     lines += [f"| {' | '.join(row)} |" for row in rows]

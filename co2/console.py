@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 
-class Progress0:
+class TrainProgress:
     """Progress of worker 0: a bar on a terminal, a line now and then elsewhere."""
 
     def __init__(self, title: str, steps: int, unit: str, every_s: float = 5.0) -> None:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 # Elements that one pass of arithmetic touches before it goes on, so that several operations on
 # the same elements meet them in cache. On a GPU launches cost more than the cache saves.
-_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
+_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 22}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from co2.checkpoint import Checkpoints, random_states, restore_random_states
 from co2.config import Config, OptimConfig, Precision, Resume, Schedule
-from co2.console import Progress0
+from co2.console import TrainProgress
 from co2.dist import Mesh
 from co2.launch import DIVERGED, PREEMPTED, STOP_SIGNALS
 from co2.meters import Meter, ledger, overlap, peak_memory_bytes
@@ -55,7 +55,7 @@ def train(config: Config, task: Any, method: SyncMethod, mesh: Mesh) -> None:
 
     record = Record(config, mesh.num_replicas, task.fingerprint()) if first else None
     title = f"{config.task} · {config.method} · {config.tag}"
-    console = Progress0(title, knobs.steps, task.unit) if first else None
+    console = TrainProgress(title, knobs.steps, task.unit) if first else None
     say = console.say if console else lambda line: None
     checkpoints = Checkpoints(folder / "checkpoints", mesh, control, config.checkpoint.keep, say)
 

@@ -23,7 +23,8 @@ class GapPenalty:
 
         C_t = EMA_{0.9}(disp_t · γ_max/γ_t), bias-corrected;   Λ_t = 1 + disp_t/C_t
 
-    and Λ_t = 1 while C_t = 0 or γ_t = 0. A round in which nothing arrives does not count.
+    and Λ_t = 1 while C_t = 0 or γ_t = 0. The EMA counts every round in which a pseudo-gradient
+    arrives, the first too, whose displacement is 0.
     `gap_aware_elementwise` puts the element's own |x_{t,0} − x_{t−1,0}| in place of disp_t.
     """
 
@@ -58,15 +59,12 @@ class GapPenalty:
         torch.div(self.ema, 1 - 0.9**self.count, out=self.scale)
         self.value.copy_(torch.where(self.scale > 0, 1 + displacement / self.scale, 1.0))
 
-    def divide(self, mean: Tensor, momentum: Tensor) -> None:
-        """mean ← mean/Λ in place; `momentum` is m_{t−1} of the same elements."""
-        if self.kind == "none":
-            return
-        if self.kind == "gap_aware_elementwise":
-            per_element = torch.where(self.scale > 0, self.outer_lr / self.scale, 0.0)
-            mean.div_(momentum.abs().mul_(per_element.to(mean.dtype)).add_(1.0))
-        else:
-            mean.div_(self.value.to(mean.dtype))
+    def divisor(self, momentum: Tensor) -> Tensor:
+        """Λ for the elements whose m_{t−1} this is: a scalar, or a tensor like `momentum`."""
+        if self.kind != "gap_aware_elementwise":
+            return self.value.to(momentum.dtype)
+        per_element = torch.where(self.scale > 0, self.outer_lr / self.scale, 0.0)
+        return momentum.abs().mul_(per_element.to(momentum.dtype)).add_(1.0)
 
     def state_dict(self) -> dict[str, Any]:
         counts = {"count": self.count, "largest_lr": self.largest_lr}
@@ -90,20 +88,23 @@ class Momentum:
         """Share of the elements that the last step clipped; by norm, 1 or 0."""
 
     def step(self, mean: Tensor, gap: GapPenalty) -> None:
-        """One step with d = `mean`, which is divided by Λ in place."""
+        """One step with d = `mean`."""
         by_value = self.clip if self.clip_mode == "value" else None
         by_norm = self.clip if self.clip_mode == "norm" else None
         squares = torch.zeros_like(self.norm)
         clipped = torch.zeros_like(self.norm)
         for chunk in self.flat.chunks:
             m, d = chunk.of(self.vector), chunk.of(mean)
-            gap.divide(d, m)
-            m.mul_(self.beta).add_(d)
+            if gap.kind == "none":
+                m.mul_(self.beta).add_(d)
+            else:
+                penalty = gap.divisor(m)
+                m.mul_(self.beta).addcdiv_(d, penalty)
             if by_value is not None:
                 clipped += (m.abs() > by_value).sum()
                 m.clamp_(-by_value, by_value)
             if by_norm is not None or gap.measures:
-                squares += torch.linalg.vector_norm(m).double().square()
+                squares += torch.dot(m, m)  # faster here than vector_norm
         self.norm = squares.sqrt()
         self.clipped = clipped / self.flat.numel
         if by_norm is not None:

@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from co2 import checkpoint
 from co2.launch import DIVERGED, PREEMPTED
+from tasks.toy import Toy
 from tests.cli.harness import (
     LIMIT_S,
     STORY,
@@ -312,6 +316,42 @@ def test_every_method_goes_on_exactly(
     run = pooled(workers, 2, *arguments, runs=tmp_path / "runs")
     assert run.status == 0 and len(resumed_at(run.out)) == 1
     assert_same_run(run.folder, undisturbed.folder)
+
+
+@contextmanager
+def noisy(path: str, told_in: int) -> Iterator[None]:
+    """Setup: losses draw from every global generator, as dropout and augmentation may; worker 0
+    is told to stop in a step; each worker appends its draws to a file."""
+    original = Toy.loss
+
+    def loss(task: Toy, *arguments: Any) -> Tensor:
+        drawn = [random.gauss(0, 1), float(np.random.randn()), torch.randn(()).item()]
+        with Path(f"{path}.{dist.get_rank()}").open("a") as file:
+            file.write(json.dumps(drawn) + "\n")
+        return original(task, *arguments) * (1 + 0.1 * sum(drawn))
+
+    with patch.object(Toy, "loss", loss), signalled(0, told_in):
+        yield
+
+
+def test_random_draws_go_on(workers: Pool, tmp_path: Path) -> None:
+    drawn = {}
+    for name, told_in in (("whole", 99), ("parts", 7)):
+        arguments = ("train.steps=20", "co2.tau=3", "log.every=1", "checkpoint.every=0")
+        setup = {"setup": noisy, "setup_arguments": (str(tmp_path / name), told_in)}
+        runs = tmp_path / f"{name}-runs"
+        if name == "parts":
+            assert pooled(workers, 2, *arguments, runs=runs, **setup).status == PREEMPTED
+            setup["setup_arguments"] = (str(tmp_path / name), 99)
+        assert pooled(workers, 2, *arguments, runs=runs, **setup).status == 0
+        drawn[name] = [(tmp_path / f"{name}.{rank}").read_text() for rank in (0, 1)]
+    assert drawn["whole"] == drawn["parts"]
+    first, second = (set(text.splitlines()) for text in drawn["whole"])
+    assert len(first) == len(second) == 20 and not first & second, "replicas draw differently"
+    one, other = (
+        folder_of(*arguments, "launch.workers=2", runs=tmp_path / f"{name}-runs") for name in drawn
+    )
+    assert_same_run(one, other)
 
 
 DIVERGE = ("optim.lr=1e30", "optim.schedule=constant", "optim.warmup_steps=0")

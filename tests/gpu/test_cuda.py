@@ -85,5 +85,5 @@ def test_the_lane_orders_snapshot_collective_and_reader(nccl: None):
     torch.cuda.synchronize()
     comm_s, exposed_s = lane.clocks()
     assert comm_s > 0
-    assert 0 <= exposed_s
+    assert exposed_s >= 0
     assert not lane._pairs

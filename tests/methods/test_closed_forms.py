@@ -85,9 +85,9 @@ CASES = [
     slowmo_case("decaying rate", [scalars(-4, -4.6, -5.3)], [(1.0,), (0.1,)], 1.0),
     slowmo_case("outer rate", [scalars(-0.2, -0.5, -0.85)], [(0.1,)], 0.5),
     slowmo_case("first round at rate 0", [scalars(0, -0.4, -1.0)], [(0.0,), (0.1,)], 1.0),
-    # d = .3, unscaled: m = .3, x = -.5 * .3; then m = .15 + 4, x = -.15 - .5 * .1 * 4.15
-    slowmo_case("a round that ends at rate 0", [scalars(-0.15, -0.3575)],
-                [(0.1, 0.1, 0.1, 0.0), (0.1,)], 0.5),
+    # m = 4; then d = .3, unscaled: m = 2 + .3, x = -.2 - .5 * .3; then m = 1.15 + 4
+    slowmo_case("a round that ends at rate 0", [scalars(-0.2, -0.35, -0.6075)],
+                [(0.1,), (0.1, 0.1, 0.1, 0.0), (0.1,)], 0.5),
     Case("no momentum", "overlap_local_sgd", {"tau": 2, "pull": 0.6, "outer_momentum": 0.0},
          [scalars(0.5), scalars(1.5)],
          [scalars(-0.4, -1.04, -1.776), scalars(-1.2, -2.16, -3.024)]),
