@@ -23,5 +23,5 @@ def test_it_learns_alone():
 
 
 def test_it_learns_with_two_workers():
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    assert last_loss([*launcher, "--master-port", "0", str(EXAMPLE)]) < 1.0
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    assert last_loss([*launcher, "--nproc-per-node", "2", str(EXAMPLE)]) < 1.0
