@@ -43,12 +43,15 @@ class GapPenalty:
         """Whether the size of the last outer movement is needed."""
         return self.kind in ("gap_aware", "gap_aware_elementwise")
 
+    def see(self, lr: float) -> None:
+        """γ_t of every round, the first too."""
+        self.largest_lr = max(self.largest_lr, lr)
+
     def update(self, momentum_norm: Tensor, lr: float) -> None:
         """Λ_t from ‖m_{t−1}‖₂, because x_{t,0} − x_{t−1,0} = −α m_{t−1}, and from γ_t."""
         if not self.measures:
             self.value.fill_(1.0 if self.kind == "none" else float(self.kind))
             return
-        self.largest_lr = max(self.largest_lr, lr)
         if lr == 0:
             self.value.fill_(1.0)
             self.scale.zero_()

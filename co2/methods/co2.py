@@ -52,10 +52,11 @@ class CO2(LocalMethod):
         self.momentum = Momentum(self.flat, config.outer_momentum, config.clip, config.clip_mode)
 
     def end_round(self) -> None:
+        lr = max(self.lr(group) for group in range(len(self.optimizer.param_groups)))
+        self.gap.see(lr)
         arrived = self.mean.wait()  # 1
         if arrived is not None:
-            groups = range(len(self.optimizer.param_groups))
-            self.gap.update(self.momentum.norm, max(self.lr(group) for group in groups))  # 2
+            self.gap.update(self.momentum.norm, lr)  # 2
             self.momentum.step(arrived, self.gap)  # 4
         self.flat.displacement(self.anchor, out=self.mean.buffer)  # 3
         self.mean.start()

@@ -122,6 +122,10 @@ CASES = [
     # rates 1, 1, 1/2: C_2 = .1 * 2/.19, Lambda_2 = 1 + .95
     co2_case("gap at half the rate", [scalars(0.5, 0.5, 1.0)], [scalars(0, -1, -1 - 1 / 1.95)],
              gap_penalty="gap_aware", lr=[(1.0,), (1.0,), (0.5,)]),
+    # rates 1, 1/2, 1/2: the first round's rate counts too, though nothing arrives in it
+    co2_case("gap after a first round at the full rate", [scalars(0.5, 1.0, 1.0)],
+             [scalars(0, -1, -1 - 1 / 1.95)],
+             gap_penalty="gap_aware", lr=[(1.0,), (0.5,), (0.5,)]),
     # rate 0 ends round 2: Lambda_2 = 1 and the average waits, so Lambda_3 = 2.9
     co2_case("gap at rate 0", [scalars(0.5, 0.5, 1.0, 0.5)], [scalars(0, -1, -2, -2 - NEXT)],
              gap_penalty="gap_aware", lr=[(1.0,), (1.0,), (1.0, 0.0), (1.0,)]),
