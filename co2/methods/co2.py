@@ -30,8 +30,8 @@ class CO2(LocalMethod):
         """Inner steps of a round. The paper searches 1, 3, 6, 12, 24, 48, 96, 192."""
         outer_lr: float = 1.0
         """α."""
-        outer_momentum: float = 0.5
-        """β."""
+        outer_momentum: float = 0.2
+        """β. Short trainings suffer from more; see results/digits.md."""
         gap_penalty: str | float = "gap_aware"
         """gap_aware | gap_aware_elementwise | none, or a constant Λ."""
         clip: float | None = None
