@@ -5,6 +5,7 @@ their checksums. It is written aside, fsynced and renamed, so that a step's fold
 absent; what the disk damages later is found by checksum, and the step before is used.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -84,6 +85,7 @@ class Checkpoints:
                 return step, torch.load(path, map_location="cpu", weights_only=True)
             if self.rank == 0:
                 self.say(f"checkpoint step_{step} is damaged ({found[0]}); trying the one before")
+                self._set_aside(step)
         return None
 
     def steps(self) -> list[int]:
@@ -91,11 +93,18 @@ class Checkpoints:
         names = [path.name for path in self.folder.glob("step_*")]
         return sorted((int(name[5:]) for name in names if name[5:].isdigit()), reverse=True)
 
+    def _set_aside(self, step: int) -> None:
+        """A damaged one must not count among those that are kept."""
+        aside = self.folder / f"damaged_step_{step}"
+        shutil.rmtree(aside, ignore_errors=True)
+        with contextlib.suppress(OSError):  # a full or read-only disk: it is found damaged again
+            (self.folder / f"step_{step}").rename(aside)
+
     def _publish(self, step: int, aside: Path, final: Path, sums: dict[str, str]) -> None:
         manifest = {"step": step, "world": self.world, "sha256": sums}
         write_durably(aside / MANIFEST, json.dumps(manifest, indent=1))
         _sync_folder(aside)
-        if final.exists():  # a damaged one of an earlier attempt
+        if final.exists():
             shutil.rmtree(final)
         aside.rename(final)
         _sync_folder(self.folder)

@@ -7,12 +7,15 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from co2.errors import ConfigError, nearest
+
+_GROUPS = ("task", "method", "scale")
 
 
 def preflight(
@@ -78,6 +81,16 @@ def _compose(name: str, overrides: list[str]) -> DictConfig:
         raise ConfigError(group or "config", option, mend) from None
     except (HydraException, OmegaConfBaseException) as error:
         raise _unknown_key(name, overrides, error) from None
+    except ValueError as error:  # Hydra, where a group is given something that is no option
+        for override in overrides:
+            key, _, value = override.partition("=")
+            if not key:
+                raise ConfigError(key, value, "a key is missing before the =") from None
+            if key in _GROUPS and (value == "null" or not value.isidentifier()):
+                options = GlobalHydra.instance().config_loader().get_group_options(key)
+                mend = f"must be one of {', '.join(options)}"
+                raise ConfigError(key, value, mend) from None
+        raise ConfigError("configuration", "", str(error).splitlines()[0]) from None
 
 
 def _unknown_key(name: str, overrides: list[str], error: Exception) -> ConfigError:

@@ -215,6 +215,7 @@ def typed(
                 mend = f"the chosen method is {method}, whose keys are {method}.*"
                 raise ConfigError(key, value, mend)
             raise ConfigError(key, value, "unknown key; " + nearest(key, plain | set(nodes)))
+    require(bool(cfg.get("runs")), "runs", cfg.get("runs"), "must be a folder")
     built = {name: node(cfg.get(name), schema, name) for name, schema in nodes.items()}
     resume = str(cfg.get("resume", "auto"))
     good = [choice.name for choice in Resume]
@@ -241,14 +242,23 @@ def node(values: DictConfig | None, schema: type, name: str) -> Any:
     Raises:
         ConfigError: with the key's full name.
     """
-    given = OmegaConf.to_container(values, resolve=True) if OmegaConf.is_config(values) else values
-    given = {} if given is None else given
+    given: Any = values
+    try:
+        if OmegaConf.is_config(values):
+            given = OmegaConf.to_container(values, resolve=True)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or name
+        raise ConfigError(key, "", str(error).splitlines()[0]) from None
     if not isinstance(given, dict):
         raise ConfigError(name, given, "must be a group of keys")
     known = {f.name: f for f in dataclasses.fields(schema)}
     merged = OmegaConf.structured(schema)
+    for key in known.keys() - given.keys():
+        raise ConfigError(f"{name}.{key}", "", "is missing; conf/ has a value for it, so leave it")
     for key, value in ((str(k), v) for k, v in given.items()):
         full = f"{name}.{key}"
+        if key not in known and not known:
+            raise ConfigError(full, _short(value), f"{name} has no keys")
         if key not in known:
             names = [f"{name}.{field}" for field in known]
             raise ConfigError(full, _short(value), "unknown key; " + nearest(full, names))
@@ -264,6 +274,9 @@ def node(values: DictConfig | None, schema: type, name: str) -> Any:
         raise error.under(name) from None
 
 
+_NUMBERS = {1: "one", 2: "two", 3: "three"}
+
+
 def _takes_number_or_text(schema: DictConfig, key: str) -> bool:
     return typing.get_origin(_kind(schema, key)) in (typing.Union, types.UnionType)
 
@@ -277,6 +290,8 @@ def _expected(schema: DictConfig, key: str) -> str:
     if _takes_number_or_text(schema, key):
         return "must be a number or one of the names that conf/ lists beside it"
     kind = _kind(schema, key)
+    if typing.get_origin(kind) is tuple:
+        return f"must be a list of {_NUMBERS[len(typing.get_args(kind))]} numbers"
     if isinstance(kind, type) and issubclass(kind, Enum):
         return f"must be one of {', '.join(choice.name for choice in kind)}"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}

@@ -10,6 +10,8 @@ import os
 import re
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +30,9 @@ PREEMPTED = 75
 """Exit status of a run that was told to stop, saved, and can be continued (EX_TEMPFAIL)."""
 DIVERGED = 65
 """Exit status of a run whose loss is not finite (EX_DATAERR)."""
+
+_PEER_S = 1.0
+"""A worker whose peer is gone ends this much later, so that the peer's status is the run's."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """What asks a run to finish its step, save and exit."""
@@ -188,6 +193,7 @@ def _guarded(worker: Callable[..., None], args: tuple, rank: int) -> int:
         if not re.search(r"(?i)closed by peer|reset by peer|connection refused", str(error)):
             raise
         print(f"worker {rank}: a peer is gone, stopping", file=sys.stderr, flush=True)
+        time.sleep(_PEER_S)
         return 1
     return 0
 
@@ -239,17 +245,35 @@ def _spawn(worker: Callable[..., None], args: tuple, config: LaunchConfig) -> in
 
 @contextlib.contextmanager
 def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
-    """Hand these signals on to the child processes."""
+    """Hand these signals on to the workers. A second Ctrl-C kills them.
 
-    def forward(number: int, _: object) -> None:
-        for child in multiprocessing.active_children():
-            if child.pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child.pid, number)
-
-    before = {number: signal.signal(number, forward) for number in signals}
+    They are blocked here, and so in the workers that start meanwhile, which take them when they
+    train (StopVote). A signal that comes before that waits, and is not lost.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    done = threading.Event()
+    thread = threading.Thread(target=_forward, args=(signals, done), daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        done.set()
+        thread.join()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _forward(signals: tuple[signal.Signals, ...], done: threading.Event) -> None:
+    told: list[int] = []
+    reached: set[tuple[int, int]] = set()
+    while not done.is_set():
+        received = signal.sigtimedwait(signals, 0.1)
+        if received is not None:
+            told.append(received.si_signo)
+        if not told:
+            continue
+        number = signal.SIGKILL if told.count(signal.SIGINT) > 1 else told[-1]
+        for child in multiprocessing.active_children():
+            if child.pid is not None and (child.pid, number) not in reached:
+                reached.add((child.pid, number))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, number)

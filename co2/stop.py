@@ -35,6 +35,8 @@ class StopVote:
 
     def __enter__(self) -> "StopVote":
         self._before = {number: signal.signal(number, self._tell) for number in self._signals}
+        # The launcher keeps them blocked until somebody is here to take them.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
         return self
 
     def __exit__(

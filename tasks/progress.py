@@ -4,12 +4,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+_LONG = 1_000_000
+"""Units of work that are worth a line; less is done before it is read."""
+
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show `what` while the block runs; the block reports units done by calling what it gets."""
     if not sys.stderr.isatty():
-        print(what, file=sys.stderr, flush=True)
+        if total > _LONG:
+            print(what, file=sys.stderr, flush=True)
         yield lambda done: None
         return
     from rich.console import Console

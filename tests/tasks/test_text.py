@@ -201,8 +201,10 @@ def test_a_root_that_cannot_be_written(tmp_path: Path, text_file: Path) -> None:
 PREPARE = """
 import sys
 from pathlib import Path
+from tasks import progress
 from tasks.corpus import user_corpus
 from tasks.text import prepared
+progress._LONG = 0  # so that the little text here is worth a line
 store = prepared(user_corpus(sys.argv[1]), 300, 16, Path(sys.argv[2]))
 print(store.count("train"))
 """
