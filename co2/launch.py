@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Any
 
 import torch
@@ -251,6 +252,9 @@ def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
     train (StopVote). A signal that comes before that waits, and is not lost.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    # Python's helper process starts blocked too; starting it unblocks some signals here.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     done = threading.Event()
     thread = threading.Thread(target=_forward, args=(signals, done), daemon=True)
     thread.start()
