@@ -50,6 +50,7 @@ class AsyncMean:
         From here to `wait` the buffer belongs to the collective.
         """
         assert not self.in_flight, "the previous mean was not waited for"
+        assert self.num_replicas == 1 or self._group is not None, "closed by flush"
         if vector is not None:
             self.buffer.copy_(vector)
         self.in_flight = True
@@ -71,6 +72,14 @@ class AsyncMean:
         self._lane.wait()
         self.in_flight = False
         return self.buffer
+
+    def close(self) -> None:
+        """Wait for what is in flight and let go of the process group; nothing starts after it.
+
+        Destroying the group then joins its threads, which would else live on to the exit.
+        """
+        self.wait()
+        self._group = None
 
     def bytes_per_mean(self) -> int:
         """Bytes that one worker sends for one mean: a ring sends 2(G−1)/G of the vector."""
@@ -105,6 +114,7 @@ class _HostLane:
     def __init__(self) -> None:
         self.comm_s = self.exposed_s = 0.0
         self._works: list[dist.Work] = []
+        self._clocked: torch.futures.Future | None = None
 
     def launch(self, buckets: tuple[Tensor, ...], group: dist.ProcessGroup | None) -> None:
         began = time.perf_counter()
@@ -113,13 +123,17 @@ class _HostLane:
         def completed(_: object) -> None:
             self.comm_s += time.perf_counter() - began
 
-        torch.futures.collect_all([work.get_future() for work in self._works]).then(completed)
+        futures = [work.get_future() for work in self._works]
+        self._clocked = torch.futures.collect_all(futures).then(completed)
 
     def wait(self, count: bool = True) -> None:
         began = time.perf_counter()
         for work in self._works:
             work.wait()
-        self._works = []
+        if self._clocked is not None:
+            # gloo's thread must be out of Python: one caught there at exit aborts the process.
+            self._clocked.wait()
+        self._works, self._clocked = [], None
         if count:
             self.exposed_s += time.perf_counter() - began
 

@@ -65,7 +65,7 @@ class LocalMethod:
         return averaged(averageable(self.model), self.group)
 
     def flush(self) -> None:
-        self.mean.wait()
+        self.mean.close()
 
     def state_dict(self) -> dict[str, Any]:
         vectors = {name: getattr(self, name) for name in self.vectors}
