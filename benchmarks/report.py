@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from co2.record import cpu_name
+
 
 def write(
     path: Path, title: str, intro: str, head: Sequence[str], rows: Sequence[Sequence[str]]
@@ -37,11 +39,3 @@ def provenance() -> str:
         f"Hardware: {device}, {os.cpu_count()} cores. "
         f"Python {platform.python_version()}, torch {torch.__version__}."
     )
-
-
-def cpu_name() -> str:
-    """The processor's name, where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()

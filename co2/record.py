@@ -176,7 +176,7 @@ def _manifest(world: int) -> dict[str, Any]:
     return {
         "git": _git(),
         "packages": {"python": platform.python_version(), **_versions()},
-        "hardware": {"cpu": _cpu(), "cores": os.cpu_count(), "gpus": gpus},
+        "hardware": {"cpu": cpu_name(), "cores": os.cpu_count(), "gpus": gpus},
         "world_size": world,
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
@@ -207,7 +207,8 @@ def _git() -> dict[str, Any]:
         return {}
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
+    """The processor's name, where the system tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
