@@ -24,6 +24,7 @@ class Precision(Enum):
 
 class Schedule(Enum):
     cosine = "cosine"
+    poly = "poly"
     constant = "constant"
 
 
@@ -84,14 +85,16 @@ class OptimConfig:
     """SGD only."""
     nesterov: bool = False
     schedule: Schedule = Schedule.cosine
+    power: float = 1.0
+    """Of the schedule poly; 1 is a straight line."""
     warmup_steps: int = 0
     """Linear from lr/warmup_steps to lr."""
     min_lr_ratio: float = 0.0
-    """Where the cosine ends, as a share of lr."""
+    """Where cosine and poly end, as a share of lr."""
 
     def __post_init__(self) -> None:
         require_number("lr", self.lr, 0.0, "must be a finite number, 0 or more")
-        for name in ("weight_decay", "eps", "momentum", "min_lr_ratio"):
+        for name in ("weight_decay", "eps", "momentum", "power", "min_lr_ratio"):
             require_number(name, getattr(self, name), 0.0, "must be a finite number, 0 or more")
         require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "must be 0 or more")
         mend = "needs optim.momentum above 0"
@@ -151,6 +154,11 @@ class DataConfig:
     """Where data sets and token caches live."""
     path: str | None = None
     """The user's own file or folder, in place of the task's data."""
+    workers: int = 0
+    """Processes of each worker that load data ahead; 0 loads in the training process."""
+
+    def __post_init__(self) -> None:
+        require(self.workers >= 0, "workers", self.workers, "must be 0 or more processes")
 
 
 @dataclass

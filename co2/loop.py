@@ -108,7 +108,8 @@ def train(config: Config, task: Any, method: SyncMethod, mesh: Mesh) -> None:
                 _set_lr(optimizer, config.optim, step, knobs.steps)
                 loss = torch.zeros((), device=mesh.device)
                 for micro in range(knobs.accumulate):
-                    batch = _to(next(batches), mesh.device)
+                    with meter.waiting():
+                        batch = _to(next(batches), mesh.device)
                     with _no_sync(model, last=micro == knobs.accumulate - 1):
                         with _autocast(knobs.precision, mesh.device):
                             part = task.loss(model, batch) / knobs.accumulate
@@ -163,16 +164,19 @@ def train(config: Config, task: Any, method: SyncMethod, mesh: Mesh) -> None:
 def learning_rate(step: int, optim: OptimConfig, steps: int) -> float:
     """The schedule's share of the peak rate in the step with this index: a pure function.
 
-    Linear warm-up that ends at index `warmup_steps` − 1, then a cosine (or nothing) that would
-    reach `min_lr_ratio` at index `steps`.
+    Linear warm-up that ends at index `warmup_steps` − 1, then a cosine or (1 − x)^power (or
+    nothing) that would reach `min_lr_ratio` at index `steps`.
     """
     if step < optim.warmup_steps:
         return (step + 1) / optim.warmup_steps
     if optim.schedule is Schedule.constant:
         return 1.0
     done = (step - optim.warmup_steps) / max(1, steps - optim.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * done))
-    return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * cosine
+    if optim.schedule is Schedule.cosine:
+        left = 0.5 * (1 + math.cos(math.pi * done))
+    else:
+        left = (1 - done) ** optim.power
+    return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * left
 
 
 def _set_lr(optimizer: torch.optim.Optimizer, optim: OptimConfig, step: int, steps: int) -> None:
@@ -291,6 +295,7 @@ def _summary(
         "comm_s": comm_s,
         "exposed_s": exposed_s,
         "exposed_share": exposed_s / max(totals["train_s"], 1e-9),
+        "data_share": totals["data_s"] / max(totals["train_s"], 1e-9),
         "overlap": overlap(comm_s, exposed_s),
         "bytes_per_step": sent / max(totals["steps"], 1),
         "train_s": totals["train_s"],

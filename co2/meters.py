@@ -21,6 +21,8 @@ class Totals:
     steps: int = 0
     train_s: float = 0.0
     """Seconds of training steps: evaluation, checkpoints and start-up are not in it."""
+    data_s: float = 0.0
+    """Of `train_s`, seconds of waiting for batches."""
     timed_units: int = 0
     """Units (tokens or samples) of this worker that `train_s` was spent on."""
     wall_s: float = 0.0
@@ -48,6 +50,7 @@ class Meter:
         self._wall_before = self.totals.wall_s
         self._first = True
         self._interval_s, self._interval_units = 0.0, 0
+        self._waited_s = self._interval_data_s = 0.0
         self._comm_before = self._comm()
 
     def step(self) -> None:
@@ -56,10 +59,13 @@ class Meter:
         self.totals.steps += 1
         if not self._first:
             self.totals.train_s += now - self._last
+            self.totals.data_s += self._waited_s
             self.totals.timed_units += self._units
             self._interval_s += now - self._last
+            self._interval_data_s += self._waited_s
             self._interval_units += self._units
         self._first = False
+        self._waited_s = 0.0
         self._last = now
 
     @contextmanager
@@ -69,6 +75,13 @@ class Meter:
         yield
         self._last += time.perf_counter() - began
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """What happens inside is waiting for data, a part of the step."""
+        began = time.perf_counter()
+        yield
+        self._waited_s += time.perf_counter() - began
+
     def interval(self) -> dict[str, float]:
         """Figures since the last call: units/s of all workers, and the method's."""
         stats = self._stats()
@@ -77,8 +90,9 @@ class Meter:
         figures |= {name: value for name, value in stats.items() if name not in _COMM}
         figures["per_s"] = self._rate(self._interval_units, self._interval_s)
         figures["exposed_share"] = figures["exposed_s"] / max(self._interval_s, 1e-9)
+        figures["data_share"] = self._interval_data_s / max(self._interval_s, 1e-9)
         self._comm_before = comm
-        self._interval_s, self._interval_units = 0.0, 0
+        self._interval_s, self._interval_data_s, self._interval_units = 0.0, 0.0, 0
         return figures
 
     def throughput(self) -> float:

@@ -23,7 +23,9 @@ from co2.errors import require, require_count
 from tasks.base import Batch
 from tasks.corpus import embedded_corpus, user_corpus
 from tasks.evaluation import evaluating, total
+from tasks.loader import load
 from tasks.optimizer import make_optimizer
+from tasks.randomness import seeded
 from tasks.sampling import Sampler
 from tasks.store import Store
 from tasks.text import num_windows, openwebtext, prepared, unigram_entropy, windows
@@ -133,9 +135,7 @@ class GPT2:
             eos_token_id=None,
             attn_implementation="sdpa",  # type: ignore[call-arg]  # one of PreTrainedConfig's own
         )
-        with torch.random.fork_rng(devices=[]):
-            # torch.manual_seed would reseed the GPUs as well, which nothing restores here.
-            torch.default_generator.manual_seed(self.train.seed)
+        with seeded(self.train.seed):
             return GPT2LMHeadModel(shape)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
@@ -144,8 +144,11 @@ class GPT2:
     def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
         """Windows, int64 [batch_size, context + 1]. See `Task.batches`."""
         sampler, tokens = self._sampler(mesh.num_replicas), self._store.tokens("train")
-        for draw in count(start):
-            yield windows(tokens, sampler.indices(draw, mesh.replica), self.config.context)
+
+        def make(draw: int) -> Tensor:
+            return windows(tokens, sampler.indices(draw, mesh.replica), self.config.context)
+
+        return load(make, count(start), self.data.workers, mesh.device)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean next-token cross-entropy in nats, worked out in fp32 whatever the autocast."""

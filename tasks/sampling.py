@@ -55,6 +55,10 @@ class Sampler:
         start = (position * self.num_replicas + replica) * self.batch_size
         return self._order(epoch)[start : start + self.batch_size].astype(np.int64)
 
+    def epoch(self, draw: int) -> int:
+        """The epoch, from 0, that this draw belongs to."""
+        return draw // self.draws_per_epoch
+
     def _order(self, epoch: int) -> np.ndarray:
         """The permutation of one epoch; 10 M samples cost 40 MB and some 0.2 s, once an epoch."""
         if epoch != self._epoch:

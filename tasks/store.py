@@ -13,12 +13,14 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tasks.progress import progress
 
 FORMAT = 1
 """Of the stores and of what fills them (split, tokenizer); a change makes old caches void."""
@@ -65,6 +67,31 @@ def open_store(folder: Path) -> Store | None:
         return Store(folder, meta) if whole and meta["format"] == FORMAT else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def faults(folder: Path) -> Iterator[str]:
+    """What is wrong with a store, one line each; unlike `open_store`, reads every token."""
+    for name in ("meta.json", "train.bin", "val.bin"):
+        if not (folder / name).is_file():
+            yield f"{folder / name}: is missing"
+            return
+    store = open_store(folder)
+    if store is None:
+        yield f"{folder}: meta.json does not fit the files beside it; prepare it again"
+        return
+    vocab_size = store.meta["vocab_size"]
+    for part in PARTS:
+        tokens, digest, largest = store.tokens(part), hashlib.sha256(), -1
+        with progress(f"reading {part}.bin", len(tokens)) as advance:
+            for start in range(0, len(tokens), 1 << 24):
+                piece = tokens[start : start + (1 << 24)]
+                digest.update(piece.data)
+                largest = max(largest, int(piece.max()))
+                advance(len(piece))
+        if digest.hexdigest() != store.meta["parts"][part]["sha256"]:
+            yield f"{folder / part}.bin: its checksum is not that of meta.json"
+        if largest >= vocab_size:
+            yield f"{folder / part}.bin: holds token {largest}, the vocabulary ends at {vocab_size}"
 
 
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:

@@ -17,6 +17,7 @@ from co2.errors import require, require_count, require_number
 from tasks.base import Batch
 from tasks.evaluation import evaluating, total
 from tasks.optimizer import make_optimizer
+from tasks.randomness import seeded
 from tasks.sampling import Sampler
 
 if TYPE_CHECKING:
@@ -70,8 +71,7 @@ class Toy:
 
     def model(self) -> nn.Module:
         """See `Task.model`: features → hidden → batch norm → ReLU → classes."""
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(self.train.seed)
+        with seeded(self.train.seed):
             return nn.Sequential(
                 nn.Linear(self.config.features, self.config.hidden),
                 nn.BatchNorm1d(self.config.hidden),

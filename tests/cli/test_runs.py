@@ -507,6 +507,11 @@ class TestLearningRate:
         optim = OptimConfig(schedule=Schedule.constant, warmup_steps=2)
         assert [learning_rate(step, optim, 9) for step in (0, 1, 2, 8)] == [0.5, 1, 1, 1]
 
+    def test_poly(self) -> None:
+        optim = OptimConfig(schedule=Schedule.poly, power=2, warmup_steps=2, min_lr_ratio=0.2)
+        shares = [learning_rate(step, optim, 10) for step in (0, 1, 2, 6, 10)]
+        assert shares == pytest.approx([0.5, 1, 1, 0.2 + 0.8 * 0.25, 0.2])
+
     def test_warm_up_only(self) -> None:
         optim = OptimConfig(warmup_steps=10)
         assert [learning_rate(step, optim, 5) for step in (0, 4)] == [0.1, 0.5]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tasks import evaluation
-from tasks.evaluation import evaluating, total
+from tasks.evaluation import evaluating, share, tally, total
 from tests.tasks.build import toy
 
 
@@ -50,6 +50,41 @@ def test_every_batch_counts_once(monkeypatch: pytest.MonkeyPatch, world: int) ->
     alone = total(lambda batch: values[batch], 7)
     assert alone == pytest.approx(values.sum(0).tolist())
     assert as_workers(monkeypatch, world, lambda: total(lambda b: values[b], 7)) == alone
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
+def test_counts_count_once(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    values = torch.randn(7, 2, dtype=torch.float64)
+    counts = torch.randint(0, 9, (7, 3, 3))
+
+    class Both(Workers):
+        """Sums and counts are reduced in one order, by all ranks."""
+
+        def __init__(self, world: int) -> None:
+            super().__init__(world)
+            self.counts, self.order = torch.zeros(3, 3, dtype=torch.int64), []
+
+        def all_reduce(self, rows: Tensor) -> None:
+            self.order.append(rows.dtype)
+            if rows.dtype == torch.int64:
+                self.counts = self.counts + rows
+                rows.copy_(self.counts)
+                self.rank += 1
+            else:
+                self.sum = self.sum + rows
+                rows.copy_(self.sum)
+
+    workers = Both(world)
+    monkeypatch.setattr(evaluation, "distributed", workers)
+    asked: list[int] = []
+    for rank in range(world):
+        expected = share(7)
+        asked.clear()
+        sums, found = tally(lambda b: asked.append(b) or (values[b], counts[b]), 7)
+        assert asked == expected and workers.rank == rank + 1
+    monkeypatch.undo()
+    assert sums == total(lambda b: values[b], 7)
+    assert torch.equal(found, counts.sum(0))
 
 
 def test_every_worker_runs_as_many_batches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_the_loss_stays_fp32_under_autocast(task: GPT2) -> None:
 def test_it_learns_a_batch_by_heart(task: GPT2) -> None:
     model, batch = task.model(), next(task.batches(mesh(), 0))
     optimizer = task.optimizer(model)
-    for _ in range(40):
+    for _ in range(80):
         optimizer.zero_grad()
         loss = task.loss(model, batch)
         loss.backward()

@@ -41,3 +41,9 @@ def test_sgd() -> None:
 def test_both_groups_exist_even_if_one_is_empty() -> None:
     optimizer = make_optimizer(nn.Linear(2, 2, bias=False), OptimConfig())
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0]
+
+
+def test_what_is_named_is_spared() -> None:
+    layers = model()
+    decayed, spared = make_optimizer(layers, OptimConfig(), spared=["0.weight"]).param_groups
+    assert not decayed["params"] and any(w is layers[0].weight for w in spared["params"])

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tasks import prepare
 from tasks.gpt2 import CorpusName
+from tasks.prepare import openwebtext as prepare
+from tasks.prepare.__main__ import main
 from tasks.store import open_store
 from tests.tasks.build import gpt2, mesh
 from tests.tasks.conftest import story
@@ -50,7 +51,7 @@ def command(source: Path, tokenizer: Path) -> list[str]:
 def test_documents_come_out_as_they_went_in(
     tmp_path: Path, command: list[str], documents: list[str], tokenizer: Path, capsys
 ) -> None:
-    assert prepare.main([*command, "--root", str(tmp_path)]) == 0
+    assert main([*command, "--root", str(tmp_path)]) == 0
     assert "train with: task=gpt2 gpt2.corpus=openwebtext" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["openwebtext"]
     store = open_store(tmp_path / "openwebtext")
@@ -74,7 +75,9 @@ def test_documents_come_out_as_they_went_in(
 
 KILLED = """
 import os, signal, sys
-from tasks import prepare, store
+from tasks import store
+from tasks.prepare import openwebtext as prepare
+from tasks.prepare.__main__ import main
 write, calls = store._write_text, 0
 def deadly(path, text):
     global calls
@@ -83,7 +86,7 @@ def deadly(path, text):
         os.kill(os.getpid(), signal.SIGKILL)
     write(path, text)
 store._write_text = deadly
-prepare.main(sys.argv[1:])
+main(sys.argv[1:])
 """
 
 
@@ -98,25 +101,25 @@ def test_a_killed_run_goes_on_at_the_first_missing_shard(
     assert len(list(work.glob(".00002.*"))) == 1  # torn, and never taken for a shard
     assert not (root / "openwebtext").exists()
 
-    assert prepare.main([*command, "--root", str(root), "--shards", "7"]) == 2
+    assert main([*command, "--root", str(root), "--shards", "7"]) == 2
     assert "was made with num_shards=6; keep to it or delete it" in capsys.readouterr().err
 
     made, shard = [], prepare._shard
     monkeypatch.setattr(prepare, "_shard", lambda f, *a: made.append(f.name) or shard(f, *a))
-    assert prepare.main([*command, "--root", str(root)]) == 0
+    assert main([*command, "--root", str(root)]) == 0
     assert made == ["00002", "00003", "00004", "00005"]
     assert not work.exists()
 
     whole = tmp_path / "whole"
-    assert prepare.main([*command, "--root", str(whole), "--shards", "1"]) == 0
+    assert main([*command, "--root", str(whole), "--shards", "1"]) == 0
     for name in ("train.bin", "val.bin"):
         files = [folder / "openwebtext" / name for folder in (root, whole)]
         assert files[0].read_bytes() == files[1].read_bytes()
 
     made.clear()
-    assert prepare.main([*command, "--root", str(root)]) == 0  # made already
+    assert main([*command, "--root", str(root)]) == 0  # made already
     assert made == []
-    assert prepare.main([*command, "--root", str(root), "--val-share", "0.2"]) == 2
+    assert main([*command, "--root", str(root), "--val-share", "0.2"]) == 2
 
 
 def test_wrong_values_are_refused_in_one_line(
@@ -140,7 +143,7 @@ def test_wrong_values_are_refused_in_one_line(
         (["--shards", "121"], "hold 120 documents"),
         (["--val-share", "0"], "--val-share=0.0"),
     ]:
-        assert prepare.main([*command, "--root", str(root), *extra]) == 2
+        assert main([*command, "--root", str(root), *extra]) == 2
         told = capsys.readouterr().err.splitlines()
         errors = [line for line in told if line and "examples/s" not in line]  # datasets' bar
         assert len(errors) == 1 and errors[0].startswith("error: --") and says in errors[0]
@@ -156,7 +159,7 @@ def test_a_hub_out_of_reach(
     monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
     monkeypatch.setattr("datasets.load_dataset", unreachable)
     for key in ("--tokenizer", "--source"):
-        assert prepare.main([*command, "--root", str(tmp_path), key, "some/where"]) == 2
+        assert main([*command, "--root", str(tmp_path), key, "some/where"]) == 2
         error = capsys.readouterr().err.strip()
         assert error.startswith(f"error: {key}=some/where: cannot be loaded (ConnectionError: Name")
         assert "\n" not in error
@@ -166,7 +169,7 @@ def test_other_files_in_the_way_are_kept(tmp_path: Path, command: list[str], cap
     mine = tmp_path / "openwebtext" / "raw.tar"
     mine.parent.mkdir()
     mine.write_text("my download")
-    assert prepare.main([*command, "--root", str(tmp_path)]) == 2
+    assert main([*command, "--root", str(tmp_path)]) == 2
     assert "is in the way" in capsys.readouterr().err
     assert mine.read_text() == "my download"
     assert not (tmp_path / "openwebtext.shards").exists()  # told at once, not after hours
@@ -180,7 +183,29 @@ def test_about_the_given_share_validates() -> None:
 
 def test_help(capsys) -> None:
     with pytest.raises(SystemExit) as caught:
-        prepare.main(["--help"])
+        main(["openwebtext", "--help"])
     assert caught.value.code == 0
     told = capsys.readouterr().out
     assert "goes on" in told and "--source FOLDER --tokenizer FILE" in told
+
+
+def test_check_names_what_is_wrong(tmp_path: Path, command: list[str], capsys) -> None:
+    assert main([*command, "--root", str(tmp_path)]) == 0
+    folder = tmp_path / "openwebtext"
+    capsys.readouterr()
+    assert main(["openwebtext", "--check", str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder}: sound\n"
+
+    tokens = np.memmap(folder / "val.bin", np.uint16, mode="r+")
+    tokens[3] = 65_000
+    tokens.flush()
+    assert main(["openwebtext", "--check", str(folder)]) == 1
+    checksum, token, closing = capsys.readouterr().out.splitlines()
+    assert checksum.startswith(f"{folder}/val.bin: its checksum")
+    assert token.startswith(f"{folder}/val.bin: holds token 65000, the vocabulary ends at ")
+    assert closing == f"{folder}: 2 faults"
+
+    (folder / "val.bin").unlink()
+    assert main(["openwebtext", "--check", str(folder)]) == 1
+    assert capsys.readouterr().out.startswith(f"{folder}/val.bin: is missing\n")
+    assert main(["openwebtext", "--check", str(tmp_path / "none")]) == 2

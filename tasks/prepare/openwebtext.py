@@ -1,4 +1,4 @@
-"""Prepare the large data sets: python -m tasks.prepare openwebtext
+"""OpenWebText as tokens, for gpt2.
 
 Documents are tokenized shard by shard into `<root>/openwebtext.shards/`, one folder a shard, each
 renamed into place when it is whole; a later run goes on at the first that is missing. At the end
@@ -24,6 +24,7 @@ from tasks.store import (
     SEPARATOR,
     Store,
     create,
+    faults,
     locked,
     open_store,
     refuse_strangers,
@@ -40,44 +41,62 @@ HUB_TOKENIZER = "openai-community/gpt2"
 _READ = 1000
 """Documents read at once."""
 
-_HELP = """\
-Prepare OpenWebText for task=gpt2 gpt2.corpus=openwebtext.
+HELP = """\
+OpenWebText for task=gpt2 gpt2.corpus=openwebtext.
 
 Downloads the documents, tokenizes them with GPT-2's vocabulary (50257) and writes
   <root>/openwebtext/{train.bin,val.bin,meta.json,tokenizer.json}
 About 8 million documents and 9 billion tokens: 18 GB at the end, some 90 GB on the way (the
 download included), hours on a few cores. Stop it whenever you like; the same command goes on
-where it stopped."""
+where it stopped.
 
-_EPILOG = """\
-without the network:
+Without the network:
   --source FOLDER --tokenizer FILE, where FOLDER holds parquet or JSON lines files with a column
   "text", or what datasets' save_to_disk wrote, and FILE is GPT-2's tokenizer.json"""
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0, 2 for a wrong value, 130 when interrupted."""
-    options = _parser().parse_args(argv)
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Its own options."""
+    parser.add_argument(
+        "--source",
+        default=HUB_NAME,
+        help=f'a folder or a data set of the hub, with a column "text" (default: {HUB_NAME})',
+    )
+    parser.add_argument(
+        "--tokenizer",
+        default=HUB_TOKENIZER,
+        help=f"a tokenizer.json or a model of the hub (default: {HUB_TOKENIZER})",
+    )
+    parser.add_argument(
+        "--shards", type=int, default=80, help="steps it can go on from (default: 80)"
+    )
+    parser.add_argument(
+        "--val-share",
+        type=float,
+        default=0.0005,
+        help="share of the documents that validate (default: 0.0005)",
+    )
+
+
+def run(options: argparse.Namespace) -> str:
+    """The command line's work; returns what to say at the end."""
     from huggingface_hub.utils import logging as hub_logging
 
     hub_logging.set_verbosity_error()  # or it announces each of many retries
-    try:
-        store = prepare(
-            Path(options.root),
-            source=options.source,
-            tokenizer=options.tokenizer,
-            num_shards=options.shards,
-            val_share=options.val_share,
-        )
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on at the first missing shard", file=sys.stderr)
-        return 130
+    store = prepare(
+        Path(options.root),
+        source=options.source,
+        tokenizer=options.tokenizer,
+        num_shards=options.shards,
+        val_share=options.val_share,
+    )
     counts = ", ".join(f"{store.count(part):,} {part}" for part in PARTS)
-    print(f"{store.folder}: {counts} tokens; train with: task=gpt2 gpt2.corpus=openwebtext")
-    return 0
+    return f"{store.folder}: {counts} tokens; train with: task=gpt2 gpt2.corpus=openwebtext"
+
+
+def check(path: Path) -> Iterator[str]:
+    """See `DataSet.check`."""
+    return faults(path)
 
 
 def prepare(
@@ -283,38 +302,3 @@ def _brief(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return text if len(text) <= 120 else text[:117] + "..."
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.prepare",
-        description=_HELP,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("dataset", choices=["openwebtext"], help="what to prepare")
-    parser.add_argument("--root", default="data", help="where data live: data.root (default: data)")
-    parser.add_argument(
-        "--source",
-        default=HUB_NAME,
-        help=f'a folder or a data set of the hub, with a column "text" (default: {HUB_NAME})',
-    )
-    parser.add_argument(
-        "--tokenizer",
-        default=HUB_TOKENIZER,
-        help=f"a tokenizer.json or a model of the hub (default: {HUB_TOKENIZER})",
-    )
-    parser.add_argument(
-        "--shards", type=int, default=80, help="steps it can go on from (default: 80)"
-    )
-    parser.add_argument(
-        "--val-share",
-        type=float,
-        default=0.0005,
-        help="share of the documents that validate (default: 0.0005)",
-    )
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

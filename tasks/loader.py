@@ -1,0 +1,58 @@
+"""Batches made ahead of their use, by processes of their own where that is wanted."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from co2.errors import ConfigError
+
+_AHEAD = 2
+"""Batches that each loading process keeps ready."""
+
+
+class _Made(Dataset):
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self.make = make
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return self.make(index)
+        except ConfigError as error:  # DataLoader would bring it over as pages of traceback
+            return error
+
+
+def load(
+    make: Callable[[int], Any], indices: Iterable[int], workers: int, device: torch.device
+) -> Iterator[Any]:
+    """`make(index)` for each index, in their order.
+
+    Args:
+        make: a pure function of the index: tensors, or tuples or dicts of them. With workers it
+            runs in forked processes, so what it has opened (files, memory maps) it shares.
+        indices: of batches; may be endless.
+        workers: processes that work ahead; with 0, `make` runs here when a batch is asked for.
+        device: where batches go next: for a GPU, workers' batches come in pinned memory.
+    Raises:
+        ConfigError: what `make` raises, from a worker too.
+    """
+    if workers == 0:
+        yield from map(make, indices)
+        return
+    # Unbatched: the sampler's items are whole batches. A generator of its own, or the iterator
+    # would move the global one. fork: models and arrays are not copied to the workers.
+    loader = DataLoader(
+        _Made(make),
+        batch_size=None,
+        sampler=indices,
+        num_workers=workers,
+        prefetch_factor=_AHEAD,
+        pin_memory=device.type == "cuda",
+        generator=torch.Generator(),
+        multiprocessing_context="fork",
+    )
+    for batch in loader:
+        if isinstance(batch, ConfigError):
+            raise batch
+        yield batch

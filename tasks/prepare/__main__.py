@@ -1,0 +1,96 @@
+"""Prepare a data set, or check one that is there: python -m tasks.prepare NAME [--check PATH]"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from co2.errors import ConfigError, require
+from tasks.prepare import openwebtext
+
+
+class DataSet(Protocol):
+    """What a module of this package offers."""
+
+    HELP: str
+    """What it is for, its size and licence, where it comes from and the tree that it becomes."""
+
+    @staticmethod
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        """Add its own options; --root and --check are there already."""
+
+    @staticmethod
+    def run(options: argparse.Namespace) -> str:
+        """Make `<root>/<name>`, or go on making it. Returns the closing line.
+
+        Raises:
+            ConfigError: a value that does not work, or what is missing and where to get it.
+        """
+        ...
+
+    @staticmethod
+    def check(path: Path) -> Iterator[str]:
+        """One line for each fault in the finished data set at `path`; none if it is sound."""
+        ...
+
+
+SETS: dict[str, type[DataSet]] = {
+    "openwebtext": openwebtext,  # type: ignore[dict-item]  # a module serves as well
+}
+_SHOWN = 50
+"""Faults that are printed one by one."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line. Returns 0; 1 for a faulty data set; 2 for a wrong value; 130 for Ctrl-C."""
+    options = _parser().parse_args(argv)
+    chosen = SETS[options.name]
+    try:
+        if options.check is not None:
+            return _report(chosen, Path(options.check))
+        print(chosen.run(options))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on where it stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _report(chosen: type[DataSet], path: Path) -> int:
+    require(path.exists(), "--check", path, "no such folder")
+    faults = 0
+    for fault in chosen.check(path):
+        faults += 1
+        if faults <= _SHOWN:
+            print(fault, flush=True)
+    if faults > _SHOWN:
+        print(f"and {faults - _SHOWN} more")
+    print(f"{path}: {faults} faults" if faults else f"{path}: sound")
+    return 1 if faults else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.prepare",
+        description=__doc__.splitlines()[0],
+        epilog="docs/data.md has sizes, licences and trees.",
+    )
+    names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
+    for name, chosen in SETS.items():
+        own = names.add_parser(
+            name,
+            help=chosen.HELP.splitlines()[0],
+            description=chosen.HELP,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        own.add_argument("--root", default="data", help="where data live: data.root")
+        own.add_argument("--check", metavar="PATH", help="look through a finished data set instead")
+        chosen.arguments(own)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Batches come in order, the same with and without worker processes; errors stay one line."""
+
+import os
+from itertools import count, islice
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from co2.errors import ConfigError
+from tasks.loader import load
+from tasks.randomness import generator, seeded
+
+CPU = torch.device("cpu")
+
+
+def make(index: int) -> tuple[Tensor, Tensor]:
+    with seeded(7, index):
+        return torch.rand(3), torch.tensor([index, os.getpid()])
+
+
+@pytest.mark.parametrize("start", [0, 5])
+def test_workers_change_nothing(start: int) -> None:
+    before = torch.get_rng_state()
+    alone = list(islice(load(make, count(start), 0, CPU), 12))
+    ahead = list(islice(load(make, count(start), 2, CPU), 12))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [int(tag[0]) for _, tag in ahead] == list(range(start, start + 12))
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(alone, ahead, strict=True))
+    assert {int(tag[1]) for _, tag in alone} == {os.getpid()}
+    assert len({int(tag[1]) for _, tag in ahead} - {os.getpid()}) == 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_fault_in_the_data_stays_one_line(workers: int) -> None:
+    def faulty(index: int) -> Tensor:
+        if index == 2:
+            raise ConfigError("data.path", "tree", "a.jpg is cut short")
+        return torch.tensor(index)
+
+    batches = load(faulty, range(5), workers, CPU)
+    assert [int(next(batches)), int(next(batches))] == [0, 1]
+    with pytest.raises(ConfigError) as caught:
+        next(batches)
+    assert str(caught.value) == "data.path=tree: a.jpg is cut short"
+
+
+def test_a_key_says_it_all() -> None:
+    def drawn(*key: int) -> list[float]:
+        with seeded(*key):
+            return torch.rand(4).tolist()
+
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    assert drawn(1, 2, 3) == drawn(1, 2, 3)
+    assert len({tuple(drawn(*key)) for key in [(1, 2, 3), (3, 2, 1), (1, 2), (1, 2, 4)]}) == 4
+    assert torch.equal(torch.get_rng_state(), before)
+    assert np.array_equal(generator(1, 2).random(3), generator(1, 2).random(3))
+    assert not np.array_equal(generator(1, 2).random(3), generator(2, 1).random(3))
