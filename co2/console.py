@@ -71,6 +71,7 @@ def closing_table(summary: dict[str, Any]) -> str:
     table.add_row(f"{unit}/s, all {workers} workers", f"{summary['throughput']:,.0f}")
     exposed = f"{summary['exposed_s']:.2f} s, {summary['exposed_share']:.2%} of training time"
     table.add_row("exposed communication", exposed)
+    table.add_row("waiting for data", f"{summary['data_share']:.2%} of training time")
     hidden = summary["overlap"]
     table.add_row("overlap", "no communication" if hidden is None else f"{hidden:.4f}")
     table.add_row("bytes sent per step and worker", f"{summary['bytes_per_step']:,.0f}")

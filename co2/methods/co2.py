@@ -23,6 +23,7 @@ from co2.outer import GapPenalty, Momentum, check_clip, check_gap_penalty
 class CO2(LocalMethod):
     copies = 3  # communication buffer, anchor, momentum
     vectors = ("anchor",)
+    rounds_apart = 2
 
     @dataclass
     class Config:
@@ -77,7 +78,3 @@ class CO2(LocalMethod):
     def stats(self) -> dict[str, float]:
         own = {"gap": float(self.gap.value), "clipped": float(self.momentum.clipped)}
         return {**super().stats(), **own}
-
-    @property
-    def lag(self) -> int:
-        return 2 * self.config.tau

@@ -20,6 +20,7 @@ from co2.methods.local import LocalMethod, check_tau
 class CoCoDSGD(LocalMethod):
     copies = 3  # communication buffer, the round's start, what was sent last
     vectors = ("start", "sent")
+    rounds_apart = 2
 
     @dataclass
     class Config:

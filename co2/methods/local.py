@@ -28,6 +28,8 @@ class LocalMethod:
     Config: Any
     copies: int
     vectors: tuple[str, ...] = ()
+    rounds_apart = 1
+    """Rounds that one replica may run ahead of another: 2 where means arrive one round late."""
 
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         self.config = self.Config() if config is None else config
@@ -82,7 +84,7 @@ class LocalMethod:
 
     @property
     def lag(self) -> int:
-        return self.config.tau
+        return self.rounds_apart * self.config.tau
 
 
 def check_tau(tau: int) -> None:

@@ -21,6 +21,7 @@ from co2.methods.local import LocalMethod, check_share, check_tau
 class OverlapLocalSGD(LocalMethod):
     copies = 3  # communication buffer, anchor, momentum
     vectors = ("anchor", "momentum")
+    rounds_apart = 2
 
     @dataclass
     class Config:

@@ -42,8 +42,8 @@ LIMIT_S = 600
 LAUNCHER_VARIABLES = frozenset(
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 )
-_EXACT = ("kind", "step", "loss", "accuracy", "lr", "gap", "clipped")
-"""Of a line of metrics.jsonl: what does not depend on time."""
+_TIMED = ("comm_s", "exposed_s", "exposed_share", "data_share", "tokens_per_s", "samples_per_s")
+"""Of a line of metrics.jsonl: what depends on time."""
 
 
 @dataclass(frozen=True)
@@ -162,9 +162,10 @@ def until(
 
 
 def configured(*arguments: str, runs: Path) -> Config:
-    """The configuration that a command line of the toy makes."""
+    """The configuration that a command line makes: of the toy, or of the task that it names."""
     found: list[Config] = []
-    words = [*TOY, f"runs={runs}", *arguments]
+    other = any(argument.startswith("task=") for argument in arguments)
+    words = [*(TOY[1:] if other else TOY), f"runs={runs}", *arguments]
     preflight(train.CONF, "config", words, lambda *job: found.append(train.validate(*job)))
     (config,) = found
     return config
@@ -244,7 +245,9 @@ def saved_steps(folder: Path) -> list[int]:
 
 def story(folder: Path) -> list[dict[str, Any]]:
     """What a run's metrics tell apart from times; every step is told once."""
-    lines = [{key: line[key] for key in _EXACT if key in line} for line in metrics(folder)]
+    lines = [
+        {key: value for key, value in line.items() if key not in _TIMED} for line in metrics(folder)
+    ]
     told = [(line["kind"], line["step"]) for line in lines]
     assert len(set(told)) == len(told), "a step is told twice"
     assert [step for _, step in told] == sorted(step for _, step in told)

@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from co2.config import OptimConfig, Schedule
 from co2.loop import learning_rate
+from co2.meters import Meter
 from co2.methods.allreduce import AllReduce
 from tasks.toy import CLASSES, Toy
 from tests.cli.harness import (
@@ -93,7 +95,8 @@ class TestFolder:
         trained, evaluated = (metrics(spawned.folder, kind) for kind in ("train", "eval"))
         assert [line["step"] for line in trained] == list(range(1, 61))
         assert [line["step"] for line in evaluated] == [10, 20, 30, 40, 50, 60]
-        keys = {"loss", "lr", "samples_per_s", "comm_s", "exposed_s", "exposed_share", "bytes"}
+        times = {"samples_per_s", "comm_s", "exposed_s", "exposed_share", "data_share"}
+        keys = {"loss", "lr", "bytes", *times}
         for line in trained:
             assert {"kind", "step", "gap", "clipped", *keys} == line.keys()
             assert all(line[key] >= 0 for key in keys)
@@ -490,6 +493,22 @@ def test_wandb_offline(tmp_path: Path) -> None:
     assert list(place.glob("run-*.wandb"))
     assert "wandb" not in ended.out.lower() + ended.err.lower().replace(str(tmp_path), "")
     assert {path.name for path in tmp_path.iterdir()} == {"home", "runs"}
+
+
+def test_waiting_for_data_is_a_share_of_training() -> None:
+    meter = Meter(1, 1, lambda: {})
+    for step in range(4):
+        with meter.waiting():
+            time.sleep(0.5 if step == 0 else 0.03)  # the first step is not timed
+        time.sleep(0.03)
+        with meter.paused():
+            time.sleep(0.1)
+        meter.step()
+    share = meter.interval()["data_share"]
+    assert 0.3 < share < 0.7
+    assert meter.interval()["data_share"] == 0
+    totals = meter.state_dict()
+    assert totals["data_s"] / totals["train_s"] == pytest.approx(share)
 
 
 class TestLearningRate:

@@ -1,6 +1,5 @@
 """Text to train on: a small one that is quick to tokenize, and the embedded one, once a session."""
 
-import os
 import random
 from pathlib import Path
 
@@ -20,11 +19,3 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "story.txt"
     path.write_bytes(story(20_000).encode())
     return path
-
-
-@pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data.root that tests share, so that each corpus is tokenized once."""
-    base = tmp_path_factory.getbasetemp()
-    parallel = "PYTEST_XDIST_WORKER" in os.environ
-    return (base.parent if parallel else base) / "data"

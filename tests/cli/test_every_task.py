@@ -1,0 +1,78 @@
+"""Every task under every method: it composes; it trains, stops and goes on exactly."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+import train
+from co2.config import typed
+from co2.methods import METHODS
+from tasks import TASKS
+from tests.cli.harness import ROOT, assert_same_run, metrics, pooled
+from tests.workers import Pool
+
+SCALES = ("smoke", "gpu", "paper")
+SMALL: dict[str, tuple[str, ...]] = {
+    "toy": (),
+    "gpt2": ("gpt2.eval_samples=8", "gpt2.context=32"),
+}
+"""What makes 20 steps and an evaluation quick; the smoke recipe is the rest."""
+
+
+def scales_of(task: str) -> list[str]:
+    folder = ROOT / "conf" / "task" / "scale"
+    return [scale for scale in SCALES if (folder / f"{task}_{scale}.yaml").exists()]
+
+
+def test_no_task_is_forgotten() -> None:
+    assert SMALL.keys() == TASKS.keys()
+    assert {path.stem for path in (ROOT / "conf" / "task").glob("*.yaml")} == TASKS.keys()
+    assert {path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")} == METHODS.keys()
+    for task in TASKS.keys() - {"toy"}:
+        assert scales_of(task) == list(SCALES), task
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_composes_with_every_method_at_every_scale(task: str) -> None:
+    with initialize_config_dir(config_dir=str(train.CONF), version_base="1.3"):
+        for scale in scales_of(task):
+            for method in METHODS:
+                choice = [f"task={task}", f"method={method}", f"scale={scale}"]
+                config = typed(compose("config", choice), METHODS, TASKS)
+                assert (config.task, config.method, config.scale) == (task, method, scale)
+                made = train.make_task(config)
+                assert made.units_per_sample >= 1 and made.unit in ("tokens", "samples")
+
+
+@pytest.mark.parametrize("method", ["allreduce", "co2"])
+@pytest.mark.parametrize("task", TASKS)
+def test_goes_on_exactly(workers: Pool, tmp_path: Path, root: Path, task: str, method: str) -> None:
+    """A run that lost its last ten steps makes them again, to the last bit."""
+    arguments = (
+        f"task={task}",
+        f"method={method}",
+        *(["co2.tau=3"] if method == "co2" else []),
+        "train.steps=20",
+        "train.batch_size=4",
+        "train.eval_every=10",
+        "checkpoint.every=10",
+        "log.every=1",
+        f"data.root={root}",
+        *SMALL[task],
+    )
+    whole = pooled(workers, 2, *arguments, runs=tmp_path / "whole")
+    assert whole.status == 0, whole.err
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    (summary,) = (tmp_path / "cut").rglob("summary.json")
+    summary.unlink()
+    shutil.rmtree(summary.parent / "checkpoints" / "step_20")
+    again = pooled(workers, 2, *arguments, runs=tmp_path / "cut")
+    assert again.status == 0 and "resumed at step 10 of 20" in again.out
+    assert_same_run(whole.folder, again.folder)
+    losses = [line["loss"] for line in metrics(whole.folder, "train")]
+    assert len(losses) == 20 and len(set(losses)) > 10
+    finals = json.loads((whole.folder / "summary.json").read_text())["final"]
+    assert next(iter(finals)) == "loss"
