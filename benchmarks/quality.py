@@ -1,0 +1,113 @@
+"""What every task learns at smoke scale under every method, beside its floor.
+
+Each cell is a run of train.py in `--runs`, and a finished run is not made again: Ctrl-C, and go on
+later. Seeds differ in weights, data order, augmentation and masks; validation data stay.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+
+import train as entry
+from benchmarks import report
+from co2.methods import METHODS
+from co2.record import read_summary
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The figure that a task is judged by, and what it must reach."""
+
+    metric: str
+    floor: float | str
+    """At least this; or the name of a baseline that the metric, a loss, must stay below."""
+
+
+GOALS = {
+    "resnet50": Goal("top1", 0.90),
+    "vit": Goal("top1", 0.90),
+    "ade20k": Goal("miou", 0.60),
+    "shapenet": Goal("svm_accuracy", 0.90),
+    "gpt2": Goal("loss", "unigram_entropy"),
+    "roberta": Goal("loss", "unigram_entropy"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", default=",".join(GOALS))
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--runs", default="results/runs/quality", help="where the runs are kept")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    args = parser.parse_args()
+    tasks, methods = args.tasks.split(","), args.methods.split(",")
+    cells = {(task, method): [] for task in tasks for method in methods}  # type: ignore[var-annotated]
+    done, whole = 0, len(cells) * len(args.seeds.split(","))
+    for seed in args.seeds.split(","):  # a table of all cells after each seed
+        for (task, method), summaries in cells.items():
+            summaries.append(run(task, method, int(seed), args.runs))
+            done += 1
+            print(f"{done}/{whole}: {described(task, method, summaries[-1])}", flush=True)
+    report.write(
+        args.out / "quality.md",
+        "What every task learns at smoke scale",
+        "Two workers on two cores, embedded or generated data, the recipes of conf/ as they are: "
+        "nothing here is from a paper or says anything about the paper's scale. Mean ± standard "
+        f"deviation over seeds {args.seeds} on validation data. Waiting is the share of training "
+        "time spent waiting for batches (goal: under 2 %).",
+        ["task", "method", "metric", "measured", "floor", "reached", "waiting", "wall s"],
+        [row(task, method, found) for (task, method), found in cells.items()],
+    )
+
+
+def run(task: str, method: str, seed: int, runs: str) -> dict[str, Any]:
+    """The summary of one run, made now unless there is one."""
+    overrides = [f"task={task}", f"method={method}", f"train.seed={seed}"]
+    overrides += ["log.wandb=disabled", f"runs={runs}", "tag=quality"]
+    with initialize_config_dir(config_dir=str(entry.CONF), version_base="1.3"):
+        config = entry.validate(compose("config", overrides), overrides)
+    if read_summary(config) is None:
+        command = [sys.executable, "train.py", *overrides]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    summary = read_summary(config)
+    assert summary is not None, "a run that ended well has a summary"
+    return summary
+
+
+def described(task: str, method: str, summary: dict[str, Any]) -> str:
+    metric = GOALS[task].metric
+    return f"{task} {method} seed {summary['seed']}: {metric} {summary['final'][metric]:.4f}"
+
+
+def row(task: str, method: str, summaries: Sequence[dict[str, Any]]) -> list[str]:
+    goal = GOALS[task]
+    values = [summary["final"][goal.metric] for summary in summaries]
+    if isinstance(goal.floor, str):
+        bounds = [summary["baselines"][goal.floor] for summary in summaries]
+        reached = sum(value < bound for value, bound in zip(values, bounds, strict=True))
+        floor = f"< {bounds[0]:.3f} ({goal.floor.replace('_', ' ')})"
+    else:
+        reached, floor = sum(value >= goal.floor for value in values), f"≥ {goal.floor:.2f}"
+    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return [
+        task,
+        method,
+        goal.metric.replace("_", " "),
+        f"{statistics.mean(values):.4f}{spread}",
+        floor,
+        f"{reached} of {len(values)}",
+        f"{statistics.mean(summary['data_share'] for summary in summaries):.2%}",
+        f"{statistics.mean(summary['wall_s'] for summary in summaries):.0f}",
+    ]
+
+
+if __name__ == "__main__":
+    main()
