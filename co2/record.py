@@ -24,9 +24,10 @@ from co2.errors import ConfigError
 
 # What may differ between two segments of one run.
 _FREE = ("log", "checkpoint", "resume", "runs", "tag")
-_FREE_KEYS = (("data", "root"), ("launch", "backend"))
+_FREE_KEYS = (("data", "root"), ("data", "workers"), ("launch", "backend"))
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "numpy", "hydra-core", "wandb")
+_PACKAGES = ("torch", "torchvision", "timm", "transformers", "tokenizers", "datasets", "numpy")
+_PACKAGES += ("scikit-learn", "hydra-core", "wandb")
 
 
 def run_folder(config: Config) -> Path:
@@ -47,8 +48,8 @@ def tag_from(overrides: Sequence[str], world: int, workers: int, method: str) ->
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         node = key.partition(".")[0]
-        seed = key in ("train.seed", "data.root", "launch.backend")
-        if seed or key in ("task", "method") or node in (*_FREE, "hydra"):
+        elsewhere = ("task", "method", "train.seed", "data.root", "data.workers", "launch.backend")
+        if key in elsewhere or node in (*_FREE, "hydra"):
             continue
         label = key.removeprefix(f"{method}.").rpartition(".")[2]
         parts.append(_safe(value) if "." not in key else label + _safe(value))

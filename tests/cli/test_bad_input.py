@@ -292,7 +292,13 @@ class TestFolderOfAnotherConfiguration:
 
     def test_unless_training_is_the_same(self, mine: Run) -> None:
         same = ("tag=mine", "co2.tau=3", "train.steps=2", "launch.workers=1")
-        for free in ("log.every=1", "checkpoint.every=3", "checkpoint.keep=9", "data.root=x"):
+        for free in (
+            "log.every=1",
+            "checkpoint.every=3",
+            "checkpoint.keep=9",
+            "data.root=x",
+            "data.workers=2",
+        ):
             configured(*same, free, runs=mine.runs)
 
     def test_unless_it_is_moved_aside(self, mine: Run) -> None:
