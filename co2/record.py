@@ -26,8 +26,10 @@ from co2.errors import ConfigError
 _FREE = ("log", "checkpoint", "resume", "runs", "tag")
 _FREE_KEYS = (("data", "root"), ("data", "workers"), ("launch", "backend"))
 
-_PACKAGES = ("torch", "torchvision", "timm", "transformers", "tokenizers", "datasets", "numpy")
-_PACKAGES += ("scikit-learn", "hydra-core", "wandb")
+_PACKAGES = (
+    *("torch", "torchvision", "timm", "transformers", "tokenizers", "datasets", "numpy"),
+    *("scikit-learn", "hydra-core", "wandb"),
+)
 
 
 def run_folder(config: Config) -> Path:
