@@ -1,9 +1,22 @@
 """What is trained: model, data, loss and metrics of each experiment. Knows nothing of methods."""
 
+from tasks.ade20k import ADE20K
 from tasks.base import Batch, Task
 from tasks.gpt2 import GPT2
+from tasks.resnet50 import ResNet50
+from tasks.roberta import RoBERTa
+from tasks.shapenet import ShapeNet
 from tasks.toy import Toy
+from tasks.vit import ViT
 
-TASKS: dict[str, type[Task]] = {"gpt2": GPT2, "toy": Toy}
+TASKS: dict[str, type[Task]] = {
+    "ade20k": ADE20K,
+    "gpt2": GPT2,
+    "roberta": RoBERTa,
+    "shapenet": ShapeNet,
+    "toy": Toy,
+    "resnet50": ResNet50,
+    "vit": ViT,
+}
 
 __all__ = ["TASKS", "Batch", "Task"]

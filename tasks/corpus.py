@@ -108,21 +108,23 @@ class Corpus:
             raise ConfigError(self.key, self.value, mend) from None
 
 
-def embedded_corpus() -> Corpus:
+def embedded_corpus(key: str) -> Corpus:
     """The source of the pinned dependency sympy: 16 MB of Python that every install has.
 
+    Args:
+        key: of the configuration, that chose it, such as gpt2.corpus.
     Raises:
         ConfigError: sympy is not installed.
     """
     found = importlib.util.find_spec("sympy")  # finds it without the second that importing costs
     if found is None or found.origin is None:
         mend = "reads the source of sympy, which is not installed; pip install sympy"
-        raise ConfigError("gpt2.corpus", "embedded", mend)
+        raise ConfigError(key, "embedded", mend)
     folder = Path(found.origin).parent
     paths = [path.relative_to(folder) for path in folder.rglob("*.py")]
     chosen = (path for path in paths if not EMBEDDED_WITHOUT & set(path.parts))
     files = tuple(sorted(path.as_posix() for path in chosen if (folder / path).stat().st_size))
-    return Corpus("embedded", folder, files, "gpt2.corpus", "embedded")
+    return Corpus("embedded", folder, files, key, "embedded")
 
 
 def user_corpus(path: str) -> Corpus:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,14 +20,21 @@ from torch.optim import Optimizer
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import require, require_count
 from tasks.base import Batch
-from tasks.corpus import embedded_corpus, user_corpus
 from tasks.evaluation import evaluating, total
 from tasks.loader import load
 from tasks.optimizer import make_optimizer
 from tasks.randomness import seeded
 from tasks.sampling import Sampler
 from tasks.store import Store
-from tasks.text import num_windows, openwebtext, prepared, unigram_entropy, windows
+from tasks.text import (
+    Window,
+    described,
+    num_windows,
+    opened,
+    spread,
+    unigram_entropy,
+    windows,
+)
 
 if TYPE_CHECKING:
     from co2.dist import Mesh
@@ -103,16 +109,11 @@ class GPT2:
 
     def setup(self, num_replicas: int) -> None:
         """See `Task.setup`. The first run on a corpus tokenizes it: some 10 s for 16 MB."""
-        root, context = Path(self.data.root), self.config.context
-        if self.data.path is not None:
-            store = prepared(user_corpus(self.data.path), self.vocab_size, context, root)
-        elif self.config.corpus is CorpusName.embedded:
-            store = prepared(embedded_corpus(), self.vocab_size, context, root)
-        else:
-            store = openwebtext(root, context)
-            mend = f"its tokenizer has {store.meta['vocab_size']} tokens, GPT-2 takes 50257"
-            fits = store.meta["vocab_size"] <= self.vocab_size
-            require(fits, "gpt2.corpus", "openwebtext", mend)
+        context, corpus = self.config.context, self.config.corpus.name
+        window = Window("gpt2.context", context, context + 1)
+        store = opened(self.data, "gpt2.corpus", corpus, self.vocab_size, window)
+        mend = f"its tokenizer has {store.meta['vocab_size']} tokens, GPT-2 takes 50257"
+        require(store.meta["vocab_size"] <= self.vocab_size, "gpt2.corpus", corpus, mend)
         self._opened = store
         self._sampler(num_replicas)
 
@@ -180,18 +181,8 @@ class GPT2:
         return {"unigram_entropy": self._unigram_entropy}
 
     def fingerprint(self) -> dict[str, Any]:
-        meta, own = self._store.meta, self.data.path is None
-        parts = meta["parts"]
-        return {
-            "data": self.config.corpus.name if own else self.data.path,
-            # Of the text files; where the text is not at hand, of the training tokens.
-            "sha256": meta.get("sha256", parts["train"]["sha256"]),
-            "num_files": meta.get("num_files"),
-            "num_documents": {part: parts[part]["documents"] for part in parts},
-            "num_tokens": {part: parts[part]["tokens"] for part in parts},
-            "tokens_sha256": {part: parts[part]["sha256"] for part in parts},
-            "tokenizer": meta.get("tokenizer", f"byte-level BPE, {meta['vocab_size']}"),
-        }
+        name = self.config.corpus.name if self.data.path is None else self.data.path
+        return described(self._store, name)
 
     @property
     def _store(self) -> Store:
@@ -209,8 +200,7 @@ class GPT2:
     def _validation(self) -> np.ndarray:
         """The validation windows of an evaluation: all, or `eval_samples` spread evenly."""
         available = num_windows(self._store.count("val"), self.config.context)
-        wanted = min(self.config.eval_samples or available, available)
-        return np.arange(wanted) * available // wanted
+        return spread(available, self.config.eval_samples)
 
 
 def _cross_entropy(model: nn.Module, batch: Batch, reduction: str) -> Tensor:

@@ -55,4 +55,5 @@ def load(
     for batch in loader:
         if isinstance(batch, ConfigError):
             raise batch
-        yield batch
+        # Collating and pinning make a list of a tuple.
+        yield tuple(batch) if isinstance(batch, list) else batch

@@ -2,20 +2,22 @@
 
 A corpus of text files is tokenized once, by a byte-level BPE learned from its training part, and
 kept under `data.root/text/` as a token store named by the sha256 of the corpus. Later runs read
-nothing but that. OpenWebText comes as a token store from `python -m tasks.prepare openwebtext`.
+nothing but that. Public data sets come as token stores from `python -m tasks.prepare`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from co2.config import DataConfig
 from co2.errors import ConfigError, require
-from tasks.corpus import Corpus
+from tasks.corpus import Corpus, embedded_corpus, user_corpus
 from tasks.progress import progress
 from tasks.store import (
     FORMAT,
@@ -36,12 +38,58 @@ _PIECE = 1 << 18
 lets all cores work on a single file."""
 
 
-def prepared(corpus: Corpus, vocab_size: int, context: int, root: Path) -> Store:
+@dataclass(frozen=True)
+class Window:
+    """What one sample asks of a text."""
+
+    key: str
+    """The key of the configuration that sets it, such as gpt2.context, and its value."""
+    context: int
+    length: int
+    """Tokens of text in one window."""
+
+    def require(self, num_tokens: int, part: str, key: str, value: object) -> None:
+        """Raise ConfigError unless `num_tokens` of "train" or "val" fill one window."""
+        name = {"train": "training", "val": "validation"}[part]
+        mend = (
+            f"the {name} part holds {num_tokens} tokens, one window of {self.key}={self.context} "
+            f"needs {self.length}; give more text or a smaller {self.key}"
+        )
+        require(num_tokens >= self.length, key, value, mend)
+
+
+def opened(data: DataConfig, key: str, corpus: str, vocab_size: int, window: Window) -> Store:
+    """The token store that a task trains on.
+
+    Args:
+        data: `data.path`, where it is set, takes the place of the corpus.
+        key: of the configuration, that chose the corpus: for errors.
+        corpus: "embedded", or a data set of `tasks.prepare`, by name.
+        vocab_size: as for `prepared`; a public data set has a tokenizer of its own.
+        window: each part must hold one.
+    Raises:
+        ConfigError: the text cannot be used, is too little, or is not there.
+    """
+    root = Path(data.root)
+    if data.path is not None:
+        return prepared(user_corpus(data.path), vocab_size, window, root)
+    if corpus == "embedded":
+        return prepared(embedded_corpus(key), vocab_size, window, root)
+    store = open_store(root / corpus)
+    if store is None:
+        mend = f"no sound {root / corpus}; make it: python -m tasks.prepare {corpus} --root {root}"
+        raise ConfigError(key, corpus, mend)
+    for part in PARTS:
+        window.require(store.count(part), part, key, corpus)
+    return store
+
+
+def prepared(corpus: Corpus, vocab_size: int, window: Window, root: Path) -> Store:
     """The token store of a corpus, from the cache or made now.
 
     Args:
         vocab_size: tokens that the BPE may learn, the 256 bytes and the separator among them.
-        context: tokens that a model sees; each part must hold one window of context + 1.
+        window: of the model; each part must hold one.
         root: where caches live.
     Raises:
         ConfigError: no text, or too little of it (nothing has been written then); or `root`
@@ -53,55 +101,52 @@ def prepared(corpus: Corpus, vocab_size: int, context: int, root: Path) -> Store
         corpus.check()
         with locked(folder):
             # Another process may have made it while this one waited.
-            store = open_store(folder) or _prepare(corpus, vocab_size, context, folder, root)
+            store = open_store(folder) or _prepare(corpus, vocab_size, window, folder, root)
     for part in PARTS:
-        require_window(store.count(part), context, part, corpus.key, corpus.value)
+        window.require(store.count(part), part, corpus.key, corpus.value)
     return store
 
 
-def openwebtext(root: Path, context: int) -> Store:
-    """The token store that `tasks.prepare` makes.
-
-    Raises:
-        ConfigError: it is not there, or too small.
-    """
-    folder = root / "openwebtext"
-    store = open_store(folder)
-    if store is None:
-        mend = f"no sound {folder}; make it: python -m tasks.prepare openwebtext --root {root}"
-        raise ConfigError("gpt2.corpus", "openwebtext", mend)
-    for part in PARTS:
-        require_window(store.count(part), context, part, "gpt2.corpus", "openwebtext")
-    return store
-
-
-def require_window(num_tokens: int, context: int, part: str, key: str, value: object) -> None:
-    """Raise ConfigError unless `num_tokens` fill one window."""
-    name = {"train": "training", "val": "validation"}[part]
-    mend = (
-        f"the {name} part holds {num_tokens} tokens, one window of gpt2.context={context} needs "
-        f"{context + 1}; give more text or a smaller gpt2.context"
-    )
-    require(num_tokens > context, key, value, mend)
+def described(store: Store, name: str) -> dict[str, Any]:
+    """A store for `manifest.json`: see `Task.fingerprint`."""
+    meta, parts = store.meta, store.meta["parts"]
+    return {
+        "data": name,
+        # Of the text files; where the text is not at hand, of the training tokens.
+        "sha256": meta.get("sha256", parts["train"]["sha256"]),
+        "num_files": meta.get("num_files"),
+        "num_documents": {part: parts[part]["documents"] for part in parts},
+        "num_tokens": {part: parts[part]["tokens"] for part in parts},
+        "tokens_sha256": {part: parts[part]["sha256"] for part in parts},
+        "tokenizer": meta.get("tokenizer", f"byte-level BPE, {meta['vocab_size']}"),
+    }
 
 
-def num_windows(num_tokens: int, context: int) -> int:
-    """Windows that `num_tokens` fill."""
-    return (num_tokens - 1) // context
+def num_windows(num_tokens: int, stride: int, overlap: int = 1) -> int:
+    """Windows that `num_tokens` fill; see `windows`."""
+    return (num_tokens - overlap) // stride
 
 
-def windows(tokens: np.ndarray, indices: Iterable[int], context: int) -> Tensor:
-    """Windows of context + 1 tokens, each from token index * context on.
+def windows(tokens: np.ndarray, indices: Iterable[int], stride: int, overlap: int = 1) -> Tensor:
+    """Windows of stride + overlap tokens, each from token index * stride on.
 
-    Inputs do not overlap, nor do targets: the last target of a window is the first input of the
-    next, so that every token but the very first is predicted exactly once.
+    With an overlap of 1, for next-token prediction, inputs do not overlap, nor do targets: the
+    last target of a window is the first input of the next, so that every token but the very first
+    is predicted exactly once.
 
     Returns:
-        int64 [len(indices), context + 1]; inputs are [:, :-1], targets [:, 1:].
+        int64 [len(indices), stride + overlap]; with an overlap of 1, inputs are [:, :-1] and
+        targets [:, 1:].
     """
-    starts = [int(index) * context for index in indices]
-    rows = [tokens[start : start + context + 1] for start in starts]
+    starts = [int(index) * stride for index in indices]
+    rows = [tokens[start : start + stride + overlap] for start in starts]
     return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+
+def spread(available: int, wanted: int | None) -> np.ndarray:
+    """Indices below `available`: all of them (null), or `wanted`, spread evenly."""
+    number = min(wanted or available, available)
+    return np.arange(number) * available // number
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:
@@ -133,14 +178,17 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
 
 
 def encoded(
-    documents: Iterable[str], tokenizer: "Tokenizer", dtype: type[np.unsignedinteger]
+    documents: Iterable[str],
+    tokenizer: "Tokenizer",
+    dtype: type[np.unsignedinteger],
+    separator: str = SEPARATOR,
 ) -> Iterator[np.ndarray]:
     """Token ids of documents, chunk by chunk, the separator after each.
 
     A document that spells the separator out gets ordinary tokens for it.
     """
     tokenizer.encode_special_tokens = True
-    end = [separator_id(tokenizer)]
+    end = [separator_id(tokenizer, separator)]
     for batch in _batches(documents):
         texts = [text for text, _ in batch]
         codes = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -148,9 +196,9 @@ def encoded(
             yield np.array(code.ids + end if last else code.ids, dtype)
 
 
-def separator_id(tokenizer: "Tokenizer") -> int:
-    found = tokenizer.token_to_id(SEPARATOR)
-    assert found is not None, f"the tokenizer has no {SEPARATOR}"
+def separator_id(tokenizer: "Tokenizer", separator: str = SEPARATOR) -> int:
+    found = tokenizer.token_to_id(separator)
+    assert found is not None, f"the tokenizer has no {separator}"
     return found
 
 
@@ -181,7 +229,7 @@ def _batches(documents: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
         yield batch
 
 
-def _prepare(corpus: Corpus, vocab_size: int, context: int, folder: Path, root: Path) -> Store:
+def _prepare(corpus: Corpus, vocab_size: int, window: Window, folder: Path, root: Path) -> Store:
     """Learn, encode, check that it is enough, and only then write."""
     size = f"{corpus.value} ({corpus.num_bytes / 1e6:.1f} MB), once"
     with progress(f"learning a vocabulary from {size}", corpus.num_bytes) as advance:
@@ -192,7 +240,7 @@ def _prepare(corpus: Corpus, vocab_size: int, context: int, folder: Path, root: 
         chunks = {}
         for part in reversed(PARTS):  # the validation part is the one that runs short
             texts = _reported(corpus.documents(part), advance)
-            chunks[part] = _checked(encoded(texts, tokenizer, dtype), context, part, corpus)
+            chunks[part] = _checked(encoded(texts, tokenizer, dtype), window, part, corpus)
         try:
             return create(
                 folder,
@@ -208,15 +256,15 @@ def _prepare(corpus: Corpus, vocab_size: int, context: int, folder: Path, root: 
 
 
 def _checked(
-    chunks: Iterator[np.ndarray], context: int, part: str, corpus: Corpus
+    chunks: Iterator[np.ndarray], window: Window, part: str, corpus: Corpus
 ) -> Iterator[np.ndarray]:
     """The same chunks, after a look ahead that makes sure of one window."""
     ahead: list[np.ndarray] = []
     held = 0
-    while held <= context and (chunk := next(chunks, None)) is not None:
+    while held < window.length and (chunk := next(chunks, None)) is not None:
         ahead.append(chunk)
         held += len(chunk)
-    require_window(held, context, part, corpus.key, corpus.value)
+    window.require(held, part, corpus.key, corpus.value)
     return chain(ahead, chunks)
 
 

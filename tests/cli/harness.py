@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,10 +63,16 @@ class Run:
 
 
 def command(*arguments: str, runs: Path, script: Path = ROOT / "train.py") -> list[str]:
-    """The command line of a run of the toy. Flags come first, or Hydra does not read the rest."""
+    """The command line of a run. Flags come first, or Hydra does not read the rest."""
     flags = [argument for argument in arguments if argument.startswith("-")]
     others = [argument for argument in arguments if not argument.startswith("-")]
-    return [sys.executable, str(script), *flags, *TOY, f"runs={runs}", *others]
+    return [sys.executable, str(script), *flags, *_completed(others, runs)]
+
+
+def _completed(arguments: Sequence[str], runs: Path) -> list[str]:
+    """With what every run here has: it is of the toy, unless it names a task."""
+    other = any(argument.startswith("task=") for argument in arguments)
+    return [*(TOY[1:] if other else TOY), f"runs={runs}", *arguments]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -162,10 +168,9 @@ def until(
 
 
 def configured(*arguments: str, runs: Path) -> Config:
-    """The configuration that a command line makes: of the toy, or of the task that it names."""
+    """The configuration that a command line makes."""
     found: list[Config] = []
-    other = any(argument.startswith("task=") for argument in arguments)
-    words = [*(TOY[1:] if other else TOY), f"runs={runs}", *arguments]
+    words = _completed(arguments, runs)
     preflight(train.CONF, "config", words, lambda *job: found.append(train.validate(*job)))
     (config,) = found
     return config

@@ -10,14 +10,20 @@ from hydra import compose, initialize_config_dir
 import train
 from co2.config import typed
 from co2.methods import METHODS
+from co2.record import run_folder
 from tasks import TASKS
-from tests.cli.harness import ROOT, assert_same_run, metrics, pooled
+from tests.cli.harness import ROOT, assert_same_run, cli, configured, metrics, pooled
 from tests.workers import Pool
 
 SCALES = ("smoke", "gpu", "paper")
 SMALL: dict[str, tuple[str, ...]] = {
     "toy": (),
+    "resnet50": (),
+    "vit": ("vit.image_size=16", "vit.eval_resize=16"),
+    "ade20k": (),
+    "shapenet": ("shapenet.eval_samples=32", "shapenet.svm_samples=64"),
     "gpt2": ("gpt2.eval_samples=8", "gpt2.context=32"),
+    "roberta": ("roberta.eval_samples=8",),
 }
 """What makes 20 steps and an evaluation quick; the smoke recipe is the rest."""
 
@@ -76,3 +82,15 @@ def test_goes_on_exactly(workers: Pool, tmp_path: Path, root: Path, task: str, m
     assert len(losses) == 20 and len(set(losses)) > 10
     finals = json.loads((whole.folder / "summary.json").read_text())["final"]
     assert next(iter(finals)) == "loss"
+
+
+def test_loading_ahead_changes_nothing(tmp_path: Path) -> None:
+    """Processes that make batches change neither weights nor figures; and they end with the run."""
+    arguments = ("task=resnet50", "train.steps=6", "train.batch_size=4", "log.every=1", "co2.tau=2")
+    folders = []
+    for ahead in (0, 1):
+        runs = tmp_path / str(ahead)
+        run = cli(*arguments, f"data.workers={ahead}", runs=runs)
+        assert run.status == 0, run.err
+        folders.append(run_folder(configured(*arguments, runs=runs)))
+    assert_same_run(*folders)

@@ -12,7 +12,7 @@ from tests.tasks.conftest import story
 
 
 def test_embedded_files_are_split_into_disjoint_parts() -> None:
-    corpus = embedded_corpus()
+    corpus = embedded_corpus("gpt2.corpus")
     validation = corpus.validation_files
     assert list(corpus.files) == sorted(set(corpus.files))
     assert validation < set(corpus.files)

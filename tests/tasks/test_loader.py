@@ -27,6 +27,7 @@ def test_workers_change_nothing(start: int) -> None:
     ahead = list(islice(load(make, count(start), 2, CPU), 12))
     assert torch.equal(torch.get_rng_state(), before)
     assert [int(tag[0]) for _, tag in ahead] == list(range(start, start + 12))
+    assert {type(batch) for batch in (*alone, *ahead)} == {tuple}
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(alone, ahead, strict=True))
     assert {int(tag[1]) for _, tag in alone} == {os.getpid()}
     assert len({int(tag[1]) for _, tag in ahead} - {os.getpid()}) == 2

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tasks.gpt2 import CorpusName
-from tasks.prepare import openwebtext as prepare
+from tasks.prepare import documents as prepare
 from tasks.prepare.__main__ import main
 from tasks.store import open_store
 from tests.tasks.build import gpt2, mesh
@@ -76,7 +76,6 @@ def test_documents_come_out_as_they_went_in(
 KILLED = """
 import os, signal, sys
 from tasks import store
-from tasks.prepare import openwebtext as prepare
 from tasks.prepare.__main__ import main
 write, calls = store._write_text, 0
 def deadly(path, text):

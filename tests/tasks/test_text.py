@@ -16,6 +16,7 @@ from tasks import text as texts
 from tasks.corpus import user_corpus
 from tasks.store import PARTS, Store, open_store
 from tasks.text import (
+    Window,
     encoded,
     learn_tokenizer,
     num_windows,
@@ -25,6 +26,11 @@ from tasks.text import (
     windows,
 )
 from tests.tasks.conftest import story
+
+
+def of(context: int) -> Window:
+    """As gpt2 asks for it."""
+    return Window("gpt2.context", context, context + 1)
 
 
 def documents(store: Store, part: str) -> list[str]:
@@ -45,7 +51,7 @@ def test_tokens_decode_to_the_text(tmp_path: Path) -> None:
     for name, text in given.items():
         (folder / name).write_bytes(text.encode())
     corpus = user_corpus(str(folder))
-    store = prepared(corpus, 300, 16, tmp_path / "root")
+    store = prepared(corpus, 300, of(16), tmp_path / "root")
     for part in PARTS:
         names = [n for n in corpus.files if (n in corpus.validation_files) == (part == "val")]
         assert documents(store, part) == [given[name] for name in names]
@@ -76,12 +82,20 @@ def test_the_tokenizer_is_deterministic_and_no_larger_than_asked() -> None:
 
 def test_windows_predict_every_token_but_the_first_once() -> None:
     tokens = np.arange(100, 123, dtype=np.uint16)
-    count = num_windows(len(tokens), context=5)
+    count = num_windows(len(tokens), 5)
     found = windows(tokens, range(count), 5)
     assert count == 4 and found.shape == (4, 6) and found.dtype.is_signed
     assert found[:, 1:].flatten().tolist() == list(range(101, 121))
     assert found[:, :-1].flatten().tolist() == list(range(100, 120))
     assert num_windows(6, 5) == 1 and num_windows(5, 5) == 0
+
+
+def test_windows_without_overlap_hold_every_token_once() -> None:
+    tokens = np.arange(100, 120, dtype=np.uint16)
+    count = num_windows(len(tokens), 5, overlap=0)
+    found = windows(tokens, range(count), 5, overlap=0)
+    assert found.flatten().tolist() == list(range(100, 120))
+    assert num_windows(19, 5, overlap=0) == 3
 
 
 def test_unigram_entropy() -> None:
@@ -130,11 +144,11 @@ def no_validation(folder: Path) -> None:
 )
 def test_a_damaged_cache_is_made_again(tmp_path: Path, text_file: Path, damage) -> None:
     corpus = user_corpus(str(text_file))
-    folder = prepared(corpus, 300, 16, tmp_path).folder
+    folder = prepared(corpus, 300, of(16), tmp_path).folder
     sound = contents(folder)
     damage(folder)
     assert open_store(folder) is None
-    assert prepared(corpus, 300, 16, tmp_path).folder == folder
+    assert prepared(corpus, 300, of(16), tmp_path).folder == folder
     assert contents(folder) == sound
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
@@ -143,21 +157,23 @@ def test_a_sound_cache_is_only_opened(
     tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = user_corpus(str(text_file))
-    folder = prepared(corpus, 300, 16, tmp_path).folder
+    folder = prepared(corpus, 300, of(16), tmp_path).folder
     monkeypatch.setattr(texts, "learn_tokenizer", None)
     monkeypatch.setattr(texts, "create", None)
     monkeypatch.setattr(type(corpus), "text", None)
-    assert prepared(user_corpus(str(text_file)), 300, 16, tmp_path).folder == folder
+    assert prepared(user_corpus(str(text_file)), 300, of(16), tmp_path).folder == folder
     with pytest.raises(ConfigError, match=r"gpt2\.context=100000 needs 100001"):
-        prepared(user_corpus(str(text_file)), 300, 100_000, tmp_path)
+        prepared(user_corpus(str(text_file)), 300, of(100_000), tmp_path)
 
 
 def test_other_text_and_other_vocabulary_have_caches_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text(story(3000))
-    folders = {prepared(user_corpus(str(path)), size, 16, tmp_path).folder for size in (300, 310)}
+    folders = {
+        prepared(user_corpus(str(path)), size, of(16), tmp_path).folder for size in (300, 310)
+    }
     path.write_text(story(3000, seed=1))
-    folders.add(prepared(user_corpus(str(path)), 300, 16, tmp_path).folder)
+    folders.add(prepared(user_corpus(str(path)), 300, of(16), tmp_path).folder)
     assert len(folders) == 3
 
 
@@ -194,7 +210,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
 def test_a_root_that_cannot_be_written(tmp_path: Path, text_file: Path) -> None:
     (tmp_path / "root").write_text("a file")
     with pytest.raises(ConfigError, match=r"^data\.root=.*cannot write") as caught:
-        prepared(user_corpus(str(text_file)), 300, 16, tmp_path / "root")
+        prepared(user_corpus(str(text_file)), 300, of(16), tmp_path / "root")
     assert "\n" not in str(caught.value)
 
 
@@ -203,9 +219,10 @@ import sys
 from pathlib import Path
 from tasks import progress
 from tasks.corpus import user_corpus
-from tasks.text import prepared
+from tasks.text import Window, prepared
 progress._LONG = 0  # so that the little text here is worth a line
-store = prepared(user_corpus(sys.argv[1]), 300, 16, Path(sys.argv[2]))
+window = Window("gpt2.context", 16, 17)
+store = prepared(user_corpus(sys.argv[1]), 300, window, Path(sys.argv[2]))
 print(store.count("train"))
 """
 

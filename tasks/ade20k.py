@@ -1,0 +1,220 @@
+"""Semantic segmentation of ADE20K with UperNet, and of generated scenes at scale=smoke."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from co2.config import DataConfig, OptimConfig, TrainConfig
+from co2.errors import ConfigError, require, require_count
+from tasks import pairs, scenes
+from tasks.base import Batch
+from tasks.evaluation import evaluating, share, tally
+from tasks.loader import load
+from tasks.optimizer import make_optimizer
+from tasks.pairs import Pairs
+from tasks.randomness import seeded
+from tasks.sampling import Sampler
+from tasks.scenes import Scenes
+from tasks.segmentation import (
+    IGNORED,
+    augmented,
+    confusion,
+    cross_entropy,
+    enlarged,
+    scores,
+    whole,
+)
+from tasks.upernet import check_backbone, upernet
+
+if TYPE_CHECKING:
+    from co2.dist import Mesh
+
+AUXILIARY = 0.4
+"""Weight of the auxiliary head's loss, as in mmsegmentation and transformers."""
+
+
+class Source(Enum):
+    scenes = "scenes"
+    ade20k = "ade20k"
+
+
+class ADE20K:
+    """The task `ade20k`. A sample is an image with a class for each pixel.
+
+    Validation images are seen whole and one by one, with `short_side` pixels at the shorter side;
+    the logits are brought back to the size of the labels, which stay as they are on disk.
+    """
+
+    @dataclass
+    class Config:
+        source: Source = Source.scenes
+        """scenes: generated. ade20k: `data.root`/ADEChallengeData2016, see tasks.prepare.
+        data.path=FOLDER, in the layout of ADE20K, takes the place of both."""
+        backbone: str = "tiny"
+        """tiny, or a model of timm that gives maps of four sizes."""
+        weights: str | None = None
+        """The backbone's: a file with timm's state dict, .pth or .safetensors; null for random."""
+        hidden: int = 32
+        """Channels of UperNet's head; its auxiliary head has half."""
+        crop: int = 32
+        """Side of a training view, in pixels."""
+        short_side: int = 32
+        """Of an image at scale 1, in pixels; that of validation images."""
+        scales: tuple[float, float] = (0.5, 2.0)
+        """Smallest and largest scale of training images."""
+
+        def __post_init__(self) -> None:
+            require_count("hidden", self.hidden)
+            for name in ("crop", "short_side"):
+                require_count(name, getattr(self, name))
+                mend = "must be 32 or more, the stride of the backbone"
+                require(getattr(self, name) >= 32, name, getattr(self, name), mend)
+            low, high = self.scales
+            mend = "must be two numbers above 0, the smaller first"
+            require(0 < low <= high < float("inf"), "scales", list(self.scales), mend)
+
+    unit = "samples"
+    units_per_sample = 1
+
+    def __init__(
+        self, config: Config, train: TrainConfig, optim: OptimConfig, data: DataConfig
+    ) -> None:
+        self.config, self.train, self.optim, self.data = config, train, optim, data
+        own = data.path is None and config.source is Source.scenes
+        self.num_classes = len(scenes.CLASSES) if own else pairs.CLASSES
+        self._opened: dict[str, Scenes | Pairs] = {}
+        self._frequencies: Tensor | None = None
+
+    def setup(self, num_replicas: int) -> None:
+        """See `Task.setup`. Nothing is written; files are listed, and read when they are met."""
+        mend = "batch norm, over pooled maps of one pixel, needs at least 2"
+        require(self.train.batch_size >= 2, "train.batch_size", self.train.batch_size, mend)
+        try:
+            check_backbone(self.config.backbone, self.config.weights)
+        except ConfigError as error:
+            raise error.under("ade20k") from None
+        self._opened = {split: self._open(split) for split in pairs.SPLITS}
+        self._sampler(num_replicas)
+
+    def model(self) -> nn.Module:
+        """See `Task.model`. On the device meta no weights are read."""
+        config = self.config
+        with seeded(self.train.seed):
+            return upernet(config.backbone, config.weights, config.hidden, self.num_classes)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return make_optimizer(model, self.optim)
+
+    def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
+        """Views, fp32 [batch_size, 3, crop, crop], and labels, uint8 [batch_size, crop, crop].
+
+        A view depends on (seed, epoch, sample) alone. See `Task.batches`.
+        """
+        sampler, samples = self._sampler(mesh.num_replicas), self._samples("training")
+        config = self.config
+
+        def make(draw: int) -> tuple[Tensor, ...]:
+            views = []
+            for sample in sampler.indices(draw, mesh.replica).tolist():
+                image, labels = samples[sample]
+                with seeded(self.train.seed, sampler.epoch(draw), sample):
+                    views.append(
+                        augmented(image, labels, config.crop, config.short_side, config.scales)
+                    )
+            images, masks = zip(*views, strict=True)
+            return torch.stack(images), torch.stack(masks)
+
+        return load(make, count(start), self.data.workers, mesh.device)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean cross-entropy over labelled pixels in nats, fp32, and in training mode 0.4 times
+        that of the auxiliary head."""
+        assert isinstance(batch, tuple)
+        images, labels = batch
+        found = model(images)
+        heads = found if isinstance(found, tuple) else (found,)
+        labelled = (labels != IGNORED).sum().clamp(min=1)
+        losses = [
+            cross_entropy(enlarged(logits, labels.shape[1:]), labels).sum() / labelled
+            for logits in heads
+        ]
+        return losses[0] + AUXILIARY * losses[1] if len(losses) == 2 else losses[0]
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """See `Task.evaluate`. Unlabelled pixels count nowhere.
+
+        Returns:
+            "loss": mean cross-entropy over the pixels of all images, in nats;
+            "miou": mean intersection over union of the classes that occur, and "pixel_accuracy",
+            both of the pixels of all images taken together, from 0 to 1.
+        """
+        samples = self._samples("validation")
+        device = next(model.parameters()).device
+
+        def make(sample: int) -> tuple[Tensor, ...]:
+            image, labels = samples[sample]
+            return whole(image, self.config.short_side), labels
+
+        loaded = load(make, share(len(samples)), self.data.workers, device)
+
+        def compute(sample: int) -> tuple[Tensor, Tensor]:
+            image, labels = (part[None].to(device) for part in next(loaded))
+            logits = enlarged(model(image), labels.shape[1:])
+            losses = cross_entropy(logits, labels)
+            found = confusion(logits.argmax(dim=1), labels, self.num_classes)
+            return losses.double().sum().reshape(1), found
+
+        # Images differ in size; to compile for every size would cost more than it saves.
+        with evaluating(model), torch.compiler.set_stance("force_eager"):
+            (loss,), counts = tally(compute, len(samples))
+        self._frequencies = counts.sum(dim=1).cpu()
+        return {"loss": loss / max(1, int(counts.sum())), **scores(counts)}
+
+    def baselines(self) -> dict[str, float]:
+        """ "majority_miou" and "majority_pixel_accuracy": of always naming the class that most
+        validation pixels have. Reads all their labels, unless an evaluation has counted them."""
+        if self._frequencies is None:
+            samples = self._samples("validation")
+            found = (samples.labels(n).flatten() for n in range(len(samples)))
+            counts = sum(torch.bincount(labels, minlength=IGNORED + 1) for labels in found)
+            assert isinstance(counts, Tensor)
+            self._frequencies = counts[: self.num_classes]
+        table = torch.zeros(self.num_classes, self.num_classes, dtype=torch.int64)
+        table[:, self._frequencies.argmax()] = self._frequencies
+        return {f"majority_{name}": score for name, score in scores(table).items()}
+
+    def fingerprint(self) -> dict[str, Any]:
+        digests = [samples.digest() for samples in self._opened.values()]
+        own = self.data.path is None
+        return {
+            "data": self.config.source.name if own else self.data.path,
+            # Of the pixels and labels of scenes; of the names and sizes of files.
+            "sha256": hashlib.sha256("".join(digests).encode()).hexdigest(),
+            "num_samples": {split: len(samples) for split, samples in self._opened.items()},
+        }
+
+    def _open(self, split: str) -> Scenes | Pairs:
+        if self.data.path is not None:
+            mend = f"must hold images/ and annotations/ as {pairs.FOLDER} does"
+            return Pairs(Path(self.data.path), split, "data.path", self.data.path, mend)
+        if self.config.source is Source.scenes:
+            return Scenes(split)
+        root = self.data.root
+        mend = f"prepare it with: python -m tasks.prepare ade20k --root {root}"
+        return Pairs(Path(root) / pairs.FOLDER, split, "data.root", root, mend)
+
+    def _samples(self, split: str) -> Scenes | Pairs:
+        assert self._opened, "call setup() first"
+        return self._opened[split]
+
+    def _sampler(self, num_replicas: int) -> Sampler:
+        samples = len(self._samples("training"))
+        return Sampler(samples, num_replicas, self.train.batch_size, self.train.seed)

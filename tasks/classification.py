@@ -1,0 +1,216 @@
+"""What resnet50 and vit share: naming the class of a picture."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from co2.config import DataConfig, OptimConfig, TrainConfig
+from co2.errors import ConfigError, require, require_count
+from tasks.base import Batch
+from tasks.evaluation import evaluating, share, total
+from tasks.image_folder import ImageFolder
+from tasks.images import Augment, Digits, Images, central_crop, normalized, random_crop
+from tasks.loader import load
+from tasks.optimizer import make_optimizer
+from tasks.randomness import seeded
+from tasks.sampling import Sampler
+
+if TYPE_CHECKING:
+    from co2.dist import Mesh
+
+IMAGENET_CLASSES = 1000
+
+_EVAL_BATCH = 100
+"""Pictures of one evaluation batch: 500 batches of ImageNet's validation part."""
+
+
+class DatasetName(Enum):
+    digits = "digits"
+    imagenet = "imagenet"
+
+
+class Classification:
+    """A task whose samples are pictures with a label; a subclass has the model.
+
+    Pictures stay uint8 until they are on the model's device: a quarter of the bytes to move.
+    """
+
+    @dataclass
+    class Config:
+        dataset: DatasetName = DatasetName.digits
+        """digits: scikit-learn's. imagenet: ImageNet-1K in data.root, see tasks.prepare.
+        data.path=FOLDER, with train/<class>/ and val/<class>/, takes the place of both."""
+        image_size: int = 32
+        """Side in pixels of what the model sees."""
+        eval_resize: int = 32
+        """Evaluation brings the shorter side to this, then takes the middle."""
+        crop: float = 0.08
+        """Smallest share of a picture that a training crop covers; 1 for (nearly) all of it."""
+        flip: bool = True
+        """Half of the training crops are mirrored, left and right."""
+        label_smoothing: float = 0.0
+
+        def __post_init__(self) -> None:
+            for name in ("image_size", "eval_resize"):
+                require_count(name, getattr(self, name))
+            mend = f"must be at least image_size, which is {self.image_size}"
+            require(self.eval_resize >= self.image_size, "eval_resize", self.eval_resize, mend)
+            require(0 < self.crop <= 1, "crop", self.crop, "must be above 0 and at most 1")
+            mend = "must be 0 or more and below 1"
+            smooth = self.label_smoothing
+            require(0 <= smooth < 1, "label_smoothing", smooth, mend)
+
+    name: str
+    """Of the task and of its node in the configuration."""
+    interpolation = "bilinear"
+    """Of crops, in training and evaluation."""
+    unit = "samples"
+    units_per_sample = 1
+
+    def __init__(
+        self, config: Any, train: TrainConfig, optim: OptimConfig, data: DataConfig
+    ) -> None:
+        self.config, self.train, self.optim, self.data = config, train, optim, data
+        self._opened: Images | None = None
+
+    def setup(self, num_replicas: int) -> None:
+        """See `Task.setup`. A tree is listed, no picture is read: seconds for ImageNet's."""
+        self._opened = self._open()
+        self._sampler(num_replicas)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return make_optimizer(model, self.optim)
+
+    def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
+        """Pictures, uint8 [batch_size, 3, image_size, image_size], and labels, int64 [batch_size].
+
+        Where pictures are mixed, also how much of each pixel stays: see `mixing`.
+        """
+        sampler, images, augment = self._sampler(mesh.num_replicas), self._images, self.augment()
+
+        def make(draw: int) -> tuple[Tensor, ...]:
+            epoch, seen, labels = sampler.epoch(draw), [], []
+            for index in sampler.indices(draw, mesh.replica).tolist():
+                image, label = images.read("train", index)
+                with seeded(self.train.seed, epoch, index):
+                    for change in augment:
+                        image = change(image)
+                seen.append(image)
+                labels.append(label)
+            batch = (torch.stack(seen), torch.tensor(labels))
+            keep = self.mixing(draw, mesh.replica)
+            return batch if keep is None else (*batch, keep)
+
+        return load(make, count(start), self.data.workers, mesh.device)
+
+    def augment(self) -> list[Augment]:
+        """What happens to each training picture, in this order."""
+        config = self.config
+        return random_crop(config.image_size, config.crop, config.flip, self.interpolation)
+
+    def mixing(self, draw: int, replica: int) -> Tensor | None:
+        """For pictures that are mixed, see `tasks.images.mixing`."""
+        return None
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean cross-entropy in nats, smoothed and mixed, in fp32 whatever the autocast.
+
+        Every picture of a mixed batch is mixed with the one before it, the first with the last.
+        """
+        assert isinstance(batch, tuple | list)  # a loading process makes a list of a tuple
+        images, labels, *mixed = batch
+        inputs = normalized(images)
+        if mixed:
+            keep = mixed[0]
+            inputs = inputs * keep + inputs.roll(1, 0) * (1 - keep)
+        logits = model(inputs)
+        with torch.autocast(logits.device.type, enabled=False):
+            logits, smooth = logits.float(), self.config.label_smoothing
+            loss = F.cross_entropy(logits, labels, label_smoothing=smooth)
+            if mixed:
+                other = F.cross_entropy(logits, labels.roll(1), label_smoothing=smooth)
+                loss = torch.lerp(other, loss, keep.mean())
+        return loss
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """See `Task.evaluate`.
+
+        Returns:
+            "loss": mean cross-entropy in nats, without smoothing; "top1" and "top5": share of the
+            pictures whose class is the first, or among the first five, that the model names.
+        """
+        device, images = next(model.parameters()).device, self._images
+        whole = int(images.counts["val"].sum())
+        num_batches = -(-whole // _EVAL_BATCH)
+        crop = central_crop(self.config.image_size, self.config.eval_resize, self.interpolation)
+
+        def make(batch: int) -> tuple[Tensor, Tensor]:
+            rows = range(batch * _EVAL_BATCH, min((batch + 1) * _EVAL_BATCH, whole))
+            seen, labels = zip(*(images.read("val", row) for row in rows), strict=True)
+            return torch.stack([crop(image) for image in seen]), torch.tensor(labels)
+
+        made = load(make, share(num_batches), self.data.workers, device)
+
+        def compute(batch: int) -> Tensor:
+            inputs, labels = (part.to(device, non_blocking=True) for part in next(made))
+            logits = model(normalized(inputs)).float()
+            losses = F.cross_entropy(logits, labels, reduction="none")
+            first = logits.topk(min(5, logits.shape[1])).indices
+            right = first == labels[:, None]
+            sums = [losses.double().sum(), right[:, 0].double().sum(), right.double().sum()]
+            return torch.stack(sums)
+
+        with evaluating(model):
+            loss, top1, top5 = total(compute, num_batches)
+        return {"loss": loss / whole, "top1": top1 / whole, "top5": top5 / whole}
+
+    def baselines(self) -> dict[str, float]:
+        """ "majority_top1": of always naming the most frequent class."""
+        counts = self._images.counts["val"]
+        return {"majority_top1": counts.max().item() / counts.sum().item()}
+
+    def fingerprint(self) -> dict[str, Any]:
+        images = self._images
+        counts = {part: int(own.sum()) for part, own in images.counts.items()}
+        return {**images.facts(), "num_samples": counts, "num_classes": images.num_classes}
+
+    @property
+    def num_classes(self) -> int:
+        """Known before setup() but for a folder of the user's."""
+        if self._opened is None and self.data.path is None:
+            own = self.config.dataset is DatasetName.imagenet
+            return IMAGENET_CLASSES if own else Digits.num_classes
+        return self._images.num_classes
+
+    @property
+    def _images(self) -> Images:
+        assert self._opened is not None, "call setup() first"
+        return self._opened
+
+    def _open(self) -> Images:
+        if self.data.path is not None:
+            return ImageFolder(Path(self.data.path), "data.path", self.data.path)
+        if self.config.dataset is DatasetName.digits:
+            return Digits()
+        folder, key = Path(self.data.root) / "imagenet", f"{self.name}.dataset"
+        command = f"python -m tasks.prepare imagenet --root {self.data.root}"
+        mend = f"{folder} does not exist; {command} --archives FOLDER makes it from the archives"
+        require(folder.is_dir(), key, "imagenet", mend)
+        tree = ImageFolder(folder, key, "imagenet")
+        if tree.num_classes != IMAGENET_CLASSES:
+            mend = f"{folder} holds {tree.num_classes} classes instead of {IMAGENET_CLASSES}"
+            look = f"python -m tasks.prepare imagenet --check {folder} tells which are missing"
+            raise ConfigError(key, "imagenet", f"{mend}; {look}")
+        return tree
+
+    def _sampler(self, num_replicas: int) -> Sampler:
+        samples = int(self._images.counts["train"].sum())
+        return Sampler(samples, num_replicas, self.train.batch_size, self.train.seed)

@@ -1,0 +1,159 @@
+"""Sets of point clouds, from files or memory, and what is done to a cloud before a model sees it.
+
+The files lie as Point-BERT and Point-MAE publish ShapeNet-55:
+
+    shapenet_pc/<category>-<model>.npy     points, [N, 3] or wider; 8192 points as published
+    ShapeNet-55/train.txt, test.txt        names of those files, one a line
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from co2.errors import ConfigError, require
+
+LISTS = "ShapeNet-55"
+FILES = "shapenet_pc"
+PARTS = ("train", "test")
+
+_NAME = re.compile(r"([^\s/\\-]+)-[^\s/\\]+\.npy")
+
+
+@dataclass(frozen=True)
+class Clouds:
+    """One part of a data set."""
+
+    kinds: np.ndarray
+    """int64 [count], from 0."""
+    held: np.ndarray | None = None
+    """The clouds themselves, [count, N, 3], or"""
+    files: tuple[Path, ...] = ()
+    """where they lie."""
+    key: str = "data.root"
+    """What a damaged file is blamed on."""
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def cloud(self, index: int, points: int) -> np.ndarray:
+        """float32 [N, 3], where N is `points` or more.
+
+        Raises:
+            ConfigError: its file does not hold that.
+        """
+        if self.held is not None:
+            return self.held[index]
+        try:
+            return read_cloud(self.files[index], points)
+        except ValueError as error:
+            raise ConfigError(self.key, self.files[index], str(error)) from None
+
+
+def open_clouds(folder: Path, key: str) -> dict[str, Clouds]:
+    """Both parts of a folder in the layout above. Lists are read, clouds are not.
+
+    Args:
+        key: of the configuration, for errors.
+    Raises:
+        ConfigError: a list or a file is missing, a line is not understood, a list is empty, or
+            the test list has a category that the training list lacks.
+    """
+    names: dict[str, list[str]] = {}
+    for part in PARTS:
+        path = folder / LISTS / f"{part}.txt"
+        names[part] = []
+        for fault, name in listed(path):
+            require(not fault, key, path, fault)
+            names[part].append(name)
+        require(bool(names[part]), key, path, "names no cloud")
+    there = files_in(folder)
+    categories = sorted({category(name) for name in names["train"]})
+    numbers = {name: number for number, name in enumerate(categories)}
+    parts = {}
+    for part, chosen in names.items():
+        path = folder / LISTS / f"{part}.txt"
+        for name in chosen:
+            require(name in there, key, folder / FILES / name, f"is missing; {path} names it")
+            mend = f"{name}: no cloud of its category is in train.txt"
+            require(category(name) in numbers, key, path, mend)
+        kinds = np.array([numbers[category(name)] for name in chosen], np.int64)
+        parts[part] = Clouds(kinds, None, tuple(folder / FILES / name for name in chosen), key)
+    return parts
+
+
+def listed(path: Path) -> Iterator[tuple[str, str]]:
+    """The lines of a list: what is wrong with one ("" if nothing), and the file that it names."""
+    try:
+        lines = path.read_text().splitlines()
+    except FileNotFoundError:
+        yield "is missing", ""
+        return
+    except (OSError, UnicodeDecodeError) as error:
+        yield f"cannot be read ({error})", ""
+        return
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if line and _NAME.fullmatch(line):
+            yield "", line
+        elif line:
+            yield f"line {number} is not CATEGORY-MODEL.npy: {line[:60]}", line
+
+
+def category(name: str) -> str:
+    """ "02691156" of "02691156-1a04e3ea.npy"."""
+    return name.partition("-")[0]
+
+
+def files_in(folder: Path) -> set[str]:
+    """Names of the clouds that are there; one look, not one for each of 52,000 files."""
+    try:
+        return set(os.listdir(folder / FILES))
+    except OSError:
+        return set()
+
+
+def read_cloud(path: Path, points: int) -> np.ndarray:
+    """The first three columns of an .npy file, float32 [N, 3].
+
+    Raises:
+        ValueError: why they are no cloud of `points` points or more.
+    """
+    try:
+        cloud = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"is not an .npy file that can be read ({why})") from None
+    if not isinstance(cloud, np.ndarray) or cloud.dtype.kind not in "fiu":
+        raise ValueError("does not hold one array of numbers")
+    if cloud.ndim != 2 or cloud.shape[1] < 3:
+        raise ValueError(f"has the shape {list(cloud.shape)}, not [points, 3] or wider")
+    if len(cloud) < points:
+        raise ValueError(f"holds {len(cloud)} points, {points} are needed")
+    cloud = cloud[:, :3].astype(np.float32)
+    if not np.isfinite(cloud).all():
+        raise ValueError("holds NaN or infinity")
+    if not np.ptp(cloud, axis=0).any():
+        raise ValueError("all its points are the same")
+    return cloud
+
+
+def drawn(cloud: np.ndarray, points: int, rng: np.random.Generator) -> np.ndarray:
+    """`points` of the points, without repetition and in random order."""
+    return cloud[rng.permutation(len(cloud))[:points]]
+
+
+def normalized(cloud: np.ndarray) -> np.ndarray:
+    """Moved and scaled into the unit ball: the mean at 0, the farthest point at distance 1."""
+    cloud = cloud - cloud.mean(axis=0)
+    radius = np.sqrt(np.square(cloud).sum(axis=1).max())
+    return cloud / max(radius, np.finfo(np.float32).tiny)
+
+
+def scaled_and_moved(cloud: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Point-MAE's augmentation: each axis by a factor of its own, from 2/3 to 3/2, and moved by
+    up to 0.2 along each."""
+    factors, shift = rng.uniform(2 / 3, 3 / 2, 3), rng.uniform(-0.2, 0.2, 3)
+    return (cloud * factors + shift).astype(np.float32)

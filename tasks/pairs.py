@@ -1,0 +1,118 @@
+"""Images and masks in the layout of ADEChallengeData2016.
+
+    images/training/ADE_train_00000001.jpg        20210 of them
+    images/validation/ADE_val_00000001.jpg        2000
+    annotations/training/ADE_train_00000001.png   one channel: 0 is unlabelled, else class + 1
+    annotations/validation/ADE_val_00000001.png
+
+Zhou et al., "Scene Parsing through ADE20K Dataset" (CVPR 2017).
+"""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from co2.errors import ConfigError, require
+
+CLASSES = 150
+FOLDER = "ADEChallengeData2016"
+SPLITS = {"training": 20210, "validation": 2000}
+"""And how many images each has."""
+
+
+class BadPair(Exception):
+    """An image or a mask that cannot be used; the message is one line that names the file."""
+
+
+class Pairs:
+    """A split of such a folder: `tasks.segmentation.Samples`, read when asked for.
+
+    Args:
+        folder: holds images/ and annotations/.
+        split: "training" or "validation".
+        key, value: of the configuration, for errors.
+        missing: what to do if the folder is not there.
+    Raises:
+        ConfigError: a folder is missing or empty, or an image has no mask. When a sample is asked
+            for: an image or a mask is damaged, they differ in size, or a class is unknown.
+    """
+
+    def __init__(self, folder: Path, split: str, key: str, value: str, missing: str) -> None:
+        self._key, self._value = key, value
+        images, masks = folder / "images" / split, folder / "annotations" / split
+        for needed in (images, masks):
+            require(needed.is_dir(), key, value, f"{needed}: no such folder; {missing}")
+        self._images = listed(images, ".jpg")
+        require(bool(self._images), key, value, f"{images}: holds no image (.jpg); {missing}")
+        self._masks = [masks / f"{image.stem}.png" for image in self._images]
+        there = set(listed(masks, ".png"))
+        for image, mask in zip(self._images, self._masks, strict=True):
+            require(mask in there, key, value, f"{mask}: is missing, the mask of {image.name}")
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        try:
+            return read_pair(self._images[index], self._masks[index])
+        except BadPair as bad:
+            raise ConfigError(self._key, self._value, str(bad)) from None
+
+    def labels(self, index: int) -> Tensor:
+        """The labels of a sample alone, uint8 [H, W]."""
+        try:
+            return _read_mask(self._masks[index])
+        except BadPair as bad:
+            raise ConfigError(self._key, self._value, str(bad)) from None
+
+    def digest(self) -> str:
+        """sha256 of the names and sizes of all files: to read them all would take minutes."""
+        text = hashlib.sha256()
+        for file in (*self._images, *self._masks):
+            text.update(f"{file.parent.parent.name}/{file.name} {file.stat().st_size}\n".encode())
+        return text.hexdigest()
+
+
+def listed(folder: Path, suffix: str) -> list[Path]:
+    """The files of this kind, by name; without those that macOS hides in archives."""
+    files = (file for file in folder.iterdir() if file.suffix.lower() == suffix)
+    return sorted(file for file in files if not file.name.startswith("."))
+
+
+def read_pair(image: Path, mask: Path) -> tuple[Tensor, Tensor]:
+    """The image, uint8 [3, H, W], and its labels, uint8 [H, W]: class from 0, or 255 for none.
+
+    Raises:
+        BadPair: one of them is damaged, they differ in size, or a class is unknown.
+    """
+    pixels, labels = _read(image, "RGB"), _read_mask(mask)
+    (height, width), other = pixels.shape[:2], tuple(labels.shape)
+    if (height, width) != other:
+        sizes = f"{other[1]}×{other[0]} pixels, {image.name} {width}×{height}"
+        raise BadPair(f"{mask}: has {sizes}; they must be alike")
+    return torch.from_numpy(pixels).permute(2, 0, 1), labels
+
+
+def _read_mask(mask: Path) -> Tensor:
+    classes = _read(mask, None)
+    highest = int(classes.max())
+    if highest > CLASSES:
+        raise BadPair(f"{mask}: has class {highest}; ADE20K's are 1 to {CLASSES}, 0 is unlabelled")
+    return torch.from_numpy(classes.astype(np.uint8) - np.uint8(1))  # 0 becomes 255
+
+
+def _read(file: Path, mode: str | None) -> np.ndarray:
+    """Pixels; of one channel as they are stored, where no mode is given."""
+    from PIL import Image
+
+    try:
+        with Image.open(file) as opened:
+            if mode is None and len(opened.getbands()) != 1:
+                raise BadPair(f"{file}: has {len(opened.getbands())} channels; a mask has one")
+            return np.array(opened.convert(mode) if mode else opened)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise BadPair(f"{file}: cannot be read ({reason})") from None

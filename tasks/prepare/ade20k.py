@@ -1,0 +1,162 @@
+"""ADE20K's scene parsing benchmark, for task=ade20k: downloaded, unpacked and looked through."""
+
+import argparse
+import os
+import shutil
+import stat
+import zipfile
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from co2.errors import ConfigError, require
+from tasks.pairs import FOLDER, SPLITS, BadPair, listed, read_pair
+from tasks.prepare.download import download
+from tasks.progress import progress
+from tasks.store import locked
+
+URL = f"http://data.csail.mit.edu/places/ADEchallenge/{FOLDER}.zip"
+SHA1 = "sha1:219e1696abb36c8ba3a3afe7fb2f4b4606a897c7"
+"""Of that archive, as public toolkits give it (GluonCV's scripts/datasets/ade20k.py and others)."""
+
+HELP = f"""\
+ADE20K, 150 classes, for task=ade20k ade20k.source=ade20k.
+
+Downloads {FOLDER}.zip (about 0.9 GB) and unpacks it into
+  <root>/{FOLDER}/images/{{training,validation}}/*.jpg        20210 and 2000 images
+  <root>/{FOLDER}/annotations/{{training,validation}}/*.png   their masks
+Stop it whenever you like; the same command goes on where it stopped.
+Its terms of use: https://groups.csail.mit.edu/vision/datasets/ADE20K/
+
+Without the network:
+  --archive FILE, the archive from
+  {URL}"""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Its own options."""
+    parser.add_argument("--archive", metavar="FILE", help=f"an {FOLDER}.zip that you have")
+
+
+def run(options: argparse.Namespace) -> str:
+    """The command line's work; returns what to say at the end."""
+    folder = prepare(Path(options.root), None if options.archive is None else Path(options.archive))
+    return f"{folder}: ready; train with: task=ade20k ade20k.source=ade20k"
+
+
+def prepare(root: Path, archive: Path | None = None) -> Path:
+    """Make `root/ADEChallengeData2016`, or find it made.
+
+    Args:
+        archive: the user's own; null downloads one, and removes it at the end.
+    Raises:
+        ConfigError: the archive cannot be had or unpacked, or there is no room.
+    """
+    final = root / FOLDER
+    if archive is not None:
+        require(archive.is_file(), "--archive", archive, "no such file")
+    if final.exists():
+        return final
+    own = archive is None
+    if archive is None:
+        archive = root / f"{FOLDER}.zip"
+        hint = f"fetch {FOLDER}.zip another way and give --archive FILE"
+        download(URL, archive, SHA1, hint)
+    try:
+        with locked(final):
+            if not final.exists():
+                _unpack(archive, final)
+    except OSError as error:
+        what = f"{error.filename or final}: {error.strerror or error}"
+        raise ConfigError("--root", root, f"{what}; make room or choose another") from None
+    if own:
+        archive.unlink(missing_ok=True)
+    return final
+
+
+def check(path: Path) -> Iterator[str]:
+    """See `DataSet.check`: numbers of files, partners, sizes and classes; reads every pixel."""
+    pairs = []
+    for split, expected in SPLITS.items():
+        images, masks = path / "images" / split, path / "annotations" / split
+        missing = [folder for folder in (images, masks) if not folder.is_dir()]
+        yield from (f"{folder}: no such folder" for folder in missing)
+        if missing:
+            continue
+        found = {image.stem: image for image in listed(images, ".jpg")}
+        labels = {mask.stem: mask for mask in listed(masks, ".png")}
+        if len(found) != expected:
+            yield f"{images}: holds {len(found)} images, not {expected}"
+        yield from (f"{found[name]}: has no mask" for name in sorted(found.keys() - labels.keys()))
+        yield from (
+            f"{labels[name]}: has no image" for name in sorted(labels.keys() - found.keys())
+        )
+        pairs += [(found[name], labels[name]) for name in sorted(found.keys() & labels.keys())]
+    # Pillow decodes outside of the interpreter's lock.
+    with progress("reading images and masks", len(pairs)) as advance, ThreadPoolExecutor() as pool:
+        for fault in pool.map(_fault, pairs):
+            advance(1)
+            if fault is not None:
+                yield fault
+
+
+def _fault(pair: tuple[Path, Path]) -> str | None:
+    try:
+        read_pair(*pair)
+    except BadPair as bad:
+        return str(bad)
+    return None
+
+
+def _unpack(archive: Path, final: Path) -> None:
+    """Unpack the archive's folder beside `final` and rename it; files of an earlier, broken-off
+    run stay where their checksums fit."""
+    aside = final.with_name(f".{final.name}.unpacking")
+    try:
+        with zipfile.ZipFile(archive) as source:
+            entries = [(entry, _place(entry, archive)) for entry in source.infolist()]
+            wanted = [(entry, place) for entry, place in entries if place is not None]
+            _require_layout([place for _, place in wanted], archive)
+            size = sum(entry.file_size for entry, _ in wanted)
+            with progress(f"unpacking {len(wanted)} files", size) as advance:
+                for entry, place in wanted:
+                    target = aside / place
+                    if not _holds(target, entry):
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        with source.open(entry) as packed, target.open("wb") as file:
+                            shutil.copyfileobj(packed, file)
+                    advance(entry.file_size)
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        mend = f"is damaged, or no archive that can be unpacked ({error})"
+        raise ConfigError("--archive", archive, mend) from None
+    os.rename(aside, final)
+
+
+def _place(entry: zipfile.ZipInfo, archive: Path) -> Path | None:
+    """Where a file belongs, in the data set's folder; None for folders and what lies elsewhere.
+
+    Raises:
+        ConfigError: the name leads out of the folder, or the entry is a link.
+    """
+    parts = entry.filename.replace("\\", "/").split("/")
+    mend = f"holds {entry.filename!r}, which leads elsewhere; it is not ADE20K's archive"
+    safe = ".." not in parts and parts[0] != "" and ":" not in parts[0]
+    require(safe and not stat.S_ISLNK(entry.external_attr >> 16), "--archive", archive, mend)
+    if entry.is_dir() or parts[0] != FOLDER or len(parts) < 2:
+        return None
+    return Path(*parts[1:])
+
+
+def _require_layout(places: list[Path], archive: Path) -> None:
+    there = {place.parent for place in places}
+    for kind in ("images", "annotations"):
+        for split in SPLITS:
+            mend = f"holds no file in {FOLDER}/{kind}/{split}; it is not ADE20K's archive"
+            require(Path(kind, split) in there, "--archive", archive, mend)
+
+
+def _holds(target: Path, entry: zipfile.ZipInfo) -> bool:
+    if not target.is_file() or target.stat().st_size != entry.file_size:
+        return False
+    return zlib.crc32(target.read_bytes()) == entry.CRC

@@ -1,0 +1,313 @@
+"""Documents of the hub or of a folder as a token store: what openwebtext and wikibooks share.
+
+Documents are tokenized shard by shard into `<root>/<name>.shards/`, one folder a shard, each
+renamed into place when it is whole; a later run goes on at the first that is missing. At the end
+the shards are joined into the token store `<root>/<name>/` and removed.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from co2.errors import ConfigError, require
+from tasks.progress import progress
+from tasks.store import PARTS, Store, create, locked, open_store, refuse_strangers, token_dtype
+from tasks.text import encoded, separator_id
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+
+_READ = 1000
+"""Rows read at once."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """The tokenizer that a data set is kept in."""
+
+    owner: str
+    hub_name: str
+    separator: str
+    ids: Mapping[str, int] = field(default_factory=dict)
+    """Special tokens that must have these ids; -1 is the last."""
+
+
+class Documents:
+    """Documents of data sets, one data set after the other.
+
+    Args:
+        sources: data sets with a column "text", and how many rows make a document.
+        keep_blank: whether documents without text count as documents.
+    """
+
+    def __init__(self, sources: "Sequence[tuple[Dataset, int]]", keep_blank: bool) -> None:
+        self.sources, self.keep_blank = sources, keep_blank
+        self._lengths = [-(-len(data) // rows) for data, rows in sources]
+
+    def __len__(self) -> int:
+        return sum(self._lengths)
+
+    def texts(self, chosen: Sequence[int], advance: Callable[[int], None]) -> Iterator[str]:
+        """The documents with these indices, ascending."""
+        first = 0
+        for (data, rows), length in zip(self.sources, self._lengths, strict=True):
+            own = [index - first for index in chosen if 0 <= index - first < length]
+            first += length
+            step = max(1, _READ // rows)
+            for start in range(0, len(own), step):
+                some = own[start : start + step]
+                spans = [range(n * rows, min((n + 1) * rows, len(data))) for n in some]
+                found = iter(data[list(chain.from_iterable(spans))]["text"])
+                for span in spans:
+                    text = "\n".join(row or "" for row in islice(found, len(span)))
+                    if self.keep_blank or text.strip():
+                        yield text
+                advance(len(some))
+
+
+def add_arguments(parser: argparse.ArgumentParser, words: Words) -> None:
+    """The options that both data sets take."""
+    parser.add_argument(
+        "--tokenizer",
+        default=words.hub_name,
+        help=f"a tokenizer.json or a model of the hub (default: {words.hub_name})",
+    )
+    parser.add_argument(
+        "--shards", type=int, default=80, help="steps it can go on from (default: 80)"
+    )
+    parser.add_argument(
+        "--val-share",
+        type=float,
+        default=0.0005,
+        help="share of the documents that validate (default: 0.0005)",
+    )
+
+
+def prepare(
+    options: argparse.Namespace,
+    words: Words,
+    sources: Mapping[str, Any],
+    load: Callable[[], Documents],
+) -> str:
+    """Make `<root>/<name>`, or find it made. Returns what to say of it.
+
+    Args:
+        options: the command line's, those of `add_arguments` among them.
+        sources: what chose the documents, by option: a folder begun with others is refused.
+        load: loads the documents; called only where they are needed.
+    Raises:
+        ConfigError: a value that does not work, or other data in the way.
+    """
+    from huggingface_hub.utils import logging as hub_logging
+
+    hub_logging.set_verbosity_error()  # or it announces each of many retries
+    share, tokenizer = options.val_share, options.tokenizer
+    require(options.shards >= 1, "--shards", options.shards, "must be 1 or more")
+    require(0 < share < 1, "--val-share", share, "must be between 0 and 1")
+    final = Path(options.root) / options.name
+    try:
+        with locked(final):
+            store = open_store(final)
+            if store is not None:
+                given = {**sources, "val_share": share, "tokenizer": tokenizer}
+                _refuse_other(store.meta, final, given)
+            else:
+                refuse_strangers(final)
+                chosen = {**sources, "val_share": share, "num_shards": options.shards}
+                store = _make(final, chosen, words, tokenizer, load)
+    except OSError as error:
+        what = f"{error.filename or final}: {error.strerror or error}"
+        mend = f"{what}; make room or choose another"
+        raise ConfigError("--root", options.root, mend) from None
+    counts = ", ".join(f"{store.count(part):,} {part}" for part in PARTS)
+    return f"{store.folder}: {counts} tokens"
+
+
+def _make(
+    final: Path,
+    chosen: dict[str, Any],
+    words: Words,
+    tokenizer: str,
+    load: Callable[[], Documents],
+) -> Store:
+    loaded, documents = load_tokenizer(tokenizer, words), load()
+    num_shards, val_share = chosen["num_shards"], chosen["val_share"]
+    mend = f"the data hold {len(documents)} documents; use fewer shards"
+    require(num_shards <= len(documents), "--shards", num_shards, mend)
+    plan = {
+        **chosen,
+        "num_documents": len(documents),
+        "tokenizer": tokenizer,
+        "tokenizer_sha256": hashlib.sha256(loaded.to_str().encode()).hexdigest(),
+    }
+    work = final.with_name(final.name + ".shards")
+    _begin(work, plan)
+
+    shards = []
+    with progress(f"tokenizing {len(documents):,} documents", len(documents)) as advance:
+        for number in range(num_shards):
+            folder = work / f"{number:05d}"
+            first, end = (len(documents) * edge // num_shards for edge in (number, number + 1))
+            shard = open_store(folder)
+            if shard is None:
+                rows = range(first, end)
+                shard = _shard(folder, documents, rows, loaded, words, val_share, advance)
+                if not sys.stderr.isatty():
+                    print(f"shard {number + 1} of {num_shards}", file=sys.stderr, flush=True)
+            else:
+                advance(end - first)
+            shards.append(shard)
+
+    tokens = sum(shard.count(part) for shard in shards for part in PARTS)
+    with progress(f"joining {num_shards} shards", tokens) as advance:
+        parts = {part: _joined(shards, part, advance) for part in PARTS}
+        files = {"tokenizer.json": loaded.to_str(pretty=True)}
+        end = separator_id(loaded, words.separator)
+        store = create(final, parts, loaded.get_vocab_size(), end, plan, files)
+    shutil.rmtree(work, ignore_errors=True)
+    return store
+
+
+def load_tokenizer(name: str, words: Words) -> "Tokenizer":
+    """A tokenizer.json, or that of a model on the hub.
+
+    Not by way of transformers: without the network its GPT-2 tokenizer comes empty, silently.
+
+    Raises:
+        ConfigError: it cannot be had, loses text, lacks the separator or has it elsewhere.
+    """
+    from huggingface_hub import hf_hub_download
+    from tokenizers import Tokenizer
+
+    key, take = "--tokenizer", f"take {words.owner}'s"
+    try:
+        file = name if Path(name).is_file() else hf_hub_download(name, "tokenizer.json")
+        tokenizer = Tokenizer.from_file(file)
+    except Exception as error:  # the hub's client and the parser raise many kinds
+        mend = f"cannot be loaded ({_brief(error)}); without the network give a tokenizer.json"
+        raise ConfigError(key, name, mend) from None
+    for token in (words.separator, *words.ids):
+        require(tokenizer.token_to_id(token) is not None, key, name, f"has no {token}; {take}")
+    for token, wanted in words.ids.items():
+        found, wanted = tokenizer.token_to_id(token), wanted % tokenizer.get_vocab_size()
+        require(found == wanted, key, name, f"has {token} as {found}, not {wanted}; {take}")
+    probe = "Ünïcode, \tspaces\n and 數\x07"
+    kept = tokenizer.decode(tokenizer.encode(probe, add_special_tokens=False).ids) == probe
+    require(kept, key, name, f"does not give text back as it was; {take}")
+    return tokenizer
+
+
+def load_rows(key: str, source: str) -> "Dataset":
+    """All rows of a folder, or of a data set on the hub: NAME, or NAME:CONFIGURATION.
+
+    Raises:
+        ConfigError: it cannot be had, or has no column "text".
+    """
+    import datasets
+
+    folder = Path(source)
+    try:
+        saved = any((folder / name).exists() for name in ("state.json", "dataset_dict.json"))
+        if saved:  # by save_to_disk
+            data = datasets.load_from_disk(source)
+        else:
+            name, _, configuration = (source, "", "") if folder.exists() else source.partition(":")
+            data = datasets.load_dataset(name, configuration or None, split="train")
+    except Exception as error:  # the hub's clients raise many kinds
+        mend = (
+            f"cannot be loaded ({_brief(error)}); check the name and the network, or give a "
+            "folder of parquet or JSON lines files"
+        )
+        raise ConfigError(key, source, mend) from None
+    if isinstance(data, datasets.DatasetDict):
+        require("train" in data, key, source, f"has no split train, only {', '.join(data)}")
+        data = data["train"]
+    columns = data.column_names
+    require("text" in columns, key, source, f'has no column "text", only {", ".join(columns)}')
+    require(len(data) > 0, key, source, "holds no document")
+    return data
+
+
+def validates(index: int, share: float) -> bool:
+    """Whether the document with this index validates: a fixed coin, `share` of them on average."""
+    digest = hashlib.blake2b(index.to_bytes(8, "big"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def _begin(work: Path, plan: dict[str, Any]) -> None:
+    """Make the folder of the shards, or make sure that those in it belong to the same plan."""
+    path = work / "plan.json"
+    if path.exists():
+        try:
+            begun = json.loads(path.read_text())
+        except ValueError:
+            begun = {}
+        _refuse_other(begun, work, plan)
+        return
+    work.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps(plan, indent=2))
+    os.replace(aside, path)
+
+
+def _refuse_other(begun: dict[str, Any], folder: Path, plan: dict[str, Any]) -> None:
+    """Raise ConfigError if `folder` was begun or made with other values than `plan`'s."""
+    options = {"num_shards": "--shards", "num_documents": "--source"}
+    for name, value in plan.items():
+        if begun.get(name) != value:
+            own = "--tokenizer" if "tokenizer" in name else "--" + name.replace("_", "-")
+            key = options.get(name, own)
+            mend = f"{folder} was made with {name}={begun.get(name)}; keep to it or delete it"
+            raise ConfigError(key, value, mend)
+
+
+def _shard(
+    folder: Path,
+    documents: Documents,
+    indices: range,
+    loaded: "Tokenizer",
+    words: Words,
+    val_share: float,
+    advance: Callable[[int], None],
+) -> Store:
+    chosen: dict[str, list[int]] = {part: [] for part in PARTS}
+    for index in indices:
+        chosen["val" if validates(index, val_share) else "train"].append(index)
+    size = loaded.get_vocab_size()
+
+    def tokens(part: str) -> Iterator[np.ndarray]:
+        texts = documents.texts(chosen[part], advance)
+        return encoded(texts, loaded, token_dtype(size), words.separator)
+
+    parts = {part: tokens(part) for part in PARTS}
+    meta = {"rows": [indices.start, indices.stop]}
+    return create(folder, parts, size, separator_id(loaded, words.separator), meta)
+
+
+def _joined(
+    shards: list[Store], part: str, advance: Callable[[int], None], size: int = 1 << 24
+) -> Iterator[np.ndarray]:
+    for shard in shards:
+        tokens = shard.tokens(part)
+        for start in range(0, len(tokens), size):
+            chunk = tokens[start : start + size]
+            yield chunk
+            advance(len(chunk))
+
+
+def _brief(error: Exception) -> str:
+    """The first line of an error, cut to a length that one line bears."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= 120 else text[:117] + "..."

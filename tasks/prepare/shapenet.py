@@ -1,0 +1,175 @@
+"""ShapeNet-55 as point clouds, for shapenet: unpacked from the archive that the user has.
+
+Clouds are written one by one, aside and renamed, into `<root>/shapenet55.part/`; a later run goes
+on at the first that is missing. When all are there the folder is renamed.
+"""
+
+import argparse
+import gzip
+import os
+import shutil
+import tarfile
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from co2.errors import ConfigError, require
+from tasks.clouds import FILES, LISTS, PARTS, category, files_in, listed, read_cloud
+from tasks.progress import progress
+from tasks.store import locked
+
+NUM_CLOUDS = {"train": 41952, "test": 10518}
+NUM_CATEGORIES = 55
+NUM_POINTS = 1024
+"""That Point-MAE takes of each cloud; 8192 are in the files."""
+_DAMAGED = zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error
+
+HELP = """\
+ShapeNet-55 as point clouds for task=shapenet shapenet.shapes=shapenet55.
+
+52,470 clouds of 8192 points in 55 categories, some 5 GB; for research only, under the terms of
+use of shapenet.org. There is no direct download: the files DATASET.md of the repositories
+Julie-tang00/Point-BERT and Pang-Yatian/Point-MAE on GitHub link to an archive with the clouds
+(shapenet_pc), and Point-BERT's folder data/ShapeNet55-34/ShapeNet-55 has the lists. Then
+  --archive FILE --lists FOLDER
+makes of them
+  <root>/shapenet55/shapenet_pc/<category>-<model>.npy    points, [8192, 3]
+  <root>/shapenet55/ShapeNet-55/{train,test}.txt          names of those files, one a line
+The lists may be in the archive too. Stop it whenever you like; the same command goes on where it
+stopped."""
+
+_MISSING = (
+    "give the archive of shapenet_pc that DATASET.md of the GitHub repositories "
+    "Julie-tang00/Point-BERT and Pang-Yatian/Point-MAE link to (terms of use: shapenet.org)"
+)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Its own options."""
+    parser.add_argument("--archive", metavar="FILE", help="zip or tar with the clouds")
+    parser.add_argument("--lists", metavar="FOLDER", help="holds train.txt and test.txt")
+
+
+def run(options: argparse.Namespace) -> str:
+    """The command line's work; returns what to say at the end."""
+    final = Path(options.root) / "shapenet55"
+    try:
+        with locked(final):
+            if not final.exists():
+                _make(final, options.archive, options.lists)
+    except OSError as error:
+        what = f"{error.filename or final}: {error.strerror or error}"
+        raise ConfigError("--root", options.root, f"{what}; make room or choose another") from None
+    names = {part: list(listed(final / LISTS / f"{part}.txt")) for part in PARTS}
+    counts = ", ".join(f"{len(found):,} {part}" for part, found in names.items())
+    return f"{final}: {counts} clouds; train with: task=shapenet shapenet.shapes=shapenet55"
+
+
+def check(path: Path) -> Iterator[str]:
+    """See `DataSet.check`."""
+    there, named = files_in(path), Counter[str]()
+    for part in PARTS:
+        names, whole = _names(path / LISTS / f"{part}.txt")
+        yield from (f"{path / LISTS / part}.txt: {fault}" for fault in whole)
+        if len(names) != NUM_CLOUDS[part]:
+            count = f"names {len(names)} clouds, ShapeNet-55 has {NUM_CLOUDS[part]}"
+            yield f"{path / LISTS / part}.txt: {count}"
+        named.update(names)
+    categories = len({category(name) for name in named})
+    if categories != NUM_CATEGORIES:
+        yield f"{path}: the lists name {categories} categories, ShapeNet-55 has {NUM_CATEGORIES}"
+    yield from (f"{name}: is named {times} times" for name, times in named.items() if times > 1)
+    with progress(f"reading {len(named):,} clouds", len(named)) as advance:
+        for name in named:
+            if name not in there:
+                yield f"{path / FILES / name}: is missing"
+                continue
+            try:
+                read_cloud(path / FILES / name, NUM_POINTS)
+            except ValueError as error:
+                yield f"{path / FILES / name}: {error}"
+            advance(1)
+
+
+def _make(final: Path, archive: str | None, lists: str | None) -> None:
+    require(archive is not None, "--archive", "", _MISSING)
+    require(Path(archive).is_file(), "--archive", archive, f"no such file; {_MISSING}")
+    if lists is not None:
+        for part in PARTS:
+            held = (Path(lists) / f"{part}.txt").is_file()
+            require(held, "--lists", lists, f"does not hold {part}.txt")
+    work = final.with_name(final.name + ".part")
+    found = _unpack(Path(archive), work)
+    require(found > 0, "--archive", archive, "holds no .npy file")
+    for part in PARTS:
+        target = work / LISTS / f"{part}.txt"
+        if lists is not None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(Path(lists) / f"{part}.txt", target)
+        mend = "is not in the archive; give --lists with the folder that holds it"
+        require(target.is_file(), "--archive", archive, f"{LISTS}/{part}.txt {mend}")
+        names, faults = _names(target)
+        require(not faults, "--lists", target, faults[0] if faults else "")
+        absent = set(names) - files_in(work)
+        mend = (
+            f"{len(absent)} clouds of {part}.txt are not in it, such as {min(absent, default='')}"
+        )
+        require(not absent, "--archive", archive, mend)
+    os.rename(work, final)
+
+
+def _unpack(archive: Path, work: Path) -> int:
+    """Write clouds and lists of an archive into `work`; returns the number of clouds.
+
+    Only the last part of a member's name counts, so nothing lands elsewhere.
+    """
+    found = 0
+    try:
+        with progress(f"unpacking {archive}", archive.stat().st_size) as advance:
+            for name, size, opened in _members(archive, advance):
+                path = PurePosixPath(name)
+                if path.suffix == ".npy":
+                    target = work / FILES / path.name
+                    found += 1
+                elif path.parent.name == LISTS and path.name in {f"{p}.txt" for p in PARTS}:
+                    target = work / LISTS / path.name
+                else:
+                    continue
+                if target.exists() and target.stat().st_size == size:
+                    continue  # by an earlier run
+                target.parent.mkdir(parents=True, exist_ok=True)
+                aside = target.with_suffix(".tmp")
+                with opened() as source, aside.open("wb") as copy:
+                    shutil.copyfileobj(source, copy)
+                os.replace(aside, target)
+    except _DAMAGED as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError("--archive", archive, f"cannot be unpacked ({why})") from None
+    return found
+
+
+def _members(
+    archive: Path, advance: Callable[[int], None]
+) -> Iterator[tuple[str, int, Callable[[], IO[bytes]]]]:
+    """Name, size and content of the plain files of a zip or a tar, in their order."""
+    if zipfile.is_zipfile(archive):
+        with zipfile.ZipFile(archive) as pack:
+            for entry in pack.infolist():
+                if not entry.is_dir():
+                    yield entry.filename, entry.file_size, lambda entry=entry: pack.open(entry)
+                advance(entry.compress_size)
+        return
+    with tarfile.open(archive) as roll:
+        for member in roll:
+            if member.isfile():
+                yield member.name, member.size, lambda member=member: roll.extractfile(member)
+            advance(member.size)
+
+
+def _names(path: Path) -> tuple[list[str], list[str]]:
+    """The files that a list names, and what is wrong with it."""
+    lines = list(listed(path))
+    return [name for fault, name in lines if not fault], [fault for fault, _ in lines if fault]

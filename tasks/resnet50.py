@@ -1,0 +1,52 @@
+"""ResNet-50: image classification.
+
+He et al., "Deep residual learning for image recognition" (2016), in the implementation of timm
+(stride 2 in the 3×3 convolution; the last batch norm of a block starts at zero, as in Goyal et
+al., 2017), with random weights.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import nn
+
+from co2.errors import require
+from tasks.classification import Classification
+from tasks.randomness import seeded
+
+
+class Size(Enum):
+    smoke = "smoke"
+    full = "full"
+
+
+class ResNet50(Classification):
+    """The task `resnet50`."""
+
+    @dataclass
+    class Config(Classification.Config):
+        size: Size = Size.smoke
+        """smoke: four basic blocks of 16 to 128 channels, 0.3 M parameters. full: ResNet-50."""
+
+    name = "resnet50"
+
+    def setup(self, num_replicas: int) -> None:
+        """See `Task.setup`."""
+        mend = "batch norm needs at least 2"
+        require(self.train.batch_size >= 2, "train.batch_size", self.train.batch_size, mend)
+        super().setup(num_replicas)
+
+    def model(self) -> nn.Module:
+        """See `Task.model`. ResNet-50 has 25.6 M parameters with 1000 classes."""
+        from timm import create_model  # costs seconds
+        from timm.models.resnet import BasicBlock, ResNet
+
+        with seeded(self.train.seed):
+            if self.config.size is Size.full:
+                return create_model("resnet50", num_classes=self.num_classes)
+            return ResNet(
+                BasicBlock,  # type: ignore[arg-type]  # timm means the class
+                layers=(1, 1, 1, 1),
+                channels=(16, 32, 64, 128),
+                num_classes=self.num_classes,
+            )

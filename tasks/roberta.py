@@ -1,0 +1,285 @@
+"""RoBERTa from scratch: masked language modelling.
+
+Liu et al., "RoBERTa: A Robustly Optimized BERT Pretraining Approach" (2019), in the
+implementation of transformers, with random weights.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from co2.config import DataConfig, OptimConfig, TrainConfig
+from co2.errors import ConfigError, require, require_count
+from tasks.base import Batch
+from tasks.evaluation import evaluating, total
+from tasks.loader import load
+from tasks.masking import IGNORED, Vocabulary, masked
+from tasks.optimizer import make_optimizer
+from tasks.randomness import seeded
+from tasks.sampling import Sampler
+from tasks.store import Store
+from tasks.text import Window, described, num_windows, opened, spread, unigram_entropy, windows
+
+if TYPE_CHECKING:
+    from co2.dist import Mesh
+
+PUBLIC_VOCAB_SIZE = 50265
+"""Of RoBERTa's own tokenizer, in which wikibooks is kept."""
+
+_ADDED = 4
+"""Ids that RoBERTa's vocabulary has beside a learned one: <s>, <pad>, <unk> and <mask>."""
+_EVAL_TOKENS = 4096
+"""Of one evaluation batch."""
+_EVAL_KEY = 1907_11692
+"""Of the masks of validation windows, whatever the seed."""
+
+
+class Size(Enum):
+    smoke = "smoke"
+    base = "base"
+    large = "large"
+
+
+class CorpusName(Enum):
+    embedded = "embedded"
+    wikibooks = "wikibooks"
+
+
+SHAPES = {
+    Size.smoke: (2, 4, 64),  # 0.1 M parameters with a context of 32 and a vocabulary of 512
+    Size.base: (12, 12, 768),  # 125 M parameters with RoBERTa's context and vocabulary
+    Size.large: (24, 16, 1024),  # 355 M
+}
+"""Layers, heads, width."""
+
+
+class MaskedLM(nn.Module):
+    """RoBERTa, whose head reads the chosen places alone: 15 % of its work, which is most of a
+    small model's with a vocabulary of 50265."""
+
+    def __init__(self, shape: Any) -> None:
+        from transformers import RobertaForMaskedLM  # costs seconds
+
+        super().__init__()
+        self.language = RobertaForMaskedLM(shape)
+
+    def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """Logits [B, K, vocabulary] of tokens [B, L] at places [B, K]."""
+        hidden = self.language.roberta(input_ids=tokens).last_hidden_state
+        chosen = places.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
+        return self.language.lm_head(hidden.gather(1, chosen))
+
+
+class RoBERTa:
+    """The task `roberta`. A sample is <s>, `context` - 2 tokens of text, and </s>.
+
+    FULL-SENTENCES of the paper's section 4.2, but for the cuts: a window is filled to its last
+    token, over the borders of sentences and of documents, with one </s> between documents. So
+    nothing is ever padded.
+    """
+
+    @dataclass
+    class Config:
+        size: Size = Size.smoke
+        context: int = 32
+        """Tokens that the model sees at once, <s> and </s> among them."""
+        vocab_size: int = 512
+        """Of the tokenizer that is learned from the text; wikibooks keeps RoBERTa's 50265."""
+        corpus: CorpusName = CorpusName.embedded
+        """embedded: Python source that every install has. wikibooks: see tasks.prepare.
+        data.path=FILE_OR_FOLDER takes the place of both."""
+        dropout: float = 0.0
+        """Of embeddings, attention and residuals alike."""
+        eval_samples: int | None = None
+        """Validation windows of one evaluation, spread evenly; null takes all."""
+
+        def __post_init__(self) -> None:
+            mend = "must be a whole number, 4 or more: <s>, </s> and text between them"
+            require(self.context >= 4, "context", self.context, mend)
+            mend = "must be a whole number from 257 (256 bytes and the separator) to 1000000"
+            require(257 <= self.vocab_size <= 1_000_000, "vocab_size", self.vocab_size, mend)
+            mend = "must be 0 or more and below 1"
+            require(0 <= self.dropout < 1, "dropout", self.dropout, mend)
+            if self.eval_samples is not None:
+                require_count("eval_samples", self.eval_samples)
+
+    unit = "tokens"
+
+    def __init__(
+        self, config: Config, train: TrainConfig, optim: OptimConfig, data: DataConfig
+    ) -> None:
+        self.config, self.train, self.optim, self.data = config, train, optim, data
+        self.units_per_sample = config.context
+        self._public = data.path is None and config.corpus is CorpusName.wikibooks
+        size = PUBLIC_VOCAB_SIZE if self._public else config.vocab_size + _ADDED
+        self.vocabulary = Vocabulary(size)
+        self._inside = config.context - 2
+        self._opened: Store | None = None
+
+    def setup(self, num_replicas: int) -> None:
+        """See `Task.setup`. The first run on a corpus tokenizes it: some 10 s for 16 MB."""
+        corpus, key = self.config.corpus.name, "roberta.corpus"
+        window = Window("roberta.context", self.config.context, self._inside)
+        store = opened(self.data, key, corpus, self.config.vocab_size, window)
+        if self._public:
+            size, end = store.meta["vocab_size"], store.meta["separator"]
+            fits = size <= PUBLIC_VOCAB_SIZE and end == Vocabulary.END
+            mend = (
+                f"{store.folder} has {size} tokens, documents end with {end}; RoBERTa's tokenizer "
+                f"has {PUBLIC_VOCAB_SIZE} and ends them with {Vocabulary.END}: prepare it again"
+            )
+            require(fits, key, corpus, mend)
+        for part, facts in store.meta["parts"].items():
+            mend = f"{store.folder}: {part}.bin holds separators and no text"
+            name, value = (key, corpus) if self.data.path is None else ("data.path", self.data.path)
+            require(facts["tokens"] > facts["documents"], name, value, mend)
+        self._opened = store
+        self._sampler(num_replicas)
+
+    def model(self) -> nn.Module:
+        """See `Task.model`. Any device: `with torch.device("meta")` counts parameters for free."""
+        from transformers import RobertaConfig  # costs seconds
+
+        layers, heads, width = SHAPES[self.config.size]
+        shape = RobertaConfig(
+            vocab_size=self.vocabulary.size,
+            # Positions are counted from the id of <pad> + 1 on.
+            max_position_embeddings=self.config.context + Vocabulary.PAD + 1,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            hidden_size=width,
+            intermediate_size=4 * width,
+            type_vocab_size=1,
+            layer_norm_eps=1e-5,
+            hidden_dropout_prob=self.config.dropout,
+            attention_probs_dropout_prob=self.config.dropout,
+            bos_token_id=Vocabulary.START,
+            pad_token_id=Vocabulary.PAD,
+            eos_token_id=Vocabulary.END,
+            use_cache=False,
+            attn_implementation="sdpa",  # type: ignore[call-arg]  # one of PreTrainedConfig's own
+        )
+        with seeded(self.train.seed):
+            return MaskedLM(shape)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return make_optimizer(model, self.optim)
+
+    def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
+        """What `masked` returns for windows of `context` tokens. See `Task.batches`.
+
+        The mask of a window is a function of (seed, epoch, window).
+        """
+        sampler = self._sampler(mesh.num_replicas)
+
+        def make(draw: int) -> Batch:
+            epoch = sampler.epoch(draw)
+            return self._batch("train", sampler.indices(draw, mesh.replica), self.train.seed, epoch)
+
+        return load(make, count(start), self.data.workers, mesh.device)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean cross-entropy of the chosen tokens in nats, in fp32 whatever the autocast."""
+        losses, counted = _losses(model, batch)
+        return losses.sum() / counted.clamp(min=1)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """See `Task.evaluate`. The masks are the same in every evaluation of any run.
+
+        Returns:
+            "loss": mean cross-entropy over the chosen tokens of the validation windows, in nats;
+            "perplexity": its exponential.
+        """
+        device = next(model.parameters()).device
+        chosen, size = self._validation(), max(1, _EVAL_TOKENS // self.config.context)
+
+        def compute(batch: int) -> Tensor:
+            inside = self._batch("val", chosen[batch * size : (batch + 1) * size], _EVAL_KEY)
+            losses, counted = _losses(model, tuple(tensor.to(device) for tensor in inside))
+            return torch.stack([losses.double().sum(), counted.double()])
+
+        with evaluating(model):
+            whole, counted = total(compute, num_batches=-(-len(chosen) // size))
+        loss = whole / max(counted, 1.0)
+        return {"loss": loss, "perplexity": torch.tensor(loss, dtype=torch.float64).exp().item()}
+
+    def baselines(self) -> dict[str, float]:
+        """ "unigram_entropy": of the ordinary tokens of the whole validation part, in nats."""
+        return {"unigram_entropy": self._unigram_entropy}
+
+    def fingerprint(self) -> dict[str, Any]:
+        name = self.config.corpus.name if self.data.path is None else self.data.path
+        return described(self._store, name)
+
+    @property
+    def _store(self) -> Store:
+        assert self._opened is not None, "call setup() first"
+        return self._opened
+
+    @cached_property
+    def _unigram_entropy(self) -> float:
+        tokens = self._store.tokens("val")
+        return unigram_entropy(tokens[tokens != self._store.meta["separator"]])
+
+    @cached_property
+    def _ids(self) -> np.ndarray:
+        """Of each token of the store, RoBERTa's id, int64.
+
+        A learned tokenizer has words and a separator, which becomes </s>; wikibooks has RoBERTa's
+        ids already.
+        """
+        meta = self._store.meta
+        if self._public:
+            return np.arange(meta["vocab_size"])
+        others = np.delete(np.arange(meta["vocab_size"]), meta["separator"])
+        ids = np.full(meta["vocab_size"], Vocabulary.END)
+        ids[others] = Vocabulary.FIRST_WORD + np.arange(len(others))
+        return ids
+
+    def _batch(self, part: str, indices: np.ndarray, *key: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Masked windows, each by the key (*key, window)."""
+        tokens = windows(self._store.tokens(part), indices, self._inside, overlap=0).numpy()
+        rows = np.empty((len(tokens), self.config.context), np.int64)
+        rows[:, 0], rows[:, -1] = Vocabulary.START, Vocabulary.END
+        try:
+            rows[:, 1:-1] = self._ids[tokens]
+        except IndexError:
+            file, size = self._store.folder / f"{part}.bin", len(self._ids)
+            mend = f"holds token {tokens.max()}, the vocabulary ends at {size}; prepare it again"
+            raise ConfigError("data.root", self.data.root, f"{file} {mend}") from None
+        keys = [(*key, int(index)) for index in indices]
+        seen, places, targets = map(torch.from_numpy, masked(rows, self.vocabulary, keys))
+        return seen, places, targets
+
+    def _sampler(self, num_replicas: int) -> Sampler:
+        samples = num_windows(self._store.count("train"), self._inside, overlap=0)
+        return Sampler(samples, num_replicas, self.train.batch_size, self.train.seed)
+
+    def _validation(self) -> np.ndarray:
+        """The validation windows of an evaluation: all, or `eval_samples` spread evenly."""
+        available = num_windows(self._store.count("val"), self._inside, overlap=0)
+        return spread(available, self.config.eval_samples)
+
+
+def _losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Cross-entropy at the chosen places, fp32 [B * K], 0 where none counts; and how many do."""
+    assert isinstance(batch, tuple)
+    seen, places, targets = batch
+    logits = model(seen, places)
+    with torch.autocast(logits.device.type, enabled=False):
+        losses = F.cross_entropy(
+            logits.flatten(0, 1).float(),
+            targets.flatten(),
+            reduction="none",
+            ignore_index=IGNORED,
+        )
+    return losses, (targets != IGNORED).sum()

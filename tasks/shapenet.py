@@ -1,0 +1,372 @@
+"""Point-MAE on ShapeNet-55: hidden patches of point clouds are drawn from those that are seen.
+
+Pang et al., "Masked Autoencoders for Point Cloud Self-supervised Learning" (ECCV 2022,
+arXiv 2203.06604); Chang et al., "ShapeNet" (arXiv 1512.03012), in the split of PoinTr (Yu et al.,
+ICCV 2021). By option the same encoder learns to tell the categories.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from co2.config import DataConfig, OptimConfig, TrainConfig
+from co2.errors import require, require_count, require_number
+from tasks.base import Batch
+from tasks.clouds import PARTS, Clouds, drawn, normalized, open_clouds, scaled_and_moved
+from tasks.evaluation import evaluating, share, table
+from tasks.loader import load
+from tasks.optimizer import make_optimizer
+from tasks.point_mae import PointClassifier, PointMAE, Shape
+from tasks.points import chamfer
+from tasks.randomness import generator, seeded
+from tasks.sampling import Sampler
+from tasks.solids import NAMES, solids
+
+if TYPE_CHECKING:
+    from co2.dist import Mesh
+
+NUM_SOLIDS = {"train": 1000, "test": 300}
+_EVAL_BATCH = 64
+
+Gather = Callable[[Callable[[int], Tensor], int], Tensor]
+"""`tasks.evaluation.table`, or the same without other workers."""
+
+
+class Objective(Enum):
+    reconstruction = "reconstruction"
+    classification = "classification"
+
+
+class Size(Enum):
+    smoke = "smoke"
+    base = "base"
+
+
+class Shapes(Enum):
+    solids = "solids"
+    shapenet55 = "shapenet55"
+
+
+SIZES = {
+    Size.smoke: (96, 3, 4, 1),  # 0.5 M parameters
+    Size.base: (384, 12, 6, 4),  # 29 M, the published model
+}
+"""Width, blocks of the encoder, heads, blocks of the decoder."""
+
+
+class ShapeNet:
+    """The task `shapenet`. A sample is a cloud of `points` points."""
+
+    @dataclass
+    class Config:
+        objective: Objective = Objective.reconstruction
+        """reconstruction: pretraining, judged by a linear SVM on the features. classification:
+        cross-entropy on the categories, from random weights."""
+        size: Size = Size.smoke
+        shapes: Shapes = Shapes.solids
+        """solids: generated ones of ten kinds. shapenet55: see tasks.prepare.
+        data.path=FOLDER (laid out like it) takes the place of both."""
+        points: int = 256
+        """Of each cloud, drawn anew in every epoch."""
+        groups: int = 16
+        """Patches of one cloud."""
+        group_size: int = 32
+        """Points of one patch."""
+        mask_ratio: float = 0.6
+        """Share of the patches that are hidden, rounded down to whole patches."""
+        drop_path: float = 0.0
+        """Stochastic depth at the last block; it grows in a straight line from 0."""
+        eval_samples: int | None = None
+        """Test clouds of one evaluation, spread evenly; null takes all."""
+        svm_samples: int | None = None
+        """Training clouds that the SVM is fitted to, spread evenly; null takes all."""
+
+        def __post_init__(self) -> None:
+            for name in ("points", "groups", "group_size"):
+                require_count(name, getattr(self, name))
+            for name in ("groups", "group_size"):
+                most = f"must be at most points={self.points}"
+                require(getattr(self, name) <= self.points, name, getattr(self, name), most)
+            hidden = int(self.mask_ratio * self.groups) if 0 < self.mask_ratio < 1 else 0
+            mend = f"must hide at least 1 of the {self.groups} groups, and not all"
+            require(1 <= hidden < self.groups, "mask_ratio", self.mask_ratio, mend)
+            require_number("drop_path", self.drop_path, 0.0, "must be 0 or more and below 1")
+            require(self.drop_path < 1, "drop_path", self.drop_path, "must be below 1")
+            for name in ("eval_samples", "svm_samples"):
+                if getattr(self, name) is not None:
+                    require_count(name, getattr(self, name))
+
+    unit = "samples"
+    units_per_sample = 1
+
+    def __init__(
+        self, config: Config, train: TrainConfig, optim: OptimConfig, data: DataConfig
+    ) -> None:
+        self.config, self.train, self.optim, self.data = config, train, optim, data
+        self.num_visible = config.groups - int(config.mask_ratio * config.groups)
+        self.reconstructs = config.objective is Objective.reconstruction
+        self.generated = data.path is None and config.shapes is Shapes.solids
+        self._opened: dict[str, Clouds] = {}
+
+    def setup(self, num_replicas: int) -> None:
+        """See `Task.setup`. Of files only the lists and the names are looked at; a cloud that is
+        damaged shows when it is met, or with `python -m tasks.prepare shapenet --check`."""
+        mend = "the head of the classifier has batch norm, which needs at least 2"
+        enough = self.reconstructs or self.train.batch_size >= 2
+        require(enough, "train.batch_size", self.train.batch_size, mend)
+        if self.generated:
+            # More points than a model sees, so that it sees others in every epoch.
+            made = solids(sum(NUM_SOLIDS.values()), 2 * self.config.points, seed=0)
+            cut = NUM_SOLIDS["train"]
+            train, test = slice(0, cut), slice(cut, None)
+            parts = {"train": train, "test": test}
+            self._opened = {part: Clouds(made[1][s], made[0][s]) for part, s in parts.items()}
+        elif self.data.path is not None:
+            folder = Path(self.data.path)
+            require(folder.is_dir(), "data.path", folder, "no such folder")
+            self._opened = open_clouds(folder, "data.path")
+        else:
+            folder = Path(self.data.root) / "shapenet55"
+            mend = "is not there; see: python -m tasks.prepare shapenet --help"
+            require(folder.is_dir(), "data.root", folder, mend)
+            self._opened = open_clouds(folder, "data.root")
+        self._sampler(num_replicas)
+
+    def model(self) -> nn.Module:
+        """See `Task.model`. Any device. The classifier needs `setup()` to know the categories."""
+        config = self.config
+        width, depth, heads, decoder_depth = SIZES[config.size]
+        shape = Shape(
+            groups=config.groups,
+            group_size=config.group_size,
+            width=width,
+            depth=depth,
+            heads=heads,
+            decoder_depth=decoder_depth,
+            drop_path=config.drop_path,
+        )
+        with seeded(self.train.seed):
+            if self.reconstructs:
+                return PointMAE(shape)
+            return PointClassifier(shape, self.num_classes)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return make_optimizer(model, self.optim)
+
+    def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
+        """Clouds, float32 [batch_size, points, 3]; and beside them, for reconstruction, an order
+        of the patches of each, int64 [batch_size, groups], of which the first `num_visible` are
+        seen; for classification their categories, int64 [batch_size]. See `Task.batches`."""
+        sampler = self._sampler(mesh.num_replicas)
+
+        def make(draw: int) -> tuple[Tensor, ...]:
+            epoch, seed = sampler.epoch(draw), self.train.seed
+            chosen = sampler.indices(draw, mesh.replica)
+            made = [self._sample("train", i, (seed, epoch, i), augment=True) for i in chosen]
+            return self._batch("train", chosen, made)
+
+        return load(make, count(start), self.data.workers, mesh.device)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean Chamfer-L2 of the hidden patches, or mean cross-entropy in nats; fp32."""
+        return self._losses(model, batch).mean()
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """See `Task.evaluate`. Test clouds are cut down and masked alike in every evaluation.
+
+        Returns:
+            Reconstruction: "loss", mean Chamfer-L2 of the hidden patches; "svm_accuracy", from 0
+            to 1, of a linear SVM on the features of the encoder, fitted to training clouds.
+            Classification: "loss", mean cross-entropy in nats; "accuracy", from 0 to 1.
+        """
+        return self._scores(model, table, share)
+
+    def baselines(self) -> dict[str, float]:
+        """ "majority_accuracy": of always naming the most frequent category of the test clouds.
+        For the reconstruction of generated solids also "centre_loss", of drawing every point at
+        the centre of its patch, and "untrained_svm_accuracy", of the model before its first step
+        (features of random weights are telling already)."""
+        kinds = self._part("test").kinds
+        known = {"majority_accuracy": np.bincount(kinds).max().item() / len(kinds)}
+        return known | (self._untrained if self.generated and self.reconstructs else {})
+
+    def fingerprint(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for clouds in map(self._part, PARTS):
+            names = "\n".join(path.name for path in clouds.files)
+            digest.update(names.encode() if clouds.held is None else clouds.held.tobytes())
+            digest.update(clouds.kinds.tobytes())
+        return {
+            "data": self.config.shapes.name if self.data.path is None else self.data.path,
+            # Of the names and categories; of generated solids also of their points.
+            "sha256": digest.hexdigest(),
+            "num_samples": {part: len(self._part(part)) for part in PARTS},
+            "num_classes": self.num_classes,
+        }
+
+    @property
+    def num_classes(self) -> int:
+        return len(NAMES) if self.generated else int(self._part("train").kinds.max()) + 1
+
+    def _part(self, part: str) -> Clouds:
+        assert self._opened, "call setup() first"
+        return self._opened[part]
+
+    def _sampler(self, num_replicas: int) -> Sampler:
+        samples = len(self._part("train"))
+        return Sampler(samples, num_replicas, self.train.batch_size, self.train.seed)
+
+    def _sample(
+        self, part: str, index: int, key: tuple[int, ...], augment: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """One cloud and an order of its patches: a pure function of all that is given."""
+        rng = generator(*key)
+        cloud = self._part(part).cloud(index, self.config.points)
+        cloud = normalized(drawn(cloud, self.config.points, rng))
+        if augment:
+            cloud = scaled_and_moved(cloud, rng)
+        return cloud, rng.permutation(self.config.groups)
+
+    def _batch(self, part: str, chosen: np.ndarray, made: list[tuple]) -> tuple[Tensor, ...]:
+        clouds, orders = (torch.from_numpy(np.stack(column)) for column in zip(*made, strict=True))
+        if self.reconstructs:
+            return clouds, orders
+        return clouds, torch.from_numpy(self._part(part).kinds[chosen])
+
+    def _losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Of each sample, fp32 [batch_size]."""
+        clouds, beside = batch
+        if not self.reconstructs:
+            return F.cross_entropy(model(clouds).float(), beside, reduction="none")
+        found, hidden = model(clouds, beside, self.num_visible)
+        with torch.autocast(clouds.device.type, enabled=False):
+            return chamfer(found.float(), hidden).mean(1)
+
+    def _scores(
+        self, model: nn.Module, gather: Gather, mine: Callable[[int], list[int] | range]
+    ) -> dict[str, float]:
+        chosen = {
+            "test": _spread(len(self._part("test")), self.config.eval_samples),
+            "train": _spread(len(self._part("train")), self.config.svm_samples),
+        }
+        device = next(model.parameters()).device
+
+        def rows(part: str, compute: Callable[[Tensor, Tensor], Tensor]) -> np.ndarray:
+            """float64 [chosen, K], of `compute` on batches of clouds and what is beside them."""
+            indices = chosen[part]
+
+            def make(batch: int) -> tuple[Tensor, ...]:
+                some = indices[batch * _EVAL_BATCH : (batch + 1) * _EVAL_BATCH]
+                key = PARTS.index(part)
+                return self._batch(
+                    part, some, [self._sample(part, i, (key, i), augment=False) for i in some]
+                )
+
+            num_batches = -(-len(indices) // _EVAL_BATCH)
+            loaded = load(make, mine(num_batches), self.data.workers, device)
+
+            def padded(batch: int) -> Tensor:
+                found = compute(*(tensor.to(device) for tensor in next(loaded))).double()
+                return F.pad(found, (0, 0, 0, _EVAL_BATCH - len(found))).flatten()
+
+            whole = gather(padded, num_batches).unflatten(1, (_EVAL_BATCH, -1)).flatten(0, 1)
+            return whole[: len(indices)].cpu().numpy()  # the rest is padding of the last batch
+
+        with evaluating(model):
+            if not self.reconstructs:
+                test = rows("test", lambda *batch: self._judged(model, batch))
+                return dict(zip(("loss", "accuracy"), test.mean(0).tolist(), strict=True))
+            test = rows("test", lambda *batch: self._measured(model, batch))
+            train = rows("train", lambda clouds, _: model(clouds))
+        kinds = {part: self._part(part).kinds[chosen[part]] for part in chosen}
+        accuracy = svm_accuracy(train, kinds["train"], test[:, 1:], kinds["test"], gather, device)
+        return {"loss": test[:, 0].mean().item(), "svm_accuracy": accuracy}
+
+    def _measured(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Loss and features, [batch_size, 1 + features]."""
+        return torch.cat([self._losses(model, batch).unsqueeze(1), model(batch[0]).float()], 1)
+
+    def _judged(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Loss and whether the category is right, [batch_size, 2]."""
+        clouds, kinds = batch
+        logits = model(clouds).float()
+        losses = F.cross_entropy(logits, kinds, reduction="none")
+        return torch.stack([losses, (logits.argmax(1) == kinds).float()], 1)
+
+    @cached_property
+    def _untrained(self) -> dict[str, float]:
+        # Without the other workers: the protocol does not say that all of them ask.
+        def alone(compute: Callable[[int], Tensor], num_batches: int) -> Tensor:
+            return torch.stack([compute(batch) for batch in range(num_batches)])
+
+        still = _Still(self.model())
+        scores = self._scores(still, alone, range)
+        return {
+            "centre_loss": scores["loss"],
+            "untrained_svm_accuracy": scores["svm_accuracy"],
+        }
+
+
+class _Still(nn.Module):
+    """A model that draws every point at the centre of its patch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *batch: Any) -> Any:
+        made = self.model(*batch)
+        return made if isinstance(made, Tensor) else (torch.zeros_like(made[1]), made[1])
+
+
+def svm_accuracy(
+    train: np.ndarray,
+    train_kinds: np.ndarray,
+    test: np.ndarray,
+    test_kinds: np.ndarray,
+    gather: Gather = table,
+    device: torch.device | str = "cpu",
+) -> float:
+    """Accuracy on the test set, from 0 to 1, of a linear SVM fitted to the training set.
+
+    scikit-learn's LinearSVC as it comes (squared hinge, C = 1), as in the published code of
+    Point-BERT and Point-MAE; in the primal, where its solver draws no random numbers. One against
+    the rest: category k is one fit, and the workers share the fits out between them.
+
+    Args:
+        train, test: features, float64 [N, F] and [M, F].
+        train_kinds, test_kinds: categories, int64 [N] and [M].
+    Returns:
+        The share; NaN where a feature is not finite.
+    """
+    from sklearn.svm import LinearSVC  # costs a second
+
+    if not (np.isfinite(train).all() and np.isfinite(test).all()):
+        return float("nan")
+    kinds = np.unique(train_kinds)
+    if len(kinds) == 1:
+        return float((test_kinds == kinds[0]).mean())
+
+    def fitted(number: int) -> Tensor:
+        machine = LinearSVC(dual=False).fit(train, train_kinds == kinds[number])
+        return torch.from_numpy(machine.decision_function(test)).to(device)
+
+    best = gather(fitted, len(kinds)).argmax(0).cpu().numpy()
+    return float((kinds[best] == test_kinds).mean())
+
+
+def _spread(available: int, wanted: int | None) -> np.ndarray:
+    """Indices of all, or of `wanted` that lie evenly."""
+    wanted = min(wanted or available, available)
+    return np.arange(wanted) * available // wanted

@@ -1,0 +1,102 @@
+"""Vision transformer: image classification.
+
+Dosovitskiy et al., "An image is worth 16×16 words" (2021), in the implementation of timm, with
+random weights; training as in DeiT (Touvron et al., 2021).
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from co2.errors import require, require_number
+from tasks.classification import Classification
+from tasks.images import Augment, erasing, mixing, rand_augment
+from tasks.optimizer import make_optimizer
+from tasks.randomness import generator, seeded
+
+
+class Size(Enum):
+    smoke = "smoke"
+    small = "small"
+    base = "base"
+
+
+SHAPES = {
+    Size.smoke: (4, 3, 4, 96),  # 0.3 M parameters with pictures of 16×16
+    Size.small: (16, 12, 6, 384),  # 22 M, as DeiT-S
+    Size.base: (16, 12, 12, 768),  # 87 M, ViT-B/16
+}
+"""Side of a patch, layers, heads, width."""
+
+
+class ViT(Classification):
+    """The task `vit`."""
+
+    @dataclass
+    class Config(Classification.Config):
+        size: Size = Size.smoke
+        rand_augment: int = 0
+        """Magnitude of RandAugment's two operations, from 1 to 10; 0 for none."""
+        random_erasing: float = 0.0
+        """Chance that a rectangle of a training picture becomes noise."""
+        mixup: float = 0.0
+        """Parameter of mixup's Beta distribution; 0 for none."""
+        cutmix: float = 0.0
+        """Parameter of CutMix's Beta distribution; 0 for none. With both, a coin for each batch."""
+        drop_path: float = 0.0
+        """Chance that a sample skips the last layer; less, linearly, for those before."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            mend = "must be a whole number from 0 to 10"
+            require(0 <= self.rand_augment <= 10, "rand_augment", self.rand_augment, mend)
+            erased = self.random_erasing
+            require(0 <= erased <= 1, "random_erasing", erased, "must be from 0 to 1")
+            for name in ("mixup", "cutmix"):
+                require_number(name, getattr(self, name), 0.0, "must be a finite number, 0 or more")
+            mend = "must be 0 or more and below 1"
+            require(0 <= self.drop_path < 1, "drop_path", self.drop_path, mend)
+            patch = SHAPES[self.size][0]
+            mend = f"must be a multiple of {patch}, the patches of size={self.size.name}"
+            require(self.image_size % patch == 0, "image_size", self.image_size, mend)
+
+    name = "vit"
+    interpolation = "bicubic"
+
+    def model(self) -> nn.Module:
+        """See `Task.model`. Any device: `with torch.device("meta")` counts parameters for free."""
+        from timm.models.vision_transformer import VisionTransformer  # costs seconds
+
+        patch, layers, heads, width = SHAPES[self.config.size]
+        with seeded(self.train.seed):
+            return VisionTransformer(
+                img_size=self.config.image_size,
+                patch_size=patch,
+                embed_dim=width,
+                depth=layers,
+                num_heads=heads,
+                num_classes=self.num_classes,
+                drop_path_rate=self.config.drop_path,
+            )
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """Positions and class token are spared weight decay, as timm and DeiT do."""
+        return make_optimizer(model, self.optim, spared={"pos_embed", "cls_token"})
+
+    def augment(self) -> list[Augment]:
+        """See `Classification.augment`."""
+        magnitude, chance = self.config.rand_augment, self.config.random_erasing
+        steps = super().augment()
+        steps += rand_augment(magnitude) if magnitude else []
+        steps += [erasing(chance)] if chance else []
+        return steps
+
+    def mixing(self, draw: int, replica: int) -> Tensor | None:
+        """See `Classification.mixing`: one share, or one square, for the whole micro-batch."""
+        mixup, cutmix = self.config.mixup, self.config.cutmix
+        if not mixup and not cutmix:
+            return None
+        rng = generator(self.train.seed, draw, replica)
+        return mixing(rng, self.config.image_size, mixup, cutmix)

@@ -1,0 +1,273 @@
+"""resnet50 and vit: models, batches, loss and evaluation, on digits and on folders of pictures."""
+
+import math
+import time
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from co2.errors import ConfigError
+from tasks import resnet50, vit
+from tasks.classification import DatasetName
+from tasks.images import normalized
+from tests.tasks.build import mesh
+from tests.tasks.pictures import task, tree
+from tests.tasks.test_evaluation import as_workers
+
+BOTH = pytest.mark.parametrize("name", ["resnet50", "vit"])
+STRONG = {"rand_augment": 9, "random_erasing": 0.5, "mixup": 0.8, "cutmix": 1.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tree(tmp_path_factory.mktemp("tree"))
+
+
+def num_parameters(name: str, **config) -> int:
+    with torch.device("meta"):
+        model = task(name, **config).model()
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def test_sizes() -> None:
+    own = {"dataset": DatasetName.imagenet, "image_size": 224, "eval_resize": 256}
+    assert num_parameters("resnet50", size=resnet50.Size.full, **own) == 25_557_032
+    assert num_parameters("vit", size=vit.Size.base, **own) == 86_567_656
+    assert num_parameters("vit", size=vit.Size.small, **own) == 22_050_664
+    assert 0.28e6 < num_parameters("resnet50") < 0.34e6
+    assert 0.33e6 < num_parameters("vit") < 0.37e6
+
+
+@BOTH
+def test_weights_depend_on_the_seed_alone(name: str) -> None:
+    def weights(seed: int) -> torch.Tensor:
+        torch.manual_seed(time.time_ns() % 1000)
+        before = torch.get_rng_state()
+        model = task(name, seed=seed).model()
+        assert torch.equal(torch.get_rng_state(), before)
+        return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+    assert torch.equal(weights(3), weights(3))
+    assert not torch.equal(weights(3), weights(4))
+
+
+def test_vit_spares_positions_and_class_token() -> None:
+    own = task("vit", drop_path=0.3)
+    model = own.model()
+    spared = {id(weight) for weight in own.optimizer(model).param_groups[1]["params"]}
+    assert {id(model.pos_embed), id(model.cls_token)} <= spared
+    assert id(model.patch_embed.proj.weight) not in spared
+    rates = [m.drop_prob for m in model.modules() if type(m).__name__ == "DropPath"]
+    assert max(rates) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(("name", "config"), [("resnet50", {}), ("vit", STRONG)])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_go_on_from_any_start(folder: Path, name: str, config: dict, workers: int) -> None:
+    own = task(name, folder, workers=workers, **config)
+    own.setup(2)
+    alone = task(name, folder, **config)
+    alone.setup(2)
+    torch.manual_seed(time.time_ns() % 1000)
+    before = torch.get_rng_state()
+    batches = list(islice(alone.batches(mesh(1, 2), 0), 8))  # 3 draws an epoch
+    for start in (0, 2, 5):
+        others = islice(own.batches(mesh(1, 2), start), 2)
+        for batch, other in zip(batches[start:], others, strict=False):
+            assert all(torch.equal(a, b) for a, b in zip(batch, other, strict=True))
+    assert torch.equal(torch.get_rng_state(), before)
+    images, labels = batches[0][:2]
+    size = own.config.image_size
+    assert images.shape == (4, 3, size, size) and images.dtype == torch.uint8
+    assert labels.shape == (4,) and labels.dtype == torch.int64
+    assert len(batches[0]) == (3 if config else 2)
+
+
+def test_a_picture_changes_from_epoch_to_epoch_and_seed_to_seed(folder: Path) -> None:
+    def first(seed: int, epoch: int) -> torch.Tensor:
+        own = task(path=folder, batch_size=24, seed=seed)
+        own.setup(1)
+        images, _ = next(own.batches(mesh(), epoch))
+        at = np.flatnonzero(own._sampler(1).indices(epoch, 0) == 5)[0]
+        return images[at]
+
+    assert torch.equal(first(0, 1), first(0, 1))
+    assert not torch.equal(first(0, 0), first(0, 1))
+    assert not torch.equal(first(0, 0), first(1, 0))
+
+
+def test_labels_are_those_of_the_pictures(folder: Path) -> None:
+    own = task(path=folder, batch_size=12, crop=0.8)
+    own.setup(1)
+    images, labels = next(own.batches(mesh(), 0))
+    strongest = images.float().mean((2, 3)).argmax(1)  # blue, green, red: classes 0, 2, 1 by name
+    assert labels.tolist() == [{2: 0, 1: 2, 0: 1}[colour] for colour in strongest.tolist()]
+
+
+def test_the_loss_is_that_of_smoothed_and_mixed_labels() -> None:
+    own = task("vit", label_smoothing=0.1, cutmix=1.0)
+    own.setup(1)
+    model = own.model().eval()
+    images, labels, keep = next(own.batches(mesh(), 3))
+    assert 0 < keep.mean() < 1
+    inputs, soft = normalized(images), F.one_hot(labels, 10) * 0.9 + 0.1 / 10
+    order = [3, 0, 1, 2]
+    mixed = torch.where(keep == 1, inputs, inputs[order])
+    soft = soft * keep.mean() + soft[order] * (1 - keep.mean())
+    expected = -(soft * model(mixed).log_softmax(1)).sum(1).mean()
+    loss = own.loss(model, (images, labels, keep))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = own.loss(model, (images, labels, keep))
+    assert half.dtype == torch.float32 and half.item() == pytest.approx(loss.item(), abs=0.05)
+
+
+def test_mixing_differs_between_replicas_and_draws() -> None:
+    own = task("vit", mixup=0.8)
+    keeps = [own.mixing(draw, replica) for draw in range(3) for replica in range(2)]
+    assert len({keep[0, 0].item() for keep in keeps}) == 6
+    assert task("vit").mixing(0, 0) is None
+
+
+@BOTH
+def test_evaluation_counts_every_picture_once(folder: Path, name: str) -> None:
+    own = task(name, folder, workers=1, image_size=32, eval_resize=40)
+    own.setup(1)
+    model = own.model()
+    if name == "resnet50":
+        own.loss(model, next(own.batches(mesh(), 0)))  # moves the running means
+    scores = own.evaluate(model)
+    assert all(module.training for module in model.modules())
+    model.eval()
+    from tasks.images import central_crop
+
+    crop = central_crop(32, 40, own.interpolation)
+    pairs = [own._images.read("val", index) for index in range(15)]
+    with torch.no_grad():
+        logits = torch.cat([model(normalized(crop(image)[None])) for image, _ in pairs])
+    labels = torch.tensor([label for _, label in pairs])
+    assert list(scores) == ["loss", "top1", "top5"]
+    assert scores["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-4)
+    assert scores["top1"] == (logits.argmax(1) == labels).double().mean().item()
+    assert scores["top5"] == 1.0  # of three classes
+    assert own.baselines() == {"majority_top1": 1 / 3}
+
+
+def test_top5_is_among_the_first_five() -> None:
+    own = task()
+    own.setup(1)
+    model = own.model()
+    with torch.no_grad():
+        model.fc.weight.zero_()
+        model.fc.bias.copy_(torch.arange(10.0))  # always names 9, then 8, 7, 6, 5
+    counts = own._images.counts["val"]
+    scores = own.evaluate(model)
+    assert scores["top1"] == counts[9] / counts.sum()
+    assert scores["top5"] == counts[5:].sum() / counts.sum()
+
+
+@BOTH
+def test_evaluation_is_the_same_for_any_number_of_workers(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    own = task(name)  # 364 digits: four batches, the last with 64
+    own.setup(1)
+    model = own.model()
+    alone = own.evaluate(model)
+    for world in (2, 3):
+        with monkeypatch.context() as patch:
+            assert as_workers(patch, world, lambda: own.evaluate(model)) == alone
+
+
+def scores(rank: int, world: int, path: Path) -> dict[str, float]:
+    own = task(path=path)
+    own.setup(world)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tasks.classification._EVAL_BATCH", 4)
+        return own.evaluate(model)
+
+
+def test_evaluation_over_gloo(workers, folder: Path) -> None:
+    alone = scores(0, 1, folder)
+    for world in (2, 3):
+        assert workers.run(scores, world, folder) == [alone] * world
+
+
+@pytest.mark.parametrize(("name", "lr"), [("resnet50", 0.1), ("vit", 3e-3)])
+def test_it_learns_a_folder(folder: Path, name: str, lr: float) -> None:
+    own = task(name, folder, batch_size=12, lr=lr)
+    own.setup(1)
+    model = own.model()
+    optimizer = own.optimizer(model)
+    for batch in islice(own.batches(mesh(), 0), 30):
+        optimizer.zero_grad()
+        own.loss(model, batch).backward()
+        optimizer.step()
+    after = own.evaluate(model)
+    assert after["top1"] > 0.9 and after["loss"] < math.log(3) / 2
+
+
+def test_the_same_digits_whatever_the_seed() -> None:
+    facts = []
+    for seed in (0, 1):
+        own = task(seed=seed)
+        own.setup(2)
+        facts.append(own.fingerprint())
+    assert facts[0] == facts[1]
+    assert facts[0]["data"] == "digits" and facts[0]["num_classes"] == 10
+    assert sum(facts[0]["num_samples"].values()) == 1797
+
+
+def test_a_damaged_picture_ends_training_in_one_line(tmp_path: Path) -> None:
+    path = tree(tmp_path / "tree", train=2, val=2)
+    file = path / "val" / "red" / "val_1.JPEG"
+    file.write_bytes(file.read_bytes()[:-50])
+    for workers in (0, 1):
+        own = task(path=path, workers=workers)
+        own.setup(1)
+        with pytest.raises(ConfigError) as caught:
+            own.evaluate(own.model())
+        assert str(caught.value).startswith(f"data.path={path}: val/red/val_1.JPEG is damaged")
+
+
+def test_refused(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^train\.batch_size=1: batch norm needs at least 2$"):
+        task(batch_size=1).setup(1)
+    task("vit", batch_size=1).setup(1)
+    with pytest.raises(ConfigError, match=r"^train\.batch_size=4: 7 workers draw 28"):
+        task(path=folder).setup(7)
+    for name in ("resnet50", "vit"):
+        own = task(name, root=str(tmp_path), dataset=DatasetName.imagenet)
+        with pytest.raises(ConfigError, match=rf"^{name}\.dataset=imagenet: .*--archives FOLDER"):
+            own.setup(1)
+    tree(tmp_path / "imagenet", train=2, val=1)
+    with pytest.raises(ConfigError, match=r"holds 3 classes instead of 1000; .* --check "):
+        own.setup(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("resnet50", "image_size", 0),
+        ("resnet50", "eval_resize", 31),
+        ("resnet50", "crop", 0.0),
+        ("resnet50", "crop", 1.5),
+        ("resnet50", "label_smoothing", 1.0),
+        ("vit", "image_size", 15),
+        ("vit", "rand_augment", 11),
+        ("vit", "random_erasing", 1.1),
+        ("vit", "mixup", -1.0),
+        ("vit", "cutmix", math.inf),
+        ("vit", "drop_path", 1.0),
+    ],
+)
+def test_config(name: str, key: str, value: float) -> None:
+    with pytest.raises(ConfigError) as caught:
+        task(name, **{key: value})
+    assert caught.value.key == key

@@ -1,0 +1,145 @@
+"""Digits, crops, RandAugment, erasing and mixing."""
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from tasks.images import (
+    MEAN,
+    STD,
+    Digits,
+    central_crop,
+    erasing,
+    mixing,
+    normalized,
+    rand_augment,
+    random_crop,
+)
+from tasks.randomness import generator, seeded
+
+
+@pytest.fixture(scope="module")
+def photo() -> torch.Tensor:
+    """uint8 [3, 60, 90], smooth."""
+    low = np.random.default_rng(0).integers(0, 256, (5, 7, 3)).astype(np.uint8)
+    image = Image.fromarray(low).resize((90, 60), Image.Resampling.BICUBIC)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def test_every_digit_is_in_one_part() -> None:
+    raw, digits = load_digits(), Digits()
+    seen = []
+    for part in ("train", "val"):
+        for index in range(int(digits.counts[part].sum())):
+            image, label = digits.read(part, index)
+            assert image.shape == (3, 8, 8) and bool((image == image[0]).all())
+            seen.append((label, *(image[0].flatten() * 16.0 / 255).round().int().tolist()))
+        assert digits.counts[part].min() > 0.9 * digits.counts[part].max()
+    raws = [(t, *d.astype(int)) for t, d in zip(raw.target.tolist(), raw.data, strict=True)]
+    assert sorted(seen) == sorted(raws)
+    assert digits.counts["val"].sum() == pytest.approx(1797 / 5, abs=10)
+    assert digits.facts() == Digits().facts()
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_crops_are_those_of_pil(photo: torch.Tensor, interpolation: str) -> None:
+    """Ours are resized as uint8 tensors; no pixel is off by more than rounding."""
+    from torchvision.transforms import v2
+
+    how = v2.InterpolationMode(interpolation)
+    picture = Image.fromarray(photo.permute(1, 2, 0).numpy())
+    crop, flip = random_crop(24, 0.3, True, interpolation)
+    reference = v2.Compose(
+        [v2.RandomResizedCrop(24, scale=(0.3, 1), interpolation=how), v2.RandomHorizontalFlip()]
+    )
+    flipped = set()
+    for n in range(20):
+        with seeded(n):
+            ours = crop(photo)
+            ours, before = flip(ours), ours
+        flipped.add(torch.equal(ours, before))
+        with seeded(n):
+            theirs = v2.functional.pil_to_tensor(reference(picture))
+        assert ours.shape == (3, 24, 24) and ours.dtype == torch.uint8
+        assert (ours.int() - theirs.int()).abs().max() <= 1
+    assert flipped == {True, False}
+    ours = central_crop(24, 32, interpolation)(photo)
+    whole = picture.resize((48, 32), getattr(Image.Resampling, interpolation.upper()))
+    theirs = v2.functional.pil_to_tensor(whole.crop((12, 4, 36, 28)))
+    assert (ours.int() - theirs.int()).abs().max() <= 1
+    assert len(random_crop(24, 0.3, False, interpolation)) == 1
+
+
+def test_rand_augment_changes_pictures_in_three_of_four_cases(photo: torch.Tensor) -> None:
+    def augmented(n: int) -> torch.Tensor:
+        image = photo
+        with seeded(n):
+            for change in rand_augment(9):
+                image = change(image)
+        return image
+
+    images = [augmented(n) for n in range(120)]
+    assert all(image.shape == photo.shape and image.dtype == torch.uint8 for image in images)
+    assert all(torch.equal(augmented(n), images[n]) for n in range(5))
+    same = sum(torch.equal(image, photo) for image in images) / len(images)
+    # (1/2 + 1/2 · 1/14 for the identity)² = .29, and a few operations that change nothing.
+    assert 0.2 < same < 0.45
+
+
+def test_erasing(photo: torch.Tensor) -> None:
+    kept, shares, colours = photo.clone(), [], []
+    for n in range(200):
+        with seeded(n):
+            image = erasing(0.25)(photo)
+        changed = (image != photo).any(0)
+        if not changed.any():
+            continue
+        rows, columns = changed.any(1).nonzero(), changed.any(0).nonzero()
+        area = (rows.max() - rows.min() + 1) * (columns.max() - columns.min() + 1)
+        shares.append(area.item() / (60 * 90))
+        colours.append(image[:, changed].float().mean(1) / 255)
+        assert changed.sum() > 0.95 * area  # a rectangle of noise
+    assert torch.equal(photo, kept)
+    assert 0.15 < len(shares) / 200 < 0.35
+    assert min(shares) > 0.015 and max(shares) < 0.35
+    assert torch.stack(colours).mean(0).tolist() == pytest.approx(list(MEAN), abs=0.03)
+
+
+def test_mixup_keeps_one_share_everywhere() -> None:
+    keeps = [mixing(generator(n), 8, 0.8, 0.0) for n in range(400)]
+    assert all(keep.unique().numel() == 1 for keep in keeps)
+    shares = torch.stack([keep[0, 0] for keep in keeps])
+    assert shares.mean().item() == pytest.approx(0.5, abs=0.05)
+    variance = 1 / (4 * (2 * 0.8 + 1))  # of Beta(a, a)
+    assert shares.var().item() == pytest.approx(variance, rel=0.15)
+
+
+def test_cutmix_cuts_a_square() -> None:
+    shares = []
+    for n in range(400):
+        keep = mixing(generator(n), 32, 0.0, 1.0)
+        assert set(keep.unique().tolist()) <= {0.0, 1.0}
+        cut = keep == 0
+        rows, columns = cut.any(1).nonzero(), cut.any(0).nonzero()
+        if len(rows):
+            assert cut[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1].all()
+            inside = rows.min() > 0 and rows.max() < 31 and 0 < columns.min() < columns.max() < 31
+            assert not inside or len(rows) == len(columns)
+        shares.append(1 - keep.mean().item())
+    assert max(shares) > 0.8 and min(shares) < 0.02
+
+
+def test_with_both_a_coin_decides() -> None:
+    keeps = [mixing(generator(n), 8, 0.8, 1.0) for n in range(200)]
+    mixed = sum(0 < keep[0, 0] < 1 for keep in keeps)
+    assert 70 < mixed < 130
+
+
+def test_normalized() -> None:
+    images = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
+    expected = torchvision.transforms.functional.normalize(images / 255, MEAN, STD)
+    assert torch.allclose(normalized(images), expected, atol=1e-5)
+    assert normalized(images).dtype == torch.float32

@@ -1,0 +1,288 @@
+"""RoBERTa: sizes, ids, loss, evaluation and batches; bad data."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from co2.config import DataConfig, OptimConfig, TrainConfig
+from co2.errors import ConfigError
+from tasks import RoBERTa, store
+from tasks.masking import IGNORED, Vocabulary
+from tasks.roberta import CorpusName, Size
+from tasks.sampling import Sampler
+from tests.tasks.build import gpt2, mesh
+
+
+def roberta(
+    root: Path,
+    path: Path | None = None,
+    seed: int = 0,
+    batch_size: int = 4,
+    workers: int = 0,
+    **config: Any,
+) -> RoBERTa:
+    data = DataConfig(root=str(root), path=None if path is None else str(path), workers=workers)
+    train = TrainConfig(seed=seed, batch_size=batch_size)
+    return RoBERTa(RoBERTa.Config(**config), train, OptimConfig(lr=3e-3), data)
+
+
+def small(root: Path, text_file: Path, **more: Any) -> RoBERTa:
+    task = roberta(root, text_file, **{"context": 34, "vocab_size": 300, **more})
+    task.setup(3)
+    return task
+
+
+@pytest.fixture
+def task(root: Path, text_file: Path) -> RoBERTa:
+    """The smoke model on the small text."""
+    return small(root, text_file)
+
+
+def num_parameters(**config: Any) -> int:
+    with torch.device("meta"):
+        model = roberta(Path("unused"), **config).model()
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def test_sizes() -> None:
+    public = {"corpus": CorpusName.wikibooks, "context": 512}
+    assert num_parameters(size=Size.base, **public) == 124_697_433  # as published
+    assert num_parameters(size=Size.large, **public) == 355_412_057
+    assert num_parameters() < 200_000
+
+
+def test_weights_depend_on_the_seed_alone(root: Path) -> None:
+    def weights(seed: int) -> torch.Tensor:
+        torch.rand(seed + 1)
+        before = torch.get_rng_state()
+        model = roberta(root, seed=seed).model()
+        assert torch.equal(torch.get_rng_state(), before)
+        return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+    assert torch.equal(weights(3), weights(3))
+    assert not torch.equal(weights(3), weights(4))
+
+
+def test_words_come_in_and_out_by_one_matrix(root: Path) -> None:
+    inner = roberta(root, dropout=0.25).model().language
+    assert inner.lm_head.decoder.weight is inner.roberta.embeddings.word_embeddings.weight
+    assert inner.lm_head.decoder.bias is inner.lm_head.bias
+    rates = {module.p for module in inner.modules() if isinstance(module, torch.nn.Dropout)}
+    assert rates == {0.25}
+
+
+def test_ids_are_laid_out_as_roberta_does(task: RoBERTa) -> None:
+    """<s>, text, </s>; the store's separator is </s>; other tokens keep their order."""
+    tokens = np.asarray(task._store.tokens("train"), np.int64)
+    separator = task._store.meta["separator"]
+    indices = np.array([2, 5, 0])
+    seen, places, targets = task._batch("train", indices, 0, 0)
+    original = seen.scatter(1, places, targets)
+    for row, index in zip(original.tolist(), indices, strict=True):
+        text = tokens[index * 32 : index * 32 + 32]
+        assert row[0] == Vocabulary.START and row[-1] == Vocabulary.END
+        expected = [2 if t == separator else t + 4 - (t > separator) for t in text.tolist()]
+        assert row[1:-1] == expected
+    assert task._ids.max() == task.vocabulary.mask - 1 and task.vocabulary.size == 304
+    assert separator in tokens[-1:]  # the document's end is there to be mapped
+
+
+def test_batches_go_on_from_any_start(root: Path, text_file: Path, task: RoBERTa) -> None:
+    per_epoch = task._sampler(3).draws_per_epoch
+    whole = task.batches(mesh(1, 3), 0)
+    batches = [next(whole) for _ in range(per_epoch + 3)]
+    seen, places, targets = batches[0]
+    assert seen.shape == (4, 34) and places.shape == targets.shape == (4, 5)
+    assert {tensor.dtype for tensor in batches[0]} == {torch.int64}
+    for start in (0, 1, per_epoch - 1, per_epoch, per_epoch + 2):
+        again = next(task.batches(mesh(1, 3), start))
+        assert all(map(torch.equal, again, batches[start]))
+    ahead = small(root, text_file, workers=2).batches(mesh(1, 3), per_epoch - 1)
+    for expected in batches[per_epoch - 1 :]:
+        assert all(map(torch.equal, next(ahead), expected))
+    assert not torch.equal(next(task.batches(mesh(2, 3), 0))[0], seen)
+    assert not torch.equal(next(small(root, text_file, seed=1).batches(mesh(1, 3), 0))[0], seen)
+
+
+def test_a_window_has_another_mask_in_every_epoch(task: RoBERTa) -> None:
+    sampler: Sampler = task._sampler(1)
+    masks: dict[int, list[torch.Tensor]] = {}
+    drawn = task.batches(mesh(), 0)
+    for draw in range(2 * sampler.draws_per_epoch):
+        _, places, _ = next(drawn)
+        for index, own in zip(sampler.indices(draw, 0).tolist(), places, strict=True):
+            masks.setdefault(index, []).append(own)
+    twice = [both for both in masks.values() if len(both) == 2]
+    assert len(twice) > 0.9 * sampler.num_samples
+    assert sum(torch.equal(*both) for both in twice) <= 1
+
+
+def test_the_loss_is_that_of_the_chosen_tokens(task: RoBERTa) -> None:
+    """Against the whole of transformers' own forward, labels where a token was chosen."""
+    model, batch = task.model(), next(task.batches(mesh(), 0))
+    seen, places, targets = batch
+    labels = torch.full_like(seen, -100).scatter(1, places, targets)
+    expected = model.language(input_ids=seen, labels=labels).loss
+    loss = task.loss(model, batch)
+    assert loss.shape == () and loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert loss.item() == pytest.approx(math.log(304), abs=0.3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rough = task.loss(model, batch)
+    assert rough.dtype == torch.float32
+    assert rough.item() == pytest.approx(loss.item(), abs=0.05)
+
+
+def test_places_that_do_not_count(task: RoBERTa) -> None:
+    model, (seen, places, targets) = task.model(), next(task.batches(mesh(), 0))
+    some = targets.clone()
+    some[0, 1:] = some[2] = IGNORED
+    logits = model(seen, places)
+    kept = some != IGNORED
+    expected = F.cross_entropy(logits[kept], targets[kept])
+    assert task.loss(model, (seen, places, some)).item() == pytest.approx(expected.item(), rel=1e-5)
+    nothing = task.loss(model, (seen, places, torch.full_like(targets, IGNORED)))
+    assert nothing.item() == 0
+
+
+def test_every_weight_learns_a_batch_by_heart(task: RoBERTa) -> None:
+    model, batch = task.model(), next(task.batches(mesh(), 0))
+    optimizer = task.optimizer(model)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = task.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+    assert all(weight.grad is not None for weight in model.parameters())
+    assert loss.item() < 1.5 < task.baselines()["unigram_entropy"]
+
+
+def test_evaluation_is_the_mean_over_all_windows(root: Path, text_file: Path) -> None:
+    task = small(root, text_file)
+    model = task.model()
+    available = task._store.count("val") // 32
+    seen, places, targets = task._batch("val", np.arange(available), 1907_11692)
+    with torch.no_grad():
+        expected = F.cross_entropy(model(seen, places).flatten(0, 1), targets.flatten())
+    scores = task.evaluate(model)
+    assert scores["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
+    assert model.training
+    other = small(root, text_file, seed=5)  # masks do not depend on the seed
+    assert other.evaluate(model) == scores
+
+
+class Bigrams(torch.nn.Module):
+    """A model that workers need not import transformers for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.randn(304, 304, generator=torch.Generator().manual_seed(0))
+        self.table = torch.nn.Embedding.from_pretrained(weight)
+
+    def forward(self, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        return self.table(tokens.gather(1, places - 1))
+
+
+def scores(rank: int, world: int, root: str, text: str) -> dict[str, float]:
+    task = small(Path(root), Path(text), eval_samples=700)  # six batches, the last one short
+    return task.evaluate(Bigrams())
+
+
+def test_evaluation_over_gloo(workers, task: RoBERTa, root: Path, text_file: Path) -> None:
+    alone = scores(0, 1, str(root), str(text_file))
+    for world in (1, 2, 3):
+        assert workers.run(scores, world, str(root), str(text_file)) == [alone] * world
+
+
+def test_the_baseline_leaves_separators_out(task: RoBERTa) -> None:
+    tokens = np.asarray(task._store.tokens("val"))
+    words = tokens[tokens != task._store.meta["separator"]]
+    shares = np.unique(words, return_counts=True)[1] / len(words)
+    expected = -(shares * np.log(shares)).sum()
+    assert task.baselines() == {"unigram_entropy": pytest.approx(expected)}
+
+
+def test_gpt2_shares_the_cache(root: Path, text_file: Path, task: RoBERTa) -> None:
+    other = gpt2(root, text_file, context=32, vocab_size=300)
+    other.setup(1)
+    assert other._store.folder == task._store.folder
+    assert task.fingerprint() == other.fingerprint()
+
+
+def kept(root: Path, tokens: list[int], vocab_size: int = 50265, separator: int = 2) -> None:
+    """A store at the place of wikibooks."""
+    parts = {part: [np.array(tokens, np.uint16)] for part in store.PARTS}
+    store.create(root / "wikibooks", parts, vocab_size, separator, {})
+
+
+def test_wikibooks_keeps_its_ids(tmp_path: Path) -> None:
+    kept(tmp_path, [*range(1000, 1015), 2] * 20)
+    task = roberta(tmp_path, corpus=CorpusName.wikibooks, context=34)
+    task.setup(1)
+    seen, places, targets = task._batch("train", np.arange(2), 0)
+    assert seen.scatter(1, places, targets)[0].tolist() == [0, *([*range(1000, 1015), 2] * 2), 2]
+    assert task.vocabulary.mask == 50264 and (targets != 2).all()
+    assert task.fingerprint()["data"] == "wikibooks"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "of", "says"),
+    [
+        ([1000, 2] * 100, {"separator": 50256}, "documents end with 50256"),
+        ([1000, 2] * 100, {"vocab_size": 60000}, "has 60000 tokens"),
+        ([2] * 200, {}, "train.bin holds separators and no text"),
+        ([1000, 2] * 10, {}, "one window of roberta.context=34 needs 32"),
+    ],
+)
+def test_a_store_that_cannot_be_used(tmp_path: Path, tokens: list[int], of, says: str) -> None:
+    kept(tmp_path, tokens, **of)
+    with pytest.raises(ConfigError) as caught:
+        roberta(tmp_path, corpus=CorpusName.wikibooks, context=34).setup(1)
+    line = str(caught.value)
+    assert line.startswith("roberta.corpus=wikibooks: ") and says in line and "\n" not in line
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_token_outside_the_vocabulary(tmp_path: Path, workers: int) -> None:
+    kept(tmp_path, [1000, 60001] * 100)
+    task = roberta(tmp_path, corpus=CorpusName.wikibooks, context=34, workers=workers)
+    task.setup(1)
+    with pytest.raises(ConfigError) as caught:
+        next(task.batches(mesh(), 0))
+    line = str(caught.value)
+    assert "train.bin holds token 60001, the vocabulary ends at 50265" in line
+    assert caught.value.key == "data.root" and "\n" not in line
+
+
+def test_wikibooks_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^roberta\.corpus=wikibooks.*prepare wikibooks --root"):
+        roberta(tmp_path / "none", corpus=CorpusName.wikibooks).setup(1)
+    assert not (tmp_path / "none").exists()
+
+
+def test_text_that_is_too_little(tmp_path: Path, root: Path, text_file: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("only a few words")
+    with pytest.raises(ConfigError, match=r"^data\.path=.*roberta\.context=34 needs 32"):
+        small(tmp_path / "root", path)
+    path.write_text(" \n")
+    with pytest.raises(ConfigError, match=r"^data\.path=.*holds no text"):
+        small(tmp_path / "root", path)
+    with pytest.raises(ConfigError, match=r"^train\.batch_size=1000: 3 workers draw 3000"):
+        small(root, text_file, batch_size=1000)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("context", 3), ("vocab_size", 256), ("dropout", 1.0), ("dropout", -0.1), ("eval_samples", 0)],
+)
+def test_config(key: str, value: float) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RoBERTa.Config(**{key: value})
+    assert caught.value.key == key
