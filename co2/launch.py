@@ -26,7 +26,7 @@ from co2.dist import Mesh
 from co2.errors import ConfigError, require
 
 REFUSED = 2
-"""Exit status of a run that was refused before it started."""
+"""Exit status of a run that was refused, nearly always before it started."""
 PREEMPTED = 75
 """Exit status of a run that was told to stop, saved, and can be continued (EX_TEMPFAIL)."""
 DIVERGED = 65
@@ -189,7 +189,9 @@ def _guarded(worker: Callable[..., None], args: tuple, rank: int) -> int:
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
     except ConfigError as error:
-        return refuse(error)
+        # Met while training, a damaged file say, by this worker and perhaps by no other.
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return REFUSED
     except RuntimeError as error:
         if not re.search(r"(?i)closed by peer|reset by peer|connection refused", str(error)):
             raise

@@ -125,7 +125,7 @@ class Classification:
 
         Every picture of a mixed batch is mixed with the one before it, the first with the last.
         """
-        assert isinstance(batch, tuple | list)  # a loading process makes a list of a tuple
+        assert isinstance(batch, tuple)
         images, labels, *mixed = batch
         inputs = normalized(images)
         if mixed:

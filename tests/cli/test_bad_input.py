@@ -18,11 +18,13 @@ from co2.methods import METHODS
 from tasks import TASKS
 from tests.cli.harness import (
     Run,
+    cli,
     command,
     configured,
     contents,
     environment,
     execute,
+    folders,
     pooled,
     spied,
     started_processes,
@@ -328,3 +330,30 @@ def test_refused_as_a_person_sees_it(tmp_path: Path, arguments: str, line: str) 
     assert ended.err.startswith("error: " + line)
     assert list(here.iterdir()) == list(home.iterdir()) == []
     assert started_processes(spy) == 1
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_damaged_file_is_one_line_whoever_meets_it(tmp_path: Path, ahead: int) -> None:
+    """Found by worker 1 alone, while training: the line names it, and the status is 2."""
+    from PIL import Image
+
+    for part, count in (("train", 8), ("val", 1)):
+        for name in ("a", "b"):
+            folder = tmp_path / "tree" / part / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                Image.new("RGB", (40, 40), (number * 30, 0, 99)).save(folder / f"{number}.jpg")
+    arguments = ("task=resnet50", f"data.path={tmp_path / 'tree'}", "train.batch_size=2")
+    arguments += ("method=local_sgd", "train.steps=4", f"data.workers={ahead}")
+    config = configured(*arguments, runs=tmp_path / "runs")
+    task = train.make_task(config)
+    task.setup(2)
+    met = task._sampler(2).indices(1, 1)[0]
+    victim = tmp_path / "tree" / task._images.path("train", int(met))[0]
+    victim.write_bytes(victim.read_bytes()[:-100])
+    run = cli(*arguments, runs=tmp_path / "runs")
+    assert run.status == 2
+    errors = [line for line in run.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and str(victim.relative_to(tmp_path / "tree")) in errors[0]
+    assert "Traceback" not in run.err
+    assert not folders(tmp_path / "runs")[0].joinpath("summary.json").exists()
