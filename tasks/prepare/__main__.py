@@ -30,7 +30,7 @@ class DataSet(Protocol):
         ...
 
     @staticmethod
-    def check(path: Path) -> Iterator[str]:
+    def check(path: Path, options: argparse.Namespace) -> Iterator[str]:
         """One line for each fault in the finished data set at `path`; none if it is sound."""
         ...
 
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     chosen = SETS[options.name]
     try:
         if options.check is not None:
-            return _report(chosen, Path(options.check))
+            return _report(chosen, Path(options.check), options)
         print(chosen.run(options))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -63,10 +63,10 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _report(chosen: type[DataSet], path: Path) -> int:
+def _report(chosen: type[DataSet], path: Path, options: argparse.Namespace) -> int:
     require(path.exists(), "--check", path, "no such folder")
     faults = 0
-    for fault in chosen.check(path):
+    for fault in chosen.check(path, options):
         faults += 1
         if faults <= _SHOWN:
             print(fault, flush=True)

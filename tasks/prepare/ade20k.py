@@ -75,7 +75,7 @@ def prepare(root: Path, archive: Path | None = None) -> Path:
     return final
 
 
-def check(path: Path) -> Iterator[str]:
+def check(path: Path, options: argparse.Namespace) -> Iterator[str]:
     """See `DataSet.check`: numbers of files, partners, sizes and classes; reads every pixel."""
     pairs = []
     for split, expected in SPLITS.items():

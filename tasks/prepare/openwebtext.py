@@ -44,6 +44,6 @@ def run(options: argparse.Namespace) -> str:
     return f"{made}; train with: task=gpt2 gpt2.corpus=openwebtext"
 
 
-def check(path: Path) -> Iterator[str]:
+def check(path: Path, options: argparse.Namespace) -> Iterator[str]:
     """See `DataSet.check`."""
     return faults(path)

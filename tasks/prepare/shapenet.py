@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> str:
     return f"{final}: {counts} clouds; train with: task=shapenet shapenet.shapes=shapenet55"
 
 
-def check(path: Path) -> Iterator[str]:
+def check(path: Path, options: argparse.Namespace) -> Iterator[str]:
     """See `DataSet.check`."""
     there, named = files_in(path), Counter[str]()
     for part in PARTS:

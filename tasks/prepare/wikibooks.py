@@ -62,6 +62,6 @@ def run(options: argparse.Namespace) -> str:
     return f"{made}; train with: task=roberta roberta.corpus=wikibooks"
 
 
-def check(path: Path) -> Iterator[str]:
+def check(path: Path, options: argparse.Namespace) -> Iterator[str]:
     """See `DataSet.check`."""
     return faults(path)
