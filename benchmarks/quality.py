@@ -46,40 +46,41 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--runs", default="results/runs/quality", help="where the runs are kept")
+    parser.add_argument("--finished", action="store_true", help="only of runs that are there")
     parser.add_argument("--out", type=Path, default=Path("results"))
     args = parser.parse_args()
     tasks, methods = args.tasks.split(","), args.methods.split(",")
     cells = {(task, method): [] for task in tasks for method in methods}  # type: ignore[var-annotated]
     done, whole = 0, len(cells) * len(args.seeds.split(","))
-    for seed in args.seeds.split(","):  # a table of all cells after each seed
+    for seed in args.seeds.split(","):  # every cell has one seed before any has two
         for (task, method), summaries in cells.items():
-            summaries.append(run(task, method, int(seed), args.runs))
             done += 1
-            print(f"{done}/{whole}: {described(task, method, summaries[-1])}", flush=True)
+            summary = run(task, method, int(seed), args.runs, train=not args.finished)
+            if summary is not None:
+                summaries.append(summary)
+                print(f"{done}/{whole}: {described(task, method, summary)}", flush=True)
     report.write(
         args.out / "quality.md",
         "What every task learns at smoke scale",
         "Two workers on two cores, embedded or generated data, the recipes of conf/ as they are: "
         "nothing here is from a paper or says anything about the paper's scale. Mean ± standard "
-        f"deviation over seeds {args.seeds} on validation data. Waiting is the share of training "
+        "deviation over the seeds, on validation data. Waiting is the share of training "
         "time spent waiting for batches (goal: under 2 %).",
-        ["task", "method", "metric", "measured", "floor", "reached", "waiting", "wall s"],
-        [row(task, method, found) for (task, method), found in cells.items()],
+        ["task", "method", "metric", "measured", "seeds", "floor", "reached", "waiting", "wall s"],
+        [row(task, method, found) for (task, method), found in cells.items() if found],
     )
 
 
-def run(task: str, method: str, seed: int, runs: str) -> dict[str, Any]:
-    """The summary of one run, made now unless there is one."""
+def run(task: str, method: str, seed: int, runs: str, train: bool) -> dict[str, Any] | None:
+    """The summary of one run; where there is none, it is made now, or None if not to `train`."""
     overrides = [f"task={task}", f"method={method}", f"train.seed={seed}"]
     overrides += ["log.wandb=disabled", f"runs={runs}", "tag=quality"]
     with initialize_config_dir(config_dir=str(entry.CONF), version_base="1.3"):
         config = entry.validate(compose("config", overrides), overrides)
-    if read_summary(config) is None:
+    if train and read_summary(config) is None:
         command = [sys.executable, "train.py", *overrides]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    summary = read_summary(config)
-    assert summary is not None, "a run that ended well has a summary"
-    return summary
+    return read_summary(config)
 
 
 def described(task: str, method: str, summary: dict[str, Any]) -> str:
@@ -102,6 +103,7 @@ def row(task: str, method: str, summaries: Sequence[dict[str, Any]]) -> list[str
         method,
         goal.metric.replace("_", " "),
         f"{statistics.mean(values):.4f}{spread}",
+        str(len(values)),
         floor,
         f"{reached} of {len(values)}",
         f"{statistics.mean(summary['data_share'] for summary in summaries):.2%}",
