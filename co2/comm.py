@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from co2.config import CommConfig
+from co2.config import CommConfig, Precision
 from co2.dist import Mesh
 
 
@@ -22,7 +22,7 @@ class AsyncMean:
     Args:
         numel: elements of the vector.
         mesh: the replicas. With one replica the mean is the vector and nothing is sent.
-        config: bucket size.
+        config: bucket size, and whether bf16 travels: the buffer has that type then.
         dtype, device: of the vector.
     """
 
@@ -35,6 +35,8 @@ class AsyncMean:
         device: torch.device | str = "cpu",
     ) -> None:
         config = config or CommConfig()
+        if config.dtype is Precision.bf16:
+            dtype = torch.bfloat16
         self.buffer = torch.zeros(numel, dtype=dtype, device=device)
         self.in_flight = False
         self.bytes_sent = 0

@@ -120,6 +120,8 @@ class LaunchConfig:
 class CommConfig:
     bucket_mb: float = 25.0
     """Largest payload of one collective, in MiB."""
+    dtype: Precision = Precision.fp32
+    """What travels: fp32 (fp64 where a parameter is), or half of it as bf16."""
 
     def __post_init__(self) -> None:
         mend = "must be a finite number of MiB above 0"

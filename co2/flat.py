@@ -21,6 +21,10 @@ class Chunk:
     live: tuple[Tensor, ...]
     """Views of the parameters that lie in the span, in order and without gaps."""
 
+    @property
+    def numel(self) -> int:
+        return self.span.stop - self.span.start
+
     def of(self, vector: Tensor) -> Tensor:
         """This chunk of a flat vector, as a view."""
         return vector[self.span]
@@ -65,6 +69,8 @@ class FlatParams:
         for param in self.params:
             self.dtype = torch.promote_types(self.dtype, param.dtype)
         self.chunks = list(self._cut(_CHUNK.get(self.device.type, 1 << 22)))
+        longest = max(chunk.numel for chunk in self.chunks)
+        self._scratch = torch.empty(longest, dtype=self.dtype, device=self.device)
 
     def zeros(self) -> Tensor:
         """A new vector (numel,) of zeros."""
@@ -77,12 +83,17 @@ class FlatParams:
             chunk.read(chunk.of(vector))
         return vector
 
+    def local(self, chunk: Chunk) -> Tensor:
+        """The live parameters of a chunk, in scratch that the next call overwrites."""
+        values = self._scratch[: chunk.numel]
+        chunk.read(values)
+        return values
+
     def displacement(self, start: Tensor, out: Tensor) -> None:
-        """out ← start − live: the pseudo-gradient of the steps since `start`."""
+        """out ← start − live: the pseudo-gradient of the steps since `start`, rounded to out's
+        type."""
         for chunk in self.chunks:
-            part = chunk.of(out)
-            chunk.read(part)
-            torch.sub(chunk.of(start), part, out=part)
+            torch.sub(chunk.of(start), self.local(chunk), out=chunk.of(out))
 
     def write(self, vector: Tensor) -> None:
         """Live parameters ← vector."""

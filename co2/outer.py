@@ -97,7 +97,7 @@ class Momentum:
         squares = torch.zeros_like(self.norm)
         clipped = torch.zeros_like(self.norm)
         for chunk in self.flat.chunks:
-            m, d = chunk.of(self.vector), chunk.of(mean)
+            m, d = chunk.of(self.vector), chunk.of(mean).to(self.flat.dtype)
             if gap.kind == "none":
                 m.mul_(self.beta).add_(d)
             else:

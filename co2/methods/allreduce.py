@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from co2.config import CommConfig
+from co2.config import CommConfig, Precision
 from co2.dist import Mesh, averageable, averaged, replicate
 
 
 class AllReduce:
-    copies = 0  # gradients live in DDP's buckets
-
     @dataclass
     class Config:
         """DDP has no hyper-parameters of its own."""
@@ -47,6 +46,8 @@ class AllReduce:
                 bucket_cap_mb=self.comm.bucket_mb,
                 gradient_as_bucket_view=True,
             )
+        if self.comm.dtype is Precision.bf16:
+            self.ddp.register_comm_hook(None, bf16_compress_hook)
         if mesh.device.type == "cpu":
             self.ddp._set_ddp_runtime_logging_sample_rate(1)  # on a GPU each sample would wait
         return self.ddp
@@ -72,13 +73,20 @@ class AllReduce:
         return {**self._clocks(), "bytes": float(self.bytes_per_step() * self.steps)}
 
     @property
+    def copies(self) -> float:
+        """Gradients live in DDP's buckets; for bf16 it makes rounded ones beside them."""
+        alone = self.mesh.num_replicas == 1
+        return 0.0 if alone or self.comm.dtype is Precision.fp32 else 0.5
+
+    @property
     def lag(self) -> int:
         return 1
 
     def bytes_per_step(self) -> int:
         """Bytes that one worker sends in one step: 2(G−1)/G of the gradients."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        payload = sum(p.numel() * p.element_size() for p in trained)
+        halved = self.comm.dtype is Precision.bf16
+        payload = sum(p.numel() * (2 if halved else p.element_size()) for p in trained)
         return 2 * (self.mesh.num_replicas - 1) * payload // self.mesh.num_replicas
 
     def _clocks(self) -> dict[str, float]:

@@ -17,9 +17,6 @@ class SyncMethod(Protocol):
     def Config(self) -> Any:
         """A nested dataclass; its fields are documented, and refused with `ConfigError`."""
 
-    copies: int
-    """Model copies held beyond parameters, gradients and the inner optimizer's state."""
-
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None: ...
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> nn.Module:
@@ -52,6 +49,12 @@ class SyncMethod(Protocol):
 
     def stats(self) -> dict[str, float]:
         """Totals `comm_s`, `exposed_s`, `bytes` (sent by this worker) and the method's own."""
+        ...
+
+    @property
+    def copies(self) -> float:
+        """Model copies held beyond parameters, gradients and the inner optimizer's state; beside
+        them there is one chunk of scratch (FlatParams)."""
         ...
 
     @property

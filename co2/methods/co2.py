@@ -21,7 +21,7 @@ from co2.outer import GapPenalty, Momentum, check_clip, check_gap_penalty
 
 
 class CO2(LocalMethod):
-    copies = 3  # communication buffer, anchor, momentum
+    held = 2  # anchor, momentum
     vectors = ("anchor",)
     rounds_apart = 2
 

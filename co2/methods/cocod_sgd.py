@@ -18,7 +18,7 @@ from co2.methods.local import LocalMethod, check_tau
 
 
 class CoCoDSGD(LocalMethod):
-    copies = 3  # communication buffer, the round's start, what was sent last
+    held = 2  # the round's start, what was sent last
     vectors = ("start", "sent")
     rounds_apart = 2
 
@@ -38,13 +38,12 @@ class CoCoDSGD(LocalMethod):
         arrived = self.mean.wait()
         for chunk in self.flat.chunks:
             start, sent = chunk.of(self.start), chunk.of(self.sent)
-            buffer = chunk.of(self.mean.buffer)
+            buffer, x = chunk.of(self.mean.buffer), self.flat.local(chunk)
             if arrived is not None:
                 sent.sub_(buffer)  # δ_{t−1} − p^i_{t−1}, zero before the first arrival
-            chunk.read(buffer)
-            sent.add_(buffer)  # x^i_{t+1,0}
-            chunk.write(sent)
-            torch.sub(start, buffer, out=buffer)  # −p^i_t
-            start.copy_(sent)
-            sent.copy_(buffer)
+            torch.sub(start, x, out=buffer)  # −p^i_t
+            x.add_(sent)  # x^i_{t+1,0}
+            chunk.write(x)
+            start.copy_(x)
+            sent.copy_(buffer)  # as it travels, rounded: or replicas would drift apart
         self.mean.start()

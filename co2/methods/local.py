@@ -20,13 +20,14 @@ from co2.flat import FlatParams
 class LocalMethod:
     """τ inner steps on every replica, then `end_round`. A subclass sets:
 
-    - `Config`, a dataclass with `tau`, and `copies`;
+    - `Config`, a dataclass with `tau`;
+    - `held`, the model copies that it keeps beyond the communication buffer;
     - `vectors`, the names of its flat tensors, which make up its state;
     - `begin()`, which allocates them, and `end_round()`.
     """
 
     Config: Any
-    copies: int
+    held: int
     vectors: tuple[str, ...] = ()
     rounds_apart = 1
     """Rounds that one replica may run ahead of another: 2 where means arrive one round late."""
@@ -81,6 +82,10 @@ class LocalMethod:
 
     def stats(self) -> dict[str, float]:
         return self.mean.clocks()
+
+    @property
+    def copies(self) -> float:
+        return self.held + self.mean.buffer.element_size() / self.flat.dtype.itemsize
 
     @property
     def lag(self) -> int:

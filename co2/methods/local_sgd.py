@@ -15,7 +15,7 @@ from co2.methods.local import LocalMethod, check_tau
 
 
 class LocalSGD(LocalMethod):
-    copies = 2  # communication buffer, anchor
+    held = 1  # anchor
     vectors = ("anchor",)
 
     @dataclass

@@ -19,7 +19,7 @@ from co2.methods.local import LocalMethod, check_share, check_tau
 
 
 class OverlapLocalSGD(LocalMethod):
-    copies = 3  # communication buffer, anchor, momentum
+    held = 2  # anchor, momentum
     vectors = ("anchor", "momentum")
     rounds_apart = 2
 
@@ -44,16 +44,12 @@ class OverlapLocalSGD(LocalMethod):
     def end_round(self) -> None:
         arrived = self.mean.wait()
         for chunk in self.flat.chunks:
-            z, v, buffer = (
-                chunk.of(self.anchor),
-                chunk.of(self.momentum),
-                chunk.of(self.mean.buffer),
-            )
+            z, v = chunk.of(self.anchor), chunk.of(self.momentum)
+            buffer, x = chunk.of(self.mean.buffer), self.flat.local(chunk)
             if arrived is not None:
                 v.mul_(self.config.outer_momentum).add_(buffer)
                 z.sub_(v)
-            chunk.read(buffer)
-            buffer.lerp_(z, self.config.pull)
-            chunk.write(buffer)
-            torch.sub(z, buffer, out=buffer)
+            x.lerp_(z, self.config.pull)
+            chunk.write(x)
+            torch.sub(z, x, out=buffer)
         self.mean.start()

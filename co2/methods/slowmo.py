@@ -17,7 +17,7 @@ from co2.methods.local import LocalMethod, check_outer, check_tau
 
 
 class SlowMo(LocalMethod):
-    copies = 3  # communication buffer, anchor, momentum
+    held = 2  # anchor, momentum
     vectors = ("anchor", "momentum")
 
     @dataclass

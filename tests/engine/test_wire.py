@@ -11,13 +11,15 @@ import torch.distributed as dist
 
 import co2
 from co2.comm import AsyncMean
+from co2.config import CommConfig, Precision
 from co2.methods import METHODS
 
 SIZES = (1000, 77)
+FP32, BF16 = Precision.fp32, Precision.bf16
 TAU, STEPS = 3, 12
 
 
-def payload_and_count(rank: int, world: int, name: str) -> tuple[int, float]:
+def payload_and_count(rank: int, world: int, name: str, wire: Precision) -> tuple[int, float]:
     """Payload bytes of the training collectives that this worker launched, and its own count."""
     payload = 0
     real = dist.all_reduce
@@ -29,7 +31,7 @@ def payload_and_count(rank: int, world: int, name: str) -> tuple[int, float]:
 
     params = [torch.nn.Parameter(torch.randn(n)) for n in SIZES]
     optimizer = torch.optim.SGD(params, lr=0.1)
-    method = METHODS[name](METHODS[name].Config(tau=TAU))
+    method = METHODS[name](METHODS[name].Config(tau=TAU), CommConfig(dtype=wire))
     method.prepare(torch.nn.ParameterList(params), optimizer, co2.Mesh.world())
     dist.all_reduce = counting
     try:
@@ -44,16 +46,16 @@ def payload_and_count(rank: int, world: int, name: str) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "allreduce"])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_bytes_are_those_of_a_ring_over_the_payload(workers, name, world):
-    for payload, counted in workers.run(payload_and_count, world, name):
-        assert payload == (0 if world == 1 else STEPS // TAU * 4 * sum(SIZES))
+@pytest.mark.parametrize(("world", "wire", "width"), [(1, FP32, 4), (2, FP32, 4), (3, BF16, 2)])
+def test_bytes_are_those_of_a_ring_over_the_payload(workers, name, world, wire, width):
+    for payload, counted in workers.run(payload_and_count, world, name, wire):
+        assert payload == (0 if world == 1 else STEPS // TAU * width * sum(SIZES))
         assert counted == pytest.approx(2 * (world - 1) / world * payload, abs=STEPS)
 
 
 PROGRAM = """
 import sys, torch, torch.distributed as dist, co2
-from co2.comm import AsyncMean
+from co2.config import CommConfig, Precision
 from pathlib import Path
 
 def sent():
@@ -70,7 +72,7 @@ class Model(torch.nn.Module):
     def forward(self):
         return self.a.sum() + self.b.sum()
 net = Model()
-method = co2.METHODS[name]()
+method = co2.METHODS[name](None, CommConfig(dtype=Precision[sys.argv[5]]))
 model = method.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), co2.Mesh.world())
 steps = 12
 dist.barrier(); before = sent(); dist.barrier()
@@ -86,15 +88,24 @@ dist.barrier(); dist.destroy_process_group()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace of its own needs root")
-@pytest.mark.parametrize(("name", "world"), [("co2", 2), ("co2", 3), ("allreduce", 2)])
-def test_bytes_are_what_the_network_device_counts(tmp_path: Path, name: str, world: int):
+@pytest.mark.parametrize(
+    ("name", "world", "wire"),
+    [
+        ("co2", 2, "fp32"),
+        ("co2", 3, "fp32"),
+        ("co2", 2, "bf16"),
+        ("allreduce", 2, "fp32"),
+        ("allreduce", 2, "bf16"),
+    ],
+)
+def test_bytes_are_what_the_network_device_counts(tmp_path: Path, name: str, world: int, wire: str):
     """In a namespace where nothing else speaks: the ledger is within 3 % of the device's count."""
     if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
         pytest.skip("this system lets root make no network namespace")
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     ranks = " & ".join(
-        f"{sys.executable} {script} {rank} {world} {name} {tmp_path / 'store'}"
+        f"{sys.executable} {script} {rank} {world} {name} {tmp_path / 'store'} {wire}"
         for rank in range(world)
     )
     command = f"ip link set lo up && ({ranks} & wait)"

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import co2
+from co2.config import CommConfig
 from co2.methods import METHODS
 from tests.methods import problem
 
@@ -42,10 +43,11 @@ class Session:
         optimizer: str = "sgd",
         dtype: torch.dtype = torch.float64,
         seed: int | None = None,
+        comm: CommConfig | None = None,
     ) -> None:
         self.rank, self.steps_done = rank, 0
         self.net, self.optimizer = problem.build(rank if seed is None else seed, optimizer, dtype)
-        self.method = METHODS[name](METHODS[name].Config(**settings))
+        self.method = METHODS[name](METHODS[name].Config(**settings), comm)
         self.model = self.method.prepare(self.net, self.optimizer, co2.Mesh.world())
 
     def step(self) -> None:
@@ -67,9 +69,10 @@ def trajectory(
     optimizer: str = "sgd",
     dtype: torch.dtype = torch.float64,
     steps: int = 15,
+    comm: CommConfig | None = None,
 ) -> list[Snapshot]:
     """The replica after 0, 1, ..., `steps` steps."""
-    session = Session(rank, name, settings, optimizer, dtype)
+    session = Session(rank, name, settings, optimizer, dtype, comm=comm)
     history = [session.snapshot()]
     for _ in range(steps):
         session.step()

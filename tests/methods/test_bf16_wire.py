@@ -1,0 +1,89 @@
+"""bf16 on the wire: what travels is rounded, the outer state is not."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import co2
+from co2.comm import AsyncMean
+from co2.config import CommConfig, Precision
+from tests.methods import problem
+from tests.methods.driver import SETTINGS, Snapshot, trajectory
+from tests.workers import Pool
+
+BF16 = CommConfig(dtype=Precision.bf16)
+STEPS = 15
+
+
+def mean_of(rank: int, world: int) -> tuple[Tensor, Tensor]:
+    vector = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
+    mean = AsyncMean(1000, co2.Mesh.world(), BF16)
+    mean.start(vector)
+    found = mean.wait()
+    assert found is not None
+    mean.close()
+    return vector, found.clone()
+
+
+def test_the_mean_of_two_is_rounded_twice(workers: Pool) -> None:
+    """Each vector once, their sum once; halving is exact."""
+    (a, mean), (b, same) = workers.run(mean_of, 2)
+    assert mean.dtype == torch.bfloat16 and torch.equal(mean, same)
+    exact = (a.bfloat16().float() + b.bfloat16().float()).bfloat16().float() / 2
+    assert torch.equal(mean.float(), exact)
+
+
+def ends(workers: Pool, world: int, name: str, comm: CommConfig | None) -> list[Snapshot]:
+    arguments = (name, SETTINGS[name], "sgd", torch.float32, STEPS, comm)
+    return [history[-1] for history in workers.run(trajectory, world, *arguments)]
+
+
+def moved(one: Snapshot, other: Snapshot) -> float:
+    """Distance between two states of the trained weights."""
+    names = ("enter.weight", "middle.weight", "leave.weight", "leave.bias")
+    return sum((one[name] - other[name]).square().sum().item() for name in names) ** 0.5
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_trajectory_stays_close(workers: Pool, name: str, world: int) -> None:
+    """Every displacement is off by at most 2^-8 of itself for each of the G roundings, and what it
+    moves passes that on: together less than 3 % of the way made."""
+    start = problem.snapshot(problem.build(0, "sgd", torch.float32)[0])
+    for plain, rounded in zip(
+        ends(workers, world, name, None), ends(workers, world, name, BF16), strict=True
+    ):
+        way = moved(plain, start)
+        assert moved(plain, rounded) < 0.03 * way
+        # Alone, DDP sends nothing, and CoCoD-SGD takes back what it sent.
+        same = world == 1 and name in ("allreduce", "cocod_sgd")
+        assert (moved(plain, rounded) == 0) == same
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name in ("local_sgd", "slowmo")])
+def test_replicas_stay_equal(workers: Pool, name: str) -> None:
+    first, *others = ends(workers, 3, name, BF16)
+    for other in others:
+        assert moved(first, other) == 0
+
+
+def drifted(rank: int, world: int, rounds: int) -> Tensor:
+    """Weights after many rounds of CoCoD-SGD on gradients that do not depend on the weights."""
+    model, optimizer = problem.build_drift([50, 7])
+    method = co2.METHODS["cocod_sgd"](co2.METHODS["cocod_sgd"].Config(tau=1), BF16)
+    method.prepare(model, optimizer, co2.Mesh.world())
+    for step in range(rounds):
+        problem.backward_drift(model, step, rank)
+        method.step()
+    method.flush()
+    return torch.cat([weight.detach().clone() for weight in model.parameters()])
+
+
+def test_kept_progress_does_not_drift_apart(workers: Pool) -> None:
+    """Were the exact progress subtracted and its rounding sent, the errors would add up: over
+    2,000 rounds to many times what two replicas may differ by after one."""
+    spread = {}
+    for rounds in (20, 2000):
+        a, b = workers.run(drifted, 2, rounds)
+        spread[rounds] = (a - b).norm().item()
+    assert spread[2000] < 3 * spread[20]
