@@ -96,7 +96,7 @@ def train(config: Config, task: Any, method: SyncMethod, mesh: Mesh) -> None:
             if first and step == knobs.steps:
                 torch.save(module.state_dict(), folder / "model.pt")
         if record is not None:
-            record.log("eval", step, scores)
+            record.log("eval", step, {**scores, "train_s": meter.totals.train_s})
         text = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
         say(f"step {step}/{knobs.steps}  validation {text}")
         return scores

@@ -7,7 +7,6 @@ import math
 import os
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from enum import Enum
@@ -21,6 +20,7 @@ import yaml
 from co2.checkpoint import write_durably
 from co2.config import Config, Resume, Wandb
 from co2.errors import ConfigError
+from co2.provenance import cpu_name, git
 
 # What may differ between two segments of one run.
 _FREE = ("log", "checkpoint", "resume", "runs", "tag")
@@ -177,7 +177,7 @@ class Record:
 def _manifest(world: int) -> dict[str, Any]:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
-        "git": _git(),
+        "git": git(),
         "packages": {"python": platform.python_version(), **_versions()},
         "hardware": {"cpu": cpu_name(), "cores": os.cpu_count(), "gpus": gpus},
         "world_size": world,
@@ -193,31 +193,6 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found
-
-
-def _git() -> dict[str, Any]:
-    """The commit of this source tree, and whether it has changes; empty outside a repository."""
-
-    def ask(*words: str) -> str:
-        here = Path(__file__).parent
-        return subprocess.run(
-            ["git", *words], cwd=here, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain"))}
-    except (OSError, subprocess.CalledProcessError):
-        return {}
-
-
-def cpu_name() -> str:
-    """The processor's name, where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def _plain(value: Any) -> Any:

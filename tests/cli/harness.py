@@ -43,6 +43,7 @@ LAUNCHER_VARIABLES = frozenset(
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 )
 _TIMED = ("comm_s", "exposed_s", "exposed_share", "data_share", "tokens_per_s", "samples_per_s")
+_TIMED += ("train_s",)
 """Of a line of metrics.jsonl: what depends on time."""
 
 

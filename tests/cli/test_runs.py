@@ -101,7 +101,7 @@ class TestFolder:
             assert {"kind", "step", "gap", "clipped", *keys} == line.keys()
             assert all(line[key] >= 0 for key in keys)
         for line in evaluated:
-            assert line.keys() == {"kind", "step", "loss", "accuracy"}
+            assert line.keys() == {"kind", "step", "loss", "accuracy", "train_s"}
 
     def test_bytes(self, spawned: Run) -> None:
         """One mean every three steps; of G workers each sends 2(G−1)/G of the vector."""
