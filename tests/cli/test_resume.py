@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -128,10 +129,18 @@ def test_told_before_there_are_workers(tmp_path: Path) -> None:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process would not simply end by a signal: it is caught, or kept for later."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigCgt", "SigBlk"))]
-    return any(mask >> (number - 1) & 1 for mask in masks)
+    """Whether a process would not simply end by a signal: it is caught, or kept for later.
+
+    Seen ten times in a row, because Python keeps all signals for the moment in which it starts any
+    process.
+    """
+    for _ in range(10):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        told = [line.split()[1] for line in lines if line.startswith(("SigCgt", "SigBlk"))]
+        if not any(int(mask, 16) >> (number - 1) & 1 for mask in told):
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def test_one_worker_is_killed(tmp_path: Path) -> None:
