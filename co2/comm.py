@@ -11,9 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from co2.config import CommConfig, Precision
 from co2.dist import Mesh
+from co2.trace import WAIT
 
 
 class AsyncMean:
@@ -71,7 +73,8 @@ class AsyncMean:
         """The mean that was started last, in `buffer`; None if none was started."""
         if not self.in_flight:
             return None
-        self._lane.wait()
+        with record_function(WAIT):
+            self._lane.wait()
         self.in_flight = False
         return self.buffer
 

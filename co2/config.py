@@ -180,6 +180,8 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     data: DataConfig = field(default_factory=DataConfig)
     resume: Resume = Resume.auto
+    trace: bool = False
+    """Write a Chrome trace of some rounds, per worker: see co2/trace.py."""
     tag: str = "default"
     runs: str = "results/runs"
     """The folder of all runs; this one is `<task>/<method>/<tag>/seed<k>` in it."""
@@ -217,7 +219,7 @@ def typed(
     nodes = dict(NODES)
     nodes[task] = tasks[task].Config
     nodes[method] = methods[method].Config
-    plain = {"task", "method", "scale", "resume", "tag", "runs"}
+    plain = {"task", "method", "scale", "resume", "trace", "tag", "runs"}
     for key in map(str, cfg):
         if key not in plain and key not in nodes:
             value = _short(cfg[key])
@@ -230,6 +232,8 @@ def typed(
     resume = str(cfg.get("resume", "auto"))
     good = [choice.name for choice in Resume]
     require(resume in good, "resume", resume, f"must be one of {', '.join(good)}")
+    trace = cfg.get("trace", False)
+    require(isinstance(trace, bool), "trace", trace, "must be true or false")
     chosen_tag = str(cfg.tag) if cfg.get("tag") is not None else tag
     safe = chosen_tag not in ("", ".", "..") and not set(chosen_tag) & set("/\\\0")
     require(safe, "tag", chosen_tag, "must be a plain folder name")
@@ -240,6 +244,7 @@ def typed(
         task_config=built.pop(task),
         method_config=built.pop(method),
         resume=Resume[resume],
+        trace=trace,
         tag=chosen_tag,
         runs=str(cfg.get("runs", "results/runs")),
         **built,

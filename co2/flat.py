@@ -6,6 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.profiler import record_function
+
+from co2.trace import SNAPSHOT
 
 # Elements that one pass of arithmetic touches before it goes on, so that several operations on
 # the same elements meet them in cache. On a GPU launches cost more than the cache saves.
@@ -92,8 +95,9 @@ class FlatParams:
     def displacement(self, start: Tensor, out: Tensor) -> None:
         """out ← start − live: the pseudo-gradient of the steps since `start`, rounded to out's
         type."""
-        for chunk in self.chunks:
-            torch.sub(chunk.of(start), self.local(chunk), out=chunk.of(out))
+        with record_function(SNAPSHOT):
+            for chunk in self.chunks:
+                torch.sub(chunk.of(start), self.local(chunk), out=chunk.of(out))
 
     def write(self, vector: Tensor) -> None:
         """Live parameters ← vector."""

@@ -24,6 +24,7 @@ from co2.meters import Meter, ledger, overlap, peak_memory_bytes
 from co2.methods import SyncMethod
 from co2.record import Record, run_folder
 from co2.stop import StopVote
+from co2.trace import Trace
 
 
 def train(config: Config, task: Any, method: SyncMethod, mesh: Mesh) -> None:
@@ -101,6 +102,8 @@ def train(config: Config, task: Any, method: SyncMethod, mesh: Mesh) -> None:
         say(f"step {step}/{knobs.steps}  validation {text}")
         return scores
 
+    tau = getattr(method.config, "tau", 1)
+    trace = Trace(folder / "trace" / f"rank_{mesh.replica}.json", tau) if config.trace else None
     status = 1
     try:
         with StopVote(mesh, control, method.lag, STOP_SIGNALS) as stop:
@@ -122,6 +125,8 @@ def train(config: Config, task: Any, method: SyncMethod, mesh: Mesh) -> None:
                 optimizer.zero_grad(set_to_none=True)
                 step += 1
                 meter.step()
+                if trace is not None:
+                    trace.step()
 
                 figures = None
                 if step % config.log.every == 0 or step == knobs.steps:
@@ -155,6 +160,8 @@ def train(config: Config, task: Any, method: SyncMethod, mesh: Mesh) -> None:
             record.finish(summary)
         status = 0
     finally:
+        if trace is not None:
+            trace.close()
         if console is not None:
             console.close()
         if record is not None:

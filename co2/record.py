@@ -23,7 +23,7 @@ from co2.errors import ConfigError
 from co2.provenance import cpu_name, git
 
 # What may differ between two segments of one run.
-_FREE = ("log", "checkpoint", "resume", "runs", "tag")
+_FREE = ("log", "checkpoint", "resume", "trace", "runs", "tag")
 _FREE_KEYS = (("data", "root"), ("data", "workers"), ("launch", "backend"))
 
 _PACKAGES = (

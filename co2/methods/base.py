@@ -17,6 +17,9 @@ class SyncMethod(Protocol):
     def Config(self) -> Any:
         """A nested dataclass; its fields are documented, and refused with `ConfigError`."""
 
+    config: Any
+    """An instance of it."""
+
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None: ...
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> nn.Module:

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.profiler import record_function
 
 from co2.comm import AsyncMean
 from co2.config import CommConfig
 from co2.dist import Mesh, averageable, averaged, replicate
 from co2.errors import require, require_count, require_number
 from co2.flat import FlatParams
+from co2.trace import OUTER_STEP
 
 
 class LocalMethod:
@@ -57,7 +59,7 @@ class LocalMethod:
         self.optimizer.step()
         self.steps += 1
         if self.steps % self.config.tau == 0:
-            with torch.no_grad():
+            with torch.no_grad(), record_function(OUTER_STEP):
                 self.end_round()
 
     def lr(self, group: int) -> float:

@@ -1,0 +1,121 @@
+"""Traces of real runs hold their rounds, and the timeline's lanes are what the events say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from co2 import timeline
+from co2.trace import OUTER_STEP, SNAPSHOT, WAIT
+from tests.cli.harness import metrics, pooled
+from tests.workers import Pool
+
+
+def event(name: str, begin: float, end: float, cat: str = "cpu_op", kind: str = "") -> dict:
+    """A complete event; times in seconds."""
+    args = {"Input type": [kind]} if kind else {}
+    times = {"ts": 5e6 + begin * 1e6, "dur": (end - begin) * 1e6}
+    return {"ph": "X", "name": name, "cat": cat, "args": args, **times}
+
+
+def mark(name: str, begin: float, end: float, kind: str = "") -> dict[str, Any]:
+    return event(name, begin, end, "user_annotation", kind)
+
+
+def close(spans: list, expected: list) -> None:
+    assert [pytest.approx(span, abs=1e-6) for span in spans] == expected
+
+
+def test_a_processor_that_waits() -> None:
+    lanes = timeline.timeline(
+        [
+            event("aten::mm", 0, 0.4),
+            event("aten::add", 0.4005, 0.5),  # a pause of the interpreter
+            event("c10d::allreduce_", 0.5, 0.9),
+            mark("gloo:all_reduce", 0.45, 0.8, "float"),
+            mark("gloo:all_reduce", 0.1, 0.3, "long int"),  # a flag
+            mark(WAIT, 0.5, 0.8),
+            event("aten::copy_", 0.55, 0.56),  # inside of waiting nothing is computed
+            mark(OUTER_STEP, 0.5, 1.0),
+            mark(SNAPSHOT, 0.8, 0.9),
+            event("aten::sub", 0.8, 1.0),
+        ]
+    )
+    close(lanes.compute, [(0, 0.5), (0.8, 1.0)])
+    close(lanes.collectives, [(0.45, 0.8)])
+    close(lanes.still, [(0.5, 0.8)])
+    close(lanes.outer_steps, [(0.5, 1.0)])
+    close(lanes.snapshots, [(0.8, 0.9)])
+    figures = lanes.figures()
+    assert figures["window_s"] == pytest.approx(1) and figures["compute_s"] == pytest.approx(0.7)
+    assert figures["overlap"] == pytest.approx(1 - 0.3 / 0.35)
+
+
+def test_a_gpu_whose_host_waits() -> None:
+    lanes = timeline.timeline(
+        [
+            event("aten::mm", 0, 0.1),
+            event("gemm", 0.1, 0.6, "kernel"),
+            event("gemm", 0.8, 1.0, "kernel"),
+            event("ncclDevKernel_AllReduce", 0.3, 0.7, "kernel"),
+            mark(WAIT, 0.2, 0.9),
+        ]
+    )
+    close(lanes.compute, [(0, 0.5), (0.7, 0.9)])
+    close(lanes.collectives, [(0.2, 0.6)])
+    close(lanes.still, [(0.5, 0.6)])
+
+
+def test_spans() -> None:
+    assert timeline.merged([(2, 3), (0, 1), (0.5, 1.5)]) == [(0, 1.5), (2, 3)]
+    assert timeline.merged([(0, 1), (1.1, 2)], pause=0.2) == [(0, 2)]
+    assert timeline.without([(0, 10)], [(-1, 1), (3, 4), (9, 12)]) == [(1, 3), (4, 9)]
+    assert timeline.without([(0, 1), (2, 3)], [(0, 3)]) == []
+    assert timeline.total([(0, 1), (2, 4)]) == 3
+
+
+@pytest.mark.parametrize("method", ["co2", "local_sgd", "allreduce"])
+def test_a_real_run(workers: Pool, tmp_path: Path, method: str) -> None:
+    """Steps 7 to 18 of τ = 3 hold four rounds; the last collective may outlive the trace."""
+    arguments = ["train.steps=24", f"method={method}", "train.eval_every=24"]
+    arguments += [] if method == "allreduce" else [f"{method}.tau=3"]
+    traced = pooled(workers, 2, *arguments, "trace=true", runs=tmp_path / "traced")
+    assert traced.status == 0, traced.err
+    names = sorted(path.name for path in (traced.folder / "trace").iterdir())
+    assert names == ["rank_0.json", "rank_1.json"]
+    for rank in range(2):
+        lanes = timeline.read(traced.folder, rank)
+        assert 0 < timeline.total(lanes.compute) <= lanes.seconds
+        if method == "allreduce":  # one bucket a step
+            assert 11 <= len(lanes.collectives) <= 13 and not lanes.outer_steps
+        else:
+            assert len(lanes.outer_steps) == 4 and len(lanes.snapshots) == 4
+            assert 3 <= len(lanes.collectives) <= 5
+    picture = tmp_path / "figure" / "one.png"
+    assert timeline.main([str(traced.folder), "--out", str(picture)]) == 0
+    assert picture.stat().st_size > 5000
+    # Tracing changes nothing of the training.
+    plain = pooled(workers, 2, *arguments, runs=tmp_path / "plain")
+    losses = [[line["loss"] for line in metrics(run.folder, "train")] for run in (plain, traced)]
+    assert losses[0] == losses[1]
+    assert not (plain.folder / "trace").exists()
+
+
+def test_a_run_that_ends_within_the_window(workers: Pool, tmp_path: Path) -> None:
+    run = pooled(workers, 1, "train.steps=8", "co2.tau=2", "trace=true", runs=tmp_path)
+    assert len(timeline.read(run.folder).outer_steps) == 2
+    trace = json.loads((run.folder / "trace/rank_0.json").read_text())
+    assert {"traceEvents", "schemaVersion"} <= trace.keys()
+
+
+@pytest.mark.parametrize(("text", "told"), [(None, "trace=true"), ("{", "no Chrome trace")])
+def test_no_trace_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture, text: str | None, told: str
+) -> None:
+    if text is not None:
+        (tmp_path / "trace").mkdir()
+        (tmp_path / "trace/rank_0.json").write_text(text)
+    assert timeline.main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: RUN={tmp_path}") and told in error and error.count("\n") == 1
