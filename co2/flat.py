@@ -73,7 +73,7 @@ class FlatParams:
             self.dtype = torch.promote_types(self.dtype, param.dtype)
         self.chunks = list(self._cut(_CHUNK.get(self.device.type, 1 << 22)))
         longest = max(chunk.numel for chunk in self.chunks)
-        self._scratch = torch.empty(longest, dtype=self.dtype, device=self.device)
+        self.scratch = torch.empty(longest, dtype=self.dtype, device=self.device)
 
     def zeros(self) -> Tensor:
         """A new vector (numel,) of zeros."""
@@ -88,7 +88,7 @@ class FlatParams:
 
     def local(self, chunk: Chunk) -> Tensor:
         """The live parameters of a chunk, in scratch that the next call overwrites."""
-        values = self._scratch[: chunk.numel]
+        values = self.scratch[: chunk.numel]
         chunk.read(values)
         return values
 

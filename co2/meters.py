@@ -116,11 +116,13 @@ def overlap(comm_s: float, exposed_s: float) -> float | None:
     return max(0.0, 1 - exposed_s / comm_s) if comm_s > 0 else None
 
 
-def ledger(model: nn.Module, optimizer: Optimizer, copies: float) -> dict[str, int]:
+def ledger(
+    model: nn.Module, optimizer: Optimizer, copies: float, scratch_bytes: int
+) -> dict[str, int]:
     """Bytes that one worker holds between steps, with its gradients.
 
-    `copies` is the method's figure; extra = copies × the trained parameters in fp32 (fp64 where
-    a parameter is), as FlatParams holds them.
+    `copies` and `scratch_bytes` are the method's figures; extra = copies × the trained parameters
+    in fp32 (fp64 where a parameter is), as FlatParams holds them.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     width = max(4, *(p.element_size() for p in trained))
@@ -134,6 +136,7 @@ def ledger(model: nn.Module, optimizer: Optimizer, copies: float) -> dict[str, i
             for value in state.values()
             if isinstance(value, Tensor)
         ),
+        "scratch_bytes": scratch_bytes,
         "extra_bytes": int(copies * width * sum(p.numel() for p in trained)),
     }
 

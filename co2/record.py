@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from co2.checkpoint import write_durably
-from co2.config import Config, Resume, Wandb
+from co2.config import NODES, Config, Resume, Wandb
 from co2.errors import ConfigError
 from co2.provenance import cpu_name, git
 
@@ -75,6 +75,8 @@ def plain(config: Config, world: int) -> dict[str, Any]:
 def check_folder(config: Config, world: int) -> None:
     """Refuse a folder that holds a run of another configuration. Writes nothing.
 
+    A key that is newer than the folder is no difference while it has its default.
+
     Raises:
         ConfigError: with the first key that differs.
     """
@@ -85,14 +87,22 @@ def check_folder(config: Config, world: int) -> None:
     here = _flat(plain(config, world))
     for key in sorted(there.keys() | here.keys()):
         free = key[0] in _FREE or key[:2] in _FREE_KEYS
-        if not free and there.get(key) != here.get(key):
+        then = there.get(key, _default(key))
+        if not free and then != here.get(key):
             name = ".".join(key)
             raise ConfigError(
                 name,
                 here.get(key),
-                f"{os.path.relpath(folder)} holds a run with {name}={there.get(key)}; "
+                f"{os.path.relpath(folder)} holds a run with {name}={then}; "
                 "give this one a tag=NAME of its own, or start that one afresh with resume=never",
             )
+
+
+def _default(key: tuple[str, ...]) -> Any:
+    """Of a field of the schemas that every run has; None for others."""
+    node, name = key[0], key[-1]
+    known = len(key) == 2 and hasattr(NODES.get(node), name)
+    return _plain(getattr(NODES[node], name)) if known else None
 
 
 def read_summary(config: Config) -> dict[str, Any] | None:

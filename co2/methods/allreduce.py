@@ -73,6 +73,10 @@ class AllReduce:
         return {**self._clocks(), "bytes": float(self.bytes_per_step() * self.steps)}
 
     @property
+    def scratch_bytes(self) -> int:
+        return 0
+
+    @property
     def copies(self) -> float:
         """Gradients live in DDP's buckets; for bf16 it makes rounded ones beside them."""
         alone = self.mesh.num_replicas == 1

@@ -56,8 +56,12 @@ class SyncMethod(Protocol):
 
     @property
     def copies(self) -> float:
-        """Model copies held beyond parameters, gradients and the inner optimizer's state; beside
-        them there is one chunk of scratch (FlatParams)."""
+        """Model copies held beyond parameters, gradients and the inner optimizer's state."""
+        ...
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Held beside the copies: one chunk of the vector, however large the model."""
         ...
 
     @property

@@ -90,6 +90,10 @@ class LocalMethod:
         return self.held + self.mean.buffer.element_size() / self.flat.dtype.itemsize
 
     @property
+    def scratch_bytes(self) -> int:
+        return self.flat.scratch.nbytes
+
+    @property
     def lag(self) -> int:
         return self.rounds_apart * self.config.tau
 

@@ -75,7 +75,7 @@ VALUES = [
     ("optim.lr=-1", "optim.lr=-1", FINITE),
     ("optim.lr=", "optim.lr=", "must be a number"),
     ("optim.name=lion", "optim.name=lion", "sgd, adamw"),
-    ("optim.schedule=linear", "optim.schedule=linear", "cosine, constant"),
+    ("optim.schedule=linear", "optim.schedule=linear", "cosine, poly, constant"),
     ("optim.betas=[0.9]", "optim.betas=[0.9]", "two numbers in [0, 1)"),
     ("optim.betas=0.9", "optim.betas=0.9", "two numbers"),
     ("optim.betas=[0.9,1.0]", "optim.betas=[0.9, 1.0]", "two numbers in [0, 1)"),
@@ -120,12 +120,12 @@ NAMES = [
     ("gpt2.size=xl", "gpt2.size=xl", "there is no gpt2 here"),
     ("method=nope", "method=nope", "allreduce, co2, cocod_sgd, local_sgd, overlap_local_sgd"),
     ("method=slomo", "method=slomo", "did you mean slowmo?"),
-    ("task=nope", "task=nope", "gpt2, toy"),
+    ("task=nope", "task=nope", "known: ade20k, gpt2"),
     ("scale=nope", "scale=nope", "gpu, paper, smoke"),
     ("scale=smok", "scale=smok", "did you mean smoke?"),
     ("scale=paper", "scale=paper", "it has smoke"),
     ("method=null", "method=", "allreduce, co2"),
-    ("task=null", "task=", "gpt2, toy"),
+    ("task=null", "task=", "ade20k, gpt2"),
     ("scale=null", "scale=", "smoke"),
     ("tran.steps=3", "tran.steps=3", "did you mean train.steps?"),
     ("+tran.steps=3", "tran=", "did you mean train?"),
@@ -357,3 +357,14 @@ def test_a_damaged_file_is_one_line_whoever_meets_it(tmp_path: Path, ahead: int)
     assert len(errors) == 1 and str(victim.relative_to(tmp_path / "tree")) in errors[0]
     assert "Traceback" not in run.err
     assert not folders(tmp_path / "runs")[0].joinpath("summary.json").exists()
+
+
+def test_a_key_that_is_newer_than_the_folder(workers: Pool, tmp_path: Path) -> None:
+    """An option that this version has added is no other run, unless it is used."""
+    words = ("train.steps=2", "launch.workers=1")
+    run = pooled(workers, 1, *words, runs=tmp_path)
+    path = run.folder / "config.yaml"
+    path.write_text("".join(s for s in path.read_text().splitlines(True) if "  dtype:" not in s))
+    configured(*words, f"tag={run.folder.parent.name}", runs=tmp_path)
+    with pytest.raises(ConfigError, match=r"^comm\.dtype=bf16: .* with comm\.dtype=fp32"):
+        configured(*words, "comm.dtype=bf16", f"tag={run.folder.parent.name}", runs=tmp_path)
