@@ -64,9 +64,9 @@ def main() -> None:
         "What every task learns at smoke scale",
         "Two workers on two cores, embedded or generated data, the recipes of conf/ as they are: "
         "nothing here is from a paper or says anything about the paper's scale. Mean ± standard "
-        "deviation over the seeds, on validation data. Waiting is the share of training "
-        "time spent waiting for batches (goal: under 2 %); wall seconds are as they came, with whatever "
-        "else the machine did.",
+        "deviation over the seeds, on validation data. Waiting is the share of training time spent "
+        "waiting for batches (goal: under 2 %); wall seconds are as they came, with whatever else "
+        "the machine did.",
         ["task", "method", "metric", "measured", "seeds", "floor", "reached", "waiting", "wall s"],
         [row(task, method, found) for (task, method), found in cells.items() if found],
     )
