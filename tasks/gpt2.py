@@ -24,14 +24,13 @@ from tasks.evaluation import evaluating, total
 from tasks.loader import load
 from tasks.optimizer import make_optimizer
 from tasks.randomness import seeded
-from tasks.sampling import Sampler
+from tasks.sampling import Sampler, spread
 from tasks.store import Store
 from tasks.text import (
     Window,
     described,
     num_windows,
     opened,
-    spread,
     unigram_entropy,
     windows,
 )

@@ -25,9 +25,9 @@ from tasks.loader import load
 from tasks.masking import IGNORED, Vocabulary, masked
 from tasks.optimizer import make_optimizer
 from tasks.randomness import seeded
-from tasks.sampling import Sampler
+from tasks.sampling import Sampler, spread
 from tasks.store import Store
-from tasks.text import Window, described, num_windows, opened, spread, unigram_entropy, windows
+from tasks.text import Window, described, num_windows, opened, unigram_entropy, windows
 
 if TYPE_CHECKING:
     from co2.dist import Mesh

@@ -66,3 +66,9 @@ class Sampler:
             np.random.default_rng((self.seed, epoch)).shuffle(order)
             self._epoch, self._permutation = epoch, order
         return self._permutation
+
+
+def spread(available: int, wanted: int | None) -> np.ndarray:
+    """Indices below `available`: all of them (null), or `wanted`, spread evenly."""
+    number = min(wanted or available, available)
+    return np.arange(number) * available // number

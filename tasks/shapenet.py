@@ -30,7 +30,7 @@ from tasks.optimizer import make_optimizer
 from tasks.point_mae import PointClassifier, PointMAE, Shape
 from tasks.points import chamfer
 from tasks.randomness import generator, seeded
-from tasks.sampling import Sampler
+from tasks.sampling import Sampler, spread
 from tasks.solids import NAMES, solids
 
 if TYPE_CHECKING:
@@ -257,8 +257,8 @@ class ShapeNet:
         self, model: nn.Module, gather: Gather, mine: Callable[[int], list[int] | range]
     ) -> dict[str, float]:
         chosen = {
-            "test": _spread(len(self._part("test")), self.config.eval_samples),
-            "train": _spread(len(self._part("train")), self.config.svm_samples),
+            "test": spread(len(self._part("test")), self.config.eval_samples),
+            "train": spread(len(self._part("train")), self.config.svm_samples),
         }
         device = next(model.parameters()).device
 
@@ -364,9 +364,3 @@ def svm_accuracy(
 
     best = gather(fitted, len(kinds)).argmax(0).cpu().numpy()
     return float((kinds[best] == test_kinds).mean())
-
-
-def _spread(available: int, wanted: int | None) -> np.ndarray:
-    """Indices of all, or of `wanted` that lie evenly."""
-    wanted = min(wanted or available, available)
-    return np.arange(wanted) * available // wanted

@@ -143,12 +143,6 @@ def windows(tokens: np.ndarray, indices: Iterable[int], stride: int, overlap: in
     return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
-def spread(available: int, wanted: int | None) -> np.ndarray:
-    """Indices below `available`: all of them (null), or `wanted`, spread evenly."""
-    number = min(wanted or available, available)
-    return np.arange(number) * available // number
-
-
 def unigram_entropy(tokens: np.ndarray) -> float:
     """Entropy of the tokens' frequencies, in nats: the loss of the best model without context."""
     counts = np.bincount(tokens).astype(np.float64)
