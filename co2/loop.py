@@ -126,7 +126,8 @@ def train(config: Config, task: Any, method: SyncMethod, mesh: Mesh) -> None:
                 step += 1
                 meter.step()
                 if trace is not None:
-                    trace.step()
+                    with meter.paused():  # starting a profiler and writing its file cost seconds
+                        trace.step()
 
                 figures = None
                 if step % config.log.every == 0 or step == knobs.steps:
