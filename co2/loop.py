@@ -279,7 +279,8 @@ def _summary(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
 ) -> dict[str, Any]:
-    """Final figures; times and bytes are means over the workers. Collective."""
+    """Final figures; times and bytes are means over the workers, throughput is at the pace of the
+    slowest. Collective."""
     totals = meter.state_dict()
     stats = method.stats()
     names = ("comm_s", "exposed_s", "bytes")
@@ -287,6 +288,9 @@ def _summary(
     if control is not None:
         dist.all_reduce(means, op=dist.ReduceOp.AVG, group=control)
     comm_s, exposed_s, sent = means.tolist()
+    throughput = torch.tensor(meter.throughput(), dtype=torch.float64)
+    if control is not None:
+        dist.all_reduce(throughput, op=dist.ReduceOp.MIN, group=control)
     return {
         "title": f"{config.task} · {config.method} · {config.tag} · seed {config.train.seed}",
         "task": config.task,
@@ -299,7 +303,7 @@ def _summary(
         "steps": totals["steps"],
         "workers": mesh.num_replicas,
         "unit": task.unit,
-        "throughput": meter.throughput(),
+        "throughput": throughput.item(),
         "comm_s": comm_s,
         "exposed_s": exposed_s,
         "exposed_share": exposed_s / max(totals["train_s"], 1e-9),
