@@ -277,7 +277,7 @@ def node(values: DictConfig | None, schema: type, name: str) -> Any:
         if key not in known:
             names = [f"{name}.{field}" for field in known]
             raise ConfigError(full, _short(value), "unknown key; " + nearest(full, names))
-        if _takes_number_or_text(merged, key) and isinstance(value, int):
+        if float in _choices(merged, key) and isinstance(value, int):
             value = float(value)
         try:
             merged[key] = value
@@ -292,8 +292,11 @@ def node(values: DictConfig | None, schema: type, name: str) -> Any:
 _NUMBERS = {1: "one", 2: "two", 3: "three"}
 
 
-def _takes_number_or_text(schema: DictConfig, key: str) -> bool:
-    return typing.get_origin(_kind(schema, key)) in (typing.Union, types.UnionType)
+def _choices(schema: DictConfig, key: str) -> tuple[type, ...]:
+    """The types of a field that takes several; else none."""
+    kind = _kind(schema, key)
+    union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    return typing.get_args(kind) if union else ()
 
 
 def _kind(schema: DictConfig, key: str) -> Any:
@@ -302,8 +305,9 @@ def _kind(schema: DictConfig, key: str) -> Any:
 
 def _expected(schema: DictConfig, key: str) -> str:
     """What a field of a structured config takes, in words."""
-    if _takes_number_or_text(schema, key):
-        return "must be a number or one of the names that conf/ lists beside it"
+    if choices := _choices(schema, key):
+        number = "a number" if float in choices else "a whole number"
+        return f"must be {number} or one of the names that conf/ lists beside it"
     kind = _kind(schema, key)
     if typing.get_origin(kind) is tuple:
         return f"must be a list of {_NUMBERS[len(typing.get_args(kind))]} numbers"

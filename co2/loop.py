@@ -102,11 +102,11 @@ def train(config: Config, task: Any, method: SyncMethod, mesh: Mesh) -> None:
         say(f"step {step}/{knobs.steps}  validation {text}")
         return scores
 
-    tau = getattr(method.config, "tau", 1)
+    tau = getattr(method, "tau", 1)
     trace = Trace(folder / "trace" / f"rank_{mesh.replica}.json", tau) if config.trace else None
     status = 1
     try:
-        with StopVote(mesh, control, method.lag, STOP_SIGNALS) as stop:
+        with StopVote(mesh, control, lambda: method.lag, STOP_SIGNALS) as stop:
             while step < knobs.steps:
                 _set_lr(optimizer, config.optim, step, knobs.steps)
                 loss = torch.zeros((), device=mesh.device)
@@ -125,6 +125,10 @@ def train(config: Config, task: Any, method: SyncMethod, mesh: Mesh) -> None:
                 optimizer.zero_grad(set_to_none=True)
                 step += 1
                 meter.step()
+                for notice in method.notices():
+                    say(f"step {step}/{knobs.steps}  {notice}")
+                    if record is not None:
+                        record.log("notice", step, {"text": notice})
                 if trace is not None:
                     with meter.paused():  # starting a profiler and writing its file cost seconds
                         trace.step()

@@ -2,7 +2,7 @@
 
 import signal
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 
 import torch
@@ -17,6 +17,7 @@ class StopVote:
     After each step every worker sends one flag, "I was told to stop", and reads the outcome of
     the flags sent `lag` steps before. With `lag` no smaller than what one replica may run ahead
     of another anyway, nobody ever stands still for it. A stop takes effect `lag` steps later.
+    `lag` is asked for at every step, and must be the same on every worker then.
 
     Use as a context manager: the signals' former handlers return at its end.
     """
@@ -25,7 +26,7 @@ class StopVote:
         self,
         mesh: Mesh,
         group: dist.ProcessGroup | None,
-        lag: int,
+        lag: Callable[[], int],
         signals: Iterable[signal.Signals],
     ) -> None:
         self.told = False
@@ -55,9 +56,10 @@ class StopVote:
         flag = torch.tensor([int(self.told)])
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._pending.append((flag, work))
-        if len(self._pending) <= self._lag:
-            return False
-        return self._oldest()
+        outcomes = []
+        while len(self._pending) > self._lag():
+            outcomes.append(self._oldest())
+        return any(outcomes)
 
     def drain(self) -> None:
         """Wait for the flags under way, before the process group goes."""

@@ -72,6 +72,9 @@ class AllReduce:
     def stats(self) -> dict[str, float]:
         return {**self._clocks(), "bytes": float(self.bytes_per_step() * self.steps)}
 
+    def notices(self) -> list[str]:
+        return []
+
     @property
     def scratch_bytes(self) -> int:
         return 0

@@ -54,6 +54,10 @@ class SyncMethod(Protocol):
         """Totals `comm_s`, `exposed_s`, `bytes` (sent by this worker) and the method's own."""
         ...
 
+    def notices(self) -> list[str]:
+        """Lines for a person since the last call: what the method has decided, and why."""
+        ...
+
     @property
     def copies(self) -> float:
         """Model copies held beyond parameters, gradients and the inner optimizer's state."""

@@ -27,8 +27,8 @@ class CO2(LocalMethod):
 
     @dataclass
     class Config:
-        tau: int = 12
-        """Inner steps of a round. The paper searches 1, 3, 6, 12, 24, 48, 96, 192."""
+        tau: int | str = 12
+        """Inner steps of a round, or auto (tau.py). The paper searches 1, 3, 6, 12, 24, …, 192."""
         outer_lr: float = 1.0
         """α."""
         outer_momentum: float = 0.2

@@ -24,8 +24,8 @@ class CoCoDSGD(LocalMethod):
 
     @dataclass
     class Config:
-        tau: int = 12
-        """Inner steps of a round."""
+        tau: int | str = 12
+        """Inner steps of a round, or auto (tau.py)."""
 
         def __post_init__(self) -> None:
             check_tau(self.tau)

@@ -14,15 +14,16 @@ from torch.profiler import record_function
 from co2.comm import AsyncMean
 from co2.config import CommConfig
 from co2.dist import Mesh, averageable, averaged, replicate
-from co2.errors import require, require_count, require_number
+from co2.errors import require, require_number
 from co2.flat import FlatParams
+from co2.tau import AUTO, AutoTau
 from co2.trace import OUTER_STEP
 
 
 class LocalMethod:
     """τ inner steps on every replica, then `end_round`. A subclass sets:
 
-    - `Config`, a dataclass with `tau`;
+    - `Config`, a dataclass with `tau`, and for a blocking method with `comm_share`;
     - `held`, the model copies that it keeps beyond the communication buffer;
     - `vectors`, the names of its flat tensors, which make up its state;
     - `begin()`, which allocates them, and `end_round()`.
@@ -37,7 +38,7 @@ class LocalMethod:
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         self.config = self.Config() if config is None else config
         self.comm = comm or CommConfig()
-        self.steps = 0
+        self.steps_of_round = 0
 
     def begin(self) -> None:
         raise NotImplementedError
@@ -52,15 +53,30 @@ class LocalMethod:
         self.flat = FlatParams(optimizer)
         flat = self.flat
         self.mean = AsyncMean(flat.numel, mesh, self.comm, dtype=flat.dtype, device=flat.device)
+        self.auto: AutoTau | None = None
+        if self.config.tau == AUTO:
+            self.auto = AutoTau(mesh, getattr(self.config, "comm_share", None))
         self.begin()
         return model
 
+    @property
+    def tau(self) -> int:
+        """Inner steps of the round under way."""
+        return self.config.tau if self.auto is None else self.auto.tau
+
     def step(self) -> None:
         self.optimizer.step()
-        self.steps += 1
-        if self.steps % self.config.tau == 0:
+        self.steps_of_round += 1
+        if self.auto is not None:
+            self.auto.step_ends()
+        if self.steps_of_round == self.tau:
             with torch.no_grad(), record_function(OUTER_STEP):
                 self.end_round()
+            self.steps_of_round = 0
+            if self.auto is not None:
+                self.auto.round_ends(self.mean.clocks())
+        if self.auto is not None:
+            self.auto.step_begins()
 
     def lr(self, group: int) -> float:
         """γ_t: the inner learning rate of a parameter group at the round's last inner step."""
@@ -71,19 +87,34 @@ class LocalMethod:
 
     def flush(self) -> None:
         self.mean.close()
+        if self.auto is not None:
+            self.auto.close()
 
     def state_dict(self) -> dict[str, Any]:
-        vectors = {name: getattr(self, name) for name in self.vectors}
-        return {"steps": self.steps, "mean": self.mean.state_dict(), "vectors": vectors}
+        return {
+            "steps_of_round": self.steps_of_round,
+            "mean": self.mean.state_dict(),
+            "vectors": {name: getattr(self, name) for name in self.vectors},
+            "auto": self.auto and self.auto.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps = state["steps"]
+        self.steps_of_round = state["steps_of_round"]
+        if self.auto is not None:
+            self.auto.load_state_dict(state["auto"])
         self.mean.load_state_dict(state["mean"])
         for name in self.vectors:
             getattr(self, name).copy_(state["vectors"][name])
 
     def stats(self) -> dict[str, float]:
-        return self.mean.clocks()
+        chosen = {} if self.auto is None else {"tau": float(self.auto.tau)}
+        return {**self.mean.clocks(), **chosen}
+
+    def notices(self) -> list[str]:
+        if self.auto is None:
+            return []
+        notices, self.auto.notices = self.auto.notices, []
+        return notices
 
     @property
     def copies(self) -> float:
@@ -95,12 +126,18 @@ class LocalMethod:
 
     @property
     def lag(self) -> int:
-        return self.rounds_apart * self.config.tau
+        return self.rounds_apart * self.tau
 
 
-def check_tau(tau: int) -> None:
-    """Raise `ConfigError` unless τ is a whole number of 1 or more."""
-    require_count("tau", tau)
+def check_tau(tau: int | str) -> None:
+    """Raise `ConfigError` unless τ is a whole number of 1 or more, or auto."""
+    whole = isinstance(tau, int) and not isinstance(tau, bool) and tau >= 1
+    require(whole or tau == AUTO, "tau", tau, "must be a whole number, 1 or more, or auto")
+
+
+def check_comm_share(share: float) -> None:
+    """Raise `ConfigError` unless 0 < share < 1."""
+    require(0 < share < 1, "comm_share", share, "must be above 0 and below 1")
 
 
 def check_outer(outer_lr: float, outer_momentum: float) -> None:

@@ -11,7 +11,7 @@ Deviation: pseudo-gradients travel, not parameters; the arithmetic is the same.
 
 from dataclasses import dataclass
 
-from co2.methods.local import LocalMethod, check_tau
+from co2.methods.local import LocalMethod, check_comm_share, check_tau
 
 
 class LocalSGD(LocalMethod):
@@ -20,11 +20,14 @@ class LocalSGD(LocalMethod):
 
     @dataclass
     class Config:
-        tau: int = 12
-        """Inner steps of a round."""
+        tau: int | str = 12
+        """Inner steps of a round, or auto (tau.py)."""
+        comm_share: float = 0.1
+        """With τ = auto: most of a round's time that communication may take."""
 
         def __post_init__(self) -> None:
             check_tau(self.tau)
+            check_comm_share(self.comm_share)
 
     def begin(self) -> None:
         self.anchor = self.flat.copy()

@@ -25,8 +25,8 @@ class OverlapLocalSGD(LocalMethod):
 
     @dataclass
     class Config:
-        tau: int = 12
-        """Inner steps of a round."""
+        tau: int | str = 12
+        """Inner steps of a round, or auto (tau.py)."""
         pull: float = 0.6
         """a. The paper: 0.6."""
         outer_momentum: float = 0.7

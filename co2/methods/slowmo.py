@@ -13,7 +13,7 @@ ends at γ_t = 0 cannot divide: its d_t is applied and stored unscaled.
 
 from dataclasses import dataclass
 
-from co2.methods.local import LocalMethod, check_outer, check_tau
+from co2.methods.local import LocalMethod, check_comm_share, check_outer, check_tau
 
 
 class SlowMo(LocalMethod):
@@ -22,15 +22,18 @@ class SlowMo(LocalMethod):
 
     @dataclass
     class Config:
-        tau: int = 12
-        """Inner steps of a round. The paper: 12 (CIFAR-10), 48 (ImageNet, WMT)."""
+        tau: int | str = 12
+        """Inner steps of a round, or auto (tau.py). The paper: 12 (CIFAR-10), 48 (ImageNet)."""
         outer_lr: float = 1.0
         """α. The paper: 1."""
         outer_momentum: float = 0.5
         """β. The paper: 0.4 to 0.8."""
+        comm_share: float = 0.1
+        """With τ = auto: most of a round's time that communication may take."""
 
         def __post_init__(self) -> None:
             check_tau(self.tau)
+            check_comm_share(self.comm_share)
             check_outer(self.outer_lr, self.outer_momentum)
 
     def begin(self) -> None:

@@ -319,7 +319,7 @@ def vote(
     before = signal.getsignal(signal.SIGUSR1)
     mesh = Mesh.world(device="cpu")
     stopped = None
-    with StopVote(mesh, mesh.new_group("gloo"), lag, [signal.SIGUSR1]) as stop:
+    with StopVote(mesh, mesh.new_group("gloo"), lambda: lag, [signal.SIGUSR1]) as stop:
         for step in range(1, steps + 1):
             if told.get(rank) == step:
                 signal.raise_signal(signal.SIGUSR1)
@@ -354,7 +354,7 @@ def vote_ahead(rank: int, world: int, lag: int) -> list[bool]:
     """Worker 0 votes on `lag` steps before worker 1 has begun its first."""
     mesh = Mesh.world(device="cpu")
     group, gate = mesh.new_group("gloo"), mesh.new_group("gloo")
-    with StopVote(mesh, group, lag, [signal.SIGUSR1]) as stop:
+    with StopVote(mesh, group, lambda: lag, [signal.SIGUSR1]) as stop:
         if rank == 1:
             dist.barrier(group=gate)
         answers = [stop() for _ in range(lag)]

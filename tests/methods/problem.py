@@ -68,7 +68,8 @@ def build(seed: int, optimizer: str, dtype: torch.dtype = torch.float64) -> tupl
 def set_lr(optimizer: Optimizer, step: int) -> None:
     """The schedule on the first two groups, unlike each other; the third's rate is constant."""
     peak = 0.1 if isinstance(optimizer, SGD) else 0.02
-    rates = (peak * FACTORS[step], 0.5 * peak * FACTORS[step], 0.3 * peak)
+    factor = FACTORS[step % len(FACTORS)]
+    rates = (peak * factor, 0.5 * peak * factor, 0.3 * peak)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 

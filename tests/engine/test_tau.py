@@ -1,0 +1,254 @@
+"""τ chosen by measurement: the rule, the agreement, and what a training makes of it."""
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import co2
+from co2 import tau
+from co2.methods import local
+from co2.tau import CHOICES, PATIENCE, START, WINDOW, AutoTau, choose
+from tests.cli.harness import pooled
+from tests.methods.driver import SETTINGS, Session, Snapshot, assert_same
+from tests.workers import Pool
+
+Figures = tuple[float, float, float]
+
+
+@pytest.mark.parametrize(
+    ("step_s", "comm_s", "chosen"),
+    [
+        (1.0, 0.0, 1),
+        (1.0, 0.9, 1),
+        (1.0, 0.92, 3),  # 1.1 × 0.92 is more than one step
+        (1.0, 5.45, 6),
+        (1.0, 5.46, 12),
+        (0.1, 17.4, 192),
+        (0.1, 1000.0, 192),
+    ],
+)
+def test_the_smallest_that_hides_it(step_s: float, comm_s: float, chosen: int) -> None:
+    assert choose(step_s, comm_s) == chosen
+
+
+@pytest.mark.parametrize(
+    ("comm_s", "share", "chosen"),
+    [(0.0, 0.1, 1), (0.3, 0.1, 3), (0.34, 0.1, 6), (1.0, 0.5, 1), (1.0, 0.01, 192)],
+)
+def test_the_smallest_within_a_share(comm_s: float, share: float, chosen: int) -> None:
+    """comm ≤ share · (comm + τ · 1 s): with a tenth, τ ≥ 9 comm."""
+    assert choose(1.0, comm_s, share) == chosen
+
+
+class Scripted(AutoTau):
+    """Finds what a script says, one entry a measurement; the last one for ever."""
+
+    script: tuple[Figures, ...] = ()
+    position = 0
+
+    def measured(self, now: tuple[float, float]) -> Figures:
+        found = self.script[min(self.position, len(self.script) - 1)]
+        self.position += 1
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.position = state["position"]
+
+
+def played(
+    script: tuple[Figures, ...], measurements: int, share: float | None = None
+) -> tuple[list[int], list[str]]:
+    """τ of each round, one replica alone, and what was said."""
+    auto = Scripted(co2.Mesh.world(device="cpu"), share)
+    auto.script = script
+    clocks = {"comm_s": 0.0, "exposed_s": 0.0}
+    rounds = [auto.tau]
+    while auto.position < measurements:
+        rounds.append(auto.round_ends(clocks))
+    rounds.append(auto.round_ends(clocks))
+    return rounds, auto.notices
+
+
+def test_chosen_after_a_few_rounds() -> None:
+    rounds, notices = played(((1.0, 20.0, 0.3),), 1)
+    # Round 0 is no measure, three are measured, and one more brings the agreement.
+    assert rounds == [START] * (WINDOW + 2) + [24]
+    (line,) = notices
+    assert line.startswith(f"tau {START} → 24: ") and "24 steps hide it" in line
+
+
+def test_an_end_of_the_search_is_told() -> None:
+    _, (line,) = played(((0.001, 20.0, 0.9),), 1)
+    assert "192 steps cannot hide it" in line
+
+
+GOOD, LATE, LATER = (1.0, 10.0, 0.0), (1.0, 40.0, 0.2), (1.0, 80.0, 0.4)
+
+
+def test_it_rises_when_the_network_stays_slow() -> None:
+    rounds, notices = played((GOOD, GOOD, *(LATE,) * PATIENCE), 2 + PATIENCE)
+    assert rounds[-2:] == [12, 48] and set(rounds[:-1]) == {12}
+    assert len(notices) == 2
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        (GOOD, LATE, GOOD, LATE, GOOD),  # never twice in a row
+        (GOOD, (1.0, 40.0, 0.04), (1.0, 40.0, 0.04)),  # little is exposed
+        (GOOD, (1.0, 2.0, 0.2), (1.0, 2.0, 0.2)),  # exposed, but no longer round would mend it
+        (LATE, GOOD, GOOD, GOOD),  # it does not fall
+    ],
+)
+def test_it_stays(script: tuple[Figures, ...]) -> None:
+    rounds, notices = played(script, len(script))
+    assert len(notices) == 1 and len(set(rounds[WINDOW + 2 :])) == 1
+
+
+def test_it_rises_more_than_once() -> None:
+    rounds, _ = played((GOOD, LATE, LATE, LATER, LATER), 5)
+    assert sorted(set(rounds)) == [12, 48, 96]
+
+
+def test_a_blocking_method_allows_its_share() -> None:
+    allowed = (1.0, 1.0, 0.14)
+    assert played((allowed,) * 4, 4, share=0.1)[0][-1] == 12
+    slower = (1.0, 4.0, 0.25)
+    assert played((allowed, slower, slower), 3, share=0.1)[0][-1] == 48
+
+
+def test_the_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 2 s, one of them interrupted by an evaluation; each mean takes 6 s, 1 s exposed."""
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    auto, found = AutoTau(co2.Mesh.world(device="cpu")), []
+    ask = auto._ask
+    auto._ask = lambda figures: (found.append(figures), ask(figures))  # type: ignore[assignment]
+    for number in range(1, WINDOW + 2):
+        for step in range(START):
+            auto.step_begins()
+            now += 102.0 if step == 5 else 2.0
+            auto.step_ends()
+            now += 0.5
+        auto.round_ends({"comm_s": 6.0 * number, "exposed_s": 1.0 * number})
+    share = WINDOW / (WINDOW + 2.0 * START * WINDOW)
+    assert found == [pytest.approx((2.0, 6.0, share))]
+
+
+def agreed(rank: int, world: int) -> int:
+    """Replicas differ in what they find: rank r has steps of 1 + r s, means of 30 − 10 r s."""
+    auto = Scripted(co2.Mesh.world(device="cpu"))
+    auto.script = ((1.0 + rank, 30.0 - 10.0 * rank, 0.0),)
+    for _ in range(WINDOW + 2):
+        auto.round_ends({"comm_s": 0.0, "exposed_s": 0.0})
+    auto.close()
+    return auto.tau
+
+
+def test_all_replicas_choose_alike(workers: Pool) -> None:
+    """By the slowest step, 3 s, and the last to join, 10 s: 6. Each for itself: 48, 12, 6."""
+    assert workers.run(agreed, 3) == [6, 6, 6]
+
+
+SCRIPT = ((1.0, 2.0, 0.0), (1.0, 5.0, 0.1), (1.0, 5.0, 0.1))
+"""With a start of 2: τ 3 from round 5 on, then 6."""
+STEPS = 50
+
+
+class Plan(Session):
+    """A session under `tau=auto` by script, with short rounds."""
+
+    def __init__(self, rank: int, name: str, seed: int | None = None) -> None:
+        with patch.object(tau, "START", 2), patch.object(local, "AutoTau", Scripted):
+            super().__init__(rank, name, {**SETTINGS[name], "tau": "auto"}, seed=seed)
+        self.method.auto.script = SCRIPT  # type: ignore[attr-defined]
+
+
+def lengths_of_rounds(rank: int, world: int, name: str) -> tuple[list[int], list[Snapshot]]:
+    session = Plan(rank, name)
+    lengths, history = [], []
+    for _ in range(STEPS):
+        lengths.append(session.method.tau)  # type: ignore[attr-defined]
+        session.step()
+        history.append(session.snapshot())
+    session.method.flush()
+    return lengths, history
+
+
+def by_hand(rank: int, world: int, name: str, lengths: list[int]) -> list[Snapshot]:
+    session = Session(rank, name, SETTINGS[name])
+    history = []
+    for length in lengths:
+        session.method.config.tau = length
+        session.step()
+        history.append(session.snapshot())
+    session.method.flush()
+    return history
+
+
+LOCAL = [name for name in SETTINGS if name != "allreduce"]
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_auto_is_the_method_with_that_tau(workers: Pool, name: str) -> None:
+    (lengths, found), (same, _) = workers.run(lengths_of_rounds, 2, name)
+    assert lengths == same and lengths[0] == 2 and set(lengths) > {2}
+    assert_same(found, workers.run(by_hand, 2, name, lengths)[0])
+
+
+def resumed_everywhere(rank: int, world: int, name: str) -> None:
+    whole = Plan(rank, name)
+    saves, expected = [], []
+    for _ in range(STEPS):
+        whole.step()
+        state = {
+            "net": whole.net.state_dict(),
+            "optimizer": whole.optimizer.state_dict(),
+            "method": whole.method.state_dict(),
+        }
+        file = io.BytesIO()
+        torch.save(state, file)
+        saves.append(file.getvalue())
+        expected.append(whole.snapshot())
+    for done in range(3, STEPS, 4):
+        again = Plan(rank, name, seed=rank + 50)
+        state = torch.load(io.BytesIO(saves[done - 1]))
+        again.net.load_state_dict(state["net"])
+        again.optimizer.load_state_dict(state["optimizer"])
+        again.method.load_state_dict(state["method"])
+        again.steps_done = done
+        while again.steps_done < STEPS:
+            again.step()
+        assert_same(again.snapshot(), expected[-1])
+        again.method.flush()
+    whole.method.flush()
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "co2"])
+def test_resume_is_exact(workers: Pool, name: str) -> None:
+    workers.run(resumed_everywhere, 2, name)
+
+
+@pytest.mark.parametrize("method", ["co2", "slowmo"])
+def test_in_a_run(workers: Pool, tmp_path: Path, method: str) -> None:
+    """The decision stands in the metrics with its reason, and the console tells it."""
+    arguments = (f"method={method}", f"{method}.tau=auto", "train.steps=70", "toy.delay_s=0.002")
+    run = pooled(workers, 2, *arguments, "log.every=5", runs=tmp_path)
+    assert run.status == 0, run.err
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    (notice,) = [line for line in lines if line["kind"] == "notice"]
+    assert notice["step"] == START * (WINDOW + 2) and notice["text"] in run.out
+    chosen = int(notice["text"].partition("→ ")[2].partition(":")[0])
+    assert chosen in CHOICES
+    last = [line for line in lines if line["kind"] == "train"][-1]
+    assert last["tau"] == chosen
