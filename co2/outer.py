@@ -62,12 +62,12 @@ class GapPenalty:
         torch.div(self.ema, 1 - 0.9**self.count, out=self.scale)
         self.value.copy_(torch.where(self.scale > 0, 1 + displacement / self.scale, 1.0))
 
-    def divisor(self, momentum: Tensor) -> Tensor:
-        """Λ for the elements whose m_{t−1} this is: a scalar, or a tensor like `momentum`."""
+    def divisor(self, momentum: Tensor, out: Tensor) -> Tensor:
+        """Λ for the elements whose m_{t−1} this is: a scalar, or in `out` one for each."""
         if self.kind != "gap_aware_elementwise":
             return self.value.to(momentum.dtype)
         per_element = torch.where(self.scale > 0, self.outer_lr / self.scale, 0.0)
-        return momentum.abs().mul_(per_element.to(momentum.dtype)).add_(1.0)
+        return torch.abs(momentum, out=out).mul_(per_element.to(momentum.dtype)).add_(1.0)
 
     def state_dict(self) -> dict[str, Any]:
         counts = {"count": self.count, "largest_lr": self.largest_lr}
@@ -101,7 +101,7 @@ class Momentum:
             if gap.kind == "none":
                 m.mul_(self.beta).add_(d)
             else:
-                penalty = gap.divisor(m)
+                penalty = gap.divisor(m, out=self.flat.scratch[: chunk.numel])
                 m.mul_(self.beta).addcdiv_(d, penalty)
             if by_value is not None:
                 clipped += m.abs().gt_(by_value).sum()  # counted as floats, which is faster
