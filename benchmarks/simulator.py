@@ -3,9 +3,9 @@
     python -m co2.lab --workers 2,4        measures results/lab/cells.csv
     python -m benchmarks.simulator         works the same cells out, and writes the errors
 
-The simulator is told the step's time from the same training without communication (method none), the
-vector's bytes, and the links' rate; a full packet of 1,514 bytes on the wire carries 1,448 bytes of
-payload. Nothing is fitted. Points without a rate (unlimited) have nothing to be worked out from.
+The simulator is told the step's time from the same training without communication (method none),
+the vector's bytes, and the links' rate; a full packet of 1,514 bytes on the wire carries 1,448
+bytes of payload. Nothing is fitted. Points without a rate (unlimited) are left out.
 """
 
 import argparse

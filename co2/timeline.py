@@ -132,11 +132,14 @@ def timeline(events: Sequence[dict[str, Any]]) -> Timeline:
     def named(name: str) -> list[Span]:
         return merged(spans(event for event in marked if event["name"] == name))
 
-    compute, collectives = merged(spans(worked), _PAUSE_S), spans(carried)
+    compute = merged(spans(worked), _PAUSE_S)
+    last = max(end for _, end in compute)
+    # The trace ends with its last step; a collective may then be under way.
+    collectives = [(start, min(end, last)) for start, end in spans(carried) if start < last]
     if not kernels:  # a GPU works on while its host waits
         compute = without(compute, named(WAIT))
     return Timeline(
-        seconds=max(end for _, end in (*compute, *collectives)),
+        seconds=last,
         compute=compute,
         outer_steps=named(OUTER_STEP),
         snapshots=named(SNAPSHOT),
