@@ -56,9 +56,9 @@ def main() -> None:
     report.write(
         args.out / "interference_cpu.md",
         "Computation beside a collective",
-        f"{WORKERS} workers of one thread, gloo over loopback, medians over {args.repeats} pairs of "
-        "rounds, one with a mean under way and one without. A slow link spreads the same work over "
-        "more time.",
+        f"{WORKERS} workers of one thread, gloo over loopback, medians over {args.repeats} pairs "
+        "of rounds, one with a mean under way and one without. A slow link spreads the same work "
+        "over more time.",
         HEAD,
         rows,
     )

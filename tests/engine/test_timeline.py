@@ -40,16 +40,17 @@ def test_a_processor_that_waits() -> None:
             mark(OUTER_STEP, 0.5, 1.0),
             mark(SNAPSHOT, 0.8, 0.9),
             event("aten::sub", 0.8, 1.0),
+            mark("gloo:all_reduce", 0.95, 1.5, "float"),  # beyond the last step
         ]
     )
     close(lanes.compute, [(0, 0.5), (0.8, 1.0)])
-    close(lanes.collectives, [(0.45, 0.8)])
+    close(lanes.collectives, [(0.45, 0.8), (0.95, 1.0)])
     close(lanes.still, [(0.5, 0.8)])
     close(lanes.outer_steps, [(0.5, 1.0)])
     close(lanes.snapshots, [(0.8, 0.9)])
     figures = lanes.figures()
     assert figures["window_s"] == pytest.approx(1) and figures["compute_s"] == pytest.approx(0.7)
-    assert figures["overlap"] == pytest.approx(1 - 0.3 / 0.35)
+    assert figures["overlap"] == pytest.approx(1 - 0.3 / 0.4)
 
 
 def test_a_gpu_whose_host_waits() -> None:
