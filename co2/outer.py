@@ -11,6 +11,7 @@ from torch import Tensor
 
 from co2.errors import require, require_number
 from co2.flat import FlatParams
+from co2.shard import Shard
 
 _KINDS = ("gap_aware", "gap_aware_elementwise", "none")
 
@@ -28,7 +29,7 @@ class GapPenalty:
     `gap_aware_elementwise` puts the element's own |x_{t,0} − x_{t−1,0}| in place of disp_t.
     """
 
-    def __init__(self, kind: str | float, flat: FlatParams, outer_lr: float) -> None:
+    def __init__(self, kind: str | float, flat: FlatParams | Shard, outer_lr: float) -> None:
         self.kind, self.outer_lr, self.sqrt_numel = kind, outer_lr, flat.numel**0.5
         self.ema = torch.zeros((), dtype=torch.float64, device=flat.device)
         self.value = torch.ones((), dtype=torch.float64, device=flat.device)
@@ -82,7 +83,9 @@ class GapPenalty:
 class Momentum:
     """m ← clip(β m + d/Λ, φ). The stored momentum is the clipped one."""
 
-    def __init__(self, flat: FlatParams, beta: float, clip: float | None, clip_mode: str) -> None:
+    def __init__(
+        self, flat: FlatParams | Shard, beta: float, clip: float | None, clip_mode: str
+    ) -> None:
         self.flat, self.beta, self.clip, self.clip_mode = flat, beta, clip, clip_mode
         self.vector = flat.zeros()
         self.norm = torch.zeros((), dtype=torch.float64, device=flat.device)
@@ -108,6 +111,8 @@ class Momentum:
                 m.clamp_(-by_value, by_value)
             if by_norm is not None or gap.measures:
                 squares += torch.dot(m, m)  # faster here than vector_norm
+        if self.clip is not None or gap.measures:
+            squares, clipped = self.flat.total(squares, clipped)
         self.norm = squares.sqrt()
         self.clipped = clipped / self.flat.numel
         if by_norm is not None:

@@ -3,6 +3,7 @@
 A method of this kind holds vectors of the model's size, and says what happens when a round ends.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,10 +30,12 @@ class LocalMethod:
     """
 
     Config: Any
-    held: int
+    held: float
     vectors: tuple[str, ...] = ()
     rounds_apart = 1
     """Rounds that one replica may run ahead of another: 2 where means arrive one round late."""
+    lr_at: Callable[[int], float] | None = None
+    """See SyncMethod."""
 
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         self.config = self.Config() if config is None else config
@@ -50,10 +53,14 @@ class LocalMethod:
         self.group = mesh.new_group()
         replicate(model, self.group)
         self.flat = FlatParams(optimizer)
-        flat = self.flat
-        self.mean = AsyncMean(flat.numel, mesh, self.comm, dtype=flat.dtype, device=flat.device)
+        self.mean = self.new_mean(mesh)
         self.begin()
         return model
+
+    def new_mean(self, mesh: Mesh) -> AsyncMean:
+        """The communication buffer."""
+        flat = self.flat
+        return AsyncMean(flat.numel, mesh, self.comm, dtype=flat.dtype, device=flat.device)
 
     def step(self) -> None:
         self.optimizer.step()
