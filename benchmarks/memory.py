@@ -31,32 +31,33 @@ def main() -> None:
     args = parser.parse_args()
     gpus = torch.cuda.device_count() >= WORKERS
     rows = []
-    for wire in Precision:
-        for name in co2.METHODS:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder)
-                mp.spawn(measure, (path, name, wire, args.width, gpus), nprocs=WORKERS)
-                found = torch.load(path / "measured.pt", weights_only=True)
-            predicted = sum(found[key] for key in PARTS)
-            difference = found["measured"] / predicted - 1
-            rows.append(
-                [
-                    name,
-                    wire.name,
-                    f"{found['copies']:g}",
-                    *(f"{found[key] / MIB:.1f}" for key in PARTS),
-                    f"{predicted / MIB:.1f}",
-                    f"{found['measured'] / MIB:.1f}",
-                    f"{difference:+.1%}",
-                ]
-            )
-            print(*rows[-1], sep="  ", flush=True)
+    cells = [(name, {}, wire) for wire in Precision for name in co2.METHODS]
+    cells.insert(len(co2.METHODS), ("co2", {"shard": True}, Precision.fp32))
+    for name, fields, wire in cells:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder)
+            mp.spawn(measure, (path, name, fields, wire, args.width, gpus), nprocs=WORKERS)
+            found = torch.load(path / "measured.pt", weights_only=True)
+        predicted = sum(found[key] for key in PARTS)
+        difference = found["measured"] / predicted - 1
+        rows.append(
+            [
+                ", ".join([name, *(f"{key}={value}".lower() for key, value in fields.items())]),
+                wire.name,
+                f"{found['copies']:g}",
+                *(f"{found[key] / MIB:.1f}" for key in PARTS),
+                f"{predicted / MIB:.1f}",
+                f"{found['measured'] / MIB:.1f}",
+                f"{difference:+.1%}",
+            ]
+        )
+        print(*rows[-1], sep="  ", flush=True)
     report.write(
         args.out / f"memory_{'cuda' if gpus else 'cpu'}.md",
         "Memory of a worker between steps, MiB",
         f"{8 * args.width**2:,} parameters in fp32, AdamW, {WORKERS} workers, τ = {TAU}, after "
         f"{ROUNDS} rounds. Predicted: parameters, gradients, inner state, the method's copies of "
-        "the parameters, and one chunk of scratch, which does not grow with the model. "
+        "the parameters, and a chunk or two of scratch, which do not grow with the model. "
         "With bf16 on the wire the communication buffer is half as large; DDP's rounded gradients "
         "live for a moment only, and may be gone when they are counted.",
         [
@@ -79,7 +80,15 @@ def main() -> None:
 PARTS = ("parameter_bytes", "gradient_bytes", "inner_state_bytes", "extra_bytes", "scratch_bytes")
 
 
-def measure(rank: int, folder: Path, name: str, wire: Precision, width: int, gpus: bool) -> None:
+def measure(
+    rank: int,
+    folder: Path,
+    name: str,
+    fields: dict[str, Any],
+    wire: Precision,
+    width: int,
+    gpus: bool,
+) -> None:
     """One worker; the first writes what it found."""
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if gpus else torch.device("cpu")
@@ -91,12 +100,14 @@ def measure(rank: int, folder: Path, name: str, wire: Precision, width: int, gpu
     before = held(device)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8))).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = co2.METHODS[name].Config(**({} if name == "allreduce" else {"tau": TAU}))
+    fields = fields if name == "allreduce" else {"tau": TAU, **fields}
+    config = co2.METHODS[name].Config(**fields)
     method = co2.METHODS[name](config, CommConfig(dtype=wire))
     wrapped = method.prepare(model, optimizer, co2.Mesh.world(device=device))
     for _ in range(ROUNDS * TAU):
         wrapped(torch.randn(4, width, device=device)).square().mean().backward()
         method.step()
+    method.state_dict()  # what is in flight is brought in, and holds nothing besides
     ledger: dict[str, Any] = meters.ledger(model, optimizer, method.copies, method.scratch_bytes)
     ledger |= {"measured": held(device) - before, "copies": method.copies}
     method.flush()

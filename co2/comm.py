@@ -6,6 +6,8 @@ Live parameters are never touched by a collective. Nothing here decides when to 
 
 import time
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ class AsyncMean:
         self.in_flight = False
         self.bytes_sent = 0
         self.num_replicas = mesh.num_replicas
-        self._group = mesh.new_group()
+        self.group = mesh.new_group()
         bucket = max(1, int(config.bucket_mb * 2**20) // self.buffer.element_size())
         self._buckets = self.buffer.split(bucket)
         self._lane = _CudaLane() if self.buffer.is_cuda else _HostLane()
@@ -53,14 +55,24 @@ class AsyncMean:
 
         From here to `wait` the buffer belongs to the collective.
         """
-        assert not self.in_flight, "the previous mean was not waited for"
-        assert self.num_replicas == 1 or self._group is not None, "closed by flush"
+        self._depart()
         if vector is not None:
             self.buffer.copy_(vector)
-        self.in_flight = True
         if self.num_replicas > 1:
-            self._lane.launch(self._buckets, self._group)
-            self.bytes_sent += self.bytes_per_mean()
+            self._lane.launch(self._buckets, self.group)
+
+    def run(self, sequence: Callable[[], None]) -> None:
+        """Launch `sequence` in place of a mean: blocking collectives of `group` on `buffer`, which
+        send as much as a mean does, and arithmetic between them.
+
+        On a CPU a thread carries it on, and an error in it is raised by `wait`; on CUDA it is
+        queued here, on a stream of its own. A single replica runs it here.
+        """
+        self._depart()
+        if self.num_replicas > 1:
+            self._lane.run(sequence)
+        else:
+            sequence()
 
     def mean_now(self) -> Tensor:
         """Start with what is in `buffer` and wait: the blocking mean."""
@@ -70,7 +82,7 @@ class AsyncMean:
         return mean
 
     def wait(self) -> Tensor | None:
-        """The mean that was started last, in `buffer`; None if none was started."""
+        """What was started last, in `buffer`; None if nothing was."""
         if not self.in_flight:
             return None
         with record_function(WAIT):
@@ -83,8 +95,11 @@ class AsyncMean:
 
         Destroying the group then joins its threads, which would else live on to the exit.
         """
-        self.wait()
-        self._group = None
+        try:
+            self.wait()
+        finally:
+            self._lane.close()
+            self.group = None
 
     def bytes_per_mean(self) -> int:
         """Bytes that one worker sends for one mean: a ring sends 2(G−1)/G of the vector."""
@@ -96,9 +111,13 @@ class AsyncMean:
         comm_s, exposed_s = self._lane.clocks()
         return {"comm_s": comm_s, "exposed_s": exposed_s, "bytes": float(self.bytes_sent)}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything to go on from here; a mean in flight is brought in, and stays due."""
+    def bring_in(self) -> None:
+        """See what is in flight to its end; it stays due."""
         self._lane.wait(count=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything to go on from here; what is in flight is brought in."""
+        self.bring_in()
         return {
             "in_flight": self.in_flight,
             "buffer": self.buffer if self.in_flight else None,
@@ -112,14 +131,23 @@ class AsyncMean:
         self.bytes_sent = int(state["bytes"])
         self._lane.comm_s, self._lane.exposed_s = state["comm_s"], state["exposed_s"]
 
+    def _depart(self) -> None:
+        assert not self.in_flight, "the previous mean was not waited for"
+        assert self.num_replicas == 1 or self.group is not None, "closed by flush"
+        self.in_flight = True
+        self.bytes_sent += self.bytes_per_mean()
+
 
 class _HostLane:
-    """CPU: gloo's own threads carry the collective; a future's callback reads the clock."""
+    """CPU: gloo's own threads carry a mean, and a future's callback reads the clock. A sequence
+    has one thread of ours, which does not start before the first."""
 
     def __init__(self) -> None:
         self.comm_s = self.exposed_s = 0.0
         self._works: list[dist.Work] = []
         self._clocked: torch.futures.Future | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="co2")
+        self._carried: Future[None] | None = None
 
     def launch(self, buckets: tuple[Tensor, ...], group: dist.ProcessGroup | None) -> None:
         began = time.perf_counter()
@@ -131,8 +159,20 @@ class _HostLane:
         futures = [work.get_future() for work in self._works]
         self._clocked = torch.futures.collect_all(futures).then(completed)
 
+    def run(self, sequence: Callable[[], None]) -> None:
+        began = time.perf_counter()
+
+        def timed() -> None:
+            sequence()
+            self.comm_s += time.perf_counter() - began
+
+        self._carried = self._thread.submit(timed)
+
     def wait(self, count: bool = True) -> None:
         began = time.perf_counter()
+        carried, self._carried = self._carried, None
+        if carried is not None:
+            carried.result()
         for work in self._works:
             work.wait()
         if self._clocked is not None:
@@ -145,9 +185,12 @@ class _HostLane:
     def clocks(self) -> tuple[float, float]:
         return self.comm_s, self.exposed_s
 
+    def close(self) -> None:
+        self._thread.shutdown()  # joins: like gloo's, ours must not meet the exit in a collective
+
 
 class _CudaLane:
-    """CUDA: a stream of its own carries the collective; events are read when they are past."""
+    """CUDA: a stream of its own carries what is launched; events are read when they are past."""
 
     def __init__(self) -> None:
         self.comm_s = self.exposed_s = 0.0
@@ -156,12 +199,18 @@ class _CudaLane:
         self._pairs: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def launch(self, buckets: tuple[Tensor, ...], group: dist.ProcessGroup | None) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream())  # the snapshot comes first
-        with torch.cuda.stream(self._stream):
-            began = _mark()
+        def mean() -> None:
             works = [_all_reduce(bucket, group) for bucket in buckets]
             for work in works:
                 work.wait()  # orders this stream behind the collective; the host goes on
+
+        self.run(mean)
+
+    def run(self, sequence: Callable[[], None]) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())  # the snapshot comes first
+        with torch.cuda.stream(self._stream):
+            began = _mark()
+            sequence()
             self._arrived = _mark()
         self._pairs.append(("comm_s", began, self._arrived))
 
@@ -179,6 +228,9 @@ class _CudaLane:
             name, began, ended = self._pairs.popleft()
             setattr(self, name, getattr(self, name) + began.elapsed_time(ended) / 1e3)
         return self.comm_s, self.exposed_s
+
+    def close(self) -> None:
+        """No thread is held."""
 
 
 def _all_reduce(bucket: Tensor, group: dist.ProcessGroup | None) -> dist.Work:

@@ -15,6 +15,11 @@ from co2.trace import SNAPSHOT
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 22}
 
 
+def chunk_numel(device: torch.device) -> int:
+    """Elements of a chunk, at most."""
+    return _CHUNK.get(device.type, 1 << 22)
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Consecutive elements of the flat vector, all of one parameter group."""
@@ -71,7 +76,7 @@ class FlatParams:
         self.dtype = torch.float32
         for param in self.params:
             self.dtype = torch.promote_types(self.dtype, param.dtype)
-        self.chunks = list(self._cut(_CHUNK.get(self.device.type, 1 << 22)))
+        self.chunks = list(self._cut(chunk_numel(self.device)))
         longest = max(chunk.numel for chunk in self.chunks)
         self.scratch = torch.empty(longest, dtype=self.dtype, device=self.device)
 
@@ -82,9 +87,13 @@ class FlatParams:
     def copy(self) -> Tensor:
         """A new vector (numel,) that holds the live parameters."""
         vector = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        self.copy_to(vector)
+        return vector
+
+    def copy_to(self, vector: Tensor) -> None:
+        """vector, which may be longer, ← live parameters."""
         for chunk in self.chunks:
             chunk.read(chunk.of(vector))
-        return vector
 
     def local(self, chunk: Chunk) -> Tensor:
         """The live parameters of a chunk, in scratch that the next call overwrites."""
@@ -98,6 +107,18 @@ class FlatParams:
         with record_function(SNAPSHOT):
             for chunk in self.chunks:
                 torch.sub(chunk.of(start), self.local(chunk), out=chunk.of(out))
+
+    def swap(self, vector: Tensor) -> None:
+        """Live parameters ↔ vector, which may be longer."""
+        with record_function(SNAPSHOT):
+            for chunk in self.chunks:
+                values = self.local(chunk)
+                chunk.write(chunk.of(vector))
+                chunk.of(vector).copy_(values)
+
+    def total(self, *sums: Tensor) -> tuple[Tensor, ...]:
+        """Sums over the whole vector, from sums over the elements that this worker holds: all."""
+        return sums
 
     def write(self, vector: Tensor) -> None:
         """Live parameters ← vector."""

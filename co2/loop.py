@@ -53,6 +53,7 @@ def train(config: Config, task: Any, method: SyncMethod, mesh: Mesh) -> None:
         module.compile()
     optimizer = task.optimizer(module)
     model = method.prepare(module, optimizer, mesh)
+    method.lr_at = lambda index: _largest_lr(optimizer, config.optim, index, knobs.steps)
 
     record = Record(config, mesh.num_replicas, task.fingerprint()) if first else None
     title = f"{config.task} · {config.method} · {config.tag}"
@@ -195,6 +196,15 @@ def _set_lr(optimizer: torch.optim.Optimizer, optim: OptimConfig, step: int, ste
     share = learning_rate(step, optim, steps)
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * share
+
+
+def _largest_lr(
+    optimizer: torch.optim.Optimizer, optim: OptimConfig, step: int, steps: int
+) -> float:
+    """Of the parameter groups in the step with this index. Past the last step, where a round may
+    be prepared that nobody trains, the last one's."""
+    share = learning_rate(min(step, steps - 1), optim, steps)
+    return max(group["initial_lr"] * share for group in optimizer.param_groups)
 
 
 def _no_sync(model: nn.Module, last: bool) -> contextlib.AbstractContextManager:

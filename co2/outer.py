@@ -11,6 +11,7 @@ from torch import Tensor
 
 from co2.errors import require, require_number
 from co2.flat import FlatParams
+from co2.shard import Shard
 
 _KINDS = ("gap_aware", "gap_aware_elementwise", "none")
 
@@ -28,7 +29,7 @@ class GapPenalty:
     `gap_aware_elementwise` puts the element's own |x_{t,0} − x_{t−1,0}| in place of disp_t.
     """
 
-    def __init__(self, kind: str | float, flat: FlatParams, outer_lr: float) -> None:
+    def __init__(self, kind: str | float, flat: FlatParams | Shard, outer_lr: float) -> None:
         self.kind, self.outer_lr, self.sqrt_numel = kind, outer_lr, flat.numel**0.5
         self.ema = torch.zeros((), dtype=torch.float64, device=flat.device)
         self.value = torch.ones((), dtype=torch.float64, device=flat.device)
@@ -37,6 +38,12 @@ class GapPenalty:
         """C_t, or 0 while there is none."""
         self.count = 0
         self.largest_lr = 0.0
+        self._scratch = torch.empty(0, dtype=flat.dtype, device=flat.device)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """One chunk for the elementwise kind."""
+        return self._scratch.nbytes
 
     @property
     def measures(self) -> bool:
@@ -62,11 +69,15 @@ class GapPenalty:
         torch.div(self.ema, 1 - 0.9**self.count, out=self.scale)
         self.value.copy_(torch.where(self.scale > 0, 1 + displacement / self.scale, 1.0))
 
-    def divisor(self, momentum: Tensor, out: Tensor) -> Tensor:
-        """Λ for the elements whose m_{t−1} this is: a scalar, or in `out` one for each."""
+    def divisor(self, momentum: Tensor) -> Tensor:
+        """Λ for the elements whose m_{t−1} this is: a scalar, or in scratch that the next call
+        overwrites, one for each."""
         if self.kind != "gap_aware_elementwise":
             return self.value.to(momentum.dtype)
         per_element = torch.where(self.scale > 0, self.outer_lr / self.scale, 0.0)
+        if self._scratch.numel() < momentum.numel():
+            self._scratch = torch.empty_like(momentum)
+        out = self._scratch[: momentum.numel()]
         return torch.abs(momentum, out=out).mul_(per_element.to(momentum.dtype)).add_(1.0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -82,7 +93,9 @@ class GapPenalty:
 class Momentum:
     """m ← clip(β m + d/Λ, φ). The stored momentum is the clipped one."""
 
-    def __init__(self, flat: FlatParams, beta: float, clip: float | None, clip_mode: str) -> None:
+    def __init__(
+        self, flat: FlatParams | Shard, beta: float, clip: float | None, clip_mode: str
+    ) -> None:
         self.flat, self.beta, self.clip, self.clip_mode = flat, beta, clip, clip_mode
         self.vector = flat.zeros()
         self.norm = torch.zeros((), dtype=torch.float64, device=flat.device)
@@ -101,13 +114,15 @@ class Momentum:
             if gap.kind == "none":
                 m.mul_(self.beta).add_(d)
             else:
-                penalty = gap.divisor(m, out=self.flat.scratch[: chunk.numel])
+                penalty = gap.divisor(m)
                 m.mul_(self.beta).addcdiv_(d, penalty)
             if by_value is not None:
                 clipped += m.abs().gt_(by_value).sum()  # counted as floats, which is faster
                 m.clamp_(-by_value, by_value)
             if by_norm is not None or gap.measures:
                 squares += torch.dot(m, m)  # faster here than vector_norm
+        if self.clip is not None or gap.measures:
+            squares, clipped = self.flat.total(squares, clipped)
         self.norm = squares.sqrt()
         self.clipped = clipped / self.flat.numel
         if by_norm is not None:

@@ -6,6 +6,7 @@ Buffers are treated as in every other method: local while training, averaged in 
 """
 
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ class AllReduce:
     @dataclass
     class Config:
         """DDP has no hyper-parameters of its own."""
+
+    lr_at: Callable[[int], float] | None = None
 
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         self.config = config or self.Config()

@@ -1,5 +1,6 @@
 """SyncMethod: what every way of keeping the replicas in step offers."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -19,6 +20,11 @@ class SyncMethod(Protocol):
 
     config: Any
     """An instance of it."""
+
+    lr_at: Callable[[int], float] | None
+    """The largest inner learning rate in the step with an index, from 0: a loop whose schedule is
+    a function of the step sets it, for methods that prepare an outer step while its round is still
+    being trained (CO2 with `shard`). None: they take the rate of the round before."""
 
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None: ...
 

@@ -3,6 +3,7 @@
 A method of this kind holds vectors of the model's size, and says what happens when a round ends.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -30,15 +31,17 @@ class LocalMethod:
     """
 
     Config: Any
-    held: int
+    held: float
     vectors: tuple[str, ...] = ()
     rounds_apart = 1
     """Rounds that one replica may run ahead of another: 2 where means arrive one round late."""
+    lr_at: Callable[[int], float] | None = None
+    """See SyncMethod."""
 
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         self.config = self.Config() if config is None else config
         self.comm = comm or CommConfig()
-        self.steps_of_round = 0
+        self.steps = self.round_began = 0
 
     def begin(self) -> None:
         raise NotImplementedError
@@ -51,30 +54,34 @@ class LocalMethod:
         self.group = mesh.new_group()
         replicate(model, self.group)
         self.flat = FlatParams(optimizer)
-        flat = self.flat
-        self.mean = AsyncMean(flat.numel, mesh, self.comm, dtype=flat.dtype, device=flat.device)
+        self.mean = self.new_mean(mesh)
         self.auto: AutoTau | None = None
         if self.config.tau == AUTO:
             self.auto = AutoTau(mesh, getattr(self.config, "comm_share", None))
         self.begin()
         return model
 
+    def new_mean(self, mesh: Mesh) -> AsyncMean:
+        """The communication buffer."""
+        flat = self.flat
+        return AsyncMean(flat.numel, mesh, self.comm, dtype=flat.dtype, device=flat.device)
+
     @property
     def tau(self) -> int:
-        """Inner steps of the round under way."""
+        """Inner steps of the round under way; while one ends, of the next."""
         return self.config.tau if self.auto is None else self.auto.tau
 
     def step(self) -> None:
         self.optimizer.step()
-        self.steps_of_round += 1
+        self.steps += 1
         if self.auto is not None:
             self.auto.step_ends()
-        if self.steps_of_round == self.tau:
-            with torch.no_grad(), record_function(OUTER_STEP):
-                self.end_round()
-            self.steps_of_round = 0
+        if self.steps - self.round_began == self.tau:
+            self.round_began = self.steps
             if self.auto is not None:
                 self.auto.round_ends(self.mean.clocks())
+            with torch.no_grad(), record_function(OUTER_STEP):
+                self.end_round()
         if self.auto is not None:
             self.auto.step_begins()
 
@@ -92,14 +99,15 @@ class LocalMethod:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "steps_of_round": self.steps_of_round,
+            "steps": self.steps,
+            "round_began": self.round_began,
             "mean": self.mean.state_dict(),
             "vectors": {name: getattr(self, name) for name in self.vectors},
             "auto": self.auto and self.auto.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps_of_round = state["steps_of_round"]
+        self.steps, self.round_began = state["steps"], state["round_began"]
         if self.auto is not None:
             self.auto.load_state_dict(state["auto"])
         self.mean.load_state_dict(state["mean"])

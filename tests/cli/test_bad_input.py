@@ -72,6 +72,8 @@ VALUES = [
     ("train.eval_every=0", "train.eval_every=0", COUNT),
     ("train.clip_norm=0", "train.clip_norm=0", "null for no clipping"),
     ("train.compile=perhaps", "train.compile=perhaps", "true or false"),
+    ("co2.shard=maybe", "co2.shard=maybe", "true or false"),
+    ("co2.shard=true comm.dtype=bf16", "comm.dtype=bf16", "fp32 with co2.shard=true"),
     ("train.precision=fp16", "train.precision=fp16", "fp32, bf16"),
     ("optim.lr=nan", "optim.lr=nan", FINITE),
     ("optim.lr=inf", "optim.lr=inf", FINITE),

@@ -316,15 +316,18 @@ METHODS = {
 }
 
 
+CHOICES = [(f"method={method}", *fields) for method, fields in METHODS.items()]
+CHOICES += [("method=co2", "co2.tau=3", "co2.shard=true")]
+
+
 @pytest.mark.parametrize("told_in", [7, 8, 9], ids=lambda step: f"step {step}")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("choice", CHOICES, ids=" ".join)
 def test_every_method_goes_on_exactly(
-    workers: Pool, tmp_path: Path, method: str, told_in: int
+    workers: Pool, tmp_path: Path, choice: tuple[str, ...], told_in: int
 ) -> None:
     """AdamW, accumulation and an evaluation among what a checkpoint must carry over."""
     arguments = (
-        f"method={method}",
-        *METHODS[method],
+        *choice,
         "optim.name=adamw",
         "optim.lr=0.01",
         "train.steps=24",

@@ -438,6 +438,29 @@ def runs_of(runs: list[Run]) -> list[Path]:
     return [run.folder for run in runs]
 
 
+@pytest.mark.parametrize("schedule", ["schedule=cosine", "schedule=poly optim.power=0.5"])
+def test_sharding_is_no_other_training(workers: Pool, tmp_path: Path, schedule: str) -> None:
+    """Warm-up and decay: rates that the background is told ahead, those after the end too."""
+    plain, sharded = (
+        pooled(
+            workers,
+            2,
+            *STORY,
+            *f"optim.{schedule}".split(),
+            f"co2.shard={shard}",
+            runs=tmp_path / shard,
+        ).folder
+        for shard in ("false", "true")
+    )
+    one, other = ([line["gap"] for line in metrics(folder, "train")] for folder in (plain, sharded))
+    assert one == pytest.approx(other, rel=1e-3) and len(set(one)) > 15
+    torch.testing.assert_close(weights(plain), weights(sharded), rtol=1e-3, atol=1e-4)
+    assert summary(plain)["extra_model_copies"] == 3
+    assert summary(sharded)["extra_model_copies"] == 2
+    assert summary(sharded)["bytes_per_step"] == summary(plain)["bytes_per_step"]
+    assert summary(sharded)["comm_s"] > 0
+
+
 def test_seeds(workers: Pool, tmp_path: Path) -> None:
     """Another seed is another run, in a folder of its own beside the first."""
     for seed in (0, 1, 1):

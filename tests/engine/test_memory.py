@@ -43,15 +43,16 @@ def train(model: nn.Module, method: co2.SyncMethod, steps: int) -> None:
 
 
 def held_beyond_the_ledger(
-    rank: int, world: int, name: str, wire: Precision
+    rank: int, world: int, name: str, wire: Precision, shard: bool = False
 ) -> tuple[float, float]:
     """Model copies on this worker that are neither weights, gradients nor inner state, and how
     many the method tells."""
     flat._CHUNK["cpu"] = 1024  # its scratch is no model copy either
     before = storages()
-    model, optimizer, method = build(name, wire)
+    model, optimizer, method = build(name, wire, **({"shard": True} if shard else {}))
     wrapped = method.prepare(model, optimizer, co2.Mesh.world())
     train(wrapped, method, 5)
+    method.state_dict()  # brings in what is in flight
     now = storages()
     params = list(model.parameters())
     own = params + [p.grad for p in params if p.grad is not None]
@@ -81,6 +82,13 @@ def test_copies_held_are_those_of_the_ledger(workers, name, wire):
         assert copies >= told or (name, wire) == ("allreduce", Precision.bf16)
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_sharded_outer_state_is_one_copy_and_two_parts(workers, world):
+    for copies, told in workers.run(held_beyond_the_ledger, world, "co2", Precision.fp32, True):
+        assert told == 1 + 2 / world
+        assert told <= copies < told + 0.07  # and a row of the buffer, and its padding
+
+
 class LargestAllocation(TorchDispatchMode):
     """Elements of the largest storage that an operation has newly made."""
 
@@ -105,6 +113,8 @@ FIELDS = [
     ("cocod_sgd", {}),
     ("co2", {"gap_penalty": "gap_aware_elementwise", "clip": 0.1}),
     ("co2", {"clip": 0.1, "clip_mode": "norm"}),
+    ("co2", {"gap_penalty": "gap_aware_elementwise", "clip": 0.1, "shard": True}),
+    ("co2", {"clip": 0.1, "clip_mode": "norm", "shard": True}),
 ]
 
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -53,6 +54,43 @@ def test_bytes_are_those_of_a_ring_over_the_payload(workers, name, world, wire, 
         assert counted == pytest.approx(2 * (world - 1) / world * payload, abs=STEPS)
 
 
+def payloads_when_sharded(rank: int, world: int) -> tuple[dict[str, int], float]:
+    """Bytes of what each kind of collective carried in all, and the worker's own count."""
+    payloads = {"all_to_all_single": 0, "all_gather_into_tensor": 0, "all_reduce": 0}
+
+    def counting(name):
+        real = getattr(dist, name)
+
+        def call(tensor, *args, **kwargs):
+            payloads[name] += tensor.numel() * tensor.element_size()
+            return real(tensor, *args, **kwargs)
+
+        return patch.object(dist, name, call)
+
+    params = [torch.nn.Parameter(torch.randn(n)) for n in SIZES]
+    method = co2.CO2(co2.CO2.Config(tau=TAU, shard=True), CommConfig(bucket_mb=1000 / 2**20))
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    method.prepare(torch.nn.ParameterList(params), optimizer, co2.Mesh.world())
+    with counting("all_to_all_single"), counting("all_gather_into_tensor"), counting("all_reduce"):
+        for _ in range(STEPS):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            method.step()
+        method.flush()
+    return payloads, method.stats()["bytes"]
+
+
+@pytest.mark.parametrize(("world", "padded"), [(1, 0), (2, 1080), (3, 1080), (4, 1080)])
+def test_bytes_when_sharded(workers, world, padded):
+    """Scattered once, gathered once: as much as a mean. Two sums for the norm are not counted."""
+    rounds = STEPS // TAU
+    for payloads, counted in workers.run(payloads_when_sharded, world):
+        assert payloads["all_to_all_single"] == rounds * 4 * padded
+        assert payloads["all_gather_into_tensor"] == rounds * 4 * padded
+        assert payloads["all_reduce"] == (0 if world == 1 else rounds * 2 * 8)
+        assert counted == rounds * (2 * (world - 1) * 4 * padded // world)
+
+
 PROGRAM = """
 import sys, torch, torch.distributed as dist, co2
 from co2.config import CommConfig, Precision
@@ -72,7 +110,8 @@ class Model(torch.nn.Module):
     def forward(self):
         return self.a.sum() + self.b.sum()
 net = Model()
-method = co2.METHODS[name](None, CommConfig(dtype=Precision[sys.argv[5]]))
+config = co2.METHODS[name].Config(**({"shard": True} if "shard" in sys.argv else {}))
+method = co2.METHODS[name](config, CommConfig(dtype=Precision[sys.argv[5]]))
 model = method.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), co2.Mesh.world())
 steps = 12
 dist.barrier(); before = sent(); dist.barrier()
@@ -94,6 +133,8 @@ dist.barrier(); dist.destroy_process_group()
         ("co2", 2, "fp32"),
         ("co2", 3, "fp32"),
         ("co2", 2, "bf16"),
+        ("co2", 2, "fp32 shard"),
+        ("co2", 3, "fp32 shard"),
         ("allreduce", 2, "fp32"),
         ("allreduce", 2, "bf16"),
     ],

@@ -25,6 +25,7 @@ FIELDS = [
     ("co2", {"gap_penalty": "gap_aware", "clip": 0.05}),
     ("co2", {"gap_penalty": "gap_aware_elementwise"}),
     ("co2", {"clip": 0.05, "clip_mode": "norm"}),
+    ("co2", {"clip": 0.05, "shard": True}),
 ]
 
 

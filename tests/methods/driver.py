@@ -49,6 +49,7 @@ class Session:
         self.net, self.optimizer = problem.build(rank if seed is None else seed, optimizer, dtype)
         self.method = METHODS[name](METHODS[name].Config(**settings), comm)
         self.model = self.method.prepare(self.net, self.optimizer, co2.Mesh.world())
+        self.method.lr_at = lambda step: max(problem.rates(self.optimizer, step))
 
     def step(self) -> None:
         problem.set_lr(self.optimizer, self.steps_done)

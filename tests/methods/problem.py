@@ -65,12 +65,16 @@ def build(seed: int, optimizer: str, dtype: torch.dtype = torch.float64) -> tupl
     return net, OPTIMIZERS[optimizer](groups)
 
 
-def set_lr(optimizer: Optimizer, step: int) -> None:
-    """The schedule on the first two groups, unlike each other; the third's rate is constant."""
+def rates(optimizer: Optimizer, step: int) -> tuple[float, ...]:
+    """Learning rates of the groups: the schedule on the first two, unlike each other; the third's
+    is constant. After the last step they stay."""
     peak = 0.1 if isinstance(optimizer, SGD) else 0.02
-    factor = FACTORS[step % len(FACTORS)]
-    rates = (peak * factor, 0.5 * peak * factor, 0.3 * peak)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+    factor = FACTORS[min(step, len(FACTORS) - 1)]
+    return peak * factor, 0.5 * peak * factor, 0.3 * peak
+
+
+def set_lr(optimizer: Optimizer, step: int) -> None:
+    for group, rate in zip(optimizer.param_groups, rates(optimizer, step), strict=True):
         group["lr"] = rate
 
 

@@ -4,7 +4,7 @@ The weights start at 0 and move by given displacements, through SGD without mome
 that are set by hand. Everything expected here was typed, not computed by the code under test.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import Any
 
@@ -46,9 +46,12 @@ class Case:
         ):
             weight.grad = torch.full_like(weight, gradient)
 
-    def set_lr(self, optimizer: Optimizer, step: int) -> None:
+    def rate(self, step: int) -> float:
         rates = self.at(self.lr, step)
-        optimizer.param_groups[0]["lr"] = rates[step % self.settings["tau"] % len(rates)]
+        return rates[step % self.settings["tau"] % len(rates)]
+
+    def set_lr(self, optimizer: Optimizer, step: int) -> None:
+        optimizer.param_groups[0]["lr"] = self.rate(step)
 
     def build(self) -> tuple[nn.Module, Optimizer]:
         """One parameter per element, so that norms over all parameters are seen to be that."""
@@ -140,6 +143,11 @@ CASES = [
     co2_case("gap at half the outer rate", ONE, [scalars(0, -0.5, -0.5 - 0.5 / 2.9)],
              gap_penalty="gap_aware", outer_lr=0.5),
 ]  # fmt: skip
+SHARDED = [
+    replace(case, name=f"{case.name}, sharded", settings={**case.settings, "shard": True})
+    for case in CASES
+    if case.method == "co2"
+]
 
 
 def values(model: nn.Module) -> Vector:
@@ -151,6 +159,7 @@ def trained(rank: int, world: int, case: Case) -> list[Vector]:
     model, optimizer = case.build()
     method = METHODS[case.method](METHODS[case.method].Config(**case.settings))
     method.prepare(model, optimizer, co2.Mesh.world())
+    method.lr_at = case.rate
     history = []
     for step in range(len(case.expected[0]) * case.settings["tau"]):
         case.set_lr(optimizer, step)
@@ -162,7 +171,7 @@ def trained(rank: int, world: int, case: Case) -> list[Vector]:
     return history
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + SHARDED, ids=str)
 def test_method(workers: Pool, case: Case) -> None:
     histories = workers.run(trained, len(case.gradients), case)
     assert_expected(histories, case)

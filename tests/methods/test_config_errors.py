@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+import co2
+from co2.config import CommConfig, Precision
 from co2.errors import ConfigError
 from co2.methods import METHODS
 from tests.methods.driver import SETTINGS
@@ -32,6 +34,7 @@ RIGHT: list[tuple[str, str, Any]] = [
         for value in ("none", "gap_aware", "gap_aware_elementwise", 2.0)
     ),
     *(("co2", "clip_mode", value) for value in ("value", "norm")),
+    *(("co2", "shard", value) for value in (True, False)),
 ]
 
 
@@ -47,6 +50,13 @@ def test_refused(name: str, key: str, value: Any) -> None:
 @pytest.mark.parametrize(("name", "key", "value"), RIGHT)
 def test_accepted(name: str, key: str, value: Any) -> None:
     assert getattr(METHODS[name].Config(**{**SETTINGS[name], key: value}), key) == value
+
+
+def test_what_is_sharded_does_not_travel_in_bf16() -> None:
+    with pytest.raises(ConfigError, match=r"^comm\.dtype=bf16: must be fp32 with co2\.shard=true"):
+        co2.CO2(co2.CO2.Config(shard=True), CommConfig(dtype=Precision.bf16))
+    co2.CO2(co2.CO2.Config(shard=True), CommConfig(dtype=Precision.fp32))
+    co2.CO2(co2.CO2.Config(shard=False), CommConfig(dtype=Precision.bf16))
 
 
 @pytest.mark.parametrize("name", METHODS)

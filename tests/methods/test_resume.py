@@ -12,7 +12,8 @@ from tests.workers import Pool
 TAU = 3
 STEPS = 5 * TAU
 ELEMENTWISE = {**SETTINGS["co2"], "gap_penalty": "gap_aware_elementwise", "clip_mode": "norm"}
-CASES = [*SETTINGS.items(), ("co2", ELEMENTWISE)]
+SHARDED = [{**fields, "shard": True} for fields in (SETTINGS["co2"], ELEMENTWISE)]
+CASES = [*SETTINGS.items(), *(("co2", fields) for fields in (ELEMENTWISE, *SHARDED))]
 
 
 def save(session: Session) -> bytes:

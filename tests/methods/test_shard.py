@@ -1,0 +1,387 @@
+"""CO2's sharded outer state: the same training, wherever the state lies and whenever it moves."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import co2
+from co2 import flat
+from co2.comm import AsyncMean
+from tests.methods import problem
+from tests.methods.collectives import Recorder
+from tests.methods.driver import SETTINGS, Session, assert_same, trajectory
+from tests.methods.test_buckets import comm
+from tests.workers import Pool
+
+TAU = 3
+ROUNDS = 5
+STEPS = ROUNDS * TAU
+PLAIN = SETTINGS["co2"]
+SHARDED = {**PLAIN, "shard": True}
+ELEMENTWISE = {**SHARDED, "gap_penalty": "gap_aware_elementwise", "clip": 0.2, "clip_mode": "norm"}
+BARE = {**SHARDED, "gap_penalty": "none", "clip": None}
+
+# Sizes of the parameters, elements of a bucket, and the rows and the piece that they make on 1, 2,
+# 3 and 4 replicas.
+LAYOUTS: list[tuple[list[int], int, list[tuple[int, int]]]] = [
+    ([6, 6, 6], 10, [(2, 9), (2, 5), (2, 3), (2, 3)]),
+    ([20], 10, [(2, 10), (2, 5), (2, 4), (2, 3)]),
+    ([7, 3, 7, 3], 8, [(3, 7), (3, 4), (3, 3), (3, 2)]),
+    ([5], 1, [(5, 1), (3, 1), (2, 1), (2, 1)]),
+    ([1], 100, [(1, 1)] * 4),
+    ([3, 4], 100, [(1, 7), (1, 4), (1, 3), (1, 2)]),
+    ([50, 7], 16, [(4, 15), (4, 8), (4, 5), (4, 4)]),
+]
+
+
+def laid_out(rank: int, world: int) -> None:
+    """Every layout trains as the plain path does, and its padding stays zero."""
+    for sizes, bucket, shapes in LAYOUTS:
+        for fields in (BARE, ELEMENTWISE):
+            plain, _ = drift(rank, sizes, {**fields, "shard": False}, None)
+            history, method = drift(rank, sizes, fields, comm(bucket))
+            torch.testing.assert_close(history, plain, rtol=1e-12, atol=1e-12)
+            assert tuple(method.anchor.shape) == shapes[world - 1]
+            buffer, numel = method.mean.buffer, sum(sizes)
+            assert numel <= buffer.numel() < numel + world * len(method.shard.chunks)
+            assert not buffer[numel:].any()
+            assert method.shard.numel == numel
+            if world == 1 and fields is BARE:
+                assert_same(history, plain)
+
+
+def drift(
+    rank: int, sizes: list[int], fields: dict[str, Any], comm: co2.CommConfig | None
+) -> tuple[list[Tensor], Any]:
+    """The weights after each step, under gradients that do not depend on them, and the method."""
+    model, optimizer = problem.build_drift(sizes)
+    method = co2.CO2(co2.CO2.Config(**fields), comm)
+    method.prepare(model, optimizer, co2.Mesh.world())
+    history = []
+    for step in range(STEPS):
+        problem.backward_drift(model, step, rank)
+        method.step()
+        history.append(torch.cat([weight.detach().reshape(-1) for weight in model.parameters()]))
+    method.flush()
+    return history, method
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_layout(workers: Pool, world: int) -> None:
+    workers.run(laid_out, world)
+
+
+def chunked(rank: int, world: int) -> None:
+    with patch.dict(flat._CHUNK, cpu=8):
+        history, method = drift(rank, [50, 7], SHARDED, None)
+    assert tuple(method.anchor.shape) == (8, 4)
+    assert_close_to_plain(history, rank)
+
+
+def assert_close_to_plain(history: list[Tensor], rank: int) -> None:
+    plain, _ = drift(rank, [50, 7], PLAIN, None)
+    torch.testing.assert_close(history, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_a_row_is_no_longer_than_a_chunk(workers: Pool) -> None:
+    workers.run(chunked, 2)
+
+
+def starts(rank: int, world: int, fields: dict[str, Any]) -> list[list[Tensor]]:
+    """The trained weights at the start of every round."""
+    history = trajectory(rank, world, "co2", fields, dtype=torch.float32)
+    names = [name for name, p in problem.Net().named_parameters() if p.requires_grad]
+    return [[state[name] for name in names if name != "unknown"] for state in history[::TAU]]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_replicas_start_rounds_bit_for_bit_alike(workers: Pool, world: int) -> None:
+    first, *others = workers.run(starts, world, ELEMENTWISE)
+    for other in others:
+        assert_same(other, first)
+
+
+class SlowBackground:
+    """Inside `with`: what `AsyncMean.run` launches begins `delay(n)` local steps later, or when
+    somebody waits for it. n counts the launches; the user calls `tick()` after each local step."""
+
+    def __init__(self, delay: Callable[[int], int]) -> None:
+        self.delay = delay
+        self.left: list[int] = []
+        self.gates: list[threading.Event] = []
+        self.forced: list[bool] = []
+        self._patches = ExitStack()
+
+    def __enter__(self) -> "SlowBackground":
+        run, wait = AsyncMean.run, AsyncMean.wait
+
+        def held(mean: AsyncMean, sequence: Callable[[], None]) -> None:
+            gate = threading.Event()
+            self.left.append(self.delay(len(self.left)) + 1)
+            self.gates.append(gate)
+            self.forced.append(False)
+
+            def carried() -> None:
+                assert gate.wait(60)
+                sequence()
+
+            run(mean, carried)
+
+        def impatient(mean: AsyncMean) -> Tensor | None:
+            if self.gates and not self.gates[-1].is_set():
+                self.forced[-1] = True
+                self.gates[-1].set()
+            return wait(mean)
+
+        self._patches.enter_context(patch.object(AsyncMean, "run", held))
+        self._patches.enter_context(patch.object(AsyncMean, "wait", impatient))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.close()
+
+    def tick(self) -> None:
+        """A local step is over, the one that launched included."""
+        for index, gate in enumerate(self.gates):
+            self.left[index] -= 1
+            if self.left[index] <= 0:
+                gate.set()
+
+
+def delayed(rank: int, world: int) -> None:
+    """Compares trajectories and figures on slow networks with those on the real one."""
+    expected = watched(rank, lambda n: 0)
+    for delay in range(1, TAU + 1):
+        history, figures, forced = watched(rank, lambda n, delay=delay: delay)
+        assert_same((history, figures), expected[:2])
+        assert forced == ([True] * (ROUNDS - 1) + [False] if delay == TAU else [False] * ROUNDS)
+    uneven = watched(rank, lambda n: (n + 2 * rank) % (TAU + 1))
+    assert_same(uneven[:2], expected[:2])
+
+
+def watched(rank: int, delay: Callable[[int], int]) -> tuple[list[Any], list[Any], list[bool]]:
+    """Weights and the logged figures after each step, and which backgrounds were waited for before
+    their time."""
+    session = Session(rank, "co2", ELEMENTWISE)
+    history, figures = [], []
+    with SlowBackground(delay) as network:
+        for _ in range(STEPS):
+            session.step()
+            network.tick()
+            history.append(session.snapshot())
+            stats = session.method.stats()
+            figures.append((stats["gap"], stats["clipped"]))
+        forced = list(network.forced)
+        session.method.flush()
+    return history, figures, forced
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_background_may_take_a_whole_round(workers: Pool, world: int) -> None:
+    workers.run(delayed, world)
+
+
+def consulted(rank: int, world: int) -> None:
+    """A consensus and the figures neither wait for the background nor hinder it; a checkpoint sees
+    it to its end, and leaves it due."""
+    expected = trajectory(rank, world, "co2", SHARDED)[: 3 * TAU + 2]
+    session = Session(rank, "co2", SHARDED)
+    history = [session.snapshot()]
+    with SlowBackground(lambda n: TAU) as network:
+        for step in range(3 * TAU + 1):
+            session.step()
+            history.append(session.snapshot())
+            if step == 3 * TAU - 1:
+                figures = session.method.stats()
+        with session.method.consensus():
+            pass
+        assert not network.gates[-1].is_set(), "nobody waited"
+        assert session.method.stats()["gap"] == figures["gap"] != 1.0
+        network.gates[-1].set()
+        state = session.method.state_dict()
+        assert state["mean"]["in_flight"] and session.method.mean.in_flight
+        assert session.method.mean._lane._carried is None, "it is over"
+        assert session.method.stats()["gap"] == figures["gap"], "the round is not"
+        assert_same(history, expected)
+        before = session.snapshot()
+        session.method.flush()
+        assert_same(session.snapshot(), before)
+        session.method.flush()
+
+
+def test_consensus_stats_and_checkpoint(workers: Pool) -> None:
+    workers.run(consulted, 2)
+
+
+def figures_of(rank: int, world: int, fields: dict[str, Any]) -> list[tuple[float, float]]:
+    session, figures = Session(rank, "co2", fields), []
+    for _ in range(STEPS):
+        session.step()
+        stats = session.method.stats()
+        figures.append((stats["gap"], stats["clipped"]))
+    session.method.flush()
+    return figures
+
+
+@pytest.mark.parametrize("fields", [SHARDED, ELEMENTWISE], ids=["value", "norm"])
+def test_figures_are_those_of_the_plain_path(workers: Pool, fields: dict[str, Any]) -> None:
+    sharded = workers.run(figures_of, 3, fields)
+    plain = workers.run(figures_of, 3, {**fields, "shard": False})
+    for one, other in zip(sharded, plain, strict=True):
+        for measured, expected in zip(one, other, strict=True):
+            assert measured == pytest.approx(expected, rel=1e-9)
+    assert len({clipped for _, clipped in plain[0]}) > 1 and len({gap for gap, _ in plain[0]}) > 2
+
+
+def recorded(rank: int, world: int, fields: dict[str, Any]) -> list[tuple[str, int, str, bool]]:
+    session = Session(rank, "co2", fields, comm=comm(40))
+    with Recorder() as recorder:
+        for _ in range(STEPS):
+            session.step()
+        session.method.flush()
+    return [tuple(call[1:]) for call in recorder.log]
+
+
+@pytest.mark.parametrize(("fields", "norms"), [(BARE, 0), (SHARDED, 1)])
+def test_ranks_issue_the_same_collectives(workers: Pool, fields: dict[str, Any], norms: int):
+    first, *others = workers.run(recorded, 3, fields)
+    for other in others:
+        assert other == first
+    names = [name for name, *_ in first]
+    rows = names.index("all_gather_into_tensor") - norms
+    assert rows > 1
+    once = ["all_to_all_single"] * rows + ["all_reduce"] * norms + ["all_gather_into_tensor"] * rows
+    assert names == once * ROUNDS
+    assert not any(background for *_, background in first), "one after the other"
+
+
+def untold(rank: int, world: int) -> None:
+    """Without `lr_at`: exact for constant rates, and the newest known rate for others."""
+    for constant, same in ((True, True), (False, False)):
+        histories = []
+        for fields in (PLAIN, SHARDED):
+            session = Session(rank, "co2", fields)
+            session.method.lr_at = None
+            history = []
+            for step in range(STEPS):
+                problem.set_lr(session.optimizer, 4 if constant else step)
+                problem.backward(session.model, step, rank)
+                session.method.step()
+                session.optimizer.zero_grad()
+                history.append(session.snapshot()["leave.bias"])
+            session.method.flush()
+            histories.append(history)
+        close = [torch.allclose(a, b, rtol=1e-11) for a, b in zip(*histories, strict=True)]
+        assert all(close) == same
+
+
+def test_rates_that_nobody_told_ahead(workers: Pool) -> None:
+    workers.run(untold, 2)
+
+
+def clocked(rank: int, world: int) -> None:
+    """Launch to completion, and the part of it for which somebody stood still."""
+    mean = AsyncMean(12, co2.Mesh.world())
+    for sleep_s, work_s in ((0.2, 0.0), (0.1, 0.3)):
+        before = mean.clocks()
+        mean.run(lambda sleep_s=sleep_s: time.sleep(sleep_s))
+        time.sleep(work_s)
+        assert mean.wait() is mean.buffer
+        after = mean.clocks()
+        spent = {key: after[key] - before[key] for key in after}
+        assert sleep_s <= spent["comm_s"] < sleep_s + 0.1
+        exposed_s = max(0.0, sleep_s - work_s)
+        assert exposed_s - 0.01 <= spent["exposed_s"] < exposed_s + 0.1
+        assert spent["bytes"] == 2 * (world - 1) * 48 // world
+    mean.close()
+
+
+def test_clocks_and_bytes(workers: Pool) -> None:
+    workers.run(clocked, 2)
+
+
+def failing(rank: int, world: int) -> None:
+    """An error in the background is raised where its result is waited for, and flush ends."""
+    session = Session(rank, "co2", SHARDED)
+    with patch.object(dist, "all_to_all_single", side_effect=ZeroDivisionError):
+        for _ in range(2 * TAU - 1):
+            session.step()
+        with pytest.raises(ZeroDivisionError):
+            session.step()
+        session.method.flush()
+
+
+def test_an_error_in_the_background_surfaces(workers: Pool) -> None:
+    workers.run(failing, 2)
+
+
+PROGRAM = """
+import sys, time, torch, torch.distributed as dist, co2
+rank, store, end = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", rank=rank, world_size=2, init_method="file://" + store)
+net = torch.nn.Linear(300, 300)
+method = co2.CO2(co2.CO2.Config(tau=1, shard=True))
+model = method.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01), co2.Mesh.world())
+for step in range(5):
+    if end == "desert" and rank == 1 and step == 3:
+        sys.exit(0)
+    if rank == 0 and step == 4:
+        time.sleep(2)  # the other is long at its end, and its background waits for this one's
+    model(torch.randn(4, 300)).square().mean().backward()
+    method.step()
+if end == "raise":
+    raise RuntimeError("on purpose")
+if end == "flush":
+    method.flush()
+    dist.destroy_process_group()
+print("LAST LINE")
+"""
+
+
+@pytest.mark.parametrize("end", ["flush", "leave", "raise"])
+def test_the_thread_does_not_outlive_the_interpreter(tmp_path: Path, end: str) -> None:
+    """With a background in flight a process ends as it would have without."""
+    for status, out in ended(tmp_path, end):
+        assert status == (1 if end == "raise" else 0), out
+        assert ("on purpose" if end == "raise" else "LAST LINE") in out
+        assert "terminate called" not in out
+
+
+def test_a_peer_that_is_gone_ends_the_others(tmp_path: Path) -> None:
+    """Its error comes out of the thread, and is the one that the launcher knows."""
+    (status, out), (left, _) = ended(tmp_path, "desert")
+    assert left == 0 and status == 1
+    assert re.search(r"RuntimeError: .*(?i:closed by peer|reset by peer|connection refused)", out)
+    assert "self.mean.wait()" in out
+
+
+def ended(tmp_path: Path, end: str) -> list[tuple[int, str]]:
+    """Exit status and output of two processes that run the program."""
+    root = str(Path(co2.__file__).parents[1])
+    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", PROGRAM]
+    ranks = [
+        subprocess.Popen(
+            [*words, str(rank), str(tmp_path / "store"), end],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outs = [process.communicate(timeout=300)[0] for process in ranks]
+    return [(process.returncode, out) for process, out in zip(ranks, outs, strict=True)]
