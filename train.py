@@ -14,7 +14,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from co2 import launch
+from co2 import launch, peers
 from co2.compose import preflight
 from co2.config import Config, Resume, typed
 from co2.console import closing_table
@@ -25,15 +25,17 @@ from co2.record import check_folder, read_summary, tag_from
 from tasks import TASKS
 
 CONF = Path(__file__).parent / "conf"
+KNOWN = {**METHODS, **peers.PEERS}
 
 
 def validate(cfg: DictConfig, overrides: list[str]) -> Config:
     """The composed configuration as a checked run. Raises `ConfigError`; writes nothing."""
-    config = typed(cfg, METHODS, TASKS)
+    config = typed(cfg, KNOWN, TASKS)
     world = launch.world_size(config.launch)
     if cfg.tag is None:
         config.tag = tag_from(overrides, world, config.launch.workers, config.method)
     launch.check(config.launch, config.train.precision)
+    peers.check(config, world)
     make_method(config)
     check_folder(config, world)
     return config
@@ -51,7 +53,7 @@ def make_task(config: Config) -> Any:
 
 def make_method(config: Config) -> SyncMethod:
     """Raises `ConfigError` where its knobs and those of `comm` do not go together."""
-    return METHODS[config.method](config.method_config, config.comm)
+    return KNOWN[config.method](config.method_config, config.comm)
 
 
 def work(config: Config) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 from co2.errors import ConfigError, nearest, require
 from co2.methods import METHODS
 from co2.netns import Network, check_root, remove_leftovers
+from co2.peers import PEERS, check_installed
 
 TRAIN = Path(__file__).parents[1] / "train.py"
 LIMIT = "none"
@@ -135,9 +136,11 @@ def plan(options: argparse.Namespace) -> tuple[list[Cell], Conditions]:
     workers = [_count("--workers", word) for word in options.workers.split(",")]
     rates = [_rate("--mbit", word) for word in options.mbit.split(",")]
     methods = options.methods.split(",")
-    known = {*METHODS, LIMIT}
+    known = {*METHODS, *PEERS, LIMIT}
     for method in methods:
         require(method in known, "--methods", method, nearest(method, known))
+        if method in PEERS:
+            check_installed(method)
     repeats = _count("--repeats", options.repeats)
     conditions = Conditions(
         tuple(_change(word) for word in options.schedule),
@@ -255,7 +258,7 @@ def _reason(processes: Sequence[subprocess.Popen], failed: int) -> str:
 
 def _own(overrides: Sequence[str], method: str) -> list[str]:
     """The overrides without those of other methods' nodes: `co2.tau=24` is for co2 alone."""
-    others = METHODS.keys() - {method}
+    others = {*METHODS, *PEERS} - {method}
     return [word for word in overrides if word.lstrip("+~").partition(".")[0] not in others]
 
 
@@ -346,7 +349,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--workers", default="2", help="numbers of workers, as in 2,4")
     add("--mbit", default="20,100,500,unlimited", help="rates of every link")
-    add("--methods", default=",".join([*METHODS, LIMIT]), help="and the limit, none")
+    add("--methods", default=",".join([*METHODS, LIMIT]), help="and the limit, none; peers too")
     add("--repeats", default="1", help="of every cell; methods take turns")
     add("--schedule", action="append", default=[], metavar="20@10s", help="rate later; repeatable")
     add("--slow-link", action="append", default=[], metavar="1:10", help="worker 1: 10 Mbit/s")

@@ -1,0 +1,46 @@
+"""Other people's implementations, to be measured on equal terms: docs/peers.md.
+
+Beside METHODS, not in it: what the suite promises of its methods it cannot promise of these.
+"""
+
+from importlib.util import find_spec
+
+from co2 import launch
+from co2.config import Config, Precision
+from co2.errors import require
+from co2.peers.base import Peer
+from co2.peers.fairscale_slowmo import FairscaleSlowMo
+from co2.peers.torch_post_local_sgd import TorchPostLocalSGD
+from co2.peers.torchft_diloco import TorchftDiLoCo
+
+PEERS: dict[str, type[Peer]] = {
+    "torch_post_local_sgd": TorchPostLocalSGD,
+    "torchft_diloco": TorchftDiLoCo,
+    "fairscale_slowmo": FairscaleSlowMo,
+}
+
+
+def check(config: Config, world: int) -> None:
+    """Refuse what a peer cannot run, before anything is started. Other methods pass.
+
+    Raises:
+        ConfigError: its package is missing, one worker, bf16 on the wire, or a GPU.
+    """
+    name = config.method
+    if name not in PEERS:
+        return
+    check_installed(name)
+    require(world > 1, "launch.workers", world, f"method={name} needs 2 or more")
+    wire = config.comm.dtype
+    require(wire is Precision.fp32, "comm.dtype", wire.value, f"method={name} sends fp32 only")
+    me = launch.identity()
+    gpu = launch.use_gpu(config.launch, me.local_world if me else config.launch.workers)
+    mend = f"method={name} is measured over gloo only; use launch.backend=gloo"
+    require(not gpu, "launch.backend", config.launch.backend, mend)
+
+
+def check_installed(name: str) -> None:
+    """Raise `ConfigError` unless the package that a peer comes from is there."""
+    package = PEERS[name].package
+    mend = "needs the extra 'peers': pip install -e '.[peers]'"
+    require(find_spec(package) is not None, "method", name, mend)

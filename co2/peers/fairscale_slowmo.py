@@ -1,0 +1,92 @@
+"""FairScale's SlowMoDistributedDataParallel, by SlowMo's authors. Blocking.
+
+SlowMo (arXiv 1910.00643) over local SGD, as in co2/methods/slowmo.py, in FairScale's recommended
+memory-efficient form: start and outer momentum are sharded over the workers. Each shard is
+reduced to its owner, who makes the outer step and broadcasts the outcome.
+
+FairScale takes what a round starts from after the first inner step of all, where replicas differ
+already, unless it is told before, as it is here; its other form, which is not sharded, waits for a
+GPU even where there is none. An inner learning rate of 0 at a round's end divides by zero.
+"""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from co2.errors import require, require_count
+from co2.methods.local import check_outer
+from co2.peers.base import Peer
+
+
+class FairscaleSlowMo(Peer):
+    package = "fairscale"
+
+    @dataclass
+    class Config:
+        tau: int = 12
+        """Inner steps of a round: `slowmo_frequency` and `localsgd_frequency`."""
+        outer_lr: float = 1.0
+        """α: `slowmo_lr`."""
+        outer_momentum: float = 0.5
+        """β: `slowmo_momentum`."""
+
+        def __post_init__(self) -> None:
+            require_count("tau", self.tau)
+            check_outer(self.outer_lr, self.outer_momentum)
+            mend = "must be above 0 with outer_lr=1: FairScale turns SlowMo off"
+            on = self.outer_lr != 1 or self.outer_momentum > 0
+            require(on, "outer_momentum", self.outer_momentum, mend)
+
+    def begin(self) -> nn.Module:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # imports what torch has given new names
+            from fairscale.experimental.nn.data_parallel import SlowMoDistributedDataParallel
+
+        # Of its backward hook, which acts between the GPUs of one node alone.
+        warnings.filterwarnings("ignore", message="Using a non-full backward hook")
+        self.slowmo = SlowMoDistributedDataParallel(
+            self.model,
+            nprocs_per_node=1,
+            broadcast_buffers=False,  # local while training, as in every method here
+            slowmo_momentum=self.config.outer_momentum,
+            slowmo_lr=self.config.outer_lr,
+            slowmo_frequency=self.config.tau,
+            localsgd_frequency=self.config.tau,
+            slowmo_num_shards=self.mesh.num_replicas,
+            global_group=self.group,  # one that it makes itself waits for a GPU
+        )
+        self.slowmo._init_global_momentum_buffers(self.optimizer)
+        return self.slowmo
+
+    def advance(self) -> None:
+        self.optimizer.step()
+        self.slowmo.perform_slowmo(self.optimizer)
+
+    def bytes_per_round(self) -> float:
+        """(G−1)/G (1 + 1/G + 1) of what the optimizer holds, mean over the workers.
+
+        Gloo reduces a shard by a ring, (G−1)/G from each, and collects the parts, 1/G from each
+        but the owner; G − 1 copies of the outcome are broadcast.
+        """
+        groups = (group["params"] for group in self.optimizer.param_groups)
+        payload = sum(p.numel() * p.element_size() for params in groups for p in params)
+        replicas = self.mesh.num_replicas
+        return (replicas - 1) / replicas * (2 + 1 / replicas) * payload
+
+    @property
+    def copies(self) -> float:
+        """Shards of start and momentum, and the shard that travels."""
+        return 3 / self.mesh.num_replicas
+
+    def state_dict(self) -> dict[str, Any]:
+        slowmo = self.slowmo
+        vectors = {"start": slowmo.old_params, "momentum": slowmo.global_momentum_buffer}
+        return {**super().state_dict(), **vectors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.slowmo.num_updates = self.steps
+        self.slowmo.old_params.copy_(state["start"])
+        self.slowmo.global_momentum_buffer.copy_(state["momentum"])

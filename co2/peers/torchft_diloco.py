@@ -1,0 +1,137 @@
+"""torchft's DiLoCo (Meta's fault-tolerant training). Blocking.
+
+DiLoCo (arXiv 2311.08105) with one fragment and no delay: the mean of start − end of a round is
+the gradient of an outer SGD with Nesterov momentum. Every parameter is an all-reduce of its own,
+torchft's default; the trained and the frozen ones travel.
+
+Each worker is a replica group of one: a Manager with a store of its own, which asks a lighthouse
+in worker 0's process who takes part, once a round, and whether all have succeeded. These few
+hundred bytes are not in the ledger. A failure ends the training (max_retries=0), where torchft
+would drop the round and go on: every round that is measured is whole.
+"""
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from co2.errors import require_count
+from co2.methods.local import check_outer
+from co2.peers.base import Peer
+
+_LIMIT = timedelta(minutes=30)
+"""For everything that is waited for; torch.distributed's own."""
+_HEARTBEAT = timedelta(seconds=1)
+"""torchft's is 0.1 s, which a link of 1 Mbit/s would feel."""
+
+
+class TorchftDiLoCo(Peer):
+    package = "torchft"
+    copies = 4.0  # start, outer momentum; while it synchronizes: pseudo-gradient, the round's end
+
+    @dataclass
+    class Config:
+        tau: int = 12
+        """Inner steps of a round: `sync_every`. The paper: 500."""
+        outer_lr: float = 0.7
+        """α. The paper: 0.7."""
+        outer_momentum: float = 0.9
+        """β, Nesterov's. The paper: 0.9."""
+
+        def __post_init__(self) -> None:
+            require_count("tau", self.tau)
+            check_outer(self.outer_lr, self.outer_momentum)
+
+    def begin(self) -> nn.Module:
+        os.environ.setdefault("RUST_LOG", "error")  # or a dozen lines a round
+        from torchft.local_sgd import DiLoCo
+
+        self.manager = self._manager()
+        beta = self.config.outer_momentum
+        self.outer = torch.optim.SGD(
+            self.model.parameters(), lr=self.config.outer_lr, momentum=beta, nesterov=beta > 0
+        )
+        self.diloco = DiLoCo(
+            self.manager, [self.model], self.optimizer, self.outer, sync_every=self.config.tau
+        )
+        self.diloco.__enter__()  # hooks itself onto the inner optimizer
+        return self.model
+
+    def advance(self) -> None:
+        self.optimizer.step()
+
+    def flush(self) -> None:
+        self.diloco.__exit__(None, None, None)
+        self.manager.shutdown()
+        self.collectives.shutdown()
+        dist.barrier(group=self.group)  # the lighthouse outlives those who report to it
+        if self.lighthouse is not None:
+            self.lighthouse.shutdown()
+
+    def bytes_per_round(self) -> float:
+        parameters = self.model.parameters()
+        return self.ring_bytes(sum(p.numel() * p.element_size() for p in parameters))
+
+    def state_dict(self) -> dict[str, Any]:
+        start = self.diloco._fragments[0].original_parameters
+        own = {"manager": self.manager.state_dict(), "outer": self.outer.state_dict()}
+        return {**super().state_dict(), **own, "start": start}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.manager.load_state_dict(state["manager"])
+        self.outer.load_state_dict(state["outer"])
+        for name, value in self.diloco._fragments[0].original_parameters.items():
+            value.copy_(state["start"][name])
+        self.diloco._local_step = self.steps % self.config.tau
+
+    def _manager(self) -> Any:
+        from torchft import Manager, ProcessGroupGloo
+
+        here, replicas = _own_address(), self.mesh.num_replicas
+        self.collectives = ProcessGroupGloo(timeout=_LIMIT)
+        self.store = dist.TCPStore(here, 0, is_master=True, wait_for_workers=False)
+        return Manager(
+            pg=self.collectives,
+            load_state_dict=None,
+            state_dict=None,
+            min_replica_size=replicas,
+            use_async_quorum=False,  # as its DiLoCo demands
+            timeout=_LIMIT,
+            quorum_timeout=_LIMIT,
+            rank=0,
+            world_size=1,
+            store_addr=here,
+            store_port=self.store.port,
+            lighthouse_addr=self._lighthouse_address(here),
+            replica_id=f"worker{self.mesh.replica}",
+            hostname=here,
+            heartbeat_interval=_HEARTBEAT,
+            init_sync=False,  # all replicas have the same weights already
+            max_retries=0,
+        )
+
+    def _lighthouse_address(self, here: str) -> str:
+        """Of the lighthouse that worker 0 starts. Collective."""
+        from torchft.coordination import LighthouseServer
+
+        self.lighthouse, box = None, [""]
+        if self.mesh.replica == 0:
+            self.lighthouse = LighthouseServer("0.0.0.0:0", min_replicas=self.mesh.num_replicas)
+            # It names itself by host name, which others need not be able to look up.
+            port = self.lighthouse.address().rpartition(":")[2]
+            box = [f"http://{here}:{port}"]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+
+def _own_address() -> str:
+    """This worker's address as worker 0 sees it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 1))  # sends nothing
+        return probe.getsockname()[0]
