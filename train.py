@@ -20,7 +20,7 @@ from co2.config import Config, Resume, typed
 from co2.console import closing_table
 from co2.errors import ConfigError
 from co2.loop import train
-from co2.methods import METHODS
+from co2.methods import METHODS, SyncMethod
 from co2.record import check_folder, read_summary, tag_from
 from tasks import TASKS
 
@@ -33,7 +33,8 @@ def validate(cfg: DictConfig, overrides: list[str]) -> Config:
     world = launch.world_size(config.launch)
     if cfg.tag is None:
         config.tag = tag_from(overrides, world, config.launch.workers, config.method)
-    launch.check(config.launch, config.train.precision)
+    launch.check(config)
+    make_method(config)
     check_folder(config, world)
     return config
 
@@ -48,12 +49,16 @@ def make_task(config: Config) -> Any:
     return TASKS[config.task](config.task_config, config.train, config.optim, config.data)
 
 
+def make_method(config: Config) -> SyncMethod:
+    return METHODS[config.method](config.method_config, config.comm)
+
+
 def work(config: Config) -> None:
     """What every worker runs."""
-    mesh = launch.mesh(config.launch)
+    mesh = launch.mesh(config)
     task = make_task(config)
     task.setup(mesh.num_replicas)
-    train(config, task, METHODS[config.method](config.method_config, config.comm), mesh)
+    train(config, task, make_method(config), mesh)
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -63,7 +68,7 @@ def main(cfg: DictConfig) -> None:
         if launch.is_first():
             print("finished already; resume=never trains it afresh and keeps this one aside")
     else:
-        status = launch.run(work, (config,), config.launch)
+        status = launch.run(work, config)
         if status:
             sys.exit(status)
     summary = read_summary(config)

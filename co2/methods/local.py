@@ -49,7 +49,7 @@ class LocalMethod:
         self.model, self.optimizer = model, optimizer
         self.group = mesh.new_group()
         replicate(model, self.group)
-        self.flat = FlatParams(optimizer)
+        self.flat = FlatParams(optimizer, self.comm.device)
         flat = self.flat
         self.mean = AsyncMean(flat.numel, mesh, self.comm, dtype=flat.dtype, device=flat.device)
         self.begin()
@@ -59,7 +59,7 @@ class LocalMethod:
         self.optimizer.step()
         self.steps += 1
         if self.steps % self.config.tau == 0:
-            with torch.no_grad(), record_function(OUTER_STEP):
+            with torch.no_grad(), record_function(OUTER_STEP), self.flat.round():
                 self.end_round()
 
     def lr(self, group: int) -> float:
@@ -91,7 +91,11 @@ class LocalMethod:
 
     @property
     def scratch_bytes(self) -> int:
-        return self.flat.scratch.nbytes
+        return self.flat.transfer.scratch_bytes
+
+    @property
+    def copies_on(self) -> torch.device:
+        return self.flat.device
 
     @property
     def lag(self) -> int:
