@@ -34,7 +34,7 @@ def validate(cfg: DictConfig, overrides: list[str]) -> Config:
     world = launch.world_size(config.launch)
     if cfg.tag is None:
         config.tag = tag_from(overrides, world, config.launch.workers, config.method)
-    launch.check(config.launch, config.train.precision)
+    launch.check(config)
     peers.check(config, world)
     make_method(config)
     check_folder(config, world)
@@ -58,7 +58,7 @@ def make_method(config: Config) -> SyncMethod:
 
 def work(config: Config) -> None:
     """What every worker runs."""
-    mesh = launch.mesh(config.launch)
+    mesh = launch.mesh(config)
     task = make_task(config)
     task.setup(mesh.num_replicas)
     train(config, task, make_method(config), mesh)
@@ -71,7 +71,7 @@ def main(cfg: DictConfig) -> None:
         if launch.is_first():
             print("finished already; resume=never trains it afresh and keeps this one aside")
     else:
-        status = launch.run(work, (config,), config.launch)
+        status = launch.run(work, config)
         if status:
             sys.exit(status)
     summary = read_summary(config)

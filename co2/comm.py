@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from co2.config import CommConfig, Precision
-from co2.dist import Mesh
+from co2.dist import Mesh, carries
+from co2.errors import require
 from co2.trace import WAIT
 
 
@@ -27,7 +28,9 @@ class AsyncMean:
         numel: elements of the vector.
         mesh: the replicas. With one replica the mean is the vector and nothing is sent.
         config: bucket size, and whether bf16 travels: the buffer has that type then.
-        dtype, device: of the vector.
+        dtype, device: of the vector. In the host's memory gloo carries it, wherever the model is.
+    Raises:
+        ConfigError: the vector is on a GPU, and the process group carries the host's memory only.
     """
 
     def __init__(
@@ -45,7 +48,9 @@ class AsyncMean:
         self.in_flight = False
         self.bytes_sent = 0
         self.num_replicas = mesh.num_replicas
-        self.group = mesh.new_group()
+        self.group = mesh.new_group(None if self.buffer.device.type == mesh.device.type else "gloo")
+        mend = "the process group is gloo's, for host memory; use cpu, or a group with nccl"
+        require(carries(self.group, self.buffer), "comm.device", config.device.name, mend)
         bucket = max(1, int(config.bucket_mb * 2**20) // self.buffer.element_size())
         self._buckets = self.buffer.split(bucket)
         self._lane = _CudaLane() if self.buffer.is_cuda else _HostLane()

@@ -44,6 +44,11 @@ class Resume(Enum):
     never = "never"
 
 
+class CommDevice(Enum):
+    auto = "auto"
+    cpu = "cpu"
+
+
 @dataclass
 class TrainConfig:
     steps: int = 100
@@ -108,7 +113,9 @@ class LaunchConfig:
     workers: int = 2
     """Local workers that train.py starts. Under torchrun or srun their number wins."""
     backend: str = "auto"
-    """auto: nccl with one GPU per worker, else gloo."""
+    """auto: on GPUs under nccl where every local worker has one of its own; with comm.device=cpu
+    on GPUs under gloo where there is any; else on the CPU under gloo. gloo: on the CPU, whatever
+    GPUs there are. nccl: on GPUs, one for each worker."""
 
     def __post_init__(self) -> None:
         require_count("workers", self.workers)
@@ -122,6 +129,9 @@ class CommConfig:
     """Largest payload of one collective, in MiB."""
     dtype: Precision = Precision.fp32
     """What travels: fp32 (fp64 where a parameter is), or half of it as bf16."""
+    device: CommDevice = CommDevice.auto
+    """Where a method keeps its copies of the model, and works on them. auto: beside the model.
+    cpu: in the host's memory, and gloo carries them; workers may then share a GPU."""
 
     def __post_init__(self) -> None:
         mend = "must be a finite number of MiB above 0"

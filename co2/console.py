@@ -75,7 +75,8 @@ def closing_table(summary: dict[str, Any]) -> str:
     hidden = summary["overlap"]
     table.add_row("overlap", "no communication" if hidden is None else f"{hidden:.4f}")
     table.add_row("bytes sent per step and worker", f"{summary['bytes_per_step']:,.0f}")
-    table.add_row("extra model copies", f"{summary['extra_model_copies']:g}")
+    apart = ", in the host's memory" if summary["memory"].get("host_bytes") else ""
+    table.add_row("extra model copies", f"{summary['extra_model_copies']:g}{apart}")
     table.add_row("peak memory of a worker", f"{summary['peak_memory_bytes'] / 2**20:,.0f} MiB")
     table.add_row("wall time", f"{summary['wall_s']:.0f} s")
     table.add_row("folder", summary["folder"])

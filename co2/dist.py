@@ -28,6 +28,7 @@ class Mesh:
         Args:
             replica_size: workers that share one replica. Only 1 so far.
             device: of the batches; default: the current GPU under NCCL, or when alone with one.
+                Under gloo name it to train on a GPU, with comm.device=cpu.
         Raises:
             ConfigError: replica_size other than 1.
             RuntimeError: several workers were started but no process group was initialised.
@@ -58,11 +59,16 @@ class Mesh:
         return group
 
 
+def carries(group: dist.ProcessGroup | None, tensor: Tensor) -> bool:
+    """Whether a group takes a tensor where it lies: gloo is for the host's memory."""
+    return group is None or not tensor.is_cuda or "nccl" in dist.get_backend_config(group)
+
+
 def replicate(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Give every replica the parameters and buffers of replica 0."""
     if group is not None:
         for tensor in _states(model):
-            _apply_contiguous(tensor, lambda t: dist.broadcast(t, src=0, group=group))
+            _apply(tensor, group, lambda t: dist.broadcast(t, src=0, group=group))
 
 
 def averageable(model: nn.Module) -> list[Tensor]:
@@ -81,8 +87,8 @@ def averaged(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> Iter
     try:
         if group is not None:
             for tensor in tensors:
-                _apply_contiguous(
-                    tensor, lambda t: dist.all_reduce(t, op=dist.ReduceOp.AVG, group=group)
+                _apply(
+                    tensor, group, lambda t: dist.all_reduce(t, op=dist.ReduceOp.AVG, group=group)
                 )
         yield
     finally:
@@ -94,9 +100,12 @@ def _states(model: nn.Module) -> list[Tensor]:
     return [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
 
 
-def _apply_contiguous(tensor: Tensor, collective: Callable[[Tensor], Any]) -> None:
-    """Collectives take contiguous tensors; channels-last weights are not."""
+def _apply(tensor: Tensor, group: dist.ProcessGroup, collective: Callable[[Tensor], Any]) -> None:
+    """Collectives take contiguous tensors, where the group can reach them; channels-last weights
+    are not contiguous."""
     dense = tensor.contiguous()
+    if not carries(group, dense):
+        dense = dense.cpu()
     collective(dense)
-    if dense is not tensor and dense.data_ptr() != tensor.data_ptr():
+    if dense.device != tensor.device or dense.data_ptr() != tensor.data_ptr():
         tensor.copy_(dense)

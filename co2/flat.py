@@ -1,6 +1,7 @@
 """FlatParams: the trained parameters of one worker as one contiguous vector."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
+from co2.config import CommDevice
 from co2.trace import SNAPSHOT
+from co2.transfer import Direct, Live, Staged, side_stream
 
 # Elements that one pass of arithmetic touches before it goes on, so that several operations on
 # the same elements meet them in cache. On a GPU launches cost more than the cache saves.
@@ -24,10 +27,10 @@ def chunk_numel(device: torch.device) -> int:
 class Chunk:
     """Consecutive elements of the flat vector, all of one parameter group."""
 
+    index: int
     span: slice
     group: int
-    live: tuple[Tensor, ...]
-    """Views of the parameters that lie in the span, in order and without gaps."""
+    transfer: Direct | Staged
 
     @property
     def numel(self) -> int:
@@ -37,17 +40,9 @@ class Chunk:
         """This chunk of a flat vector, as a view."""
         return vector[self.span]
 
-    def read(self, out: Tensor) -> None:
-        """Live parameters → `out`, which is this chunk of some vector."""
-        torch._foreach_copy_(self._views(out), list(self.live))
-
     def write(self, values: Tensor) -> None:
         """`values`, which is this chunk of some vector → live parameters."""
-        torch._foreach_copy_(list(self.live), self._views(values))
-
-    def _views(self, values: Tensor) -> list[Tensor]:
-        parts = values.split([live.numel() for live in self.live])
-        return [part.view(live.shape) for part, live in zip(parts, self.live, strict=True)]
+        self.transfer.write(self.index, values)
 
 
 class FlatParams:
@@ -57,9 +52,13 @@ class FlatParams:
     parameter. Order: parameter groups, then parameters as the group lists them; a tied parameter
     counts once; what does not require a gradient is left out. The element type is fp32, or fp64
     where a parameter is. Parameters must stay where they are: moving the model makes it stale.
+
+    Args:
+        optimizer: what it trains.
+        keep: where vectors live: beside the parameters, or in the host's memory.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, keep: CommDevice = CommDevice.auto) -> None:
         self.params: list[Tensor] = []
         self.group_of: list[int] = []
         seen: set[int] = set()
@@ -72,34 +71,47 @@ class FlatParams:
         if not self.params:
             raise ValueError("the optimizer holds no parameter that requires a gradient")
         self.numel = sum(param.numel() for param in self.params)
-        self.device = self.params[0].device
         self.dtype = torch.float32
         for param in self.params:
             self.dtype = torch.promote_types(self.dtype, param.dtype)
-        self.chunks = list(self._cut(chunk_numel(self.device)))
-        longest = max(chunk.numel for chunk in self.chunks)
-        self.scratch = torch.empty(longest, dtype=self.dtype, device=self.device)
+        device = self.params[0].device
+        side = side_stream(device) if keep is CommDevice.cpu else None
+        self.device = device if side is None else torch.device("cpu")
+        """Of the vectors."""
+        cuts = list(self._cut(chunk_numel(self.device)))
+        pieces = [live for _, _, live in cuts]
+        self.transfer: Direct | Staged
+        if side is None:
+            self.transfer = Direct(pieces, self.dtype, self.device)
+        else:
+            self.transfer = Staged(pieces, self.dtype, side)
+        self.chunks = [
+            Chunk(index, span, group, self.transfer) for index, (span, group, _) in enumerate(cuts)
+        ]
+
+    def round(self) -> AbstractContextManager[None]:
+        """Around everything that reads or writes live parameters when a round ends."""
+        return self.transfer.round()
 
     def zeros(self) -> Tensor:
         """A new vector (numel,) of zeros."""
-        return torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+        return self.transfer.empty(self.numel).zero_()
 
     def copy(self) -> Tensor:
         """A new vector (numel,) that holds the live parameters."""
-        vector = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        vector = self.transfer.empty(self.numel)
         self.copy_to(vector)
         return vector
 
     def copy_to(self, vector: Tensor) -> None:
         """vector, which may be longer, ← live parameters."""
-        for chunk in self.chunks:
-            chunk.read(chunk.of(vector))
+        with self.round():
+            for chunk in self.chunks:
+                chunk.of(vector).copy_(self.local(chunk))
 
     def local(self, chunk: Chunk) -> Tensor:
         """The live parameters of a chunk, in scratch that the next call overwrites."""
-        values = self.scratch[: chunk.numel]
-        chunk.read(values)
-        return values
+        return self.transfer.local(chunk.index)
 
     def displacement(self, start: Tensor, out: Tensor) -> None:
         """out ← start − live: the pseudo-gradient of the steps since `start`, rounded to out's
@@ -125,17 +137,18 @@ class FlatParams:
         for chunk in self.chunks:
             chunk.write(chunk.of(vector))
 
-    def _cut(self, size: int) -> Iterator[Chunk]:
-        """Chunks of at most `size` elements; only a non-contiguous parameter may exceed it."""
+    def _cut(self, size: int) -> Iterator[tuple[slice, int, Live]]:
+        """Span, parameter group and pieces of chunks of at most `size` elements; only a
+        non-contiguous parameter may exceed it."""
         start, used, group = 0, 0, 0
         live: list[Tensor] = []
         for param, index in zip(self.params, self.group_of, strict=True):
             pieces = param.view(-1).split(size) if param.is_contiguous() else (param,)
             for piece in pieces:
                 if live and (index != group or used + piece.numel() > size):
-                    yield Chunk(slice(start, start + used), group, tuple(live))
+                    yield slice(start, start + used), group, tuple(live)
                     start, used, live = start + used, 0, []
                 group = index
                 live.append(piece)
                 used += piece.numel()
-        yield Chunk(slice(start, start + used), group, tuple(live))
+        yield slice(start, start + used), group, tuple(live)

@@ -16,12 +16,11 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from co2.config import LaunchConfig, Precision
+from co2.config import CommDevice, Config, LaunchConfig, Precision
 from co2.dist import Mesh
 from co2.errors import ConfigError, require
 
@@ -37,6 +36,8 @@ _PEER_S = 1.0
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """What asks a run to finish its step, save and exit."""
+
+Worker = Callable[[Config], None]
 
 
 @dataclass(frozen=True)
@@ -104,19 +105,22 @@ def refuse(error: ConfigError) -> int:
     return REFUSED
 
 
-def check(config: LaunchConfig, precision: Precision) -> None:
+def check(config: Config) -> None:
     """Refuse what this machine cannot run, before anything is started.
 
     Raises:
-        ConfigError: fewer GPUs than workers under nccl, or no bf16.
+        ConfigError: fewer GPUs than workers under nccl, nccl where gloo is to carry all, no bf16.
     """
     me = identity()
-    local = me.local_world if me else config.workers
-    if config.backend == "nccl":
+    local = me.local_world if me else config.launch.workers
+    if config.launch.backend == "nccl":
+        mend = "with comm.device=cpu gloo carries everything; use auto"
+        require(config.comm.device is CommDevice.auto, "launch.backend", "nccl", mend)
         count = torch.cuda.device_count() if dist.is_nccl_available() else 0
         require(count >= local, "launch.backend", "nccl", f"{local} GPUs needed, {count} here")
-    if precision is Precision.bf16:
-        good = bf16_supported("cuda" if use_gpu(config, local) else "cpu")
+    if config.train.precision is Precision.bf16:
+        device, _ = placement(config, 0, local)
+        good = bf16_supported(device.type)
         require(good, "train.precision", "bf16", "this device has no bf16; use fp32")
 
 
@@ -127,35 +131,40 @@ def bf16_supported(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
 
 
-def run(worker: Callable[..., None], args: tuple[Any, ...], config: LaunchConfig) -> int:
-    """Run `worker(*args)` in every worker, in a process group; return the exit status.
+def run(worker: Worker, config: Config) -> int:
+    """Run `worker(config)` in every worker, in a process group; return the exit status.
 
-    `worker` must be a function of a module, and the arguments must pickle.
+    `worker` must be a function of a module: it is pickled.
     """
     me = identity()
     if me is not None:
-        return _as_worker(worker, args, config, me)
-    if config.workers == 1:
-        return _guarded(worker, args, 0)
-    return _spawn(worker, args, config)
+        return _as_worker(worker, config, me)
+    if config.launch.workers == 1:
+        return _guarded(worker, config, 0)
+    return _spawn(worker, config)
 
 
-def use_gpu(config: LaunchConfig, local_workers: int) -> bool:
-    """Whether batches and weights live on GPUs: one for each local worker, or none."""
-    if config.backend == "auto":
-        return 0 < local_workers <= torch.cuda.device_count()
-    return config.backend == "nccl"
+def placement(config: Config, local_rank: int, local_world: int) -> tuple[torch.device, str]:
+    """Where a local worker's weights and batches live, and its process group's backend."""
+    backend, gpus = config.launch.backend, torch.cuda.device_count()
+    if config.comm.device is CommDevice.cpu:
+        # NCCL takes one worker a GPU; gloo does not know of GPUs, and so of no limit.
+        if backend == "auto" and gpus > 0:
+            return torch.device("cuda", local_rank % gpus), "gloo"
+    elif backend == "nccl" or (backend == "auto" and local_world <= gpus):
+        return torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+    return torch.device("cpu"), "gloo"
 
 
-def mesh(config: LaunchConfig) -> Mesh:
+def mesh(config: Config) -> Mesh:
     """The mesh of a worker that `run` has started."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    gpu = use_gpu(config, local_world)
-    return Mesh.world(device=torch.device("cuda", local) if gpu else "cpu")
+    device, _ = placement(config, local, local_world)
+    return Mesh.world(device=device)
 
 
-def _as_worker(worker: Callable[..., None], args: tuple, config: LaunchConfig, me: Identity) -> int:
+def _as_worker(worker: Worker, config: Config, me: Identity) -> int:
     os.environ.update(
         RANK=str(me.rank),
         WORLD_SIZE=str(me.world),
@@ -166,26 +175,26 @@ def _as_worker(worker: Callable[..., None], args: tuple, config: LaunchConfig, m
     )
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // me.local_world))
     with _process_group(config, me):
-        return _guarded(worker, args, me.rank)
+        return _guarded(worker, config, me.rank)
 
 
 @contextlib.contextmanager
-def _process_group(config: LaunchConfig, me: Identity) -> Iterator[None]:
+def _process_group(config: Config, me: Identity) -> Iterator[None]:
     # A sweep reuses this process: what was set up must be taken down.
-    gpu = use_gpu(config, me.local_world)
-    if gpu:
-        torch.cuda.set_device(me.local_rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+    device, backend = placement(config, me.local_rank, me.local_world)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend)
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def _guarded(worker: Callable[..., None], args: tuple, rank: int) -> int:
+def _guarded(worker: Worker, config: Config, rank: int) -> int:
     """Run the worker; what a person can mend, and what a peer's end causes, is one line."""
     try:
-        worker(*args)
+        worker(config)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
     except ConfigError as error:
@@ -201,11 +210,11 @@ def _guarded(worker: Callable[..., None], args: tuple, rank: int) -> int:
     return 0
 
 
-def _local_worker(worker: Callable[..., None], args: tuple, config: LaunchConfig) -> None:
+def _local_worker(worker: Worker, config: Config) -> None:
     me = identity()
     assert me is not None, "the elastic launcher sets RANK"
     try:
-        status = _as_worker(worker, args, config, me)
+        status = _as_worker(worker, config, me)
     except Exception:  # a bug: say where, from the worker itself, for the launcher is silenced
         traceback.print_exc()
         status = 1
@@ -215,7 +224,7 @@ def _local_worker(worker: Callable[..., None], args: tuple, config: LaunchConfig
         os._exit(status)  # the launcher takes a plain exit for a failure of its own
 
 
-def _spawn(worker: Callable[..., None], args: tuple, config: LaunchConfig) -> int:
+def _spawn(worker: Worker, config: Config) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
     from torch.distributed.launcher.api import elastic_launch
@@ -227,7 +236,7 @@ def _spawn(worker: Callable[..., None], args: tuple, config: LaunchConfig) -> in
     elastic = ElasticConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=config.workers,
+        nproc_per_node=config.launch.workers,
         run_id="local",
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
@@ -239,7 +248,7 @@ def _spawn(worker: Callable[..., None], args: tuple, config: LaunchConfig) -> in
     )
     with _forwarded(STOP_SIGNALS):
         try:
-            elastic_launch(elastic, _local_worker)(worker, args, config)
+            elastic_launch(elastic, _local_worker)(worker, config)
         except ChildFailedError as error:
             _, first = error.get_first_failure()
             return first.exitcode if first.exitcode > 0 else 128 - first.exitcode

@@ -328,7 +328,7 @@ def _summary(
         "wall_s": totals["wall_s"],
         "peak_memory_bytes": peak_memory_bytes(mesh.device),
         "extra_model_copies": method.copies,
-        "memory": ledger(module, optimizer, method.copies, method.scratch_bytes),
+        "memory": ledger(module, optimizer, method),
         "device": str(mesh.device),
         "folder": os.path.relpath(run_folder(config)),
         **{key: value for key, value in stats.items() if key not in names},

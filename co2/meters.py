@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from co2.methods.base import SyncMethod
+
 _COMM = ("comm_s", "exposed_s", "bytes")
 
 
@@ -116,16 +118,18 @@ def overlap(comm_s: float, exposed_s: float) -> float | None:
     return max(0.0, 1 - exposed_s / comm_s) if comm_s > 0 else None
 
 
-def ledger(
-    model: nn.Module, optimizer: Optimizer, copies: float, scratch_bytes: int
-) -> dict[str, int]:
+def ledger(model: nn.Module, optimizer: Optimizer, method: SyncMethod) -> dict[str, int]:
     """Bytes that one worker holds between steps, with its gradients.
 
-    `copies` and `scratch_bytes` are the method's figures; extra = copies × the trained parameters
-    in fp32 (fp64 where a parameter is), as FlatParams holds them.
+    extra = the method's copies × the trained parameters in fp32 (fp64 where a parameter is), as
+    FlatParams holds them. With comm.device=cpu a GPU holds neither these nor the scratch: they are
+    in the host's memory.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     width = max(4, *(p.element_size() for p in trained))
+    extra = int(method.copies * width * sum(p.numel() for p in trained))
+    scratch = method.scratch_bytes
+    beside = method.copies_on.type == trained[0].device.type
     return {
         "parameter_bytes": _bytes(model.parameters()),
         "buffer_bytes": _bytes(model.buffers()),
@@ -136,8 +140,9 @@ def ledger(
             for value in state.values()
             if isinstance(value, Tensor)
         ),
-        "scratch_bytes": scratch_bytes,
-        "extra_bytes": int(copies * width * sum(p.numel() for p in trained)),
+        "scratch_bytes": scratch if beside else 0,
+        "extra_bytes": extra if beside else 0,
+        "host_bytes": 0 if beside else extra + scratch,
     }
 
 

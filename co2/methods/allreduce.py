@@ -11,13 +11,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from co2.config import CommConfig, Precision
+from co2.config import CommConfig, CommDevice, Precision
 from co2.dist import Mesh, averageable, averaged, replicate
+from co2.errors import require
 
 
 class AllReduce:
@@ -30,6 +32,10 @@ class AllReduce:
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         self.config = config or self.Config()
         self.comm = comm or CommConfig()
+        mend = (
+            "allreduce keeps no copies of the model, and DDP averages where gradients are; use auto"
+        )
+        require(self.comm.device is CommDevice.auto, "comm.device", self.comm.device.name, mend)
         self.steps = 0
         self._before = {"comm_s": 0.0, "exposed_s": 0.0, "steps": 0}
 
@@ -87,6 +93,10 @@ class AllReduce:
         """Gradients live in DDP's buckets; for bf16 it makes rounded ones beside them."""
         alone = self.mesh.num_replicas == 1
         return 0.0 if alone or self.comm.dtype is Precision.fp32 else 0.5
+
+    @property
+    def copies_on(self) -> torch.device:
+        return self.mesh.device
 
     @property
     def lag(self) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -71,7 +72,12 @@ class SyncMethod(Protocol):
 
     @property
     def scratch_bytes(self) -> int:
-        """Held beside the copies: one chunk of the vector, however large the model."""
+        """Held beside the copies: a chunk or two of the vector, however large the model."""
+        ...
+
+    @property
+    def copies_on(self) -> torch.device:
+        """Where the copies and the scratch lie."""
         ...
 
     @property

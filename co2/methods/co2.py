@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from co2.comm import AsyncMean
-from co2.config import CommConfig, Precision
+from co2.config import CommConfig, CommDevice, Precision
 from co2.dist import Mesh
 from co2.errors import require
 from co2.flat import FlatParams
@@ -133,6 +133,9 @@ class ShardedCO2(CO2):
         mend = "must be fp32 with co2.shard=true: parameters travel, and bf16 loses their changes"
         wire = self.comm.dtype
         require(wire is Precision.fp32, "comm.dtype", wire.name, mend)
+        mend = "must be auto with co2.shard=true: parameters and buffer change places in one memory"
+        device = self.comm.device
+        require(device is CommDevice.auto, "comm.device", device.name, mend)
 
     def new_mean(self, mesh: Mesh) -> AsyncMean:
         self.shard = Shard(self.flat, mesh, self.comm)

@@ -53,7 +53,7 @@ class LocalMethod:
         self.model, self.optimizer = model, optimizer
         self.group = mesh.new_group()
         replicate(model, self.group)
-        self.flat = FlatParams(optimizer)
+        self.flat = FlatParams(optimizer, self.comm.device)
         self.mean = self.new_mean(mesh)
         self.auto: AutoTau | None = None
         if self.config.tau == AUTO:
@@ -80,7 +80,7 @@ class LocalMethod:
             self.round_began = self.steps
             if self.auto is not None:
                 self.auto.round_ends(self.mean.clocks())
-            with torch.no_grad(), record_function(OUTER_STEP):
+            with torch.no_grad(), record_function(OUTER_STEP), self.flat.round():
                 self.end_round()
         if self.auto is not None:
             self.auto.step_begins()
@@ -130,7 +130,11 @@ class LocalMethod:
 
     @property
     def scratch_bytes(self) -> int:
-        return self.flat.scratch.nbytes
+        return self.flat.transfer.scratch_bytes
+
+    @property
+    def copies_on(self) -> torch.device:
+        return self.flat.device
 
     @property
     def lag(self) -> int:

@@ -34,7 +34,8 @@ def check(config: Config, world: int) -> None:
     wire = config.comm.dtype
     require(wire is Precision.fp32, "comm.dtype", wire.value, f"method={name} sends fp32 only")
     me = launch.identity()
-    gpu = launch.use_gpu(config.launch, me.local_world if me else config.launch.workers)
+    local = me.local_world if me else config.launch.workers
+    gpu = launch.placement(config, 0, local)[0].type == "cuda"
     mend = f"method={name} is measured over gloo only; use launch.backend=gloo"
     require(not gpu, "launch.backend", config.launch.backend, mend)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -89,6 +90,10 @@ class Peer:
     @property
     def scratch_bytes(self) -> int:
         return 0
+
+    @property
+    def copies_on(self) -> torch.device:
+        return self.mesh.device
 
     @property
     def lag(self) -> int:

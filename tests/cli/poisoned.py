@@ -28,4 +28,4 @@ Toy.loss = loss  # type: ignore[method-assign]
 if __name__ == "__main__":
     found: list[Any] = []
     preflight(train.CONF, "config", sys.argv[1:], lambda *job: found.append(train.validate(*job)))
-    sys.exit(launch.run(train.work, (found[0],), found[0].launch))
+    sys.exit(launch.run(train.work, found[0]))

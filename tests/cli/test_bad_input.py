@@ -92,6 +92,8 @@ VALUES = [
     ("train.batch_size=1000", "train.batch_size=1000", "use at most 256"),
     ("launch.backend=mpi", "launch.backend=mpi", "auto, gloo or nccl"),
     ("comm.bucket_mb=0", "comm.bucket_mb=0", "above 0"),
+    ("comm.device=cuda", "comm.device=cuda", "auto, cpu"),
+    ("comm.device=cpu method=allreduce", "comm.device=cpu", "use auto"),
     ("checkpoint.every=-1", "checkpoint.every=-1", "0 or more"),
     ("checkpoint.keep=0", "checkpoint.keep=0", COUNT),
     ("log.wandb=maybe", "log.wandb=maybe", "offline, online, disabled"),
@@ -227,6 +229,11 @@ def test_short_text_says_what_would_do(tmp_path: Path, empty: Path) -> None:
 def test_too_few_gpus(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert_names(refusal("launch.backend=nccl"), "launch.backend=nccl", "2 GPUs needed")
+
+
+def test_nccl_does_not_carry_what_lies_on_the_host(empty: Path) -> None:
+    line = refusal("launch.backend=nccl comm.device=cpu")
+    assert_names(line, "launch.backend=nccl", "use auto")
 
 
 def test_no_bf16(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,12 @@
 """consensus() shows the replicas' mean, and leaves no trace."""
 
+from types import SimpleNamespace
+from unittest.mock import patch
+
 import pytest
 import torch
 
+from co2 import dist
 from tests.methods.collectives import SlowNetwork
 from tests.methods.driver import OVERLAPPED, SETTINGS, Session, Snapshot, assert_same, trajectory
 from tests.workers import Pool
@@ -47,6 +51,37 @@ def test_consensus(workers: Pool, name: str, world: int) -> None:
     before, inside, _ = runs[1][STEPS - 1]  # where the replicas differ, or nothing is shown
     for key in ("norm.running_mean", "drift", *(["scale"] if name != "allreduce" else [])):
         assert not torch.equal(inside[key], before[key])
+
+
+def out_of_reach(rank: int, world: int, name: str) -> tuple[list, list]:
+    """As seen under a group that takes the tensors where they lie, and under one that does not."""
+    usual = looked_at(rank, world, name)
+    with (
+        patch.object(dist, "carries", lambda group, tensor: False),
+        patch.object(torch.Tensor, "cpu", lambda tensor: tensor.clone()),
+    ):
+        return usual, looked_at(rank, world, name)
+
+
+@pytest.mark.parametrize("name", ["local_sgd"])
+def test_a_group_that_cannot_reach_a_gpu_gets_a_copy(workers: Pool, name: str) -> None:
+    """And what it makes of the copy comes back: in the broadcast at the start, and in the mean."""
+    for usual, copied in workers.run(out_of_reach, 2, name):
+        assert_same(copied, usual)
+
+
+def test_gloo_is_for_the_memory_of_the_host(workers: Pool) -> None:
+    workers.run(carried, 2)
+
+
+def carried(rank: int, world: int) -> None:
+    group = dist.Mesh.world().new_group()
+    gpu, host = SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)
+    assert not dist.carries(group, gpu)  # type: ignore[arg-type]
+    assert dist.carries(group, host)  # type: ignore[arg-type]
+    assert dist.carries(None, gpu)  # type: ignore[arg-type]
+    with patch("torch.distributed.get_backend_config", lambda group: "cpu:gloo,cuda:nccl"):
+        assert dist.carries(group, gpu)  # type: ignore[arg-type]
 
 
 def raising(rank: int, world: int, name: str) -> None:

@@ -1,0 +1,114 @@
+"""Every collective that may be under way beside others has a process group of its own."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import co2
+from co2 import dist as blocking
+from co2.comm import AsyncMean
+from co2.methods import METHODS
+from tests.cli.harness import pooled
+from tests.methods.driver import SETTINGS
+from tests.workers import Pool
+
+ROLES = {
+    "comm": "training",
+    "dist": "consensus",
+    "stop": "control",
+    "checkpoint": "control",
+    "loop": "control",
+}
+"""What a file of co2 talks about."""
+WATCHED = ("all_reduce", "broadcast", "barrier", "all_gather_object", "broadcast_object_list")
+
+
+@contextmanager
+def watched(log: Path) -> Iterator[None]:
+    """Setup of a run: every collective leaves its role and its group in a file."""
+
+    def told(original: Any) -> Any:
+        def call(*arguments: Any, group: Any = None, **others: Any) -> Any:
+            file = Path(sys._getframe(1).f_code.co_filename)
+            if file.parent.name == "co2":
+                name = group.group_name if group is not None else "default"
+                with (log / f"rank{dist.get_rank()}").open("a") as lines:
+                    lines.write(f"{ROLES[file.stem]} {name}\n")
+            return original(*arguments, group=group, **others)
+
+        return call
+
+    with patch.multiple(dist, **{name: told(getattr(dist, name)) for name in WATCHED}):
+        yield
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_group_has_two_roles(workers: Pool, tmp_path: Path, name: str) -> None:
+    run = pooled(
+        workers,
+        2,
+        f"method={name}",
+        *(f"{name}.{key}={value}" for key, value in SETTINGS[name].items()),
+        "train.steps=12",
+        "train.eval_every=4",
+        "checkpoint.every=4",
+        runs=tmp_path / "runs",
+        setup=watched,
+        setup_arguments=(tmp_path,),
+    )
+    assert run.status == 0, run.err
+    for rank in range(2):
+        told = {tuple(line.split()) for line in (tmp_path / f"rank{rank}").read_text().splitlines()}
+        roles = [role for role, _ in told]
+        groups = [group for _, group in told]
+        # DDP does not ask torch.distributed; it has the default group, which nobody else may use.
+        expected = {"consensus", "control"} | ({"training"} if name != "allreduce" else set())
+        assert set(roles) == expected and len(told) == len(set(groups)) == len(expected)
+        assert "default" not in groups
+
+
+def crossed(rank: int, world: int) -> list[float]:
+    """Two means and a consensus under way together, begun in another order on each worker."""
+    mesh = co2.Mesh.world()
+    means = [AsyncMean(1000, mesh), AsyncMean(1000, mesh)]
+    group = mesh.new_group()
+    order = (0, 1) if rank == 0 else (1, 0)
+    for index in order:
+        means[index].start(torch.full((1000,), 10.0 * index + rank))
+    consensus = torch.full((1000,), 100.0 + rank)
+    with blocking.averaged([consensus], group):
+        seen = consensus.mean().item()
+    found = [mean.wait() for mean in means]
+    for mean in means:
+        mean.close()
+    return [seen, *(vector.mean().item() for vector in found if vector is not None)]
+
+
+def test_means_under_way_together_do_not_mix(workers: Pool) -> None:
+    assert workers.run(crossed, 2) == [[100.5, 0.5, 10.5]] * 2
+
+
+def groups_of(rank: int, world: int, name: str) -> list[str]:
+    """Of two methods side by side, as a user may have for two models."""
+    names = []
+    for _ in range(2):
+        weight = torch.nn.Parameter(torch.zeros(3))
+        method = METHODS[name]()
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        method.prepare(torch.nn.ParameterList([weight]), optimizer, co2.Mesh.world())
+        names += [method.mean._group.group_name, method.group.group_name]  # type: ignore[attr-defined]
+        method.flush()
+    return names
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "allreduce"])
+def test_each_mean_has_a_group_of_its_own(workers: Pool, name: str) -> None:
+    for names in workers.run(groups_of, 2, name):
+        assert len(set(names)) == 4
