@@ -7,6 +7,7 @@ process holds is counted; on a GPU, what the allocator has handed out.
 import argparse
 import gc
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 import co2
 from benchmarks import report
 from co2 import meters
-from co2.config import CommConfig, Precision
+from co2.config import CommConfig, CommDevice, Precision
 
 WORKERS, TAU, ROUNDS = 2, 2, 3
 MIB = 2**20
@@ -31,26 +32,13 @@ def main() -> None:
     args = parser.parse_args()
     gpus = torch.cuda.device_count() >= WORKERS
     rows = []
-    cells = [(name, {}, wire) for wire in Precision for name in co2.METHODS]
-    cells.insert(len(co2.METHODS), ("co2", {"shard": True}, Precision.fp32))
-    for name, fields, wire in cells:
+    for name, fields, comm in cells(gpus):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder)
-            mp.spawn(measure, (path, name, fields, wire, args.width, gpus), nprocs=WORKERS)
+            mp.spawn(measure, (path, name, fields, comm, args.width, gpus), nprocs=WORKERS)
             found = torch.load(path / "measured.pt", weights_only=True)
-        predicted = sum(found[key] for key in PARTS)
-        difference = found["measured"] / predicted - 1
-        rows.append(
-            [
-                ", ".join([name, *(f"{key}={value}".lower() for key, value in fields.items())]),
-                wire.name,
-                f"{found['copies']:g}",
-                *(f"{found[key] / MIB:.1f}" for key in PARTS),
-                f"{predicted / MIB:.1f}",
-                f"{found['measured'] / MIB:.1f}",
-                f"{difference:+.1%}",
-            ]
-        )
+        options = [f"{key}={value}".lower() for key, value in fields.items() if key != "tau"]
+        rows.append(row(", ".join([name, *options]), comm, found, gpus))
         print(*rows[-1], sep="  ", flush=True)
     report.write(
         args.out / f"memory_{'cuda' if gpus else 'cpu'}.md",
@@ -59,10 +47,12 @@ def main() -> None:
         f"{ROUNDS} rounds. Predicted: parameters, gradients, inner state, the method's copies of "
         "the parameters, and a chunk or two of scratch, which do not grow with the model. "
         "With bf16 on the wire the communication buffer is half as large; DDP's rounded gradients "
-        "live for a moment only, and may be gone when they are counted.",
+        "live for a moment only, and may be gone when they are counted."
+        + (" With comm.device=cpu copies and scratch are in the host's memory." if gpus else ""),
         [
             "method",
             "wire",
+            *(["comm.device"] if gpus else []),
             "copies",
             "parameters",
             "gradients",
@@ -72,9 +62,38 @@ def main() -> None:
             "predicted",
             "measured",
             "difference",
+            *(["on the host, predicted", "measured"] if gpus else []),
         ],
         rows,
     )
+
+
+def cells(gpus: bool) -> Iterator[tuple[str, dict[str, Any], CommConfig]]:
+    """Method, its fields, and how it communicates."""
+    for keep in CommDevice if gpus else [CommDevice.auto]:
+        for wire in Precision:
+            comm = CommConfig(dtype=wire, device=keep)
+            for name in co2.METHODS:
+                if (name, keep) != ("allreduce", CommDevice.cpu):
+                    yield name, {} if name == "allreduce" else {"tau": TAU}, comm
+            if (wire, keep) == (Precision.fp32, CommDevice.auto):
+                yield "co2", {"tau": TAU, "shard": True}, comm
+
+
+def row(name: str, comm: CommConfig, found: dict[str, Any], gpus: bool) -> list[str]:
+    predicted = sum(found[key] for key in PARTS)
+    host = [f"{found[key] / MIB:.1f}" for key in ("host_bytes", "host_measured")]
+    return [
+        name,
+        comm.dtype.name,
+        *([comm.device.name] if gpus else []),
+        f"{found['copies']:g}",
+        *(f"{found[key] / MIB:.1f}" for key in PARTS),
+        f"{predicted / MIB:.1f}",
+        f"{found['measured'] / MIB:.1f}",
+        f"{found['measured'] / predicted - 1:+.1%}",
+        *(host if gpus else []),
+    ]
 
 
 PARTS = ("parameter_bytes", "gradient_bytes", "inner_state_bytes", "extra_bytes", "scratch_bytes")
@@ -85,7 +104,7 @@ def measure(
     folder: Path,
     name: str,
     fields: dict[str, Any],
-    wire: Precision,
+    comm: CommConfig,
     width: int,
     gpus: bool,
 ) -> None:
@@ -95,21 +114,21 @@ def measure(
     if gpus:
         torch.cuda.set_device(device)
     store = f"file://{folder / 'store'}"
-    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+    nccl = gpus and comm.device is CommDevice.auto
+    backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=WORKERS)
-    before = held(device)
+    before, host_before = held(device), held(torch.device("cpu"))
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8))).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    fields = fields if name == "allreduce" else {"tau": TAU, **fields}
-    config = co2.METHODS[name].Config(**fields)
-    method = co2.METHODS[name](config, CommConfig(dtype=wire))
+    method = co2.METHODS[name](co2.METHODS[name].Config(**fields), comm)
     wrapped = method.prepare(model, optimizer, co2.Mesh.world(device=device))
     for _ in range(ROUNDS * TAU):
         wrapped(torch.randn(4, width, device=device)).square().mean().backward()
         method.step()
     method.state_dict()  # what is in flight is brought in, and holds nothing besides
-    ledger: dict[str, Any] = meters.ledger(model, optimizer, method.copies, method.scratch_bytes)
+    ledger: dict[str, Any] = meters.ledger(model, optimizer, method)
     ledger |= {"measured": held(device) - before, "copies": method.copies}
+    ledger["host_measured"] = held(torch.device("cpu")) - host_before
     method.flush()
     if rank == 0:
         torch.save(ledger, folder / "measured.pt")
@@ -118,14 +137,14 @@ def measure(
 
 
 def held(device: torch.device) -> int:
-    """Bytes that tensors of this process hold."""
+    """Bytes that tensors of this process hold on a device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated(device)
     found = {}
     for thing in gc.get_objects():
-        if type(thing) in (Tensor, nn.Parameter) and not thing.is_meta:
+        if type(thing) in (Tensor, nn.Parameter) and thing.device == device:
             storage = thing.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())

@@ -20,13 +20,21 @@ from hydra import compose, initialize_config_dir
 
 import train as entry
 from benchmarks import report
-from co2.config import Config
+from co2 import launch
+from co2.config import Config, Precision
 from co2.dist import Mesh
 from co2.loop import learning_rate
 from co2.methods import METHODS
 from co2.record import read_summary
 
 GOAL = 0.98
+BRIEF = [
+    "task=gpt2",
+    "gpt2.eval_samples=8",
+    "log.wandb=disabled",
+    "checkpoint.every=0",
+]
+"""Training, and next to nothing else."""
 
 
 def main() -> None:
@@ -37,8 +45,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results"))
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as runs:
-        plain, ours = alone(args.pairs, args.steps, runs)
-        methods = together(args.rounds, args.steps, runs)
+        common = [*BRIEF, f"train.steps={args.steps}", f"runs={runs}"]
+        plain, ours = alone(args.pairs, ["method=co2", *common])
+        methods = together(args.rounds, {name: [f"method={name}", *common] for name in METHODS})
     ratios = [b / a for a, b in zip(plain, ours, strict=True)]
     reference = statistics.median(plain)
     rows = [
@@ -60,88 +69,80 @@ def main() -> None:
     )
 
 
-def alone(pairs: int, steps: int, runs: str) -> tuple[list[float], list[float]]:
-    """Tokens/s of the plain loop and of ours with one worker, pair by pair."""
+def alone(pairs: int, overrides: list[str]) -> tuple[list[float], list[float]]:
+    """Units/s of the plain loop and of ours with one worker, pair by pair."""
     plain, ours = [], []
     for pair in range(pairs):
-        config = configured(steps, runs, f"pair{pair}")
+        config = composed([*overrides, "launch.workers=1", f"tag=pair{pair}"])
         task = entry.make_task(config)
         task.setup(1)
+        torch.compiler.reset()  # what was compiled for the model before would count as recompiling
         plain.append(plain_loop(config, task))
+        torch.compiler.reset()
         with contextlib.redirect_stdout(io.StringIO()):
             entry.work(config)
-        summary = read_summary(config)
-        assert summary is not None
-        ours.append(summary["throughput"])
+        ours.append(throughput(config))
         print(f"pair {pair + 1}/{pairs}: plain {plain[-1]:,.0f}, ours {ours[-1]:,.0f}", flush=True)
     return plain, ours
 
 
-def configured(steps: int, runs: str, tag: str) -> Config:
-    """The smoke run of one worker under CO2, as train.py would have it."""
-    overrides = [
-        "task=gpt2",
-        "method=co2",
-        "launch.workers=1",
-        f"train.steps={steps}",
-        "gpt2.eval_samples=8",
-        "log.wandb=disabled",
-        "checkpoint.every=0",
-        f"runs={runs}",
-        f"tag={tag}",
-    ]
+def together(rounds: int, runs: dict[str, list[str]]) -> dict[str, list[float]]:
+    """Units/s of several runs of train.py, given by their overrides, each in turn."""
+    rates: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds):
+        for name, found in rates.items():
+            overrides = [*runs[name], f"tag=round{number}"]
+            command = [sys.executable, "train.py", *overrides]
+            subprocess.run(command, check=True, stdout=subprocess.PIPE)
+            found.append(throughput(composed(overrides)))
+            print(f"round {number + 1}/{rounds}: {name} {found[-1]:,.0f}", flush=True)
+    return rates
+
+
+def composed(overrides: list[str]) -> Config:
+    """The run that train.py makes of a command line."""
     with initialize_config_dir(config_dir=str(entry.CONF), version_base="1.3"):
         return entry.validate(compose("config", overrides), overrides)
 
 
+def throughput(config: Config) -> float:
+    """Units/s of all workers of a run that has finished."""
+    summary = read_summary(config)
+    assert summary is not None
+    return summary["throughput"]
+
+
 def plain_loop(config: Config, task) -> float:
-    """The loop that a person would write; tokens per second without its first step."""
+    """The loop that a person would write; units per second without its first step."""
     knobs = config.train
+    assert knobs.accumulate == 1, "a step is one batch here"
+    device, _ = launch.placement(config, 0, 1)
+    half = torch.autocast(device.type, torch.bfloat16, enabled=knobs.precision is Precision.bf16)
     torch.manual_seed(knobs.seed)
-    model = task.model()
+    model = task.model().to(device)
+    if knobs.compile:
+        model.compile()
     optimizer = task.optimizer(model)
-    batches = task.batches(Mesh(0, 1, torch.device("cpu")), 0)
+    batches = task.batches(Mesh(0, 1, device), 0)
     for step in range(knobs.steps):
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * learning_rate(step, config.optim, knobs.steps)
-        loss = task.loss(model, next(batches))
+        batch = next(batches).to(device, non_blocking=True)
+        with half:
+            loss = task.loss(model, batch)
         loss.backward()
         if knobs.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), knobs.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-        if step == 0:
-            began = time.perf_counter()
         if step % config.log.every == 0:
             loss.item()
+        if step == 0:
+            began = time.perf_counter()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     return (knobs.steps - 1) * knobs.batch_size * task.units_per_sample / seconds
-
-
-def together(rounds: int, steps: int, runs: str) -> dict[str, list[float]]:
-    """Tokens/s of two workers under each method, round by round."""
-    rates: dict[str, list[float]] = {name: [] for name in METHODS}
-    for number in range(rounds):
-        for name, found in rates.items():
-            overrides = [
-                "task=gpt2",
-                f"method={name}",
-                f"train.steps={steps}",
-                "gpt2.eval_samples=8",
-                "log.wandb=disabled",
-                "checkpoint.every=0",
-                f"runs={runs}",
-                f"tag=round{number}",
-            ]
-            command = [sys.executable, "train.py", *overrides]
-            subprocess.run(command, check=True, capture_output=True)
-            with initialize_config_dir(config_dir=str(entry.CONF), version_base="1.3"):
-                config = entry.validate(compose("config", overrides), overrides)
-            summary = read_summary(config)
-            assert summary is not None
-            found.append(summary["throughput"])
-            print(f"round {number + 1}/{rounds}: {name} {found[-1]:,.0f}", flush=True)
-    return rates
 
 
 def spread(ratios: list[float]) -> str:

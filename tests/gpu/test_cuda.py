@@ -1,5 +1,7 @@
 """On a GPU: the same arithmetic, a stream of its own, and nobody waiting for it."""
 
+import gc
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +11,12 @@ import torch.distributed as dist
 
 import co2
 from co2.comm import _CudaLane
+from co2.config import CommConfig, CommDevice
+from co2.errors import ConfigError
+from co2.flat import FlatParams
 from co2.methods import METHODS
+from tests.cli.harness import cli
+from tests.workers import Pool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,24 +36,37 @@ FIELDS = [
 ]
 
 
-def trajectory(name: str, fields: dict, device: str) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
+HOST = CommConfig(device=CommDevice.cpu)
+BESIDE = CommConfig()
+
+
+def trajectory(
+    name: str, fields: dict, device: str, comm: CommConfig = BESIDE, rank: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights after six rounds, and the replicas' mean of them."""
+    generator = torch.Generator().manual_seed(rank)
     start = torch.randn(1001, generator=generator, dtype=torch.float64)
     weight = torch.nn.Parameter(start.to(device))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
-    method = METHODS[name](METHODS[name].Config(tau=2, **fields))
+    method = METHODS[name](METHODS[name].Config(tau=2, **fields), comm)
     method.prepare(torch.nn.ParameterList([weight]), optimizer, co2.Mesh.world(device=device))
     for _ in range(12):
         weight.grad = torch.randn(1001, generator=generator, dtype=torch.float64).to(device)
         method.step()
-    return weight.detach().cpu()
+    with method.consensus():
+        mean = weight.detach().cpu().clone()
+    method.flush()
+    return weight.detach().cpu(), mean
 
 
+def assert_close(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("comm", [BESIDE, HOST], ids=["beside", "host"])
 @pytest.mark.parametrize(("name", "fields"), FIELDS)
-def test_a_gpu_computes_what_a_cpu_does(name: str, fields: dict):
-    torch.testing.assert_close(
-        trajectory(name, fields, "cuda"), trajectory(name, fields, "cpu"), rtol=1e-12, atol=1e-12
-    )
+def test_a_gpu_computes_what_a_cpu_does(name: str, fields: dict, comm: CommConfig):
+    assert_close(trajectory(name, fields, "cuda", comm), trajectory(name, fields, "cpu"))
 
 
 @pytest.mark.parametrize(("name", "fields"), FIELDS)
@@ -88,3 +108,81 @@ def test_the_lane_orders_snapshot_collective_and_reader(nccl: None):
     assert comm_s > 0
     assert exposed_s >= 0
     assert not lane._pairs
+
+
+def on_one_gpu(rank: int, world: int, name: str, fields: dict) -> tuple:
+    torch.cuda.set_device(0)
+    device = trajectory(name, fields, "cuda", HOST, rank)
+    return device, trajectory(name, fields, "cpu", rank=rank)
+
+
+@pytest.mark.parametrize(("name", "fields"), FIELDS)
+def test_two_replicas_share_a_gpu(workers: Pool, name: str, fields: dict):
+    (first, expected), (second, own) = workers.run(on_one_gpu, 2, name, fields)
+    assert_close(first, expected)
+    assert_close(second, own)
+    assert torch.equal(first[1], second[1])
+    if name in ("local_sgd", "slowmo", "co2"):
+        assert torch.equal(first[0], second[0])
+
+
+def refused(rank: int, world: int) -> None:
+    with pytest.raises(ConfigError, match=r"^comm.device=auto: .* use cpu"):
+        trajectory("co2", {}, "cuda", BESIDE)
+
+
+def test_gloo_does_not_carry_a_gpus_memory(workers: Pool):
+    workers.run(refused, 2)
+
+
+@pytest.mark.parametrize(("name", "fields"), FIELDS)
+def test_on_the_host_a_method_holds_nothing_on_the_gpu(name: str, fields: dict):
+    weights = [torch.nn.Parameter(torch.randn(n, device="cuda")) for n in (3_000_000, 77)]
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    method = METHODS[name](METHODS[name].Config(tau=1, **fields), HOST)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    gc.collect()  # what other tests have left must not go meanwhile
+    before = torch.cuda.memory_allocated()
+    method.prepare(torch.nn.ParameterList(weights), optimizer, co2.Mesh.world(device="cuda"))
+    for _ in range(4):
+        method.step()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+    assert method.copies_on == torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_side_stream_orders_inner_step_copies_and_reader(dtype: torch.dtype):
+    """What was queued before a round's end is read in it, and what follows sees what it wrote."""
+    weight = torch.nn.Parameter(torch.zeros(5_000_000, dtype=dtype, device="cuda"))
+    image = torch.nn.Parameter(torch.zeros(8, 3, 5, 5, dtype=dtype, device="cuda"))
+    image.data = image.data.contiguous(memory_format=torch.channels_last)
+    flat = FlatParams(torch.optim.SGD([weight, image], lr=0.1), CommDevice.cpu)
+    vector = flat.zeros()
+    assert vector.is_pinned()
+    for turn in range(1, 6):
+        torch.cuda._sleep(20_000_000)  # the fill below is still to come when the host goes on
+        with torch.no_grad():
+            weight.fill_(turn)
+            image.fill_(-turn)
+        with flat.round():
+            for chunk in flat.chunks:
+                part = chunk.of(vector)
+                torch.mul(flat.local(chunk), 2, out=part)
+                chunk.write(part)
+        seen = weight.detach().clone(), image.detach().clone()
+        with torch.no_grad():
+            weight.zero_()
+        assert seen[0].eq(2 * turn).all()
+        assert seen[1].eq(-2 * turn).all()
+
+
+def test_train_py_shares_a_gpu(tmp_path: Path):
+    words = ("method=co2", "co2.tau=3", "train.steps=30", "launch.backend=auto", "comm.device=cpu")
+    run = cli(*words, "launch.workers=2", runs=tmp_path / "runs")
+    assert run.status == 0, run.err
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["device"].startswith("cuda")
+    assert summary["memory"]["extra_bytes"] == 0 < summary["memory"]["host_bytes"]
+    assert "in the host's memory" in run.out

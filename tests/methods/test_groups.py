@@ -38,7 +38,7 @@ def watched(log: Path) -> Iterator[None]:
         def call(*arguments: Any, group: Any = None, **others: Any) -> Any:
             file = Path(sys._getframe(1).f_code.co_filename)
             if file.parent.name == "co2":
-                name = group.group_name if group is not None else "default"
+                name = "default" if group in (None, dist.group.WORLD) else group.group_name
                 with (log / f"rank{dist.get_rank()}").open("a") as lines:
                     lines.write(f"{ROLES[file.stem]} {name}\n")
             return original(*arguments, group=group, **others)
@@ -103,7 +103,7 @@ def groups_of(rank: int, world: int, name: str) -> list[str]:
         method = METHODS[name]()
         optimizer = torch.optim.SGD([weight], lr=0.1)
         method.prepare(torch.nn.ParameterList([weight]), optimizer, co2.Mesh.world())
-        names += [method.mean._group.group_name, method.group.group_name]  # type: ignore[attr-defined]
+        names += [method.mean.group.group_name, method.group.group_name]  # type: ignore[attr-defined]
         method.flush()
     return names
 
