@@ -1,6 +1,6 @@
 """FlatParams: the trained parameters of one worker as one contiguous vector."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -52,15 +52,21 @@ class FlatParams:
     parameter. Order: parameter groups, then parameters as the group lists them; a tied parameter
     counts once; what does not require a gradient is left out. The element type is fp32, or fp64
     where a parameter is. Parameters must stay where they are: moving the model makes it stale.
+
+    Args:
+        optimizer: of the parameters.
+        only: those of them to take; None for all.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, only: Iterable[Tensor] | None = None) -> None:
+        wanted = None if only is None else {id(param) for param in only}
         self.params: list[Tensor] = []
         self.group_of: list[int] = []
         seen: set[int] = set()
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
-                if param.requires_grad and id(param) not in seen:
+                taken = wanted is None or id(param) in wanted
+                if taken and param.requires_grad and id(param) not in seen:
                     seen.add(id(param))
                     self.params.append(param.detach())
                     self.group_of.append(index)
