@@ -12,7 +12,8 @@ from tests.workers import Pool
 TAU = 3
 STEPS = 5 * TAU
 ELEMENTWISE = {**SETTINGS["co2"], "gap_penalty": "gap_aware_elementwise", "clip_mode": "norm"}
-CASES = [*SETTINGS.items(), ("co2", ELEMENTWISE)]
+TWO_IN_FLIGHT = {**SETTINGS["streaming_diloco"], "delay": 2}
+CASES = [*SETTINGS.items(), ("co2", ELEMENTWISE), ("streaming_diloco", TWO_IN_FLIGHT)]
 
 
 def save(session: Session) -> bytes:
