@@ -12,9 +12,12 @@ from co2.methods import METHODS, SyncMethod
 from co2.methods.allreduce import AllReduce
 from co2.methods.co2 import CO2
 from co2.methods.cocod_sgd import CoCoDSGD
+from co2.methods.diloco import DiLoCo
+from co2.methods.eager_diloco import EagerDiLoCo
 from co2.methods.local_sgd import LocalSGD
 from co2.methods.overlap_local_sgd import OverlapLocalSGD
 from co2.methods.slowmo import SlowMo
+from co2.methods.streaming_diloco import StreamingDiLoCo
 
 __all__ = [
     "CO2",
@@ -23,9 +26,12 @@ __all__ = [
     "CoCoDSGD",
     "CommConfig",
     "ConfigError",
+    "DiLoCo",
+    "EagerDiLoCo",
     "LocalSGD",
     "Mesh",
     "OverlapLocalSGD",
     "SlowMo",
+    "StreamingDiLoCo",
     "SyncMethod",
 ]

@@ -1,6 +1,6 @@
 """FlatParams: the trained parameters of one worker as one contiguous vector."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -54,17 +54,25 @@ class FlatParams:
     where a parameter is. Parameters must stay where they are: moving the model makes it stale.
 
     Args:
-        optimizer: what it trains.
+        optimizer: of the parameters.
         keep: where vectors live: beside the parameters, or in the host's memory.
+        only: those of the parameters to take; None for all.
     """
 
-    def __init__(self, optimizer: Optimizer, keep: CommDevice = CommDevice.auto) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        keep: CommDevice = CommDevice.auto,
+        only: Iterable[Tensor] | None = None,
+    ) -> None:
+        wanted = None if only is None else {id(param) for param in only}
         self.params: list[Tensor] = []
         self.group_of: list[int] = []
         seen: set[int] = set()
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
-                if param.requires_grad and id(param) not in seen:
+                taken = wanted is None or id(param) in wanted
+                if taken and param.requires_grad and id(param) not in seen:
                     seen.add(id(param))
                     self.params.append(param.detach())
                     self.group_of.append(index)

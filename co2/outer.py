@@ -1,4 +1,4 @@
-"""The outer step's parts that several methods share: gap penalty, momentum, clip.
+"""The outer step's parts that several methods share: gap penalty, momentum, clip, Nesterov.
 
 Everything works in place on chunks that fit the cache, so that no temporary of model size exists,
 and figures stay on the device as scalars, so that a GPU is never waited for.
@@ -143,6 +143,12 @@ class Momentum:
         self.vector.copy_(state["vector"])
         self.norm.copy_(state["norm"])
         self.clipped.copy_(state["clipped"])
+
+
+def nesterov(x: Tensor, v: Tensor, d: Tensor, outer_lr: float, outer_momentum: float) -> None:
+    """One step of SGD with Nesterov momentum, in place: v ← β v + d; x ← x − α (d + β v)."""
+    v.mul_(outer_momentum).add_(d)
+    x.sub_(d, alpha=outer_lr).sub_(v, alpha=outer_lr * outer_momentum)
 
 
 def check_gap_penalty(value: str | float) -> None:

@@ -4,15 +4,21 @@ from co2.methods.allreduce import AllReduce
 from co2.methods.base import SyncMethod
 from co2.methods.co2 import CO2
 from co2.methods.cocod_sgd import CoCoDSGD
+from co2.methods.diloco import DiLoCo
+from co2.methods.eager_diloco import EagerDiLoCo
 from co2.methods.local_sgd import LocalSGD
 from co2.methods.overlap_local_sgd import OverlapLocalSGD
 from co2.methods.slowmo import SlowMo
+from co2.methods.streaming_diloco import StreamingDiLoCo
 
 METHODS: dict[str, type[SyncMethod]] = {
     "allreduce": AllReduce,
     "local_sgd": LocalSGD,
     "slowmo": SlowMo,
+    "diloco": DiLoCo,
     "overlap_local_sgd": OverlapLocalSGD,
     "cocod_sgd": CoCoDSGD,
+    "streaming_diloco": StreamingDiLoCo,
+    "eager_diloco": EagerDiLoCo,
     "co2": CO2,
 }

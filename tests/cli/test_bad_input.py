@@ -34,6 +34,7 @@ from tests.workers import Pool
 COUNT = "must be a whole number, 1 or more"
 WHOLE = "must be a whole number"
 FINITE = "must be a finite number, 0 or more"
+STREAMING = "method=streaming_diloco streaming_diloco"
 GAPS = "gap_aware, gap_aware_elementwise, none"
 
 # Command line; key=value that the line names; what it must say.
@@ -64,6 +65,10 @@ VALUES = [
     ("method=cocod_sgd cocod_sgd.tau=0", "cocod_sgd.tau=0", COUNT),
     ("method=overlap_local_sgd overlap_local_sgd.tau=0", "overlap_local_sgd.tau=0", COUNT),
     ("method=overlap_local_sgd overlap_local_sgd.pull=2", "overlap_local_sgd.pull=2", "below 1"),
+    (f"{STREAMING}.tau=auto", "streaming_diloco.tau=auto", WHOLE),
+    (f"{STREAMING}.delay=12", "streaming_diloco.delay=12", "below tau, which is 12"),
+    (f"{STREAMING}.fragments=13", "streaming_diloco.fragments=13", "at most tau, which is 12"),
+    (f"{STREAMING}.mixing=2", "streaming_diloco.mixing=2", "[0, 1]"),
     ("train.steps=0", "train.steps=0", COUNT),
     ("train.steps=1e3", "train.steps=1000.0", WHOLE),
     ("train.seed=-1", "train.seed=-1", "0 or more"),
@@ -125,7 +130,7 @@ NAMES = [
     ("slowmo.tau=3 method=co2", "slowmo.tau=3", "did you mean co2.tau?"),
     ("+slowmo.tau=3 method=co2", "slowmo=", "co2.*"),
     ("gpt2.size=xl", "gpt2.size=xl", "there is no gpt2 here"),
-    ("method=nope", "method=nope", "allreduce, co2, cocod_sgd, local_sgd, overlap_local_sgd"),
+    ("method=nope", "method=nope", "allreduce, co2, cocod_sgd, diloco, eager_diloco"),
     ("method=slomo", "method=slomo", "did you mean slowmo?"),
     ("task=nope", "task=nope", "known: ade20k, gpt2"),
     ("scale=nope", "scale=nope", "gpu, paper, smoke"),

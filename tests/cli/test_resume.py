@@ -310,8 +310,11 @@ METHODS = {
     "allreduce": (),
     "local_sgd": ("local_sgd.tau=3",),
     "slowmo": ("slowmo.tau=3",),
+    "diloco": ("diloco.tau=3",),
     "overlap_local_sgd": ("overlap_local_sgd.tau=3",),
     "cocod_sgd": ("cocod_sgd.tau=3",),
+    "streaming_diloco": ("streaming_diloco.tau=3", "streaming_diloco.delay=2"),
+    "eager_diloco": ("eager_diloco.tau=3",),
     "co2": ("co2.tau=3", "co2.gap_penalty=gap_aware_elementwise", "co2.clip=0.1"),
 }
 

@@ -47,7 +47,7 @@ def held_beyond_the_ledger(
 ) -> tuple[float, float]:
     """Model copies on this worker that are neither weights, gradients nor inner state, and how
     many the method tells."""
-    flat._CHUNK["cpu"] = 1024  # its scratch is no model copy either
+    flat._CHUNK["cpu"] = 512  # its scratch is no model copy either
     before = storages()
     model, optimizer, method = build(name, wire, **({"shard": True} if shard else {}))
     wrapped = method.prepare(model, optimizer, co2.Mesh.world())
@@ -64,8 +64,8 @@ def held_beyond_the_ledger(
 
 
 COPIES = {
-    Precision.fp32: {"allreduce": 0, "local_sgd": 2},
-    Precision.bf16: {"allreduce": 0.5, "local_sgd": 1.5},
+    Precision.fp32: {"allreduce": 0, "local_sgd": 2, "eager_diloco": 4},
+    Precision.bf16: {"allreduce": 0.5, "local_sgd": 1.5, "eager_diloco": 3.5},
 }
 OTHERS = {Precision.fp32: 3, Precision.bf16: 2.5}
 """The communication buffer is one of them; with bf16, half a one."""
@@ -109,8 +109,10 @@ class LargestAllocation(TorchDispatchMode):
 FIELDS = [
     ("local_sgd", {}),
     ("slowmo", {}),
+    ("diloco", {}),
     ("overlap_local_sgd", {}),
     ("cocod_sgd", {}),
+    ("eager_diloco", {}),
     ("co2", {"gap_penalty": "gap_aware_elementwise", "clip": 0.1}),
     ("co2", {"clip": 0.1, "clip_mode": "norm"}),
     ("co2", {"gap_penalty": "gap_aware_elementwise", "clip": 0.1, "shard": True}),
@@ -126,6 +128,19 @@ def test_the_end_of_a_round_makes_no_temporary_of_model_size(monkeypatch, name, 
     train(model, method, 4)
     with torch.no_grad(), LargestAllocation() as seen:
         method.end_round()
+    assert 0 <= seen.largest <= 1024
+
+
+def test_a_fragment_makes_no_temporary_of_its_size(monkeypatch):
+    """Streaming DiLoCo has no end of a round: every fragment starts and syncs on its own."""
+    monkeypatch.setitem(flat._CHUNK, "cpu", 1024)
+    model, optimizer, method = build("streaming_diloco", delay=0)
+    method.prepare(model, optimizer, co2.Mesh.world())
+    train(model, method, 4)
+    with torch.no_grad(), LargestAllocation() as seen:
+        for fragment in method.fragments:
+            fragment.start()
+            fragment.sync()
     assert 0 <= seen.largest <= 1024
 
 

@@ -204,7 +204,8 @@ def by_hand(
     return history
 
 
-LOCAL: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in SETTINGS if name != "allreduce"]
+FIXED = ("allreduce", "streaming_diloco")
+LOCAL: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in SETTINGS if name not in FIXED]
 LOCAL.append(("co2", {"shard": True}))
 
 

@@ -26,8 +26,11 @@ pytestmark = [
 FIELDS = [
     ("local_sgd", {}),
     ("slowmo", {}),
+    ("diloco", {}),
     ("overlap_local_sgd", {}),
     ("cocod_sgd", {}),
+    ("streaming_diloco", {"fragments": 1, "delay": 0}),
+    ("eager_diloco", {}),
     ("co2", {"gap_penalty": "none"}),
     ("co2", {"gap_penalty": "gap_aware", "clip": 0.05}),
     ("co2", {"gap_penalty": "gap_aware_elementwise"}),

@@ -14,8 +14,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "allreduce": {},
     "local_sgd": {"tau": 3},
     "slowmo": {"tau": 3, "outer_lr": 0.9, "outer_momentum": 0.6},
+    "diloco": {"tau": 3, "outer_lr": 0.7, "outer_momentum": 0.6},
     "overlap_local_sgd": {"tau": 3, "pull": 0.6, "outer_momentum": 0.7},
     "cocod_sgd": {"tau": 3},
+    "streaming_diloco": {
+        "tau": 3,
+        "fragments": 2,
+        "delay": 1,
+        "mixing": 0.5,
+        "outer_lr": 0.8,
+        "outer_momentum": 0.4,
+    },
+    "eager_diloco": {"tau": 3, "outer_lr": 0.6, "outer_momentum": 0.5},
     "co2": {
         "tau": 3,
         "outer_lr": 0.8,
@@ -26,8 +36,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """One telling configuration of every method."""
 
-OVERLAPPED = ("overlap_local_sgd", "cocod_sgd", "co2")
-"""Methods whose collective of one round is in flight during the next."""
+OVERLAPPED = ("overlap_local_sgd", "cocod_sgd", "streaming_diloco", "eager_diloco", "co2")
+"""Methods that compute on while a collective is in flight."""
 
 Snapshot = dict[str, Tensor]
 

@@ -60,7 +60,7 @@ def test_the_trajectory_stays_close(workers: Pool, name: str, world: int) -> Non
         assert (moved(plain, rounded) == 0) == same
 
 
-@pytest.mark.parametrize("name", [name for name in SETTINGS if name in ("local_sgd", "slowmo")])
+@pytest.mark.parametrize("name", ["local_sgd", "slowmo", "diloco"])
 def test_replicas_stay_equal(workers: Pool, name: str) -> None:
     first, *others = ends(workers, 3, name, BF16)
     for other in others:
@@ -87,3 +87,27 @@ def test_kept_progress_does_not_drift_apart(workers: Pool) -> None:
         a, b = workers.run(drifted, 2, rounds)
         spread[rounds] = (a - b).norm().item()
     assert spread[2000] < 3 * spread[20]
+
+
+def steady(rank: int, world: int, rounds: int) -> Tensor:
+    """Weights after many rounds of Eager DiLoCo in which every replica moves as in the last, by
+    numbers that bf16 cannot hold."""
+    model, optimizer = problem.build_drift([3])
+    (weight,) = model.parameters()
+    method = co2.METHODS["eager_diloco"](co2.METHODS["eager_diloco"].Config(tau=1), BF16)
+    method.prepare(model, optimizer, co2.Mesh.world())
+    for _ in range(rounds):
+        weight.grad = torch.full_like(weight, 1 / 3 + rank / 7)
+        method.step()
+    method.flush()
+    return weight.detach().clone()
+
+
+def test_own_part_is_taken_back_as_it_was_added(workers: Pool) -> None:
+    """A rounding that stayed would add up: replicas that move steadily would part steadily."""
+    apart = []
+    for rounds in (400, 2000):
+        a, b = workers.run(steady, 2, rounds)
+        apart.append(a - b)
+    assert apart[0].abs().min() > 0.05
+    torch.testing.assert_close(apart[1], apart[0], rtol=1e-6, atol=0)

@@ -11,15 +11,32 @@ from co2.methods import METHODS
 from tests.methods.driver import SETTINGS
 
 NAN, INF = float("nan"), float("inf")
-ROUNDS = ("local_sgd", "slowmo", "overlap_local_sgd", "cocod_sgd", "co2")
+ROUNDS = (
+    "local_sgd",
+    "slowmo",
+    "diloco",
+    "overlap_local_sgd",
+    "cocod_sgd",
+    "eager_diloco",
+    "co2",
+)
+DILOCOS = ("diloco", "streaming_diloco", "eager_diloco")
 WRONG: list[tuple[str, str, Any]] = [
     *((name, "tau", value) for name in ROUNDS for value in (0, -3)),
     *(
         (name, "outer_momentum", value)
-        for name in ("slowmo", "overlap_local_sgd", "co2")
+        for name in ("slowmo", *DILOCOS, "overlap_local_sgd", "co2")
         for value in (1.0, 1.5, -0.1, NAN)
     ),
-    *((name, "outer_lr", value) for name in ("slowmo", "co2") for value in (-1.0, NAN, INF)),
+    *(
+        (name, "outer_lr", value)
+        for name in ("slowmo", *DILOCOS, "co2")
+        for value in (-1.0, NAN, INF)
+    ),
+    *(("streaming_diloco", "tau", value) for value in (0, -3, "auto", 2.5)),
+    *(("streaming_diloco", "fragments", value) for value in (0, 4, True)),
+    *(("streaming_diloco", "delay", value) for value in (-1, 3, 0.5)),
+    *(("streaming_diloco", "mixing", value) for value in (-0.1, 1.1, NAN)),
     *(("overlap_local_sgd", "pull", value) for value in (-0.1, 1.1, NAN)),
     *(("co2", "clip", value) for value in (-1.0, NAN)),
     *(("co2", "gap_penalty", value) for value in ("typo", 0.0, -2.0, NAN)),
@@ -27,6 +44,10 @@ WRONG: list[tuple[str, str, Any]] = [
 ]
 RIGHT: list[tuple[str, str, Any]] = [
     *((name, "tau", 1) for name in ROUNDS),
+    *(("streaming_diloco", "tau", value) for value in (2, 500)),
+    *(("streaming_diloco", "fragments", value) for value in (1, 3)),
+    *(("streaming_diloco", "delay", value) for value in (0, 2)),
+    *(("streaming_diloco", "mixing", value) for value in (0.0, 1.0)),
     *((name, "outer_momentum", 0.0) for name in ("slowmo", "overlap_local_sgd", "co2")),
     *(("co2", "clip", value) for value in (None, 0.0, 5.0)),
     *(

@@ -20,10 +20,16 @@ CLIPS: tuple[dict[str, Any], ...] = (
     {"clip": 0.02, "clip_mode": "value"},
     {"clip": 0.2, "clip_mode": "norm"},
 )
+STREAMING: tuple[dict[str, Any], ...] = (
+    {"fragments": 1, "delay": 0, "mixing": 0.0},
+    {"fragments": 2, "delay": 2, "mixing": 0.5},
+    {"fragments": 3, "delay": 2, "mixing": 0.25},
+)
 CASES = [(name, settings) for name, settings in SETTINGS.items() if name != "co2"]
 CASES += [("co2", {**CO2, "gap_penalty": gap, **clip}) for gap, clip in product(GAPS, CLIPS)]
 SHARDED = [(name, {**settings, "shard": True}) for name, settings in CASES if name == "co2"]
 """Where state lies is nothing that a simulation knows."""
+CASES += [("streaming_diloco", {**SETTINGS["streaming_diloco"], **own}) for own in STREAMING]
 
 
 def simulate(
@@ -95,7 +101,7 @@ def test_equals_reference_in_fp32_sharded(workers: Pool) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_every_choice_of_co2_shows(optimizer: str) -> None:
+def test_every_choice_shows(optimizer: str) -> None:
     """Were two configurations alike on this problem, the test above could not tell them apart."""
     ends = []
     for name, settings in CASES:

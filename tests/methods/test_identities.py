@@ -47,6 +47,20 @@ def test_slowmo_without_momentum_is_local_sgd(workers: Pool, optimizer: str) -> 
     assert_alike(slowmo, local)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_diloco_without_momentum_is_local_sgd(workers: Pool, optimizer: str) -> None:
+    settings = {"tau": TAU, "outer_lr": 1.0, "outer_momentum": 0.0}
+    diloco = workers.run(trajectory, 3, "diloco", settings, optimizer)
+    assert_same(diloco, workers.run(trajectory, 3, "local_sgd", {"tau": TAU}, optimizer))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_eager_diloco_alone_is_diloco(workers: Pool, optimizer: str) -> None:
+    eager = workers.run(trajectory, 1, "eager_diloco", SETTINGS["diloco"], optimizer)
+    diloco = workers.run(trajectory, 1, "diloco", SETTINGS["diloco"], optimizer)
+    assert_alike(eager, diloco)
+
+
 def drifted(rank: int, world: int, name: str, settings: dict[str, Any]) -> list[Tensor]:
     """Round starts 1, 2, ... under gradients that do not depend on the weights."""
     model, optimizer = problem.build_drift([4, 7])
@@ -79,7 +93,7 @@ def test_co2_is_slowmo_a_round_late(workers: Pool) -> None:
         torch.testing.assert_close(run[1:], other[:-1], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["allreduce", "local_sgd", "slowmo", "co2"])
+@pytest.mark.parametrize("name", ["allreduce", "local_sgd", "slowmo", "diloco", "co2"])
 def test_replicas_start_rounds_bit_for_bit_alike(workers: Pool, name: str) -> None:
     """Rounding must not part them: nothing would ever bring them together again."""
     first, *others = (weights_only(run) for run in workers.run(trajectory, 4, name, SETTINGS[name]))

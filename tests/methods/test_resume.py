@@ -13,7 +13,9 @@ TAU = 3
 STEPS = 5 * TAU
 ELEMENTWISE = {**SETTINGS["co2"], "gap_penalty": "gap_aware_elementwise", "clip_mode": "norm"}
 SHARDED = [{**fields, "shard": True} for fields in (SETTINGS["co2"], ELEMENTWISE)]
+TWO_IN_FLIGHT = {**SETTINGS["streaming_diloco"], "delay": 2}
 CASES = [*SETTINGS.items(), *(("co2", fields) for fields in (ELEMENTWISE, *SHARDED))]
+CASES.append(("streaming_diloco", TWO_IN_FLIGHT))
 
 
 def save(session: Session) -> bytes:

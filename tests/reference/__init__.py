@@ -1,13 +1,26 @@
 """Single-process simulations of every method, written from the papers' formulas alone."""
 
-from tests.reference import allreduce, co2, cocod_sgd, local_sgd, overlap_local_sgd, slowmo
+from tests.reference import (
+    allreduce,
+    co2,
+    cocod_sgd,
+    diloco,
+    eager_diloco,
+    local_sgd,
+    overlap_local_sgd,
+    slowmo,
+    streaming_diloco,
+)
 
 REFERENCES = {
     "allreduce": allreduce.rounds,
     "local_sgd": local_sgd.rounds,
     "slowmo": slowmo.rounds,
+    "diloco": diloco.rounds,
     "overlap_local_sgd": overlap_local_sgd.rounds,
     "cocod_sgd": cocod_sgd.rounds,
+    "streaming_diloco": streaming_diloco.rounds,
+    "eager_diloco": eager_diloco.rounds,
     "co2": co2.rounds,
 }
 """Name to `rounds(replicas, **settings)`: an endless iterator, one item a round, that trains the

@@ -1,0 +1,50 @@
+"""DiLoCo (Douillard et al., 2023, arXiv 2311.08105). Blocking.
+
+    for round t, on every replica i:
+        τ inner steps from x_{t,0} to x^i_{t,τ}     the paper: AdamW
+        d_t = mean_i (x_{t,0} − x^i_{t,τ})          wait for it
+        v_t = β v_{t−1} + d_t                       (outer.py, nesterov)
+        x_{t+1,0} = x_{t,0} − α (d_t + β v_t)
+
+τ → `tau` (the paper's H), α → `outer_lr`, β → `outer_momentum`.
+Deviations: none known. The inner optimizer may be any; its state stays local and is kept.
+"""
+
+from dataclasses import dataclass
+
+from co2.methods.local import LocalMethod, check_comm_share, check_outer, check_tau
+from co2.outer import nesterov
+
+
+class DiLoCo(LocalMethod):
+    held = 2  # anchor, momentum
+    vectors = ("anchor", "momentum")
+
+    @dataclass
+    class Config:
+        tau: int | str = 12
+        """Inner steps of a round, or auto (tau.py). The paper: 500."""
+        outer_lr: float = 0.7
+        """α. The paper: 0.7."""
+        outer_momentum: float = 0.9
+        """β. The paper: 0.9."""
+        comm_share: float = 0.1
+        """With τ = auto: most of a round's time that communication may take."""
+
+        def __post_init__(self) -> None:
+            check_tau(self.tau)
+            check_comm_share(self.comm_share)
+            check_outer(self.outer_lr, self.outer_momentum)
+
+    def begin(self) -> None:
+        self.anchor = self.flat.copy()
+        self.momentum = self.flat.zeros()
+
+    def end_round(self) -> None:
+        self.flat.displacement(self.anchor, out=self.mean.buffer)
+        mean = self.mean.mean_now()
+        alpha, beta = self.config.outer_lr, self.config.outer_momentum
+        for chunk in self.flat.chunks:
+            x, v = chunk.of(self.anchor), chunk.of(self.momentum)
+            nesterov(x, v, chunk.of(mean), alpha, beta)
+            chunk.write(x)

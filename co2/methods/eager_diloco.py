@@ -1,0 +1,63 @@
+"""Eager DiLoCo (Kale et al., 2025, arXiv 2502.12996). Fully overlapped.
+
+    at the end of round t, on every replica i:
+        D^i_t = x^i_{t,0} − x^i_{t,τ}               own pseudo-gradient
+        mean_j D^j_{t−1} arrives                    taken during round t
+        Δ^i_t = mean_j D^j_{t−1} + (D^i_t − D^i_{t−1})/G
+        v^i_t = β v^i_{t−1} + Δ^i_t                 (outer.py, nesterov)
+        x^i_{t+1,0} = x^i_{t,0} − α (Δ^i_t + β v^i_t)
+        start the mean of D^i_t                     D_{−1} = 0
+
+τ → `tau`, α → `outer_lr`, β → `outer_momentum`; G replicas. Start and momentum are each replica's
+own: what the others did in round t is only known one round later, its own G-th part at once.
+Deviation: with bf16 on the wire D^i_t is what is sent, rounded, where it is added and, a round
+later, where it is taken back. Were either exact, the rounding would stay and part the replicas.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from co2.methods.local import LocalMethod, check_outer, check_tau
+from co2.outer import nesterov
+
+
+class EagerDiLoCo(LocalMethod):
+    held = 3  # the round's start, momentum, what was sent last
+    vectors = ("start", "momentum", "sent")
+    rounds_apart = 2
+
+    @dataclass
+    class Config:
+        tau: int | str = 12
+        """Inner steps of a round, or auto (tau.py)."""
+        outer_lr: float = 0.7
+        """α."""
+        outer_momentum: float = 0.9
+        """β."""
+
+        def __post_init__(self) -> None:
+            check_tau(self.tau)
+            check_outer(self.outer_lr, self.outer_momentum)
+
+    def begin(self) -> None:
+        self.start = self.flat.copy()
+        self.momentum = self.flat.zeros()
+        self.sent = self.flat.zeros()
+
+    def end_round(self) -> None:
+        arrived = self.mean.wait()
+        alpha, beta = self.config.outer_lr, self.config.outer_momentum
+        share = 1 / self.mean.num_replicas
+        for chunk in self.flat.chunks:
+            start, delta = chunk.of(self.start), chunk.of(self.sent)
+            buffer = chunk.of(self.mean.buffer)
+            delta.mul_(-share)
+            if arrived is not None:
+                delta.add_(buffer)
+            torch.sub(start, self.flat.local(chunk), out=buffer)  # D^i_t, as it travels
+            delta.add_(buffer, alpha=share)
+            nesterov(start, chunk.of(self.momentum), delta, alpha, beta)
+            chunk.write(start)
+            delta.copy_(buffer)
+        self.mean.start()

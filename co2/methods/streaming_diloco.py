@@ -1,0 +1,199 @@
+"""Streaming DiLoCo (Douillard et al., 2025, arXiv 2501.18512). Overlapped for `delay` steps.
+
+    layer l belongs to fragment l mod P; for fragment p, on every replica i:
+        its syncs: steps n ≡ (p + 1) round(τ/P)  (mod τ), counted from 1
+        `delay` steps before a sync:  start d = mean_i (θ − x^i)        x^i: local weights then
+        at the sync, with d arrived:  v ← β v + d                       (outer.py, nesterov)
+                                      θ ← θ − α (d + β v)
+                                      x^i ← (1 − mix) θ + mix x^i       x^i: local weights now
+
+τ → `tau`, P → `fragments`, delay → `delay`, mix → `mixing` (the share of the local weights),
+α → `outer_lr`, β → `outer_momentum`. θ, the fragment's outer weights, is equal on all replicas.
+With two fragments and τ = 6, fragment 0 syncs after steps 3, 9, 15 and fragment 1 after 6, 12, with
+any delay. A sync before step 1 + delay has no collective to take and does nothing.
+
+A layer is a run of consecutive trained parameters, in the model's order, that share the module path
+up to and including its first number: all of `transformer.h.3`. A parameter outside any numbered
+container is a layer of its own. Every fragment needs one.
+Chosen here: the remainder where P does not divide τ. Left out: quantized exchange.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.profiler import record_function
+
+from co2.comm import AsyncMean
+from co2.config import CommConfig
+from co2.dist import Mesh, replicate
+from co2.errors import require, require_count
+from co2.flat import FlatParams
+from co2.methods.local import LocalMethod, check_outer
+from co2.outer import nesterov
+from co2.trace import OUTER_STEP
+
+
+class StreamingDiLoCo(LocalMethod):
+    """`steps_of_round` counts the inner steps modulo τ, which is all that the schedule asks."""
+
+    @dataclass
+    class Config:
+        tau: int = 12
+        """Inner steps between two syncs of the same fragment. The paper: 30 to 100."""
+        fragments: int = 2
+        """P, at most τ and at most the model's layers. The paper: 3 transformer layers in each."""
+        delay: int = 1
+        """Inner steps during which a collective is under way; below τ."""
+        mixing: float = 0.5
+        """Share of the local weights in what a sync leaves. The paper: 0.5."""
+        outer_lr: float = 0.7
+        """α."""
+        outer_momentum: float = 0.9
+        """β."""
+
+        def __post_init__(self) -> None:
+            require_count("tau", self.tau)
+            require_count("fragments", self.fragments)
+            mend = f"must be at most tau, which is {self.tau}"
+            require(self.fragments <= self.tau, "fragments", self.fragments, mend)
+            mend = f"must be a whole number of steps, 0 or more and below tau, which is {self.tau}"
+            whole = isinstance(self.delay, int) and not isinstance(self.delay, bool)
+            require(whole and 0 <= self.delay < self.tau, "delay", self.delay, mend)
+            require(0 <= self.mixing <= 1, "mixing", self.mixing, "must lie in [0, 1]")
+            check_outer(self.outer_lr, self.outer_momentum)
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> nn.Module:
+        self.model, self.optimizer, self.auto = model, optimizer, None
+        self.group = mesh.new_group()
+        self.steps_of_round = 0
+        replicate(model, self.group)
+        parts = strided(model, optimizer, self.config.fragments)
+        self.fragments = [
+            Fragment(
+                number, FlatParams(optimizer, self.comm.device, part), self.config, mesh, self.comm
+            )
+            for number, part in enumerate(parts)
+        ]
+        return model
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.steps_of_round = now = (self.steps_of_round + 1) % self.tau
+        starting = [fragment for fragment in self.fragments if fragment.starts_at == now]
+        syncing = [fragment for fragment in self.fragments if fragment.syncs_at == now]
+        if starting or syncing:
+            with torch.no_grad(), record_function(OUTER_STEP):
+                for fragment in starting:
+                    fragment.start()
+                for fragment in syncing:
+                    fragment.sync()
+
+    def flush(self) -> None:
+        for fragment in self.fragments:
+            fragment.mean.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "steps_of_round": self.steps_of_round,
+            "mean": [fragment.mean.state_dict() for fragment in self.fragments],
+            "outer": [fragment.outer for fragment in self.fragments],
+            "momentum": [fragment.momentum for fragment in self.fragments],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps_of_round = state["steps_of_round"]
+        for number, fragment in enumerate(self.fragments):
+            fragment.mean.load_state_dict(state["mean"][number])
+            fragment.outer.copy_(state["outer"][number])
+            fragment.momentum.copy_(state["momentum"][number])
+
+    def stats(self) -> dict[str, float]:
+        clocks = [fragment.mean.clocks() for fragment in self.fragments]
+        return {name: sum(clock[name] for clock in clocks) for name in clocks[0]}
+
+    @property
+    def copies(self) -> float:
+        width = max(fragment.flat.dtype.itemsize for fragment in self.fragments)
+        numel = sum(fragment.flat.numel for fragment in self.fragments)
+        return sum(fragment.held_bytes for fragment in self.fragments) / (width * numel)
+
+    @property
+    def scratch_bytes(self) -> int:
+        return sum(fragment.flat.transfer.scratch_bytes for fragment in self.fragments)
+
+    @property
+    def copies_on(self) -> torch.device:
+        return self.fragments[0].flat.device
+
+    @property
+    def lag(self) -> int:
+        # A replica cannot pass a sync before all have started it, `delay` steps earlier, and each
+        # fragment has a sync every τ steps.
+        return self.tau + self.config.delay
+
+
+class Fragment:
+    """Some of the layers, kept in step by a DiLoCo of their own."""
+
+    def __init__(
+        self,
+        number: int,
+        flat: FlatParams,
+        config: StreamingDiLoCo.Config,
+        mesh: Mesh,
+        comm: CommConfig,
+    ) -> None:
+        self.flat, self.config = flat, config
+        self.mean = AsyncMean(flat.numel, mesh, comm, dtype=flat.dtype, device=flat.device)
+        self.outer, self.momentum = flat.copy(), flat.zeros()
+        first = (number + 1) * round(config.tau / config.fragments)
+        self.starts_at = (first - config.delay) % config.tau
+        self.syncs_at = first % config.tau
+
+    def start(self) -> None:
+        with self.flat.round():
+            self.flat.displacement(self.outer, out=self.mean.buffer)
+        self.mean.start()
+
+    def sync(self) -> None:
+        mean = self.mean.wait()
+        if mean is None:  # it would have started before the first step
+            return
+        alpha, beta = self.config.outer_lr, self.config.outer_momentum
+        with self.flat.round():
+            for chunk in self.flat.chunks:
+                outer, x = chunk.of(self.outer), self.flat.local(chunk)
+                nesterov(outer, chunk.of(self.momentum), chunk.of(mean), alpha, beta)
+                chunk.write(x.lerp_(outer, 1 - self.config.mixing))
+
+    @property
+    def held_bytes(self) -> int:
+        return self.outer.nbytes + self.momentum.nbytes + self.mean.buffer.nbytes
+
+
+def strided(model: nn.Module, optimizer: Optimizer, fragments: int) -> list[list[Tensor]]:
+    """The trained parameters of each fragment: layer l's are in number l mod `fragments`.
+
+    Raises:
+        ConfigError: fewer layers than fragments.
+    """
+    groups: Iterable[dict[str, Any]] = optimizer.param_groups
+    trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
+    named = [(name, p) for name, p in model.named_parameters() if id(p) in trained]
+    assert len(named) == len(trained), "the optimizer trains what is no part of the model"
+    layers = [[p for _, p in run] for _, run in groupby(named, key=lambda item: layer(item[0]))]
+    mend = f"must be at most {len(layers)}, the layers that this model has"
+    require(fragments <= len(layers), "streaming_diloco.fragments", fragments, mend)
+    return [[p for run in layers[number::fragments] for p in run] for number in range(fragments)]
+
+
+def layer(name: str) -> str:
+    """What the names of one layer's parameters have in common: `h.3.attn.bias` → `h.3`."""
+    parts = name.split(".")
+    numbered = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
+    return ".".join(parts[: numbered + 1])

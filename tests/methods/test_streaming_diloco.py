@@ -1,0 +1,163 @@
+"""What is particular to Streaming DiLoCo: its schedule, its layers, and when it is DiLoCo."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import co2
+from co2.errors import ConfigError
+from co2.methods.streaming_diloco import StreamingDiLoCo, layer, strided
+from tests.methods import problem
+from tests.methods.driver import SETTINGS, Session, assert_same, trajectory
+from tests.reference import REFERENCES
+from tests.reference.replica import Replica
+from tests.workers import Pool
+
+TAU = 6
+OUTER = {"outer_lr": 2.0, "outer_momentum": 0.0}
+TABLE: dict[tuple[int, float], tuple[tuple[float, ...], tuple[float, ...]]] = {
+    (0, 0.0): ((-11, -35, -59), (-23, -47)),
+    (0, 0.5): ((-8, -24.5, -40.25), (-17, -32)),
+    (0, 1.0): ((-5, -17, -29), (-11, -23)),
+    (1, 0.0): ((-7, -27, -47), (-19, -39)),
+    (1, 0.5): ((-6, -21.5, -35.75), (-15, -29)),
+    # fragment 0's first sync would have started at step -1: only the second finds a mean, that of
+    # step 5, where fragment 0 is at -9 and d = 10; step 11: -23 and d = 4
+    (4, 0.0): ((-5, -19, -27), (-7, -15)),
+}
+"""(delay, mixing) → the two fragments' weights after their syncs at steps 3, 9, 15 and 6, 12, with
+start 1, inner rate 1, gradient 2 and outer SGD of rate 2."""
+
+
+def build() -> tuple[nn.Module, SGD]:
+    """Two layers of one weight each, at 1."""
+    ones = [torch.ones(1, dtype=torch.float64) for _ in range(2)]
+    model = nn.ParameterList([nn.Parameter(one) for one in ones])
+    return model, SGD(model.parameters(), lr=1.0)
+
+
+def backward(model: nn.Module, step: int = 0) -> None:
+    for weight in model.parameters():
+        weight.grad = torch.full_like(weight, 2.0)
+
+
+def values(model: nn.Module) -> tuple[float, ...]:
+    return tuple(weight.item() for weight in model.parameters())
+
+
+def expected(case: tuple[int, float]) -> list[tuple[float, ...]]:
+    """After each of 15 steps: between its syncs a weight moves by -2 a step."""
+    after = [dict(zip(range(first, 16, TAU), TABLE[case][p], strict=True))
+             for p, first in ((0, 3), (1, 6))]  # fmt: skip
+    history, weights = [], [1.0, 1.0]
+    for step in range(1, 16):
+        weights = [after[p].get(step, weights[p] - 2) for p in range(2)]
+        history.append(tuple(weights))
+    return history
+
+
+def trained(rank: int, world: int, case: tuple[int, float]) -> list[tuple[float, ...]]:
+    model, optimizer = build()
+    delay, mixing = case
+    config = StreamingDiLoCo.Config(tau=TAU, fragments=2, delay=delay, mixing=mixing, **OUTER)
+    method = StreamingDiLoCo(config)
+    method.prepare(model, optimizer, co2.Mesh.world())
+    history = []
+    for _ in range(15):
+        backward(model)
+        method.step()
+        history.append(values(model))
+    method.flush()
+    return history
+
+
+@pytest.mark.parametrize("case", TABLE, ids=str)
+def test_the_table(workers: Pool, case: tuple[int, float]) -> None:
+    for history in workers.run(trained, 2, case):
+        assert history == expected(case)
+
+
+@pytest.mark.parametrize("case", TABLE, ids=str)
+def test_the_table_by_the_reference(case: tuple[int, float]) -> None:
+    replicas = [Replica(*build(), backward, lambda optimizer, step: None) for _ in range(2)]
+    delay, mixing = case
+    steps = REFERENCES["streaming_diloco"](
+        replicas, tau=TAU, fragments=2, delay=delay, mixing=mixing, **OUTER
+    )
+    for weights in expected(case):
+        next(steps)
+        assert [values(replica.model) for replica in replicas] == [weights] * 2
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_one_fragment_without_delay_and_mixing_is_diloco(workers: Pool, optimizer: str) -> None:
+    outer = {"tau": 3, "outer_lr": 0.7, "outer_momentum": 0.6}
+    one = {**outer, "fragments": 1, "delay": 0, "mixing": 0.0}
+    streaming = workers.run(trajectory, 3, "streaming_diloco", one, optimizer)
+    assert_same(streaming, workers.run(trajectory, 3, "diloco", outer, optimizer))
+
+
+def outer_weights(rank: int, world: int, settings: dict[str, Any]) -> list[list[Tensor]]:
+    """Every fragment's outer weights, after each step."""
+    session = Session(rank, "streaming_diloco", settings)
+    history = []
+    for _ in range(15):
+        session.step()
+        history.append([f.outer.clone() for f in session.method.fragments])  # type: ignore[attr-defined]
+    session.method.flush()
+    return history
+
+
+def test_outer_weights_are_bit_for_bit_alike(workers: Pool) -> None:
+    """Local weights never are, while some of them are mixed in."""
+    first, *others = workers.run(outer_weights, 4, SETTINGS["streaming_diloco"])
+    for other in others:
+        assert_same(other, first)
+    assert not torch.equal(first[0][0], first[-1][0])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("transformer.h.3.attn.bias", "transformer.h.3"),
+        ("layer1.0.downsample.1.weight", "layer1.0"),
+        ("0.weight", "0"),
+        ("blocks.10", "blocks.10"),
+        ("wte.weight", "wte.weight"),
+        ("scale", "scale"),
+    ],
+)
+def test_layers(name: str, expected: str) -> None:
+    assert layer(name) == expected
+
+
+class Small(nn.Module):
+    """In the model's order: enter, h.0 (three parameters, one frozen), h.1, leave (two layers)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(2, 2, bias=False)
+        self.h = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)])
+        self.leave = nn.Linear(2, 2)
+        self.h[0][1].bias.requires_grad_(False)
+
+
+def test_layers_are_dealt_out_in_turn() -> None:
+    model = Small()
+    optimizer = SGD(reversed(list(model.parameters())), lr=1.0)  # its order does not matter
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = [[names[id(p)] for p in part] for part in strided(model, optimizer, 2)]
+    assert found == [
+        ["enter.weight", "h.1.weight", "h.1.bias", "leave.bias"],
+        ["h.0.0.weight", "h.0.0.bias", "h.0.1.weight", "leave.weight"],
+    ]
+
+
+def test_more_fragments_than_layers_are_refused() -> None:
+    model, optimizer = problem.build_drift([3, 4])
+    method = StreamingDiLoCo(StreamingDiLoCo.Config(fragments=3))
+    with pytest.raises(ConfigError, match=r"^streaming_diloco.fragments=3: must be at most 2, .*$"):
+        method.prepare(model, optimizer, co2.Mesh.world())
