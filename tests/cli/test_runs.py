@@ -196,8 +196,8 @@ def assert_learned(folder: Path) -> None:
 def test_every_method_learns(workers: Pool, tmp_path: Path, method: str, world: int) -> None:
     """The recipe as it is, but for the method; five rounds.
 
-    Eager DiLoCo's outer momentum of 0.9, made for long trainings, overshoots in five rounds of which
-    each comes one late: on four workers the accuracy is right and the loss ends above its start.
+    Eager DiLoCo's outer momentum of 0.9, made for long trainings, overshoots in five rounds of
+    which each comes one late: on four workers the loss ends above its start.
     """
     fields = ["eager_diloco.outer_momentum=0.5"] if method == "eager_diloco" else []
     run = pooled(workers, world, f"method={method}", *fields, runs=tmp_path / "runs")
