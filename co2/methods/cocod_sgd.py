@@ -12,14 +12,12 @@ Deviation: −p travels, the pseudo-gradient, as in every method here.
 
 from dataclasses import dataclass
 
-import torch
-
 from co2.methods.local import LocalMethod, check_tau
 
 
 class CoCoDSGD(LocalMethod):
-    held = 2  # the round's start, what was sent last
-    vectors = ("start", "sent")
+    held = 2  # the round's start, −p of the last round
+    vectors = ("start", "last")
     rounds_apart = 2
 
     @dataclass
@@ -32,18 +30,21 @@ class CoCoDSGD(LocalMethod):
 
     def begin(self) -> None:
         self.start = self.flat.copy()
-        self.sent = self.flat.zeros()
+        self.last = self.flat.zeros()
 
     def end_round(self) -> None:
         arrived = self.mean.wait()
         for chunk in self.flat.chunks:
-            start, sent = chunk.of(self.start), chunk.of(self.sent)
+            start, last = chunk.of(self.start), chunk.of(self.last)
             buffer, x = chunk.of(self.mean.buffer), self.flat.local(chunk)
             if arrived is not None:
-                sent.sub_(buffer)  # δ_{t−1} − p^i_{t−1}, zero before the first arrival
-            torch.sub(start, x, out=buffer)  # −p^i_t
-            x.add_(sent)  # x^i_{t+1,0}
+                last.sub_(buffer)  # δ_{t−1} − p^i_{t−1}, zero before the first arrival
+            start.sub_(x)  # −p^i_t
+            buffer.copy_(start)
+            x.add_(last)  # x^i_{t+1,0}
             chunk.write(x)
+            # Exactly what x has gained, though it travels rounded: then x is p^i_t and a sum of
+            # means, which are the same everywhere. A difference would stay, and replicas part.
+            last.copy_(start)
             start.copy_(x)
-            sent.copy_(buffer)  # as it travels, rounded: or replicas would drift apart
         self.mean.start()
