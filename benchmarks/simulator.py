@@ -1,7 +1,7 @@
 """The simulator held against the laboratory, point by point.
 
-    python -m co2.lab --workers 2,4        measures results/lab/cells.csv
-    python -m benchmarks.simulator         works the same cells out, and writes the errors
+    python -m co2.lab …                      measures cells.csv, one or more
+    python -m benchmarks.simulator          works the same cells out, and writes the errors
 
 The simulator is told the step's time from the same training without communication (method none),
 the vector's bytes, and the links' rate; a full packet of 1,514 bytes on the wire carries 1,448
@@ -46,12 +46,17 @@ class Point:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cells", type=Path, default=Path("results/lab/cells.csv"))
+    parser.add_argument(
+        "--cells",
+        type=Path,
+        nargs="+",
+        default=[Path("results/lab/cells.csv"), Path("results/lab/four/cells.csv")],
+    )
     parser.add_argument("--tau", type=int, default=12, help="of the trainings")
     parser.add_argument("--out", type=Path, default=Path("results/lab"))
     args = parser.parse_args()
-    with args.cells.open() as file:
-        found = points(csv.DictReader(file), args.tau)
+    cells = [cell for path in args.cells for cell in csv.DictReader(path.open())]
+    found = points(cells, args.tau)
     errors = [abs(point.error) for point in found]
     intro = (
         f"Throughput, measured in [table.md](table.md) and simulated. Median error "

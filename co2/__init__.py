@@ -11,6 +11,7 @@ from co2.errors import ConfigError
 from co2.methods import METHODS, SyncMethod
 from co2.methods.allreduce import AllReduce
 from co2.methods.co2 import CO2
+from co2.methods.co2_keep import CO2Keep
 from co2.methods.cocod_sgd import CoCoDSGD
 from co2.methods.diloco import DiLoCo
 from co2.methods.eager_diloco import EagerDiLoCo
@@ -23,6 +24,7 @@ __all__ = [
     "CO2",
     "METHODS",
     "AllReduce",
+    "CO2Keep",
     "CoCoDSGD",
     "CommConfig",
     "ConfigError",

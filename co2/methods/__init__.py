@@ -3,6 +3,7 @@
 from co2.methods.allreduce import AllReduce
 from co2.methods.base import SyncMethod
 from co2.methods.co2 import CO2
+from co2.methods.co2_keep import CO2Keep
 from co2.methods.cocod_sgd import CoCoDSGD
 from co2.methods.diloco import DiLoCo
 from co2.methods.eager_diloco import EagerDiLoCo
@@ -21,4 +22,5 @@ METHODS: dict[str, type[SyncMethod]] = {
     "streaming_diloco": StreamingDiLoCo,
     "eager_diloco": EagerDiLoCo,
     "co2": CO2,
+    "co2_keep": CO2Keep,
 }

@@ -64,8 +64,8 @@ def held_beyond_the_ledger(
 
 
 COPIES = {
-    Precision.fp32: {"allreduce": 0, "local_sgd": 2, "eager_diloco": 4},
-    Precision.bf16: {"allreduce": 0.5, "local_sgd": 1.5, "eager_diloco": 3.5},
+    Precision.fp32: {"allreduce": 0, "local_sgd": 2, "eager_diloco": 4, "co2_keep": 4},
+    Precision.bf16: {"allreduce": 0.5, "local_sgd": 1.5, "eager_diloco": 3.5, "co2_keep": 3.5},
 }
 OTHERS = {Precision.fp32: 3, Precision.bf16: 2.5}
 """The communication buffer is one of them; with bf16, half a one."""
@@ -113,6 +113,7 @@ FIELDS = [
     ("overlap_local_sgd", {}),
     ("cocod_sgd", {}),
     ("eager_diloco", {}),
+    ("co2_keep", {"gap_penalty": "gap_aware"}),
     ("co2", {"gap_penalty": "gap_aware_elementwise", "clip": 0.1}),
     ("co2", {"clip": 0.1, "clip_mode": "norm"}),
     ("co2", {"gap_penalty": "gap_aware_elementwise", "clip": 0.1, "shard": True}),

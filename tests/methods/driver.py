@@ -33,10 +33,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "gap_penalty": "gap_aware",
         "clip": 0.05,
     },
+    "co2_keep": {"tau": 3, "outer_momentum": 0.6, "injection": 0.3},
 }
 """One telling configuration of every method."""
 
-OVERLAPPED = ("overlap_local_sgd", "cocod_sgd", "streaming_diloco", "eager_diloco", "co2")
+OVERLAPPED = (
+    "overlap_local_sgd",
+    "cocod_sgd",
+    "streaming_diloco",
+    "eager_diloco",
+    "co2",
+    "co2_keep",
+)
 """Methods that compute on while a collective is in flight."""
 
 Snapshot = dict[str, Tensor]

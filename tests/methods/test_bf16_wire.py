@@ -102,7 +102,7 @@ def steady(rank: int, world: int, name: str, rounds: int) -> Tensor:
     return weight.detach().clone()
 
 
-@pytest.mark.parametrize("name", ["cocod_sgd", "eager_diloco"])
+@pytest.mark.parametrize("name", ["cocod_sgd", "eager_diloco", "co2_keep"])
 def test_own_part_is_taken_back_as_it_was_added(workers: Pool, name: str) -> None:
     """A rounding that stayed would add up: replicas that move steadily would part steadily."""
     apart = []

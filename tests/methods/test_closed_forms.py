@@ -122,6 +122,12 @@ CASES = [
          {"tau": 2, "outer_lr": 1.0, "outer_momentum": 0.0},
          [scalars(2, 0, 0, 0), scalars(0, 2, 0, 0)],
          [scalars(-2, -2, -4, -4), scalars(0, -4, -4, -4)]),
+    Case("SlowMo's starts", "co2_keep", {"tau": 2, "outer_momentum": 0.5, "injection": 0.5},
+         ONE, [scalars(-1, -2.5, -4.25, -6.125)]),
+    # u = 0, -2, -3, -3.5: CoCoD-SGD's rounds, and half of u
+    Case("two keep their disagreement", "co2_keep",
+         {"tau": 2, "outer_momentum": 0.5, "injection": 0.5}, [scalars(0.5), scalars(1.5)],
+         [scalars(-1, -4, -7.5, -11.25), scalars(-3, -6, -9.5, -13.25)]),
     co2_case("one round late", ONE, [scalars(0, -1, -2, -3)]),
     co2_case("momentum", ONE, [scalars(0, -1, -2.5, -4.25, -6.125)], outer_momentum=0.5),
     co2_case("outer rate", ONE, [scalars(0, -0.5, -1.25, -2.125)],

@@ -19,13 +19,15 @@ ROUNDS = (
     "cocod_sgd",
     "eager_diloco",
     "co2",
+    "co2_keep",
 )
 DILOCOS = ("diloco", "streaming_diloco", "eager_diloco")
 WRONG: list[tuple[str, str, Any]] = [
+    *(("co2_keep", "injection", value) for value in (-0.1, NAN, INF)),
     *((name, "tau", value) for name in ROUNDS for value in (0, -3)),
     *(
         (name, "outer_momentum", value)
-        for name in ("slowmo", *DILOCOS, "overlap_local_sgd", "co2")
+        for name in ("slowmo", *DILOCOS, "overlap_local_sgd", "co2", "co2_keep")
         for value in (1.0, 1.5, -0.1, NAN)
     ),
     *(

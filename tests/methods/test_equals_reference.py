@@ -25,10 +25,12 @@ STREAMING: tuple[dict[str, Any], ...] = (
     {"fragments": 2, "delay": 2, "mixing": 0.5},
     {"fragments": 3, "delay": 2, "mixing": 0.25},
 )
-CASES = [(name, settings) for name, settings in SETTINGS.items() if name != "co2"]
+CASES = [(name, settings) for name, settings in SETTINGS.items() if not name.startswith("co2")]
 CASES += [("co2", {**CO2, "gap_penalty": gap, **clip}) for gap, clip in product(GAPS, CLIPS)]
 SHARDED = [(name, {**settings, "shard": True}) for name, settings in CASES if name == "co2"]
 """Where state lies is nothing that a simulation knows."""
+KEPT = {"tau": problem.TAU, "outer_momentum": 0.6, "injection": 0.3}
+CASES += [("co2_keep", {**KEPT, "gap_penalty": gap, **clip}) for gap, clip in product(GAPS, CLIPS)]
 CASES += [("streaming_diloco", {**SETTINGS["streaming_diloco"], **own}) for own in STREAMING]
 
 

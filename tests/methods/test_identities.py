@@ -55,6 +55,13 @@ def test_diloco_without_momentum_is_local_sgd(workers: Pool, optimizer: str) -> 
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_kept_progress_without_injection_is_cocod_sgd(workers: Pool, optimizer: str) -> None:
+    settings = {"tau": TAU, "outer_momentum": 0.9, "injection": 0.0}
+    kept = workers.run(trajectory, 3, "co2_keep", settings, optimizer)
+    assert_same(kept, workers.run(trajectory, 3, "cocod_sgd", {"tau": TAU}, optimizer))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_eager_diloco_alone_is_diloco(workers: Pool, optimizer: str) -> None:
     eager = workers.run(trajectory, 1, "eager_diloco", SETTINGS["diloco"], optimizer)
     diloco = workers.run(trajectory, 1, "diloco", SETTINGS["diloco"], optimizer)

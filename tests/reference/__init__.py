@@ -3,6 +3,7 @@
 from tests.reference import (
     allreduce,
     co2,
+    co2_keep,
     cocod_sgd,
     diloco,
     eager_diloco,
@@ -22,6 +23,7 @@ REFERENCES = {
     "streaming_diloco": streaming_diloco.rounds,
     "eager_diloco": eager_diloco.rounds,
     "co2": co2.rounds,
+    "co2_keep": co2_keep.rounds,
 }
 """Name to `rounds(replicas, **settings)`: an endless iterator, one item a round, that trains the
 replicas in place. After item t they hold what they start round t + 1 from."""
