@@ -13,6 +13,7 @@ Row = dict[str, Any]
 
 def write(rows: Sequence[Row], out: Path, target_loss: float | None) -> None:
     """`<out>/cells.csv`, `table.md` and `throughput.png`; prints the table."""
+    source = provenance()  # before files of ours make the source tree a changed one
     out.mkdir(parents=True, exist_ok=True)
     with (out / "cells.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
@@ -24,7 +25,7 @@ def write(rows: Sequence[Row], out: Path, target_loss: float | None) -> None:
         "Medians over the repeats; shares of the limit are taken within a repeat. The limit is "
         "the same training without communication (method none). Times are seconds of training."
     )
-    text = f"# Throughput on slow links\n\n{intro}\n\n{table}\n\n{provenance()}\n"
+    text = f"# Throughput on slow links\n\n{intro}\n\n{table}\n\n{source}\n"
     (out / "table.md").write_text(text)
     draw(rows, out / "throughput.png")
 
