@@ -98,7 +98,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             values = [_median(groups[workers, rates[n], method], "throughput") for n in at]
             style = {"color": "black", "linestyle": "--"} if method == "none" else {"marker": "o"}
             label = "limit: no communication" if method == "none" else method
-            axis.plot(at, values, label=label, **style)
+            if method == "none" and len(at) == 1:
+                axis.axhline(values[0], label=label, **style)
+            else:
+                axis.plot(at, values, label=label, **style)
         axis.set_xticks(range(len(rates)), rates)
         axis.set_ylim(bottom=0)
         axis.set_title(f"{workers} workers")
