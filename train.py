@@ -14,7 +14,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from co2 import launch, peers
+from co2 import launch, peers, sharding
 from co2.compose import preflight
 from co2.config import Config, Resume, typed
 from co2.console import closing_table
@@ -36,6 +36,7 @@ def validate(cfg: DictConfig, overrides: list[str]) -> Config:
         config.tag = tag_from(overrides, world, config.launch.workers, config.method)
     launch.check(config)
     peers.check(config, world)
+    sharding.check(config, world, KNOWN[config.method])
     make_method(config)
     check_folder(config, world)
     return config
@@ -60,7 +61,7 @@ def work(config: Config) -> None:
     """What every worker runs."""
     mesh = launch.mesh(config)
     task = make_task(config)
-    task.setup(mesh.num_replicas)
+    task.setup(mesh.num_workers)
     train(config, task, make_method(config), mesh)
 
 

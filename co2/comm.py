@@ -63,7 +63,7 @@ class AsyncMean:
         self._depart()
         if vector is not None:
             self.buffer.copy_(vector)
-        if self.num_replicas > 1:
+        if self.num_replicas > 1 and self.buffer.numel() > 0:
             self._lane.launch(self._buckets, self.group)
 
     def run(self, sequence: Callable[[], None]) -> None:

@@ -1,5 +1,6 @@
 """What a person sees: progress while training, a table at the end."""
 
+import math
 import time
 from typing import Any
 
@@ -35,7 +36,7 @@ class TrainProgress:
         if figures:
             text = (
                 f"loss {figures['loss']:.3f}  {figures['per_s']:,.0f} {self.unit}/s  "
-                f"exposed {figures['exposed_share']:.1%}"
+                f"exposed {_share(figures['exposed_share'])}"
             )
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
@@ -69,11 +70,14 @@ def closing_table(summary: dict[str, Any]) -> str:
         table.add_row(name.replace("_", " "), f"{value:.4f}")
     unit, workers = summary["unit"], summary["workers"]
     table.add_row(f"{unit}/s, all {workers} workers", f"{summary['throughput']:,.0f}")
-    exposed = f"{summary['exposed_s']:.2f} s, {summary['exposed_share']:.2%} of training time"
+    exposed = "not measured: fully_shard keeps no clocks"
+    if summary["exposed_s"] is not None:
+        exposed = f"{summary['exposed_s']:.2f} s, {summary['exposed_share']:.2%} of training time"
     table.add_row("exposed communication", exposed)
     table.add_row("waiting for data", f"{summary['data_share']:.2%} of training time")
     hidden = summary["overlap"]
-    table.add_row("overlap", "no communication" if hidden is None else f"{hidden:.4f}")
+    none = "not measured" if summary["exposed_s"] is None else "no communication"
+    table.add_row("overlap", none if hidden is None else f"{hidden:.4f}")
     table.add_row("bytes sent per step and worker", f"{summary['bytes_per_step']:,.0f}")
     apart = ", in the host's memory" if summary["memory"].get("host_bytes") else ""
     table.add_row("extra model copies", f"{summary['extra_model_copies']:g}{apart}")
@@ -85,6 +89,10 @@ def closing_table(summary: dict[str, Any]) -> str:
     with console.capture() as capture:
         console.print(table)
     return capture.get()
+
+
+def _share(value: float) -> str:
+    return "not measured" if math.isnan(value) else f"{value:.1%}"
 
 
 def _next_command(summary: dict[str, Any]) -> str:

@@ -161,7 +161,7 @@ def mesh(config: Config) -> Mesh:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device, _ = placement(config, local, local_world)
-    return Mesh.world(device=device)
+    return Mesh.world(config.mesh.replica_size, device)
 
 
 def _as_worker(worker: Worker, config: Config, me: Identity) -> int:

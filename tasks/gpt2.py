@@ -106,7 +106,7 @@ class GPT2:
         self.vocab_size = PUBLIC_VOCAB_SIZE if own else config.vocab_size
         self._opened: Store | None = None
 
-    def setup(self, num_replicas: int) -> None:
+    def setup(self, num_workers: int) -> None:
         """See `Task.setup`. The first run on a corpus tokenizes it: some 10 s for 16 MB."""
         context, corpus = self.config.context, self.config.corpus.name
         window = Window("gpt2.context", context, context + 1)
@@ -114,7 +114,7 @@ class GPT2:
         mend = f"its tokenizer has {store.meta['vocab_size']} tokens, GPT-2 takes 50257"
         require(store.meta["vocab_size"] <= self.vocab_size, "gpt2.corpus", corpus, mend)
         self._opened = store
-        self._sampler(num_replicas)
+        self._sampler(num_workers)
 
     def model(self) -> nn.Module:
         """See `Task.model`. Any device: `with torch.device("meta")` counts parameters for free."""
@@ -143,10 +143,10 @@ class GPT2:
 
     def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
         """Windows, int64 [batch_size, context + 1]. See `Task.batches`."""
-        sampler, tokens = self._sampler(mesh.num_replicas), self._store.tokens("train")
+        sampler, tokens = self._sampler(mesh.num_workers), self._store.tokens("train")
 
         def make(draw: int) -> Tensor:
-            return windows(tokens, sampler.indices(draw, mesh.replica), self.config.context)
+            return windows(tokens, sampler.indices(draw, mesh.worker), self.config.context)
 
         return load(make, count(start), self.data.workers, mesh.device)
 
@@ -192,9 +192,9 @@ class GPT2:
     def _unigram_entropy(self) -> float:
         return unigram_entropy(self._store.tokens("val"))
 
-    def _sampler(self, num_replicas: int) -> Sampler:
+    def _sampler(self, num_workers: int) -> Sampler:
         samples = num_windows(self._store.count("train"), self.config.context)
-        return Sampler(samples, num_replicas, self.train.batch_size, self.train.seed)
+        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed)
 
     def _validation(self) -> np.ndarray:
         """The validation windows of an evaluation: all, or `eval_samples` spread evenly."""

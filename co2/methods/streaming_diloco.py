@@ -69,7 +69,7 @@ class StreamingDiLoCo(LocalMethod):
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> nn.Module:
         self.model, self.optimizer, self.auto = model, optimizer, None
-        self.group = mesh.new_group()
+        self.group, self.shard_group = mesh.new_group(), mesh.new_shard_group()
         self.steps_of_round = 0
         replicate(model, self.group)
         parts = strided(model, optimizer, self.config.fragments)
@@ -120,7 +120,7 @@ class StreamingDiLoCo(LocalMethod):
     def copies(self) -> float:
         width = max(fragment.flat.dtype.itemsize for fragment in self.fragments)
         numel = sum(fragment.flat.numel for fragment in self.fragments)
-        return sum(fragment.held_bytes for fragment in self.fragments) / (width * numel)
+        return sum(fragment.held_bytes for fragment in self.fragments) / max(1, width * numel)
 
     @property
     def scratch_bytes(self) -> int:
