@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from co2.checkpoint import Checkpoints, random_states, restore_random_states
@@ -76,6 +77,14 @@ def train(config: Config, task: Any, method: SyncMethod, mesh: Mesh) -> None:
     found = checkpoints.load()
     if found is not None:
         step, state = found
+        if _remembers_order(model):
+            batch = _to(next(task.batches(mesh, 0)), mesh.device)
+            with _autocast(knobs.precision, mesh.device):
+                task.loss(
+                    model, batch
+                ).backward()  # counts for nothing: what it moved is loaded now
+            optimizer.zero_grad(set_to_none=True)
+            del batch
         if shared is None:
             module.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
@@ -229,6 +238,16 @@ def _autocast(precision: Precision, device: torch.device) -> contextlib.Abstract
     if precision is Precision.fp32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+def _remembers_order(model: Any) -> bool:
+    """Whether gradients are added up in an order that the first backward pass decides.
+
+    From its second pass on DDP has gradients in the order in which they came in the first, and
+    where one stands decides in which order three workers or more add theirs: so it rounds.
+    """
+    ddp = isinstance(model, DistributedDataParallel)
+    return ddp and dist.get_world_size(model.process_group) > 2
 
 
 def _to(batch: Any, device: torch.device) -> Any:

@@ -56,11 +56,12 @@ class Shard:
         self.mean = AsyncMean(padded, mesh, comm, self.dtype, self.device)
         """Its buffer is what is cut; it carries the sequence."""
         self.chunks = [Row(index) for index in range(rows)]
-        self._rows = self.mean.buffer.view(rows, -1)
-        self.own = self._rows.view(rows, -1, piece)[:, mesh.replica]
+        self._rows = self.mean.buffer.view(rows, self.num_replicas * piece)
+        self.own = self._rows.view(rows, self.num_replicas, piece)[:, mesh.replica]
         """This replica's part of the buffer, (rows, piece)."""
-        exchanges = self.device.type == "cpu" and self.num_replicas > 1
-        self._received = self._rows[0].clone() if exchanges else self._rows.new_empty(0)
+        self._exchanges = self.num_replicas > 1 and padded > 0
+        sorts = self.device.type == "cpu" and self._exchanges
+        self._received = self._rows[0].clone() if sorts else self._rows.new_empty(0)
 
     def zeros(self) -> Tensor:
         """A new vector of zeros."""
@@ -72,7 +73,7 @@ class Shard:
 
     def reduce_scatter(self) -> None:
         """own ← its mean over the replicas' buffers. Blocking."""
-        if self.num_replicas == 1:
+        if not self._exchanges:
             return
         for row, own in zip(self._rows, self.own, strict=True):
             if self.device.type != "cpu":
@@ -84,7 +85,7 @@ class Shard:
 
     def all_gather(self) -> None:
         """The buffer ← every replica's own. Blocking."""
-        if self.num_replicas == 1:
+        if not self._exchanges:
             return
         for row, own in zip(self._rows, self.own, strict=True):
             dist.all_gather_into_tensor(row, own, group=self.mean.group)

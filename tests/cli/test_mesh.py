@@ -30,6 +30,7 @@ from tests.cli.harness import (
     weights,
 )
 from tests.cli.test_checkpoint import damage
+from tests.cli.test_every_task import SMALL
 from tests.workers import Pool
 
 SHORT = ("train.steps=16", "train.eval_every=8", "log.every=1", "checkpoint.every=5")
@@ -74,6 +75,7 @@ def test_goes_on_exactly(workers: Pool, tmp_path: Path, strategy: str) -> None:
     ("method", "strategy"),
     [
         (("method=allreduce",), "zero3"),
+        (("method=allreduce",), "ddp"),
         (("method=allreduce",), "zero1"),
         (("method=streaming_diloco", "streaming_diloco.tau=3"), "zero3"),
     ],
@@ -153,6 +155,32 @@ def test_trains_as_replicas_of_one_worker(workers: Pool, tmp_path: Path, root: P
         for name, value in found.items():
             assert type(value) is torch.Tensor
             torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("task", SMALL)
+def test_every_task_in_parts(workers: Pool, tmp_path: Path, root: Path, task: str) -> None:
+    """Cut over two workers, with activations worked out twice: as where both hold all of it."""
+    arguments = (
+        *(f"task={task}", *CO2, "train.steps=4", "train.batch_size=4", "log.every=1"),
+        *(f"data.root={root}", *SMALL[task]),
+    )
+    runs = []
+    for strategy, again in (("ddp", "false"), ("zero3", "true")):
+        more = (*mesh(strategy), f"train.checkpoint_activations={again}")
+        runs.append(pooled(workers, 2, *arguments, *more, runs=tmp_path / strategy))
+        assert runs[-1].status == 0, runs[-1].err
+    whole, cut = (metrics(run.folder) for run in runs)
+    for one, other in zip(whole, cut, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+    assert weights(runs[0].folder).keys() == weights(runs[1].folder).keys()
+
+
+def test_all_workers_agree_on_tau(workers: Pool, tmp_path: Path) -> None:
+    """Two that share a replica and did not would wait for each other for ever."""
+    arguments = ("method=co2", "co2.tau=auto", "train.steps=100", *mesh("zero3"))
+    run = pooled(workers, 4, *arguments, runs=tmp_path)
+    assert run.status == 0, run.err
+    assert "tau 12 → " in run.out
 
 
 def test_killed(tmp_path: Path) -> None:

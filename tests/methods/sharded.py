@@ -81,6 +81,17 @@ class Net(nn.Module):
         return self.scale * self.leave(x)
 
 
+class Tiny(nn.Module):
+    """Of which one worker of two has nothing at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h, self.leave = nn.ModuleList(), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(x)
+
+
 class Worker:
     """One worker of a replica under a method. Ranks differ in initial weights and in data."""
 
@@ -97,12 +108,13 @@ class Worker:
         clip_norm: float | None = None,
         dropout: float = 0.0,
         width: int = 7,
+        tiny: bool = False,
     ) -> None:
         name, settings = SETTINGS[kind]
         self.mesh = co2.Mesh.world(size)
         self.accumulate, self.clip_norm, self.steps = accumulate, clip_norm, 0
         torch.manual_seed(rank)
-        self.net = Net(width).to(dtype)
+        self.net: Any = (Tiny() if tiny else Net(width)).to(dtype)
         for block in self.net.h:
             block.dropout.p = dropout
         if recompute:

@@ -1,5 +1,8 @@
 """Replicas of two workers train as replicas of one do, on the same samples."""
 
+from collections.abc import Iterable
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +10,9 @@ from torch import Tensor
 from co2.config import Strategy
 from co2.dist import local
 from co2.meters import ledger
+from co2.sharding import local_optimizer
 from tests.engine.test_memory import storages
+from tests.methods.driver import assert_same
 from tests.methods.sharded import SETTINGS, Net, Worker
 
 STEPS = 12
@@ -46,16 +51,19 @@ def assert_close(one: Whole, other: Whole, where: str) -> None:
         torch.testing.assert_close(value, other[name], rtol=1e-9, atol=1e-11, msg=where + name)
 
 
-def compare(workers, kind: str, replicas: int = 2, **options):
-    """Every strategy against replicas of one worker with twice the samples."""
+def compare(
+    workers, kind: str, strategies: Iterable[Strategy] = Strategy, replicas: int = 2, **options
+):
+    """Strategies against replicas of one worker with twice the samples."""
+    strategies = list(strategies)
     plain = {"recompute": False, "accumulate": 1}
     expected = workers.run(trajectories, replicas, kind, [Strategy.ddp], 1, 2, {**options, **plain})
-    found = workers.run(trajectories, 2 * replicas, kind, list(Strategy), 2, 1, options)
+    found = workers.run(trajectories, 2 * replicas, kind, strategies, 2, 1, options)
     moved = expected[0][0][0]
     assert not torch.equal(moved[0]["leave.weight"], moved[-1]["leave.weight"])
     for rank, ways in enumerate(found):
         ((weights, figures, consensuses),) = expected[rank // 2]
-        for strategy, (own, told, seen) in zip(Strategy, ways, strict=True):
+        for strategy, (own, told, seen) in zip(strategies, ways, strict=True):
             for step, (a, b) in enumerate(zip(own, weights, strict=True)):
                 assert_close(a, b, f"{strategy.name}, rank {rank}, after step {step}: ")
             for a, b in zip(seen, consensuses, strict=True):
@@ -109,6 +117,44 @@ def test_a_worker_may_hold_nothing_of_a_weight(workers):
     assert [held["scale"] for held, _ in found] == [1, 0, 1, 0]
     assert [held["leave.bias"] for held, _ in found] == [2, 1, 2, 1]
     assert found[0][1] > found[1][1] > 0
+
+
+NOTHING = ["local_sgd", "diloco", "streaming_diloco", "co2", "co2 by norm", "co2 in parts"]
+
+
+@pytest.mark.parametrize("kind", NOTHING)
+def test_a_worker_may_hold_nothing_at_all(workers, kind):
+    compare(workers, kind, (Strategy.zero2, Strategy.zero3), tiny=True)
+
+
+def saved_and_read(rank: int, world: int, folder: str, strategy: Strategy, optimizer: str) -> None:
+    """Weights and inner state go into one replica's files, and into another one of its kind."""
+    saved = Worker(rank, "co2", strategy, 2, optimizer)
+    for _ in range(2):
+        saved.step()
+    path = Path(folder) / f"replica_{saved.mesh.replica}"
+    saved.replica.state(saved.net, saved.optimizer).write(path)
+    read = Worker(rank + 7, "co2", strategy, 2, optimizer)
+    read.replica.state(read.net, read.optimizer).read(path)
+    assert_same(held(read), held(saved))
+    assert len(held(saved)[1]) > 0 or optimizer == "plain"
+
+
+def held(worker: Worker) -> tuple[Whole, dict]:
+    """What a worker holds of its weights, and of its inner state."""
+    weights = {name: local(p.detach()) for name, p in worker.net.named_parameters()}
+    inner = local_optimizer(worker.optimizer).state_dict()["state"]
+    fields = {
+        number: {key: local(value) for key, value in state.items()}
+        for number, state in inner.items()
+    }
+    return weights, fields
+
+
+@pytest.mark.parametrize("strategy", Strategy, ids=lambda strategy: strategy.name)
+@pytest.mark.parametrize("optimizer", ["plain", "sgd", "adamw"])
+def test_a_replica_is_saved_and_read(workers, tmp_path, strategy, optimizer):
+    workers.run(saved_and_read, 4, str(tmp_path), strategy, optimizer)
 
 
 def trained(rank: int, world: int, strategy: Strategy, recompute: bool) -> tuple:
