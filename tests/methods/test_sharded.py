@@ -5,15 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from co2.config import Strategy
+import co2
+from co2.config import MeshConfig, Strategy
 from co2.dist import local
 from co2.meters import ledger
-from co2.sharding import local_optimizer
+from co2.sharding import Replica, blocks, local_optimizer
 from tests.engine.test_memory import storages
 from tests.methods.driver import assert_same
-from tests.methods.sharded import SETTINGS, Net, Worker
+from tests.methods.sharded import SETTINGS, Block, Net, Worker
 
 STEPS = 12
 Whole = dict[str, Tensor]
@@ -202,3 +204,55 @@ def test_the_ledger_tells_what_is_held(workers, kind, strategy):
         assert told["inner_state_bytes"] == pytest.approx(2 * whole / share, rel=0.1)
         copies = {"allreduce": 0, "co2": 3, "co2 in parts": 2}[kind]
         assert told["extra_bytes"] == pytest.approx(copies * told["parameter_bytes"], rel=0.02)
+
+
+def places(rank: int, world: int) -> tuple[tuple, list[list[int]]]:
+    mesh = co2.Mesh.world(2)
+    groups = [mesh.new_group(), mesh.new_shard_group(), mesh.new_worker_group()]
+    ranks = [dist.get_process_group_ranks(group) for group in groups]
+    return (mesh.replica, mesh.num_replicas, mesh.shard, mesh.worker, mesh.num_workers), ranks
+
+
+def test_who_is_where(workers):
+    everyone = [0, 1, 2, 3]
+    assert workers.run(places, 4) == [
+        ((0, 2, 0, 0, 4), [[0, 2], [0, 1], everyone]),
+        ((0, 2, 1, 1, 4), [[1, 3], [0, 1], everyone]),
+        ((1, 2, 0, 2, 4), [[0, 2], [2, 3], everyone]),
+        ((1, 2, 1, 3, 4), [[1, 3], [2, 3], everyone]),
+    ]
+
+
+def test_alone_there_is_no_group():
+    mesh = co2.Mesh.world()
+    assert (mesh.worker, mesh.num_workers, mesh.shard) == (0, 1, 0)
+    assert mesh.new_group() is mesh.new_shard_group() is mesh.new_worker_group() is None
+    with pytest.raises(co2.ConfigError, match=r"mesh.replica_size=2: must divide the 1 workers"):
+        co2.Mesh.world(2)
+
+
+def test_blocks_are_the_outermost_of_lists_and_sequences():
+    net = Net()
+    assert blocks(net) == list(net.h)
+    stages = nn.Sequential(nn.Sequential(Block(3), Block(3)), nn.ReLU(), Block(3))
+    assert blocks(stages) == [stages[0], stages[2]]
+    lists = nn.ModuleList([nn.ModuleList([Block(3)]), Block(3)])
+    assert blocks(lists) == [lists[0][0], lists[1]]
+    net.h[0].linear.weight = net.h[1].linear.weight
+    assert blocks(net) == [], "each would be cut without the other"
+
+
+def test_a_single_number_is_refused(workers):
+    (line, *_) = workers.run(refused_number, 2)
+    assert line == (
+        "mesh.strategy=zero3: cannot cut scale, a single number; give it one dimension, or use "
+        "zero1"
+    )
+
+
+def refused_number(rank: int, world: int) -> str:
+    net = Net()
+    net.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(co2.ConfigError) as refused:
+        Replica(MeshConfig(2, Strategy.zero3), co2.Mesh.world(2), False).shard(net)
+    return str(refused.value)
