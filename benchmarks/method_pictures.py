@@ -85,8 +85,9 @@ def streaming() -> Iterator[Span]:
         starts = ends
         if step in sent_until:
             starts = np.maximum(ends, sent_until[step])
-            for worker in np.flatnonzero(starts > ends):
-                yield Span(worker, "wait", ends[worker], starts[worker])
+            for worker in range(WORKERS):
+                if starts[worker] > ends[worker]:
+                    yield Span(worker, "wait", ends[worker], starts[worker])
         if (step + DELAY) % (TAU // FRAGMENTS) == 0:
             begin = float(starts.max())
             sent_until[step + DELAY] = begin + send_s
