@@ -33,6 +33,7 @@ GOALS = {
     "shapenet": Goal("svm_accuracy", 0.90),
     "gpt2": Goal("loss", "unigram_entropy"),
     "roberta": Goal("loss", "unigram_entropy"),
+    "transnormer": Goal("loss", "unigram_entropy"),
 }
 
 
