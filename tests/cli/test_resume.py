@@ -316,7 +316,7 @@ METHODS = {
     "streaming_diloco": ("streaming_diloco.tau=3", "streaming_diloco.delay=2"),
     "eager_diloco": ("eager_diloco.tau=3",),
     "co2": ("co2.tau=3", "co2.gap_penalty=gap_aware_elementwise", "co2.clip=0.1"),
-    "co2_keep": ("co2_keep.tau=3", "co2_keep.gap_penalty=gap_aware"),
+    "co2_keep": ("co2_keep.tau=3", "co2_keep.delay=2"),
 }
 
 

@@ -113,7 +113,7 @@ FIELDS = [
     ("overlap_local_sgd", {}),
     ("cocod_sgd", {}),
     ("eager_diloco", {}),
-    ("co2_keep", {"gap_penalty": "gap_aware"}),
+    ("co2_keep", {}),
     ("co2", {"gap_penalty": "gap_aware_elementwise", "clip": 0.1}),
     ("co2", {"clip": 0.1, "clip_mode": "norm"}),
     ("co2", {"gap_penalty": "gap_aware_elementwise", "clip": 0.1, "shard": True}),

@@ -31,7 +31,7 @@ FIELDS = [
     ("cocod_sgd", {}),
     ("streaming_diloco", {"fragments": 1, "delay": 0}),
     ("eager_diloco", {}),
-    ("co2_keep", {"gap_penalty": "gap_aware", "clip": 0.05}),
+    ("co2_keep", {}),
     ("co2", {"gap_penalty": "none"}),
     ("co2", {"gap_penalty": "gap_aware", "clip": 0.05}),
     ("co2", {"gap_penalty": "gap_aware_elementwise"}),

@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "gap_penalty": "gap_aware",
         "clip": 0.05,
     },
-    "co2_keep": {"tau": 3, "outer_momentum": 0.6, "injection": 0.3},
+    "co2_keep": {"tau": 3, "kept": 0.6, "outer_momentum": 0.6, "injection": 0.3},
 }
 """One telling configuration of every method."""
 
