@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/field"))
     args = parser.parse_args()
     methods, seeds = args.methods.split(","), args.seeds.split(",")
-    rows = []
+    rows: list[list[str]] = []
     for task in args.tasks.split(","):
         fit = [method for method in methods if task == "gpt2" or method not in NEEDS]
         cells = {m: [cell(task, m, seed, args.runs) for seed in seeds] for m in fit}
@@ -47,6 +47,7 @@ def main() -> None:
             # Every method has one seed before any has two.
             run(cells[method][i] for i in range(len(seeds)) for method in fit)
         rows += table(task, cells, measured(args.out / task / "cells.csv"))
+    draw(rows, args.out / "field.png")
     report.write(
         args.out / "table.md",
         "The field, at smoke scale",
@@ -98,6 +99,35 @@ def table(
                 *(f"{statistics.median(found):.1%}" if found else "not run" for found in shares),
                 *(f"{statistics.mean(losses):.4f}{spread}", str(len(losses))),
             ]
+
+
+def draw(rows: Sequence[Sequence[str]], path: Path) -> None:
+    """A panel for each task and rate: throughput to the right, loss downwards, a dot a method."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    tasks = list(dict.fromkeys(row[0] for row in rows))
+    size = (1 + 5 * len(RATES), 4 * max(1, len(tasks)))
+    figure, axes = pyplot.subplots(
+        max(1, len(tasks)), len(RATES), figsize=size, squeeze=False, layout="constrained"
+    )
+    for panels, task in zip(axes, tasks, strict=False):
+        for column, (axis, rate) in enumerate(zip(panels, RATES, strict=True), start=4):
+            for row in rows:
+                if row[0] == task and row[column] != "not run":
+                    share, loss = float(row[column].rstrip("%")), float(row[6].split()[0])
+                    axis.plot(share, loss, "o")
+                    axis.annotate(row[1], (share, loss), fontsize="small")
+            axis.set_title(f"{task}, {rate} Mbit/s")
+            axis.set_xlim(0, 125)
+            axis.set_xlabel("throughput, % of the limit")
+            axis.set_ylabel("validation loss")
+            axis.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
 
 
 def rounds(one: Cell, summary: dict[str, Any]) -> int:
