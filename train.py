@@ -30,6 +30,9 @@ CONF = Path(__file__).parent / "conf"
 def validate(cfg: DictConfig, overrides: list[str]) -> Config:
     """The composed configuration as a checked run. Raises `ConfigError`; writes nothing."""
     config = typed(cfg, METHODS, TASKS)
+    check = getattr(METHODS[config.method], "check", None)
+    if check is not None:
+        check(config.optim, config.comm)
     world = launch.world_size(config.launch)
     if cfg.tag is None:
         config.tag = tag_from(overrides, world, config.launch.workers, config.method)

@@ -57,11 +57,13 @@ class FlatParams:
     def __init__(self, optimizer: Optimizer) -> None:
         self.params: list[Tensor] = []
         self.group_of: list[int] = []
+        self._owners: list[Tensor] = []
         seen: set[int] = set()
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 if param.requires_grad and id(param) not in seen:
                     seen.add(id(param))
+                    self._owners.append(param)
                     self.params.append(param.detach())
                     self.group_of.append(index)
         if not self.params:
@@ -98,6 +100,15 @@ class FlatParams:
         with record_function(SNAPSHOT):
             for chunk in self.chunks:
                 torch.sub(chunk.of(start), self.local(chunk), out=chunk.of(out))
+
+    def gradients(self, out: Tensor) -> None:
+        """out ← the gradients; zeros where a parameter has none."""
+        parts = out.split([param.numel() for param in self.params])
+        for owner, part in zip(self._owners, parts, strict=True):
+            if owner.grad is None:
+                part.zero_()
+            else:
+                part.view(owner.shape).copy_(owner.grad)
 
     def write(self, vector: Tensor) -> None:
         """Live parameters ← vector."""

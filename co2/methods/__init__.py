@@ -5,8 +5,10 @@ from co2.methods.base import SyncMethod
 from co2.methods.co2 import CO2
 from co2.methods.cocod_sgd import CoCoDSGD
 from co2.methods.local_sgd import LocalSGD
+from co2.methods.onebit_adam import OneBitAdam
 from co2.methods.overlap_local_sgd import OverlapLocalSGD
 from co2.methods.slowmo import SlowMo
+from co2.methods.zero_one_adam import ZeroOneAdam
 
 METHODS: dict[str, type[SyncMethod]] = {
     "allreduce": AllReduce,
@@ -15,4 +17,6 @@ METHODS: dict[str, type[SyncMethod]] = {
     "overlap_local_sgd": OverlapLocalSGD,
     "cocod_sgd": CoCoDSGD,
     "co2": CO2,
+    "onebit_adam": OneBitAdam,
+    "zero_one_adam": ZeroOneAdam,
 }

@@ -15,7 +15,7 @@ from co2 import tau
 from co2.methods import local
 from co2.tau import CHOICES, PATIENCE, START, WINDOW, AutoTau, choose
 from tests.cli.harness import pooled
-from tests.methods.driver import SETTINGS, Session, Snapshot, assert_same
+from tests.methods.driver import ROUNDS_OF, SETTINGS, Session, Snapshot, assert_same
 from tests.workers import Pool
 
 Figures = tuple[float, float, float]
@@ -196,10 +196,9 @@ def by_hand(rank: int, world: int, name: str, lengths: list[int]) -> list[Snapsh
     return history
 
 
-LOCAL = [name for name in SETTINGS if name != "allreduce"]
 
 
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("name", ROUNDS_OF)
 def test_auto_is_the_method_with_that_tau(workers: Pool, name: str) -> None:
     (lengths, found), (same, _) = workers.run(lengths_of_rounds, 2, name)
     assert lengths == same and lengths[0] == 2 and set(lengths) > {2}

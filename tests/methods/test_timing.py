@@ -7,6 +7,7 @@ import pytest
 from tests.methods.collectives import Recorder, SlowNetwork
 from tests.methods.driver import (
     OVERLAPPED,
+    ROUNDS_OF,
     SETTINGS,
     Session,
     Snapshot,
@@ -78,6 +79,11 @@ def test_ranks_issue_the_same_collectives(workers: Pool, name: str) -> None:
     first, *others = workers.run(recorded, 3, name)
     for other in others:
         assert other == first
+
+
+@pytest.mark.parametrize("name", ["allreduce", *ROUNDS_OF])
+def test_a_round_has_one_collective(workers: Pool, name: str) -> None:
+    [first, _] = workers.run(recorded, 2, name)
     launched = [step for step, call, *_, background in first if call == "all_reduce" and background]
     due = [] if name == "allreduce" else [TAU * (t + 1) for t in range(ROUNDS)]
     assert launched == due

@@ -1,6 +1,15 @@
 """Single-process simulations of every method, written from the papers' formulas alone."""
 
-from tests.reference import allreduce, co2, cocod_sgd, local_sgd, overlap_local_sgd, slowmo
+from tests.reference import (
+    allreduce,
+    co2,
+    cocod_sgd,
+    local_sgd,
+    onebit_adam,
+    overlap_local_sgd,
+    slowmo,
+    zero_one_adam,
+)
 
 REFERENCES = {
     "allreduce": allreduce.rounds,
@@ -9,6 +18,8 @@ REFERENCES = {
     "overlap_local_sgd": overlap_local_sgd.rounds,
     "cocod_sgd": cocod_sgd.rounds,
     "co2": co2.rounds,
+    "onebit_adam": onebit_adam.rounds,
+    "zero_one_adam": zero_one_adam.rounds,
 }
 """Name to `rounds(replicas, **settings)`: an endless iterator, one item a round, that trains the
 replicas in place. After item t they hold what they start round t + 1 from."""
