@@ -153,8 +153,9 @@ def _shifts(device: torch.device) -> Tensor:
 
 
 def _scale(x: Tensor) -> Tensor:
-    """‖x‖₂/√n, where it is: reading its value would make the host wait for a GPU."""
-    return torch.linalg.vector_norm(x) / max(x.numel(), 1) ** 0.5
+    """‖x‖₂/√n as √(x·x/n), rounded less. It stays on the device: nobody waits for a GPU."""
+    squares = sum(torch.dot(piece, piece) for piece in x.split(_PIECE))
+    return torch.sqrt(squares / max(x.numel(), 1))
 
 
 def _compress(x: Tensor, scale: Tensor, row: Tensor, error: Tensor) -> None:

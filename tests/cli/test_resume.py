@@ -313,6 +313,14 @@ METHODS = {
     "overlap_local_sgd": ("overlap_local_sgd.tau=3",),
     "cocod_sgd": ("cocod_sgd.tau=3",),
     "co2": ("co2.tau=3", "co2.gap_penalty=gap_aware_elementwise", "co2.clip=0.1"),
+    "onebit_adam": ("optim.name=adamw", "optim.lr=0.01", "onebit_adam.freeze_step=5"),
+    "zero_one_adam": (
+        "optim.name=adamw",
+        "optim.lr=0.01",
+        "zero_one_adam.freeze_step=4",
+        "zero_one_adam.double_every=2",
+        "zero_one_adam.max_interval=4",
+    ),
 }
 
 

@@ -196,8 +196,6 @@ def by_hand(rank: int, world: int, name: str, lengths: list[int]) -> list[Snapsh
     return history
 
 
-
-
 @pytest.mark.parametrize("name", ROUNDS_OF)
 def test_auto_is_the_method_with_that_tau(workers: Pool, name: str) -> None:
     (lengths, found), (same, _) = workers.run(lengths_of_rounds, 2, name)

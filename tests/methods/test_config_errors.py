@@ -6,7 +6,7 @@ import pytest
 
 from co2.errors import ConfigError
 from co2.methods import METHODS
-from tests.methods.driver import SETTINGS
+from tests.methods.driver import ADAM, SETTINGS
 
 NAN, INF = float("nan"), float("inf")
 ROUNDS = ("local_sgd", "slowmo", "overlap_local_sgd", "cocod_sgd", "co2")
@@ -22,6 +22,8 @@ WRONG: list[tuple[str, str, Any]] = [
     *(("co2", "clip", value) for value in (-1.0, NAN)),
     *(("co2", "gap_penalty", value) for value in ("typo", 0.0, -2.0, NAN)),
     ("co2", "clip_mode", "typo"),
+    *((name, "freeze_step", value) for name in ADAM for value in (0, -1)),
+    *(("zero_one_adam", key, 0) for key in ("kappa", "double_every", "max_interval")),
 ]
 RIGHT: list[tuple[str, str, Any]] = [
     *((name, "tau", 1) for name in ROUNDS),

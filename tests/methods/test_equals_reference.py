@@ -71,9 +71,7 @@ def compare(
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_reference(
-    workers: Pool, case: tuple[str, dict[str, Any]], world: int
-) -> None:
+def test_equals_reference(workers: Pool, case: tuple[str, dict[str, Any]], world: int) -> None:
     compare(workers, case, inner(case[0]), world, torch.float64, 1e-12)
 
 
