@@ -153,9 +153,12 @@ def _shifts(device: torch.device) -> Tensor:
 
 
 def _scale(x: Tensor) -> Tensor:
-    """‖x‖₂/√n as √(x·x/n), rounded less. It stays on the device: nobody waits for a GPU."""
-    squares = sum(torch.dot(piece, piece) for piece in x.split(_PIECE))
-    return torch.sqrt(squares / max(x.numel(), 1))
+    """‖x‖₂/√n as √(Σx²/n), rounded less. It stays on the device: nobody waits for a GPU.
+
+    BLAS would add in an order that depends on where x lies, and a resumed run might differ.
+    """
+    squares = torch.stack([piece.square().sum() for piece in x.split(_PIECE)])
+    return torch.sqrt(squares.sum() / max(x.numel(), 1))
 
 
 def _compress(x: Tensor, scale: Tensor, row: Tensor, error: Tensor) -> None:
