@@ -195,7 +195,7 @@ def assert_learned(folder: Path) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_learns(workers: Pool, tmp_path: Path, method: str, world: int) -> None:
     """The recipe as it is, but for the method; five rounds. Adam's variants need Adam; these 60
-    steps end before they freeze v, and frozen after 30 they do not learn this task."""
+    steps end before they freeze v, and frozen after 30 they fail here."""
     adam = method in ("onebit_adam", "zero_one_adam")
     words = ("optim.name=adamw", "optim.lr=0.01") if adam else ()
     run = pooled(workers, world, f"method={method}", *words, runs=tmp_path / "runs")
