@@ -8,7 +8,7 @@ import co2
 from co2.config import CommConfig, Precision
 from co2.errors import ConfigError
 from co2.methods import METHODS
-from tests.methods.driver import SETTINGS
+from tests.methods.driver import ADAM, SETTINGS
 
 NAN, INF = float("nan"), float("inf")
 ROUNDS = (
@@ -43,6 +43,8 @@ WRONG: list[tuple[str, str, Any]] = [
     *(("co2", "clip", value) for value in (-1.0, NAN)),
     *(("co2", "gap_penalty", value) for value in ("typo", 0.0, -2.0, NAN)),
     ("co2", "clip_mode", "typo"),
+    *((name, "freeze_step", value) for name in ADAM for value in (0, -1)),
+    *(("zero_one_adam", key, 0) for key in ("kappa", "double_every", "max_interval")),
 ]
 RIGHT: list[tuple[str, str, Any]] = [
     *((name, "tau", 1) for name in ROUNDS),

@@ -16,7 +16,8 @@ from co2 import dist as blocking
 from co2.comm import AsyncMean
 from co2.methods import METHODS
 from tests.cli.harness import pooled
-from tests.methods.driver import SETTINGS
+from tests.methods.driver import SETTINGS, inner
+from tests.methods.problem import OPTIMIZERS
 from tests.workers import Pool
 
 ROLES = {
@@ -56,6 +57,7 @@ def test_no_group_has_two_roles(workers: Pool, tmp_path: Path, name: str) -> Non
         2,
         f"method={name}",
         *(f"{name}.{key}={value}" for key, value in SETTINGS[name].items()),
+        f"optim.name={inner(name)}",
         "train.steps=12",
         "train.eval_every=4",
         "checkpoint.every=4",
@@ -101,7 +103,7 @@ def groups_of(rank: int, world: int, name: str) -> list[str]:
     for _ in range(2):
         weight = torch.nn.Parameter(torch.zeros(3))
         method = METHODS[name]()
-        optimizer = torch.optim.SGD([weight], lr=0.1)
+        optimizer = OPTIMIZERS[inner(name)]([weight])
         method.prepare(torch.nn.ParameterList([weight]), optimizer, co2.Mesh.world())
         names += [method.mean.group.group_name, method.group.group_name]  # type: ignore[attr-defined]
         method.flush()

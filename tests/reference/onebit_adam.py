@@ -1,0 +1,44 @@
+"""1-bit Adam (2102.02888). A round is one step.
+
+Until the freeze it is AllReduce under the real AdamW, whose moments are then taken over. After it
+v stands still, and x <- x - gamma m_hat / (sqrt(v_hat) + eps) with the 1-bit mean of the momenta.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tests.reference import allreduce
+from tests.reference.onebit import TwoStages
+from tests.reference.replica import Replica
+
+
+def rounds(replicas: list[Replica], freeze_step: int) -> Iterator[None]:
+    averaged = allreduce.rounds(replicas)
+    for _ in range(freeze_step):
+        yield next(averaged)
+    settings = replicas[0].optimizer.param_groups[0]
+    (beta1, beta2), eps = settings["betas"], settings["eps"]
+    v = moments(replicas[0], "exp_avg_sq") / (1 - beta2**freeze_step)
+    m = moments(replicas[0], "exp_avg")
+    exchange = TwoStages(len(replicas), m)
+    while True:
+        for replica in replicas:
+            replica.gradients()
+        m = exchange.mean([beta1 * m + (1 - beta1) * flat_gradient(r) for r in replicas])
+        for replica in replicas:
+            replica.steps_done += 1
+            gamma, m_hat = replica.lr_by_element(), m / (1 - beta1**replica.steps_done)
+            decayed = (1 - gamma * settings["weight_decay"]) * replica.weights()
+            replica.set_weights(decayed - gamma * m_hat / (v.sqrt() + eps))
+        yield
+
+
+def flat_gradient(replica: Replica) -> Tensor:
+    return torch.cat([parameter.grad.reshape(-1) for parameter in replica.trainable()])
+
+
+def moments(replica: Replica, name: str) -> Tensor:
+    state = replica.optimizer.state
+    return torch.cat([state[parameter][name].reshape(-1) for parameter in replica.trainable()])
