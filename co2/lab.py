@@ -68,25 +68,38 @@ class Cell:
 
     @property
     def rate(self) -> str:
-        return "unlimited" if self.mbit is None else f"{self.mbit:g}"
+        return _named(self.mbit)
 
     def __str__(self) -> str:
         return f"{self.workers} workers, {self.rate} Mbit/s, {self.method}, repeat {self.repeat}"
 
 
 @dataclass(frozen=True)
+class Change:
+    """All links have another rate from some time after the first step on."""
+
+    seconds: float
+    mbit: float | None
+    cells: str | None = None
+    """The rate of those cells that it is for; None for all."""
+
+    def __str__(self) -> str:
+        cells = "" if self.cells is None else f"{self.cells}:"
+        return f"{cells}{_named(self.mbit)}@{self.seconds:g}s"
+
+
+@dataclass(frozen=True)
 class Conditions:
     """What is uneven: the same for every cell."""
 
-    schedule: tuple[tuple[float, float | None], ...] = ()
-    """(seconds after the first step, Mbit/s of all links from then on)."""
+    schedule: tuple[Change, ...] = ()
     slow_links: tuple[tuple[int, float], ...] = ()
     slow_cpus: tuple[tuple[int, float], ...] = ()
 
     @property
     def name(self) -> str:
         """Of a folder for the trainings under these conditions."""
-        words = [f"{rate or 'unlimited'}@{seconds:g}s" for seconds, rate in self.schedule]
+        words = [str(change).replace(":", "to") for change in self.schedule]
         words += [f"link{worker}:{rate:g}" for worker, rate in self.slow_links]
         words += [f"cpu{worker}:{cores:g}" for worker, cores in self.slow_cpus]
         return "-".join(words) or "even"
@@ -143,7 +156,7 @@ def plan(options: argparse.Namespace) -> tuple[list[Cell], Conditions]:
             check_installed(method)
     repeats = _count("--repeats", options.repeats)
     conditions = Conditions(
-        tuple(_change(word) for word in options.schedule),
+        tuple(_change(word, rates) for word in options.schedule),
         tuple(_slow("--slow-link", word) for word in options.slow_link),
         tuple(_slow("--slow-cpu", word) for word in options.slow_cpu),
     )
@@ -220,16 +233,18 @@ def _watch(
             "GLOO_SOCKET_IFNAME": "eth0",
         }
         processes.append(network.start(worker, command, env))
-    changes, began = list(conditions.schedule), None
+    changes = [c for c in conditions.schedule if c.cells in (None, cell.rate)]
+    changes.sort(key=lambda change: change.seconds)
+    began = None
     while any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes):
             break
         if changes and began is None and _has_begun(place, cell):
             began = time.monotonic()
-        if changes and began is not None and time.monotonic() - began >= changes[0][0]:
-            _, mbit = changes.pop(0)
+        if changes and began is not None and time.monotonic() - began >= changes[0].seconds:
+            change = changes.pop(0)
             for worker in range(cell.workers):
-                network.shape(worker, mbit)
+                network.shape(worker, change.mbit)
         time.sleep(_POLL_S)
     failed = [number for number, process in enumerate(processes) if process.poll()]
     if failed:
@@ -305,15 +320,24 @@ def _rate(key: str, word: str) -> float | None:
     return rate
 
 
-def _change(word: str) -> tuple[float, float | None]:
-    """`20@10s`: 20 Mbit/s from 10 s on."""
-    match = re.fullmatch(r"([^@]+)@([\d.]+)s", word)
-    require(match is not None, "--schedule", word, "must be RATE@SECONDSs, as in 20@10s")
+def _named(mbit: float | None) -> str:
+    return "unlimited" if mbit is None else f"{mbit:g}"
+
+
+def _change(word: str, rates: Sequence[float | None]) -> Change:
+    """`20@10s`: 20 Mbit/s from 10 s on; `100:20@10s`: in the cells of 100 Mbit/s only."""
+    mend = "must be RATE@SECONDSs or FROM:RATE@SECONDSs, as in 20@10s or 100:20@10s"
+    match = re.fullmatch(r"(?:([^@:]+):)?([^@:]+)@([\d.]+)s", word)
+    require(match is not None, "--schedule", word, mend)
     assert match is not None
-    seconds = _number(match.group(2))
-    require(seconds is not None, "--schedule", word, "must be RATE@SECONDSs, as in 20@10s")
+    cells, mbit, seconds = match.group(1), match.group(2), _number(match.group(3))
+    require(seconds is not None, "--schedule", word, mend)
     assert seconds is not None
-    return seconds, _rate("--schedule", match.group(1))
+    if cells is not None:
+        known = [_named(rate) for rate in rates]
+        cells = _named(_rate("--schedule", cells))
+        require(cells in known, "--schedule", word, f"no cell has {cells}; known: {known}")
+    return Change(seconds, _rate("--schedule", mbit), cells)
 
 
 def _slow(key: str, word: str) -> tuple[int, float]:
@@ -351,7 +375,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--mbit", default="20,100,500,unlimited", help="rates of every link")
     add("--methods", default=",".join([*METHODS, LIMIT]), help="and the limit, none; peers too")
     add("--repeats", default="1", help="of every cell; methods take turns")
-    add("--schedule", action="append", default=[], metavar="20@10s", help="rate later; repeatable")
+    add(
+        "--schedule",
+        action="append",
+        default=[],
+        metavar="100:20@10s",
+        help="rate later; repeatable",
+    )
     add("--slow-link", action="append", default=[], metavar="1:10", help="worker 1: 10 Mbit/s")
     add("--slow-cpu", action="append", default=[], metavar="1:0.5", help="worker 1: half a core")
     add("--target-loss", type=float, help="tell the time to this validation loss")

@@ -13,6 +13,7 @@ Row = dict[str, Any]
 
 def write(rows: Sequence[Row], out: Path, target_loss: float | None) -> None:
     """`<out>/cells.csv`, `table.md` and `throughput.png`; prints the table."""
+    source = provenance()  # before files of ours make the source tree a changed one
     out.mkdir(parents=True, exist_ok=True)
     with (out / "cells.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
@@ -24,7 +25,7 @@ def write(rows: Sequence[Row], out: Path, target_loss: float | None) -> None:
         "Medians over the repeats; shares of the limit are taken within a repeat. The limit is "
         "the same training without communication (method none). Times are seconds of training."
     )
-    text = f"# Throughput on slow links\n\n{intro}\n\n{table}\n\n{provenance()}\n"
+    text = f"# Throughput on slow links\n\n{intro}\n\n{table}\n\n{source}\n"
     (out / "table.md").write_text(text)
     draw(rows, out / "throughput.png")
 
@@ -97,7 +98,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             values = [_median(groups[workers, rates[n], method], "throughput") for n in at]
             style = {"color": "black", "linestyle": "--"} if method == "none" else {"marker": "o"}
             label = "limit: no communication" if method == "none" else method
-            axis.plot(at, values, label=label, **style)
+            if method == "none" and len(at) == 1:
+                axis.axhline(values[0], label=label, **style)
+            else:
+                axis.plot(at, values, label=label, **style)
         axis.set_xticks(range(len(rates)), rates)
         axis.set_ylim(bottom=0)
         axis.set_title(f"{workers} workers")

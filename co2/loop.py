@@ -293,8 +293,8 @@ def _summary(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
 ) -> dict[str, Any]:
-    """Final figures; times and bytes are means over the workers, throughput is at the pace of the
-    slowest. Collective."""
+    """Final figures; communication and bytes are means over the workers, training time and so
+    throughput are the slowest one's. Collective."""
     totals = meter.state_dict()
     stats = method.stats()
     names = ("comm_s", "exposed_s", "bytes")
@@ -302,9 +302,10 @@ def _summary(
     if control is not None:
         dist.all_reduce(means, op=dist.ReduceOp.AVG, group=control)
     comm_s, exposed_s, sent = means.tolist()
-    throughput = torch.tensor(meter.throughput(), dtype=torch.float64)
+    slowest = torch.tensor([totals["train_s"], -meter.throughput()], dtype=torch.float64)
     if control is not None:
-        dist.all_reduce(throughput, op=dist.ReduceOp.MIN, group=control)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=control)
+    train_s, throughput = slowest[0].item(), -slowest[1].item()
     return {
         "title": f"{config.task} · {config.method} · {config.tag} · seed {config.train.seed}",
         "task": config.task,
@@ -317,14 +318,14 @@ def _summary(
         "steps": totals["steps"],
         "workers": mesh.num_replicas,
         "unit": task.unit,
-        "throughput": throughput.item(),
+        "throughput": throughput,
         "comm_s": comm_s,
         "exposed_s": exposed_s,
-        "exposed_share": exposed_s / max(totals["train_s"], 1e-9),
-        "data_share": totals["data_s"] / max(totals["train_s"], 1e-9),
+        "exposed_share": exposed_s / max(train_s, 1e-9),
+        "data_share": totals["data_s"] / max(train_s, 1e-9),
         "overlap": overlap(comm_s, exposed_s),
         "bytes_per_step": sent / max(totals["steps"], 1),
-        "train_s": totals["train_s"],
+        "train_s": train_s,
         "wall_s": totals["wall_s"],
         "peak_memory_bytes": peak_memory_bytes(mesh.device),
         "extra_model_copies": method.copies,

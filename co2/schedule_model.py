@@ -18,9 +18,9 @@ from co2.errors import require, require_count, require_number
 from co2.meters import overlap
 from co2.network_model import Network, ring_bytes
 
-BLOCKING = ("local_sgd", "slowmo")
+BLOCKING = ("local_sgd", "slowmo", "diloco")
 """Stand still at the end of a round until its mean has arrived."""
-OVERLAPPED = ("overlap_local_sgd", "cocod_sgd", "co2")
+OVERLAPPED = ("overlap_local_sgd", "cocod_sgd", "eager_diloco", "co2", "co2_keep")
 """Take the mean of one round during the next, and wait at that one's end."""
 SIMULATED = ("none", "allreduce", *BLOCKING, *OVERLAPPED)
 """`none` never communicates: the limit of what any method can reach."""

@@ -184,8 +184,8 @@ def test_a_failing_worker_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
 @needs_root
 def test_a_link_that_gets_slower(tmp_path: Path) -> None:
     """Steps before the change are quick, those after it wait for the wire."""
-    options = lab._parser().parse_args(["--schedule", "1@1s"])
-    _, conditions = lab.plan(options)
+    words = ["--schedule", "unlimited:1@1s", "--schedule", "20:500@0s"]
+    _, conditions = lab.plan(lab._parser().parse_args(words))
     cell = lab.Cell(2, None, "allreduce", 0)
     words = [*TOY, "toy.hidden=2000", "toy.delay_s=0.1", "train.steps=16"]
     summary = lab.train(cell, conditions, tmp_path, words)
@@ -213,6 +213,9 @@ def lab_lines(folder: Path) -> list[dict]:
         ("--workers 2,100000", "--workers=100000"),
         ("--repeats 0", "--repeats=0"),
         ("--schedule 20", "--schedule=20: must be RATE@SECONDSs"),
+        ("--schedule 100:20", "--schedule=100:20: must be RATE@SECONDSs"),
+        ("--schedule 50:20@3s", "--schedule=50:20@3s: no cell has 50"),
+        ("--schedule 0:20@3s", "--schedule=0"),
         ("--schedule 0@3s", "--schedule=0"),
         ("--slow-link 2:10", "--slow-link=2"),
         ("--slow-link 1", "--slow-link=1"),

@@ -64,6 +64,11 @@ def inner(name: str, optimizer: str = "sgd") -> str:
 Snapshot = dict[str, Tensor]
 
 
+def parts(method: Any) -> list[Any]:
+    """What has a flat vector and a mean of its own: the method, or each of its fragments."""
+    return getattr(method, "fragments", [method])
+
+
 class Session:
     """One replica of `problem` under a method. Ranks differ in initial weights and in data."""
 

@@ -12,7 +12,7 @@ from co2.errors import ConfigError
 from co2.flat import FlatParams
 from co2.methods import METHODS
 from co2.transfer import Direct, Staged
-from tests.methods.driver import ROUNDS_OF, SETTINGS, Session, assert_same, trajectory
+from tests.methods.driver import ROUNDS_OF, SETTINGS, Session, assert_same, parts, trajectory
 from tests.methods.late_stream import HOST, LateStream, at_once, at_random, late, no_gpu_needed
 from tests.methods.test_resume import finish, load, save
 from tests.workers import Pool
@@ -38,7 +38,7 @@ def stopped(rank: int, world: int, name: str) -> None:
     with no_gpu_needed(late):
         expected = finish(Session(rank, name, SETTINGS[name], "adamw"))
         session = Session(rank, name, SETTINGS[name], "adamw", comm=HOST)
-        assert isinstance(session.method.flat.transfer, Staged)  # type: ignore[attr-defined]
+        assert all(isinstance(part.flat.transfer, Staged) for part in parts(session.method))
         for _ in range(7):
             session.step()
         again = Session(rank, name, SETTINGS[name], "adamw", seed=rank + 50, comm=HOST)
@@ -157,7 +157,7 @@ def test_the_fake_sees_no_later_than_it_has_waited() -> None:
 @pytest.mark.parametrize("name", ROUNDS_OF)
 def test_beside_a_model_on_the_cpu_nothing_changes(name: str) -> None:
     session = Session(0, name, SETTINGS[name], comm=HOST)
-    assert isinstance(session.method.flat.transfer, Direct)  # type: ignore[attr-defined]
+    assert all(isinstance(part.flat.transfer, Direct) for part in parts(session.method))
     plain = trajectory(0, 1, name, SETTINGS[name])
     assert_same(trajectory(0, 1, name, SETTINGS[name], comm=HOST), plain)
 
