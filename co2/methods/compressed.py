@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from co2.comm import AsyncMean
+from co2.compress import COMPRESSORS
 from co2.config import CommConfig, CommDevice, OptimConfig, Precision
 from co2.config import Optimizer as OptimizerName
 from co2.dist import Mesh, averageable, averaged, replicate
 from co2.errors import require, require_count
+from co2.exchange import CompressedMean
 from co2.flat import Chunk, FlatParams
-from co2.onebit import OneBitMean
 
 
 class CompressedAdam:
@@ -41,7 +42,7 @@ class CompressedAdam:
         require(dtype is Precision.fp32, "comm.dtype", dtype.name, mend)
         mend = f"{self.name} updates the model at every step, where it is; use auto"
         require(device is CommDevice.auto, "comm.device", device.name, mend)
-        self.steps = 0
+        self.steps = self.rounds = 0
 
     @classmethod
     def check(cls, optim: OptimConfig) -> None:
@@ -64,11 +65,23 @@ class CompressedAdam:
         replicate(model, self.group)
         self.flat = flat = FlatParams(optimizer)
         self.mean = AsyncMean(flat.numel, mesh, self.comm, dtype=flat.dtype, device=flat.device)
-        self.exchange = OneBitMean(flat.numel, mesh, self.group, flat.dtype, flat.device)
+        sizes = [param.numel() for param in flat.params]
+        self.exchange = CompressedMean(sizes, mesh, self.mean, COMPRESSORS["sign"])
         self._divisor = flat.transfer.empty(max(chunk.numel for chunk in flat.chunks))
         for name in self.vectors:
             setattr(self, name, flat.zeros())
         return model
+
+    def average_gradients(self) -> None:
+        """The communication buffer, which holds this replica's, ← the replicas' mean."""
+        self.mean.mean_now()
+        self.rounds += 1
+
+    def average_signs(self, vector: Tensor) -> None:
+        """vector ← its 1-bit mean, and 0 where v is 0: see `divisor`."""
+        self.exchange.start(vector, support=self.v)
+        self.mean.wait()
+        self.rounds += 1
 
     def lr(self, group: int) -> float:
         return float(self.optimizer.param_groups[group]["lr"])
@@ -91,8 +104,9 @@ class CompressedAdam:
     def divisor(self, chunk: Chunk, correction: float = 1.0) -> Tensor:
         """√(v/correction) + ε, in scratch; infinite where v = 0.
 
-        Such an element has had no gradient and, uncompressed, would have no momentum. A sign
-        cannot say "nothing", and with ε alone below it the element would fly away.
+        Such an element has had no gradient: a token that has not been seen, say. A sign cannot say
+        "nothing", and with ε alone below it the element would fly away. So it stays where it is, as
+        long as its v is 0, and takes no part in an exchange.
         """
         v, out = chunk.of(self.v), self._divisor[: chunk.numel]
         torch.sqrt(v, out=out)
@@ -108,22 +122,22 @@ class CompressedAdam:
     def state_dict(self) -> dict[str, Any]:
         return {
             "steps": self.steps,
+            "rounds": self.rounds,
             "vectors": {name: getattr(self, name) for name in self.vectors},
             "errors": self.exchange.state_dict(),
             "mean": self.mean.state_dict(),
-            "clocks": self.exchange.clocks(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps = state["steps"]
+        self.steps, self.rounds = state["steps"], state["rounds"]
         for name in self.vectors:
             getattr(self, name).copy_(state["vectors"][name])
-        self.exchange.load_state_dict(state["errors"], state["clocks"])
+        self.exchange.load_state_dict(state["errors"])
         self.mean.load_state_dict(state["mean"])
 
     def stats(self) -> dict[str, float]:
-        exact, compressed = self.mean.clocks(), self.exchange.clocks()
-        return {key: exact[key] + compressed[key] for key in exact}
+        """`rounds`: times that replicas have exchanged anything."""
+        return {**self.mean.clocks(), "rounds": float(self.rounds)}
 
     def notices(self) -> list[str]:
         return []

@@ -2,15 +2,18 @@
 
     step t = 1 … freeze_step: Adam with averaged gradients
         g = mean_i g^i;  m ← β1 m + (1−β1) g;  v ← β2 v + (1−β2) g²
-    after it, v stands still and the momentum travels, one bit an element (co2/onebit.py)
+    after it, v stands still and the momentum travels, one bit an element (co2/exchange.py)
         m^i = β1 m + (1−β1) g^i;  m = 1-bit mean of m^i
     always  x ← x − γ m̂/(√v̂ + ε),  m̂ = m/(1−β1^t),  v̂ = v/(1−β2^min(t, freeze_step))
 
 γ, β1, β2, ε and weight decay are those of each parameter group of the inner Adam or AdamW, whose
 place this takes. All replicas hold the same x, m and v after every step.
-Chosen here: the bias corrections, PyTorch's, so that the first stage is AllReduce under AdamW. That
-of m goes on after the freeze (it is 1 soon), that of v stays what it was then. An element whose
-frozen v is 0 stays where it is but for weight decay (compressed.py, `divisor`).
+Chosen here:
+- The bias corrections, PyTorch's, so that the first stage is AllReduce under AdamW. That of m goes
+  on after the freeze (it is 1 soon), that of v stays what it was then.
+- One scale for every parameter tensor in place of the paper's one for all (exchange.py says why).
+- An element whose frozen v is 0 has a momentum of 0 from then on, in place of ± a scale, which over
+  ε would carry it away; it moves by weight decay alone.
 """
 
 from dataclasses import dataclass
@@ -37,10 +40,10 @@ class OneBitAdam(CompressedAdam):
         frozen = self.steps > self.config.freeze_step
         self.flat.gradients(out=self.mean.buffer)
         if not frozen:
-            self.mean.mean_now()
+            self.average_gradients()
         self._take_in_gradients(frozen)
         if frozen:
-            self.exchange.mean_(self.m)
+            self.average_signs(self.m)
         self._move()
 
     def _take_in_gradients(self, frozen: bool) -> None:

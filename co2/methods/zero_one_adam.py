@@ -1,11 +1,10 @@
 """0/1 Adam (Lu et al., ICLR 2023, arXiv 2202.06009, Algorithm 1). Blocking, most steps silent.
 
     step t = 0, 1, …, on every replica i:
-        m ← β1 m + (1−β1) g^i
-        t ∈ T_v:   g = mean_i g^i;  v ← v + (1−β2)/(1−β2^r) (g² − v)      r-th refresh
-        u ← u + γ_t m
+        t ∈ T_v:   g^i ← mean_i g^i;  v ← v + (1−β2)/(1−β2^r) (g² − v)      r-th refresh
+        m ← β1 m + (1−β1) g^i;  u ← u + γ_t m
         t ∉ T_u:   x ← x − γ_t m/(√v + ε)
-        t ∈ T_u:   ū = 1-bit mean of u (co2/onebit.py)
+        t ∈ T_u:   ū = 1-bit mean of u (co2/exchange.py); at t ∈ T_v it is u
                    m = ū/Σγ;  x = x_{t'} − ū/(√v + ε);  u = 0          Σ since t', the last of T_u
 
 T_v starts at 0; its interval doubles after every κ refreshes, and it ends before `freeze_step`.
@@ -13,11 +12,17 @@ T_u is every step until then; after it the interval is 1, and doubles every `dou
 to `max_interval` (the paper's H): 2^⌊(t − freeze_step)/double_every⌋ from a t in T_u to the next.
 κ → `kappa`. γ, β1, β2, ε and weight decay are those of each parameter group of the inner Adam or
 AdamW, whose place this takes.
-Chosen here: v is refreshed before it is used, else the first step would divide by ε; and it is
-Adam's bias-corrected v, because refreshes soon are too rare to outgrow the bias. m has no
-correction, as in the paper. AdamW's decay shrinks x_{t'} by the same factors as x. Where Σγ = 0, m
-stays local. An element whose v is 0 stays where it is but for decay (compressed.py, `divisor`).
-The paper doubles T_u's interval whenever the learning rate has halved; here the steps are given.
+Chosen here:
+- v is refreshed before it is used, else the first step would divide by ε; and it is Adam's
+  bias-corrected v, because refreshes soon are too rare to outgrow the bias. m has no correction, as
+  in the paper, so about 1/(1−β1) first steps are short ones.
+- At a refresh the exact mean of the gradients is at hand, and replicas differ in nothing else: m
+  takes that in, and u needs no exchange. In the paper m takes the replica's own, and both travel.
+- One scale for every parameter tensor in place of the paper's one for all (exchange.py says why).
+- An element whose v is 0 stays where it is but for decay, and its m and u are 0 after an exchange:
+  ± a scale over ε would carry it away.
+- AdamW's decay shrinks x_{t'} by the same factors as x. Where Σγ = 0, m starts from 0 again.
+- The paper doubles T_u's interval whenever the learning rate has halved; here the steps are given.
 """
 
 from dataclasses import dataclass
@@ -69,13 +74,18 @@ class ZeroOneAdam(CompressedAdam):
     @torch.no_grad()
     def step(self) -> None:
         t = self.steps
+        refreshing = t == self.next_refresh and t < self.config.freeze_step
         self.flat.gradients(out=self.mean.buffer)
-        self._update_m()
-        if t == self.next_refresh and t < self.config.freeze_step:
+        if refreshing:
+            self.average_gradients()
+        self._take_in_gradients()
+        if refreshing:
             self._refresh_v(t)
         self._accumulate()
         if t == self.next_sync:
-            self._synchronize(t)
+            if not refreshing:
+                self._exchange()
+            self._return(t)
         else:
             self._move()
         self.steps += 1
@@ -85,20 +95,19 @@ class ZeroOneAdam(CompressedAdam):
         doublings = max(0, t - self.config.freeze_step) // self.config.double_every
         return min(2 ** min(doublings, self.config.max_interval), self.config.max_interval)
 
-    def _update_m(self) -> None:
+    def _take_in_gradients(self) -> None:
         for chunk in self.flat.chunks:
             g = chunk.of(self.mean.buffer)
             self.add_l2(chunk, g)
             chunk.of(self.m).lerp_(g, 1 - self.betas(chunk.group)[0])
 
     def _refresh_v(self, t: int) -> None:
-        mean = self.mean.mean_now()
         self.next_refresh = t + 2 ** (self.refreshes // self.config.kappa)
         self.refreshes += 1
         for chunk in self.flat.chunks:
             second = self.betas(chunk.group)[1]
             weight = (1 - second) / (1 - second**self.refreshes)
-            g = chunk.of(mean)
+            g = chunk.of(self.mean.buffer)
             chunk.of(self.v).mul_(1 - weight).addcmul_(g, g, value=weight)
 
     def _accumulate(self) -> None:
@@ -115,12 +124,19 @@ class ZeroOneAdam(CompressedAdam):
             x.addcdiv_(chunk.of(self.m), self.divisor(chunk), value=-self.lr(chunk.group))
             chunk.write(x)
 
-    def _synchronize(self, t: int) -> None:
-        self.exchange.mean_(self.u)
+    def _exchange(self) -> None:
+        self.average_signs(self.u)
         for chunk in self.flat.chunks:
-            u, x, lr_sum = chunk.of(self.u), chunk.of(self.anchor), self.lr_sums[chunk.group]
+            m, lr_sum = chunk.of(self.m), self.lr_sums[chunk.group]
             if lr_sum > 0:
-                torch.div(u, lr_sum, out=chunk.of(self.m))
+                torch.div(chunk.of(self.u), lr_sum, out=m)
+            else:
+                m.zero_()
+
+    def _return(self, t: int) -> None:
+        """To what all replicas share; u is its own mean by now."""
+        for chunk in self.flat.chunks:
+            u, x = chunk.of(self.u), chunk.of(self.anchor)
             x.mul_(self.shrunk[chunk.group]).addcdiv_(u, self.divisor(chunk), value=-1)
             chunk.write(x)
         self.u.zero_()

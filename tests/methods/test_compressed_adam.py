@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 import co2
 from co2.config import CommConfig, CommDevice, Precision
 from co2.errors import ConfigError
+from co2.exchange import CompressedMean
 from co2.methods.onebit_adam import OneBitAdam
 from co2.methods.zero_one_adam import ZeroOneAdam
-from co2.onebit import OneBitMean
 from tests.methods import problem
 from tests.methods.driver import ADAM, SETTINGS, Session, assert_same, trajectory
 from tests.methods.test_resume import finish, load, save
@@ -50,39 +51,33 @@ def test_replicas_of_onebit_adam_stay_bit_for_bit_alike(workers: Pool) -> None:
             assert_same({n: state[n] for n in names}, {n: same[n] for n in names})
 
 
-class Exact(OneBitMean):
-    """Compression switched off; remembers the means."""
-
-    def __init__(self, flat: Tensor) -> None:
-        super().__init__(flat.numel(), co2.Mesh.world(), None, flat.dtype)
-        self.means: list[Tensor] = []
-
-    def mean_(self, vector: Tensor) -> None:
-        dist.all_reduce(vector, op=dist.ReduceOp.AVG)
-        self.means.append(vector.clone())
-
-
 def uncompressed(rank: int, world: int) -> None:
     session = Session(rank, "zero_one_adam", SETTINGS["zero_one_adam"])
     method = session.method
     assert isinstance(method, ZeroOneAdam)
     for group in session.optimizer.param_groups:
         group["weight_decay"] = 0.0
-    method.exchange = exact = Exact(method.u)
-    start, eps, apart = method.flat.copy(), 1e-8, 0
-    for step in range(40):
-        session.step()
-        now = method.flat.copy()
-        if len(exact.means) > 0 and method.next_sync == step + method.interval:
-            expected = start - exact.means[-1] / (method.v.sqrt() + eps)
-            assert_same(now, expected)
-            everybody = [torch.empty_like(now) for _ in range(world)]
-            dist.all_gather(everybody, now)
-            assert_same(everybody, [everybody[0]] * world)
-            start = now
-        else:
-            apart += 1
-    assert apart > 20
+    start, eps, means, apart = method.flat.copy(), 1e-8, [], 0
+
+    def exact(self: CompressedMean, vector: Tensor, support: Tensor) -> None:
+        dist.all_reduce(vector, op=dist.ReduceOp.AVG, group=self._mean.group)
+        means.append(vector.clone())
+
+    with patch.object(CompressedMean, "mean_", exact):
+        for step in range(40):
+            exchanged = len(means)
+            session.step()
+            now = method.flat.copy()
+            if len(means) > exchanged:
+                assert_same(now, start - means[-1] / (method.v.sqrt() + eps))
+            if method.next_sync == step + method.interval:
+                everybody = [torch.empty_like(now) for _ in range(world)]
+                dist.all_gather(everybody, now)
+                assert_same(everybody, [everybody[0]] * world)
+                start = now
+            else:
+                apart += 1
+    assert len(means) > 5 and apart > 20
 
 
 def test_uncompressed_replicas_move_by_the_mean(workers: Pool) -> None:
@@ -91,7 +86,7 @@ def test_uncompressed_replicas_move_by_the_mean(workers: Pool) -> None:
 
 
 def sent(rank: int, world: int, name: str, settings: dict[str, Any]) -> tuple[list[float], int]:
-    """Bytes in every step; those of an exact and of a 1-bit mean are 10^6 apart."""
+    """Bytes in every step, those of an exact and of a 1-bit mean being 10^6 and 1; and the lag."""
     session = Session(rank, name, settings)
     method = session.method
     assert isinstance(method, OneBitAdam | ZeroOneAdam)
@@ -104,6 +99,7 @@ def sent(rank: int, world: int, name: str, settings: dict[str, Any]) -> tuple[li
     method.flush()
     stats = method.stats()
     assert stats["comm_s"] > 0 and stats["exposed_s"] > 0
+    assert stats["rounds"] == sum(after > before for before, after in pairwise(totals))
     return [after - before for before, after in pairwise(totals)], method.lag
 
 
@@ -117,7 +113,7 @@ def test_schedule_of_onebit_adam(workers: Pool) -> None:
 def test_schedule_of_zero_one_adam(workers: Pool, kappa: int) -> None:
     rest = {"double_every": 3, "max_interval": 8}
     due_v, due_u = refreshes(20, kappa), exchanges(20, **rest)
-    expected = [1e6 * (t in due_v) + (t in due_u) for t in range(40)]
+    expected = [1e6 if t in due_v else float(t in due_u) for t in range(40)]
     settings = {"freeze_step": 20, "kappa": kappa, **rest}
     for found, lag in workers.run(sent, 2, "zero_one_adam", settings):
         assert found == expected
@@ -145,18 +141,66 @@ def test_resume_at_every_step_after_the_freeze(workers: Pool, name: str) -> None
     workers.run(stop_after_the_freeze, 3, name)
 
 
-@pytest.mark.parametrize("name", ADAM)
-def test_what_has_no_gradient_stays(name: str) -> None:
-    """Its v is 0: a sign divided by epsilon alone would carry it away."""
-    weights = [torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(3))]
+def unseen(rank: int, world: int, name: str) -> None:
+    """One weight never has a gradient; the rows of another are seen one by one, after the freeze
+    also one that was not before."""
+    generator = torch.Generator().manual_seed(rank)
+    weights = [torch.nn.Parameter(torch.ones(size)) for size in ((5,), (3,), (4, 2))]
     optimizer = torch.optim.AdamW(weights, lr=0.1, weight_decay=0.0)
     method = co2.METHODS[name](co2.METHODS[name].Config(**SETTINGS[name]))
     method.prepare(torch.nn.ParameterList(weights), optimizer, co2.Mesh.world())
-    for _ in range(STEPS):
-        weights[0].grad = torch.randn(5)
+    assert isinstance(method, OneBitAdam | ZeroOneAdam)
+    for step in range(STEPS):
+        weights[0].grad = torch.randn(5, generator=generator)
+        weights[2].grad = torch.zeros(4, 2)
+        row = step % 2 if step < 4 else step % 3
+        weights[2].grad[row] = torch.randn(2, generator=generator)
         method.step()
     assert torch.equal(weights[1], torch.ones(3))
-    assert not torch.equal(weights[0], torch.ones(5))
+    assert torch.equal(weights[2][2:], torch.ones(2, 2))
+    assert not weights[0].eq(1).any() and not weights[2][:2].eq(1).any()
+    assert weights[2].sub(1).abs().max() < 3  # no step is much longer than Adam's
+    still = method.v == 0
+    assert still.sum() == 3 + 4
+    assert not method.exchange.worker_error[still].any()
+    own = method.exchange._own
+    assert not method.exchange.server_error[still[own.span]].any()
+    if name == "onebit_adam":
+        assert not method.m[still].any()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ADAM)
+def test_what_has_no_gradient_until_the_freeze_stays(workers: Pool, name: str, world: int) -> None:
+    """Its v is 0: a sign divided by epsilon alone would carry it away."""
+    workers.run(unseen, world, name)
+
+
+def at_a_standstill(rank: int, world: int) -> None:
+    """A learning rate of 0 in some steps, as of a warm-up that begins there."""
+    session = Session(rank, "zero_one_adam", {**SETTINGS["zero_one_adam"], "kappa": 1})
+    method = session.method
+    assert isinstance(method, ZeroOneAdam)
+    rates = problem.set_lr
+
+    def paused(optimizer: torch.optim.Optimizer, step: int) -> None:
+        rates(optimizer, step)
+        for group in optimizer.param_groups[:2]:
+            group["lr"] *= step not in (0, 2, 6)
+
+    with patch.object(problem, "set_lr", paused):
+        for step in range(STEPS):
+            session.step()
+            if method.next_sync == step + method.interval:
+                for vector in (method.m, method.flat.copy()):
+                    assert vector.isfinite().all()
+                    everybody = [torch.empty_like(vector) for _ in range(world)]
+                    dist.all_gather(everybody, vector)
+                    assert_same(everybody, [everybody[0]] * world)
+
+
+def test_a_learning_rate_of_0_leaves_replicas_alike(workers: Pool) -> None:
+    workers.run(at_a_standstill, 2)
 
 
 @pytest.mark.parametrize("name", ADAM)

@@ -24,6 +24,8 @@ STREAMING: tuple[dict[str, Any], ...] = (
     {"fragments": 1, "delay": 0, "mixing": 0.0},
     {"fragments": 2, "delay": 2, "mixing": 0.5},
     {"fragments": 3, "delay": 2, "mixing": 0.25},
+    {"exchange": "int8"},
+    {"exchange": "int4", "fragments": 3, "delay": 2},
 )
 CASES = [(name, settings) for name, settings in SETTINGS.items() if not name.startswith("co2")]
 CASES += [("co2", {**CO2, "gap_penalty": gap, **clip}) for gap, clip in product(GAPS, CLIPS)]

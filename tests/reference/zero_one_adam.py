@@ -1,16 +1,17 @@
 """0/1 Adam (2202.06009). A round is one step.
 
-Local m, x and u; v is refreshed with averaged gradients at the steps of T_v, the 1-bit mean of u is
-taken at those of T_u. Both sets are worked out beforehand.
+Local m, x and u; v is refreshed with averaged gradients at the steps of T_v, and m takes these in;
+the 1-bit mean of u is taken at the other steps of T_u. Both sets are worked out beforehand. Where v
+is 0, weights only decay, and m and u are 0 after a mean.
 """
 
 from collections.abc import Iterator
 
 import torch
 
-from tests.reference.onebit import TwoStages
-from tests.reference.onebit_adam import flat_gradient
+from tests.reference.onebit_adam import flat_gradient, sizes
 from tests.reference.replica import Replica, mean
+from tests.reference.two_stages import TwoStages
 
 HORIZON = 1000
 
@@ -48,16 +49,19 @@ def rounds(
     m = [torch.zeros_like(start) for _ in replicas]
     u = [torch.zeros_like(start) for _ in replicas]
     lr_sum = torch.zeros_like(start)
-    exchange = TwoStages(len(replicas), start)
+    exchange = TwoStages(len(replicas), start, sizes(replicas[0]))
     while True:
         t = replicas[0].steps_done
-        for i, replica in enumerate(replicas):
+        for replica in replicas:
             replica.gradients()
-            m[i] = beta1 * m[i] + (1 - beta1) * flat_gradient(replica)
+        g = [flat_gradient(replica) for replica in replicas]
         if t in due_v:
-            raw_v = beta2 * raw_v + (1 - beta2) * mean(map(flat_gradient, replicas)).square()
+            g = [mean(g)] * len(replicas)
+            raw_v = beta2 * raw_v + (1 - beta2) * g[0].square()
+        m = [beta1 * m[i] + (1 - beta1) * g[i] for i in range(len(replicas))]
         done = sum(step <= t for step in due_v)
-        divisor = (raw_v / (1 - beta2**done)).sqrt() + eps
+        alive = raw_v != 0
+        divisor = torch.where(alive, (raw_v / (1 - beta2**done)).sqrt() + eps, torch.inf)
         gamma = replicas[0].lr_by_element()
         keep = 1 - gamma * settings["weight_decay"]
         start, lr_sum = keep * start, lr_sum + gamma
@@ -66,7 +70,7 @@ def rounds(
             replica.set_weights(keep * replica.weights() - gamma * m[i] / divisor)
             replica.steps_done += 1
         if t in due_u:
-            average = exchange.mean(u)
+            average = mean(u) if t in due_v else exchange.mean(u, alive)
             start = start - average / divisor
             for replica in replicas:
                 replica.set_weights(start)
