@@ -6,20 +6,15 @@ later. Seeds differ in weights, data order, augmentation and masks; validation d
 
 import argparse
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-
-import train as entry
 from benchmarks import report
+from benchmarks.runs import summary_of
 from co2.errors import ConfigError
 from co2.methods import METHODS
-from co2.record import read_summary
 
 
 @dataclass(frozen=True)
@@ -77,16 +72,11 @@ def run(task: str, method: str, seed: int, runs: str, train: bool) -> dict[str, 
     """The summary of one run; where there is none, it is made now, or None if not to `train`."""
     overrides = [f"task={task}", f"method={method}", f"train.seed={seed}"]
     overrides += ["log.wandb=disabled", f"runs={runs}", "tag=quality"]
-    with initialize_config_dir(config_dir=str(entry.CONF), version_base="1.3"):
-        try:
-            config = entry.validate(compose("config", overrides), overrides)
-        except ConfigError as refused:  # variants of Adam, where the recipe's optimizer is SGD
-            print(f"{task} {method}: not run, {refused}", flush=True)
-            return None
-    if train and read_summary(config) is None:
-        command = [sys.executable, "train.py", *overrides]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return read_summary(config)
+    try:
+        return summary_of(overrides, train)
+    except ConfigError as refused:  # variants of Adam, where the recipe's optimizer is SGD
+        print(f"{task} {method}: not run, {refused}", flush=True)
+        return None
 
 
 def described(task: str, method: str, summary: dict[str, Any]) -> str:

@@ -330,6 +330,8 @@ METHODS = {
 
 CHOICES = [(f"method={method}", *fields) for method, fields in METHODS.items()]
 CHOICES += [("method=co2", "co2.tau=3", "co2.shard=true")]
+QUANTIZED = ("streaming_diloco.delay=2", "streaming_diloco.exchange=int4")
+CHOICES += [("method=streaming_diloco", "streaming_diloco.tau=3", *QUANTIZED)]
 
 
 @pytest.mark.parametrize("told_in", [7, 8, 9], ids=lambda step: f"step {step}")

@@ -24,7 +24,7 @@ STREAMING: tuple[dict[str, Any], ...] = (
     {"fragments": 1, "delay": 0, "mixing": 0.0},
     {"fragments": 2, "delay": 2, "mixing": 0.5},
     {"fragments": 3, "delay": 2, "mixing": 0.25},
-    {"exchange": "int8"},
+    {"exchange": "int8", "fragments": 1},
     {"exchange": "int4", "fragments": 3, "delay": 2},
 )
 CASES = [(name, settings) for name, settings in SETTINGS.items() if not name.startswith("co2")]
