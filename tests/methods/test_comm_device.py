@@ -1,5 +1,7 @@
 """comm.device=cpu: the same trajectory, whenever the copies to and from the GPU happen."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,18 +22,23 @@ from tests.workers import Pool
 PACES = {"late": late, "at once": at_once, **{f"seed {n}": at_random(n) for n in range(3)}}
 
 
-def whenever(rank: int, world: int, name: str) -> None:
+def whenever(rank: int, world: int, name: str, settings: dict[str, Any]) -> None:
     with no_gpu_needed(late):  # for its chunks: a norm's rounding depends on them
-        expected = trajectory(rank, world, name, SETTINGS[name])
+        expected = trajectory(rank, world, name, settings)
     for pace in PACES.values():
         with no_gpu_needed(pace):
-            assert_same(trajectory(rank, world, name, SETTINGS[name], comm=HOST), expected)
+            assert_same(trajectory(rank, world, name, settings, comm=HOST), expected)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", ROUNDS_OF)
 def test_copies_may_be_late_or_early(workers: Pool, name: str, world: int) -> None:
-    workers.run(whenever, world, name)
+    workers.run(whenever, world, name, SETTINGS[name])
+
+
+def test_copies_may_be_late_or_early_when_quantized(workers: Pool) -> None:
+    settings = {**SETTINGS["streaming_diloco"], "exchange": "int4"}
+    workers.run(whenever, 2, "streaming_diloco", settings)
 
 
 def stopped(rank: int, world: int, name: str) -> None:

@@ -122,23 +122,32 @@ def test_schedule_of_zero_one_adam(workers: Pool, kappa: int) -> None:
 
 def test_known_schedules() -> None:
     assert refreshes(20, 2) == [0, 1, 2, 4, 6, 10, 14]
+    assert refreshes(9, 1) == [0, 1, 3, 7]
+    assert [t for t in exchanges(9, 1, 4) if t < 24] == [*range(10), 10, 12, 16, 20]
     assert [t for t in exchanges(4, 2, 4) if t < 24] == [0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 20]
 
 
-def stop_after_the_freeze(rank: int, world: int, name: str) -> None:
-    expected = finish(Session(rank, name, SETTINGS[name]))
-    first = Session(rank, name, SETTINGS[name])
-    for step in range(1, STEPS):
+def stop_anywhere(rank: int, world: int, name: str, settings: dict[str, Any]) -> None:
+    expected = finish(Session(rank, name, settings))
+    first = Session(rank, name, settings)
+    for _ in range(1, STEPS):
         first.step()
-        if step >= SETTINGS[name]["freeze_step"]:
-            again = Session(rank, name, SETTINGS[name], seed=rank + 50)
-            load(again, save(first))
-            assert_same(finish(again), expected)
+        again = Session(rank, name, settings, seed=rank + 50)
+        load(again, save(first))
+        assert_same(finish(again), expected)
 
 
-@pytest.mark.parametrize("name", ADAM)
-def test_resume_at_every_step_after_the_freeze(workers: Pool, name: str) -> None:
-    workers.run(stop_after_the_freeze, 3, name)
+RARE = {"freeze_step": 9, "kappa": 1, "double_every": 1, "max_interval": 4}
+"""Refreshes at 0, 1, 3 and 7; exchanges at every other step to 10, and at 12."""
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [*((name, SETTINGS[name]) for name in ADAM), ("zero_one_adam", RARE)],
+    ids=["onebit_adam", "zero_one_adam", "rare refreshes"],
+)
+def test_resume_at_every_step(workers: Pool, name: str, settings: dict[str, Any]) -> None:
+    workers.run(stop_anywhere, 3, name, settings)
 
 
 def unseen(rank: int, world: int, name: str) -> None:

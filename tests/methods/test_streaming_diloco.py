@@ -1,9 +1,13 @@
 """What is particular to Streaming DiLoCo: its schedule, its layers, and when it is DiLoCo."""
 
+import random
+import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -132,6 +136,29 @@ def test_without_mixing_replicas_are_alike_after_a_sync(workers: Pool, exchange:
         for step in (3, 6, 9, 12, 15):
             assert_same([other[step][n] for n in names], [first[step][n] for n in names])
         assert not torch.equal(other[4]["scale"], first[4]["scale"])
+
+
+def at_any_time(rank: int, world: int) -> None:
+    """Collectives that take up to 20 ms, others on each replica, beside steps that take one."""
+    settings = {**SETTINGS["streaming_diloco"], "delay": 2, "exchange": "int8"}
+    expected = trajectory(rank, world, "streaming_diloco", settings)
+    source = random.Random(rank)
+
+    def slowed(collective: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(source.random() / 50)
+            return collective(*args, **kwargs)
+
+        return call
+
+    names = ("all_to_all_single", "all_gather_into_tensor")
+    with patch.multiple(dist, **{name: slowed(getattr(dist, name)) for name in names}):
+        for _ in range(3):
+            assert_same(trajectory(rank, world, "streaming_diloco", settings), expected)
+
+
+def test_a_quantized_exchange_may_take_its_time(workers: Pool) -> None:
+    workers.run(at_any_time, 3)
 
 
 def quantized(rank: int, world: int, exchange: str, tau: int) -> tuple[Tensor, float]:
