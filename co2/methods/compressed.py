@@ -78,9 +78,19 @@ class CompressedAdam:
         self.rounds += 1
 
     def average_signs(self, vector: Tensor) -> None:
-        """vector ← its 1-bit mean, and 0 where v is 0: see `divisor`."""
+        """vector ← its 1-bit mean, and 0 where v is 0.
+
+        It travels in units of √v + ε, which all replicas share. So a sign stands for a step of the
+        length that is usual in its tensor. Were the vector sent as it is, an element whose √v is a
+        thousandth of the others' would make steps a thousand times too long: the biases of keys in
+        GPT-2's attention, whose gradient is rounding and nothing else, end the training that way.
+        """
+        for chunk in self.flat.chunks:
+            chunk.of(vector).div_(self._root(chunk))
         self.exchange.start(vector, support=self.v)
         self.mean.wait()
+        for chunk in self.flat.chunks:
+            chunk.of(vector).mul_(self._root(chunk))
         self.rounds += 1
 
     def lr(self, group: int) -> float:
@@ -108,10 +118,14 @@ class CompressedAdam:
         "nothing", and with ε alone below it the element would fly away. So it stays where it is, as
         long as its v is 0, and takes no part in an exchange.
         """
-        v, out = chunk.of(self.v), self._divisor[: chunk.numel]
-        torch.sqrt(v, out=out)
-        out.div_(correction**0.5).add_(self.optimizer.param_groups[chunk.group]["eps"])
-        return out.masked_fill_(v == 0, float("inf"))
+        still = chunk.of(self.v) == 0
+        return self._root(chunk, correction).masked_fill_(still, float("inf"))
+
+    def _root(self, chunk: Chunk, correction: float = 1.0) -> Tensor:
+        out = self._divisor[: chunk.numel]
+        torch.sqrt(chunk.of(self.v), out=out)
+        eps = self.optimizer.param_groups[chunk.group]["eps"]
+        return out.div_(correction**0.5).add_(eps)
 
     def consensus(self) -> AbstractContextManager[None]:
         return averaged(averageable(self.model), self.group)

@@ -11,6 +11,8 @@ place this takes. All replicas hold the same x, m and v after every step.
 Chosen here:
 - The bias corrections, PyTorch's, so that the first stage is AllReduce under AdamW. That of m goes
   on after the freeze (it is 1 soon), that of v stays what it was then.
+- Signs are those of m/(√v + ε), times √v + ε where they arrive: without compression the same, and
+  with it no element of a tensor makes longer steps than others (compressed.py, `average_signs`).
 - One scale for every parameter tensor in place of the paper's one for all (exchange.py says why).
 - An element whose frozen v is 0 has a momentum of 0 from then on, in place of ± a scale, which over
   ε would carry it away; it moves by weight decay alone.

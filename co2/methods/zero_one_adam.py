@@ -18,6 +18,8 @@ Chosen here:
   in the paper, so about 1/(1−β1) first steps are short ones.
 - At a refresh the exact mean of the gradients is at hand, and replicas differ in nothing else: m
   takes that in, and u needs no exchange. In the paper m takes the replica's own, and both travel.
+- Signs are those of u/(√v + ε), times √v + ε where they arrive: without compression the same, and
+  with it no element of a tensor makes longer steps than others (compressed.py, `average_signs`).
 - One scale for every parameter tensor in place of the paper's one for all (exchange.py says why).
 - An element whose v is 0 stays where it is but for decay, and its m and u are 0 after an exchange:
   ± a scale over ε would carry it away.

@@ -2,7 +2,7 @@
 
 Until the freeze it is AllReduce under the real AdamW, whose moments are then taken over. After it
 v stands still, and x <- x - gamma m_hat / (sqrt(v_hat) + eps) with the 1-bit mean of the momenta,
-which is 0 where v is.
+which is taken in units of sqrt(v) + eps, and 0 where v is.
 """
 
 from collections.abc import Iterator
@@ -21,14 +21,15 @@ def rounds(replicas: list[Replica], freeze_step: int) -> Iterator[None]:
         yield next(averaged)
     settings = replicas[0].optimizer.param_groups[0]
     (beta1, beta2), eps = settings["betas"], settings["eps"]
-    v = moments(replicas[0], "exp_avg_sq") / (1 - beta2**freeze_step)
+    raw_v = moments(replicas[0], "exp_avg_sq")
+    v, unit = raw_v / (1 - beta2**freeze_step), raw_v.sqrt() + eps
     m = moments(replicas[0], "exp_avg")
     exchange = TwoStages(len(replicas), m, sizes(replicas[0]))
     while True:
         for replica in replicas:
             replica.gradients()
         local = [beta1 * m + (1 - beta1) * flat_gradient(r) for r in replicas]
-        m = exchange.mean(local, alive=v != 0)
+        m = unit * exchange.mean([own / unit for own in local], alive=v != 0)
         for replica in replicas:
             replica.steps_done += 1
             gamma, m_hat = replica.lr_by_element(), m / (1 - beta1**replica.steps_done)

@@ -1,8 +1,8 @@
 """0/1 Adam (2202.06009). A round is one step.
 
 Local m, x and u; v is refreshed with averaged gradients at the steps of T_v, and m takes these in;
-the 1-bit mean of u is taken at the other steps of T_u. Both sets are worked out beforehand. Where v
-is 0, weights only decay, and m and u are 0 after a mean.
+the 1-bit mean of u is taken at the other steps of T_u, in units of sqrt(v) + eps. Both sets are
+worked out beforehand. Where v is 0, weights only decay, and m and u are 0 after a mean.
 """
 
 from collections.abc import Iterator
@@ -61,7 +61,8 @@ def rounds(
         m = [beta1 * m[i] + (1 - beta1) * g[i] for i in range(len(replicas))]
         done = sum(step <= t for step in due_v)
         alive = raw_v != 0
-        divisor = torch.where(alive, (raw_v / (1 - beta2**done)).sqrt() + eps, torch.inf)
+        unit = (raw_v / (1 - beta2**done)).sqrt() + eps
+        divisor = torch.where(alive, unit, torch.inf)
         gamma = replicas[0].lr_by_element()
         keep = 1 - gamma * settings["weight_decay"]
         start, lr_sum = keep * start, lr_sum + gamma
@@ -70,7 +71,10 @@ def rounds(
             replica.set_weights(keep * replica.weights() - gamma * m[i] / divisor)
             replica.steps_done += 1
         if t in due_u:
-            average = mean(u) if t in due_v else exchange.mean(u, alive)
+            if t in due_v:
+                average = mean(u)
+            else:
+                average = unit * exchange.mean([own / unit for own in u], alive)
             start = start - average / divisor
             for replica in replicas:
                 replica.set_weights(start)
