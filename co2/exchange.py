@@ -7,9 +7,8 @@ Every replica is a worker, and the server of one chunk of ⌈numel/G⌉ elements
 each chunk to its server, an all-gather brings its compressed mean back. (1-bit Adam, arXiv
 2102.02888, section 4; error feedback: arXiv 1901.09847.)
 
-Every parameter tensor has a scale of its own, on a server the part of it in the chunk. One scale
-for the whole vector, as the paper writes it, gives the elements of a tensor with small gradients
-the sign of the others' size: under Adam, whose √v knows how small they are, they fly away.
+Every parameter tensor has a scale of its own, on a server the part of it in the chunk: one for the
+whole vector, as the paper writes it, drowns the tensors with small values.
 A message is one row of bytes: the scales of the chunk's tensors, then the packed codes of each.
 """
 
