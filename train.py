@@ -31,6 +31,9 @@ KNOWN = {**METHODS, **peers.PEERS}
 def validate(cfg: DictConfig, overrides: list[str]) -> Config:
     """The composed configuration as a checked run. Raises `ConfigError`; writes nothing."""
     config = typed(cfg, KNOWN, TASKS)
+    check = getattr(KNOWN[config.method], "check", None)
+    if check is not None:
+        check(config.optim)
     world = launch.world_size(config.launch)
     if cfg.tag is None:
         config.tag = tag_from(overrides, world, config.launch.workers, config.method)

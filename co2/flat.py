@@ -68,12 +68,14 @@ class FlatParams:
         wanted = None if only is None else {id(param) for param in only}
         self.params: list[Tensor] = []
         self.group_of: list[int] = []
+        self._owners: list[Tensor] = []
         seen: set[int] = set()
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 taken = wanted is None or id(param) in wanted
                 if taken and param.requires_grad and id(param) not in seen:
                     seen.add(id(param))
+                    self._owners.append(param)
                     self.params.append(param.detach())
                     self.group_of.append(index)
         if not self.params:
@@ -139,6 +141,15 @@ class FlatParams:
     def total(self, *sums: Tensor) -> tuple[Tensor, ...]:
         """Sums over the whole vector, from sums over the elements that this worker holds: all."""
         return sums
+
+    def gradients(self, out: Tensor) -> None:
+        """out, beside the parameters, ← the gradients; zeros where a parameter has none."""
+        parts = out.split([param.numel() for param in self.params])
+        for owner, part in zip(self._owners, parts, strict=True):
+            if owner.grad is None:
+                part.zero_()
+            else:
+                part.view(owner.shape).copy_(owner.grad)
 
     def write(self, vector: Tensor) -> None:
         """Live parameters ← vector."""
