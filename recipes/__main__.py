@@ -44,9 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif options.action == "run":
             return run(chosen, options.scale, seeds, options.launcher)
         elif options.action == "collect":
-            print(
-                f"{collect(chosen, options.out, options.scale)} values of finished runs in {options.out}"
-            )
+            count = collect(chosen, options.out, options.scale)
+            print(f"{count} values of finished runs in {options.out}")
         else:
             render.render(list(RECIPES.values()), options.out, options.scale)
     except ConfigError as error:
