@@ -20,6 +20,7 @@ import yaml
 from torch import Tensor, nn
 
 from co2.config import OptimConfig, Schedule
+from co2.launch import DIVERGED
 from co2.loop import learning_rate
 from co2.meters import Meter
 from co2.methods.allreduce import AllReduce
@@ -259,7 +260,9 @@ def test_a_sweep_over_methods_and_workers(tmp_path: Path) -> None:
     for folder in folders(runs):
         assert_learned(folder)
         assert summary(folder)["workers"] == int(folder.parent.name[-1])
-    assert ended.out.count("┌") == 4
+    assert ended.out.count("┌") == 4 and ended.out.count("┏") == 1
+    table = ended.out[ended.out.index("sweep: ") :]
+    assert all(f"method={name} launch.workers=1" in table for name in ("allreduce", "co2"))
     assert {path.name for path in tmp_path.iterdir()} == {"runs"}
 
 
@@ -275,6 +278,20 @@ def test_a_sweep_of_tau(tmp_path: Path) -> None:
         assert config["co2"]["tau"] == tau
     finals = {summary(folder)["final"]["loss"] for folder in folders(runs)}
     assert len(finals) == 3
+
+
+def test_a_failed_job_of_a_sweep_loses_no_other(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    ended = cli("-m", "method=local_sgd", "optim.lr=0.1,1e30,0.2", "launch.workers=1", runs=runs)
+    assert ended.status == DIVERGED
+    finished = [
+        folder.parent.name for folder in folders(runs) if (folder / "summary.json").exists()
+    ]
+    assert finished == ["lr0.1-workers1", "lr0.2-workers1"]
+    table = ended.out[ended.out.index("sweep: ") :]
+    (failed,) = [line for line in table.splitlines() if "optim.lr=1e+30" in line]
+    assert "the loss is not finite (exit status 65)" in failed
+    assert table.count("/lr0.") == 2
 
 
 class TestWhoStartsTheWorkers:
