@@ -41,6 +41,12 @@ def preflight(
             check(_compose(name, overrides), overrides)
 
 
+def composed(folder: Path, name: str, overrides: Sequence[str]) -> DictConfig:
+    """The configuration of one job. Raises `ConfigError`."""
+    with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+        return _compose(name, list(overrides))
+
+
 def _jobs(overrides: list[str], multirun: bool) -> Iterator[list[str]]:
     """The overrides of every job: of a sweep, all combinations of its choices."""
     try:

@@ -2,11 +2,15 @@
 
 import math
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from co2.launch import DIVERGED, PREEMPTED, REFUSED
 
 
 class TrainProgress:
@@ -93,6 +97,54 @@ def closing_table(summary: dict[str, Any]) -> str:
 
 def _share(value: float) -> str:
     return "not measured" if math.isnan(value) else f"{value:.1%}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job of a sweep ended."""
+
+    overrides: Sequence[str]
+    status: int
+    summary: dict[str, Any] | None
+    """None where it failed."""
+
+
+def sweep_table(outcomes: Sequence[Outcome]) -> str:
+    """The end of a sweep: a line for each job, by the overrides in which they differ."""
+    common = set.intersection(*(set(outcome.overrides) for outcome in outcomes))
+    names = list(
+        dict.fromkeys(name for o in outcomes for name in (o.summary or {}).get("final", {}))
+    )
+    table = Table(title=f"sweep: {' '.join(o for o in outcomes[0].overrides if o in common)}")
+    for head in ("job", *names, "units/s", "overlap", "folder or error"):
+        table.add_column(head, overflow="fold")
+    for outcome in outcomes:
+        own = " ".join(o for o in outcome.overrides if o not in common) or "(the only one)"
+        summary = outcome.summary
+        if summary is None:
+            table.add_row(own, *["—"] * (len(names) + 2), _failure(outcome.status))
+            continue
+        final, hidden = summary["final"], summary["overlap"]
+        table.add_row(
+            own,
+            *(f"{final[name]:.4f}" if name in final else "—" for name in names),
+            f"{summary['throughput']:,.0f}",
+            "—" if hidden is None else f"{hidden:.4f}",
+            summary["folder"],
+        )
+    console = Console()
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def _failure(status: int) -> str:
+    reasons = {
+        DIVERGED: "the loss is not finite",
+        REFUSED: "refused",
+        PREEMPTED: "stopped and saved; the same command goes on",
+    }
+    return f"{reasons.get(status, 'failed')} (exit status {status}); see above"
 
 
 def _next_command(summary: dict[str, Any]) -> str:

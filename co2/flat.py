@@ -74,6 +74,7 @@ class FlatParams:
         self.params: list[Tensor] = []
         self.total_numel, sharded = 0, False
         self.group_of: list[int] = []
+        self._owners: list[Tensor] = []
         seen: set[int] = set()
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
@@ -81,6 +82,7 @@ class FlatParams:
                 if taken and param.requires_grad and id(param) not in seen:
                     seen.add(id(param))
                     whole = param.detach()
+                    self._owners.append(param)
                     self.params.append(local(whole))
                     self.total_numel += whole.numel()
                     sharded = sharded or self.params[-1] is not whole
@@ -156,6 +158,16 @@ class FlatParams:
         together = torch.stack(sums)
         dist.all_reduce(together, group=self._group)
         return together.unbind()
+
+    def gradients(self, out: Tensor) -> None:
+        """out, beside the parameters, ← the gradients; zeros where a parameter has none."""
+        parts = out.split([param.numel() for param in self.params])
+        for owner, part in zip(self._owners, parts, strict=True):
+            if owner.grad is None:
+                part.zero_()
+            else:
+                grad = local(owner.grad)
+                part.view(grad.shape).copy_(grad)
 
     def write(self, vector: Tensor) -> None:
         """Live parameters ← vector."""

@@ -30,6 +30,8 @@ PREEMPTED = 75
 """Exit status of a run that was told to stop, saved, and can be continued (EX_TEMPFAIL)."""
 DIVERGED = 65
 """Exit status of a run whose loss is not finite (EX_DATAERR)."""
+STOPPED = (PREEMPTED, 130)
+"""Exit statuses of a run that was told to stop: saved, or killed by a second Ctrl-C."""
 
 _PEER_S = 1.0
 """A worker whose peer is gone ends this much later, so that the peer's status is the run's."""

@@ -151,14 +151,9 @@ def simulate(
     network.check(workers)
 
     replicas = Replicas(workers, step_s, noise or Noise())
-    bucket = _Buckets(vector_bytes, bucket_bytes, network, workers)
-    advance: Advance
-    if method == "none":
-        advance, length = _silent, steps
-    elif method == "allreduce":
-        advance, length = _Bucketed(bucket, backward_share), 1
-    else:
-        advance, length = (_Blocking if method in BLOCKING else _Overlapped)(bucket.wire_s), tau
+    bucket = Buckets(vector_bytes, bucket_bytes, network, workers)
+    advance = advance_of(method, bucket, backward_share)
+    length = {"none": steps, "allreduce": 1}.get(method, tau)
 
     rounds, rest = divmod(steps, length)
     clocks = began = np.zeros_like(replicas.step_s)
@@ -186,7 +181,7 @@ def simulate(
     )
 
 
-class _Buckets:
+class Buckets:
     """A vector cut into buckets: each one's share of the vector and seconds on the wire."""
 
     def __init__(self, vector_bytes: int, bucket_bytes: int, network: Network, workers: int):
@@ -196,6 +191,16 @@ class _Buckets:
         seconds = {size: network.all_reduce_s(size, workers) for size in {sizes[0], sizes[-1]}}
         self.seconds = np.array([seconds[size] for size in sizes])
         self.wire_s = float(self.seconds.sum())
+
+
+def advance_of(method: str, buckets: Buckets, backward_share: float) -> Advance:
+    """What a round does to the clocks: (starts, compute seconds) to (the next round's starts,
+    exposed seconds, seconds from the launch of the round's collective to its completion)."""
+    if method == "none":
+        return _silent
+    if method == "allreduce":
+        return _Bucketed(buckets, backward_share)
+    return (_Blocking if method in BLOCKING else _Overlapped)(buckets.wire_s)
 
 
 def _silent(start: Clocks, compute: Clocks) -> tuple[Clocks, Clocks, Clocks]:
@@ -242,7 +247,7 @@ class _Bucketed:
     DDP's smaller first bucket (1 MiB) is left out.
     """
 
-    def __init__(self, buckets: _Buckets, backward_share: float) -> None:
+    def __init__(self, buckets: Buckets, backward_share: float) -> None:
         self.ready = 1 - backward_share + backward_share * np.cumsum(buckets.shares)
         self.remaining_s = np.cumsum(buckets.seconds[::-1])[::-1]
 

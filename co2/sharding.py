@@ -36,7 +36,7 @@ CUT = (Strategy.zero2, Strategy.zero3)
 """Strategies under which a worker holds a part of every weight."""
 
 
-def check(config: Config, world: int, method: type[SyncMethod]) -> None:
+def check(config: Config, world: int, method: SyncMethod) -> None:
     """Refuse what cannot be combined, before any worker starts.
 
     Raises:

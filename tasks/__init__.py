@@ -7,6 +7,7 @@ from tasks.resnet50 import ResNet50
 from tasks.roberta import RoBERTa
 from tasks.shapenet import ShapeNet
 from tasks.toy import Toy
+from tasks.transnormer import TransNormer
 from tasks.vit import ViT
 
 TASKS: dict[str, type[Task]] = {
@@ -16,6 +17,7 @@ TASKS: dict[str, type[Task]] = {
     "shapenet": ShapeNet,
     "toy": Toy,
     "resnet50": ResNet50,
+    "transnormer": TransNormer,
     "vit": ViT,
 }
 

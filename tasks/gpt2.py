@@ -4,45 +4,14 @@ Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), in
 implementation of transformers, with random weights.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
-from itertools import count
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from co2.config import DataConfig, OptimConfig, TrainConfig
-from co2.errors import require, require_count
-from tasks.base import Batch
-from tasks.evaluation import evaluating, total
-from tasks.loader import load
-from tasks.optimizer import make_optimizer
+from co2.errors import require
+from tasks.causal import CausalText
 from tasks.randomness import seeded
-from tasks.sampling import Sampler, spread
-from tasks.store import Store
-from tasks.text import (
-    Window,
-    described,
-    num_windows,
-    opened,
-    unigram_entropy,
-    windows,
-)
-
-if TYPE_CHECKING:
-    from co2.dist import Mesh
-
-PUBLIC_VOCAB_SIZE = 50257
-"""Of GPT-2's own tokenizer, in which openwebtext is kept."""
-
-_EVAL_TOKENS = 4096
-"""Of one evaluation batch: 0.8 GB of fp32 logits with GPT-2's vocabulary."""
 
 
 class Size(Enum):
@@ -51,11 +20,6 @@ class Size(Enum):
     medium = "medium"
     large = "large"
     xl = "xl"
-
-
-class CorpusName(Enum):
-    embedded = "embedded"
-    openwebtext = "openwebtext"
 
 
 SHAPES = {
@@ -68,53 +32,21 @@ SHAPES = {
 """Layers, heads, width."""
 
 
-class GPT2:
-    """The task `gpt2`. A sample is a window of `context` tokens and the one that follows."""
+class GPT2(CausalText):
+    """The task `gpt2`."""
 
     @dataclass
-    class Config:
+    class Config(CausalText.Config):
         size: Size = Size.smoke
-        context: int = 128
-        """Tokens that the model sees at once."""
-        vocab_size: int = 4096
-        """Of the tokenizer that is learned from the text; openwebtext keeps GPT-2's 50257."""
-        corpus: CorpusName = CorpusName.embedded
-        """embedded: Python source that every install has. openwebtext: see tasks.prepare.
-        data.path=FILE_OR_FOLDER takes the place of both."""
         dropout: float = 0.0
         """Of embeddings, attention and residuals alike."""
-        eval_samples: int | None = None
-        """Validation windows of one evaluation, spread evenly; null takes all."""
 
         def __post_init__(self) -> None:
-            require_count("context", self.context)
-            mend = "must be a whole number from 257 (256 bytes and the separator) to 1000000"
-            require(257 <= self.vocab_size <= 1_000_000, "vocab_size", self.vocab_size, mend)
+            super().__post_init__()
             mend = "must be 0 or more and below 1"
             require(0 <= self.dropout < 1, "dropout", self.dropout, mend)
-            if self.eval_samples is not None:
-                require_count("eval_samples", self.eval_samples)
 
-    unit = "tokens"
-
-    def __init__(
-        self, config: Config, train: TrainConfig, optim: OptimConfig, data: DataConfig
-    ) -> None:
-        self.config, self.train, self.optim, self.data = config, train, optim, data
-        self.units_per_sample = config.context
-        own = data.path is None and config.corpus is CorpusName.openwebtext
-        self.vocab_size = PUBLIC_VOCAB_SIZE if own else config.vocab_size
-        self._opened: Store | None = None
-
-    def setup(self, num_workers: int) -> None:
-        """See `Task.setup`. The first run on a corpus tokenizes it: some 10 s for 16 MB."""
-        context, corpus = self.config.context, self.config.corpus.name
-        window = Window("gpt2.context", context, context + 1)
-        store = opened(self.data, "gpt2.corpus", corpus, self.vocab_size, window)
-        mend = f"its tokenizer has {store.meta['vocab_size']} tokens, GPT-2 takes 50257"
-        require(store.meta["vocab_size"] <= self.vocab_size, "gpt2.corpus", corpus, mend)
-        self._opened = store
-        self._sampler(num_workers)
+    name = "gpt2"
 
     def model(self) -> nn.Module:
         """See `Task.model`. Any device: `with torch.device("meta")` counts parameters for free."""
@@ -138,75 +70,5 @@ class GPT2:
         with seeded(self.train.seed):
             return GPT2LMHeadModel(shape)
 
-    def optimizer(self, model: nn.Module) -> Optimizer:
-        return make_optimizer(model, self.optim)
-
-    def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
-        """Windows, int64 [batch_size, context + 1]. See `Task.batches`."""
-        sampler, tokens = self._sampler(mesh.num_workers), self._store.tokens("train")
-
-        def make(draw: int) -> Tensor:
-            return windows(tokens, sampler.indices(draw, mesh.worker), self.config.context)
-
-        return load(make, count(start), self.data.workers, mesh.device)
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Mean next-token cross-entropy in nats, worked out in fp32 whatever the autocast."""
-        return _cross_entropy(model, batch, "mean")
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """See `Task.evaluate`.
-
-        Returns:
-            "loss": mean cross-entropy over the targets of the validation windows, in nats;
-            "perplexity": its exponential.
-        """
-        context, tokens = self.config.context, self._store.tokens("val")
-        device = next(model.parameters()).device
-        chosen, size = self._validation(), max(1, _EVAL_TOKENS // context)
-
-        def compute(batch: int) -> Tensor:
-            inside = windows(tokens, chosen[batch * size : (batch + 1) * size], context)
-            losses = _cross_entropy(model, inside.to(device), "none")
-            return losses.double().sum().reshape(1)
-
-        with evaluating(model):
-            (whole,) = total(compute, num_batches=-(-len(chosen) // size))
-        loss = whole / (len(chosen) * context)
-        return {"loss": loss, "perplexity": torch.tensor(loss, dtype=torch.float64).exp().item()}
-
-    def baselines(self) -> dict[str, float]:
-        """ "unigram_entropy": of the whole validation part, in nats."""
-        return {"unigram_entropy": self._unigram_entropy}
-
-    def fingerprint(self) -> dict[str, Any]:
-        name = self.config.corpus.name if self.data.path is None else self.data.path
-        return described(self._store, name)
-
-    @property
-    def _store(self) -> Store:
-        assert self._opened is not None, "call setup() first"
-        return self._opened
-
-    @cached_property
-    def _unigram_entropy(self) -> float:
-        return unigram_entropy(self._store.tokens("val"))
-
-    def _sampler(self, num_workers: int) -> Sampler:
-        samples = num_windows(self._store.count("train"), self.config.context)
-        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed)
-
-    def _validation(self) -> np.ndarray:
-        """The validation windows of an evaluation: all, or `eval_samples` spread evenly."""
-        available = num_windows(self._store.count("val"), self.config.context)
-        return spread(available, self.config.eval_samples)
-
-
-def _cross_entropy(model: nn.Module, batch: Batch, reduction: str) -> Tensor:
-    """Next-token cross-entropy of windows [B, context + 1], fp32."""
-    assert isinstance(batch, Tensor)
-    logits = model(input_ids=batch[:, :-1]).logits
-    with torch.autocast(logits.device.type, enabled=False):
-        return F.cross_entropy(
-            logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction=reduction
-        )
+    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        return model(input_ids=tokens).logits

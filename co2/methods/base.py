@@ -31,8 +31,10 @@ class SyncMethod(Protocol):
     """Whether all replicas step with the same gradients, averaged by PyTorch's own wrappers: then
     the replicas' axis is theirs too (sharding.py)."""
 
-    refused_strategies: Mapping[str, str]
-    """`mesh.strategy` → why this method cannot be combined with it."""
+    @property
+    def refused_strategies(self) -> Mapping[str, str]:
+        """`mesh.strategy` → why this method cannot be combined with it."""
+        ...
 
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None: ...
 

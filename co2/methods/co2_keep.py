@@ -1,98 +1,101 @@
-"""CO2 with kept progress: ours, unpublished; CoCoD-SGD with SlowMo's momentum. Fully overlapped.
+"""CO2 with kept progress: ours, unpublished. Overlapped for `delay` steps, at most a whole round.
 
     at the end of round t, on every replica i:
-        p^i_t = x^i_{t,τ} − x^i_{t,0}                               own progress
-        δ_{t−1} = mean_i p^i_{t−1} arrives                          none at t = 0
-        u_t = clip(β u_{t−1} + δ_{t−1}/Λ_t, φ)                      (outer.py, Momentum)
-        x^i_{t+1,0} = x^i_{t,τ} + (δ_{t−1} − p^i_{t−1}) + w u_t     u_0 = 0, p^i_{−1} = δ_{−1} = 0
-        start the mean of p^i_t
+        p^i_t = the sum of i's own steps in round t;  start the mean δ_t = mean_i p^i_t
+    `delay` steps later, q^i being the sum of i's own steps since:
+        δ_t arrives;  u_t = β u_{t−1} + δ_t;  c_{t+1} = c_t + δ_t + w u_t          c: the center
+        x^i ← c_{t+1} + κ q^i
 
-τ → `tau`, β → `outer_momentum`, w → `injection`, Λ → `gap_penalty`, φ → `clip`.
-CO2's rounds restart from a consensus that misses the round just trained. Here local progress is
-kept, everybody's mean replaces the own round of before, and the momentum of what is known is
-added: it needs the round before only, so it waits for nothing. With w = β the replicas' mean moves
-as in SlowMo (α = 1) wherever gradients are the same at replica and mean; w = 0 is CoCoD-SGD.
-As in every method here −p travels, the pseudo-gradient, and `momentum` holds −u. Λ takes w u for
-the movement made while the mean was under way. Why p is subtracted as it was, and not as it
-travelled: see cocod_sgd.py.
+τ → `tau`, delay → `delay`, κ → `kept`, β → `outer_momentum`, w → `injection`. c is the same on all
+replicas, bit for bit; p^i counts all steps, those whose effect on x^i was cut by κ too, so nothing
+is lost. With a delay of τ: κ = 1 and w = 0 is CoCoD-SGD, κ = w = 0 is CO2 with β = 0 and Λ = 1. A
+delay of 0 is blocking: local SGD for w = 0, DiLoCo with α = 1 for w = β.
+
+Why not all is kept (κ = 1): where the loss curves so much that `delay` steps undo a deviation from
+the optimum of that direction, q^i holds the correction of what the mean corrects too. With a delay
+of τ a replica's own deviation is then multiplied by −κ from round to round, and the replicas' mean
+by (1 − κ)^½: one does not die out for κ = 1, the other not for κ = 0, as in CO2. Both shrink
+fastest together at κ = .62. See docs/co2_keep.md for what else was tried.
+As in every method here −p travels, the pseudo-gradient, and `momentum` holds −u.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
-from co2.errors import require_number
+import torch
+from torch.profiler import record_function
+
+from co2.errors import require, require_number
 from co2.methods.local import LocalMethod, check_share, check_tau
-from co2.outer import GapPenalty, Momentum, check_clip, check_gap_penalty
+from co2.tau import AUTO
+from co2.trace import OUTER_STEP
 
 
 class CO2Keep(LocalMethod):
-    held = 3  # the round's start, −p of the last round, momentum
-    vectors = ("start", "last")
-    rounds_apart = 2
+    held = 3  # where the round's progress counts from, center, momentum
+    vectors = ("start", "center", "momentum")
 
     @dataclass
     class Config:
         tau: int | str = 12
         """Inner steps of a round, or auto (tau.py)."""
-        outer_momentum: float = 0.9
+        delay: int | None = None
+        """Inner steps that a collective may take, at most τ; null: τ."""
+        kept: float = 0.5
+        """κ: share of the progress made meanwhile that stays when the mean arrives."""
+        outer_momentum: float = 0.5
         """β."""
-        injection: float = 0.3
+        injection: float = 0.2
         """w."""
-        gap_penalty: str | float = "none"
-        """none | gap_aware | gap_aware_elementwise, or a constant Λ."""
-        clip: float | None = None
-        """φ of the outer momentum; null for none."""
-        clip_mode: str = "value"
-        """value: every element to [−φ, φ]; norm: the whole vector to norm φ."""
 
         def __post_init__(self) -> None:
             check_tau(self.tau)
+            if self.delay is not None:
+                require(self.tau != AUTO, "delay", self.delay, "must be null with tau=auto")
+                whole = isinstance(self.delay, int) and not isinstance(self.delay, bool)
+                mend = f"must be a whole number of steps, at most tau, which is {self.tau}; or null"
+                require(whole and 0 <= self.delay <= int(self.tau), "delay", self.delay, mend)
+            require(0 <= self.kept <= 1, "kept", self.kept, "must lie in [0, 1]")
             check_share("outer_momentum", self.outer_momentum)
             mend = "must be a finite number, 0 or more"
             require_number("injection", self.injection, 0.0, mend)
-            check_gap_penalty(self.gap_penalty)
-            check_clip(self.clip, self.clip_mode)
 
     def begin(self) -> None:
-        config = self.config
-        self.start = self.flat.copy()
-        self.last = self.flat.zeros()
-        self.gap = GapPenalty(config.gap_penalty, self.flat, config.injection)
-        self.momentum = Momentum(self.flat, config.outer_momentum, config.clip, config.clip_mode)
+        self.start, self.center = self.flat.copy(), self.flat.copy()
+        self.momentum = self.flat.zeros()
+
+    def step(self) -> None:
+        super().step()
+        if self.mean.in_flight and self.steps - self.round_began == self.config.delay:
+            with torch.no_grad(), record_function(OUTER_STEP), self.flat.round():
+                self.arrive()
 
     def end_round(self) -> None:
-        lr = max(self.lr(group) for group in range(len(self.optimizer.param_groups)))
-        self.gap.see(lr)
-        arrived = self.mean.wait()
-        if arrived is not None:
-            self.gap.update(self.momentum.norm, lr)
-            self.momentum.step(arrived, self.gap)
+        if self.mean.in_flight:  # for a whole round
+            self.arrive()
         for chunk in self.flat.chunks:
-            start, last = chunk.of(self.start), chunk.of(self.last)
-            buffer, x = chunk.of(self.mean.buffer), self.flat.local(chunk)
-            if arrived is not None:
-                last.sub_(buffer)  # δ_{t−1} − p^i_{t−1}, zero before the first arrival
-            start.sub_(x)  # −p^i_t
-            buffer.copy_(start)
-            x.add_(last).sub_(chunk.of(self.momentum.vector), alpha=self.config.injection)
-            chunk.write(x)
-            last.copy_(start)
+            start, buffer = chunk.of(self.start), chunk.of(self.mean.buffer)
+            x = self.flat.local(chunk)
+            torch.sub(start, x, out=buffer)  # −p^i_t
             start.copy_(x)
         self.mean.start()
 
-    def state_dict(self) -> dict[str, Any]:
-        own = {"gap": self.gap.state_dict(), "momentum": self.momentum.state_dict()}
-        return {**super().state_dict(), **own}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.gap.load_state_dict(state["gap"])
-        self.momentum.load_state_dict(state["momentum"])
-
-    def stats(self) -> dict[str, float]:
-        own = {"gap": float(self.gap.value), "clipped": float(self.momentum.clipped)}
-        return {**super().stats(), **own}
+    def arrive(self) -> None:
+        """δ_t has come: move the center, and the replica to it."""
+        beta, w, kept = self.config.outer_momentum, self.config.injection, self.config.kept
+        mean = self.mean.wait()
+        assert mean is not None
+        for chunk in self.flat.chunks:
+            d, u = chunk.of(mean), chunk.of(self.momentum)
+            center, start = chunk.of(self.center), chunk.of(self.start)
+            u.mul_(beta).add_(d)
+            center.sub_(d).sub_(u, alpha=w)
+            x = self.flat.local(chunk)
+            start.sub_(x)  # −q^i
+            torch.sub(center, start, alpha=kept, out=x)
+            chunk.write(x)
+            start.add_(x)  # so that start − x is −q^i still
 
     @property
-    def scratch_bytes(self) -> int:
-        return super().scratch_bytes + self.gap.scratch_bytes
+    def lag(self) -> int:
+        # A replica cannot pass an arrival before all have ended that round.
+        return self.tau + (self.tau if self.config.delay is None else self.config.delay)

@@ -1,4 +1,4 @@
-"""OpenWebText as tokens, for gpt2: <root>/openwebtext/."""
+"""OpenWebText as tokens, for gpt2 and transnormer: <root>/openwebtext/."""
 
 import argparse
 from collections.abc import Iterator

@@ -25,6 +25,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "shapenet": ("shapenet.eval_samples=32", "shapenet.svm_samples=64"),
     "gpt2": ("gpt2.eval_samples=8", "gpt2.context=32"),
     "roberta": ("roberta.eval_samples=8",),
+    "transnormer": ("transnormer.eval_samples=8", "transnormer.context=32"),
 }
 """What makes 20 steps and an evaluation quick; the smoke recipe is the rest."""
 

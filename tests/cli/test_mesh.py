@@ -208,6 +208,15 @@ REFUSED = [
     (("comm.device=cpu", *mesh("ddp")), "comm.device=cpu: "),
     (("method=allreduce", "comm.dtype=bf16", *mesh("zero2")), "comm.dtype=bf16: "),
     (("method=torch_post_local_sgd", *mesh("ddp")), "mesh.replica_size=2: "),
+    *(
+        ((f"method={name}", "optim.name=adamw", *mesh(strategy)), f"mesh.strategy={strategy}: ")
+        for name in ("onebit_adam", "zero_one_adam")
+        for strategy in ("zero1", "zero2", "zero3")
+    ),
+    (
+        ("method=streaming_diloco", "streaming_diloco.exchange=int8", *mesh("zero2")),
+        "mesh.strategy=zero2: method=streaming_diloco: exchange=int8 ",
+    ),
 ]
 
 

@@ -54,11 +54,25 @@ def test_diloco_without_momentum_is_local_sgd(workers: Pool, optimizer: str) -> 
     assert_same(diloco, workers.run(trajectory, 3, "local_sgd", {"tau": TAU}, optimizer))
 
 
+CO2_PLAIN = {"tau": TAU, "outer_lr": 1.0, "outer_momentum": 0.0, "gap_penalty": "none"}
+NESTEROV = {"tau": TAU, "outer_lr": 1.0, "outer_momentum": 0.6}
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_kept_progress_without_injection_is_cocod_sgd(workers: Pool, optimizer: str) -> None:
-    settings = {"tau": TAU, "outer_momentum": 0.9, "injection": 0.0}
-    kept = workers.run(trajectory, 3, "co2_keep", settings, optimizer)
-    assert_same(kept, workers.run(trajectory, 3, "cocod_sgd", {"tau": TAU}, optimizer))
+@pytest.mark.parametrize(
+    ("own", "name", "settings"),
+    [
+        ({"kept": 1.0, "injection": 0.0}, "cocod_sgd", {"tau": TAU}),
+        ({"delay": 0, "injection": 0.0}, "local_sgd", {"tau": TAU}),
+        ({"delay": 0, "outer_momentum": 0.6, "injection": 0.6}, "diloco", NESTEROV),
+    ],
+    ids=["cocod_sgd", "local_sgd", "diloco"],
+)
+def test_kept_progress_at_its_limits(
+    workers: Pool, own: dict[str, Any], name: str, settings: dict[str, Any], optimizer: str
+) -> None:
+    kept = workers.run(trajectory, 3, "co2_keep", {"tau": TAU, **own}, optimizer)
+    assert_alike(kept, workers.run(trajectory, 3, name, settings, optimizer))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -81,6 +95,16 @@ def drifted(rank: int, world: int, name: str, settings: dict[str, Any]) -> list[
             starts.append(torch.cat([weight.detach().clone() for weight in model.parameters()]))
     method.flush()
     return starts
+
+
+def test_kept_progress_that_keeps_none_is_co2_from_the_second_round_on(workers: Pool) -> None:
+    """CO2 throws the first round's end away, where nothing has arrived; kept progress does not."""
+    settings = {"tau": TAU, "kept": 0.0, "injection": 0.0}
+    kept = workers.run(drifted, 3, "co2_keep", settings)
+    late = workers.run(drifted, 3, "co2", CO2_PLAIN)
+    for run, other in zip(kept, late, strict=True):
+        for now, then in zip(run[1:], other[1:], strict=True):
+            torch.testing.assert_close(now, then)
 
 
 def test_co2_without_momentum_and_gap_is_local_sgd_a_round_late(workers: Pool) -> None:

@@ -1,15 +1,15 @@
-"""Kept progress (ours): CoCoD-SGD, and the momentum of the means that have arrived.
+"""Kept progress (ours): the mean of a round's progress arrives `delay` steps into the next.
 
-p^i_t = x^i_{t,tau} - x^i_{t,0}; its mean delta_t is taken during round t + 1. From round 1 on
-u_t = clip(beta u_{t-1} + delta_{t-1} / Lambda_t, phi), and
-x^i_{t+1,0} = x^i_{t,tau} + (delta_{t-1} - p^i_{t-1}) + w u_t; at t = 0 x^i_{1,0} = x^i_{0,tau}.
+delta_t is the mean of all steps of round t. When it arrives, u = beta u + delta_t and
+c = c + delta_t + w u, the same on all; replica i goes on from c + kappa q^i, where q^i is the sum
+of its own steps since round t ended. All steps count as progress, whatever kappa cut.
 """
 
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
-from tests.reference.co2 import Gap, clipped
 from tests.reference.replica import Replica, mean
 
 
@@ -18,27 +18,37 @@ def rounds(
     tau: int,
     outer_momentum: float,
     injection: float,
-    gap_penalty: str | float = "none",
-    clip: float | None = None,
-    clip_mode: str = "value",
+    kept: float = 0.5,
+    delay: int | None = None,
 ) -> Iterator[None]:
-    gap = Gap(elementwise=gap_penalty == "gap_aware_elementwise")
-    aware = isinstance(gap_penalty, str) and gap_penalty.startswith("gap_aware")
-    constant = {"none": 1.0}.get(gap_penalty, gap_penalty)
-    u = torch.zeros_like(replicas[0].weights())
-    progress = None
-    while True:
+    delay = tau if delay is None else delay
+    center = replicas[0].weights()
+    u = torch.zeros_like(center)
+
+    def train(steps: int) -> list[Tensor]:
         starts = [replica.weights() for replica in replicas]
         for replica in replicas:
-            replica.train(tau)
-        gamma = replicas[0].lr()
-        gap.largest_gamma = max(gap.largest_gamma, gamma)
-        ends = [replica.weights() for replica in replicas]
-        if progress is not None:
-            delta = mean(progress)
-            penalty = gap.penalty(injection * u, gamma) if aware else constant
-            u = clipped(outer_momentum * u + delta / penalty, clip, clip_mode)
-            for replica, end, own in zip(replicas, ends, progress, strict=True):
-                replica.set_weights(end + (delta - own) + injection * u)
-        progress = [end - start for start, end in zip(starts, ends, strict=True)]
+            replica.train(steps)
+        return [replica.weights() - start for replica, start in zip(replicas, starts, strict=True)]
+
+    def arrive(delta: Tensor, since: list[Tensor]) -> None:
+        nonlocal center, u
+        u = outer_momentum * u + delta
+        center = center + delta + injection * u
+        for replica, own in zip(replicas, since, strict=True):
+            replica.set_weights(center + kept * own)
+
+    delta = None
+    while True:
+        if delta is None:
+            progress = train(tau)
+        else:
+            since = train(delay)
+            arrive(delta, since)
+            rest = train(tau - delay)
+            progress = [a + b for a, b in zip(since, rest, strict=True)]
+        delta = mean(progress)
+        if delay == 0:
+            arrive(delta, [torch.zeros_like(center)] * len(replicas))
+            delta = None
         yield

@@ -7,7 +7,7 @@ import torch
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.dist import Mesh
-from tasks import GPT2, Toy
+from tasks import GPT2, Toy, TransNormer
 
 
 def gpt2(
@@ -16,6 +16,14 @@ def gpt2(
     data = DataConfig(root=str(root), path=None if path is None else str(path))
     train = TrainConfig(seed=seed, batch_size=batch_size)
     return GPT2(GPT2.Config(**config), train, OptimConfig(lr=3e-3), data)
+
+
+def transnormer(
+    root: Path, path: Path | None = None, seed: int = 0, batch_size: int = 4, **config: Any
+) -> TransNormer:
+    data = DataConfig(root=str(root), path=None if path is None else str(path))
+    train = TrainConfig(seed=seed, batch_size=batch_size)
+    return TransNormer(TransNormer.Config(**config), train, OptimConfig(lr=3e-3), data)
 
 
 def toy(seed: int = 0, batch_size: int = 8, path: str | None = None, **config: Any) -> Toy:

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from co2.errors import ConfigError
 from tasks import GPT2
-from tasks.gpt2 import CorpusName, Size
+from tasks.causal import CorpusName
+from tasks.gpt2 import Size
 from tests.tasks.build import gpt2, mesh
 from tests.tasks.test_evaluation import as_workers
 
@@ -133,7 +134,7 @@ def test_evaluation_is_the_mean_over_all_windows(task: GPT2) -> None:
 def test_evaluation_is_the_same_for_any_number_of_workers(
     monkeypatch: pytest.MonkeyPatch, root: Path, text_file: Path, limit: int | None
 ) -> None:
-    monkeypatch.setattr("tasks.gpt2._EVAL_TOKENS", 512)  # 16 windows a batch
+    monkeypatch.setattr("tasks.causal._EVAL_TOKENS", 512)  # 16 windows a batch
     task = gpt2(root, text_file, context=32, vocab_size=300, eval_samples=limit)
     task.setup(1)
     model = task.model()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tasks.gpt2 import CorpusName
+from tasks.causal import CorpusName
 from tasks.prepare import documents as prepare
 from tasks.prepare.__main__ import main
 from tasks.store import open_store

@@ -1,0 +1,168 @@
+"""When two workers compute, send and wait under each method: the pictures of docs/methods.md.
+
+From the simulator's own rounds (co2/schedule_model.py): τ = 4, steps of 1 and 1.1 seconds in turn,
+a network that takes 2.4 seconds for a whole model. Streaming DiLoCo and the variants of Adam, which
+the simulator leaves out, are drawn from their equations.
+"""
+
+import argparse
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from co2.network_model import Link, Network
+from co2.schedule_model import OVERLAPPED, SIMULATED, Buckets, advance_of
+
+TAU, WORKERS, WINDOW_S = 4, 2, 17.0
+FRAGMENTS, DELAY = 2, 1
+MODEL_BYTES, NUM_BUCKETS = 3_000_000, 3
+NETWORK = Network(Link(rate_bits=10e6), server_size=1, collective="ring")
+FREEZE, SIGNS = 2, 1 / 32
+"""Of the variants of Adam: steps before v is frozen, and the share of the model that signs are."""
+
+_SCALE, _LEFT, _LANE, _BAR = 33.0, 78, 26, 20
+_LANES = ("worker 0", "worker 1", "network")
+_STYLE = (
+    "text{font:12px sans-serif;fill:#444}.in{fill:#fff;text-anchor:middle}"
+    ".compute{fill:#3b76b4}.wait{fill:none;stroke:#c33;stroke-dasharray:3 2}.send{fill:#2d8a4e}"
+    "@media(prefers-color-scheme:dark){text{fill:#bbb}.in{fill:#fff}}"
+)
+
+
+@dataclass(frozen=True)
+class Span:
+    lane: int
+    kind: str
+    """compute, wait or send."""
+    begin: float
+    end: float
+    label: str = ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("docs/pictures"))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for method in DRAWN:
+        (args.out / f"{method}.svg").write_text(picture(method))
+
+
+def picture(method: str) -> str:
+    """The SVG of a method, the same whenever it is made."""
+    own = EQUATIONS.get(method)
+    return svg(list(simulated(method) if own is None else own()))
+
+
+def simulated(method: str) -> Iterator[Span]:
+    """Rounds of the simulator until the window is full; each begins where the last one ended."""
+    buckets = Buckets(MODEL_BYTES, MODEL_BYTES // NUM_BUCKETS, NETWORK, WORKERS)
+    advance = advance_of(method, buckets, backward_share=2 / 3)
+    starts, number = np.zeros(WORKERS), 0
+    while starts.min() < WINDOW_S:
+        compute = compute_s(number, 1 if method == "allreduce" else TAU)
+        following, exposed, comm = advance(starts, compute)
+        for worker in range(WORKERS):
+            end = starts[worker] + compute[worker]
+            yield Span(worker, "compute", starts[worker], end, str(number))
+            if exposed[worker] > 1e-9:
+                yield Span(worker, "wait", end, end + exposed[worker])
+        # Under allreduce no bucket waits here once the first has left: the network is the slower.
+        over = float((following + comm if method in OVERLAPPED else following).max())
+        yield Span(2, "send", over - buckets.wire_s, over, str(number))
+        starts, number = following, number + 1
+
+
+def streaming() -> Iterator[Span]:
+    """Fragment p syncs after steps (p + 1) τ/P modulo τ, with what it sent `DELAY` steps before."""
+    send_s = 8 * MODEL_BYTES / FRAGMENTS / NETWORK.link.rate_bits
+    starts, sent_until, step = np.zeros(WORKERS), {0: 0.0}, 0
+    while starts.min() < WINDOW_S:
+        ends = starts + compute_s(step, 1)
+        for worker in range(WORKERS):
+            yield Span(worker, "compute", starts[worker], ends[worker], str(step // TAU))
+        step += 1
+        starts = ends
+        if step in sent_until:
+            starts = np.maximum(ends, sent_until[step])
+            for worker in range(WORKERS):
+                if starts[worker] > ends[worker]:
+                    yield Span(worker, "wait", ends[worker], starts[worker])
+        if (step + DELAY) % (TAU // FRAGMENTS) == 0:
+            begin = float(starts.max())
+            sent_until[step + DELAY] = begin + send_s
+            number, fragment = divmod((step + DELAY) // (TAU // FRAGMENTS) - 1, FRAGMENTS)
+            yield Span(2, "send", begin, begin + send_s, f"{number}{'ab'[fragment]}")
+
+
+def every_step() -> Iterator[Span]:
+    """1-bit Adam: gradients until v is frozen, signs of the momentum after it."""
+    return signs(range(20))
+
+
+def some_steps() -> Iterator[Span]:
+    """0/1 Adam: gradients where v is refreshed, signs at the other exchanges, ever rarer."""
+    return signs((0, 1, 2, 3, 5, 7, 11, 15))
+
+
+def signs(exchanges: Collection[int]) -> Iterator[Span]:
+    """Steps after which all wait: for gradients, and from `FREEZE` on for their signs."""
+    whole_s = 8 * MODEL_BYTES / NETWORK.link.rate_bits
+    starts, step = np.zeros(WORKERS), 0
+    while starts.min() < WINDOW_S:
+        ends = starts + compute_s(step, 1)
+        for worker in range(WORKERS):
+            yield Span(worker, "compute", starts[worker], ends[worker], str(step))
+        starts = ends
+        if step in exchanges:
+            begin = float(ends.max())
+            over = begin + (whole_s if step < FREEZE else whole_s * SIGNS)
+            for worker in range(WORKERS):
+                yield Span(worker, "wait", ends[worker], over)
+            yield Span(2, "send", begin, over, str(step))
+            starts = np.full(WORKERS, over)
+        step += 1
+
+
+EQUATIONS = {
+    "streaming_diloco": streaming,
+    "onebit_adam": every_step,
+    "zero_one_adam": some_steps,
+}
+DRAWN = (*SIMULATED[1:], *EQUATIONS)
+
+
+def compute_s(round_number: int, steps: int) -> np.ndarray:
+    """Seconds that a round of both workers computes; in turn, one has the slower steps."""
+    slower = (np.arange(WORKERS) + round_number) % WORKERS
+    return steps * (1 + 0.1 * slower)
+
+
+def svg(spans: list[Span]) -> str:
+    width, height = _LEFT + round(WINDOW_S * _SCALE) + 4, _LANE * len(_LANES) + 4
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">',
+        f"<style>{_STYLE}</style>",
+    ]
+    for lane, name in enumerate(_LANES):
+        lines.append(f'<text x="2" y="{lane * _LANE + 17}">{name}</text>')
+    for span in spans:
+        if span.begin < WINDOW_S:
+            lines.append(_bar(span))
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def _bar(span: Span) -> str:
+    x, y = _LEFT + span.begin * _SCALE, span.lane * _LANE + 3
+    wide = (min(span.end, WINDOW_S) - span.begin) * _SCALE
+    inside = max(wide - 1, 0.5)  # a gap of one, so that neighbours are told apart
+    bar = f'<rect class="{span.kind}" x="{x:.1f}" y="{y}" width="{inside:.1f}" height="{_BAR}"/>'
+    if span.label and wide > 14:
+        bar += f'<text class="in" x="{x + wide / 2:.1f}" y="{y + 14}">{span.label}</text>'
+    return bar
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Which runs make a table, and tables from runs."""

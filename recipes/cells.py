@@ -1,0 +1,74 @@
+"""Cells: the runs that a table is made of. Only those without a finished run are trained."""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import train as entry
+from co2 import launch
+from co2.compose import composed
+from co2.config import Config
+from co2.record import read_summary
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run, named by what a command line of train.py would say."""
+
+    overrides: tuple[str, ...]
+
+    @property
+    def command(self) -> str:
+        return " ".join(["python train.py", *self.overrides])
+
+    def config(self) -> Config:
+        """Composed and checked. Raises `ConfigError`."""
+        return _config(self.overrides)
+
+    def summary(self) -> dict[str, Any] | None:
+        """The figures of its finished run; None where there is something to train."""
+        return read_summary(self.config())
+
+
+def run(cells: Iterable[Cell], say: Callable[[str], None] = print) -> list[Cell]:
+    """Train every cell that has no finished run; those that were begun go on.
+
+    Cells of as many workers follow each other in the same processes, which spares them the start:
+    a dozen seconds on a small machine. Their peak memory is therefore that of all before them too.
+
+    Returns:
+        Those whose run failed; the others do not suffer.
+    Raises:
+        SystemExit: after Ctrl-C, with everything saved; the same call goes on from there.
+        ConfigError: for a cell that cannot be run, before any is.
+    """
+    missing = [cell for cell in dict.fromkeys(cells) if cell.summary() is None]
+    failed: list[Cell] = []
+    for workers in sorted({cell.config().launch.workers for cell in missing}):
+        left = [cell for cell in missing if cell.config().launch.workers == workers]
+        while left:
+            for cell in left:
+                entry.make_task(cell.config()).setup(workers)  # data are made here, once
+            say(f"{len(left)} runs of {workers} workers to train; the next: {left[0].command}")
+            status = launch.run(partial(_train, tuple(left)), left[0].config())
+            left = [cell for cell in left if cell.summary() is None]
+            if status in launch.STOPPED:
+                raise SystemExit(status)
+            if status and left:
+                say(f"failed with exit status {status}: {left[0].command}")
+                failed.append(left.pop(0))
+    return failed
+
+
+@cache
+def _config(overrides: Sequence[str]) -> Config:
+    return entry.validate(composed(entry.CONF, "config", overrides), list(overrides))
+
+
+def _train(cells: Sequence[Cell], _: Config) -> None:
+    """What every worker does."""
+    for cell in cells:
+        sys.argv = ["train.py", *cell.overrides]  # what a manifest calls the command
+        entry.work(cell.config())

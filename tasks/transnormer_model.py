@@ -1,0 +1,180 @@
+"""TransNormerLLM: a language model of linear attention with exponential decay, gated.
+
+Qin et al., "TransNormerLLM: A Faster and Better Large Language Model with Improved TransNormer"
+(arXiv 2307.14995). d is the width, H the heads, L the layers; of layer l = 0 … L−1:
+
+    X ← X + GLA(SRMSNorm(X));  X ← X + SGLU(SRMSNorm(X))
+    GLA    O = [SRMSNorm((QKᵀ ⊙ M) V) ⊙ U] Wo;  Q, K = φ(XWq), φ(XWk);  V, U = XWv, XWu;  φ = swish
+    SGLU   O = [V ⊙ U] Wo;  V, U = XWv, XWu                                no activation function
+    SRMSNorm(x) = x / (‖x‖₂/√d)                                            nothing learned
+    M_ts = λ^(t−s) for s ≤ t, else 0;  λ = exp(−8h/H · (1 − l/L)) in head h = 1 … H
+    LRPE-d, in the first layer only: q_t · k_s becomes Σ_j q_tj k_sj cos(θ_j (t−s)), with θ learned
+
+Nothing divides by the sum of a row of QKᵀ: the norm takes its place. No position is embedded.
+
+Where the paper is silent, this follows the authors' public models: SGLU 2.75 d wide; one norm over
+all heads; one matrix for the embedding, times √d, and for the logits; no biases; weights of
+N(0, 0.02²); θ_j = 10000^(−2j/d) at first. They deviate from the paper in λ: with exp(−2^(−8h/H) ·
+(1 − l/(L−1))) most of their heads look back further than the paper's formula lets them. Here it is
+the paper's, whose ranges of h and l are our reading.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_EPS = 1e-6
+"""Added to a mean square, so that the norm of 0 is 0."""
+
+
+class TransNormer(nn.Module):
+    def __init__(self, vocab_size: int, layers: int, heads: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.layers = nn.ModuleList(Layer(number, layers, heads, width) for number in range(layers))
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [B, T, vocabulary] of tokens [B, T], for any T."""
+        hidden = self.embedding(tokens) * math.sqrt(self.embedding.embedding_dim)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return F.linear(normalized(hidden), self.embedding.weight)
+
+
+class Layer(nn.Module):
+    def __init__(self, number: int, layers: int, heads: int, width: int) -> None:
+        super().__init__()
+        self.tokens = GatedLinearAttention(number, layers, heads, width)
+        self.channels = SimpleGLU(width, width * 11 // 4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.tokens(normalized(hidden))
+        return hidden + self.channels(normalized(hidden))
+
+
+class GatedLinearAttention(nn.Module):
+    def __init__(self, number: int, layers: int, heads: int, width: int) -> None:
+        super().__init__()
+        assert width % heads == 0
+        self.heads, self.place = heads, number / layers
+        self.qkvu = nn.Linear(width, 4 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.theta: nn.Parameter | None = None
+        if number == 0:
+            theta = 10000.0 ** (-2 * torch.arange(width) / width)
+            self.theta = nn.Parameter(theta.reshape(heads, width // heads))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, T, width] to the same."""
+        q, k, v, u = self.qkvu(hidden).chunk(4, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
+        q, k = F.silu(q), F.silu(k)
+        if self.theta is not None:
+            q, k = with_positions(q, self.theta), with_positions(k, self.theta)
+        # Worked out anew, so that no buffer of a constant is averaged among replicas.
+        rates = decay_rates(self.heads, self.place, hidden)
+        mixed = chunked(q, k, v, rates).transpose(1, 2).flatten(2)
+        return self.out(normalized(mixed) * u)
+
+
+class SimpleGLU(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.vu = nn.Linear(width, 2 * inner, bias=False)
+        self.out = nn.Linear(inner, width, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        v, u = self.vu(hidden).chunk(2, dim=-1)
+        return self.out(v * u)
+
+
+def normalized(x: Tensor) -> Tensor:
+    """SRMSNorm over the last axis; in fp32 at least, whatever the autocast."""
+    return F.rms_norm(_wide(x), x.shape[-1:], eps=_EPS)
+
+
+def decay_rates(heads: int, place: float, like: Tensor) -> Tensor:
+    """−log λ of every head: [H], on the device of `like`, in fp32 at least.
+
+    Args:
+        place: of the layer, l/L: 0 in the first, below 1 in the last.
+    """
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    h = torch.arange(1, heads + 1, device=like.device, dtype=dtype)
+    return 8 * h / heads * (1 - place)
+
+
+def with_positions(x: Tensor, theta: Tensor) -> Tensor:
+    """LRPE: a product of two such [B, H, T, 2D] depends on how far their places are apart.
+
+    Args:
+        x: queries or keys [B, H, T, D].
+        theta: [H, D], the angle from one place to the next.
+    """
+    angles = theta[:, None, :] * torch.arange(x.shape[-2], device=x.device)[:, None]
+    return torch.cat([x * angles.cos(), x * angles.sin()], dim=-1)
+
+
+def parallel(q: Tensor, k: Tensor, v: Tensor, rates: Tensor) -> Tensor:
+    """(QKᵀ ⊙ M) V as it is written: T² work and memory.
+
+    Args:
+        q, k: [..., T, D], v: [..., T, E], the leading axes beginning with B, H.
+        rates: −log λ, [H].
+    Returns:
+        [..., T, E].
+    """
+    steps = torch.arange(q.shape[-2], device=q.device)
+    apart = steps[:, None] - steps
+    mask = _decay(rates, apart.clamp(min=0), q.dim()).tril()
+    return (q @ k.mT * mask) @ v
+
+
+def recurrent(q: Tensor, k: Tensor, v: Tensor, rates: Tensor) -> Tensor:
+    """The same, token by token: kv_t = λ kv_{t−1} + k_tᵀ v_t; o_t = q_t kv_t. For [B, H, T, ·]."""
+    once = _decay(rates, torch.ones(1, 1, device=q.device), q.dim())
+    kv, outputs = torch.zeros((), device=q.device), []
+    for t in range(q.shape[-2]):
+        now = slice(t, t + 1)
+        kv = kv * once + k[..., now, :].mT @ v[..., now, :]
+        outputs.append(q[..., now, :] @ kv)
+    return torch.cat(outputs, dim=-2)
+
+
+def chunked(q: Tensor, k: Tensor, v: Tensor, rates: Tensor, size: int = 128) -> Tensor:
+    """The same again, block by block of `size` tokens: work and memory linear in T.
+
+    Within a block as `parallel`, and what the blocks before it left as `recurrent`. For
+    [B, H, T, ·]. The decay and the state that is carried are fp32 at least under autocast.
+    """
+    length = q.shape[-2]
+    if length <= size:
+        return parallel(q, k, v, rates)
+    # Zeros at the end add nothing to what comes before them.
+    q, k, v = (
+        F.pad(part, (0, 0, 0, -length % size)).unflatten(2, (-1, size)) for part in (q, k, v)
+    )
+    steps = torch.arange(size, device=q.device)[:, None]
+    left = (k * _decay(rates, size - 1 - steps, q.dim())).mT @ v
+    whole = _decay(rates, torch.full((1, 1), size, device=q.device), q.dim() - 1)
+    state = torch.zeros_like(_wide(left[:, :, 0]))
+    states = []
+    for block in left.unbind(2):
+        states.append(state)
+        state = state * whole + block
+    before = (q * _decay(rates, steps + 1, q.dim())) @ torch.stack(states, dim=2)
+    return (parallel(q, k, v, rates) + before).flatten(2, 3)[:, :, :length]
+
+
+def _decay(rates: Tensor, apart: Tensor, dim: int) -> Tensor:
+    """λ^apart: of apart [M, N], [H, 1 …, M, N] that fits tensors of `dim` axes, B, H first."""
+    return torch.exp(-rates.reshape(-1, *[1] * (dim - 2)) * apart)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,98 @@
+"""docs/add-a-method.md is complete: what stands there trains, and agrees with its reference."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import train
+from co2.methods import METHODS
+from tests.cli.harness import ROOT, configured, metrics, run_folder
+from tests.methods import problem
+from tests.methods.driver import Snapshot, trajectory
+from tests.methods.test_equals_reference import ROUNDS, simulate
+from tests.methods.test_resume import stop_everywhere
+from tests.reference import REFERENCES
+from tests.workers import Pool
+
+PAGE = (ROOT / "docs" / "add-a-method.md").read_text()
+METHOD, REFERENCE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+SETTINGS = {"tau": problem.TAU, "elasticity": 0.6}
+
+
+def run(code: str, name: str) -> dict[str, Any]:
+    namespace: dict[str, Any] = {"__name__": name}
+    exec(compile(code, f"{name}.py", "exec"), namespace)
+    return namespace
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    METHODS["easgd"] = run(METHOD, "easgd")["EASGD"]
+    try:
+        yield
+    finally:
+        del METHODS["easgd"]
+
+
+def registered_trajectory(rank: int, world: int, optimizer: str) -> list[Snapshot]:
+    with registered():
+        return trajectory(rank, world, "easgd", SETTINGS, optimizer)
+
+
+def registered_stops(rank: int, world: int) -> None:
+    with registered():
+        stop_everywhere(rank, world, "easgd", SETTINGS)
+
+
+def test_it_is_short() -> None:
+    assert METHOD.count("\n") < 100
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_it_follows_its_reference(
+    workers: Pool, monkeypatch: pytest.MonkeyPatch, optimizer: str, world: int
+) -> None:
+    monkeypatch.setitem(REFERENCES, "easgd", run(REFERENCE, "reference")["rounds"])
+    expected = simulate("easgd", SETTINGS, optimizer, world, torch.float64)
+    measured = workers.run(registered_trajectory, world, optimizer)
+    for history, simulated in zip(measured, expected, strict=True):
+        assert len(history) == ROUNDS * problem.TAU + 1
+        for now, then in zip(history[:: problem.TAU], simulated, strict=True):
+            torch.testing.assert_close(now, then, rtol=1e-12, atol=1e-12)
+
+
+def test_it_resumes_exactly(workers: Pool) -> None:
+    workers.run(registered_stops, 2)
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    [(name, text)] = re.findall(r"## \d\. `conf/(\S+)`.*?```yaml\n(.*?)```", PAGE, re.DOTALL)
+    shutil.copytree(ROOT / "conf", tmp_path / "conf")
+    (tmp_path / "conf" / name).write_text(text)
+    monkeypatch.setattr(train, "CONF", tmp_path / "conf")
+    with registered():
+        monkeypatch.setitem(train.KNOWN, "easgd", METHODS["easgd"])
+        yield
+
+
+@pytest.mark.usefixtures("conf")
+def test_it_trains(tmp_path: Path) -> None:
+    config = configured("task=toy", "method=easgd", "launch.workers=1", runs=tmp_path / "runs")
+    train.work(config)
+    first, *_, last = metrics(run_folder(config), "eval")
+    assert last["loss"] < first["loss"]
+
+
+@pytest.mark.usefixtures("conf")
+@pytest.mark.parametrize(("key", "value"), [("tau", 0), ("elasticity", 1.5), ("comm_share", 1)])
+def test_a_wrong_value_is_one_line(tmp_path: Path, key: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"^easgd\.{key}={value}\S*: must be"):
+        configured("task=toy", "method=easgd", f"easgd.{key}={value}", runs=tmp_path)

@@ -1,0 +1,79 @@
+"""docs/methods.md: a card for every method, whose numbers and picture are those of the code."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import co2
+from benchmarks.method_pictures import DRAWN, picture
+from co2.methods import METHODS
+from tests.cli.harness import ROOT
+from tests.workers import Pool
+
+DOCS = ROOT / "docs"
+TAU, ROUNDS = 3, 4
+CARDS = dict(
+    re.findall(
+        r"^## `(\w+)`\n(.*?)(?=^## |^<!--|\Z)", (DOCS / "methods.md").read_text(), re.M | re.S
+    )
+)
+SENDS = {
+    "2(G−1)/G · n": lambda G, n, tau: 2 * (G - 1) / G * n,
+    "2(G−1)/G · n/τ": lambda G, n, tau: 2 * (G - 1) / G * n / tau,
+    "2(G−1)/G · n/32": lambda G, n, tau: 2 * (G - 1) / G * n / 32,
+}
+OWN = {
+    "allreduce": {},
+    "onebit_adam": {"freeze_step": ROUNDS},
+    "zero_one_adam": {"freeze_step": ROUNDS, "max_interval": 1},
+}
+"""Settings of the methods without a τ."""
+
+
+def test_every_method_has_one() -> None:
+    assert CARDS.keys() == METHODS.keys()
+    for name, card in CARDS.items():
+        assert card.count("\n") < 20, name
+        assert f"(../co2/methods/{name}.py)" in card
+        assert "**Choose it**" in card
+        assert name == "co2_keep" or re.search(r"arXiv \d{4}\.\d{5}", card), name
+
+
+def measured(rank: int, world: int, name: str) -> tuple[float, float, int]:
+    """Copies, bytes sent per step, and bytes of the model."""
+    torch.manual_seed(0)
+    # So large that the scales of 1-bit messages do not count.
+    net = nn.Sequential(nn.Linear(150, 300), nn.Linear(300, 150))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    method = METHODS[name](METHODS[name].Config(**OWN.get(name, {"tau": TAU})))
+    model = method.prepare(net, optimizer, co2.Mesh.world())
+    before = 0.0
+    for step in range(ROUNDS + ROUNDS * TAU):
+        if step == ROUNDS:
+            before = method.stats()["bytes"]
+        model(torch.randn(4, 150)).sum().backward()
+        method.step()
+        optimizer.zero_grad()
+    method.flush()
+    size = sum(4 * weight.numel() for weight in net.parameters())
+    return method.copies, (method.stats()["bytes"] - before) / (ROUNDS * TAU), size
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_numbers_are_the_codes_own(workers: Pool, name: str, world: int) -> None:
+    card = " ".join(CARDS[name].split())
+    [(copies, part)] = re.findall(r"\*\*Holds\*\* (\d+)( \+ 1/G)? copies", card)
+    [sends] = re.findall(r"\*\*Sends\*\* (\S+ · \S+) bytes a step", card)
+    for held, sent, size in workers.run(measured, world, name):
+        assert held == pytest.approx(int(copies) + (1 / world if part else 0), rel=0.02)
+        assert sent == pytest.approx(SENDS[sends](world, size, TAU), rel=0.01)
+
+
+def test_pictures_are_what_the_simulator_shows() -> None:
+    assert {path.stem for path in (DOCS / "pictures").glob("*.svg")} == set(DRAWN)
+    for name in DRAWN:
+        assert f"(pictures/{name}.svg)" in CARDS[name]
+        assert (DOCS / "pictures" / f"{name}.svg").read_text() == picture(name), name

@@ -1,0 +1,212 @@
+"""TransNormerLLM: its three forms agree, what it is made of, sizes, loss and evaluation.
+
+Batches, evaluation and data are `CausalText`'s, which test_gpt2.py tests.
+"""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from co2.config import OptimConfig
+from co2.errors import ConfigError
+from co2.model_shapes import MODELS
+from tasks import transnormer_model as parts
+from tasks.causal import CorpusName
+from tasks.optimizer import make_optimizer
+from tasks.transnormer import SHAPES, Size, TransNormer
+from tests.tasks.build import mesh, transnormer
+
+
+@pytest.fixture
+def task(root: Path, text_file: Path) -> TransNormer:
+    """The smoke model on the small text."""
+    task = transnormer(root, text_file, context=32, vocab_size=300)
+    task.setup(3)
+    return task
+
+
+def num_parameters(size: str, **config) -> int:
+    with torch.device("meta"):
+        model = transnormer(Path("unused"), size=Size[size], **config).model()
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def test_sizes() -> None:
+    assert 1.35e6 < num_parameters("smoke") < 1.45e6
+    for size in ("385m", "1b", "7b"):
+        counted = num_parameters(size, corpus=CorpusName.openwebtext)
+        layers, _, width = SHAPES[Size[size]]
+        # Four projections and one back, three matrices of 2.75 times the width; angles; embedding.
+        expected = layers * (5 + 3 * 2.75) * width**2 + width + 50257 * width
+        assert counted == expected
+        assert counted == pytest.approx(MODELS[f"transnormer-{size}"].num_parameters, rel=0.02)
+
+
+def qkv(length: int, heads: int = 3) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(length)
+    return [
+        torch.randn(2, heads, length, width, generator=random, dtype=torch.float64).requires_grad_()
+        for width in (5, 5, 4)
+    ]
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 24, 29])
+@pytest.mark.parametrize("rates", [(0.0, 1e-3, 0.1), (0.02, 0.5, 8.0)])
+def test_the_forms_agree(length: int, rates: tuple[float, ...]) -> None:
+    """Recurrent, parallel, in blocks of 8, and the sum as the paper writes it; gradients too."""
+    decay = torch.tensor(rates, dtype=torch.float64)
+    inputs = qkv(length)
+    q, k, v = inputs
+    written = torch.stack(
+        [
+            sum(
+                (q[:, :, t] * k[:, :, s]).sum(-1, keepdim=True)
+                * torch.exp(-decay[:, None] * (t - s))
+                * v[:, :, s]
+                for s in range(t + 1)
+            )
+            for t in range(length)
+        ],
+        dim=2,
+    )
+    weights = torch.randn(written.shape, dtype=torch.float64)
+    expected = torch.autograd.grad((written * weights).sum(), inputs)
+    for form in (parts.parallel, parts.recurrent, lambda *x: parts.chunked(*x, size=8)):
+        out = form(q, k, v, decay)
+        torch.testing.assert_close(out, written, rtol=1e-12, atol=1e-12)
+        for got, want in zip(
+            torch.autograd.grad((out * weights).sum(), inputs), expected, strict=True
+        ):
+            torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+
+
+def test_the_fastest_decay_stays_finite_over_a_long_text() -> None:
+    inputs = [part.float() for part in qkv(2000, heads=1)]
+    out = parts.chunked(*inputs, torch.tensor([8.0]))
+    out.sum().backward()
+    near = parts.recurrent(*(part[:, :, -40:] for part in inputs), torch.tensor([8.0]))
+    torch.testing.assert_close(out[:, :, -1], near[:, :, -1])
+
+
+def test_the_whole_model_is_the_same_in_every_form(
+    task: TransNormer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = task.model().double()
+    tokens = torch.randint(300, (2, 300))  # three blocks, whatever the context in training was
+    logits = model(tokens)
+    for form in (parts.parallel, parts.recurrent):
+        monkeypatch.setattr(parts, "chunked", form)
+        torch.testing.assert_close(model(tokens), logits, rtol=1e-9, atol=1e-9)
+
+
+def test_decay_rates() -> None:
+    """λ = exp(−8h/H (1 − l/L)), h from 1, l from 0."""
+    model = transnormer(Path("unused"), size=Size["smoke"]).model()
+    found = [
+        torch.exp(-parts.decay_rates(4, layer.tokens.place, torch.zeros(1)))
+        for layer in model.layers
+    ]
+    for number, rates in enumerate(found):
+        expected = [math.exp(-8 * h / 4 * (1 - number / 4)) for h in (1, 2, 3, 4)]
+        assert rates.tolist() == pytest.approx(expected, rel=1e-6)
+    assert found[0][0].item() == pytest.approx(math.exp(-2))
+    assert found[3][3].item() == pytest.approx(math.exp(-2))
+
+
+def test_positions_count_by_their_distance() -> None:
+    q, k, _ = (part[:, :, :1].expand(-1, -1, 12, -1) for part in qkv(12))
+    theta = torch.rand(3, 5, dtype=torch.float64)
+    products = parts.with_positions(q, theta) @ parts.with_positions(k, theta).mT
+    for apart in range(12):
+        expected = (q[:, :, 0] * k[:, :, 0] * (theta * apart).cos()).sum(-1, keepdim=True)
+        found = products.diagonal(-apart, -2, -1)
+        torch.testing.assert_close(found, expected.expand_as(found))
+
+
+def test_only_the_first_layer_learns_positions(task: TransNormer) -> None:
+    model = task.model()
+    assert [name for name, _ in model.named_parameters() if "theta" in name] == [
+        "layers.0.tokens.theta"
+    ]
+    groups = task.optimizer(model).param_groups
+    theta = model.layers[0].tokens.theta
+    assert any(weight is theta for weight in groups[1]["params"])
+    assert any(
+        weight is theta for weight in make_optimizer(model, OptimConfig()).param_groups[0]["params"]
+    )
+
+
+def test_the_norm_has_a_mean_square_of_one() -> None:
+    x = torch.randn(4, 7, dtype=torch.float64) * 100
+    expected = x / (x.norm(dim=-1, keepdim=True) / math.sqrt(7))
+    torch.testing.assert_close(parts.normalized(x), expected, rtol=1e-6, atol=0)
+    assert torch.equal(parts.normalized(torch.zeros(3)), torch.zeros(3))
+    assert parts.normalized(x.bfloat16()).dtype == torch.float32
+
+
+def test_no_token_sees_a_later_one(task: TransNormer) -> None:
+    model = task.model()
+    tokens = torch.randint(300, (2, 200))
+    changed = tokens.clone()
+    changed[:, 150] = (changed[:, 150] + 1) % 300
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :128], after[:, :128])
+    torch.testing.assert_close(before[:, :150], after[:, :150], rtol=1e-5, atol=1e-5)
+    assert (before[:, 150:155] - after[:, 150:155]).abs().amax(-1).min() > 1e-4
+
+
+def test_the_loss_at_first_is_that_of_guessing(task: TransNormer) -> None:
+    loss = task.loss(task.model(), next(task.batches(mesh(), 0)))
+    assert loss.shape == () and loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(math.log(300), abs=0.15)
+
+
+def test_it_learns_under_autocast_too(task: TransNormer) -> None:
+    model, batch = task.model(), next(task.batches(mesh(), 0))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = task.loss(model, batch)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(task.loss(model, batch).item(), abs=0.02)
+    optimizer = task.optimizer(model)
+    for _ in range(60):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = task.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 1.5 < task.baselines()["unigram_entropy"]
+
+
+def test_decay_and_state_are_fp32_under_autocast() -> None:
+    """A state in bf16 would stall: 512 + 2 is 512 there."""
+    ones = torch.ones(1, 1, 1200, 1)
+    rates = 0 * parts.decay_rates(1, 0.0, ones.bfloat16())
+    assert rates.dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        sums = parts.chunked(ones, ones, ones, rates, size=2)[0, 0, :, 0]
+    torch.testing.assert_close(sums.float(), torch.arange(1.0, 1201), rtol=0.01, atol=0)
+
+
+def test_evaluation_beside_its_baseline(task: TransNormer) -> None:
+    scores = task.evaluate(task.model())
+    assert scores["loss"] == pytest.approx(math.log(300), abs=0.15)
+    assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
+    assert 3 < task.baselines()["unigram_entropy"] < math.log(300)
+
+
+def test_weights_depend_on_the_seed_alone(root: Path) -> None:
+    def weights(seed: int) -> torch.Tensor:
+        before = torch.get_rng_state()
+        model = transnormer(root, seed=seed, vocab_size=300).model()
+        assert torch.equal(torch.get_rng_state(), before)
+        return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+    assert torch.equal(weights(3), weights(3))
+    assert not torch.equal(weights(3), weights(4))
+
+
+def test_errors_name_its_own_keys(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^transnormer\.corpus=openwebtext: no sound"):
+        transnormer(tmp_path / "none", corpus=CorpusName.openwebtext).setup(1)
