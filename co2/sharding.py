@@ -87,6 +87,11 @@ class Replica:
             return
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard  # costs half a second
+        from torch.distributed.tensor import debug
+
+        # What DTensor remembers of its operations names process groups, and those of an equal mesh
+        # made earlier in this process, in a sweep say, may be gone.
+        debug._clear_sharding_prop_cache()
 
         value = self.strategy.value
         for name, param in module.named_parameters():

@@ -406,12 +406,10 @@ DIVERGE = ("optim.lr=1e30", "optim.schedule=constant", "optim.warmup_steps=0")
 
 
 def assert_line(err: str, step: int | None, replica: int, last: str) -> None:
-    """One line names step, replica and the last good checkpoint."""
+    """One line names step, worker and the last good checkpoint."""
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, err
-    match = re.match(
-        r"error: the loss is (nan|inf|-inf) at step (\d+) on replica (\d+); ", lines[0]
-    )
+    match = re.match(r"error: the loss is (nan|inf|-inf) at step (\d+) on worker (\d+); ", lines[0])
     assert match, lines[0]
     assert step is None or int(match.group(2)) == step
     assert int(match.group(3)) == replica

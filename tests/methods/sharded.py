@@ -40,7 +40,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "co2 in parts": ("co2", {"tau": TAU, "outer_momentum": 0.5, "clip": 0.02, "shard": True}),
     "co2_keep": (
         "co2_keep",
-        {"tau": TAU, "outer_momentum": 0.6, "gap_penalty": "gap_aware", "clip": 0.1},
+        {"tau": TAU, "delay": 1, "kept": 0.6, "outer_momentum": 0.6, "injection": 0.3},
     ),
 }
 

@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed
 
 from co2 import dist
 from tests.methods.collectives import SlowNetwork
@@ -83,6 +84,7 @@ def carried(rank: int, world: int) -> None:
     assert dist.carries(None, gpu)  # type: ignore[arg-type]
     with patch("torch.distributed.get_backend_config", lambda group: "cpu:gloo,cuda:nccl"):
         assert dist.carries(group, gpu)  # type: ignore[arg-type]
+    torch.distributed.barrier(group)  # who leaves early breaks what the other still connects
 
 
 def raising(rank: int, world: int, name: str) -> None:

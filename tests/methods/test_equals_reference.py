@@ -31,7 +31,7 @@ CASES = [(name, settings) for name, settings in SETTINGS.items() if not name.sta
 CASES += [("co2", {**CO2, "gap_penalty": gap, **clip}) for gap, clip in product(GAPS, CLIPS)]
 SHARDED = [(name, {**settings, "shard": True}) for name, settings in CASES if name == "co2"]
 """Where state lies is nothing that a simulation knows."""
-DELAYS = (None, 0, 1, problem.TAU)
+DELAYS = (None, 0, 1)
 CASES += [("co2_keep", {**SETTINGS["co2_keep"], "delay": delay}) for delay in DELAYS]
 CASES += [("streaming_diloco", {**SETTINGS["streaming_diloco"], **own}) for own in STREAMING]
 
