@@ -24,7 +24,7 @@ train: $(VENV)/.ready ## the main job: GPT-2 under CO2 on embedded text, two wor
 	$(BIN)/python train.py task=gpt2 method=co2 co2.tau=12 $(ARGS)
 
 test: $(VENV)/.ready ## every test (ARGS="-k comm" picks some)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-gpu: $(VENV)/.ready ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
