@@ -282,10 +282,10 @@ def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
 def _forward(signals: tuple[signal.Signals, ...], done: threading.Event) -> None:
     told: list[int] = []
     reached: set[tuple[int, int]] = set()
-    while not done.is_set():
-        received = signal.sigtimedwait(signals, 0.1)
-        if received is not None:
-            told.append(received.si_signo)
+    while not done.wait(0.1):
+        # Not sigtimedwait: a stop and SIGCONT (Ctrl-Z, fg) end that with a random number.
+        if signal.sigpending() & set(signals):
+            told.append(signal.sigwait(signals))
         if not told:
             continue
         number = signal.SIGKILL if told.count(signal.SIGINT) > 1 else told[-1]

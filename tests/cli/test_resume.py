@@ -119,6 +119,23 @@ def test_told_to_stop(tmp_path: Path, spawned: Run) -> None:
     assert_same_run(folder, spawned.folder)
 
 
+def test_put_aside_for_a_moment(tmp_path: Path) -> None:
+    """Ctrl-Z and fg tell nobody to stop, and what is told afterwards is heard."""
+    arguments, runs, log = (*STORY, "toy.delay_s=0.1"), tmp_path / "runs", tmp_path / "log"
+    folder = folder_of(*arguments, runs=runs)
+    with started(*arguments, runs=runs, log=log) as process:
+        until(lambda: last_step(folder) >= 1, process)
+        for _ in range(3):
+            os.kill(process.pid, signal.SIGSTOP)
+            time.sleep(0.3)
+            os.kill(process.pid, signal.SIGCONT)
+            time.sleep(0.3)
+        assert process.poll() is None
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=LIMIT_S) == PREEMPTED
+    assert "Traceback" not in log.read_text()
+
+
 def test_told_before_there_are_workers(tmp_path: Path) -> None:
     """No worker is there to be told, and still the run does not go on as if nothing were."""
     arguments, runs, log = ("train.steps=100",), tmp_path / "runs", tmp_path / "log"
