@@ -5,6 +5,7 @@ Each training is one of the laboratory's, which needs root; a finished one is no
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,8 @@ class Way:
         """The summary of its training, from `runs` if it is there already."""
         words = (*FIXED, f"train.steps={self.steps}", f"train.eval_every={self.every}")
         cell = lab.Cell(workers=2, mbit=self.mbit, method=self.method, repeat=0)
-        return lab.train(cell, lab.Conditions(), runs / self.name, (*words, *self.settings))
+        folder = runs / re.sub("[^a-z0-9]+", "_", self.name.lower())
+        return lab.train(cell, lab.Conditions(), folder, (*words, *self.settings))
 
 
 SLOW = 20
