@@ -37,7 +37,7 @@ def preflight(
     if given.help or given.hydra_help or given.cfg or given.info or given.shell_completion:
         return  # Hydra answers these itself and starts nothing
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-        for overrides in _jobs(given.overrides, given.multirun):
+        for overrides in jobs(given.overrides, given.multirun):
             check(_compose(name, overrides), overrides)
 
 
@@ -47,7 +47,7 @@ def composed(folder: Path, name: str, overrides: Sequence[str]) -> DictConfig:
         return _compose(name, list(overrides))
 
 
-def _jobs(overrides: list[str], multirun: bool) -> Iterator[list[str]]:
+def jobs(overrides: list[str], multirun: bool) -> Iterator[list[str]]:
     """The overrides of every job: of a sweep, all combinations of its choices."""
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
