@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -13,8 +14,9 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from co2.errors import ConfigError, nearest
+from co2.errors import ConfigError, nearest, require
 
+_SUBMITIT = "hydra/launcher=submitit_slurm"
 _GROUPS = ("task", "method", "scale")
 
 
@@ -36,9 +38,18 @@ def preflight(
     given = get_args_parser().parse_args(list(arguments))
     if given.help or given.hydra_help or given.cfg or given.info or given.shell_completion:
         return  # Hydra answers these itself and starts nothing
+    _check_launcher(given.overrides, given.multirun)
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
         for overrides in jobs(given.overrides, given.multirun):
             check(_compose(name, overrides), overrides)
+
+
+def _check_launcher(overrides: Sequence[str], multirun: bool) -> None:
+    key, _, value = _SUBMITIT.partition("=")
+    if _SUBMITIT in overrides:
+        require(multirun, key, value, "launches the jobs of a sweep; add -m")
+        there = find_spec("submitit") is not None
+        require(there, key, value, "is an extra; pip install -e '.[slurm]'")
 
 
 def composed(folder: Path, name: str, overrides: Sequence[str]) -> DictConfig:

@@ -129,11 +129,13 @@ class Record:
         manifest = {**_manifest(world), "data": fingerprint}
         write_durably(self.folder / "manifest.json", json.dumps(manifest, indent=1, default=str))
         self._metrics = self.folder / "metrics.jsonl"
+        self._begun = 0
         self._start_wandb = lambda: _start_wandb(config, values, self.folder)
         self._wandb = self._start_wandb()
 
     def rewind(self, step: int) -> None:
         """Drop the metrics after `step`: the run goes on from there."""
+        self._begun = step
         if not self._metrics.exists():
             return
         kept = []
@@ -150,8 +152,7 @@ class Record:
         clean = {key: _finite(value) for key, value in figures.items()}
         with self._metrics.open("a") as file:
             file.write(json.dumps({"kind": kind, "step": step, **clean}) + "\n")
-        values = {f"{kind}/{key}": value for key, value in clean.items() if value is not None}
-        self._tell_wandb(lambda run: run.log({**values, "step": step}, step=step))
+        self._tell_wandb(lambda run: _log_to_wandb(run, {"kind": kind, "step": step, **clean}))
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write summary.json, whose presence means: finished."""
@@ -165,8 +166,9 @@ class Record:
         self._wandb = None
 
     def _tell_wandb(self, tell: Callable[[Any], object]) -> None:
-        """A SIGTERM to a whole job, as a cluster sends it, ends W&B's own process, whose figures
-        of that moment may be lost; it is started again, as another segment of the same run."""
+        """A SIGTERM to all of a job, as a cluster sends it, ends W&B's own process, and what it
+        has not written yet is lost: it starts again, as another segment of the same run, and is
+        told once more what was measured in this one."""
         if self._wandb is None:
             return
         try:
@@ -177,7 +179,21 @@ class Record:
             with contextlib.suppress(ConnectionError):
                 wandb.teardown()
             self._wandb = self._start_wandb()
+            for text in self._metrics.read_text().splitlines() if self._metrics.exists() else ():
+                line = json.loads(text)
+                if line["step"] > self._begun:
+                    _log_to_wandb(self._wandb, line)
             tell(self._wandb)
+
+
+def _log_to_wandb(run: Any, line: dict[str, Any]) -> None:
+    """A line of metrics.jsonl."""
+    values = {
+        f"{line['kind']}/{key}": value
+        for key, value in line.items()
+        if key not in ("kind", "step") and value is not None
+    }
+    run.log({**values, "step": line["step"]}, step=line["step"])
 
 
 def _start_wandb(config: Config, values: dict[str, Any], folder: Path) -> Any:
