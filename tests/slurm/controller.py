@@ -50,7 +50,7 @@ SelectTypeParameters=CR_CPU
 SchedulerType=sched/builtin
 SchedulerParameters=sched_interval=1,batch_sched_delay=0,preempt_send_user_signal
 SlurmdParameters=config_overrides
-ReturnToService=2
+ReturnToService=0
 MpiDefault=none
 JobRequeue=1
 KillWait=10
@@ -130,7 +130,11 @@ class Job:
             time.sleep(0.2)
 
     def start_now(self) -> None:
-        """Do not wait until the credential of its last start has expired: two minutes."""
+        """Do not wait until the credential of its last start has expired, two minutes. Until then
+        the node refuses a start of the same second, and beside what is left of the one before."""
+        variable = f"SLURM_JOB_ID={self.shown['JobId']}"
+        self.until(lambda: not _processes(variable))
+        time.sleep(2)
         self.slurm.call("scontrol", "update", f"jobid={self.number}", "starttime=now")
 
     def cancel(self) -> None:

@@ -45,11 +45,16 @@ def trains(folder: Path, steps: int = 5) -> Callable[[], bool]:
     return lambda: bool(metrics(folder)) and metrics(folder)[-1]["step"] >= steps
 
 
+def is_back(job: Job) -> bool:
+    """Whether a job waits in the queue for its second start. It is counted a moment later."""
+    shown = job.shown
+    return shown["JobState"] == "PENDING" and shown["Restarts"] == "1"
+
+
 def assert_goes_on(job: Job, folder: Path, spawned: Run) -> None:
     """A job that was told to stop waits in the queue with its run saved; started again, it ends
     as one that nothing happened to."""
-    job.until(lambda: job.shown["JobState"] == "PENDING")
-    assert job.shown["Restarts"] == "1"
+    job.until(lambda: is_back(job))
     assert not (folder / "summary.json").exists()
     (step,) = saved_steps(folder)
     assert step < 60 and metrics(folder)[-1]["step"] == step
@@ -95,8 +100,7 @@ def test_preempted(train: Callable, spawned: Run) -> None:
 def test_time_limit(train: Callable) -> None:
     """A minute is the shortest limit there is; half of it is left when the signal comes."""
     job, folder = train("toy.delay_s=1", "checkpoint.every=0", "--time=1", "--signal=USR1@30")
-    job.until(lambda: job.shown["JobState"] == "PENDING")
-    assert job.shown["Restarts"] == "1"
+    job.until(lambda: is_back(job))
     assert len(saved_steps(folder)) == 1
     job.cancel()
 
@@ -130,7 +134,7 @@ def test_a_dead_node(train: Callable, spawned: Run) -> None:
     job.until(lambda: saved_steps(folder) != [])
     update = ("scontrol", "update", "nodename=localhost")
     job.slurm.call(*update, "state=down", "reason=test")
-    job.until(lambda: job.shown["JobState"] == "PENDING")
+    job.until(lambda: is_back(job))
     assert not (folder / "summary.json").exists()
     job.slurm.call(*update, "state=resume")
     job.start_now()
