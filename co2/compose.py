@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,6 +51,8 @@ def _check_launcher(overrides: Sequence[str], multirun: bool) -> None:
         require(multirun, key, value, "launches the jobs of a sweep; add -m")
         there = find_spec("submitit") is not None
         require(there, key, value, "is an extra; pip install -e '.[slurm]'")
+        # That our file sets values of the extra's own option is what we want.
+        warnings.filterwarnings("ignore", message=r"(?s).*validated against ConfigStore schema")
 
 
 def composed(folder: Path, name: str, overrides: Sequence[str]) -> DictConfig:

@@ -77,9 +77,9 @@ class Slurm:
     """
 
     def __init__(self, place: Path) -> None:
-        self.place = place
+        self.place, self.conf = place, place / "slurm.conf"
         self.env = environment(
-            SLURM_CONF=str(place / "slurm.conf"),
+            SLURM_CONF=str(self.conf),
             # Jobs find this Python as `python`.
             PATH=os.pathsep.join((str(Path(sys.executable).parent), SEARCHED)),
         )
@@ -132,18 +132,21 @@ class Job:
     def start_now(self) -> None:
         """Do not wait until the credential of its last start has expired, two minutes. Until then
         the node refuses a start of the same second, and beside what is left of the one before."""
-        variable = f"SLURM_JOB_ID={self.shown['JobId']}"
-        self.until(lambda: not _processes(variable))
+        self.until(lambda: not self.processes())
         time.sleep(2)
         self.slurm.call("scontrol", "update", f"jobid={self.number}", "starttime=now")
 
     def cancel(self) -> None:
         self.slurm.call("scancel", self.number)
 
+    def processes(self) -> list[int]:
+        """Every process of the job that there still is."""
+        return _processes(f"SLURM_JOB_ID={self.shown['JobId']}", f"SLURM_CONF={self.slurm.conf}")
+
     def tasks(self) -> dict[str, int]:
         """The process of each task, by its rank, once it runs train.py."""
         found = {}
-        for pid in _processes(f"SLURM_JOB_ID={self.number}"):
+        for pid in self.processes():
             with contextlib.suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
@@ -160,7 +163,7 @@ def running(place: Path) -> Iterator[Slurm]:
     controller, daemon = _free_ports()
     values = {"host": socket.gethostname(), "user": getpass.getuser(), "place": place}
     conf = _CONF.format(**values, controller=controller, daemon=daemon)
-    (place / "slurm.conf").write_text(conf)
+    slurm.conf.write_text(conf)
     (place / "state").mkdir()
     (place / "munge.key").write_bytes(os.urandom(128))
     (place / "munge.key").chmod(0o400)
@@ -180,7 +183,7 @@ def running(place: Path) -> Iterator[Slurm]:
         for process in reversed(started):
             process.kill()
             process.wait()
-        for pid in _processes(f"SLURM_CONF={place}/slurm.conf"):
+        for pid in _processes(f"SLURM_CONF={slurm.conf}"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -213,11 +216,12 @@ def _await(condition: Callable[[], bool], process: subprocess.Popen, place: Path
         time.sleep(0.1)
 
 
-def _processes(variable: str) -> list[int]:
-    """Every process that has this in its environment: daemons, steps and tasks."""
+def _processes(*variables: str) -> list[int]:
+    """Every process that has these in its environment: daemons, steps and tasks."""
+    wanted = {variable.encode() for variable in variables}
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            if variable.encode() in path.read_bytes().split(b"\0"):
+            if wanted <= set(path.read_bytes().split(b"\0")):
                 found.append(int(path.parent.name))
     return found

@@ -129,15 +129,18 @@ def test_a_killed_task(train: Callable, spawned: Run) -> None:
 
 
 def test_a_dead_node(train: Callable, spawned: Run) -> None:
-    """The controller itself puts its jobs back."""
-    job, folder = train("toy.delay_s=0.1", "checkpoint.every=4")
+    """The controller itself puts the job back. Here it is submitted again in its place."""
+    words = ("toy.delay_s=0.1", "checkpoint.every=4")
+    job, folder = train(*words)
     job.until(lambda: saved_steps(folder) != [])
     update = ("scontrol", "update", "nodename=localhost")
     job.slurm.call(*update, "state=down", "reason=test")
     job.until(lambda: is_back(job))
     assert not (folder / "summary.json").exists()
+    job.until(lambda: not job.processes())
+    job.cancel()
     job.slurm.call(*update, "state=resume")
-    job.start_now()
+    job, _ = train(*words)
     assert job.end() == "COMPLETED"
     assert "resumed at step" in job.said
     assert_same_run(folder, spawned.folder)

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import train
+from co2.compose import preflight
 from co2.errors import ConfigError
-from tests.cli.harness import ROOT, STORY, Run, command, configured, folder_of
+from tests.cli.harness import ROOT, STORY, TOY, Run, command, configured, folder_of
 from tests.slurm.controller import LIMIT_S, Job, Slurm
 from tests.slurm.test_jobs import SLOW, assert_goes_on, trains
 
@@ -51,7 +53,7 @@ def test_only_for_sweeps(tmp_path: Path) -> None:
         configured(LAUNCHER, runs=tmp_path)
 
 
-def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("co2.compose.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"launcher=submitit_slurm: .*\.\[slurm\]"):
-        configured("-m", LAUNCHER, runs=tmp_path)
+        preflight(train.CONF, "config", ["-m", *TOY, LAUNCHER], lambda *job: None)
