@@ -22,7 +22,9 @@ def test_sweep(slurm: Slurm, tmp_path: Path, spawned: Run) -> None:
     """Two jobs; one is told to stop, goes on, and its command waits for it."""
     runs = tmp_path / "runs"
     places = [folder_of(*STORY, *SLOW, f"co2.tau={tau}", runs=runs) for tau in (1, 3)]
-    words = command("-m", LAUNCHER, *STORY, *SLOW, "co2.tau=1,3", runs=runs)
+    words = command(
+        "-m", LAUNCHER, "hydra.launcher.timeout_min=9", *STORY, *SLOW, "co2.tau=1,3", runs=runs
+    )
     with subprocess.Popen(
         words, cwd=ROOT, env=slurm.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as launching:
