@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.cli.harness import ROOT, environment
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "setpriv")
 SEARCHED = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
 """Debian keeps daemons where only root's PATH leads."""
 
@@ -196,7 +196,9 @@ def _free_ports() -> tuple[int, int]:
 
 
 def _start(slurm: Slurm, words: list[str]) -> subprocess.Popen:
-    with (slurm.place / f"{words[0]}.out").open("w") as out:
+    # Not even a killed test leaves a daemon behind.
+    words = ["setpriv", "--pdeathsig", "KILL", *words]
+    with (slurm.place / f"{words[3]}.out").open("w") as out:
         return subprocess.Popen(words, env=slurm.env, stdout=out, stderr=subprocess.STDOUT)
 
 
