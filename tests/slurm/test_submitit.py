@@ -14,29 +14,37 @@ from tests.cli.harness import (
     STORY,
     TOY,
     Run,
-    assert_same_run,
     command,
     configured,
     folder_of,
     folders,
+    until,
 )
-from tests.slurm.controller import LIMIT_S, Slurm
+from tests.slurm.controller import LIMIT_S, Job, Slurm
+from tests.slurm.test_jobs import assert_goes_on, trains
 
 LAUNCHER = "hydra/launcher=submitit_slurm"
 
 
 @pytest.mark.skipif(find_spec("submitit") is None, reason="needs the extra: .[slurm]")
 def test_sweep(slurm: Slurm, tmp_path: Path, spawned: Run) -> None:
-    """The command waits for its jobs, each of two tasks."""
+    """Two jobs of two tasks. One is told to stop and goes on; the command waits for it."""
     runs, limit = tmp_path / "runs", "hydra.launcher.timeout_min=9"
-    words = command("-m", LAUNCHER, limit, *STORY, "co2.tau=1,3", runs=runs)
-    ended = subprocess.run(words, cwd=ROOT, env=slurm.env, timeout=LIMIT_S)
-    assert ended.returncode == 0
-    one, three = (folder_of(*STORY, f"co2.tau={tau}", runs=runs) for tau in (1, 3))
+    base = ["toy.delay_s=0.2", "checkpoint.every=0", *(w for w in STORY if "tau" not in w)]
+    one, three = (folder_of(*base, f"co2.tau={tau}", runs=runs) for tau in (1, 3))
+    words = command("-m", LAUNCHER, limit, *base, "co2.tau=1,3", runs=runs)
+    with subprocess.Popen(words, cwd=ROOT, env=slurm.env) as launching:
+        try:
+            until(trains(three), launching)
+            (place,) = runs.glob(".multirun/submitit/*_1")
+            job = Job(slurm, place.name, place / f"{place.name}_0_log.out")
+            slurm.call("scancel", "--signal=USR1", job.number)
+            assert_goes_on(job, three, spawned)
+            assert launching.wait(LIMIT_S) == 0
+        finally:
+            launching.kill()
     assert set(folders(runs)) == {one, three}
-    assert_same_run(three, spawned.folder)
-    said = (path.read_text() for path in runs.glob(".multirun/submitit/*/*_0_log.out"))
-    assert sum(text.count("┌") for text in said) == 2
+    assert (one / "summary.json").exists()
 
 
 def test_only_for_sweeps(tmp_path: Path) -> None:
