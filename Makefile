@@ -5,10 +5,13 @@ BIN := $(VENV)/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-gpu check format bench clean
+TABLES := table1 table2 table4 tau_sweep
+
+.PHONY: help train test test-gpu check format bench clean $(TABLES)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@for name in $(TABLES); do printf "  make %-10s run what is missing of it, collect, render (ARGS=\"--seeds 0\")\n" $$name; done
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; name one: make PYTHON=python3.12")'
@@ -21,7 +24,7 @@ train: $(VENV)/.ready ## the main job: GPT-2 under CO2 on embedded text, two wor
 	$(BIN)/python train.py task=gpt2 method=co2 co2.tau=12 $(ARGS)
 
 test: $(VENV)/.ready ## every test (ARGS="-k comm" picks some)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-gpu: $(VENV)/.ready ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
@@ -38,6 +41,11 @@ format: $(VENV)/.ready ## mend format, and lint where it can be
 bench: $(VENV)/.ready ## the benchmarks; tables go to results/
 	$(BIN)/python -m benchmarks.outer_step
 	$(BIN)/python -m benchmarks.throughput
+
+$(TABLES): $(VENV)/.ready
+	$(BIN)/python -m recipes run $@ $(ARGS)
+	$(BIN)/python -m recipes collect $@
+	$(BIN)/python -m recipes render
 
 clean: ## forget the environment and the caches; runs and data stay
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

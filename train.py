@@ -7,17 +7,19 @@ torchrun --nproc-per-node 2 train.py task=gpt2 method=allreduce
 
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from co2 import launch, peers
+from co2 import launch, peers, sharding
 from co2.compose import preflight
 from co2.config import Config, Resume, typed
-from co2.console import closing_table
+from co2.console import Outcome, closing_table, sweep_table
 from co2.errors import ConfigError
 from co2.loop import train
 from co2.methods import METHODS, SyncMethod
@@ -26,17 +28,22 @@ from tasks import TASKS
 
 CONF = Path(__file__).parent / "conf"
 KNOWN = {**METHODS, **peers.PEERS}
+OUTCOMES: list[Outcome] = []
+"""Of the jobs of a sweep, as they end."""
 
 
 def validate(cfg: DictConfig, overrides: list[str]) -> Config:
     """The composed configuration as a checked run. Raises `ConfigError`; writes nothing."""
     config = typed(cfg, KNOWN, TASKS)
+    check = getattr(KNOWN[config.method], "check", None)
+    if check is not None:
+        check(config.optim)
     world = launch.world_size(config.launch)
     if cfg.tag is None:
         config.tag = tag_from(overrides, world, config.launch.workers, config.method)
     launch.check(config)
     peers.check(config, world)
-    make_method(config)
+    sharding.check(config, world, make_method(config))
     check_folder(config, world)
     return config
 
@@ -60,24 +67,50 @@ def work(config: Config) -> None:
     """What every worker runs."""
     mesh = launch.mesh(config)
     task = make_task(config)
-    task.setup(mesh.num_replicas)
+    task.setup(mesh.num_workers)
     train(config, task, make_method(config), mesh)
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> None:
-    config = validate(cfg, list(HydraConfig.get().overrides.task))
+    overrides = list(HydraConfig.get().overrides.task)
+    config = validate(cfg, overrides)
+    if not in_sweep():
+        status = job(config)
+        if status:
+            sys.exit(status)
+        return
+    try:
+        status = job(config)
+    except Exception:  # of this job; the others shall not suffer
+        traceback.print_exc()
+        status = 1
+    OUTCOMES.append(Outcome(overrides, status, None if status else read_summary(config)))
+    if status in launch.STOPPED:
+        raise SystemExit(status)
+
+
+def job(config: Config) -> int:
+    """One run, to its end; returns its exit status."""
     if config.resume is Resume.auto and read_summary(config):
         if launch.is_first():
             print("finished already; resume=never trains it afresh and keeps this one aside")
     else:
         status = launch.run(work, config)
         if status:
-            sys.exit(status)
+            return status
     summary = read_summary(config)
     assert summary is not None, "a run that ended well has a summary"
     if launch.is_first():
         print(closing_table(summary))
+    return 0
+
+
+def in_sweep() -> bool:
+    """Whether this process starts all jobs of a sweep, one after the other."""
+    hydra_config = HydraConfig.get()
+    alone = launch.identity() is None and hydra_config.runtime.choices["hydra/launcher"] == "basic"
+    return alone and hydra_config.mode is RunMode.MULTIRUN
 
 
 if __name__ == "__main__":
@@ -89,4 +122,9 @@ if __name__ == "__main__":
     if {"-m", "--multirun"} & set(sys.argv):
         # W&B's own variable: the runs of a sweep are one group, named by its command line.
         os.environ.setdefault("WANDB_RUN_GROUP", " ".join(sys.argv[1:])[:128])
-    main()
+    try:
+        main()
+    finally:
+        if OUTCOMES:
+            print(sweep_table(OUTCOMES))
+    sys.exit(next((outcome.status for outcome in OUTCOMES if outcome.status), 0))

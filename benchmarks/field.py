@@ -1,7 +1,7 @@
 """The whole field on one page: bytes, rounds, throughput on slow links, and validation loss.
 
-Losses are those of runs of train.py in `--runs`, made where they are missing: Ctrl-C, and go on
-later. Throughput is the laboratory's, measured before, as root:
+Losses are those of runs that recipes use too, made where they are missing: Ctrl-C, and go on later.
+Throughput is the laboratory's, measured before, as root:
 
     python -m co2.lab --mbit 20,100 --methods … --out results/field/gpt2
     python -m co2.lab --mbit 20,100 --methods … --out results/field/resnet50 task=resnet50
@@ -18,12 +18,10 @@ from benchmarks import report
 from co2.lab_report import Row, grouped, shares_of_limit
 from co2.methods import METHODS
 from recipes.cells import Cell, run
+from recipes.recipe import RUNS
+from recipes.table2 import SHORT
 
-RECIPES = {
-    "gpt2": ("train.batch_size=4", "train.steps=480", "train.eval_every=480"),
-    "resnet50": (),
-}
-"""GPT-2's smoke recipe takes batches of eight, 720 times."""
+RECIPES = {"gpt2": SHORT, "resnet50": ()}
 NEEDS = {"onebit_adam": "adamw", "zero_one_adam": "adamw"}
 """Inner optimizer of a method that takes no other."""
 RATES = ("20", "100")
@@ -34,7 +32,7 @@ def main() -> None:
     parser.add_argument("--tasks", default=",".join(RECIPES))
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--runs", default="results/runs/field", help="where the runs are kept")
+    parser.add_argument("--runs", default=RUNS, help="where the runs are kept")
     parser.add_argument("--finished", action="store_true", help="only of runs that are there")
     parser.add_argument("--out", type=Path, default=Path("results/field"))
     args = parser.parse_args()
@@ -66,9 +64,8 @@ def main() -> None:
 
 
 def cell(task: str, method: str, seed: str, runs: str) -> Cell:
-    overrides = [f"task={task}", f"method={method}", f"train.seed={seed}", *RECIPES[task]]
-    overrides += ["checkpoint.every=0", "log.wandb=disabled", f"runs={runs}", "tag=field"]
-    return Cell(tuple(overrides))
+    overrides = [f"task={task}", "scale=smoke", *RECIPES[task], f"method={method}"]
+    return Cell((*overrides, f"train.seed={seed}", f"runs={runs}", "log.wandb=disabled"))
 
 
 def measured(path: Path) -> list[Row]:

@@ -189,7 +189,7 @@ def main() -> None:
         "Variants of kept progress, simulated",
         f"Validation loss of task=vit at smoke scale after {args.steps} steps of {REPLICAS} "
         f"replicas, batches of 16, τ = {TAU}; a delay of {TAU} where none is named. Mean ± "
-        f"standard deviation over {len(seeds)} seeds. A simulation in one process; early in a "
+        f"standard deviation over the seeds, {len(seeds)}. A simulation in one process; early in a "
         "training, where methods differ most.",
         ["variant", "validation loss"],
         [

@@ -74,8 +74,8 @@ def cells(gpus: bool) -> Iterator[tuple[str, dict[str, Any], CommConfig]]:
         for wire in Precision:
             comm = CommConfig(dtype=wire, device=keep)
             for name in co2.METHODS:
-                if (name, keep) != ("allreduce", CommDevice.cpu):
-                    yield name, {} if name == "allreduce" else {"tau": TAU}, comm
+                if comm == CommConfig() or name not in REFUSED[keep]:
+                    yield name, {} if name in NO_ROUNDS else {"tau": TAU}, comm
             if (wire, keep) == (Precision.fp32, CommDevice.auto):
                 yield "co2", {"tau": TAU, "shard": True}, comm
 
@@ -96,6 +96,10 @@ def row(name: str, comm: CommConfig, found: dict[str, Any], gpus: bool) -> list[
     ]
 
 
+COMPRESSED = ("onebit_adam", "zero_one_adam")
+NO_ROUNDS = ("allreduce", *COMPRESSED)
+REFUSED = {CommDevice.auto: COMPRESSED, CommDevice.cpu: NO_ROUNDS}
+"""By comm.device, the methods that take nothing else than all defaults of comm."""
 PARTS = ("parameter_bytes", "gradient_bytes", "inner_state_bytes", "extra_bytes", "scratch_bytes")
 
 

@@ -1,12 +1,12 @@
 """When two workers compute, send and wait under each method: the pictures of docs/methods.md.
 
 From the simulator's own rounds (co2/schedule_model.py): τ = 4, steps of 1 and 1.1 seconds in turn,
-a network that takes 2.4 seconds for a whole model. Streaming DiLoCo, which the simulator leaves
-out, is drawn from its equations.
+a network that takes 2.4 seconds for a whole model. Streaming DiLoCo and the variants of Adam, which
+the simulator leaves out, are drawn from their equations.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,8 @@ TAU, WORKERS, WINDOW_S = 4, 2, 17.0
 FRAGMENTS, DELAY = 2, 1
 MODEL_BYTES, NUM_BUCKETS = 3_000_000, 3
 NETWORK = Network(Link(rate_bits=10e6), server_size=1, collective="ring")
-DRAWN = (*SIMULATED[1:], "streaming_diloco")
+FREEZE, SIGNS = 2, 1 / 32
+"""Of the variants of Adam: steps before v is frozen, and the share of the model that signs are."""
 
 _SCALE, _LEFT, _LANE, _BAR = 33.0, 78, 26, 20
 _LANES = ("worker 0", "worker 1", "network")
@@ -51,7 +52,8 @@ def main() -> None:
 
 def picture(method: str) -> str:
     """The SVG of a method, the same whenever it is made."""
-    return svg(list(streaming() if method == "streaming_diloco" else simulated(method)))
+    own = EQUATIONS.get(method)
+    return svg(list(simulated(method) if own is None else own()))
 
 
 def simulated(method: str) -> Iterator[Span]:
@@ -93,6 +95,43 @@ def streaming() -> Iterator[Span]:
             sent_until[step + DELAY] = begin + send_s
             number, fragment = divmod((step + DELAY) // (TAU // FRAGMENTS) - 1, FRAGMENTS)
             yield Span(2, "send", begin, begin + send_s, f"{number}{'ab'[fragment]}")
+
+
+def every_step() -> Iterator[Span]:
+    """1-bit Adam: gradients until v is frozen, signs of the momentum after it."""
+    return signs(range(20))
+
+
+def some_steps() -> Iterator[Span]:
+    """0/1 Adam: gradients where v is refreshed, signs at the other exchanges, ever rarer."""
+    return signs((0, 1, 2, 3, 5, 7, 11, 15))
+
+
+def signs(exchanges: Collection[int]) -> Iterator[Span]:
+    """Steps after which all wait: for gradients, and from `FREEZE` on for their signs."""
+    whole_s = 8 * MODEL_BYTES / NETWORK.link.rate_bits
+    starts, step = np.zeros(WORKERS), 0
+    while starts.min() < WINDOW_S:
+        ends = starts + compute_s(step, 1)
+        for worker in range(WORKERS):
+            yield Span(worker, "compute", starts[worker], ends[worker], str(step))
+        starts = ends
+        if step in exchanges:
+            begin = float(ends.max())
+            over = begin + (whole_s if step < FREEZE else whole_s * SIGNS)
+            for worker in range(WORKERS):
+                yield Span(worker, "wait", ends[worker], over)
+            yield Span(2, "send", begin, over, str(step))
+            starts = np.full(WORKERS, over)
+        step += 1
+
+
+EQUATIONS = {
+    "streaming_diloco": streaming,
+    "onebit_adam": every_step,
+    "zero_one_adam": some_steps,
+}
+DRAWN = (*SIMULATED[1:], *EQUATIONS)
 
 
 def compute_s(round_number: int, steps: int) -> np.ndarray:

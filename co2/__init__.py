@@ -16,9 +16,11 @@ from co2.methods.cocod_sgd import CoCoDSGD
 from co2.methods.diloco import DiLoCo
 from co2.methods.eager_diloco import EagerDiLoCo
 from co2.methods.local_sgd import LocalSGD
+from co2.methods.onebit_adam import OneBitAdam
 from co2.methods.overlap_local_sgd import OverlapLocalSGD
 from co2.methods.slowmo import SlowMo
 from co2.methods.streaming_diloco import StreamingDiLoCo
+from co2.methods.zero_one_adam import ZeroOneAdam
 
 __all__ = [
     "CO2",
@@ -32,8 +34,10 @@ __all__ = [
     "EagerDiLoCo",
     "LocalSGD",
     "Mesh",
+    "OneBitAdam",
     "OverlapLocalSGD",
     "SlowMo",
     "StreamingDiLoCo",
     "SyncMethod",
+    "ZeroOneAdam",
 ]

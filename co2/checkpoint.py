@@ -1,8 +1,10 @@
 """Save and resume, exactly.
 
 `checkpoints/step_<n>/` holds one file per worker (local weights differ) and `manifest.json` with
-their checksums. It is written aside, fsynced and renamed, so that a step's folder is whole or
-absent; what the disk damages later is found by checksum, and the step before is used.
+their checksums. Where several workers share a replica, its weights and inner state are in a folder
+`replica_<r>` of torch.distributed.checkpoint, and the workers' files hold the rest. A step is
+written aside, fsynced and renamed, so that its folder is whole or absent; what the disk damages
+later is found by checksum, and the step before is used.
 """
 
 import contextlib
@@ -11,7 +13,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from co2.dist import Mesh
+from co2.sharding import ReplicaState
 
 MANIFEST = "manifest.json"
 
@@ -33,6 +36,7 @@ class Checkpoints:
         group: a CPU process group of all of them; None for one.
         keep: how many of the newest stay.
         say: prints a line for the person at the console, on worker 0.
+        shared: what the workers of a replica save together; None where each is a whole one.
     """
 
     def __init__(
@@ -42,8 +46,10 @@ class Checkpoints:
         group: dist.ProcessGroup | None,
         keep: int,
         say: Callable[[str], None],
+        shared: ReplicaState | None = None,
     ) -> None:
-        self.folder, self.rank, self.world = folder, mesh.replica, mesh.num_replicas
+        self.folder, self.rank, self.world = folder, mesh.worker, mesh.num_workers
+        self.mesh, self.shared = mesh, shared
         self.group, self.keep, self.say = group, keep, say
 
     def save(self, step: int, state: dict[str, Any]) -> bool:
@@ -52,20 +58,11 @@ class Checkpoints:
         if self.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
         self._barrier()
-        checksum, error = "", ""
-        try:
-            aside.mkdir(parents=True, exist_ok=True)
-            checksum = _write(aside / self._name(self.rank), state)
-        except (
-            OSError,
-            RuntimeError,
-        ) as failed:  # torch's writer reports a full disk as the latter
-            error = f"worker {self.rank}: {failed}".splitlines()[0]
-        outcome: list[tuple[str, str]] = self._gather((checksum, error))
+        outcome: list[tuple[dict[str, str], str]] = self._gather(self._write_own(aside, state))
         errors = [error for _, error in outcome if error]
         if self.rank == 0 and not errors:
             try:
-                sums = {self._name(rank): checksum for rank, (checksum, _) in enumerate(outcome)}
+                sums = {name: value for sums, _ in outcome for name, value in sums.items()}
                 self._publish(step, aside, final, sums)
             except OSError as failed:
                 errors = [str(failed)]
@@ -76,12 +73,18 @@ class Checkpoints:
         return not errors
 
     def load(self) -> tuple[int, dict[str, Any]] | None:
-        """The newest step that is whole on every worker, and this worker's state; or None."""
+        """The newest step that is whole on every worker, and this worker's state; or None.
+
+        What the workers of a replica share is where it belongs then.
+        """
         for step in self._from_first(self.steps()):
             reasons = self._gather(self._damage(step))
             found = [reason for reason in reasons if reason]
             if not found:
-                path = self.folder / f"step_{step}" / self._name(self.rank)
+                folder = self.folder / f"step_{step}"
+                if self.shared is not None:
+                    self.shared.read(folder / self._replica)
+                path = folder / self._name(self.rank)
                 return step, torch.load(path, map_location="cpu", weights_only=True)
             if self.rank == 0:
                 self.say(f"checkpoint step_{step} is damaged ({found[0]}); trying the one before")
@@ -92,6 +95,31 @@ class Checkpoints:
         """Steps that were saved, newest first."""
         names = [path.name for path in self.folder.glob("step_*")]
         return sorted((int(name[5:]) for name in names if name[5:].isdigit()), reverse=True)
+
+    def _write_own(self, folder: Path, state: dict[str, Any]) -> tuple[dict[str, str], str]:
+        """Checksums of the files that are this worker's to write or to check, and what went wrong,
+        if anything; also then it takes part in what its replica writes together."""
+        sums: dict[str, str] = {}
+        errors: list[Exception] = []
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            name = self._name(self.rank)
+            sums[name] = _write(folder / name, state)
+        except (
+            OSError,
+            RuntimeError,
+        ) as failed:  # torch's writer reports a full disk as the latter
+            errors.append(failed)
+        if self.shared is not None:
+            try:
+                self.shared.write(folder / self._replica)
+                written = sorted(path.name for path in (folder / self._replica).iterdir())
+                for name in self._mine(f"{self._replica}/{name}" for name in written):
+                    sums[name] = _sha256(folder / name)
+                _sync_folder(folder / self._replica)
+            except OSError as failed:
+                errors.append(failed)
+        return sums, f"worker {self.rank}: {errors[0]}".splitlines()[0] if errors else ""
 
     def _set_aside(self, step: int) -> None:
         """A damaged one must not count among those that are kept."""
@@ -118,10 +146,22 @@ class Checkpoints:
             manifest = json.loads((folder / MANIFEST).read_text())
             if manifest["world"] != self.world:
                 return f"saved by {manifest['world']} workers"
-            same = _sha256(folder / name) == manifest["sha256"][name]
+            sums = manifest["sha256"]
+            for own in (name, *self._mine(sums)):
+                if _sha256(folder / own) != sums[own]:
+                    return f"{own}: checksum differs"
         except (OSError, ValueError, KeyError) as failed:
             return f"{MANIFEST} or {name}: {failed}"
-        return "" if same else f"{name}: checksum differs"
+        return ""
+
+    @property
+    def _replica(self) -> str:
+        return f"replica_{self.mesh.replica}"
+
+    def _mine(self, names: Iterable[str]) -> list[str]:
+        """Of the files that the replica has written together, this worker's share to check."""
+        shared = sorted(name for name in names if name.startswith(f"{self._replica}/"))
+        return shared[self.mesh.shard :: self.mesh.replica_size]
 
     @staticmethod
     def _name(rank: int) -> str:

@@ -63,17 +63,17 @@ class AsyncMean:
         self._depart()
         if vector is not None:
             self.buffer.copy_(vector)
-        if self.num_replicas > 1:
+        if self.num_replicas > 1 and self.buffer.numel() > 0:
             self._lane.launch(self._buckets, self.group)
 
-    def run(self, sequence: Callable[[], None]) -> None:
-        """Launch `sequence` in place of a mean: blocking collectives of `group` on `buffer`, which
-        send as much as a mean does, and arithmetic between them.
+    def run(self, sequence: Callable[[], None], num_bytes: int | None = None) -> None:
+        """Launch `sequence` in place of a mean: blocking collectives of `group`, and arithmetic
+        between them. `num_bytes` is what this worker sends in it; None: as much as for a mean.
 
         On a CPU a thread carries it on, and an error in it is raised by `wait`; on CUDA it is
         queued here, on a stream of its own. A single replica runs it here.
         """
-        self._depart()
+        self._depart(num_bytes)
         if self.num_replicas > 1:
             self._lane.run(sequence)
         else:
@@ -136,11 +136,11 @@ class AsyncMean:
         self.bytes_sent = int(state["bytes"])
         self._lane.comm_s, self._lane.exposed_s = state["comm_s"], state["exposed_s"]
 
-    def _depart(self) -> None:
+    def _depart(self, num_bytes: int | None = None) -> None:
         assert not self.in_flight, "the previous mean was not waited for"
         assert self.num_replicas == 1 or self.group is not None, "closed by flush"
         self.in_flight = True
-        self.bytes_sent += self.bytes_per_mean()
+        self.bytes_sent += self.bytes_per_mean() if num_bytes is None else num_bytes
 
 
 class _HostLane:

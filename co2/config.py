@@ -39,6 +39,13 @@ class Wandb(Enum):
     disabled = "disabled"
 
 
+class Strategy(Enum):
+    ddp = "ddp"
+    zero1 = "zero1"
+    zero2 = "zero2"
+    zero3 = "zero3"
+
+
 class Resume(Enum):
     auto = "auto"
     never = "never"
@@ -63,6 +70,9 @@ class TrainConfig:
     """bf16: autocast of forward and loss; weights and the outer state stay fp32."""
     compile: bool = False
     """torch.compile the model."""
+    checkpoint_activations: bool = False
+    """Keep the inputs of the model's blocks only, and work out the rest again in the backward pass:
+    less memory for a third more work."""
     clip_norm: float | None = None
     """Largest gradient norm; null leaves gradients alone."""
     eval_every: int = 100
@@ -121,6 +131,18 @@ class LaunchConfig:
         require_count("workers", self.workers)
         mend = "must be auto, gloo or nccl"
         require(self.backend in ("auto", "gloo", "nccl"), "backend", self.backend, mend)
+
+
+@dataclass
+class MeshConfig:
+    replica_size: int = 1
+    """Workers that share one replica, with adjacent ranks. Must divide their number."""
+    strategy: Strategy = Strategy.ddp
+    """What they share (sharding.py). ddp: gradients. zero1: the inner optimizer's state, too.
+    zero2: gradients, state and, between steps, weights. zero3: weights always."""
+
+    def __post_init__(self) -> None:
+        require_count("replica_size", self.replica_size)
 
 
 @dataclass
@@ -185,6 +207,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -201,6 +224,7 @@ NODES: dict[str, type] = {
     "train": TrainConfig,
     "optim": OptimConfig,
     "launch": LaunchConfig,
+    "mesh": MeshConfig,
     "comm": CommConfig,
     "checkpoint": CheckpointConfig,
     "log": LogConfig,

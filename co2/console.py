@@ -1,11 +1,16 @@
 """What a person sees: progress while training, a table at the end."""
 
+import math
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from co2.launch import DIVERGED, PREEMPTED, REFUSED
 
 
 class TrainProgress:
@@ -35,7 +40,7 @@ class TrainProgress:
         if figures:
             text = (
                 f"loss {figures['loss']:.3f}  {figures['per_s']:,.0f} {self.unit}/s  "
-                f"exposed {figures['exposed_share']:.1%}"
+                f"exposed {_share(figures['exposed_share'])}"
             )
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
@@ -69,11 +74,14 @@ def closing_table(summary: dict[str, Any]) -> str:
         table.add_row(name.replace("_", " "), f"{value:.4f}")
     unit, workers = summary["unit"], summary["workers"]
     table.add_row(f"{unit}/s, all {workers} workers", f"{summary['throughput']:,.0f}")
-    exposed = f"{summary['exposed_s']:.2f} s, {summary['exposed_share']:.2%} of training time"
+    exposed = "not measured: fully_shard keeps no clocks"
+    if summary["exposed_s"] is not None:
+        exposed = f"{summary['exposed_s']:.2f} s, {summary['exposed_share']:.2%} of training time"
     table.add_row("exposed communication", exposed)
     table.add_row("waiting for data", f"{summary['data_share']:.2%} of training time")
     hidden = summary["overlap"]
-    table.add_row("overlap", "no communication" if hidden is None else f"{hidden:.4f}")
+    none = "not measured" if summary["exposed_s"] is None else "no communication"
+    table.add_row("overlap", none if hidden is None else f"{hidden:.4f}")
     table.add_row("bytes sent per step and worker", f"{summary['bytes_per_step']:,.0f}")
     apart = ", in the host's memory" if summary["memory"].get("host_bytes") else ""
     table.add_row("extra model copies", f"{summary['extra_model_copies']:g}{apart}")
@@ -85,6 +93,58 @@ def closing_table(summary: dict[str, Any]) -> str:
     with console.capture() as capture:
         console.print(table)
     return capture.get()
+
+
+def _share(value: float) -> str:
+    return "not measured" if math.isnan(value) else f"{value:.1%}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job of a sweep ended."""
+
+    overrides: Sequence[str]
+    status: int
+    summary: dict[str, Any] | None
+    """None where it failed."""
+
+
+def sweep_table(outcomes: Sequence[Outcome]) -> str:
+    """The end of a sweep: a line for each job, by the overrides in which they differ."""
+    common = set.intersection(*(set(outcome.overrides) for outcome in outcomes))
+    names = list(
+        dict.fromkeys(name for o in outcomes for name in (o.summary or {}).get("final", {}))
+    )
+    table = Table(title=f"sweep: {' '.join(o for o in outcomes[0].overrides if o in common)}")
+    for head in ("job", *names, "units/s", "overlap", "folder or error"):
+        table.add_column(head, overflow="fold")
+    for outcome in outcomes:
+        own = " ".join(o for o in outcome.overrides if o not in common) or "(the only one)"
+        summary = outcome.summary
+        if summary is None:
+            table.add_row(own, *["—"] * (len(names) + 2), _failure(outcome.status))
+            continue
+        final, hidden = summary["final"], summary["overlap"]
+        table.add_row(
+            own,
+            *(f"{final[name]:.4f}" if name in final else "—" for name in names),
+            f"{summary['throughput']:,.0f}",
+            "—" if hidden is None else f"{hidden:.4f}",
+            summary["folder"],
+        )
+    console = Console()
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def _failure(status: int) -> str:
+    reasons = {
+        DIVERGED: "the loss is not finite",
+        REFUSED: "refused",
+        PREEMPTED: "stopped and saved; the same command goes on",
+    }
+    return f"{reasons.get(status, 'failed')} (exit status {status}); see above"
 
 
 def _next_command(summary: dict[str, Any]) -> str:

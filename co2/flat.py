@@ -1,15 +1,17 @@
-"""FlatParams: the trained parameters of one worker as one contiguous vector."""
+"""FlatParams: the trained parameters that one worker holds as one contiguous vector."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from co2.config import CommDevice
+from co2.dist import Mesh, local
 from co2.trace import SNAPSHOT
 from co2.transfer import Direct, Live, Staged, side_stream
 
@@ -46,7 +48,8 @@ class Chunk:
 
 
 class FlatParams:
-    """The parameters that an optimizer trains, seen as one vector.
+    """The parameters that an optimizer trains, seen as one vector; of those that `fully_shard` has
+    cut, this worker's shards, which may be empty.
 
     Vectors of this shape are copies, never aliases: a collective on one cannot touch a live
     parameter. Order: parameter groups, then parameters as the group lists them; a tied parameter
@@ -57,6 +60,7 @@ class FlatParams:
         optimizer: of the parameters.
         keep: where vectors live: beside the parameters, or in the host's memory.
         only: those of the parameters to take; None for all.
+        mesh: of the workers; needed where `total` is, and the parameters are sharded.
     """
 
     def __init__(
@@ -64,24 +68,34 @@ class FlatParams:
         optimizer: Optimizer,
         keep: CommDevice = CommDevice.auto,
         only: Iterable[Tensor] | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         wanted = None if only is None else {id(param) for param in only}
         self.params: list[Tensor] = []
+        self.total_numel, sharded = 0, False
         self.group_of: list[int] = []
+        self._owners: list[Tensor] = []
         seen: set[int] = set()
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 taken = wanted is None or id(param) in wanted
                 if taken and param.requires_grad and id(param) not in seen:
                     seen.add(id(param))
-                    self.params.append(param.detach())
+                    whole = param.detach()
+                    self._owners.append(param)
+                    self.params.append(local(whole))
+                    self.total_numel += whole.numel()
+                    sharded = sharded or self.params[-1] is not whole
                     self.group_of.append(index)
         if not self.params:
             raise ValueError("the optimizer holds no parameter that requires a gradient")
         self.numel = sum(param.numel() for param in self.params)
+        """Elements on this worker; `total_numel` are those of the replica."""
         self.dtype = torch.float32
         for param in self.params:
             self.dtype = torch.promote_types(self.dtype, param.dtype)
+        # A group of its own: totals may be taken in the background.
+        self._group = mesh.new_shard_group() if mesh is not None and sharded else None
         device = self.params[0].device
         side = side_stream(device) if keep is CommDevice.cpu else None
         self.device = device if side is None else torch.device("cpu")
@@ -137,8 +151,23 @@ class FlatParams:
                 chunk.of(vector).copy_(values)
 
     def total(self, *sums: Tensor) -> tuple[Tensor, ...]:
-        """Sums over the whole vector, from sums over the elements that this worker holds: all."""
-        return sums
+        """Sums over the replica's elements, from sums over those that this worker holds. Blocking
+        where they are sharded."""
+        if self._group is None:
+            return sums
+        together = torch.stack(sums)
+        dist.all_reduce(together, group=self._group)
+        return together.unbind()
+
+    def gradients(self, out: Tensor) -> None:
+        """out, beside the parameters, ← the gradients; zeros where a parameter has none."""
+        parts = out.split([param.numel() for param in self.params])
+        for owner, part in zip(self._owners, parts, strict=True):
+            if owner.grad is None:
+                part.zero_()
+            else:
+                grad = local(owner.grad)
+                part.view(grad.shape).copy_(grad)
 
     def write(self, vector: Tensor) -> None:
         """Live parameters ← vector."""

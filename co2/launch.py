@@ -30,6 +30,8 @@ PREEMPTED = 75
 """Exit status of a run that was told to stop, saved, and can be continued (EX_TEMPFAIL)."""
 DIVERGED = 65
 """Exit status of a run whose loss is not finite (EX_DATAERR)."""
+STOPPED = (PREEMPTED, 130)
+"""Exit statuses of a run that was told to stop: saved, or killed by a second Ctrl-C."""
 
 _PEER_S = 1.0
 """A worker whose peer is gone ends this much later, so that the peer's status is the run's."""
@@ -161,7 +163,7 @@ def mesh(config: Config) -> Mesh:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device, _ = placement(config, local, local_world)
-    return Mesh.world(device=device)
+    return Mesh.world(config.mesh.replica_size, device)
 
 
 def _as_worker(worker: Worker, config: Config, me: Identity) -> int:

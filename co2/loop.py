@@ -23,6 +23,13 @@ from co2.launch import DIVERGED, PREEMPTED, STOP_SIGNALS
 from co2.meters import Meter, ledger, overlap, peak_memory_bytes
 from co2.methods import SyncMethod
 from co2.record import Record, run_folder
+from co2.sharding import (
+    Replica,
+    accumulating,
+    checkpoint_activations,
+    own_buffers,
+    whole_weights,
+)
 from co2.stop import StopVote
 from co2.trace import Trace
 
@@ -38,10 +45,10 @@ def train(config: Config, task: Any, method: SyncMethod, mesh: Mesh) -> None:
     Raises:
         SystemExit: `PREEMPTED` after a signal, saved; `DIVERGED` when a loss is not finite.
     """
-    knobs, first = config.train, mesh.replica == 0
-    _seed(knobs.seed, mesh.replica)
+    knobs, first = config.train, mesh.worker == 0
+    _seed(knobs.seed, mesh.worker)
     # A group for flags, barriers and final figures, which no training collective can hold up.
-    control = mesh.new_group("gloo")
+    control = mesh.new_worker_group("gloo")
     folder = run_folder(config)
     if first and config.resume is Resume.never and folder.exists():
         _move_aside(folder)
@@ -49,24 +56,40 @@ def train(config: Config, task: Any, method: SyncMethod, mesh: Mesh) -> None:
         dist.barrier(group=control)
 
     module: nn.Module = task.model().to(mesh.device)
+    if knobs.checkpoint_activations:
+        checkpoint_activations(module)
     if knobs.compile:
         module.compile()
-    optimizer = task.optimizer(module)
-    model = method.prepare(module, optimizer, mesh)
+    replica = Replica(config.mesh, mesh, method.averages_gradients)
+    replica.shard(module)
+    optimizer = replica.optimizer(task.optimizer(module))
+    model = replica.wrap(method.prepare(module, optimizer, mesh), config.comm)
     method.lr_at = lambda index: _largest_lr(optimizer, config.optim, index, knobs.steps)
 
-    record = Record(config, mesh.num_replicas, task.fingerprint()) if first else None
+    record = Record(config, mesh.num_workers, task.fingerprint()) if first else None
     title = f"{config.task} · {config.method} · {config.tag}"
     console = TrainProgress(title, knobs.steps, task.unit) if first else None
     say = console.say if console else lambda line: None
-    checkpoints = Checkpoints(folder / "checkpoints", mesh, control, config.checkpoint.keep, say)
+    shared, keep = replica.state(module, optimizer), config.checkpoint.keep
+    checkpoints = Checkpoints(folder / "checkpoints", mesh, control, keep, say, shared)
 
     step, totals = 0, None
     found = checkpoints.load()
     if found is not None:
         step, state = found
-        module.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        if _remembers_order(model):
+            batch = _to(next(task.batches(mesh, 0)), mesh.device)
+            with _autocast(knobs.precision, mesh.device):
+                task.loss(
+                    model, batch
+                ).backward()  # counts for nothing: what it moved is loaded now
+            optimizer.zero_grad(set_to_none=True)
+            del batch
+        if shared is None:
+            module.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        else:
+            module.load_state_dict(state["buffers"], strict=False)
         method.load_state_dict(state["method"])
         totals = state["totals"]
         restore_random_states(state["random"])
@@ -76,27 +99,31 @@ def train(config: Config, task: Any, method: SyncMethod, mesh: Mesh) -> None:
         record.rewind(step)
 
     units_per_step = knobs.batch_size * knobs.accumulate * task.units_per_sample
-    meter = Meter(units_per_step, mesh.num_replicas, method.stats, totals)
+    meter = Meter(units_per_step, mesh.num_workers, method.stats, totals)
     batches = task.batches(mesh, step * knobs.accumulate)
     losses = _Losses(step, mesh, checkpoints, config.log.every)
 
     def save() -> bool:
         with meter.paused():
             state = {
-                "model": module.state_dict(),
-                "optimizer": optimizer.state_dict(),
                 "method": method.state_dict(),
                 "totals": meter.state_dict(),
                 "random": random_states(),
             }
+            if shared is None:
+                state |= {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
+            else:
+                state["buffers"] = own_buffers(module)
             return checkpoints.save(step, state)
 
     def evaluate() -> dict[str, float]:
         with meter.paused(), method.consensus(), torch.no_grad():
             with _autocast(knobs.precision, mesh.device):
                 scores = task.evaluate(module)
-            if first and step == knobs.steps:
-                torch.save(module.state_dict(), folder / "model.pt")
+            if mesh.replica == 0 and step == knobs.steps:
+                weights = whole_weights(module)
+                if first:
+                    torch.save(weights, folder / "model.pt")
         if record is not None:
             record.log("eval", step, {**scores, "train_s": meter.totals.train_s})
         text = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
@@ -104,7 +131,7 @@ def train(config: Config, task: Any, method: SyncMethod, mesh: Mesh) -> None:
         return scores
 
     tau = getattr(method, "tau", 1)
-    trace = Trace(folder / "trace" / f"rank_{mesh.replica}.json", tau) if config.trace else None
+    trace = Trace(folder / "trace" / f"rank_{mesh.worker}.json", tau) if config.trace else None
     status = 1
     try:
         with StopVote(mesh, control, lambda: method.lag, STOP_SIGNALS) as stop:
@@ -114,7 +141,7 @@ def train(config: Config, task: Any, method: SyncMethod, mesh: Mesh) -> None:
                 for micro in range(knobs.accumulate):
                     with meter.waiting():
                         batch = _to(next(batches), mesh.device)
-                    with _no_sync(model, last=micro == knobs.accumulate - 1):
+                    with accumulating(model, last=micro == knobs.accumulate - 1):
                         with _autocast(knobs.precision, mesh.device):
                             part = task.loss(model, batch) / knobs.accumulate
                         part.backward()
@@ -207,26 +234,29 @@ def _largest_lr(
     return max(group["initial_lr"] * share for group in optimizer.param_groups)
 
 
-def _no_sync(model: nn.Module, last: bool) -> contextlib.AbstractContextManager:
-    """Only the last micro-batch's backward pass exchanges gradients."""
-    if last or not isinstance(model, DistributedDataParallel):
-        return contextlib.nullcontext()
-    return model.no_sync()
-
-
 def _autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager:
     if precision is Precision.fp32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
+def _remembers_order(model: Any) -> bool:
+    """Whether gradients are added up in an order that the first backward pass decides.
+
+    From its second pass on DDP has gradients in the order in which they came in the first, and
+    where one stands decides in which order three workers or more add theirs: so it rounds.
+    """
+    ddp = isinstance(model, DistributedDataParallel)
+    return ddp and dist.get_world_size(model.process_group) > 2
+
+
 def _to(batch: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), batch)
 
 
-def _seed(seed: int, replica: int) -> None:
-    """Dropout and the like differ between replicas, and repeat from run to run."""
-    own = seed * 1_000_003 + replica
+def _seed(seed: int, worker: int) -> None:
+    """Dropout and the like differ between workers, and repeat from run to run."""
+    own = seed * 1_000_003 + worker
     random.seed(own)
     np.random.seed(own % 2**32)
     torch.manual_seed(own)
@@ -261,7 +291,7 @@ class _Losses:
         folder = os.path.relpath(self._checkpoints.folder)
         last = f"{folder}/step_{steps[0]}" if steps else "none"
         print(
-            f"error: the loss is {loss} at step {self._seen} on replica {self._mesh.replica}; "
+            f"error: the loss is {loss} at step {self._seen} on worker {self._mesh.worker}; "
             f"last good checkpoint: {last}; "
             "try a lower optim.lr, a longer warm-up or train.clip_norm=1",
             file=sys.stderr,
@@ -316,7 +346,8 @@ def _summary(
         "final": scores,
         "baselines": task.baselines(),
         "steps": totals["steps"],
-        "workers": mesh.num_replicas,
+        "workers": mesh.num_workers,
+        "replica_size": mesh.replica_size,
         "unit": task.unit,
         "throughput": throughput,
         "comm_s": comm_s,

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from co2.dist import local
 from co2.methods.base import SyncMethod
+from co2.sharding import local_optimizer
 
 _COMM = ("comm_s", "exposed_s", "bytes")
 
@@ -35,19 +37,19 @@ class Meter:
 
     Args:
         units_per_step: tokens or samples that this worker trains on in one step.
-        num_replicas: workers that train alike; throughput is that of all of them.
+        num_workers: workers that train alike; throughput is that of all of them.
         stats: the method's `stats`.
     """
 
     def __init__(
         self,
         units_per_step: int,
-        num_replicas: int,
+        num_workers: int,
         stats: Callable[[], dict[str, float]],
         totals: dict[str, Any] | None = None,
     ) -> None:
         self.totals = Totals(**(totals or {}))
-        self._units, self._replicas, self._stats = units_per_step, num_replicas, stats
+        self._units, self._workers, self._stats = units_per_step, num_workers, stats
         self._began = self._last = time.perf_counter()
         self._wall_before = self.totals.wall_s
         self._first = True
@@ -106,7 +108,7 @@ class Meter:
         return asdict(self.totals)
 
     def _rate(self, units: int, seconds: float) -> float:
-        return self._replicas * units / seconds if seconds > 0 else 0.0
+        return self._workers * units / seconds if seconds > 0 else 0.0
 
     def _comm(self) -> dict[str, float]:
         stats = self._stats()
@@ -122,10 +124,10 @@ def ledger(model: nn.Module, optimizer: Optimizer, method: SyncMethod) -> dict[s
     """Bytes that one worker holds between steps, with its gradients.
 
     extra = the method's copies × the trained parameters in fp32 (fp64 where a parameter is), as
-    FlatParams holds them. With comm.device=cpu a GPU holds neither these nor the scratch: they are
-    in the host's memory.
+    FlatParams holds them; all of it is what this worker holds of its replica. With comm.device=cpu
+    a GPU holds neither these nor the scratch: they are in the host's memory.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [local(p.detach()) for p in model.parameters() if p.requires_grad]
     width = max(4, *(p.element_size() for p in trained))
     extra = int(method.copies * width * sum(p.numel() for p in trained))
     scratch = method.scratch_bytes
@@ -136,7 +138,7 @@ def ledger(model: nn.Module, optimizer: Optimizer, method: SyncMethod) -> dict[s
         "gradient_bytes": _bytes(trained),
         "inner_state_bytes": _bytes(
             value
-            for state in optimizer.state.values()
+            for state in local_optimizer(optimizer).state.values()
             for value in state.values()
             if isinstance(value, Tensor)
         ),
@@ -154,4 +156,5 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    held = (local(tensor.detach()) for tensor in tensors)
+    return sum(part.numel() * part.element_size() for part in held)

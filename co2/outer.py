@@ -30,7 +30,7 @@ class GapPenalty:
     """
 
     def __init__(self, kind: str | float, flat: FlatParams | Shard, outer_lr: float) -> None:
-        self.kind, self.outer_lr, self.sqrt_numel = kind, outer_lr, flat.numel**0.5
+        self.kind, self.outer_lr, self.sqrt_numel = kind, outer_lr, flat.total_numel**0.5
         self.ema = torch.zeros((), dtype=torch.float64, device=flat.device)
         self.value = torch.ones((), dtype=torch.float64, device=flat.device)
         """Λ_t; for the elementwise kind the Λ of an element that moved as the mean did."""
@@ -124,7 +124,7 @@ class Momentum:
         if self.clip is not None or gap.measures:
             squares, clipped = self.flat.total(squares, clipped)
         self.norm = squares.sqrt()
-        self.clipped = clipped / self.flat.numel
+        self.clipped = clipped / self.flat.total_numel
         if by_norm is not None:
             self._clip_norm(by_norm)
 

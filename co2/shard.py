@@ -36,8 +36,8 @@ class Shard:
     To come out even the buffer is longer than the vector, by less than G elements a row. What is
     beyond stays 0 in every vector, so it adds nothing to a norm and no clip touches it.
 
-    Offers what `FlatParams` does for the outer step: chunks, zeros, total and `numel`, which is
-    that of the whole vector without padding. Vectors of a shard have shape (rows, piece).
+    Offers what `FlatParams` does for the outer step: chunks, zeros, `total` and `total_numel`.
+    Vectors of a shard have shape (rows, piece).
 
     Args:
         flat: the whole vector.
@@ -46,20 +46,22 @@ class Shard:
     """
 
     def __init__(self, flat: FlatParams, mesh: Mesh, comm: CommConfig) -> None:
-        self.numel, self.dtype, self.device = flat.numel, flat.dtype, flat.device
+        self.flat, self.total_numel = flat, flat.total_numel
+        self.dtype, self.device = flat.dtype, flat.device
         self.num_replicas = mesh.num_replicas
         bucket = min(int(comm.bucket_mb * 2**20) // self.dtype.itemsize, chunk_numel(self.device))
-        rows = math.ceil(self.numel / max(self.num_replicas, bucket))
-        piece = math.ceil(self.numel / (rows * self.num_replicas))
+        rows = max(1, math.ceil(flat.numel / max(self.num_replicas, bucket)))
+        piece = math.ceil(flat.numel / (rows * self.num_replicas))
         padded = rows * self.num_replicas * piece
         self.mean = AsyncMean(padded, mesh, comm, self.dtype, self.device)
         """Its buffer is what is cut; it carries the sequence."""
         self.chunks = [Row(index) for index in range(rows)]
-        self._rows = self.mean.buffer.view(rows, -1)
-        self.own = self._rows.view(rows, -1, piece)[:, mesh.replica]
+        self._rows = self.mean.buffer.view(rows, self.num_replicas * piece)
+        self.own = self._rows.view(rows, self.num_replicas, piece)[:, mesh.replica]
         """This replica's part of the buffer, (rows, piece)."""
-        exchanges = self.device.type == "cpu" and self.num_replicas > 1
-        self._received = self._rows[0].clone() if exchanges else self._rows.new_empty(0)
+        self._exchanges = self.num_replicas > 1 and padded > 0
+        sorts = self.device.type == "cpu" and self._exchanges
+        self._received = self._rows[0].clone() if sorts else self._rows.new_empty(0)
 
     def zeros(self) -> Tensor:
         """A new vector of zeros."""
@@ -71,7 +73,7 @@ class Shard:
 
     def reduce_scatter(self) -> None:
         """own ← its mean over the replicas' buffers. Blocking."""
-        if self.num_replicas == 1:
+        if not self._exchanges:
             return
         for row, own in zip(self._rows, self.own, strict=True):
             if self.device.type != "cpu":
@@ -83,18 +85,18 @@ class Shard:
 
     def all_gather(self) -> None:
         """The buffer ← every replica's own. Blocking."""
-        if self.num_replicas == 1:
+        if not self._exchanges:
             return
         for row, own in zip(self._rows, self.own, strict=True):
             dist.all_gather_into_tensor(row, own, group=self.mean.group)
 
     def total(self, *sums: Tensor) -> tuple[Tensor, ...]:
         """Sums over the whole vector, from sums over this replica's part. Blocking."""
-        if self.num_replicas == 1:
-            return sums
-        together = torch.stack(sums)
-        dist.all_reduce(together, group=self.mean.group)
-        return together.unbind()
+        if self.num_replicas > 1:
+            together = torch.stack(sums)
+            dist.all_reduce(together, group=self.mean.group)
+            sums = together.unbind()
+        return self.flat.total(*sums)
 
     @property
     def scratch_bytes(self) -> int:

@@ -30,7 +30,7 @@ class StopVote:
         signals: Iterable[signal.Signals],
     ) -> None:
         self.told = False
-        self._alone = mesh.num_replicas == 1
+        self._alone = mesh.num_workers == 1
         self._group, self._lag, self._signals = group, lag, tuple(signals)
         self._pending: deque[tuple[torch.Tensor, dist.Work]] = deque()
 

@@ -56,7 +56,7 @@ class AutoTau:
     share) and a longer round would mend it; it never falls, so it cannot swing.
 
     Args:
-        mesh: the replicas, who all make this object together.
+        mesh: of the workers, who all make this object together.
         most_share: as in `choose`.
     """
 
@@ -64,7 +64,7 @@ class AutoTau:
         self.tau, self.most_share = START, most_share
         self.notices: list[str] = []
         """What was decided and why, a line each; the reader empties it."""
-        self._group = mesh.new_group("gloo")
+        self._group = mesh.new_worker_group("gloo")
         self._clock = _CudaClock() if mesh.device.type == "cuda" else _HostClock()
         self._chosen, self._strikes, self._rounds = False, 0, 0
         self._steps: list[float] = []

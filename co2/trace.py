@@ -1,7 +1,8 @@
 """A Chrome trace of a few rounds, by torch.profiler: `trace=true`.
 
 Beside PyTorch's own operators and collectives it holds the phases of a round, under the names
-below. chrome://tracing and ui.perfetto.dev open it; `python -m co2.timeline RUN` draws it.
+below. chrome://tracing and ui.perfetto.dev open it; `python -m co2.timeline RUN` draws it. What a
+thread of ours carries on a CPU (comm.py, `run`) is not in it; the wait for it is.
 """
 
 from pathlib import Path

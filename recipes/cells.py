@@ -12,9 +12,6 @@ from co2.compose import composed
 from co2.config import Config
 from co2.record import read_summary
 
-_STOPPED = (launch.PREEMPTED, 130)
-"""Exit statuses of a run that was told to stop: saved, and killed by a second Ctrl-C."""
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -57,7 +54,7 @@ def run(cells: Iterable[Cell], say: Callable[[str], None] = print) -> list[Cell]
             say(f"{len(left)} runs of {workers} workers to train; the next: {left[0].command}")
             status = launch.run(partial(_train, tuple(left)), left[0].config())
             left = [cell for cell in left if cell.summary() is None]
-            if status in _STOPPED:
+            if status in launch.STOPPED:
                 raise SystemExit(status)
             if status and left:
                 say(f"failed with exit status {status}: {left[0].command}")

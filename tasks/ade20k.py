@@ -93,7 +93,7 @@ class ADE20K:
         self._opened: dict[str, Scenes | Pairs] = {}
         self._frequencies: Tensor | None = None
 
-    def setup(self, num_replicas: int) -> None:
+    def setup(self, num_workers: int) -> None:
         """See `Task.setup`. Nothing is written; files are listed, and read when they are met."""
         mend = "batch norm, over pooled maps of one pixel, needs at least 2"
         require(self.train.batch_size >= 2, "train.batch_size", self.train.batch_size, mend)
@@ -102,7 +102,7 @@ class ADE20K:
         except ConfigError as error:
             raise error.under("ade20k") from None
         self._opened = {split: self._open(split) for split in pairs.SPLITS}
-        self._sampler(num_replicas)
+        self._sampler(num_workers)
 
     def model(self) -> nn.Module:
         """See `Task.model`. On the device meta no weights are read."""
@@ -118,12 +118,12 @@ class ADE20K:
 
         A view depends on (seed, epoch, sample) alone. See `Task.batches`.
         """
-        sampler, samples = self._sampler(mesh.num_replicas), self._samples("training")
+        sampler, samples = self._sampler(mesh.num_workers), self._samples("training")
         config = self.config
 
         def make(draw: int) -> tuple[Tensor, ...]:
             views = []
-            for sample in sampler.indices(draw, mesh.replica).tolist():
+            for sample in sampler.indices(draw, mesh.worker).tolist():
                 image, labels = samples[sample]
                 with seeded(self.train.seed, sampler.epoch(draw), sample):
                     views.append(
@@ -215,6 +215,6 @@ class ADE20K:
         assert self._opened, "call setup() first"
         return self._opened[split]
 
-    def _sampler(self, num_replicas: int) -> Sampler:
+    def _sampler(self, num_workers: int) -> Sampler:
         samples = len(self._samples("training"))
-        return Sampler(samples, num_replicas, self.train.batch_size, self.train.seed)
+        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed)

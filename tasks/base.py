@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from co2.dist import Mesh
 
 Batch: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
-"""One micro-batch of one replica, on the CPU; the loop moves it."""
+"""One micro-batch of one worker, on the CPU; the loop moves it."""
 
 
 class Task(Protocol):
@@ -34,14 +34,14 @@ class Task(Protocol):
     ) -> None:
         """Cheap: no file is read."""
 
-    def setup(self, num_replicas: int) -> None:
+    def setup(self, num_workers: int) -> None:
         """Check the data, prepare and cache it where needed, and open it.
 
         Idempotent, and safe when several processes call it at once: what is written appears
         whole or not at all.
 
         Raises:
-            ConfigError: the data cannot be used, or are too few for `num_replicas` batches.
+            ConfigError: the data cannot be used, or are too few for `num_workers` batches.
                 Nothing has been written then.
         """
 
@@ -55,9 +55,9 @@ class Task(Protocol):
         ...
 
     def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
-        """Endless micro-batches of `mesh.replica`, from the micro-batch with index `start` on.
+        """Endless micro-batches of `mesh.worker`, from the micro-batch with index `start` on.
 
-        Micro-batch number n is a pure function of (seed, n, replica), so training resumes
+        Micro-batch number n is a pure function of (seed, n, worker), so training resumes
         exactly with `start = step * accumulate`.
         """
         ...

@@ -81,7 +81,7 @@ class CausalText:
         self.vocab_size = PUBLIC_VOCAB_SIZE if own else config.vocab_size
         self._opened: Store | None = None
 
-    def setup(self, num_replicas: int) -> None:
+    def setup(self, num_workers: int) -> None:
         """See `Task.setup`. The first run on a corpus tokenizes it: some 10 s for 16 MB."""
         context, corpus = self.config.context, self.config.corpus.name
         window = Window(f"{self.name}.context", context, context + 1)
@@ -91,7 +91,7 @@ class CausalText:
         mend = f"its tokenizer has {size} tokens, {self.name} takes {self.vocab_size}"
         require(size <= self.vocab_size, key, corpus, mend)
         self._opened = store
-        self._sampler(num_replicas)
+        self._sampler(num_workers)
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """Scores of the token after each: [B, T, vocabulary] of tokens [B, T]."""
@@ -102,10 +102,10 @@ class CausalText:
 
     def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
         """Windows, int64 [batch_size, context + 1]. See `Task.batches`."""
-        sampler, tokens = self._sampler(mesh.num_replicas), self._store.tokens("train")
+        sampler, tokens = self._sampler(mesh.num_workers), self._store.tokens("train")
 
         def make(draw: int) -> Tensor:
-            return windows(tokens, sampler.indices(draw, mesh.replica), self.config.context)
+            return windows(tokens, sampler.indices(draw, mesh.worker), self.config.context)
 
         return load(make, count(start), self.data.workers, mesh.device)
 
@@ -151,9 +151,9 @@ class CausalText:
     def _unigram_entropy(self) -> float:
         return unigram_entropy(self._store.tokens("val"))
 
-    def _sampler(self, num_replicas: int) -> Sampler:
+    def _sampler(self, num_workers: int) -> Sampler:
         samples = num_windows(self._store.count("train"), self.config.context)
-        return Sampler(samples, num_replicas, self.train.batch_size, self.train.seed)
+        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed)
 
     def _validation(self) -> np.ndarray:
         """The validation windows of an evaluation: all, or `eval_samples` spread evenly."""

@@ -81,10 +81,10 @@ class Classification:
         self.config, self.train, self.optim, self.data = config, train, optim, data
         self._opened: Images | None = None
 
-    def setup(self, num_replicas: int) -> None:
+    def setup(self, num_workers: int) -> None:
         """See `Task.setup`. A tree is listed, no picture is read: seconds for ImageNet's."""
         self._opened = self._open()
-        self._sampler(num_replicas)
+        self._sampler(num_workers)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return make_optimizer(model, self.optim)
@@ -94,11 +94,11 @@ class Classification:
 
         Where pictures are mixed, also how much of each pixel stays: see `mixing`.
         """
-        sampler, images, augment = self._sampler(mesh.num_replicas), self._images, self.augment()
+        sampler, images, augment = self._sampler(mesh.num_workers), self._images, self.augment()
 
         def make(draw: int) -> tuple[Tensor, ...]:
             epoch, seen, labels = sampler.epoch(draw), [], []
-            for index in sampler.indices(draw, mesh.replica).tolist():
+            for index in sampler.indices(draw, mesh.worker).tolist():
                 image, label = images.read("train", index)
                 with seeded(self.train.seed, epoch, index):
                     for change in augment:
@@ -106,7 +106,7 @@ class Classification:
                 seen.append(image)
                 labels.append(label)
             batch = (torch.stack(seen), torch.tensor(labels))
-            keep = self.mixing(draw, mesh.replica)
+            keep = self.mixing(draw, mesh.worker)
             return batch if keep is None else (*batch, keep)
 
         return load(make, count(start), self.data.workers, mesh.device)
@@ -116,7 +116,7 @@ class Classification:
         config = self.config
         return random_crop(config.image_size, config.crop, config.flip, self.interpolation)
 
-    def mixing(self, draw: int, replica: int) -> Tensor | None:
+    def mixing(self, draw: int, worker: int) -> Tensor | None:
         """For pictures that are mixed, see `tasks.images.mixing`."""
         return None
 
@@ -211,6 +211,6 @@ class Classification:
             raise ConfigError(key, "imagenet", f"{mend}; {look}")
         return tree
 
-    def _sampler(self, num_replicas: int) -> Sampler:
+    def _sampler(self, num_workers: int) -> Sampler:
         samples = int(self._images.counts["train"].sum())
-        return Sampler(samples, num_replicas, self.train.batch_size, self.train.seed)
+        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed)

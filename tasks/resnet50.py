@@ -30,11 +30,11 @@ class ResNet50(Classification):
 
     name = "resnet50"
 
-    def setup(self, num_replicas: int) -> None:
+    def setup(self, num_workers: int) -> None:
         """See `Task.setup`."""
         mend = "batch norm needs at least 2"
         require(self.train.batch_size >= 2, "train.batch_size", self.train.batch_size, mend)
-        super().setup(num_replicas)
+        super().setup(num_workers)
 
     def model(self) -> nn.Module:
         """See `Task.model`. ResNet-50 has 25.6 M parameters with 1000 classes."""

@@ -125,7 +125,7 @@ class RoBERTa:
         self._inside = config.context - 2
         self._opened: Store | None = None
 
-    def setup(self, num_replicas: int) -> None:
+    def setup(self, num_workers: int) -> None:
         """See `Task.setup`. The first run on a corpus tokenizes it: some 10 s for 16 MB."""
         corpus, key = self.config.corpus.name, "roberta.corpus"
         window = Window("roberta.context", self.config.context, self._inside)
@@ -143,7 +143,7 @@ class RoBERTa:
             name, value = (key, corpus) if self.data.path is None else ("data.path", self.data.path)
             require(facts["tokens"] > facts["documents"], name, value, mend)
         self._opened = store
-        self._sampler(num_replicas)
+        self._sampler(num_workers)
 
     def model(self) -> nn.Module:
         """See `Task.model`. Any device: `with torch.device("meta")` counts parameters for free."""
@@ -179,11 +179,11 @@ class RoBERTa:
 
         The mask of a window is a function of (seed, epoch, window).
         """
-        sampler = self._sampler(mesh.num_replicas)
+        sampler = self._sampler(mesh.num_workers)
 
         def make(draw: int) -> Batch:
             epoch = sampler.epoch(draw)
-            return self._batch("train", sampler.indices(draw, mesh.replica), self.train.seed, epoch)
+            return self._batch("train", sampler.indices(draw, mesh.worker), self.train.seed, epoch)
 
         return load(make, count(start), self.data.workers, mesh.device)
 
@@ -260,9 +260,9 @@ class RoBERTa:
         seen, places, targets = map(torch.from_numpy, masked(rows, self.vocabulary, keys))
         return seen, places, targets
 
-    def _sampler(self, num_replicas: int) -> Sampler:
+    def _sampler(self, num_workers: int) -> Sampler:
         samples = num_windows(self._store.count("train"), self._inside, overlap=0)
-        return Sampler(samples, num_replicas, self.train.batch_size, self.train.seed)
+        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed)
 
     def _validation(self) -> np.ndarray:
         """The validation windows of an evaluation: all, or `eval_samples` spread evenly."""

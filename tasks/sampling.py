@@ -6,53 +6,53 @@ from co2.errors import ConfigError
 
 
 class Sampler:
-    """The batch of (seed, draw, replica) as a pure function.
+    """The batch of (seed, draw, worker) as a pure function.
 
-    A draw takes one micro-batch for every replica: `batch_size * num_replicas` samples, the global
+    A draw takes one micro-batch for every worker: `batch_size * num_workers` samples, the global
     batch. An epoch has floor(num_samples / global batch) draws over a permutation of its own, so
-    within an epoch no sample is seen twice, by whichever replica; the few left over wait for
+    within an epoch no sample is seen twice, by whichever worker; the few left over wait for
     another permutation. The samples of a draw depend on the global batch only, not on how many
-    replicas share it.
+    workers share it.
 
     Args:
         num_samples: samples of the training set.
-        num_replicas: replicas that draw at the same time.
-        batch_size: samples of one micro-batch of one replica.
+        num_workers: workers that draw at the same time.
+        batch_size: samples of one micro-batch of one worker.
         seed: of the permutations.
     Raises:
         ConfigError: the training set does not fill one global batch.
     """
 
-    def __init__(self, num_samples: int, num_replicas: int, batch_size: int, seed: int) -> None:
-        if num_replicas > num_samples:
+    def __init__(self, num_samples: int, num_workers: int, batch_size: int, seed: int) -> None:
+        if num_workers > num_samples:
             mend = f"the training data hold {num_samples} samples, fewer than workers"
-            raise ConfigError("launch.workers", num_replicas, f"{mend}; use at most {num_samples}")
-        if batch_size * num_replicas > num_samples:
+            raise ConfigError("launch.workers", num_workers, f"{mend}; use at most {num_samples}")
+        if batch_size * num_workers > num_samples:
             mend = (
-                f"{num_replicas} workers draw {batch_size * num_replicas} samples at once, the "
-                f"training data hold {num_samples}; use at most {num_samples // num_replicas}"
+                f"{num_workers} workers draw {batch_size * num_workers} samples at once, the "
+                f"training data hold {num_samples}; use at most {num_samples // num_workers}"
             )
             raise ConfigError("train.batch_size", batch_size, mend)
         self.num_samples = num_samples
-        self.num_replicas = num_replicas
+        self.num_workers = num_workers
         self.batch_size = batch_size
         self.seed = seed
-        self.draws_per_epoch = num_samples // (batch_size * num_replicas)
+        self.draws_per_epoch = num_samples // (batch_size * num_workers)
         self._epoch = -1
         self._permutation = np.empty(0, dtype=np.uint32)
 
-    def indices(self, draw: int, replica: int) -> np.ndarray:
+    def indices(self, draw: int, worker: int) -> np.ndarray:
         """Samples of one micro-batch.
 
         Args:
             draw: index of the micro-batch, from 0, counted over all epochs.
-            replica: from 0 to num_replicas - 1.
+            worker: from 0 to num_workers - 1.
         Returns:
             int64 [batch_size], each from 0 to num_samples - 1.
         """
-        assert draw >= 0 and 0 <= replica < self.num_replicas
+        assert draw >= 0 and 0 <= worker < self.num_workers
         epoch, position = divmod(draw, self.draws_per_epoch)
-        start = (position * self.num_replicas + replica) * self.batch_size
+        start = (position * self.num_workers + worker) * self.batch_size
         return self._order(epoch)[start : start + self.batch_size].astype(np.int64)
 
     def epoch(self, draw: int) -> int:

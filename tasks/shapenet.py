@@ -119,7 +119,7 @@ class ShapeNet:
         self.generated = data.path is None and config.shapes is Shapes.solids
         self._opened: dict[str, Clouds] = {}
 
-    def setup(self, num_replicas: int) -> None:
+    def setup(self, num_workers: int) -> None:
         """See `Task.setup`. Of files only the lists and the names are looked at; a cloud that is
         damaged shows when it is met, or with `python -m tasks.prepare shapenet --check`."""
         mend = "the head of the classifier has batch norm, which needs at least 2"
@@ -141,7 +141,7 @@ class ShapeNet:
             mend = "is not there; see: python -m tasks.prepare shapenet --help"
             require(folder.is_dir(), "data.root", folder, mend)
             self._opened = open_clouds(folder, "data.root")
-        self._sampler(num_replicas)
+        self._sampler(num_workers)
 
     def model(self) -> nn.Module:
         """See `Task.model`. Any device. The classifier needs `setup()` to know the categories."""
@@ -168,11 +168,11 @@ class ShapeNet:
         """Clouds, float32 [batch_size, points, 3]; and beside them, for reconstruction, an order
         of the patches of each, int64 [batch_size, groups], of which the first `num_visible` are
         seen; for classification their categories, int64 [batch_size]. See `Task.batches`."""
-        sampler = self._sampler(mesh.num_replicas)
+        sampler = self._sampler(mesh.num_workers)
 
         def make(draw: int) -> tuple[Tensor, ...]:
             epoch, seed = sampler.epoch(draw), self.train.seed
-            chosen = sampler.indices(draw, mesh.replica)
+            chosen = sampler.indices(draw, mesh.worker)
             made = [self._sample("train", i, (seed, epoch, i), augment=True) for i in chosen]
             return self._batch("train", chosen, made)
 
@@ -223,9 +223,9 @@ class ShapeNet:
         assert self._opened, "call setup() first"
         return self._opened[part]
 
-    def _sampler(self, num_replicas: int) -> Sampler:
+    def _sampler(self, num_workers: int) -> Sampler:
         samples = len(self._part("train"))
-        return Sampler(samples, num_replicas, self.train.batch_size, self.train.seed)
+        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed)
 
     def _sample(
         self, part: str, index: int, key: tuple[int, ...], augment: bool

@@ -56,13 +56,13 @@ class Toy:
         self.config, self.train, self.optim, self.data = config, train, optim, data
         self._points = self._labels = torch.empty(0)
 
-    def setup(self, num_replicas: int) -> None:
+    def setup(self, num_workers: int) -> None:
         """See `Task.setup`. Nothing is written."""
         mend = "task=toy makes its own data; leave it null"
         require(self.data.path is None, "data.path", self.data.path, mend)
         mend = "batch norm, in the toy's model, needs at least 2"
         require(self.train.batch_size >= 2, "train.batch_size", self.train.batch_size, mend)
-        self._sampler(num_replicas)
+        self._sampler(num_workers)
         source = torch.Generator().manual_seed(self.train.seed)
         config = self.config
         self._points = torch.randn(2 * config.samples, config.features, generator=source)
@@ -84,9 +84,9 @@ class Toy:
 
     def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
         """Points [batch_size, features] and their labels, int64 [batch_size]."""
-        sampler = self._sampler(mesh.num_replicas)
+        sampler = self._sampler(mesh.num_workers)
         for draw in count(start):
-            chosen = torch.from_numpy(sampler.indices(draw, mesh.replica))
+            chosen = torch.from_numpy(sampler.indices(draw, mesh.worker))
             yield self._points[chosen], self._labels[chosen]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -123,5 +123,5 @@ class Toy:
         digest = hashlib.sha256(self._points.numpy().tobytes() + self._labels.numpy().tobytes())
         return {"data": "toy", "sha256": digest.hexdigest(), "num_samples": self.config.samples}
 
-    def _sampler(self, num_replicas: int) -> Sampler:
-        return Sampler(self.config.samples, num_replicas, self.train.batch_size, self.train.seed)
+    def _sampler(self, num_workers: int) -> Sampler:
+        return Sampler(self.config.samples, num_workers, self.train.batch_size, self.train.seed)

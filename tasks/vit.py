@@ -93,10 +93,10 @@ class ViT(Classification):
         steps += [erasing(chance)] if chance else []
         return steps
 
-    def mixing(self, draw: int, replica: int) -> Tensor | None:
+    def mixing(self, draw: int, worker: int) -> Tensor | None:
         """See `Classification.mixing`: one share, or one square, for the whole micro-batch."""
         mixup, cutmix = self.config.mixup, self.config.cutmix
         if not mixup and not cutmix:
             return None
-        rng = generator(self.train.seed, draw, replica)
+        rng = generator(self.train.seed, draw, worker)
         return mixing(rng, self.config.image_size, mixup, cutmix)

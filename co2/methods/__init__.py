@@ -8,9 +8,11 @@ from co2.methods.cocod_sgd import CoCoDSGD
 from co2.methods.diloco import DiLoCo
 from co2.methods.eager_diloco import EagerDiLoCo
 from co2.methods.local_sgd import LocalSGD
+from co2.methods.onebit_adam import OneBitAdam
 from co2.methods.overlap_local_sgd import OverlapLocalSGD
 from co2.methods.slowmo import SlowMo
 from co2.methods.streaming_diloco import StreamingDiLoCo
+from co2.methods.zero_one_adam import ZeroOneAdam
 
 METHODS: dict[str, type[SyncMethod]] = {
     "allreduce": AllReduce,
@@ -23,4 +25,6 @@ METHODS: dict[str, type[SyncMethod]] = {
     "eager_diloco": EagerDiLoCo,
     "co2": CO2,
     "co2_keep": CO2Keep,
+    "onebit_adam": OneBitAdam,
+    "zero_one_adam": ZeroOneAdam,
 }

@@ -1,14 +1,17 @@
 """AllReduce: gradients are averaged at every step, overlapped with backward.
 
-PyTorch's own DistributedDataParallel, unmodified, so that the baseline is the one people use.
+PyTorch's own DistributedDataParallel, unmodified, so that the baseline is the one people use: over
+all workers, whatever the size of a replica. Parameters that fully_shard has cut over a replica's
+workers and repeats over the replicas (its hybrid mode) are averaged by it already.
 Buffers are treated as in every other method: local while training, averaged in the consensus
 (DDP's default would send replica 0's before every forward pass).
 """
 
-import warnings
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,11 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from co2.config import CommConfig, CommDevice, Precision
-from co2.dist import Mesh, averageable, averaged, replicate
+from co2.dist import Mesh, consensus, data_parallel, local, replicate
 from co2.errors import require
 
 
 class AllReduce:
+    averages_gradients = True
+    refused_strategies: Mapping[str, str] = MappingProxyType({})
+
     @dataclass
     class Config:
         """DDP has no hyper-parameters of its own."""
@@ -41,20 +47,13 @@ class AllReduce:
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> nn.Module:
         self.model, self.optimizer, self.mesh = model, optimizer, mesh
-        self.group = mesh.new_group()
+        self.group, self.shard_group = mesh.new_group(), mesh.new_shard_group()
         replicate(model, self.group)
         self.ddp: DistributedDataParallel | None = None
-        if mesh.num_replicas == 1:
+        self.sharded = any(local(p) is not p for p in model.parameters())
+        if mesh.num_workers == 1 or self.sharded:
             return model
-        with warnings.catch_warnings():
-            # torch renames broadcast_buffers; the old name is the one that 2.11 knows too.
-            warnings.simplefilter("ignore", FutureWarning)
-            self.ddp = DistributedDataParallel(
-                model,
-                broadcast_buffers=False,
-                bucket_cap_mb=self.comm.bucket_mb,
-                gradient_as_bucket_view=True,
-            )
+        self.ddp = data_parallel(model, self.comm.bucket_mb)
         if self.comm.dtype is Precision.bf16:
             self.ddp.register_comm_hook(None, bf16_compress_hook)
         if mesh.device.type == "cpu":
@@ -66,7 +65,7 @@ class AllReduce:
         self.steps += 1
 
     def consensus(self) -> AbstractContextManager[None]:
-        return averaged(averageable(self.model), self.group)
+        return consensus(self.model, self.group, self.shard_group)
 
     def flush(self) -> None:
         """Nothing is in flight after a backward pass."""
@@ -91,8 +90,7 @@ class AllReduce:
     @property
     def copies(self) -> float:
         """Gradients live in DDP's buckets; for bf16 it makes rounded ones beside them."""
-        alone = self.mesh.num_replicas == 1
-        return 0.0 if alone or self.comm.dtype is Precision.fp32 else 0.5
+        return 0.0 if self.ddp is None or self.comm.dtype is Precision.fp32 else 0.5
 
     @property
     def copies_on(self) -> torch.device:
@@ -103,18 +101,22 @@ class AllReduce:
         return 1
 
     def bytes_per_step(self) -> int:
-        """Bytes that one worker sends in one step: 2(G−1)/G of the gradients."""
-        trained = [p for p in self.model.parameters() if p.requires_grad]
+        """Bytes that one worker sends in one step: 2(G−1)/G of its gradients, where G counts the
+        workers under DDP, and the replicas where parameters are sharded."""
+        trained = [local(p.detach()) for p in self.model.parameters() if p.requires_grad]
         halved = self.comm.dtype is Precision.bf16
         payload = sum(p.numel() * (2 if halved else p.element_size()) for p in trained)
-        return 2 * (self.mesh.num_replicas - 1) * payload // self.mesh.num_replicas
+        rings = self.mesh.num_replicas if self.sharded else self.mesh.num_workers
+        return 2 * (rings - 1) * payload // rings
 
     def _clocks(self) -> dict[str, float]:
         """DDP's own averages over the steps it sampled, times all steps.
 
         comm_s: first bucket's launch to the last one's completion; exposed_s: what of it came
-        after the last gradient was computed.
+        after the last gradient was computed. fully_shard keeps no clocks: not a number.
         """
+        if self.sharded:
+            return {"comm_s": math.nan, "exposed_s": math.nan}
         comm_s, exposed_s = self._before["comm_s"], self._before["exposed_s"]
         if self.ddp is not None:
             sampled = self.ddp._get_ddp_logging_data()

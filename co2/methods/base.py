@@ -1,6 +1,6 @@
 """SyncMethod: what every way of keeping the replicas in step offers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -27,10 +27,23 @@ class SyncMethod(Protocol):
     a function of the step sets it, for methods that prepare an outer step while its round is still
     being trained (CO2 with `shard`). None: they take the rate of the round before."""
 
+    averages_gradients: bool
+    """Whether all replicas step with the same gradients, averaged by PyTorch's own wrappers: then
+    the replicas' axis is theirs too (sharding.py)."""
+
+    @property
+    def refused_strategies(self) -> Mapping[str, str]:
+        """`mesh.strategy` → why this method cannot be combined with it."""
+        ...
+
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None: ...
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> nn.Module:
-        """Give every replica the weights of replica 0; return the module to train."""
+        """Give every replica the weights of replica 0; return the module to train.
+
+        The parameters may be sharded over the workers of a replica (fully_shard) when they get
+        here: a method works on local shards, and exchanges them with its counterparts.
+        """
         ...
 
     def step(self) -> None:

@@ -33,6 +33,7 @@ from co2.trace import OUTER_STEP
 class CO2Keep(LocalMethod):
     held = 3  # where the round's progress counts from, center, momentum
     vectors = ("start", "center", "momentum")
+    rounds_apart = 2
 
     @dataclass
     class Config:

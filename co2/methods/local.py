@@ -3,8 +3,9 @@
 A method of this kind holds vectors of the model's size, and says what happens when a round ends.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.profiler import record_function
 
 from co2.comm import AsyncMean
 from co2.config import CommConfig
-from co2.dist import Mesh, averageable, averaged, replicate
+from co2.dist import Mesh, consensus, replicate
 from co2.errors import require, require_number
 from co2.flat import FlatParams
 from co2.tau import AUTO, AutoTau
@@ -33,6 +34,8 @@ class LocalMethod:
     Config: Any
     held: float
     vectors: tuple[str, ...] = ()
+    averages_gradients = False
+    refused_strategies: Mapping[str, str] = MappingProxyType({})
     rounds_apart = 1
     """Rounds that one replica may run ahead of another: 2 where means arrive one round late."""
     lr_at: Callable[[int], float] | None = None
@@ -51,9 +54,9 @@ class LocalMethod:
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> nn.Module:
         self.model, self.optimizer = model, optimizer
-        self.group = mesh.new_group()
+        self.group, self.shard_group = mesh.new_group(), mesh.new_shard_group()
         replicate(model, self.group)
-        self.flat = FlatParams(optimizer, self.comm.device)
+        self.flat = FlatParams(optimizer, self.comm.device, mesh=mesh)
         self.mean = self.new_mean(mesh)
         self.auto: AutoTau | None = None
         if self.config.tau == AUTO:
@@ -90,7 +93,7 @@ class LocalMethod:
         return float(self.optimizer.param_groups[group]["lr"])
 
     def consensus(self) -> AbstractContextManager[None]:
-        return averaged(averageable(self.model), self.group)
+        return consensus(self.model, self.group, self.shard_group)
 
     def flush(self) -> None:
         self.mean.close()

@@ -15,10 +15,16 @@ any delay. A sync before step 1 + delay has no collective to take and does nothi
 A layer is a run of consecutive trained parameters, in the model's order, that share the module path
 up to and including its first number: all of `transformer.h.3`. A parameter outside any numbered
 container is a layer of its own. Every fragment needs one.
-Chosen here: the remainder where P does not divide τ. Left out: quantized exchange.
+
+With `exchange` int8 or int4 the θ − x^i are quantized, one scale a parameter tensor, and so is
+their mean; what rounding leaves is kept and added the next time (co2/exchange.py). d is then what
+arrived, equal on all replicas.
+
+Chosen here: the remainder where P does not divide τ; and uniform quantization with error feedback,
+where the paper sends floats of 4 bits.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -29,9 +35,11 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from co2.comm import AsyncMean
-from co2.config import CommConfig
+from co2.compress import COMPRESSORS
+from co2.config import CommConfig, Precision
 from co2.dist import Mesh, replicate
 from co2.errors import require, require_count
+from co2.exchange import CompressedMean
 from co2.flat import FlatParams
 from co2.methods.local import LocalMethod, check_outer
 from co2.outer import nesterov
@@ -51,6 +59,8 @@ class StreamingDiLoCo(LocalMethod):
         """Inner steps during which a collective is under way; below τ."""
         mixing: float = 0.5
         """Share of the local weights in what a sync leaves. The paper: 0.5."""
+        exchange: str = "full"
+        """What travels: full, or quantized to int8 or int4, with error feedback."""
         outer_lr: float = 0.7
         """α."""
         outer_momentum: float = 0.9
@@ -65,11 +75,26 @@ class StreamingDiLoCo(LocalMethod):
             whole = isinstance(self.delay, int) and not isinstance(self.delay, bool)
             require(whole and 0 <= self.delay < self.tau, "delay", self.delay, mend)
             require(0 <= self.mixing <= 1, "mixing", self.mixing, "must lie in [0, 1]")
+            known = ("full", "int8", "int4")
+            require(self.exchange in known, "exchange", self.exchange, "must be full, int8 or int4")
             check_outer(self.outer_lr, self.outer_momentum)
+
+    def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
+        super().__init__(config, comm)
+        wire, kind = self.comm.dtype, self.config.exchange
+        mend = f"must be fp32 with streaming_diloco.exchange={kind}, which is less already"
+        require(kind == "full" or wire is Precision.fp32, "comm.dtype", wire.name, mend)
+
+    @property
+    def refused_strategies(self) -> Mapping[str, str]:  # type: ignore[override]
+        if self.config.exchange == "full":
+            return {}
+        reason = f"exchange={self.config.exchange} has scales of whole tensors, not of parts"
+        return {"zero2": reason, "zero3": reason}
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> nn.Module:
         self.model, self.optimizer, self.auto = model, optimizer, None
-        self.group = mesh.new_group()
+        self.group, self.shard_group = mesh.new_group(), mesh.new_shard_group()
         self.steps_of_round = 0
         replicate(model, self.group)
         parts = strided(model, optimizer, self.config.fragments)
@@ -100,7 +125,8 @@ class StreamingDiLoCo(LocalMethod):
     def state_dict(self) -> dict[str, Any]:
         return {
             "steps_of_round": self.steps_of_round,
-            "mean": [fragment.mean.state_dict() for fragment in self.fragments],
+            "mean": [fragment.mean.state_dict() for fragment in self.fragments],  # brings it in
+            "errors": [f.exchange.state_dict() for f in self.fragments if f.exchange],
             "outer": [fragment.outer for fragment in self.fragments],
             "momentum": [fragment.momentum for fragment in self.fragments],
         }
@@ -111,6 +137,8 @@ class StreamingDiLoCo(LocalMethod):
             fragment.mean.load_state_dict(state["mean"][number])
             fragment.outer.copy_(state["outer"][number])
             fragment.momentum.copy_(state["momentum"][number])
+            if fragment.exchange is not None:
+                fragment.exchange.load_state_dict(state["errors"][number])
 
     def stats(self) -> dict[str, float]:
         clocks = [fragment.mean.clocks() for fragment in self.fragments]
@@ -120,11 +148,11 @@ class StreamingDiLoCo(LocalMethod):
     def copies(self) -> float:
         width = max(fragment.flat.dtype.itemsize for fragment in self.fragments)
         numel = sum(fragment.flat.numel for fragment in self.fragments)
-        return sum(fragment.held_bytes for fragment in self.fragments) / (width * numel)
+        return sum(fragment.held_bytes for fragment in self.fragments) / max(1, width * numel)
 
     @property
     def scratch_bytes(self) -> int:
-        return sum(fragment.flat.transfer.scratch_bytes for fragment in self.fragments)
+        return sum(fragment.scratch_bytes for fragment in self.fragments)
 
     @property
     def copies_on(self) -> torch.device:
@@ -150,6 +178,11 @@ class Fragment:
     ) -> None:
         self.flat, self.config = flat, config
         self.mean = AsyncMean(flat.numel, mesh, comm, dtype=flat.dtype, device=flat.device)
+        self.exchange: CompressedMean | None = None
+        if config.exchange != "full":
+            sizes = [param.numel() for param in flat.params]
+            compressor = COMPRESSORS[config.exchange]
+            self.exchange = CompressedMean(sizes, mesh, self.mean, compressor)
         self.outer, self.momentum = flat.copy(), flat.zeros()
         first = (number + 1) * round(config.tau / config.fragments)
         self.starts_at = (first - config.delay) % config.tau
@@ -158,7 +191,10 @@ class Fragment:
     def start(self) -> None:
         with self.flat.round():
             self.flat.displacement(self.outer, out=self.mean.buffer)
-        self.mean.start()
+        if self.exchange is None:
+            self.mean.start()
+        else:
+            self.exchange.start(self.mean.buffer)
 
     def sync(self) -> None:
         mean = self.mean.wait()
@@ -173,7 +209,13 @@ class Fragment:
 
     @property
     def held_bytes(self) -> int:
-        return self.outer.nbytes + self.momentum.nbytes + self.mean.buffer.nbytes
+        own = self.outer.nbytes + self.momentum.nbytes + self.mean.buffer.nbytes
+        return own + (self.exchange.held_bytes if self.exchange else 0)
+
+    @property
+    def scratch_bytes(self) -> int:
+        own = self.flat.transfer.scratch_bytes
+        return own + (self.exchange.scratch_bytes if self.exchange else 0)
 
 
 def strided(model: nn.Module, optimizer: Optimizer, fragments: int) -> list[list[Tensor]]:

@@ -24,13 +24,16 @@ def check(config: Config, world: int) -> None:
     """Refuse what a peer cannot run, before anything is started. Other methods pass.
 
     Raises:
-        ConfigError: its package is missing, one worker, bf16 on the wire, or a GPU.
+        ConfigError: its package is missing, one worker, replicas of several, bf16 on the wire, or a
+            GPU.
     """
     name = config.method
     if name not in PEERS:
         return
     check_installed(name)
     require(world > 1, "launch.workers", world, f"method={name} needs 2 or more")
+    size = config.mesh.replica_size
+    require(size == 1, "mesh.replica_size", size, f"method={name} takes a worker for a replica")
     wire = config.comm.dtype
     require(wire is Precision.fp32, "comm.dtype", wire.value, f"method={name} sends fp32 only")
     me = launch.identity()

@@ -1,8 +1,9 @@
 """Peer: what the adapters to other people's implementations have in common."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from co2.config import CommConfig
-from co2.dist import Mesh, averageable, averaged, replicate
+from co2.dist import Mesh, consensus, replicate
 
 
 class Peer:
@@ -34,6 +35,8 @@ class Peer:
     model: nn.Module
     optimizer: Optimizer
     mesh: Mesh
+    averages_gradients = False
+    refused_strategies: Mapping[str, str] = MappingProxyType({})
     lr_at: Callable[[int], float] | None = None
 
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
@@ -69,7 +72,7 @@ class Peer:
             self.exposed_s += time.perf_counter() - self._inner_step_ended
 
     def consensus(self) -> AbstractContextManager[None]:
-        return averaged(averageable(self.model), self.group)
+        return consensus(self.model, self.group, None)
 
     def flush(self) -> None:
         """Nothing is in flight after a step."""

@@ -317,11 +317,21 @@ METHODS = {
     "eager_diloco": ("eager_diloco.tau=3",),
     "co2": ("co2.tau=3", "co2.gap_penalty=gap_aware_elementwise", "co2.clip=0.1"),
     "co2_keep": ("co2_keep.tau=3", "co2_keep.delay=2"),
+    "onebit_adam": ("optim.name=adamw", "optim.lr=0.01", "onebit_adam.freeze_step=5"),
+    "zero_one_adam": (
+        "optim.name=adamw",
+        "optim.lr=0.01",
+        "zero_one_adam.freeze_step=4",
+        "zero_one_adam.double_every=2",
+        "zero_one_adam.max_interval=4",
+    ),
 }
 
 
 CHOICES = [(f"method={method}", *fields) for method, fields in METHODS.items()]
 CHOICES += [("method=co2", "co2.tau=3", "co2.shard=true")]
+QUANTIZED = ("streaming_diloco.delay=2", "streaming_diloco.exchange=int4")
+CHOICES += [("method=streaming_diloco", "streaming_diloco.tau=3", *QUANTIZED)]
 
 
 @pytest.mark.parametrize("told_in", [7, 8, 9], ids=lambda step: f"step {step}")
@@ -396,12 +406,10 @@ DIVERGE = ("optim.lr=1e30", "optim.schedule=constant", "optim.warmup_steps=0")
 
 
 def assert_line(err: str, step: int | None, replica: int, last: str) -> None:
-    """One line names step, replica and the last good checkpoint."""
+    """One line names step, worker and the last good checkpoint."""
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, err
-    match = re.match(
-        r"error: the loss is (nan|inf|-inf) at step (\d+) on replica (\d+); ", lines[0]
-    )
+    match = re.match(r"error: the loss is (nan|inf|-inf) at step (\d+) on worker (\d+); ", lines[0])
     assert match, lines[0]
     assert step is None or int(match.group(2)) == step
     assert int(match.group(3)) == replica

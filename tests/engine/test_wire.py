@@ -14,6 +14,7 @@ import co2
 from co2.comm import AsyncMean
 from co2.config import CommConfig, Precision
 from co2.methods import METHODS
+from tests.methods.driver import ROUNDS_OF
 
 SIZES = (1000, 77)
 FP32, BF16 = Precision.fp32, Precision.bf16
@@ -46,7 +47,7 @@ def payload_and_count(rank: int, world: int, name: str, wire: Precision) -> tupl
     return payload, method.stats()["bytes"]
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "allreduce"])
+@pytest.mark.parametrize("name", ROUNDS_OF)
 @pytest.mark.parametrize(("world", "wire", "width"), [(1, FP32, 4), (2, FP32, 4), (3, BF16, 2)])
 def test_bytes_are_those_of_a_ring_over_the_payload(workers, name, world, wire, width):
     for payload, counted in workers.run(payload_and_count, world, name, wire):
@@ -110,9 +111,13 @@ class Model(torch.nn.Module):
     def forward(self):
         return self.a.sum() + self.b.sum()
 net = Model()
-config = co2.METHODS[name].Config(**({"shard": True} if "shard" in sys.argv else {}))
-method = co2.METHODS[name](config, CommConfig(dtype=Precision[sys.argv[5]]))
-model = method.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), co2.Mesh.world())
+compressed = name == "onebit_adam"
+fields = {"freeze_step": 1} if compressed else {"shard": True} if "shard" in sys.argv else {}
+method = co2.METHODS[name](
+    co2.METHODS[name].Config(**fields), CommConfig(dtype=Precision[sys.argv[5]])
+)
+optimizer = (torch.optim.AdamW if compressed else torch.optim.SGD)(net.parameters(), lr=0.1)
+model = method.prepare(net, optimizer, co2.Mesh.world())
 steps = 12
 dist.barrier(); before = sent(); dist.barrier()
 for _ in range(steps):
@@ -137,6 +142,7 @@ dist.barrier(); dist.destroy_process_group()
         ("co2", 3, "fp32 shard"),
         ("allreduce", 2, "fp32"),
         ("allreduce", 2, "bf16"),
+        ("onebit_adam", 3, "fp32"),
     ],
 )
 def test_bytes_are_what_the_network_device_counts(tmp_path: Path, name: str, world: int, wire: str):

@@ -30,6 +30,7 @@ FIELDS = [
     ("overlap_local_sgd", {}),
     ("cocod_sgd", {}),
     ("streaming_diloco", {"fragments": 1, "delay": 0}),
+    ("streaming_diloco", {"fragments": 1, "delay": 0, "exchange": "int8"}),
     ("eager_diloco", {}),
     ("co2_keep", {}),
     ("co2", {"gap_penalty": "none"}),

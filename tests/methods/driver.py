@@ -34,6 +34,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "clip": 0.05,
     },
     "co2_keep": {"tau": 3, "kept": 0.6, "outer_momentum": 0.6, "injection": 0.3},
+    "onebit_adam": {"freeze_step": 4},
+    "zero_one_adam": {"freeze_step": 4, "kappa": 2, "double_every": 2, "max_interval": 4},
 }
 """One telling configuration of every method."""
 
@@ -46,6 +48,18 @@ OVERLAPPED = (
     "co2_keep",
 )
 """Methods that compute on while a collective is in flight."""
+
+ROUNDS_OF = tuple(name for name, settings in SETTINGS.items() if "tau" in settings)
+"""Methods with rounds of τ steps around any inner optimizer."""
+
+ADAM = ("onebit_adam", "zero_one_adam")
+"""Methods that are an Adam: they take the place of the inner one, and refuse any other."""
+
+
+def inner(name: str, optimizer: str = "sgd") -> str:
+    """The inner optimizer to test a method with, where `optimizer` would do for the others."""
+    return "adamw" if name in ADAM else optimizer
+
 
 Snapshot = dict[str, Tensor]
 
@@ -63,13 +77,14 @@ class Session:
         rank: int,
         name: str,
         settings: dict[str, Any],
-        optimizer: str = "sgd",
+        optimizer: str | None = None,
         dtype: torch.dtype = torch.float64,
         seed: int | None = None,
         comm: CommConfig | None = None,
     ) -> None:
         self.rank, self.steps_done = rank, 0
-        self.net, self.optimizer = problem.build(rank if seed is None else seed, optimizer, dtype)
+        seed = rank if seed is None else seed
+        self.net, self.optimizer = problem.build(seed, optimizer or inner(name), dtype)
         self.method = METHODS[name](METHODS[name].Config(**settings), comm)
         self.model = self.method.prepare(self.net, self.optimizer, co2.Mesh.world())
         self.method.lr_at = lambda step: max(problem.rates(self.optimizer, step))
@@ -90,7 +105,7 @@ def trajectory(
     world: int,
     name: str,
     settings: dict[str, Any],
-    optimizer: str = "sgd",
+    optimizer: str | None = None,
     dtype: torch.dtype = torch.float64,
     steps: int = 15,
     comm: CommConfig | None = None,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 TAU = 3
 FACTORS = (0.3, 0.6, 0.9, 0.9, 1.0, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
@@ -22,6 +22,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "plain": lambda groups: SGD(groups, lr=0.1),
     "momentum": lambda groups: SGD(groups, lr=0.1, momentum=0.9, dampening=0.2),
     "decay": lambda groups: SGD(groups, lr=0.1, weight_decay=0.1),
+    "adam": lambda groups: Adam(groups, lr=0.02, weight_decay=0.1),
     "adamw": lambda groups: AdamW(groups, lr=0.02, weight_decay=0.1),
 }
 

@@ -1,5 +1,7 @@
 """comm.device=cpu: the same trajectory, whenever the copies to and from the GPU happen."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,27 +14,31 @@ from co2.errors import ConfigError
 from co2.flat import FlatParams
 from co2.methods import METHODS
 from co2.transfer import Direct, Staged
-from tests.methods.driver import SETTINGS, Session, assert_same, parts, trajectory
+from tests.methods.driver import ROUNDS_OF, SETTINGS, Session, assert_same, parts, trajectory
 from tests.methods.late_stream import HOST, LateStream, at_once, at_random, late, no_gpu_needed
 from tests.methods.test_resume import finish, load, save
 from tests.workers import Pool
 
-LOCAL = [name for name in SETTINGS if name != "allreduce"]
 PACES = {"late": late, "at once": at_once, **{f"seed {n}": at_random(n) for n in range(3)}}
 
 
-def whenever(rank: int, world: int, name: str) -> None:
+def whenever(rank: int, world: int, name: str, settings: dict[str, Any]) -> None:
     with no_gpu_needed(late):  # for its chunks: a norm's rounding depends on them
-        expected = trajectory(rank, world, name, SETTINGS[name])
+        expected = trajectory(rank, world, name, settings)
     for pace in PACES.values():
         with no_gpu_needed(pace):
-            assert_same(trajectory(rank, world, name, SETTINGS[name], comm=HOST), expected)
+            assert_same(trajectory(rank, world, name, settings, comm=HOST), expected)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("name", ROUNDS_OF)
 def test_copies_may_be_late_or_early(workers: Pool, name: str, world: int) -> None:
-    workers.run(whenever, world, name)
+    workers.run(whenever, world, name, SETTINGS[name])
+
+
+def test_copies_may_be_late_or_early_when_quantized(workers: Pool) -> None:
+    settings = {**SETTINGS["streaming_diloco"], "exchange": "int4"}
+    workers.run(whenever, 2, "streaming_diloco", settings)
 
 
 def stopped(rank: int, world: int, name: str) -> None:
@@ -47,7 +53,7 @@ def stopped(rank: int, world: int, name: str) -> None:
         assert_same(finish(again), expected)
 
 
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("name", ROUNDS_OF)
 def test_resume(workers: Pool, name: str) -> None:
     workers.run(stopped, 2, name)
 
@@ -155,7 +161,7 @@ def test_the_fake_sees_no_later_than_it_has_waited() -> None:
     assert vector.eq(1).all()
 
 
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("name", ROUNDS_OF)
 def test_beside_a_model_on_the_cpu_nothing_changes(name: str) -> None:
     session = Session(0, name, SETTINGS[name], comm=HOST)
     assert all(isinstance(part.flat.transfer, Direct) for part in parts(session.method))

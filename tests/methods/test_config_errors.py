@@ -8,7 +8,7 @@ import co2
 from co2.config import CommConfig, Precision
 from co2.errors import ConfigError
 from co2.methods import METHODS
-from tests.methods.driver import SETTINGS
+from tests.methods.driver import ADAM, SETTINGS
 
 NAN, INF = float("nan"), float("inf")
 ROUNDS = (
@@ -41,10 +41,13 @@ WRONG: list[tuple[str, str, Any]] = [
     *(("streaming_diloco", "fragments", value) for value in (0, 4, True)),
     *(("streaming_diloco", "delay", value) for value in (-1, 3, 0.5)),
     *(("streaming_diloco", "mixing", value) for value in (-0.1, 1.1, NAN)),
+    *(("streaming_diloco", "exchange", value) for value in ("int2", "sign", "", None)),
     *(("overlap_local_sgd", "pull", value) for value in (-0.1, 1.1, NAN)),
     *(("co2", "clip", value) for value in (-1.0, NAN)),
     *(("co2", "gap_penalty", value) for value in ("typo", 0.0, -2.0, NAN)),
     ("co2", "clip_mode", "typo"),
+    *((name, "freeze_step", value) for name in ADAM for value in (0, -1)),
+    *(("zero_one_adam", key, 0) for key in ("kappa", "double_every", "max_interval")),
 ]
 RIGHT: list[tuple[str, str, Any]] = [
     *((name, "tau", 1) for name in ROUNDS),
@@ -52,6 +55,7 @@ RIGHT: list[tuple[str, str, Any]] = [
     *(("streaming_diloco", "fragments", value) for value in (1, 3)),
     *(("streaming_diloco", "delay", value) for value in (0, 2)),
     *(("streaming_diloco", "mixing", value) for value in (0.0, 1.0)),
+    *(("streaming_diloco", "exchange", value) for value in ("full", "int8", "int4")),
     *((name, "outer_momentum", 0.0) for name in ("slowmo", "overlap_local_sgd", "co2")),
     *(("co2", "clip", value) for value in (None, 0.0, 5.0)),
     *(
@@ -82,6 +86,13 @@ def test_what_is_sharded_does_not_travel_in_bf16() -> None:
         co2.CO2(co2.CO2.Config(shard=True), CommConfig(dtype=Precision.bf16))
     co2.CO2(co2.CO2.Config(shard=True), CommConfig(dtype=Precision.fp32))
     co2.CO2(co2.CO2.Config(shard=False), CommConfig(dtype=Precision.bf16))
+
+
+def test_what_is_quantized_does_not_travel_in_bf16() -> None:
+    method, bf16 = co2.StreamingDiLoCo, CommConfig(dtype=Precision.bf16)
+    with pytest.raises(ConfigError, match=r"^comm\.dtype=bf16: must be fp32 with .*=int4"):
+        method(method.Config(exchange="int4"), bf16)
+    method(method.Config(), bf16)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed
 
 from co2 import dist
 from tests.methods.collectives import SlowNetwork
@@ -37,7 +38,7 @@ def looked_at(rank: int, world: int, name: str) -> list[tuple[Snapshot, Snapshot
 @pytest.mark.parametrize("name", SETTINGS)
 def test_consensus(workers: Pool, name: str, world: int) -> None:
     runs = workers.run(looked_at, world, name)
-    undisturbed = workers.run(trajectory, world, name, SETTINGS[name], "sgd", torch.float64, STEPS)
+    undisturbed = workers.run(trajectory, world, name, SETTINGS[name], None, torch.float64, STEPS)
     for rank, run in enumerate(runs):
         assert_same([before for before, _, _ in run], undisturbed[rank])
         assert_same([after for _, _, after in run], undisturbed[rank])
@@ -49,7 +50,8 @@ def test_consensus(workers: Pool, name: str, world: int) -> None:
                 mean = torch.stack([other[step][0][key] for other in runs]).mean(dim=0)
                 torch.testing.assert_close(value, mean, rtol=1e-12, atol=1e-12)
     before, inside, _ = runs[1][STEPS - 1]  # where the replicas differ, or nothing is shown
-    for key in ("norm.running_mean", "drift", *(["scale"] if name != "allreduce" else [])):
+    alike = name in ("allreduce", "onebit_adam")
+    for key in ("norm.running_mean", "drift", *([] if alike else ["scale"])):
         assert not torch.equal(inside[key], before[key])
 
 
@@ -82,6 +84,7 @@ def carried(rank: int, world: int) -> None:
     assert dist.carries(None, gpu)  # type: ignore[arg-type]
     with patch("torch.distributed.get_backend_config", lambda group: "cpu:gloo,cuda:nccl"):
         assert dist.carries(group, gpu)  # type: ignore[arg-type]
+    torch.distributed.barrier(group)  # who leaves early breaks what the other still connects
 
 
 def raising(rank: int, world: int, name: str) -> None:

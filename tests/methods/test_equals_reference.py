@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.methods import problem
-from tests.methods.driver import SETTINGS, Snapshot, trajectory
+from tests.methods.driver import SETTINGS, Snapshot, inner, trajectory
 from tests.reference import REFERENCES
 from tests.reference.replica import Replica
 from tests.workers import Pool
@@ -24,12 +24,14 @@ STREAMING: tuple[dict[str, Any], ...] = (
     {"fragments": 1, "delay": 0, "mixing": 0.0},
     {"fragments": 2, "delay": 2, "mixing": 0.5},
     {"fragments": 3, "delay": 2, "mixing": 0.25},
+    {"exchange": "int8", "fragments": 1},
+    {"exchange": "int4", "fragments": 3, "delay": 2},
 )
 CASES = [(name, settings) for name, settings in SETTINGS.items() if not name.startswith("co2")]
 CASES += [("co2", {**CO2, "gap_penalty": gap, **clip}) for gap, clip in product(GAPS, CLIPS)]
 SHARDED = [(name, {**settings, "shard": True}) for name, settings in CASES if name == "co2"]
 """Where state lies is nothing that a simulation knows."""
-DELAYS = (None, 0, 1, problem.TAU)
+DELAYS = (None, 0, 1)
 CASES += [("co2_keep", {**SETTINGS["co2_keep"], "delay": delay}) for delay in DELAYS]
 CASES += [("streaming_diloco", {**SETTINGS["streaming_diloco"], **own}) for own in STREAMING]
 
@@ -82,10 +84,8 @@ def compare(
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("case", CASES + SHARDED, ids=str)
-def test_equals_reference_with_sgd(
-    workers: Pool, case: tuple[str, dict[str, Any]], world: int
-) -> None:
-    compare(workers, case, "sgd", world, torch.float64, 1e-12)
+def test_equals_reference(workers: Pool, case: tuple[str, dict[str, Any]], world: int) -> None:
+    compare(workers, case, inner(case[0]), world, torch.float64, 1e-12)
 
 
 @pytest.mark.parametrize("case", CASES + SHARDED, ids=str)
@@ -95,7 +95,7 @@ def test_equals_reference_with_adamw(workers: Pool, case: tuple[str, dict[str, A
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_equals_reference_in_fp32(workers: Pool, name: str) -> None:
-    compare(workers, (name, SETTINGS[name]), "sgd", 2, torch.float32, 1e-4)
+    compare(workers, (name, SETTINGS[name]), inner(name), 2, torch.float32, 1e-4)
 
 
 def test_equals_reference_in_fp32_sharded(workers: Pool) -> None:
@@ -107,7 +107,7 @@ def test_every_choice_shows(optimizer: str) -> None:
     """Were two configurations alike on this problem, the test above could not tell them apart."""
     ends = []
     for name, settings in CASES:
-        replicas = simulate(name, settings, optimizer, 2, torch.float64)
+        replicas = simulate(name, settings, inner(name, optimizer), 2, torch.float64)
         ends.append(
             torch.cat([replicas[0][-1][key].reshape(-1) for key in ("scale", "leave.bias")])
         )

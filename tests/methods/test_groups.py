@@ -16,7 +16,8 @@ from co2 import dist as blocking
 from co2.comm import AsyncMean
 from co2.methods import METHODS
 from tests.cli.harness import pooled
-from tests.methods.driver import SETTINGS, parts
+from tests.methods.driver import SETTINGS, inner, parts
+from tests.methods.problem import OPTIMIZERS
 from tests.workers import Pool
 
 ROLES = {
@@ -56,6 +57,7 @@ def test_no_group_has_two_roles(workers: Pool, tmp_path: Path, name: str) -> Non
         2,
         f"method={name}",
         *(f"{name}.{key}={value}" for key, value in SETTINGS[name].items()),
+        f"optim.name={inner(name)}",
         "train.steps=12",
         "train.eval_every=4",
         "checkpoint.every=4",
@@ -102,7 +104,7 @@ def groups_of(rank: int, world: int, name: str) -> list[str]:
     for _ in range(2):
         model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(3)) for _ in range(2)])
         method = METHODS[name]()
-        method.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), co2.Mesh.world())
+        method.prepare(model, OPTIMIZERS[inner(name)](model.parameters()), co2.Mesh.world())
         names += [part.mean.group.group_name for part in parts(method)]
         names.append(method.group.group_name)  # type: ignore[attr-defined]
         method.flush()

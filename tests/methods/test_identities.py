@@ -82,6 +82,12 @@ def test_eager_diloco_alone_is_diloco(workers: Pool, optimizer: str) -> None:
     assert_alike(eager, diloco)
 
 
+def test_kept_progress_with_a_delay_of_a_round(workers: Pool) -> None:
+    settings = {"tau": TAU, "kept": 0.6}
+    named = workers.run(trajectory, 3, "co2_keep", {**settings, "delay": TAU}, "adamw")
+    assert_same(named, workers.run(trajectory, 3, "co2_keep", settings, "adamw"))
+
+
 def drifted(rank: int, world: int, name: str, settings: dict[str, Any]) -> list[Tensor]:
     """Round starts 1, 2, ... under gradients that do not depend on the weights."""
     model, optimizer = problem.build_drift([4, 7])

@@ -15,7 +15,8 @@ ELEMENTWISE = {**SETTINGS["co2"], "gap_penalty": "gap_aware_elementwise", "clip_
 SHARDED = [{**fields, "shard": True} for fields in (SETTINGS["co2"], ELEMENTWISE)]
 TWO_IN_FLIGHT = {**SETTINGS["streaming_diloco"], "delay": 2}
 CASES = [*SETTINGS.items(), *(("co2", fields) for fields in (ELEMENTWISE, *SHARDED))]
-CASES.append(("streaming_diloco", TWO_IN_FLIGHT))
+QUANTIZED = [{**TWO_IN_FLIGHT, "exchange": kind} for kind in ("int8", "int4")]
+CASES += [("streaming_diloco", fields) for fields in (TWO_IN_FLIGHT, *QUANTIZED)]
 
 
 def save(session: Session) -> bytes:

@@ -58,7 +58,7 @@ def laid_out(rank: int, world: int) -> None:
             buffer, numel = method.mean.buffer, sum(sizes)
             assert numel <= buffer.numel() < numel + world * len(method.shard.chunks)
             assert not buffer[numel:].any()
-            assert method.shard.numel == numel
+            assert method.shard.total_numel == numel
             if world == 1 and fields is BARE:
                 assert_same(history, plain)
 

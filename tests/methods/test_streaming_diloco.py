@@ -1,9 +1,13 @@
 """What is particular to Streaming DiLoCo: its schedule, its layers, and when it is DiLoCo."""
 
+import random
+import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -17,6 +21,7 @@ from tests.reference.replica import Replica
 from tests.workers import Pool
 
 TAU = 6
+EXCHANGES = ("full", "int8", "int4")
 OUTER = {"outer_lr": 2.0, "outer_momentum": 0.0}
 TABLE: dict[tuple[int, float], tuple[tuple[float, ...], tuple[float, ...]]] = {
     (0, 0.0): ((-11, -35, -59), (-23, -47)),
@@ -111,12 +116,82 @@ def outer_weights(rank: int, world: int, settings: dict[str, Any]) -> list[list[
     return history
 
 
-def test_outer_weights_are_bit_for_bit_alike(workers: Pool) -> None:
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_outer_weights_are_bit_for_bit_alike(workers: Pool, exchange: str) -> None:
     """Local weights never are, while some of them are mixed in."""
-    first, *others = workers.run(outer_weights, 4, SETTINGS["streaming_diloco"])
+    settings = {**SETTINGS["streaming_diloco"], "exchange": exchange}
+    first, *others = workers.run(outer_weights, 4, settings)
     for other in others:
         assert_same(other, first)
     assert not torch.equal(first[0][0], first[-1][0])
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_without_mixing_replicas_are_alike_after_a_sync(workers: Pool, exchange: str) -> None:
+    """Of one fragment, without delay, in all that is trained."""
+    settings = {"tau": 3, "fragments": 1, "delay": 0, "mixing": 0.0, "exchange": exchange}
+    names = [name for name, _ in problem.Net().named_parameters() if name != "unknown"]
+    first, *others = workers.run(trajectory, 3, "streaming_diloco", settings)
+    for other in others:
+        for step in (3, 6, 9, 12, 15):
+            assert_same([other[step][n] for n in names], [first[step][n] for n in names])
+        assert not torch.equal(other[4]["scale"], first[4]["scale"])
+
+
+def at_any_time(rank: int, world: int) -> None:
+    """Collectives that take up to 20 ms, others on each replica, beside steps that take one."""
+    settings = {**SETTINGS["streaming_diloco"], "delay": 2, "exchange": "int8"}
+    expected = trajectory(rank, world, "streaming_diloco", settings)
+    source = random.Random(rank)
+
+    def slowed(collective: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(source.random() / 50)
+            return collective(*args, **kwargs)
+
+        return call
+
+    names = ("all_to_all_single", "all_gather_into_tensor")
+    with patch.multiple(dist, **{name: slowed(getattr(dist, name)) for name in names}):
+        for _ in range(3):
+            assert_same(trajectory(rank, world, "streaming_diloco", settings), expected)
+
+
+def test_a_quantized_exchange_may_take_its_time(workers: Pool) -> None:
+    workers.run(at_any_time, 3)
+
+
+def quantized(rank: int, world: int, exchange: str, tau: int) -> tuple[Tensor, float]:
+    """Weights after 240 steps of drift, of different gradients on each replica; and the bytes."""
+    model, optimizer = problem.build_drift([300, 7, 700])
+    outer = {"outer_lr": 1.0, "outer_momentum": 0.0}
+    config = {"tau": tau, "fragments": 2, "delay": 1, "mixing": 0.0, "exchange": exchange, **outer}
+    method = StreamingDiLoCo(StreamingDiLoCo.Config(**config))
+    method.prepare(model, optimizer, co2.Mesh.world())
+    for step in range(240):
+        problem.backward_drift(model, step, rank)
+        method.step()
+    with method.consensus():
+        weights = torch.cat([weight.detach().clone() for weight in model.parameters()])
+    method.flush()
+    return weights, method.stats()["bytes"]
+
+
+def test_quantized_exchange_loses_nothing_for_good(workers: Pool) -> None:
+    """What one rounding leaves comes with the next: after few syncs the weights are as far from
+    those of the full exchange as after many, and the bytes are a quarter and an eighth."""
+    apart, sent = {}, {}
+    for tau in (40, 4):
+        full, sent["full"] = workers.run(quantized, 2, "full", tau)[0]
+        for exchange in ("int8", "int4"):
+            weights, sent[exchange] = workers.run(quantized, 2, exchange, tau)[0]
+            apart[exchange, tau] = (weights - full).norm().item()
+    for exchange in ("int8", "int4"):
+        assert 0 < apart[exchange, 4] < 1.5 * apart[exchange, 40]
+    assert apart["int8", 4] < 0.1 * apart["int4", 4]
+    # A vector in fp64 is 8 bytes an element; there are scales for the three tensors, too.
+    assert sent["full"] / 8 <= sent["int8"] < 1.1 * sent["full"] / 8
+    assert sent["full"] / 16 <= sent["int4"] < 1.15 * sent["full"] / 16
 
 
 @pytest.mark.parametrize(

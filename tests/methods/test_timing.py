@@ -7,6 +7,7 @@ import pytest
 from tests.methods.collectives import Recorder, SlowNetwork
 from tests.methods.driver import (
     OVERLAPPED,
+    ROUNDS_OF,
     SETTINGS,
     Session,
     Snapshot,
@@ -85,6 +86,11 @@ def test_ranks_issue_the_same_collectives(workers: Pool, name: str) -> None:
     first, *others = workers.run(recorded, 3, name)
     for other in others:
         assert other == first
+
+
+@pytest.mark.parametrize("name", ["allreduce", *ROUNDS_OF])
+def test_a_round_has_one_collective(workers: Pool, name: str) -> None:
+    [first, _] = workers.run(recorded, 2, name)
     launched = [step for step, call, *_, background in first if call == "all_reduce" and background]
     due = {"allreduce": [], "streaming_diloco": [1, 3, 4, 6, 7, 9, 10, 12, 13, 15]}
     assert launched == due.get(name, [TAU * (t + 1) for t in range(ROUNDS)])

@@ -8,9 +8,11 @@ from tests.reference import (
     diloco,
     eager_diloco,
     local_sgd,
+    onebit_adam,
     overlap_local_sgd,
     slowmo,
     streaming_diloco,
+    zero_one_adam,
 )
 
 REFERENCES = {
@@ -24,6 +26,8 @@ REFERENCES = {
     "eager_diloco": eager_diloco.rounds,
     "co2": co2.rounds,
     "co2_keep": co2_keep.rounds,
+    "onebit_adam": onebit_adam.rounds,
+    "zero_one_adam": zero_one_adam.rounds,
 }
 """Name to `rounds(replicas, **settings)`: an endless iterator, one item a round, that trains the
 replicas in place. After item t they hold what they start round t + 1 from."""

@@ -3,7 +3,8 @@
 Layer l belongs to fragment l mod P. Fragment p syncs after the steps n with
 n = (p + 1) round(tau / P) modulo tau. `delay` steps earlier the mean of outer - local is started,
 if there was a step by then; at the sync DiLoCo's outer step is taken with it, and
-local <- (1 - mix) outer + mix local. Every parameter is simulated on its own.
+local <- (1 - mix) outer + mix local. Every parameter is simulated on its own, but for the mean of a
+quantized exchange: a fragment's parameters lie in the optimizer's order there.
 """
 
 import re
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.reference.replica import Replica, mean
+from tests.reference.two_stages import TwoStages
 
 
 def layer(name: str) -> str:
@@ -25,6 +27,12 @@ def layer(name: str) -> str:
 def trained(replica: Replica) -> dict[str, Tensor]:
     known = {id(parameter) for parameter in replica.trainable()}
     return {n: p.detach() for n, p in replica.model.named_parameters() if id(p) in known}
+
+
+def in_order(replica: Replica, names: list[str]) -> list[str]:
+    """As the optimizer lists them."""
+    name_of = {id(p): n for n, p in replica.model.named_parameters()}
+    return [name_of[id(p)] for p in replica.trainable() if name_of[id(p)] in names]
 
 
 def split(names: list[str], fragments: int) -> list[list[str]]:
@@ -46,21 +54,24 @@ def rounds(
     mixing: float,
     outer_lr: float,
     outer_momentum: float,
+    exchange: str = "full",
 ) -> Iterator[None]:
     local = [trained(replica) for replica in replicas]
     outer = {name: value.clone() for name, value in local[0].items()}
     v = {name: torch.zeros_like(value) for name, value in outer.items()}
     arriving: dict[tuple[int, str], Tensor] = {}
-    members = split(list(outer), fragments)
+    members = [in_order(replicas[0], part) for part in split(list(outer), fragments)]
+    quantized = [two_stages(len(replicas), exchange, outer, part) for part in members]
     for n in count(1):
         for replica in replicas:
             replica.train(1)
         for p in range(fragments):
             phase = (p + 1) * round(tau / fragments)
-            for name in members[p]:
-                if (n + delay - phase) % tau == 0:
-                    d = mean(outer[name] - weights[name] for weights in local)
+            if (n + delay - phase) % tau == 0:
+                apart = [{name: outer[name] - w[name] for name in members[p]} for w in local]
+                for name, d in average(apart, quantized[p]).items():
                     arriving[n + delay, name] = d
+            for name in members[p]:
                 d = arriving.pop((n, name), None)
                 if d is None:
                     continue
@@ -70,3 +81,22 @@ def rounds(
                     mixed = (1 - mixing) * outer[name] + mixing * weights[name]
                     weights[name].copy_(mixed)
         yield
+
+
+def two_stages(
+    workers: int, exchange: str, outer: dict[str, Tensor], names: list[str]
+) -> TwoStages | None:
+    if exchange == "full":
+        return None
+    like = torch.cat([outer[name].reshape(-1) for name in names])
+    return TwoStages(workers, like, [outer[name].numel() for name in names], exchange)
+
+
+def average(apart: list[dict[str, Tensor]], quantized: TwoStages | None) -> dict[str, Tensor]:
+    """The replicas' mean of each parameter."""
+    first = apart[0]
+    if quantized is None:
+        return {name: mean(own[name] for own in apart) for name in first}
+    flat = quantized.mean([torch.cat([d.reshape(-1) for d in own.values()]) for own in apart])
+    parts = flat.split([d.numel() for d in first.values()])
+    return {name: part.view_as(first[name]) for name, part in zip(first, parts, strict=True)}

@@ -11,7 +11,7 @@ from tasks.sampling import Sampler
 
 def drawn(sampler: Sampler, draws: range) -> list[np.ndarray]:
     return [
-        sampler.indices(draw, replica) for draw in draws for replica in range(sampler.num_replicas)
+        sampler.indices(draw, replica) for draw in draws for replica in range(sampler.num_workers)
     ]
 
 

@@ -1,0 +1,69 @@
+"""1-bit Adam (Tang et al., ICML 2021, arXiv 2102.02888, Algorithm 1). Blocking.
+
+    step t = 1 … freeze_step: Adam with averaged gradients
+        g = mean_i g^i;  m ← β1 m + (1−β1) g;  v ← β2 v + (1−β2) g²
+    after it, v stands still and the momentum travels, one bit an element (co2/exchange.py)
+        m^i = β1 m + (1−β1) g^i;  m = 1-bit mean of m^i
+    always  x ← x − γ m̂/(√v̂ + ε),  m̂ = m/(1−β1^t),  v̂ = v/(1−β2^min(t, freeze_step))
+
+γ, β1, β2, ε and weight decay are those of each parameter group of the inner Adam or AdamW, whose
+place this takes. All replicas hold the same x, m and v after every step.
+Chosen here:
+- The bias corrections, PyTorch's, so that the first stage is AllReduce under AdamW. That of m goes
+  on after the freeze (it is 1 soon), that of v stays what it was then.
+- Signs are those of m/(√v + ε), times √v + ε where they arrive: without compression the same, and
+  with it no element of a tensor makes longer steps than others (compressed.py, `average_signs`).
+- One scale for every parameter tensor in place of the paper's one for all (exchange.py says why).
+- An element whose frozen v is 0 has a momentum of 0 from then on, in place of ± a scale, which over
+  ε would carry it away; it moves by weight decay alone.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from co2.methods.compressed import CompressedAdam, check_freeze_step
+
+
+class OneBitAdam(CompressedAdam):
+    name = "onebit_adam"
+
+    @dataclass
+    class Config:
+        freeze_step: int = 100
+        """Steps of Adam before v is frozen: 15 to 20 % of training in the paper."""
+
+        def __post_init__(self) -> None:
+            check_freeze_step(self.freeze_step)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        frozen = self.steps > self.config.freeze_step
+        self.flat.gradients(out=self.mean.buffer)
+        if not frozen:
+            self.average_gradients()
+        self._take_in_gradients(frozen)
+        if frozen:
+            self.average_signs(self.m)
+        self._move()
+
+    def _take_in_gradients(self, frozen: bool) -> None:
+        for chunk in self.flat.chunks:
+            first, second = self.betas(chunk.group)
+            g = chunk.of(self.mean.buffer)
+            self.add_l2(chunk, g)
+            chunk.of(self.m).lerp_(g, 1 - first)
+            if not frozen:
+                chunk.of(self.v).mul_(second).addcmul_(g, g, value=1 - second)
+
+    def _move(self) -> None:
+        refreshes = min(self.steps, self.config.freeze_step)
+        for chunk in self.flat.chunks:
+            first, second = self.betas(chunk.group)
+            x = self.flat.local(chunk)
+            x.mul_(self.shrinkage(chunk.group))
+            divisor = self.divisor(chunk, 1 - second**refreshes)
+            gamma = self.lr(chunk.group) / (1 - first**self.steps)
+            x.addcdiv_(chunk.of(self.m), divisor, value=-gamma)
+            chunk.write(x)

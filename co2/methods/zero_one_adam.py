@@ -1,0 +1,167 @@
+"""0/1 Adam (Lu et al., ICLR 2023, arXiv 2202.06009, Algorithm 1). Blocking, most steps silent.
+
+    step t = 0, 1, …, on every replica i:
+        t ∈ T_v:   g^i ← mean_i g^i;  v ← v + (1−β2)/(1−β2^r) (g² − v)      r-th refresh
+        m ← β1 m + (1−β1) g^i;  u ← u + γ_t m
+        t ∉ T_u:   x ← x − γ_t m/(√v + ε)
+        t ∈ T_u:   ū = 1-bit mean of u (co2/exchange.py); at t ∈ T_v it is u
+                   m = ū/Σγ;  x = x_{t'} − ū/(√v + ε);  u = 0          Σ since t', the last of T_u
+
+T_v starts at 0; its interval doubles after every κ refreshes, and it ends before `freeze_step`.
+T_u is every step until then; after it the interval is 1, and doubles every `double_every` steps up
+to `max_interval` (the paper's H): 2^⌊(t − freeze_step)/double_every⌋ from a t in T_u to the next.
+κ → `kappa`. γ, β1, β2, ε and weight decay are those of each parameter group of the inner Adam or
+AdamW, whose place this takes.
+Chosen here:
+- v is refreshed before it is used, else the first step would divide by ε; and it is Adam's
+  bias-corrected v, because refreshes soon are too rare to outgrow the bias. m has no correction, as
+  in the paper, so about 1/(1−β1) first steps are short ones.
+- At a refresh the exact mean of the gradients is at hand, and replicas differ in nothing else: m
+  takes that in, and u needs no exchange. In the paper m takes the replica's own, and both travel.
+- Signs are those of u/(√v + ε), times √v + ε where they arrive: without compression the same, and
+  with it no element of a tensor makes longer steps than others (compressed.py, `average_signs`).
+- One scale for every parameter tensor in place of the paper's one for all (exchange.py says why).
+- An element whose v is 0 stays where it is but for decay, and its m and u are 0 after an exchange:
+  ± a scale over ε would carry it away.
+- AdamW's decay shrinks x_{t'} by the same factors as x. Where Σγ = 0, m starts from 0 again.
+- The paper doubles T_u's interval whenever the learning rate has halved; here the steps are given.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from co2.dist import Mesh
+from co2.errors import require_count
+from co2.methods.compressed import CompressedAdam, check_freeze_step
+
+
+class ZeroOneAdam(CompressedAdam):
+    name = "zero_one_adam"
+    vectors = ("m", "v", "u", "anchor")
+    u: Tensor
+    anchor: Tensor
+    """x_{t'}, which all replicas share."""
+
+    @dataclass
+    class Config:
+        freeze_step: int = 100
+        """First step after which v stands still and T_u's interval may grow; the paper: the end of
+        the learning rate's warm-up."""
+        kappa: int = 16
+        """κ: refreshes of v until their interval doubles. The paper: 16."""
+        double_every: int = 100
+        """Steps after the freeze until the interval of T_u doubles. The paper: 32,678, in which
+        its learning rate halves."""
+        max_interval: int = 16
+        """Longest interval of T_u. The paper: 16."""
+
+        def __post_init__(self) -> None:
+            check_freeze_step(self.freeze_step)
+            for name in ("kappa", "double_every", "max_interval"):
+                require_count(name, getattr(self, name))
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> nn.Module:
+        model = super().prepare(model, optimizer, mesh)
+        self.anchor = self.flat.copy()
+        self.refreshes = self.next_refresh = 0
+        self.next_sync, self.interval = 0, 1
+        groups = len(optimizer.param_groups)
+        self.lr_sums, self.shrunk = [0.0] * groups, [1.0] * groups
+        return model
+
+    @torch.no_grad()
+    def step(self) -> None:
+        t = self.steps
+        refreshing = t == self.next_refresh and t < self.config.freeze_step
+        self.flat.gradients(out=self.mean.buffer)
+        if refreshing:
+            self.average_gradients()
+        self._take_in_gradients()
+        if refreshing:
+            self._refresh_v(t)
+        self._accumulate()
+        if t == self.next_sync:
+            if not refreshing:
+                self._exchange()
+            self._return(t)
+        else:
+            self._move()
+        self.steps += 1
+
+    def interval_after(self, t: int) -> int:
+        """Steps from the exchange at step t to the next one."""
+        doublings = max(0, t - self.config.freeze_step) // self.config.double_every
+        return min(2 ** min(doublings, self.config.max_interval), self.config.max_interval)
+
+    def _take_in_gradients(self) -> None:
+        for chunk in self.flat.chunks:
+            g = chunk.of(self.mean.buffer)
+            self.add_l2(chunk, g)
+            chunk.of(self.m).lerp_(g, 1 - self.betas(chunk.group)[0])
+
+    def _refresh_v(self, t: int) -> None:
+        self.next_refresh = t + 2 ** (self.refreshes // self.config.kappa)
+        self.refreshes += 1
+        for chunk in self.flat.chunks:
+            second = self.betas(chunk.group)[1]
+            weight = (1 - second) / (1 - second**self.refreshes)
+            g = chunk.of(self.mean.buffer)
+            chunk.of(self.v).mul_(1 - weight).addcmul_(g, g, value=weight)
+
+    def _accumulate(self) -> None:
+        for group in range(len(self.lr_sums)):
+            self.lr_sums[group] += self.lr(group)
+            self.shrunk[group] *= self.shrinkage(group)
+        for chunk in self.flat.chunks:
+            chunk.of(self.u).add_(chunk.of(self.m), alpha=self.lr(chunk.group))
+
+    def _move(self) -> None:
+        for chunk in self.flat.chunks:
+            x = self.flat.local(chunk)
+            x.mul_(self.shrinkage(chunk.group))
+            x.addcdiv_(chunk.of(self.m), self.divisor(chunk), value=-self.lr(chunk.group))
+            chunk.write(x)
+
+    def _exchange(self) -> None:
+        self.average_signs(self.u)
+        for chunk in self.flat.chunks:
+            m, lr_sum = chunk.of(self.m), self.lr_sums[chunk.group]
+            if lr_sum > 0:
+                torch.div(chunk.of(self.u), lr_sum, out=m)
+            else:
+                m.zero_()
+
+    def _return(self, t: int) -> None:
+        """To what all replicas share; u is its own mean by now."""
+        for chunk in self.flat.chunks:
+            u, x = chunk.of(self.u), chunk.of(self.anchor)
+            x.mul_(self.shrunk[chunk.group]).addcdiv_(u, self.divisor(chunk), value=-1)
+            chunk.write(x)
+        self.u.zero_()
+        self.lr_sums, self.shrunk = [0.0] * len(self.lr_sums), [1.0] * len(self.shrunk)
+        self.interval = self.interval_after(t)
+        self.next_sync = t + self.interval
+
+    def state_dict(self) -> dict[str, Any]:
+        schedule = {name: getattr(self, name) for name in _SCHEDULE}
+        return {**super().state_dict(), "schedule": schedule}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        for name in _SCHEDULE:
+            setattr(self, name, state["schedule"][name])
+
+    def stats(self) -> dict[str, float]:
+        return {**super().stats(), "interval": float(self.interval)}
+
+    @property
+    def lag(self) -> int:
+        return self.interval
+
+
+_SCHEDULE = ("refreshes", "next_refresh", "next_sync", "interval", "lr_sums", "shrunk")
+"""Of T_v, of T_u, and what has added up since t'."""

@@ -1,0 +1,238 @@
+"""Runs whose replicas have several workers: as exact, and as careful, as all others."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from co2.config import Strategy
+from co2.errors import ConfigError
+from co2.launch import PREEMPTED
+from tests.cli.harness import (
+    Run,
+    assert_same_run,
+    cli,
+    configured,
+    folder_of,
+    kill_session,
+    metrics,
+    pooled,
+    saved_steps,
+    signalled,
+    started,
+    until,
+    weights,
+)
+from tests.cli.test_checkpoint import damage
+from tests.cli.test_every_task import SMALL
+from tests.workers import Pool
+
+SHORT = ("train.steps=16", "train.eval_every=8", "log.every=1", "checkpoint.every=5")
+CO2 = ("method=co2", "co2.tau=3", "co2.clip=0.01")
+TOLD_IN, STOPPED_AT = 8, 14
+"""Six steps later, in the middle of a round and with a collective in flight."""
+
+
+def mesh(strategy: str, size: int = 2) -> tuple[str, str]:
+    return f"mesh.replica_size={size}", f"mesh.strategy={strategy}"
+
+
+def words(strategy: str, *method: str) -> tuple[str, ...]:
+    return (*method, *SHORT, *mesh(strategy))
+
+
+def stopped(workers: Pool, arguments: tuple[str, ...], runs: Path, step: int = TOLD_IN) -> Run:
+    run = pooled(workers, 4, *arguments, runs=runs, setup=signalled, setup_arguments=(3, step))
+    assert run.status == PREEMPTED, run.err
+    return run
+
+
+@pytest.mark.parametrize("strategy", [strategy.name for strategy in Strategy])
+def test_goes_on_exactly(workers: Pool, tmp_path: Path, strategy: str) -> None:
+    arguments = words(strategy, *CO2, "train.accumulate=2", "train.clip_norm=1")
+    whole = pooled(workers, 4, *arguments, runs=tmp_path / "whole")
+    assert whole.status == 0, whole.err
+    # A loss is asked for twice a step.
+    run = stopped(workers, arguments, tmp_path / "cut", 2 * TOLD_IN)
+    folder = run.folder / "checkpoints"
+    assert saved_steps(run.folder) == [10, STOPPED_AT]
+    assert (folder / f"step_{STOPPED_AT}" / "replica_1" / ".metadata").exists()
+    again = pooled(workers, 4, *arguments, runs=tmp_path / "cut")
+    assert again.status == 0 and f"resumed at step {STOPPED_AT} of 16" in again.out
+    assert_same_run(whole.folder, again.folder)
+    summary = json.loads((whole.folder / "summary.json").read_text())
+    assert summary["workers"] == 4 and summary["replica_size"] == 2
+    assert summary["bytes_per_step"] > 0 and summary["comm_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "strategy"),
+    [
+        (("method=allreduce",), "zero3"),
+        (("method=allreduce",), "ddp"),
+        (("method=allreduce",), "zero1"),
+        (("method=streaming_diloco", "streaming_diloco.tau=3"), "zero3"),
+    ],
+    ids=str,
+)
+def test_other_methods_go_on_exactly(
+    workers: Pool, tmp_path: Path, method: tuple[str, ...], strategy: str
+) -> None:
+    arguments = words(strategy, *method)
+    whole = pooled(workers, 4, *arguments, runs=tmp_path / "whole")
+    assert whole.status == 0, whole.err
+    stopped(workers, arguments, tmp_path / "cut")
+    again = pooled(workers, 4, *arguments, runs=tmp_path / "cut")
+    assert again.status == 0 and "resumed at step" in again.out
+    assert_same_run(whole.folder, again.folder)
+
+
+def test_a_damaged_part_costs_one_checkpoint(workers: Pool, tmp_path: Path) -> None:
+    """Of what the second replica's second worker has written."""
+    arguments = words("zero3", *CO2)
+    whole = pooled(workers, 4, *arguments, runs=tmp_path / "whole")
+    run = stopped(workers, arguments, tmp_path / "cut")
+    newest = run.folder / "checkpoints" / f"step_{STOPPED_AT}"
+    damage(newest, "flipped", "replica_1/__1_0.distcp")
+    again = pooled(workers, 4, *arguments, runs=tmp_path / "cut")
+    assert again.status == 0 and "resumed at step 10 of 16" in again.out
+    assert "__1_0.distcp: checksum differs" in again.out
+    assert_same_run(whole.folder, again.folder)
+
+
+@contextmanager
+def full_disk(rank: int) -> Iterator[None]:
+    """Setup: one worker cannot write its part."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    original = FileSystemWriter.write_data
+
+    def write_data(self: FileSystemWriter, *arguments: Any) -> Any:
+        if dist.get_rank() == rank:
+            raise OSError("No space left on device")
+        return original(self, *arguments)
+
+    with patch.object(FileSystemWriter, "write_data", write_data):
+        yield
+
+
+def test_a_full_disk_does_not_end_the_run(workers: Pool, tmp_path: Path) -> None:
+    arguments = words("zero2", *CO2)
+    run = pooled(
+        workers, 4, *arguments, runs=tmp_path / "runs", setup=full_disk, setup_arguments=(3,)
+    )
+    assert run.status == 0, run.err
+    assert "step 5 could not be saved (worker 2: " in run.out and "No space left" in run.out
+    assert saved_steps(run.folder) == [] and not list(run.folder.glob("checkpoints/.step*"))
+
+
+def test_trains_as_replicas_of_one_worker(workers: Pool, tmp_path: Path, root: Path) -> None:
+    """On the same samples: two workers with half a batch each are one with the whole."""
+    gpt2 = (
+        *("task=gpt2", *CO2, "train.steps=7", "train.eval_every=4", "log.every=1"),
+        *("gpt2.context=32", "gpt2.eval_samples=8", f"data.root={root}", "train.clip_norm=1"),
+    )
+    plain = pooled(workers, 2, *gpt2, "train.batch_size=4", runs=tmp_path / "plain")
+    assert plain.status == 0, plain.err
+    expected = weights(plain.folder)
+    for strategy in ("zero1", "zero3"):
+        more = ("train.checkpoint_activations=true",) if strategy == "zero3" else ()
+        arguments = (*gpt2, "train.batch_size=2", *mesh(strategy), *more)
+        run = pooled(workers, 4, *arguments, runs=tmp_path / strategy)
+        assert run.status == 0, run.err
+        for one, other in zip(
+            metrics(run.folder, "eval"), metrics(plain.folder, "eval"), strict=True
+        ):
+            assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        found = weights(run.folder)
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            assert type(value) is torch.Tensor
+            torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("task", SMALL)
+def test_every_task_in_parts(workers: Pool, tmp_path: Path, root: Path, task: str) -> None:
+    """Cut over two workers, with activations worked out twice: as where both hold all of it."""
+    arguments = (
+        *(f"task={task}", *CO2, "train.steps=4", "train.batch_size=4", "log.every=1"),
+        *(f"data.root={root}", *SMALL[task]),
+    )
+    runs = []
+    for strategy, again in (("ddp", "false"), ("zero3", "true")):
+        more = (*mesh(strategy), f"train.checkpoint_activations={again}")
+        runs.append(pooled(workers, 2, *arguments, *more, runs=tmp_path / strategy))
+        assert runs[-1].status == 0, runs[-1].err
+    whole, cut = (metrics(run.folder) for run in runs)
+    for one, other in zip(whole, cut, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+    assert weights(runs[0].folder).keys() == weights(runs[1].folder).keys()
+
+
+def test_all_workers_agree_on_tau(workers: Pool, tmp_path: Path) -> None:
+    """Two that share a replica and did not would wait for each other for ever."""
+    arguments = ("method=co2", "co2.tau=auto", "train.steps=100", *mesh("zero3"))
+    run = pooled(workers, 4, *arguments, runs=tmp_path)
+    assert run.status == 0, run.err
+    assert "tau 12 → " in run.out
+
+
+def test_killed(tmp_path: Path) -> None:
+    """By train.py itself, with four workers of its own."""
+    arguments = (*words("zero3", *CO2), "launch.workers=4", "toy.delay_s=0.05")
+    runs, log = tmp_path / "runs", tmp_path / "log"
+    folder = folder_of(*arguments, runs=runs)
+    with started(*arguments, runs=runs, log=log) as process:
+        until(lambda: len(metrics(folder, "train")) >= 8, process)
+        kill_session(process)
+        process.wait()
+    run = cli(*arguments, runs=runs)
+    assert run.status == 0, run.err
+    assert "resumed at step 5 of 16" in run.out
+    assert [line["step"] for line in metrics(folder, "train")] == list(range(1, 17))
+    assert (folder / "model.pt").exists()
+
+
+REFUSED = [
+    (("launch.workers=3", *mesh("ddp")), "mesh.replica_size=2: must divide the 3 workers"),
+    (("mesh.replica_size=0",), "mesh.replica_size=0: must be a whole number"),
+    (("mesh.strategy=zero4",), "mesh.strategy=zero4: must be one of ddp, zero1, zero2, zero3"),
+    (("mesh.strategy=zero3",), "mesh.strategy=zero3: .*set mesh.replica_size to 2 or more"),
+    (("train.compile=true", *mesh("zero3")), "train.compile=true: "),
+    (("comm.device=cpu", *mesh("ddp")), "comm.device=cpu: "),
+    (("method=allreduce", "comm.dtype=bf16", *mesh("zero2")), "comm.dtype=bf16: "),
+    (("method=torch_post_local_sgd", *mesh("ddp")), "mesh.replica_size=2: "),
+    *(
+        ((f"method={name}", "optim.name=adamw", *mesh(strategy)), f"mesh.strategy={strategy}: ")
+        for name in ("onebit_adam", "zero_one_adam")
+        for strategy in ("zero1", "zero2", "zero3")
+    ),
+    (
+        ("method=streaming_diloco", "streaming_diloco.exchange=int8", *mesh("zero2")),
+        "mesh.strategy=zero2: method=streaming_diloco: exchange=int8 ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "line"), REFUSED, ids=lambda value: str(value)[:40])
+def test_refused(tmp_path: Path, arguments: tuple[str, ...], line: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{line}"):
+        configured("launch.workers=2", *arguments, runs=tmp_path)
+
+
+def test_a_method_says_what_it_cannot_be_combined_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from co2.methods import CO2 as method
+
+    reasons = {"zero3": "it is out of sorts"}
+    monkeypatch.setattr(method, "refused_strategies", reasons)
+    with pytest.raises(ConfigError, match=r"mesh.strategy=zero3: method=co2: it is out of sorts"):
+        configured(*mesh("zero3"), runs=tmp_path)
+    configured(*mesh("zero2"), runs=tmp_path)

@@ -1,0 +1,252 @@
+"""The compressed mean: closed forms, error feedback, and what it puts on the wire."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import co2
+from co2 import exchange
+from co2.comm import AsyncMean
+from co2.compress import COMPRESSORS, num_bytes, pack, unpack
+from co2.exchange import CompressedMean
+from tests.methods.driver import assert_same
+from tests.reference.two_stages import TwoStages
+from tests.workers import Pool
+
+KINDS = tuple(COMPRESSORS)
+BITS = {"sign": 1, "int4": 4, "int8": 8}
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("numel", [1, 2, 7, 8, 9, 1000])
+def test_codes_come_back(numel: int, bits: int) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    codes = torch.randint(2**bits, (numel,), generator=generator)
+    packed = torch.empty(num_bytes(numel, bits), dtype=torch.uint8)
+    pack(codes, bits, packed)
+    assert len(packed) == (numel * bits + 7) // 8
+    found = torch.empty(numel)
+    unpack(packed, bits, found)
+    assert torch.equal(found, codes.float())
+
+
+def compressed(x: Tensor, kind: str) -> Tensor:
+    compressor = COMPRESSORS[kind]
+    s = compressor.scale([x], len(x))
+    found = torch.empty_like(x)
+    found.copy_(compressor.codes(x, s))
+    assert found.min() >= 0 and found.max() < 2**compressor.bits
+    compressor.values_(found, s)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "x", "expected"),
+    [
+        ("sign", [0.0, -0.0, -2.0, 4.0, 4.0], [2.683282, 2.683282, -2.683282, 2.683282, 2.683282]),
+        ("sign", [0.0, 0.0], [0.0, 0.0]),
+        ("int4", [7.0, -3.4, 3.4, -7.0, 0.4], [7, -3, 3, -7, 0]),
+        ("int4", [-1.75, 0.2, 0.0], [-1.75, 0.25, 0]),
+        ("int8", [-127.0, 63.7, 0.3], [-127, 64, 0]),
+        ("int8", [0.0, 0.0], [0.0, 0.0]),
+        ("int8", [1e-45, -1e-45], [0.0, 0.0]),  # a scale of 0 divides nothing
+        ("int4", [1e-44, -1e-44], [1e-44, -1e-44]),  # 7 times the least of all numbers
+    ],
+)
+def test_known_values(kind: str, x: list[float], expected: list[float]) -> None:
+    assert compressed(torch.tensor(x), kind).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_rounding_leaves_half_a_step(kind: str) -> None:
+    x = torch.randn(10_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    step = x.abs().max() / (2 ** (BITS[kind] - 1) - 1)
+    found = compressed(x, kind)
+    assert (x - found).abs().max() <= step / 2 * (1 + 1e-12)
+    assert len(found.unique()) > 2 ** (BITS[kind] - 1)  # it uses its levels
+
+
+def new_mean(sizes: list[int], kind: str, dtype: torch.dtype = torch.float64) -> CompressedMean:
+    mesh = co2.Mesh.world()
+    mean = AsyncMean(sum(sizes), mesh, dtype=dtype)
+    return CompressedMean(sizes, mesh, mean, COMPRESSORS[kind])
+
+
+def closed_form(rank: int, world: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    mean = new_mean([4], "sign", dtype)
+    vector = torch.tensor([[1, -1, 3, 1], [1, 1, -1, 1]], dtype=dtype)[rank]
+    mean.mean_(vector)
+    return vector, mean.worker_error, mean.server_error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_closed_form(workers: Pool, dtype: torch.dtype) -> None:
+    """Scales sqrt 3 and 1 from the workers, 1 and 1 from the servers."""
+    (first, e0, s0), (second, e1, s1) = workers.run(closed_form, 2, dtype)
+    assert first.tolist() == second.tolist() == [1, -1, 1, 1]
+    for found, expected in (
+        (e0, [-0.732051, 0.732051, 1.267949, -0.732051]),
+        (e1, [0.0, 0.0, 0.0, 0.0]),
+        (s0, [0.366025, 0.633975]),
+        (s1, [-0.633975, 0.366025]),
+    ):
+        assert found.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def two_tensors(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Three elements and one, in chunks of two; the last element's support is 0."""
+    mean = new_mean([3, 1, 2], "sign")
+    vector = torch.tensor([2.0, -2.0, 2.0, 100.0, 0.001, 5.0], dtype=torch.float64)
+    support = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0], dtype=torch.float64)
+    mean.mean_(vector, support)
+    return vector, mean.worker_error, mean.server_error
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_tensor_has_its_own_scale(workers: Pool, world: int) -> None:
+    """Each is of one size, so that nothing is lost, and what has no support is not counted."""
+    for vector, worker_error, server_error in workers.run(two_tensors, world):
+        expected = [2, -2, 2, 100, 0.001, 0]
+        assert vector.tolist() == pytest.approx(expected, rel=1e-12)
+        assert worker_error.abs().max() < 1e-12 and worker_error[5] == 0
+        assert (server_error.abs() < 1e-12).all()
+
+
+def vectors(numel: int, step: int, world: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    drawn = torch.randn(world, numel, generator=generator, dtype=torch.float64)
+    return list((drawn + 0.3).to(dtype))
+
+
+def support_at(step: int, numel: int) -> Tensor:
+    """Grows, as v does."""
+    return (torch.arange(numel) % 3 < 1 + step).double()
+
+
+def history(
+    rank: int, world: int, sizes: list[int], kind: str, steps: int, dtype: torch.dtype, some: bool
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """By step: the mean, this worker's error and its server's error."""
+    mean, numel, found = new_mean(sizes, kind, dtype), sum(sizes), []
+    for step in range(steps):
+        vector = vectors(numel, step, world, dtype)[rank]
+        mean.mean_(vector, support_at(step, numel) if some else None)
+        found.append((vector, mean.worker_error.clone(), mean.server_error.clone()))
+    return found
+
+
+SIZES = ([1], [2, 3], [29], [64, 0, 1], [7, 500, 1, 493])
+"""Also none that is a multiple of 8 G, servers that own nothing, and tensors without elements."""
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_equals_two_stages_in_one_place(
+    workers: Pool, world: int, kind: str, sizes: list[int]
+) -> None:
+    numel = sum(sizes)
+    some = kind == "sign" and numel > 4
+    runs = workers.run(history, world, sizes, kind, 5, torch.float64, some)
+    reference = TwoStages(world, torch.zeros(numel, dtype=torch.float64), sizes, kind)
+    for step in range(5):
+        alive = support_at(step, numel) != 0 if some else None
+        expected = reference.mean(vectors(numel, step, world, torch.float64), alive)
+        for rank, run in enumerate(runs):
+            assert_same(run[step][0], runs[0][step][0])
+            found = run[step]
+            errors = (reference.worker_errors[rank], reference.server_errors[rank])
+            torch.testing.assert_close(found, (expected, *errors), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_lost(workers: Pool, kind: str, dtype: torch.dtype) -> None:
+    """At every step error = input - compressed, to the bit, and compressed has no more values than
+    there are codes; over 200 steps what went in is what came out and what the errors hold."""
+    world, sizes, steps = 3, [20, 9], 200
+    numel = sum(sizes)
+    runs = workers.run(history, world, sizes, kind, steps, dtype, False)
+    went_in = torch.zeros(numel, dtype=torch.float64)
+    came_out = torch.zeros(numel, dtype=torch.float64)
+    before = [torch.zeros(numel, dtype=dtype)] * world
+    for step in range(steps):
+        given = vectors(numel, step, world, dtype)
+        for rank in range(world):
+            corrected, error = given[rank] + before[rank], runs[rank][step][1]
+            for part, left in zip(corrected.split(sizes), error.split(sizes), strict=True):
+                assert_same(left, part - compressed(part, kind))
+            before[rank] = error
+        went_in += torch.stack(given).double().mean(dim=0)
+        came_out += runs[0][step][0]
+    held = torch.stack(before).double().mean(dim=0)
+    held += torch.cat([run[-1][2] for run in runs])
+    tolerance = 1e-11 if dtype is torch.float64 else 1e-4
+    torch.testing.assert_close(came_out + held, went_in, rtol=0, atol=tolerance)
+    assert held.abs().max() < 0.2 * went_in.abs().max()  # else feedback would not feed back
+
+
+def in_small_pieces(rank: int, world: int) -> None:
+    for kind in KINDS:
+        arguments = (rank, world, [70, 31], kind, 3, torch.float64, kind == "sign")
+        whole = history(*arguments)
+        with patch.object(exchange, "_PIECE", 16):
+            cut = history(*arguments)
+        torch.testing.assert_close(cut, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_pieces_change_nothing(workers: Pool) -> None:
+    workers.run(in_small_pieces, 3)
+
+
+def on_the_wire(rank: int, world: int, sizes: list[int], kind: str) -> tuple[int, float, int]:
+    """Bytes handed to others by one mean, its counter, and those of an all-reduce."""
+    sent = 0
+    to_all, gather = dist.all_to_all_single, dist.all_gather_into_tensor
+
+    def counted_to_all(output: Tensor, given: Tensor, **kwargs: object) -> object:
+        nonlocal sent
+        sent += given.nbytes * (world - 1) // world
+        return to_all(output, given, **kwargs)
+
+    def counted_gather(output: Tensor, given: Tensor, **kwargs: object) -> object:
+        nonlocal sent
+        sent += given.nbytes * (world - 1)
+        return gather(output, given, **kwargs)
+
+    mesh, numel = co2.Mesh.world(), sum(sizes)
+    mean = AsyncMean(numel, mesh)
+    packed = CompressedMean(sizes, mesh, mean, COMPRESSORS[kind])
+    with (
+        patch.object(dist, "all_to_all_single", counted_to_all),
+        patch.object(dist, "all_gather_into_tensor", counted_gather),
+    ):
+        packed.start(mean.buffer.fill_(1))
+        mean.wait()
+    clocks = mean.clocks()
+    assert clocks["comm_s"] > 0 and clocks["exposed_s"] > 0
+    exact = mean.bytes_per_mean()
+    mean.close()
+    return sent, clocks["bytes"], exact
+
+
+MANY = [900, 30] * 50 + [100_000, 7] + [900, 30] * 50
+"""Of 202 tensors, all with a scale; one is in every chunk."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_bytes_are_codes_and_scales(workers: Pool, world: int, kind: str) -> None:
+    share = BITS[kind] / 32
+    for sent, counted, exact in workers.run(on_the_wire, world, [1_000_000], kind):
+        assert sent == counted
+        assert exact * share <= counted < 1.05 * exact * share
+    for sent, counted, exact in workers.run(on_the_wire, world, MANY, kind):
+        assert sent == counted
+        assert exact * share <= counted
+        scales = 2 * (world - 1) * 4 * 102  # in the row of a chunk with half of them
+        rounding = 2 * (world - 1) * 102  # a byte a tensor
+        assert counted <= 1.05 * exact * share + scales + rounding

@@ -1,0 +1,258 @@
+"""Replicas of two workers train as replicas of one do, on the same samples."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import co2
+from co2.config import MeshConfig, Strategy
+from co2.dist import local
+from co2.meters import ledger
+from co2.sharding import Replica, blocks, local_optimizer
+from tests.engine.test_memory import storages
+from tests.methods.driver import assert_same
+from tests.methods.sharded import SETTINGS, Block, Net, Worker
+
+STEPS = 12
+Whole = dict[str, Tensor]
+History = tuple[list[Whole], list[dict[str, float]], list[Whole]]
+
+
+def trajectory(
+    rank: int, kind: str, strategy: Strategy, size: int, halves: int, options: dict
+) -> History:
+    """Weights after every step, the method's figures, and two consensuses."""
+    worker = Worker(rank, kind, strategy, size, **options)
+    history, figures, consensuses = [worker.whole()], [], []
+    for step in range(STEPS):
+        worker.step(halves)
+        history.append(worker.whole())
+        figures.append(worker.method.stats())
+        if step in (4, 7):
+            x = torch.ones(1, 5, dtype=torch.float64)
+            with worker.method.consensus(), torch.no_grad():
+                buffers = {name: b.clone() for name, b in worker.net.named_buffers()}
+                consensuses.append({**worker.whole(), **buffers, "out": worker.net(x).detach()})
+    worker.method.flush()
+    return history, figures, consensuses
+
+
+def trajectories(
+    rank: int, world: int, kind: str, strategies: list[Strategy], size: int, halves: int, options
+) -> list[History]:
+    return [trajectory(rank, kind, s, size, halves, options) for s in strategies]
+
+
+def assert_close(one: Whole, other: Whole, where: str) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-9, atol=1e-11, msg=where + name)
+
+
+def compare(
+    workers, kind: str, strategies: Iterable[Strategy] = Strategy, replicas: int = 2, **options
+):
+    """Strategies against replicas of one worker with twice the samples."""
+    strategies = list(strategies)
+    plain = {"recompute": False, "accumulate": 1}
+    expected = workers.run(trajectories, replicas, kind, [Strategy.ddp], 1, 2, {**options, **plain})
+    found = workers.run(trajectories, 2 * replicas, kind, strategies, 2, 1, options)
+    moved = expected[0][0][0]
+    assert not torch.equal(moved[0]["leave.weight"], moved[-1]["leave.weight"])
+    for rank, ways in enumerate(found):
+        ((weights, figures, consensuses),) = expected[rank // 2]
+        for strategy, (own, told, seen) in zip(strategies, ways, strict=True):
+            for step, (a, b) in enumerate(zip(own, weights, strict=True)):
+                assert_close(a, b, f"{strategy.name}, rank {rank}, after step {step}: ")
+            for a, b in zip(seen, consensuses, strict=True):
+                if "accumulate" in options:  # whose buffers see two batches a step
+                    a, b = ({n: v for n, v in c.items() if "drift" not in n} for c in (a, b))
+                assert_close(a, b, f"{strategy.name}, rank {rank}, consensus: ")
+            for a, b in zip(told, figures, strict=True):
+                for name in {"gap", "clipped"} & b.keys():
+                    assert a[name] == pytest.approx(b[name], rel=1e-9), name
+    return expected, found
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_two_replicas_of_two_workers(workers, kind):
+    expected, found = compare(workers, kind)
+    ((_, figures, _),) = expected[0]
+    if kind == "co2":
+        assert any(0 < line["clipped"] < 1 for line in figures) and figures[-1]["gap"] > 1
+    if kind == "co2 by norm":
+        assert any(line["clipped"] == 1 for line in figures)
+    for strategy in (Strategy.zero2, Strategy.zero3) if kind != "allreduce" else ():
+        sent = [ways[list(Strategy).index(strategy)][1][-1]["bytes"] for ways in found]
+        whole = figures[-1]["bytes"]
+        assert sent[0] == sent[2] and sent[1] == sent[3], "counterparts send alike"
+        assert sent[0] + sent[1] == pytest.approx(whole, rel=0.02)
+        assert max(sent) < 0.6 * whole
+
+
+@pytest.mark.parametrize(
+    "options", [{"accumulate": 2}, {"recompute": True}, {"clip_norm": 0.5}], ids=str
+)
+@pytest.mark.parametrize("kind", ["allreduce", "co2"])
+def test_with_what_the_loop_has(workers, kind, options):
+    compare(workers, kind, optimizer="adamw", **options)
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "co2"])
+def test_one_replica_of_two_workers(workers, kind):
+    compare(workers, kind, replicas=1)
+
+
+def parts(rank: int, world: int, strategy: Strategy) -> tuple[dict[str, int], int]:
+    worker = Worker(rank, "co2", strategy, 2)
+    worker.step()
+    held = {name: local(p.detach()).numel() for name, p in worker.net.named_parameters()}
+    return held, worker.method.flat.numel
+
+
+def test_a_worker_may_hold_nothing_of_a_weight(workers):
+    found = workers.run(parts, 4, Strategy.zero3)
+    assert [held["scale"] for held, _ in found] == [1, 0, 1, 0]
+    assert [held["leave.bias"] for held, _ in found] == [2, 1, 2, 1]
+    assert found[0][1] > found[1][1] > 0
+
+
+NOTHING = ["local_sgd", "diloco", "streaming_diloco", "co2", "co2 by norm", "co2 in parts"]
+
+
+@pytest.mark.parametrize("kind", NOTHING)
+def test_a_worker_may_hold_nothing_at_all(workers, kind):
+    compare(workers, kind, (Strategy.zero2, Strategy.zero3), tiny=True)
+
+
+def saved_and_read(rank: int, world: int, folder: str, strategy: Strategy, optimizer: str) -> None:
+    """Weights and inner state go into one replica's files, and into another one of its kind."""
+    saved = Worker(rank, "co2", strategy, 2, optimizer)
+    for _ in range(2):
+        saved.step()
+    path = Path(folder) / f"replica_{saved.mesh.replica}"
+    saved.replica.state(saved.net, saved.optimizer).write(path)
+    read = Worker(rank + 7, "co2", strategy, 2, optimizer)
+    read.replica.state(read.net, read.optimizer).read(path)
+    assert_same(held(read), held(saved))
+    assert len(held(saved)[1]) > 0 or optimizer == "plain"
+
+
+def held(worker: Worker) -> tuple[Whole, dict]:
+    """What a worker holds of its weights, and of its inner state."""
+    weights = {name: local(p.detach()) for name, p in worker.net.named_parameters()}
+    inner = local_optimizer(worker.optimizer).state_dict()["state"]
+    fields = {
+        number: {key: local(value) for key, value in state.items()}
+        for number, state in inner.items()
+    }
+    return weights, fields
+
+
+@pytest.mark.parametrize("strategy", Strategy, ids=lambda strategy: strategy.name)
+@pytest.mark.parametrize("optimizer", ["plain", "sgd", "adamw"])
+def test_a_replica_is_saved_and_read(workers, tmp_path, strategy, optimizer):
+    workers.run(saved_and_read, 4, str(tmp_path), strategy, optimizer)
+
+
+def trained(rank: int, world: int, strategy: Strategy, recompute: bool) -> tuple:
+    """Losses with dropout, and what is in the buffers."""
+    worker = Worker(rank, "co2", strategy, 2, dropout=0.5, recompute=recompute)
+    torch.manual_seed(rank)
+    losses = [worker.step() for _ in range(4)]
+    return losses, {name: b.clone() for name, b in worker.net.named_buffers()}
+
+
+@pytest.mark.parametrize("strategy", [Strategy.ddp, Strategy.zero3])
+def test_recomputed_activations_leave_no_trace(workers, strategy):
+    plain = workers.run(trained, 4, strategy, False)
+    again = workers.run(trained, 4, strategy, True)
+    for (losses, buffers), (other, theirs) in zip(plain, again, strict=True):
+        assert losses == other
+        assert all(torch.equal(value, theirs[name]) for name, value in buffers.items())
+        assert any(value.any() for value in buffers.values())
+
+
+def held_and_told(rank: int, world: int, kind: str, strategy: Strategy) -> tuple[int, dict]:
+    """Bytes of all storages that came with a worker, and the ledger."""
+    before = storages()
+    worker = Worker(rank, kind, strategy, 2, "adamw", torch.float32, width=257)
+    for _ in range(4):
+        worker.step(zero_grad=False)
+    worker.method.state_dict()  # brings in what is in flight
+    now = storages()
+    worker.method.flush()
+    told = ledger(worker.net, worker.optimizer, worker.method)
+    return sum(size for at, size in now.items() if at not in before), told
+
+
+@pytest.mark.parametrize("strategy", Strategy, ids=lambda strategy: strategy.name)
+@pytest.mark.parametrize("kind", ["allreduce", "co2", "co2 in parts"])
+def test_the_ledger_tells_what_is_held(workers, kind, strategy):
+    parts = [name for name in Strategy if name is not Strategy.ddp]
+    for held, told in workers.run(held_and_told, 4, kind, strategy):
+        assert sum(told.values()) == pytest.approx(held, rel=0.03)
+        whole = 4 * sum(p.numel() for p in Net(257).parameters())
+        cut = strategy in (Strategy.zero2, Strategy.zero3)
+        assert told["parameter_bytes"] == pytest.approx(whole / (2 if cut else 1), rel=0.02)
+        assert told["gradient_bytes"] == pytest.approx(told["parameter_bytes"], rel=0.02)
+        share = 2 if strategy in parts else 1
+        assert told["inner_state_bytes"] == pytest.approx(2 * whole / share, rel=0.1)
+        copies = {"allreduce": 0, "co2": 3, "co2 in parts": 2}[kind]
+        assert told["extra_bytes"] == pytest.approx(copies * told["parameter_bytes"], rel=0.02)
+
+
+def places(rank: int, world: int) -> tuple[tuple, list[list[int]]]:
+    mesh = co2.Mesh.world(2)
+    groups = [mesh.new_group(), mesh.new_shard_group(), mesh.new_worker_group()]
+    ranks = [dist.get_process_group_ranks(group) for group in groups]
+    return (mesh.replica, mesh.num_replicas, mesh.shard, mesh.worker, mesh.num_workers), ranks
+
+
+def test_who_is_where(workers):
+    everyone = [0, 1, 2, 3]
+    assert workers.run(places, 4) == [
+        ((0, 2, 0, 0, 4), [[0, 2], [0, 1], everyone]),
+        ((0, 2, 1, 1, 4), [[1, 3], [0, 1], everyone]),
+        ((1, 2, 0, 2, 4), [[0, 2], [2, 3], everyone]),
+        ((1, 2, 1, 3, 4), [[1, 3], [2, 3], everyone]),
+    ]
+
+
+def test_alone_there_is_no_group():
+    mesh = co2.Mesh.world()
+    assert (mesh.worker, mesh.num_workers, mesh.shard) == (0, 1, 0)
+    assert mesh.new_group() is mesh.new_shard_group() is mesh.new_worker_group() is None
+    with pytest.raises(co2.ConfigError, match=r"mesh.replica_size=2: must divide the 1 workers"):
+        co2.Mesh.world(2)
+
+
+def test_blocks_are_the_outermost_of_lists_and_sequences():
+    net = Net()
+    assert blocks(net) == list(net.h)
+    stages = nn.Sequential(nn.Sequential(Block(3), Block(3)), nn.ReLU(), Block(3))
+    assert blocks(stages) == [stages[0], stages[2]]
+    lists = nn.ModuleList([nn.ModuleList([Block(3)]), Block(3)])
+    assert blocks(lists) == [lists[0][0], lists[1]]
+    net.h[0].linear.weight = net.h[1].linear.weight
+    assert blocks(net) == [], "each would be cut without the other"
+
+
+def test_a_single_number_is_refused(workers):
+    (line, *_) = workers.run(refused_number, 2)
+    assert line == (
+        "mesh.strategy=zero3: cannot cut scale, a single number; give it one dimension, or use "
+        "zero1"
+    )
+
+
+def refused_number(rank: int, world: int) -> str:
+    net = Net()
+    net.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(co2.ConfigError) as refused:
+        Replica(MeshConfig(2, Strategy.zero3), co2.Mesh.world(2), False).shard(net)
+    return str(refused.value)

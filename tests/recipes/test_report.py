@@ -1,0 +1,49 @@
+"""The report opens in a browser: no error, nothing fetched, columns that sort."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from recipes import render
+from tests.recipes.test_tables import TOY, results
+
+__all__ = ["results"]  # a fixture
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+PROBE = """<script>
+const head = document.querySelectorAll("th button")[2];
+const rows = () => [...document.querySelectorAll("tbody tr")];
+const order = () => rows().map((row) => row.cells[1].textContent);
+head.click();
+const up = order();
+head.click();
+console.log("probe " + JSON.stringify([up, order()]));
+console.log("probe requests " + performance.getEntriesByType("resource").length);
+</script>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_it_opens_without_an_error_and_sorts(results: Path, tmp_path: Path) -> None:
+    assert CHROMIUM is not None
+    render.render([TOY], results, "smoke")
+    page = tmp_path / "page.html"
+    page.write_text((results / "report.html").read_text() + PROBE)
+    ended = subprocess.run(
+        [
+            CHROMIUM,
+            *("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"),
+            *("--virtual-time-budget=1000", "--dump-dom", page.as_uri()),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    told = re.findall(r'CONSOLE[^"]*"(.*)", source', ended.stderr)
+    assert told == [
+        'probe [["CO2_3","Local SGD","AllReduce","SlowMo"],'
+        '["AllReduce","Local SGD","CO2_3","SlowMo"]]',
+        "probe requests 0",
+    ]

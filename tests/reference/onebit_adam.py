@@ -1,0 +1,51 @@
+"""1-bit Adam (2102.02888). A round is one step.
+
+Until the freeze it is AllReduce under the real AdamW, whose moments are then taken over. After it
+v stands still, and x <- x - gamma m_hat / (sqrt(v_hat) + eps) with the 1-bit mean of the momenta,
+which is taken in units of sqrt(v) + eps, and 0 where v is.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tests.reference import allreduce
+from tests.reference.replica import Replica
+from tests.reference.two_stages import TwoStages
+
+
+def rounds(replicas: list[Replica], freeze_step: int) -> Iterator[None]:
+    averaged = allreduce.rounds(replicas)
+    for _ in range(freeze_step):
+        yield next(averaged)
+    settings = replicas[0].optimizer.param_groups[0]
+    (beta1, beta2), eps = settings["betas"], settings["eps"]
+    raw_v = moments(replicas[0], "exp_avg_sq")
+    v, unit = raw_v / (1 - beta2**freeze_step), raw_v.sqrt() + eps
+    m = moments(replicas[0], "exp_avg")
+    exchange = TwoStages(len(replicas), m, sizes(replicas[0]))
+    while True:
+        for replica in replicas:
+            replica.gradients()
+        local = [beta1 * m + (1 - beta1) * flat_gradient(r) for r in replicas]
+        m = unit * exchange.mean([own / unit for own in local], alive=v != 0)
+        for replica in replicas:
+            replica.steps_done += 1
+            gamma, m_hat = replica.lr_by_element(), m / (1 - beta1**replica.steps_done)
+            decayed = (1 - gamma * settings["weight_decay"]) * replica.weights()
+            replica.set_weights(decayed - gamma * m_hat / (v.sqrt() + eps))
+        yield
+
+
+def sizes(replica: Replica) -> list[int]:
+    return [parameter.numel() for parameter in replica.trainable()]
+
+
+def flat_gradient(replica: Replica) -> Tensor:
+    return torch.cat([parameter.grad.reshape(-1) for parameter in replica.trainable()])
+
+
+def moments(replica: Replica, name: str) -> Tensor:
+    state = replica.optimizer.state
+    return torch.cat([state[parameter][name].reshape(-1) for parameter in replica.trainable()])

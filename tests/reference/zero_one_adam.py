@@ -1,0 +1,84 @@
+"""0/1 Adam (2202.06009). A round is one step.
+
+Local m, x and u; v is refreshed with averaged gradients at the steps of T_v, and m takes these in;
+the 1-bit mean of u is taken at the other steps of T_u, in units of sqrt(v) + eps. Both sets are
+worked out beforehand. Where v is 0, weights only decay, and m and u are 0 after a mean.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from tests.reference.onebit_adam import flat_gradient, sizes
+from tests.reference.replica import Replica, mean
+from tests.reference.two_stages import TwoStages
+
+HORIZON = 1000
+
+
+def refreshes(freeze_step: int, kappa: int) -> list[int]:
+    """T_v: k_0 = 0, k_{j+1} = k_j + 2^(j // kappa), all below the freeze."""
+    steps, j = [0], 0
+    while steps[-1] < freeze_step:
+        steps.append(steps[-1] + 2 ** (j // kappa))
+        j += 1
+    return steps[:-1]
+
+
+def exchanges(freeze_step: int, double_every: int, max_interval: int) -> list[int]:
+    """T_u: every step before the freeze, then intervals that double every so many steps."""
+    steps = [*range(freeze_step)]
+    while steps[-1] < HORIZON:
+        since = steps[-1] - freeze_step
+        interval = 1 if since < 0 else 2 ** (since // double_every)
+        steps.append(steps[-1] + min(interval, max_interval))
+    return steps
+
+
+def rounds(
+    replicas: list[Replica], freeze_step: int, kappa: int, double_every: int, max_interval: int
+) -> Iterator[None]:
+    settings = replicas[0].optimizer.param_groups[0]
+    (beta1, beta2), eps = settings["betas"], settings["eps"]
+    due_v, due_u = (
+        refreshes(freeze_step, kappa),
+        exchanges(freeze_step, double_every, max_interval),
+    )
+    start = replicas[0].weights()
+    raw_v = torch.zeros_like(start)
+    m = [torch.zeros_like(start) for _ in replicas]
+    u = [torch.zeros_like(start) for _ in replicas]
+    lr_sum = torch.zeros_like(start)
+    exchange = TwoStages(len(replicas), start, sizes(replicas[0]))
+    while True:
+        t = replicas[0].steps_done
+        for replica in replicas:
+            replica.gradients()
+        g = [flat_gradient(replica) for replica in replicas]
+        if t in due_v:
+            g = [mean(g)] * len(replicas)
+            raw_v = beta2 * raw_v + (1 - beta2) * g[0].square()
+        m = [beta1 * m[i] + (1 - beta1) * g[i] for i in range(len(replicas))]
+        done = sum(step <= t for step in due_v)
+        alive = raw_v != 0
+        unit = (raw_v / (1 - beta2**done)).sqrt() + eps
+        divisor = torch.where(alive, unit, torch.inf)
+        gamma = replicas[0].lr_by_element()
+        keep = 1 - gamma * settings["weight_decay"]
+        start, lr_sum = keep * start, lr_sum + gamma
+        u = [u[i] + gamma * m[i] for i in range(len(replicas))]
+        for i, replica in enumerate(replicas):
+            replica.set_weights(keep * replica.weights() - gamma * m[i] / divisor)
+            replica.steps_done += 1
+        if t in due_u:
+            if t in due_v:
+                average = mean(u)
+            else:
+                average = unit * exchange.mean([own / unit for own in u], alive)
+            start = start - average / divisor
+            for replica in replicas:
+                replica.set_weights(start)
+            m = [average / lr_sum for _ in replicas]
+            u = [torch.zeros_like(start) for _ in replicas]
+            lr_sum = torch.zeros_like(start)
+        yield
