@@ -2,7 +2,9 @@
 
 import itertools
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -13,8 +15,9 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from co2.errors import ConfigError, nearest
+from co2.errors import ConfigError, nearest, require
 
+_SUBMITIT = "hydra/launcher=submitit_slurm"
 _GROUPS = ("task", "method", "scale")
 
 
@@ -36,9 +39,20 @@ def preflight(
     given = get_args_parser().parse_args(list(arguments))
     if given.help or given.hydra_help or given.cfg or given.info or given.shell_completion:
         return  # Hydra answers these itself and starts nothing
+    _check_launcher(given.overrides, given.multirun)
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-        for overrides in _jobs(given.overrides, given.multirun):
+        for overrides in jobs(given.overrides, given.multirun):
             check(_compose(name, overrides), overrides)
+
+
+def _check_launcher(overrides: Sequence[str], multirun: bool) -> None:
+    key, _, value = _SUBMITIT.partition("=")
+    if _SUBMITIT in overrides:
+        require(multirun, key, value, "launches the jobs of a sweep; add -m")
+        there = find_spec("submitit") is not None
+        require(there, key, value, "is an extra; pip install -e '.[slurm]'")
+        # That our file sets values of the extra's own option is what we want.
+        warnings.filterwarnings("ignore", message=r"(?s).*validated against ConfigStore schema")
 
 
 def composed(folder: Path, name: str, overrides: Sequence[str]) -> DictConfig:
@@ -47,7 +61,7 @@ def composed(folder: Path, name: str, overrides: Sequence[str]) -> DictConfig:
         return _compose(name, list(overrides))
 
 
-def _jobs(overrides: list[str], multirun: bool) -> Iterator[list[str]]:
+def jobs(overrides: list[str], multirun: bool) -> Iterator[list[str]]:
     """The overrides of every job: of a sweep, all combinations of its choices."""
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)

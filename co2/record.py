@@ -1,5 +1,6 @@
 """A run's folder: config, manifest, metrics, summary; and W&B."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -8,7 +9,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
@@ -128,10 +129,13 @@ class Record:
         manifest = {**_manifest(world), "data": fingerprint}
         write_durably(self.folder / "manifest.json", json.dumps(manifest, indent=1, default=str))
         self._metrics = self.folder / "metrics.jsonl"
-        self._wandb = self._start_wandb(config, values)
+        self._begun = 0
+        self._start_wandb = lambda: _start_wandb(config, values, self.folder)
+        self._wandb = self._start_wandb()
 
     def rewind(self, step: int) -> None:
         """Drop the metrics after `step`: the run goes on from there."""
+        self._begun = step
         if not self._metrics.exists():
             return
         kept = []
@@ -148,40 +152,67 @@ class Record:
         clean = {key: _finite(value) for key, value in figures.items()}
         with self._metrics.open("a") as file:
             file.write(json.dumps({"kind": kind, "step": step, **clean}) + "\n")
-        if self._wandb is not None:
-            values = {f"{kind}/{key}": value for key, value in clean.items() if value is not None}
-            self._wandb.log({**values, "step": step}, step=step)
+        self._tell_wandb(lambda run: _log_to_wandb(run, {"kind": kind, "step": step, **clean}))
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write summary.json, whose presence means: finished."""
         clean = {key: _finite(value) for key, value in summary.items()}
         write_durably(self.folder / "summary.json", json.dumps(clean, indent=1))
-        if self._wandb is not None:
-            self._wandb.summary.update(clean)
+        self._tell_wandb(lambda run: run.summary.update(clean))
 
     def close(self, status: int) -> None:
         """Let W&B write what it holds. `status` 0: finished, or to be continued."""
-        if self._wandb is not None:
-            self._wandb.finish(exit_code=status)
-            self._wandb = None
+        self._tell_wandb(lambda run: run.finish(exit_code=status))
+        self._wandb = None
 
-    def _start_wandb(self, config: Config, values: dict[str, Any]) -> Any:
-        if config.log.wandb is Wandb.disabled:
-            return None
-        import wandb
+    def _tell_wandb(self, tell: Callable[[Any], object]) -> None:
+        """A SIGTERM to all of a job, as a cluster sends it, ends W&B's own process, and what it
+        has not written yet is lost: it starts again, as another segment of the same run, and is
+        told once more what was measured in this one."""
+        if self._wandb is None:
+            return
+        try:
+            tell(self._wandb)
+        except ConnectionError:
+            import wandb
 
-        return wandb.init(
-            project="co2-suite",
-            dir=self.folder,
-            mode=config.log.wandb.value,
-            # One run is one W&B run, however many segments it was trained in.
-            id=_digest(str(self.folder)),
-            resume="allow",
-            name=f"{config.task}-{config.method}-{config.tag}-seed{config.train.seed}",
-            group=os.environ.get("WANDB_RUN_GROUP", f"{config.task}-{config.method}"),
-            config=values,
-            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
-        )
+            with contextlib.suppress(ConnectionError):
+                wandb.teardown()
+            self._wandb = self._start_wandb()
+            for text in self._metrics.read_text().splitlines() if self._metrics.exists() else ():
+                line = json.loads(text)
+                if line["step"] > self._begun:
+                    _log_to_wandb(self._wandb, line)
+            tell(self._wandb)
+
+
+def _log_to_wandb(run: Any, line: dict[str, Any]) -> None:
+    """A line of metrics.jsonl."""
+    values = {
+        f"{line['kind']}/{key}": value
+        for key, value in line.items()
+        if key not in ("kind", "step") and value is not None
+    }
+    run.log({**values, "step": line["step"]}, step=line["step"])
+
+
+def _start_wandb(config: Config, values: dict[str, Any], folder: Path) -> Any:
+    if config.log.wandb is Wandb.disabled:
+        return None
+    import wandb
+
+    return wandb.init(
+        project="co2-suite",
+        dir=folder,
+        mode=config.log.wandb.value,
+        # One run is one W&B run, however many segments it was trained in.
+        id=_digest(str(folder)),
+        resume="allow",
+        name=f"{config.task}-{config.method}-{config.tag}-seed{config.train.seed}",
+        group=os.environ.get("WANDB_RUN_GROUP", f"{config.task}-{config.method}"),
+        config=values,
+        settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+    )
 
 
 def _manifest(world: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ class StopVote:
     of another anyway, nobody ever stands still for it. A stop takes effect `lag` steps later.
     `lag` is asked for at every step, and must be the same on every worker then.
 
-    Use as a context manager: the signals' former handlers return at its end.
+    Use as a context manager: the signals' former handlers and mask return at its end.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class StopVote:
     def __enter__(self) -> "StopVote":
         self._before = {number: signal.signal(number, self._tell) for number in self._signals}
         # The launcher keeps them blocked until somebody is here to take them.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
+        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
         return self
 
     def __exit__(
@@ -46,6 +46,8 @@ class StopVote:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # First the mask: a launcher's signal now waits, where it would end the last evaluation.
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

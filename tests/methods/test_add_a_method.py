@@ -92,6 +92,13 @@ def test_it_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("conf")
+def test_its_command_composes(tmp_path: Path) -> None:
+    (command,) = re.findall(r"^ {4}python train\.py (.*)$", PAGE, re.MULTILINE)
+    config = configured(*command.split(), runs=tmp_path)
+    assert (config.task, config.method, config.method_config.tau) == ("gpt2", "easgd", 6)
+
+
+@pytest.mark.usefixtures("conf")
 @pytest.mark.parametrize(("key", "value"), [("tau", 0), ("elasticity", 1.5), ("comm_share", 1)])
 def test_a_wrong_value_is_one_line(tmp_path: Path, key: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"^easgd\.{key}={value}\S*: must be"):

@@ -1,0 +1,229 @@
+"""A SLURM of one's own: munged, slurmctld and one slurmd, in a private folder, on private ports."""
+
+import contextlib
+import getpass
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.cli.harness import ROOT, environment
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "setpriv")
+SEARCHED = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
+"""Debian keeps daemons where only root's PATH leads."""
+
+LIMIT_S = 120
+"""For a state that a job should reach within seconds."""
+
+_ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
+
+# Fewer plugins work in more places: no cgroups, no binding, as many CPUs as the tests want.
+_CONF = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller}
+SlurmdPort={daemon}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={place}/munge.socket
+StateSaveLocation={place}/state
+SlurmdSpoolDir={place}/spool
+SlurmctldPidFile={place}/slurmctld.pid
+SlurmdPidFile={place}/slurmd.pid
+SlurmctldLogFile={place}/slurmctld.log
+SlurmdLogFile={place}/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=1,batch_sched_delay=0,preempt_send_user_signal
+SlurmdParameters=config_overrides
+ReturnToService=0
+MpiDefault=none
+JobRequeue=1
+KillWait=10
+MinJobAge=600
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName=localhost NodeHostname={host} NodeAddr=127.0.0.1 CPUs=4 RealMemory=1000 State=UNKNOWN
+PartitionName=low Nodes=localhost Default=YES MaxTime=60 DefaultTime=10 PriorityTier=1 GraceTime=60
+PartitionName=high Nodes=localhost MaxTime=60 PriorityTier=9 PreemptMode=OFF
+"""
+
+
+def missing() -> list[str]:
+    """What of SLURM is not installed."""
+    return [name for name in PROGRAMS if shutil.which(name, path=SEARCHED) is None]
+
+
+class Slurm:
+    """A running controller with one node, `localhost`, of 4 CPUs and two partitions, `low` and
+    `high`; jobs of `high` preempt those of `low`.
+
+    Args:
+        place: a folder of its own, whose path is short: it holds a socket.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.conf = place, place / "slurm.conf"
+        self.env = environment(
+            SLURM_CONF=str(self.conf),
+            # Jobs find this Python as `python`.
+            PATH=os.pathsep.join((str(Path(sys.executable).parent), SEARCHED)),
+        )
+
+    def sbatch(self, *words: str, log: Path) -> "Job":
+        """Submit from the repository's root; what the job says is added to `log`."""
+        number = self.call("sbatch", "--parsable", f"--output={log}", *words)
+        return Job(self, number, log)
+
+    def call(self, *words: str) -> str:
+        """Any command of SLURM; what it says."""
+        ended = subprocess.run(
+            words, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=LIMIT_S
+        )
+        assert ended.returncode == 0, f"{' '.join(words)}: {ended.stderr}"
+        return ended.stdout.strip()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job, by its number; `12_3` is one task of an array."""
+
+    slurm: Slurm
+    number: str
+    log: Path
+
+    @property
+    def shown(self) -> dict[str, str]:
+        """What the controller knows of it, e.g. JobState, ExitCode, Restarts."""
+        text = self.slurm.call("scontrol", "show", "job", "--oneliner", self.number)
+        return dict(re.findall(r"(\w+)=(\S+)", text))
+
+    @property
+    def said(self) -> str:
+        """Its output until now."""
+        return self.log.read_text() if self.log.exists() else ""
+
+    def end(self) -> str:
+        """Wait for it; the state that it ends with."""
+        self.until(lambda: self.shown["JobState"] in _ENDED)
+        return self.shown["JobState"]
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until the condition holds."""
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            assert time.monotonic() < deadline, f"waited for {LIMIT_S} s: {self.shown}\n{self.said}"
+            time.sleep(0.2)
+
+    def start_now(self) -> None:
+        """Do not wait until the credential of its last start has expired, two minutes. Until then
+        the node refuses a start of the same second, and beside what is left of the one before."""
+        self.until(lambda: not self.processes())
+        time.sleep(2)
+        self.slurm.call("scontrol", "update", f"jobid={self.number}", "starttime=now")
+
+    def cancel(self) -> None:
+        self.slurm.call("scancel", self.number)
+
+    def processes(self) -> list[int]:
+        """Every process of the job that there still is."""
+        return _processes(f"SLURM_JOB_ID={self.shown['JobId']}", f"SLURM_CONF={self.slurm.conf}")
+
+    def tasks(self) -> dict[str, int]:
+        """The process of each task, by its rank, once it runs train.py."""
+        found = {}
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+                if command[1] == b"train.py":
+                    rank = next(v for v in variables if v.startswith("SLURM_PROCID="))
+                    found[rank.partition("=")[2]] = pid
+        return found
+
+
+@contextlib.contextmanager
+def running(place: Path) -> Iterator[Slurm]:
+    """Start it, and end all of it, jobs too, whatever happens."""
+    slurm = Slurm(place)
+    controller, daemon = _free_ports()
+    values = {"host": socket.gethostname(), "user": getpass.getuser(), "place": place}
+    conf = _CONF.format(**values, controller=controller, daemon=daemon)
+    slurm.conf.write_text(conf)
+    (place / "state").mkdir()
+    (place / "munge.key").write_bytes(os.urandom(128))
+    (place / "munge.key").chmod(0o400)
+    files = {f"{name}-file": place / f"munge.{name}" for name in ("key", "log", "pid", "seed")}
+    files["socket"] = place / "munge.socket"
+    daemons = [["munged", "--foreground", "--force", *(f"--{k}={v}" for k, v in files.items())]]
+    daemons += [["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", "localhost"]]
+    ready = (files["socket"].exists, lambda: _said(slurm, "scontrol", "ping", "UP"))
+    ready += (lambda: _said(slurm, "sinfo", "--noheader", "--format=%T", "idle"),)
+    started: list[subprocess.Popen] = []
+    try:
+        for words, condition in zip(daemons, ready, strict=True):
+            started.append(_start(slurm, words))
+            _await(condition, started[-1], place)
+        yield slurm
+    finally:
+        for process in reversed(started):
+            process.kill()
+            process.wait()
+        for pid in _processes(f"SLURM_CONF={slurm.conf}"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _free_ports() -> tuple[int, int]:
+    with socket.socket() as one, socket.socket() as other:
+        for probe in (one, other):
+            probe.bind(("127.0.0.1", 0))
+        return one.getsockname()[1], other.getsockname()[1]
+
+
+def _start(slurm: Slurm, words: list[str]) -> subprocess.Popen:
+    # Not even a killed test leaves a daemon behind.
+    words = ["setpriv", "--pdeathsig", "KILL", *words]
+    with (slurm.place / f"{words[3]}.out").open("w") as out:
+        return subprocess.Popen(words, env=slurm.env, stdout=out, stderr=subprocess.STDOUT)
+
+
+def _said(slurm: Slurm, *words: str) -> bool:
+    """Whether a command says its last word."""
+    *command, word = words
+    ended = subprocess.run(command, env=slurm.env, capture_output=True, text=True)
+    return word in ended.stdout
+
+
+def _await(condition: Callable[[], bool], process: subprocess.Popen, place: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        if process.poll() is not None or time.monotonic() > deadline:
+            said = "\n".join(path.read_text() for path in place.glob("*.out"))
+            raise AssertionError(f"{process.args} did not start: {said}")
+        time.sleep(0.1)
+
+
+def _processes(*variables: str) -> list[int]:
+    """Every process that has these in its environment: daemons, steps and tasks."""
+    wanted = {variable.encode() for variable in variables}
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if wanted <= set(path.read_bytes().split(b"\0")):
+                found.append(int(path.parent.name))
+    return found
