@@ -7,7 +7,7 @@ ARGS ?=
 .DEFAULT_GOAL := help
 TABLES := table1 table2 table4 tau_sweep
 
-.PHONY: help train test test-gpu check format bench clean $(TABLES)
+.PHONY: help train test test-gpu check format bench wandb-sync clean $(TABLES)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ format: $(VENV)/.ready ## mend format, and lint where it can be
 bench: $(VENV)/.ready ## the benchmarks; tables go to results/
 	$(BIN)/python -m benchmarks.outer_step
 	$(BIN)/python -m benchmarks.throughput
+
+wandb-sync: $(VENV)/.ready ## sync every offline W&B run under results/runs (ARGS=--all: unfinished ones too)
+	$(BIN)/python -m co2.wandb_sync $(ARGS)
 
 $(TABLES): $(VENV)/.ready
 	$(BIN)/python -m recipes run $@ $(ARGS)

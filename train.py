@@ -5,6 +5,7 @@ python train.py -m task=gpt2 method=co2 co2.tau=1,3,6,12
 torchrun --nproc-per-node 2 train.py task=gpt2 method=allreduce
 """
 
+import math
 import os
 import sys
 import traceback
@@ -72,22 +73,37 @@ def work(config: Config) -> None:
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def main(cfg: DictConfig) -> None:
+def main(cfg: DictConfig) -> float | None:
+    """Returns what a sweeper that searches makes small: see `objective`."""
     overrides = list(HydraConfig.get().overrides.task)
-    config = validate(cfg, overrides)
     if not in_sweep():
+        config = validate(cfg, overrides)
         status = job(config)
         if status:
             sys.exit(status)
-        return
+        return objective(status, read_summary(config))
+    summary = None
     try:
+        config = validate(cfg, overrides)
         status = job(config)
+        summary = None if status else read_summary(config)
+    except ConfigError as error:  # a value that a sweeper has made up
+        status = launch.refuse(error)
     except Exception:  # of this job; the others shall not suffer
         traceback.print_exc()
         status = 1
-    OUTCOMES.append(Outcome(overrides, status, None if status else read_summary(config)))
+    OUTCOMES.append(Outcome(overrides, status, summary))
     if status in launch.STOPPED:
         raise SystemExit(status)
+    return objective(status, summary)
+
+
+def objective(status: int, summary: dict[str, Any] | None) -> float | None:
+    """The final validation loss; infinite where training diverged; None where it failed."""
+    if summary is None:
+        return math.inf if status == launch.DIVERGED else None
+    loss = summary["final"]["loss"]
+    return math.inf if loss is None else loss
 
 
 def job(config: Config) -> int:
@@ -121,9 +137,14 @@ if __name__ == "__main__":
         sys.exit(launch.refuse(error))
     if {"-m", "--multirun"} & set(sys.argv):
         # W&B's own variable: the runs of a sweep are one group, named by its command line.
-        os.environ.setdefault("WANDB_RUN_GROUP", " ".join(sys.argv[1:])[:128])
+        words = [word for word in sys.argv[1:] if word not in ("-m", "--multirun")]
+        os.environ.setdefault("WANDB_RUN_GROUP", " ".join(words)[:128])
     try:
         main()
+    except ValueError:
+        # A search without a trial that ended well has no best one: the table says why.
+        if not OUTCOMES or not all(outcome.status for outcome in OUTCOMES):
+            raise
     finally:
         if OUTCOMES:
             print(sweep_table(OUTCOMES))

@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -18,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from co2.errors import ConfigError, nearest, require
 
 _SUBMITIT = "hydra/launcher=submitit_slurm"
+_OPTUNA = "hydra/sweeper=optuna"
 _GROUPS = ("task", "method", "scale")
 
 
@@ -40,6 +42,7 @@ def preflight(
     if given.help or given.hydra_help or given.cfg or given.info or given.shell_completion:
         return  # Hydra answers these itself and starts nothing
     _check_launcher(given.overrides, given.multirun)
+    _check_sweeper(given.overrides, given.multirun)
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
         for overrides in jobs(given.overrides, given.multirun):
             check(_compose(name, overrides), overrides)
@@ -55,6 +58,16 @@ def _check_launcher(overrides: Sequence[str], multirun: bool) -> None:
         warnings.filterwarnings("ignore", message=r"(?s).*validated against ConfigStore schema")
 
 
+def _check_sweeper(overrides: Sequence[str], multirun: bool) -> None:
+    key, _, value = _OPTUNA.partition("=")
+    if _OPTUNA in overrides:
+        require(multirun, key, value, "chooses the jobs of a sweep; add -m")
+        there = find_spec("optuna") is not None
+        require(there, key, value, "is an extra; pip install -e '.[optuna]'")
+        # As for the launcher: our file sets a value of the sampler's own option.
+        warnings.filterwarnings("ignore", message=r"(?s).*validated against ConfigStore schema")
+
+
 def composed(folder: Path, name: str, overrides: Sequence[str]) -> DictConfig:
     """The configuration of one job. Raises `ConfigError`."""
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
@@ -62,7 +75,9 @@ def composed(folder: Path, name: str, overrides: Sequence[str]) -> DictConfig:
 
 
 def jobs(overrides: list[str], multirun: bool) -> Iterator[list[str]]:
-    """The overrides of every job: of a sweep, all combinations of its choices."""
+    """The overrides of every job: of a sweep, all combinations of its choices. Of an interval, in
+    which only optuna's sweeper chooses, the two ends.
+    """
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:
@@ -79,6 +94,13 @@ def jobs(overrides: list[str], multirun: bool) -> Iterator[list[str]]:
                 raise ConfigError(
                     key, override.get_value_string(), "several values; add -m for a sweep"
                 )
+            if override.is_interval_sweep():
+                mend = f"an interval needs {_OPTUNA}"
+                require(_OPTUNA in overrides, key, override.get_value_string(), mend)
+                span = override.value()
+                assert isinstance(span, IntervalSweep)
+                choices.append([f"{key}={span.start}", f"{key}={span.end}"])
+                continue
             choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
         else:
             choices.append([str(override.input_line)])

@@ -135,7 +135,21 @@ def sweep_table(outcomes: Sequence[Outcome]) -> str:
     console = Console()
     with console.capture() as capture:
         console.print(table)
-    return capture.get()
+    return capture.get() + _best(outcomes, common)
+
+
+def _best(outcomes: Sequence[Outcome], common: set[str]) -> str:
+    """The job with the lowest validation loss; empty where there is nothing to compare."""
+    losses = {
+        " ".join(o for o in outcome.overrides if o not in common): outcome.summary["final"]["loss"]
+        for outcome in outcomes
+        if outcome.summary and outcome.summary["final"].get("loss") is not None
+    }
+    tasks = {outcome.summary["task"] for outcome in outcomes if outcome.summary}
+    if len(losses) < 2 or len(tasks) > 1:
+        return ""
+    name = min(losses, key=losses.__getitem__)
+    return f"lowest validation loss: {losses[name]:.4f} with {name}"
 
 
 def _failure(status: int) -> str:

@@ -66,10 +66,10 @@ def train(config: Config, task: Any, method: SyncMethod, mesh: Mesh) -> None:
     model = replica.wrap(method.prepare(module, optimizer, mesh), config.comm)
     method.lr_at = lambda index: _largest_lr(optimizer, config.optim, index, knobs.steps)
 
-    record = Record(config, mesh.num_workers, task.fingerprint()) if first else None
     title = f"{config.task} · {config.method} · {config.tag}"
     console = TrainProgress(title, knobs.steps, task.unit) if first else None
     say = console.say if console else lambda line: None
+    record = Record(config, mesh.num_workers, task.fingerprint(), say) if first else None
     shared, keep = replica.state(module, optimizer), config.checkpoint.keep
     checkpoints = Checkpoints(folder / "checkpoints", mesh, control, keep, say, shared)
 
@@ -96,7 +96,7 @@ def train(config: Config, task: Any, method: SyncMethod, mesh: Mesh) -> None:
         say(f"resumed at step {step} of {knobs.steps}")
         del state, found
     if record is not None:
-        record.rewind(step)
+        record.begin(step)
 
     units_per_step = knobs.batch_size * knobs.accumulate * task.units_per_sample
     meter = Meter(units_per_step, mesh.num_workers, method.stats, totals)

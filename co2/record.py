@@ -1,6 +1,5 @@
-"""A run's folder: config, manifest, metrics, summary; and W&B."""
+"""A run's folder: config, manifest, metrics, summary. W&B is told the same."""
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -22,6 +21,7 @@ from co2.checkpoint import write_durably
 from co2.config import NODES, Config, Resume, Wandb
 from co2.errors import ConfigError
 from co2.provenance import cpu_name, git
+from co2.tracking import Tracking
 
 # What may differ between two segments of one run.
 _FREE = ("log", "checkpoint", "resume", "trace", "runs", "tag")
@@ -119,100 +119,60 @@ class Record:
         config: of the run.
         world: number of workers.
         fingerprint: of the data.
+        say: prints a line for the person at the console.
     """
 
-    def __init__(self, config: Config, world: int, fingerprint: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        world: int,
+        fingerprint: dict[str, Any],
+        say: Callable[[str], None] = print,
+    ) -> None:
         self.folder = run_folder(config)
-        values = plain(config, world)
+        self._config, self._values, self._say = config, plain(config, world), say
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_durably(self.folder / "config.yaml", yaml.safe_dump(values, sort_keys=False))
+        write_durably(self.folder / "config.yaml", yaml.safe_dump(self._values, sort_keys=False))
         manifest = {**_manifest(world), "data": fingerprint}
         write_durably(self.folder / "manifest.json", json.dumps(manifest, indent=1, default=str))
         self._metrics = self.folder / "metrics.jsonl"
-        self._begun = 0
-        self._start_wandb = lambda: _start_wandb(config, values, self.folder)
-        self._wandb = self._start_wandb()
+        self._summary: dict[str, Any] | None = None
+        self._tracking: Tracking | None = None
 
-    def rewind(self, step: int) -> None:
-        """Drop the metrics after `step`: the run goes on from there."""
-        self._begun = step
-        if not self._metrics.exists():
-            return
-        kept = []
-        for line in self._metrics.read_text().splitlines(keepends=True):
-            try:
-                if line.endswith("\n") and json.loads(line)["step"] <= step:
-                    kept.append(line)
-            except ValueError:  # torn by a crash
-                continue
-        write_durably(self._metrics, "".join(kept))
+    def begin(self, step: int) -> None:
+        """The run goes on from `step`: metrics after it are dropped."""
+        if self._metrics.exists():
+            kept = []
+            for line in self._metrics.read_text().splitlines(keepends=True):
+                try:
+                    if line.endswith("\n") and json.loads(line)["step"] <= step:
+                        kept.append(line)
+                except ValueError:  # torn by a crash
+                    continue
+            write_durably(self._metrics, "".join(kept))
+        if self._config.log.wandb is not Wandb.disabled:
+            self._tracking = Tracking(self._config, self._values, self.folder, step, self._say)
 
     def log(self, kind: str, step: int, figures: dict[str, Any]) -> None:
-        """One line of metrics.jsonl, and the same to W&B. Not-a-number becomes null."""
+        """One line of metrics.jsonl. Not-a-number becomes null."""
         clean = {key: _finite(value) for key, value in figures.items()}
+        line = {"kind": kind, "step": step, **clean}
         with self._metrics.open("a") as file:
-            file.write(json.dumps({"kind": kind, "step": step, **clean}) + "\n")
-        self._tell_wandb(lambda run: _log_to_wandb(run, {"kind": kind, "step": step, **clean}))
+            file.write(json.dumps(line) + "\n")
+        if self._tracking is not None:
+            self._tracking.log(line)
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write summary.json, whose presence means: finished."""
-        clean = {key: _finite(value) for key, value in summary.items()}
-        write_durably(self.folder / "summary.json", json.dumps(clean, indent=1))
-        self._tell_wandb(lambda run: run.summary.update(clean))
+        self._summary = {key: _finite(value) for key, value in summary.items()}
+        write_durably(self.folder / "summary.json", json.dumps(self._summary, indent=1))
 
     def close(self, status: int) -> None:
-        """Let W&B write what it holds. `status` 0: finished, or to be continued."""
-        self._tell_wandb(lambda run: run.finish(exit_code=status))
-        self._wandb = None
-
-    def _tell_wandb(self, tell: Callable[[Any], object]) -> None:
-        """A SIGTERM to all of a job, as a cluster sends it, ends W&B's own process, and what it
-        has not written yet is lost: it starts again, as another segment of the same run, and is
-        told once more what was measured in this one."""
-        if self._wandb is None:
-            return
-        try:
-            tell(self._wandb)
-        except ConnectionError:
-            import wandb
-
-            with contextlib.suppress(ConnectionError):
-                wandb.teardown()
-            self._wandb = self._start_wandb()
-            for text in self._metrics.read_text().splitlines() if self._metrics.exists() else ():
-                line = json.loads(text)
-                if line["step"] > self._begun:
-                    _log_to_wandb(self._wandb, line)
-            tell(self._wandb)
-
-
-def _log_to_wandb(run: Any, line: dict[str, Any]) -> None:
-    """A line of metrics.jsonl."""
-    values = {
-        f"{line['kind']}/{key}": value
-        for key, value in line.items()
-        if key not in ("kind", "step") and value is not None
-    }
-    run.log({**values, "step": line["step"]}, step=line["step"])
-
-
-def _start_wandb(config: Config, values: dict[str, Any], folder: Path) -> Any:
-    if config.log.wandb is Wandb.disabled:
-        return None
-    import wandb
-
-    return wandb.init(
-        project="co2-suite",
-        dir=folder,
-        mode=config.log.wandb.value,
-        # One run is one W&B run, however many segments it was trained in.
-        id=_digest(str(folder)),
-        resume="allow",
-        name=f"{config.task}-{config.method}-{config.tag}-seed{config.train.seed}",
-        group=os.environ.get("WANDB_RUN_GROUP", f"{config.task}-{config.method}"),
-        config=values,
-        settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
-    )
+        """Nothing is written any more. `status` 0: finished, or to be continued."""
+        if self._tracking is not None:
+            if self._summary is not None:
+                self._tracking.finish(self._summary)
+            self._tracking.close(status)
 
 
 def _manifest(world: int) -> dict[str, Any]:

@@ -74,11 +74,10 @@ def run(chosen: Sequence[Recipe], scale: str, seeds: Sequence[int] | None, launc
         for cell in failed:
             print(f"failed: {cell.command}", file=sys.stderr)
         return 1 if failed else 0
-    missing = [cell for cell in dict.fromkeys(asked) if cell.summary() is None]
+    missing = [cell for cell in cells.once(asked) if cell.summary() is None]
     for cell in missing:
-        subprocess.run(
-            ["sbatch", str(ROOT / "slurm" / "train.sbatch"), *cell.overrides], check=True
-        )
+        words = ["sbatch", str(ROOT / "slurm" / "train.sbatch"), *cell.overrides]
+        subprocess.run(words, check=True, env=cells.tagged(cell))
     print(f"{len(missing)} jobs submitted; collect when they have ended")
     return 0
 

@@ -1,10 +1,12 @@
 """Cells: the runs that a table is made of. Only those without a finished run are trained."""
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import train as entry
 from co2 import launch
@@ -18,6 +20,8 @@ class Cell:
     """One run, named by what a command line of train.py would say."""
 
     overrides: tuple[str, ...]
+    recipes: tuple[str, ...] = field(default=(), compare=False)
+    """Names of those that ask for it: tags of its W&B run."""
 
     @property
     def command(self) -> str:
@@ -32,6 +36,20 @@ class Cell:
         return read_summary(self.config())
 
 
+def once(cells: Iterable[Cell]) -> list[Cell]:
+    """Every run once, with all recipes that ask for it."""
+    names: dict[Cell, dict[str, None]] = {}
+    for cell in cells:
+        names.setdefault(cell, {}).update(dict.fromkeys(cell.recipes))
+    return [replace(cell, recipes=tuple(found)) for cell, found in names.items()]
+
+
+def tagged(cell: Cell) -> dict[str, str]:
+    """The environment of a cell's run: W&B's own variable names the recipes."""
+    tags = ",".join(filter(None, (os.environ.get("WANDB_TAGS"), *cell.recipes)))
+    return {**os.environ, **({"WANDB_TAGS": tags} if tags else {})}
+
+
 def run(cells: Iterable[Cell], say: Callable[[str], None] = print) -> list[Cell]:
     """Train every cell that has no finished run; those that were begun go on.
 
@@ -44,7 +62,7 @@ def run(cells: Iterable[Cell], say: Callable[[str], None] = print) -> list[Cell]
         SystemExit: after Ctrl-C, with everything saved; the same call goes on from there.
         ConfigError: for a cell that cannot be run, before any is.
     """
-    missing = [cell for cell in dict.fromkeys(cells) if cell.summary() is None]
+    missing = [cell for cell in once(cells) if cell.summary() is None]
     failed: list[Cell] = []
     for workers in sorted({cell.config().launch.workers for cell in missing}):
         left = [cell for cell in missing if cell.config().launch.workers == workers]
@@ -71,4 +89,5 @@ def _train(cells: Sequence[Cell], _: Config) -> None:
     """What every worker does."""
     for cell in cells:
         sys.argv = ["train.py", *cell.overrides]  # what a manifest calls the command
-        entry.work(cell.config())
+        with patch.dict(os.environ, tagged(cell)):
+            entry.work(cell.config())

@@ -73,4 +73,5 @@ class Recipe:
         overrides = [*column.overrides, f"scale={scale}"]
         overrides += column.smoke if scale == "smoke" else ()
         overrides += [*row.overrides, f"train.seed={seed}", f"runs={RUNS}"]
-        return Cell((*overrides, *(("log.wandb=disabled",) if scale == "smoke" else ())))
+        overrides += ("log.wandb=disabled",) if scale == "smoke" else ()
+        return Cell(tuple(overrides), recipes=(self.name,))

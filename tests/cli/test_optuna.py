@@ -1,0 +1,115 @@
+"""A search in place of a grid: hydra/sweeper=optuna."""
+
+import math
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+
+import train
+from co2.compose import jobs, preflight
+from co2.console import Outcome, sweep_table
+from co2.errors import ConfigError
+from co2.launch import DIVERGED
+from tests.cli.harness import TOY, cli, folders
+from tests.cli.test_runs import summary
+
+SWEEPER = "hydra/sweeper=optuna"
+installed = pytest.mark.skipif(find_spec("optuna") is None, reason="needs the extra: .[optuna]")
+
+
+@installed
+def test_search(tmp_path: Path) -> None:
+    """Trials, the best of them, and the table; the same command makes the same trials."""
+    runs = tmp_path / "runs"
+    words = ["-m", SWEEPER, "launch.workers=1", "train.steps=12", "method=co2", "co2.tau=3"]
+    words += ["hydra.sweeper.n_jobs=1"]
+    words += ["co2.outer_lr=interval(.3,1.5)", "co2.outer_momentum=0.1,0.5", "train.seed=0"]
+    ended = cli(*words, "hydra.sweeper.n_trials=2", runs=runs)
+    assert ended.status == 0, ended.err
+    assert len(folders(runs)) == 2
+
+    ended = cli(*words, "hydra.sweeper.n_trials=3", runs=runs)
+    assert ended.status == 0, ended.err
+    assert ended.out.count("finished already") == 2
+    assert len(folders(runs)) == 3
+    table = ended.out[ended.out.index("sweep: ") :]
+    finals = {}
+    for folder in folders(runs):
+        config = yaml.safe_load((folder / "config.yaml").read_text())["co2"]
+        assert 0.3 <= config["outer_lr"] <= 1.5 and config["outer_momentum"] in (0.1, 0.5)
+        assert config["tau"] == 3 and summary(folder)["steps"] == 12
+        finals[summary(folder)["final"]["loss"]] = config
+    best = min(finals)
+    assert table.count("│ co2.outer_lr=") == 3
+    assert (
+        f"lowest validation loss: {best:.4f} with co2.outer_lr={finals[best]['outer_lr']} " in table
+    )
+    found = yaml.safe_load((runs / ".multirun" / "optimization_results.yaml").read_text())
+    assert found["best_value"] == best
+    assert found["best_params"]["co2.outer_lr"] == finals[best]["outer_lr"]
+
+
+@installed
+def test_every_trial_fails(tmp_path: Path) -> None:
+    """There is no best one, and the table says why: a file lies where the folders should be."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    (runs / "toy").touch()
+    words = ("method=co2", "co2.tau=3,6", "hydra.sweeper.n_trials=2", "launch.workers=1")
+    ended = cli("-m", SWEEPER, *words, runs=runs)
+    assert ended.status == 1
+    assert ended.out[ended.out.index("sweep: ") :].count("failed (exit status 1)") == 2
+    assert "No trials are completed" not in ended.err
+
+
+def test_what_a_search_makes_small() -> None:
+    assert train.objective(0, {"final": {"loss": 0.5, "accuracy": 1.0}}) == 0.5
+    assert train.objective(0, {"final": {"loss": None}}) == math.inf
+    assert train.objective(DIVERGED, None) == math.inf, "a bad place, and worth knowing"
+    assert train.objective(1, None) is None
+
+
+@installed
+@pytest.mark.parametrize(
+    "value", ["interval(0.1,1.5)", "choice(0.5,1.0)", "tag(log,interval(1,2))"]
+)
+def test_the_ends_are_checked_before_anything_starts(value: str) -> None:
+    words = ["-m", *TOY, "method=co2", SWEEPER, f"co2.outer_momentum={value}"]
+    with pytest.raises(ConfigError, match=r"co2\.outer_momentum=(1|1\.0|1\.5): "):
+        preflight(train.CONF, "config", words, train.validate)
+
+
+def test_an_interval_is_for_a_search() -> None:
+    found = list(jobs([SWEEPER, "co2.clip=interval(0.1,2)", "co2.tau=3,6"], multirun=True))
+    assert [job[1:] for job in found] == [
+        [f"co2.clip={clip}", f"co2.tau={tau}"] for clip in (0.1, 2.0) for tau in (3, 6)
+    ]
+    with pytest.raises(ConfigError, match=r"co2\.clip=interval.*hydra/sweeper=optuna"):
+        list(jobs(["co2.clip=interval(0.1,2)"], multirun=True))
+
+
+def test_only_for_sweeps() -> None:
+    with pytest.raises(ConfigError, match=r"sweeper=optuna: .*add -m"):
+        preflight(train.CONF, "config", [*TOY, SWEEPER], lambda *job: None)
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("co2.compose.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"sweeper=optuna: .*\.\[optuna\]"):
+        preflight(train.CONF, "config", ["-m", *TOY, SWEEPER], lambda *job: None)
+
+
+def outcome(task: str, *overrides: str, loss: float | None) -> Outcome:
+    final = {} if loss is None else {"loss": loss}
+    run = {"task": task, "final": final, "overlap": None, "throughput": 1.0, "folder": "there"}
+    return Outcome((f"task={task}", *overrides), 0, run)
+
+
+def test_the_best_of_a_sweep() -> None:
+    worse, best = (outcome("toy", f"co2.tau={loss}", loss=loss) for loss in (0.5, 0.25))
+    failed = Outcome(("task=toy", "co2.tau=9"), 1, None)
+    assert "lowest validation loss: 0.2500 with co2.tau=0.25" in sweep_table([worse, failed, best])
+    for others in ([best], [worse, outcome("gpt2", loss=0.1)], [failed, best]):
+        assert "lowest" not in sweep_table(others), "nothing to compare with"

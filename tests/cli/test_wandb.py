@@ -1,0 +1,340 @@
+"""W&B offline: what its files hold, read back; and that it never ends a training."""
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import wandb
+from PIL import Image
+from torch import Tensor
+
+import train
+from co2 import launch, wandb_sync
+from co2.launch import PREEMPTED
+from co2.tracking import SEGMENTS, UNITS, unit
+from recipes import cells
+from recipes.cells import Cell
+from tasks.toy import Toy
+from tests.cli.harness import configured, folder_of, metrics
+from tests.slurm.test_jobs import wandb_records
+
+STEPS = 20
+WORDS = ("method=co2", "co2.tau=3", "launch.workers=1", f"train.steps={STEPS}", "log.every=1")
+WORDS += ("train.eval_every=4", "checkpoint.every=5", "log.wandb=offline")
+
+
+@dataclass
+class Segment:
+    """One of W&B's files, and the folder of what belongs to it."""
+
+    files: Path
+    run: Any = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """Of the history."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> list[int]:
+        return [row["step"] for row in self.rows if "step" in row]
+
+    def file(self, value: dict[str, Any]) -> Path:
+        """That a row's table or picture is kept in."""
+        return self.files / value["path"]
+
+    def table(self, name: str) -> list[list[Any]]:
+        (value,) = [row[name] for row in self.rows if name in row]
+        assert value["_type"] == "table-file"
+        return json.loads(self.file(value).read_text())["data"]
+
+
+def segments(folder: Path) -> list[Segment]:
+    """Of a run's folder, oldest first."""
+    return [_read(path) for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))]
+
+
+def _read(path: Path) -> Segment:
+    found = Segment(path.parent / "files")
+    for record in wandb_records(path.read_bytes()):
+        if record.HasField("run"):
+            found.run = record.run
+        elif record.HasField("metric"):
+            found.metrics[record.metric.name] = record.metric
+        elif record.HasField("history"):
+            found.rows.append(_items(record.history.item))
+        elif record.HasField("summary"):
+            found.summary.update(_items(record.summary.update))
+    return found
+
+
+def _items(items: Any) -> dict[str, Any]:
+    """A value that is a group of values is kept as several items."""
+    found: dict[str, Any] = {}
+    for item in items:
+        *groups, name = item.nested_key or [item.key]
+        place = found
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[name] = json.loads(item.value_json)
+    return found
+
+
+@contextlib.contextmanager
+def at_step(step: int, do: Callable[[], object]) -> Iterator[None]:
+    """`do` in the training loss of the step, counted from this start."""
+    original, calls = Toy.loss, []
+
+    def loss(self: Toy, *arguments: Any) -> Tensor:
+        calls.append(None)
+        if len(calls) == step:
+            do()
+        return original(self, *arguments)
+
+    with patch.object(Toy, "loss", loss):
+        yield
+
+
+def trained(runs: Path, *words: str) -> int:
+    """A run in this process; its exit status."""
+    return launch.run(train.work, configured(*WORDS, *words, runs=runs))
+
+
+def stop() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+def end_wandb() -> None:
+    """W&B's own process, as a SIGTERM to all of a job does."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            stat = (path.parent / "stat").read_text().rpartition(")")[2].split()
+            if int(stat[1]) == os.getpid() and b"wandb-core" in path.read_bytes():
+                os.kill(int(path.parent.name), signal.SIGTERM)
+                return
+    raise AssertionError("no process of W&B's")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    yield
+    wandb.teardown()
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was told to stop, and went on to its end."""
+    runs = tmp_path_factory.mktemp("stopped") / "runs"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("WANDB_RUN_GROUP", "task=toy co2.tau=3,6")
+        patched.setenv("WANDB_TAGS", "table2,tau_sweep")
+        with at_step(2, stop):
+            assert trained(runs, "trace=true") == PREEMPTED
+        assert trained(runs, "trace=true") == 0
+    return folder_of(*WORDS, runs=runs)
+
+
+@pytest.fixture(scope="module")
+def told(stopped: Path) -> list[Segment]:
+    return segments(stopped)
+
+
+class TestStopped:
+    def test_one_run_in_two_segments(self, stopped: Path, told: list[Segment]) -> None:
+        """Each has its own steps, and `resume`, which lets `wandb sync` join them."""
+        assert len(told) == 2 and told[0].run.run_id == told[1].run.run_id
+        assert all(segment.run.resume for segment in told)
+        first, second = (segment.steps for segment in told)
+        assert len(first) >= 2 and len(second) >= 10
+        assert first + second == list(range(1, STEPS + 1))
+        state = json.loads((stopped / "wandb" / SEGMENTS).read_text())
+        assert [(s["begun"], s["ended"]) for s in state["segments"]] == [
+            (0, first[-1]),
+            (first[-1], STEPS),
+        ]
+
+    def test_metrics(self, stopped: Path, told: list[Segment]) -> None:
+        """What W&B holds of a step is what metrics.jsonl holds."""
+        rows = {row["step"]: row for segment in told for row in segment.rows if "step" in row}
+        for line in metrics(stopped):
+            for key, value in line.items():
+                if key not in ("kind", "step") and value is not None:
+                    assert rows[line["step"]][f"{line['kind']}/{key}"] == pytest.approx(value)
+
+    def test_names_and_units(self, told: list[Segment]) -> None:
+        """Every metric has the axis `step` and a unit; the best loss is kept."""
+        logged = {name for row in told[1].rows for name in row}
+        names = {name for name in logged if name.startswith(("train/", "eval/"))}
+        assert {"train/exposed_s", "train/bytes", "eval/loss"} <= names
+        for name in names:
+            assert told[1].metrics[name].step_metric == "step", name
+            assert unit(name), name
+        assert told[1].metrics["eval/loss"].summary.min
+        assert told[1].metrics["eval/accuracy"].summary.max
+        rows = told[0].table("units")
+        assert rows == [list(row) for row in UNITS]
+        assert unit("train/exposed_s") == "s" and unit("memory.gradient_bytes") == "bytes"
+
+    def test_config(self, told: list[Segment]) -> None:
+        config = _items(told[1].run.config.update)
+        assert config["co2"]["tau"] == 3 and config["train"]["steps"] == STEPS
+
+    def test_group_and_tags(self, told: list[Segment]) -> None:
+        for segment in told:
+            assert segment.run.run_group == "task=toy co2.tau=3,6"
+            assert set(segment.run.tags) == {"toy", "co2", "smoke", "table2", "tau_sweep"}
+
+    def test_tables(self, stopped: Path, told: list[Segment]) -> None:
+        summary = json.loads((stopped / "summary.json").read_text())
+        scores = told[1].table("tables/evaluations")
+        assert [row[0] for row in scores] == [4, 8, 12, 16, 20]
+        assert scores[-1][1] == pytest.approx(summary["final"]["loss"])
+        ledger = {name: value for name, value, _ in told[1].table("tables/ledger")}
+        assert ledger["memory.extra_bytes"] == summary["memory"]["extra_bytes"] > 0
+        assert ledger["extra_model_copies"] == 3 and "bytes_per_step" in ledger
+        others = {name: (value, unit) for name, value, unit in told[1].table("tables/summary")}
+        assert others["exposed_s"] == (pytest.approx(summary["exposed_s"]), "s")
+        assert told[1].summary["final"]["loss"] == pytest.approx(summary["final"]["loss"])
+
+    @pytest.mark.parametrize("name", ["loss", "timeline"])
+    def test_pictures(self, told: list[Segment], name: str) -> None:
+        (value,) = [row[key] for row in told[1].rows for key in row if key == f"figures/{name}"]
+        with Image.open(told[1].file(value)) as picture:
+            assert picture.format == "PNG" and picture.size == (value["width"], value["height"])
+            assert len(picture.convert("RGB").getcolors(1 << 24)) > 10
+
+
+def test_steps_that_are_trained_again(tmp_path: Path) -> None:
+    """A run that fails at step 8 goes on from its checkpoint of step 5; W&B's first segment, which
+    holds more, is replaced. And without a sweep, method and task are the group."""
+
+    def fail() -> None:
+        raise ArithmeticError("of the test")
+
+    with at_step(8, fail), pytest.raises(ArithmeticError):
+        trained(tmp_path / "runs")
+    folder = folder_of(*WORDS, runs=tmp_path / "runs")
+    (first,) = segments(folder)
+    assert first.steps == list(range(1, 8))
+    assert trained(tmp_path / "runs") == 0
+    (whole,) = segments(folder)
+    assert whole.steps == list(range(1, STEPS + 1))
+    assert whole.run.run_id == first.run.run_id and whole.run.run_group == "toy-co2"
+    assert [row["train/loss"] for row in whole.rows if "train/loss" in row] == pytest.approx(
+        [line["loss"] for line in metrics(folder, "train")]
+    )
+
+    assert trained(tmp_path / "runs", "resume=never") == 0
+    (afresh,) = segments(folder)
+    assert afresh.run.run_id != whole.run.run_id, "what is put aside stays a run of its own"
+
+
+def test_its_process_ends(tmp_path: Path) -> None:
+    with at_step(9, end_wandb):
+        assert trained(tmp_path / "runs") == 0
+    (whole,) = segments(folder_of(*WORDS, runs=tmp_path / "runs"))
+    assert whole.steps == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("call", ["wandb.init", "wandb.Run.log", "wandb.Run.finish"])
+def test_its_failure_is_said_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, call: str
+) -> None:
+    def fail(*arguments: Any, **more: Any) -> None:
+        raise wandb.errors.CommError("the server\nis gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(call, fail)
+        assert trained(tmp_path / "runs") == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "W&B" in line]
+    assert said == ["W&B: CommError: the server; the run goes on without it"]
+    folder = folder_of(*WORDS, runs=tmp_path / "runs")
+    assert len(metrics(folder, "train")) == STEPS and (folder / "summary.json").exists()
+    if wandb.run is not None:
+        wandb.run.finish()
+
+
+class TestSync:
+    @pytest.fixture
+    def runs(self, tmp_path: Path) -> Path:
+        """Four segments: one that is synced, one that is empty, one to sync, one under way."""
+        for name, content in (("synced", b"." * 9), ("empty", b"." * 7), ("new", b"." * 9)):
+            place = tmp_path / f"toy/co2/tau3/seed0/wandb/offline-run-{name}"
+            place.mkdir(parents=True)
+            (place / "run-a.wandb").write_bytes(content)
+        (tmp_path / "toy/co2/tau3/seed0/wandb/offline-run-synced/run-a.wandb.synced").touch()
+        under_way = tmp_path / "toy/co2/tau6/seed0/wandb"
+        (under_way / "offline-run-b").mkdir(parents=True)
+        (under_way / "offline-run-b/run-b.wandb").write_bytes(b"." * 9)
+        state = {"segments": [{"folder": "offline-run-b", "begun": 0, "ended": None}]}
+        (under_way / SEGMENTS).write_text(json.dumps(state))
+        return tmp_path
+
+    def test_what_is_handed_over(
+        self, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    ) -> None:
+        handed: list[str] = []
+
+        def run(words: list[str], **more: Any) -> Any:
+            handed[:] = [Path(word).parent.name for word in words if word.endswith(".wandb")]
+            Path(words[-1]).with_suffix(".wandb.synced").touch()
+            return type("Ended", (), {"returncode": 0})
+
+        monkeypatch.setattr("co2.wandb_sync.subprocess.run", run)
+        assert wandb_sync.main([str(runs)]) == 0
+        assert handed == ["offline-run-new"]
+        said = capsys.readouterr().out
+        assert "1 runs are being trained or were cut off" in said and "1 of 1" in said
+        assert wandb_sync.main([str(runs)]) == 0
+        assert "nothing to sync" in capsys.readouterr().out
+        assert wandb_sync.main([str(runs), "--all"]) == 0
+        assert handed == ["offline-run-b"]
+
+    def test_nothing_there(self, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+        assert wandb_sync.main([str(tmp_path / "runs")]) == 0
+        assert "nothing to sync" in capsys.readouterr().out
+
+    def test_not_logged_in(
+        self,
+        stopped: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture,
+    ) -> None:
+        """W&B's own command finds the run's files, and asks for nothing."""
+        for name in ("HOME", "NETRC"):
+            monkeypatch.setenv(name, str(tmp_path / name))
+        assert wandb_sync.main([str(stopped.parent)]) == 1
+        ended = capfd.readouterr()
+        assert "wandb login" in ended.out + ended.err
+        assert "0 of 2 segments are synced" in ended.out
+
+
+def test_a_run_is_tagged_by_all_recipes_that_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [Cell(("one",), ("table2",)), Cell(("two",), ("table2",)), Cell(("one",), ("sweep",))]
+    found = cells.once(asked)
+    assert [(c.overrides, c.recipes) for c in found] == [
+        (("one",), ("table2", "sweep")),
+        (("two",), ("table2",)),
+    ]
+    seen: list[str | None] = []
+    monkeypatch.setenv("WANDB_TAGS", "mine")
+    monkeypatch.setattr("sys.argv", ["pytest"])
+    monkeypatch.setattr(Cell, "config", lambda cell: None)
+    monkeypatch.setattr("train.work", lambda config: seen.append(os.environ.get("WANDB_TAGS")))
+    cells._train(found, None)  # type: ignore[arg-type]
+    assert seen == ["mine,table2,sweep", "mine,table2"] and os.environ["WANDB_TAGS"] == "mine"
+
+
+def test_units_name_each_thing_once() -> None:
+    assert len({pattern for pattern, *_ in UNITS}) == len(UNITS)
+    for index, (pattern, *_) in enumerate(UNITS):
+        hidden = [p for p, *_ in UNITS[:index] if fnmatch(pattern.replace("*", "x"), p)]
+        assert not hidden, f"{pattern} can never be reached past {hidden}"
