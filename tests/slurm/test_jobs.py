@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from co2.record import run_folder
 from recipes.__main__ import run
@@ -28,7 +29,9 @@ from tests.cli.harness import (
     folders,
     metrics,
     saved_steps,
+    story,
     until,
+    weights,
 )
 from tests.slurm.controller import LIMIT_S, NODES, Job, Slurm
 
@@ -120,48 +123,61 @@ def test_dead_tasks_and_nodes(train: Callable, spawned: Run) -> None:
     assert job.end() == "COMPLETED"
     assert resumed_at(job) == [first, second]
     assert "put back" not in job.said, "that was the controller"
-    assert_same_run(folder, spawned.folder)
+    told, whole = ([line["step"] for line in story(f)] for f in (folder, spawned.folder))
+    assert told == whole
+    # Alone on its node a worker takes every core of this machine, and so rounds otherwise.
+    torch.testing.assert_close(weights(folder), weights(spawned.folder), rtol=1e-4, atol=1e-5)
 
 
-def test_time_limit(train: Callable) -> None:
-    """The sbatch file's own signal comes when 300 seconds are left, here at once; the controller
-    looks twice a minute. One task, which starts the two workers and hands the signal on."""
+def test_time_limit_and_refusals(train: Callable, slurm: Slurm, tmp_path: Path) -> None:
+    """The sbatch file's own signal comes when 300 seconds are left, here at once, but the
+    controller looks twice a minute; meanwhile, what cannot be run. One task, which starts the two
+    workers and hands the signal on."""
     words = ("toy.delay_s=0.6", "checkpoint.every=0", "--ntasks-per-node=1", "--time=5")
     job, folder = train(*words)
+    elsewhere = (f"--chdir={tmp_path}", "slurm/train.sbatch")
+    wrong = ("--ntasks-per-node=1", "slurm/train.sbatch", *TOY, "co2.tua=3")
+    for options, status, line in (
+        (elsewhere, "2:0", "error: submit from the repository's root, where train.py is"),
+        (wrong, "2:0", "error: co2.tua=3: unknown key; did you mean co2.tau?"),
+    ):
+        refused = slurm.sbatch(*options, log=tmp_path / "refused")
+        assert refused.end() == "FAILED" and refused.shown["ExitCode"] == status
+        said = [line for line in refused.said.splitlines() if not line.startswith("srun: ")]
+        assert said[-1] == line
     put_back(job, folder, 1)
     job.cancel()
 
 
 def test_sweep(slurm: Slurm, tmp_path: Path) -> None:
-    """Each task of an array is one combination. The one that is told is put back, alone; when it
-    is cancelled it saves and is not: W&B's own process, which the SIGTERM ends, is no reason to
-    fail. A task without a combination fails."""
-    runs, log = tmp_path / "runs", tmp_path / "log-%a"
+    """Each task of an array is one combination. One is not disturbed; one is told to stop and put
+    back, it alone; one is cancelled, saves and is not put back, though the SIGTERM ends W&B's own
+    process too; one that has no combination fails."""
+    runs = tmp_path / "runs"
     base = ("method=co2", "train.steps=60", *SLOW, "launch.workers=1")
     base += ("log.every=1", "log.wandb=offline")
-    words = (*GLOO, f"runs={runs}", *base, "co2.tau=1,3")
-    options = ("--array=0-2", "--ntasks-per-node=1", "slurm/sweep.sbatch")
-    array = slurm.sbatch(*options, *words, log=log)
-    jobs = [Job(slurm, f"{array.number}_{index}", tmp_path / f"log-{index}") for index in range(3)]
-    places = [folder_of(*base, f"co2.tau={tau}", runs=runs) for tau in (1, 3)]
+    words = (*GLOO, f"runs={runs}", *base, "co2.tau=1,3,6")
+    options = ("--array=0-3", "--ntasks-per-node=1", "slurm/sweep.sbatch")
+    number = slurm.sbatch(*options, *words, log=tmp_path / "log-%a").number
+    jobs = [Job(slurm, f"{number}_{index}", tmp_path / f"log-{index}") for index in range(4)]
+    whole, told, cancelled, none = jobs
+    places = [folder_of(*base, f"co2.tau={tau}", runs=runs) for tau in (1, 3, 6)]
 
-    jobs[1].until(trains(places[1]))
-    jobs[1].tell("USR1")
-    assert jobs[2].end() == "FAILED" and jobs[2].shown["ExitCode"] == "2:0"
-    assert jobs[2].said.startswith("error: SLURM_ARRAY_TASK_ID=2: the sweep has the jobs 0 to 1:")
-    first = put_back(jobs[1], places[1], 1)
-    jobs[1].start_now()
-    jobs[1].until(trains(places[1], first + 3))
-    jobs[1].cancel()
-    assert jobs[1].end() == "CANCELLED"
-    assert resumed_at(jobs[1]) == [first]
-    assert saved_steps(places[1])[-1] >= first + 3
-    assert jobs[0].end() == "COMPLETED"
-    assert [job.shown["Restarts"] for job in jobs] == ["0", "1", "0"]
-    assert [(place / "summary.json").exists() for place in places] == [True, False]
+    told.until(trains(places[1]))
+    told.tell("USR1")
+    cancelled.until(trains(places[2]))
+    cancelled.cancel()
+    assert none.end() == "FAILED" and none.shown["ExitCode"] == "2:0"
+    assert none.said.startswith("error: SLURM_ARRAY_TASK_ID=3: the sweep has the jobs 0 to 2:")
+    put_back(told, places[1], 1)
+    told.cancel()
+    assert cancelled.end() == "CANCELLED" and "put back" not in cancelled.said
+    (step,) = saved_steps(places[2])
+    assert metrics(places[2])[-1]["step"] == step
+    assert whole.end() == "COMPLETED"
+    assert [job.shown["Restarts"] for job in jobs] == ["0", "1", "0", "0"]
+    assert [(place / "summary.json").exists() for place in places] == [True, False, False]
     assert set(folders(runs)) == set(places)
-    segments = [path.name for path in (places[1] / "wandb").glob("offline-run-*")]
-    assert len(segments) >= 2 and len({name.rpartition("-")[2] for name in segments}) == 1
 
 
 @pytest.mark.skipif(find_spec("submitit") is None, reason="needs the extra: .[slurm]")
@@ -173,7 +189,7 @@ def test_submitted_by_hydra(slurm: Slurm, tmp_path: Path, spawned: Run) -> None:
     with subprocess.Popen(words, cwd=ROOT, env=slurm.env) as launching:
         try:
             until(trains(folder), launching)
-            (place,) = runs.glob(".multirun/submitit/*_0")
+            (place,) = runs.glob(".multirun/submitit/[0-9]*")
             job = Job(slurm, place.name, place / f"{place.name}_0_log.out")
             job.tell("USR1")
             first = put_back(job, folder, 1)
@@ -213,20 +229,3 @@ def test_submitted_by_recipes(
     assert job.shown["JobName"] == str(run_folder(cell.config()).relative_to(tmp_path / "runs"))
     assert cell.summary() is not None
     assert submit() == []
-
-
-def test_refused(slurm: Slurm, tmp_path: Path) -> None:
-    words = (*TOY, f"runs={tmp_path}/runs", "co2.tua=3")
-    options = ("--ntasks-per-node=1", "slurm/train.sbatch")
-    job = slurm.sbatch(*options, *words, log=tmp_path / "log")
-    assert job.end() == "FAILED"
-    assert job.shown["ExitCode"] == "2:0"
-    (line,) = [line for line in job.said.splitlines() if not line.startswith("srun: ")]
-    assert line.startswith("error: co2.tua=3: ")
-    assert not (tmp_path / "runs").exists()
-
-
-def test_submitted_from_elsewhere(slurm: Slurm, tmp_path: Path) -> None:
-    job = slurm.sbatch(f"--chdir={tmp_path}", "slurm/train.sbatch", log=tmp_path / "log")
-    assert job.end() == "FAILED"
-    assert job.said == "error: submit from the repository's root, where train.py is\n"
