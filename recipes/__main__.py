@@ -7,19 +7,16 @@ python -m recipes render                   → results/tables, results/figures, 
 """
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from co2 import launch
 from co2.errors import ConfigError, nearest, require
-from recipes import cells, render
+from recipes import cells, render, slurm
 from recipes.collect import collect
 from recipes.recipe import Recipe
 from recipes.registry import RECIPES
-
-ROOT = Path(__file__).parent.parent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,17 +66,12 @@ def listing(chosen: Sequence[Recipe], scale: str) -> None:
 def run(chosen: Sequence[Recipe], scale: str, seeds: Sequence[int] | None, launcher: str) -> int:
     """Train what is missing, here or on a cluster. Returns 0, or 1 when a run failed."""
     asked = [cell for recipe in chosen for *_, cell in recipe.cells(scale, seeds)]
-    if launcher == "local":
-        failed = cells.run(asked)
-        for cell in failed:
-            print(f"failed: {cell.command}", file=sys.stderr)
-        return 1 if failed else 0
-    missing = [cell for cell in cells.once(asked) if cell.summary() is None]
-    for cell in missing:
-        words = ["sbatch", str(ROOT / "slurm" / "train.sbatch"), *cell.overrides]
-        subprocess.run(words, check=True, env=cells.tagged(cell))
-    print(f"{len(missing)} jobs submitted; collect when they have ended")
-    return 0
+    if launcher == "slurm":
+        return slurm.submit(asked)
+    failed = cells.run(asked)
+    for cell in failed:
+        print(f"failed: {cell.command}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A SLURM of one's own: munged, slurmctld and one slurmd, in a private folder, on private ports."""
+"""A SLURM of one's own: munged, slurmctld and two slurmd, in a private folder, on private ports."""
 
 import contextlib
 import getpass
@@ -20,6 +20,9 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scan
 SEARCHED = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
 """Debian keeps daemons where only root's PATH leads."""
 
+NODES = ("127.0.0.1", "127.0.0.2")
+"""Names under which their workers can be reached."""
+
 LIMIT_S = 120
 """For a state that a job should reach within seconds."""
 
@@ -29,26 +32,26 @@ _ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED
 _CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={controller}
-SlurmdPort={daemon}
+SlurmctldPort={port}
+FirstJobId={port}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
 CredType=cred/munge
 AuthInfo=socket={place}/munge.socket
 StateSaveLocation={place}/state
-SlurmdSpoolDir={place}/spool
+SlurmdSpoolDir={place}/spool.%n
 SlurmctldPidFile={place}/slurmctld.pid
-SlurmdPidFile={place}/slurmd.pid
+SlurmdPidFile={place}/slurmd.%n.pid
 SlurmctldLogFile={place}/slurmctld.log
-SlurmdLogFile={place}/slurmd.log
+SlurmdLogFile={place}/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerType=sched/builtin
-SchedulerParameters=sched_interval=1,batch_sched_delay=0,preempt_send_user_signal
+SchedulerParameters=sched_interval=1
 SlurmdParameters=config_overrides
 ReturnToService=0
 MpiDefault=none
@@ -57,10 +60,10 @@ KillWait=10
 MinJobAge=600
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName=localhost NodeHostname={host} NodeAddr=127.0.0.1 CPUs=4 RealMemory=1000 State=UNKNOWN
-PartitionName=low Nodes=localhost Default=YES MaxTime=60 DefaultTime=10 PriorityTier=1 GraceTime=60
-PartitionName=high Nodes=localhost MaxTime=60 PriorityTier=9 PreemptMode=OFF
+PartitionName=low Nodes=ALL Default=YES MaxTime=60 DefaultTime=60 PriorityTier=1 GraceTime=60
+PartitionName=high Nodes=ALL MaxTime=60 PriorityTier=9 PreemptMode=OFF
 """
+_NODE = "NodeName={name} NodeHostname={host} NodeAddr={name} Port={port} CPUs=2 RealMemory=1000\n"
 
 
 def missing() -> list[str]:
@@ -69,8 +72,8 @@ def missing() -> list[str]:
 
 
 class Slurm:
-    """A running controller with one node, `localhost`, of 4 CPUs and two partitions, `low` and
-    `high`; jobs of `high` preempt those of `low`.
+    """A running controller with two nodes of 2 CPUs and two partitions, `low` and `high`; jobs of
+    `high` preempt those of `low`.
 
     Args:
         place: a folder of its own, whose path is short: it holds a socket.
@@ -122,6 +125,12 @@ class Job:
         self.until(lambda: self.shown["JobState"] in _ENDED)
         return self.shown["JobState"]
 
+    def waits_for_start(self, restarts: int) -> bool:
+        """Whether it has been put back so many times, and is in the queue. A moment before it is
+        counted it is there already."""
+        shown = self.shown
+        return shown["JobState"] == "PENDING" and shown["Restarts"] == str(restarts)
+
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait until the condition holds."""
         deadline = time.monotonic() + LIMIT_S
@@ -130,11 +139,14 @@ class Job:
             time.sleep(0.2)
 
     def start_now(self) -> None:
-        """Do not wait until the credential of its last start has expired, two minutes. Until then
-        the node refuses a start of the same second, and beside what is left of the one before."""
+        """Do not wait two minutes until the credential of its last start has expired."""
         self.until(lambda: not self.processes())
-        time.sleep(2)
+        time.sleep(1.1)  # the node takes no credential made in the second of the last one's end
         self.slurm.call("scontrol", "update", f"jobid={self.number}", "starttime=now")
+
+    def tell(self, name: str) -> None:
+        """Send a signal to its tasks."""
+        self.slurm.call("scancel", f"--signal={name}", self.number)
 
     def cancel(self) -> None:
         self.slurm.call("scancel", self.number)
@@ -160,23 +172,31 @@ class Job:
 def running(place: Path) -> Iterator[Slurm]:
     """Start it, and end all of it, jobs too, whatever happens."""
     slurm = Slurm(place)
-    controller, daemon = _free_ports()
-    values = {"host": socket.gethostname(), "user": getpass.getuser(), "place": place}
-    conf = _CONF.format(**values, controller=controller, daemon=daemon)
+    host, (port, *ports) = socket.gethostname(), _free_ports(1 + len(NODES))
+    # Its own port is the number of its first job too: a job's workers meet at a port made from the
+    # job's number, and another controller's jobs may run beside.
+    conf = _CONF.format(host=host, user=getpass.getuser(), place=place, port=port)
+    for name, its_port in zip(NODES, ports, strict=True):
+        conf += _NODE.format(name=name, host=host, port=its_port)
     slurm.conf.write_text(conf)
     (place / "state").mkdir()
     (place / "munge.key").write_bytes(os.urandom(128))
     (place / "munge.key").chmod(0o400)
     files = {f"{name}-file": place / f"munge.{name}" for name in ("key", "log", "pid", "seed")}
     files["socket"] = place / "munge.socket"
-    daemons = [["munged", "--foreground", "--force", *(f"--{k}={v}" for k, v in files.items())]]
-    daemons += [["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", "localhost"]]
-    ready = (files["socket"].exists, lambda: _said(slurm, "scontrol", "ping", "UP"))
-    ready += (lambda: _said(slurm, "sinfo", "--noheader", "--format=%T", "idle"),)
+    idle = ("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N")
+    daemons: list[tuple[list[str], Callable[[], bool]]] = [
+        (
+            ["munged", "--foreground", "--force", *(f"--{k}={v}" for k, v in files.items())],
+            files["socket"].exists,
+        ),
+        (["slurmctld", "-D", "-c"], lambda: "UP" in _said(slurm, "scontrol", "ping")),
+        *((["slurmd", "-D", "-N", n], lambda n=n: n in _said(slurm, *idle)) for n in NODES),
+    ]
     started: list[subprocess.Popen] = []
     try:
-        for words, condition in zip(daemons, ready, strict=True):
-            started.append(_start(slurm, words))
+        for words, condition in daemons:
+            started.append(_start(slurm, words, place / f"{len(started)}.out"))
             _await(condition, started[-1], place)
         yield slurm
     finally:
@@ -188,25 +208,24 @@ def running(place: Path) -> Iterator[Slurm]:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as other:
-        for probe in (one, other):
-            probe.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], other.getsockname()[1]
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
-def _start(slurm: Slurm, words: list[str]) -> subprocess.Popen:
+def _start(slurm: Slurm, words: list[str], log: Path) -> subprocess.Popen:
     # Not even a killed test leaves a daemon behind.
     words = ["setpriv", "--pdeathsig", "KILL", *words]
-    with (slurm.place / f"{words[3]}.out").open("w") as out:
+    with log.open("w") as out:
         return subprocess.Popen(words, env=slurm.env, stdout=out, stderr=subprocess.STDOUT)
 
 
-def _said(slurm: Slurm, *words: str) -> bool:
-    """Whether a command says its last word."""
-    *command, word = words
-    ended = subprocess.run(command, env=slurm.env, capture_output=True, text=True)
-    return word in ended.stdout
+def _said(slurm: Slurm, *words: str) -> str:
+    """What a command says, even where it fails."""
+    return subprocess.run(words, env=slurm.env, capture_output=True, text=True).stdout
 
 
 def _await(condition: Callable[[], bool], process: subprocess.Popen, place: Path) -> None:

@@ -1,27 +1,41 @@
-"""slurm/train.sbatch and slurm/sweep.sbatch, submitted to a real controller."""
+"""The sbatch files, Hydra's launcher and the recipes', on a real controller.
+
+All of it is in this file: a file is tested by one process, and so with one controller. A start of
+train.py costs seconds, so that a job here lives through several things.
+"""
 
 import os
 import re
 import signal
+import subprocess
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from wandb.proto.wandb_internal_pb2 import Record
+import torch
 
+from co2.record import run_folder
+from recipes.__main__ import run
+from recipes.recipe import Column, Recipe, Row
 from tests.cli.harness import (
+    ROOT,
     STORY,
     TOY,
     Run,
     assert_same_run,
+    command,
     folder_of,
     folders,
     metrics,
     saved_steps,
+    story,
+    until,
     weights,
 )
-from tests.slurm.controller import Job, Slurm
+from tests.slurm.controller import LIMIT_S, NODES, Job, Slurm
 
+GLOO = ("task=toy", "launch.backend=gloo")
 SLOW = ("toy.delay_s=0.1", "checkpoint.every=0")
 """Six seconds of training, and no other checkpoints than those of being told to stop."""
 
@@ -34,8 +48,8 @@ def train(slurm: Slurm, tmp_path: Path) -> Callable[..., tuple[Job, Path]]:
         options = [word for word in words if word.startswith("--")]
         overrides = [*STORY, *(word for word in words if not word.startswith("--"))]
         runs = tmp_path / "runs"
-        command = (*options, "slurm/train.sbatch", *TOY, f"runs={runs}", *overrides)
-        return slurm.sbatch(*command, log=tmp_path / "log"), folder_of(*overrides, runs=runs)
+        line = (*options, "slurm/train.sbatch", *TOY, f"runs={runs}", *overrides)
+        return slurm.sbatch(*line, log=tmp_path / "log"), folder_of(*overrides, runs=runs)
 
     return submit
 
@@ -45,185 +59,173 @@ def trains(folder: Path, steps: int = 5) -> Callable[[], bool]:
     return lambda: bool(metrics(folder)) and metrics(folder)[-1]["step"] >= steps
 
 
-def is_back(job: Job) -> bool:
-    """Whether a job waits in the queue for its second start. It is counted a moment later."""
-    shown = job.shown
-    return shown["JobState"] == "PENDING" and shown["Restarts"] == "1"
-
-
-def assert_goes_on(job: Job, folder: Path, spawned: Run) -> None:
-    """A job that was told to stop waits in the queue with its run saved; started again, it ends
-    as one that nothing happened to."""
-    job.until(lambda: is_back(job))
+def put_back(job: Job, folder: Path, restarts: int) -> int:
+    """Wait until a job that was told to stop waits in the queue; the step it has saved."""
+    job.until(lambda: job.waits_for_start(restarts))
     assert not (folder / "summary.json").exists()
-    (step,) = saved_steps(folder)
-    assert step < 60 and metrics(folder)[-1]["step"] == step
+    step = saved_steps(folder)[-1]
+    assert step < 60 and metrics(folder)[-1]["step"] == step, "nothing is trained and not saved"
+    assert job.said.count("put back into the queue") == restarts
+    return step
+
+
+def resumed_at(job: Job) -> list[int]:
+    return [int(step) for step in re.findall(r"^resumed at step (\d+)", job.said, re.MULTILINE)]
+
+
+def test_told_early_and_preempted(train: Callable, spawned: Run) -> None:
+    """Told in its first moments, where no training is there to be told, and then preempted, which
+    is a SIGTERM, by a job of a partition that comes first: at the end it is as the two workers that
+    train.py starts itself and that nothing happened to."""
+    job, folder = train(*SLOW)
+    job.until(lambda: len(job.tasks()) == 2)
+    job.tell("USR1")
+    first = put_back(job, folder, 1)
+    job.start_now()
+    job.until(trains(folder, first + 3))
+    high = ("--partition=high", "--nodes=2", "--exclusive", "--wrap=true")
+    other = job.slurm.sbatch(*high, log=job.log.with_name("other"))
+    assert other.end() == "COMPLETED"
+    second = put_back(job, folder, 2)
+    assert first < second
     job.start_now()
     assert job.end() == "COMPLETED"
-    assert re.findall(r"^resumed at step (\d+)", job.said, re.MULTILINE) == [str(step)]
-    assert job.said.count("put back into the queue") == 1
-    assert_same_run(folder, spawned.folder)
-
-
-def test_two_tasks(train: Callable, spawned: Run) -> None:
-    """Two workers, as two that train.py starts itself."""
-    job, folder = train()
-    assert job.end() == "COMPLETED"
+    assert resumed_at(job) == [first, second]
     assert job.said.count("┌") == 1, "only worker 0 speaks"
     assert_same_run(folder, spawned.folder)
 
 
-@pytest.mark.parametrize("tasks", [1, 2])
-def test_told_to_stop(train: Callable, spawned: Run, tasks: int) -> None:
-    """With one task, train.py starts the two workers."""
-    job, folder = train(*SLOW, f"--ntasks-per-node={tasks}")
-    job.until(trains(folder))
-    job.slurm.call("scancel", "--signal=USR1", job.number)
-    assert_goes_on(job, folder, spawned)
-
-
-def test_preempted(train: Callable, spawned: Run) -> None:
-    """By a job of a partition that comes first. Both segments are one W&B run."""
-    job, folder = train(*SLOW, "log.wandb=offline")
-    job.until(trains(folder))
-    sleep = ("--partition=high", "--exclusive", "--wrap=sleep 1")
-    other = job.slurm.sbatch(*sleep, log=job.log.with_name("other"))
-    assert other.end() == "COMPLETED"
-    assert_goes_on(job, folder, spawned)
-    (step,) = saved_steps(folder)
-    segments = wandb_segments(folder)
-    assert len({run for run, _ in segments}) == 1
-    assert segments[-1][1] == list(range(step + 1, 61))
-    assert set().union(*(steps for _, steps in segments)) == set(range(1, 61))
-
-
-def test_time_limit(train: Callable) -> None:
-    """A minute is the shortest limit there is; half of it is left when the signal comes."""
-    job, folder = train("toy.delay_s=1", "checkpoint.every=0", "--time=1", "--signal=USR1@30")
-    job.until(lambda: is_back(job))
-    assert len(saved_steps(folder)) == 1
-    job.cancel()
-
-
-def test_told_in_its_first_moments(train: Callable, spawned: Run) -> None:
-    """No training is there to be told yet, and still the signal is not lost."""
-    job, folder = train(*SLOW)
-    job.until(lambda: len(job.tasks()) == 2)
-    job.slurm.call("scancel", "--signal=USR1", job.number)
-    assert_goes_on(job, folder, spawned)
-
-
-def test_a_killed_task(train: Callable, spawned: Run) -> None:
-    """The job has failed, and the same submission goes on."""
-    words = ("toy.delay_s=0.1", "checkpoint.every=4")
+def test_dead_tasks_and_nodes(train: Callable, spawned: Run) -> None:
+    """Of a job on two nodes. Where a task dies the job fails, and the same submission goes on;
+    where a node dies the controller puts it back, unless it was submitted with --no-requeue."""
+    words = ("toy.delay_s=0.1", "checkpoint.every=4", "--nodes=2", "--ntasks-per-node=1")
     job, folder = train(*words)
     job.until(lambda: saved_steps(folder) != [])
     os.kill(job.tasks()["1"], signal.SIGKILL)
     assert job.end() == "FAILED"
     assert job.shown["ExitCode"] == "137:0" and job.shown["Restarts"] == "0"
     assert not (folder / "summary.json").exists()
+    first = saved_steps(folder)[-1]
+
     job, _ = train(*words)
-    assert job.end() == "COMPLETED"
-    assert "resumed at step" in job.said
-    assert_same_run(folder, spawned.folder)
-
-
-def test_a_dead_node(train: Callable, spawned: Run) -> None:
-    """The controller itself puts the job back. Here it is submitted again in its place."""
-    words = ("toy.delay_s=0.1", "checkpoint.every=4")
-    job, folder = train(*words)
-    job.until(lambda: saved_steps(folder) != [])
-    update = ("scontrol", "update", "nodename=localhost")
+    options = (f"--nodelist={NODES[1]}", "--no-requeue", "--wrap=sleep 60")
+    beside = job.slurm.sbatch(*options, log=job.log.with_name("beside"))
+    job.until(lambda: saved_steps(folder)[-1] > first)
+    update = ("scontrol", "update", f"nodename={NODES[1]}")
     job.slurm.call(*update, "state=down", "reason=test")
-    job.until(lambda: is_back(job))
-    assert not (folder / "summary.json").exists()
+    job.until(lambda: job.waits_for_start(1))
+    assert beside.end() == "NODE_FAIL"
     job.until(lambda: not job.processes())
-    job.cancel()
+    assert not (folder / "summary.json").exists()
+    second = saved_steps(folder)[-1]
     job.slurm.call(*update, "state=resume")
-    job, _ = train(*words)
+    job.start_now()
     assert job.end() == "COMPLETED"
-    assert "resumed at step" in job.said
+    assert resumed_at(job) == [first, second]
+    assert "put back" not in job.said, "that was the controller"
+    told, whole = ([line["step"] for line in story(f)] for f in (folder, spawned.folder))
+    assert told == whole
+    # Alone on its node a worker takes every core of this machine, and so rounds otherwise.
+    torch.testing.assert_close(weights(folder), weights(spawned.folder), rtol=1e-4, atol=1e-5)
+
+
+def test_time_limit_and_refusals(train: Callable, slurm: Slurm, tmp_path: Path) -> None:
+    """The sbatch file's own signal comes when 300 seconds are left, here at once, but the
+    controller looks twice a minute; meanwhile, what cannot be run. One task, which starts the two
+    workers and hands the signal on."""
+    words = ("toy.delay_s=0.6", "checkpoint.every=0", "--ntasks-per-node=1", "--time=5")
+    job, folder = train(*words)
+    elsewhere = (f"--chdir={tmp_path}", "slurm/train.sbatch")
+    wrong = ("--ntasks-per-node=1", "slurm/train.sbatch", *TOY, "co2.tua=3")
+    for options, status, line in (
+        (elsewhere, "2:0", "error: submit from the repository's root, where train.py is"),
+        (wrong, "2:0", "error: co2.tua=3: unknown key; did you mean co2.tau?"),
+    ):
+        refused = slurm.sbatch(*options, log=tmp_path / "refused")
+        assert refused.end() == "FAILED" and refused.shown["ExitCode"] == status
+        said = [line for line in refused.said.splitlines() if not line.startswith("srun: ")]
+        assert said[-1] == line
+    put_back(job, folder, 1)
+    job.cancel()
+
+
+def test_sweep(slurm: Slurm, tmp_path: Path) -> None:
+    """Each task of an array is one combination. One is not disturbed; one is told to stop and put
+    back, it alone; one is cancelled, saves and is not put back, though the SIGTERM ends W&B's own
+    process too; one that has no combination fails."""
+    runs = tmp_path / "runs"
+    base = ("method=co2", "train.steps=60", *SLOW, "launch.workers=1")
+    base += ("log.every=1", "log.wandb=offline")
+    words = (*GLOO, f"runs={runs}", *base, "co2.tau=1,3,6")
+    options = ("--array=0-3", "--ntasks-per-node=1", "slurm/sweep.sbatch")
+    number = slurm.sbatch(*options, *words, log=tmp_path / "log-%a").number
+    jobs = [Job(slurm, f"{number}_{index}", tmp_path / f"log-{index}") for index in range(4)]
+    whole, told, cancelled, none = jobs
+    places = [folder_of(*base, f"co2.tau={tau}", runs=runs) for tau in (1, 3, 6)]
+
+    told.until(trains(places[1]))
+    told.tell("USR1")
+    cancelled.until(trains(places[2]))
+    cancelled.cancel()
+    assert none.end() == "FAILED" and none.shown["ExitCode"] == "2:0"
+    assert none.said.startswith("error: SLURM_ARRAY_TASK_ID=3: the sweep has the jobs 0 to 2:")
+    put_back(told, places[1], 1)
+    told.cancel()
+    assert cancelled.end() == "CANCELLED" and "put back" not in cancelled.said
+    (step,) = saved_steps(places[2])
+    assert metrics(places[2])[-1]["step"] == step
+    assert whole.end() == "COMPLETED"
+    assert [job.shown["Restarts"] for job in jobs] == ["0", "1", "0", "0"]
+    assert [(place / "summary.json").exists() for place in places] == [True, False, False]
+    assert set(folders(runs)) == set(places)
+
+
+@pytest.mark.skipif(find_spec("submitit") is None, reason="needs the extra: .[slurm]")
+def test_submitted_by_hydra(slurm: Slurm, tmp_path: Path, spawned: Run) -> None:
+    """A job that is told to stop goes on, and the command waits for it."""
+    runs, limit = tmp_path / "runs", "hydra.launcher.timeout_min=9"
+    folder = folder_of(*STORY, *SLOW, runs=runs)
+    words = command("-m", "hydra/launcher=submitit_slurm", limit, *STORY, *SLOW, runs=runs)
+    with subprocess.Popen(words, cwd=ROOT, env=slurm.env) as launching:
+        try:
+            until(trains(folder), launching)
+            (place,) = runs.glob(".multirun/submitit/[0-9]*")
+            job = Job(slurm, place.name, place / f"{place.name}_0_log.out")
+            job.tell("USR1")
+            first = put_back(job, folder, 1)
+            job.start_now()
+            assert job.end() == "COMPLETED"
+            assert launching.wait(LIMIT_S) == 0
+        finally:
+            launching.kill()
+    assert resumed_at(job) == [first]
     assert_same_run(folder, spawned.folder)
 
 
-def test_cancelled(train: Callable) -> None:
-    """Saved, and not put back. W&B's own process, which the SIGTERM ends, is no reason to fail."""
-    job, folder = train(*SLOW, "log.wandb=offline")
-    job.until(trains(folder))
-    job.cancel()
-    assert job.end() == "CANCELLED"
-    assert job.shown["Restarts"] == "0" and "put back" not in job.said
-    (step,) = saved_steps(folder)
-    assert not (folder / "summary.json").exists()
-    (last,) = dict(wandb_segments(folder)).values()
-    assert last == list(range(1, step + 1)), "what was lost with the process is told again"
+def test_submitted_by_recipes(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """What is missing is submitted, with as many tasks as it has workers; asked for again it waits
+    for the job that trains it."""
+    monkeypatch.setattr("recipes.recipe.RUNS", str(tmp_path / "runs"))
+    monkeypatch.chdir(ROOT)
+    for name, value in {**slurm.env, "SBATCH_OUTPUT": str(tmp_path / "log")}.items():
+        monkeypatch.setenv(name, value)
+    row = Row("CO2", ("method=co2", "launch.workers=1", "train.steps=12"))
+    recipe = Recipe("toy", "", "", (row,), (Column("loss", GLOO, "final.loss"),), seeds=(0,))
+    (cell,) = (cell for *_, cell in recipe.cells("smoke"))
 
+    def submit() -> list[str]:
+        assert run([recipe], "smoke", None, "slurm") == 0
+        return re.findall(r"Submitted batch job (\d+)", capfd.readouterr().out)
 
-def test_refused(slurm: Slurm, tmp_path: Path) -> None:
-    words = (*TOY, f"runs={tmp_path}/runs", "co2.tua=3")
-    job = slurm.sbatch("slurm/train.sbatch", *words, log=tmp_path / "log")
-    assert job.end() == "FAILED"
-    assert job.shown["ExitCode"] == "2:0"
-    (line,) = [line for line in job.said.splitlines() if not line.startswith("srun: ")]
-    assert line.startswith("error: co2.tua=3: ")
-    assert not (tmp_path / "runs").exists()
-
-
-def test_submitted_from_elsewhere(slurm: Slurm, tmp_path: Path) -> None:
-    job = slurm.sbatch(f"--chdir={tmp_path}", "slurm/train.sbatch", log=tmp_path / "log")
-    assert job.end() == "FAILED"
-    assert job.said == "error: submit from the repository's root, where train.py is\n"
-
-
-def test_sweep(slurm: Slurm, tmp_path: Path, spawned: Run) -> None:
-    """Each task of an array is one combination, and only the one that is told to stops. Its last
-    task goes by the array's own number."""
-    runs, log = tmp_path / "runs", tmp_path / "log-%a"
-    words = (*TOY, f"runs={runs}", *STORY, *SLOW, "co2.tau=1,3")
-    array = slurm.sbatch("--array=0-2", "slurm/sweep.sbatch", *words, log=log)
-    jobs = [Job(slurm, f"{array.number}_{index}", tmp_path / f"log-{index}") for index in range(3)]
-    places = [folder_of(*STORY, *SLOW, f"co2.tau={tau}", runs=runs) for tau in (1, 3)]
-    jobs[1].until(trains(places[1]))
-    slurm.call("scancel", "--signal=USR1", jobs[1].number)
-    assert jobs[2].end() == "FAILED" and jobs[2].shown["ExitCode"] == "2:0"
-    assert jobs[2].said.startswith("error: SLURM_ARRAY_TASK_ID=2: the sweep has the jobs 0 to 1:")
-    assert_goes_on(jobs[1], places[1], spawned)
-    assert jobs[0].end() == "COMPLETED"
-    assert [job.shown["Restarts"] for job in jobs] == ["0", "1", "0"]
-    assert set(folders(runs)) == set(places)
-    one, three = (weights(place) for place in places)
-    assert any(not one[name].equal(three[name]) for name in one)
-
-
-def wandb_segments(folder: Path) -> list[tuple[str, list[int]]]:
-    """Of each offline W&B run in a run's folder, oldest first: its id, and the steps logged."""
-    found = []
-    for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb")):
-        # Of a process that was ended there may be no record, only the file.
-        run, steps = path.stem.removeprefix("run-"), []
-        for record in wandb_records(path.read_bytes()):
-            if record.HasField("run"):
-                assert record.run.run_id == run
-            for item in record.history.item:
-                if (item.key or "".join(item.nested_key)) == "step":
-                    steps.append(int(item.value_json))
-        found.append((run, sorted(set(steps))))
-    return found
-
-
-def wandb_records(data: bytes) -> list[Record]:
-    """W&B's file is a log as LevelDB's: after 7 bytes, chunks with a head of 7 bytes (checksum,
-    length, kind), none of which crosses a block of 32 KiB; kinds 1 and 4 end a record."""
-    records, whole, at = [], b"", 7
-    while at + 7 <= len(data):
-        left = 32768 - at % 32768
-        if left < 7:
-            at += left
-            continue
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        whole += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):
-            records.append(Record.FromString(whole))
-            whole = b""
-    return records
+    (first,), (second,) = submit(), submit()
+    waiting = Job(slurm, second, tmp_path / "log")
+    assert waiting.shown["JobState"] == "PENDING"
+    assert waiting.shown["Dependency"].startswith("singleton")
+    waiting.cancel()
+    job = Job(slurm, first, tmp_path / "log")
+    assert job.end() == "COMPLETED"
+    assert job.shown["JobName"] == str(run_folder(cell.config()).relative_to(tmp_path / "runs"))
+    assert cell.summary() is not None
+    assert submit() == []

@@ -1,0 +1,46 @@
+"""Cells as jobs of SLURM: python -m recipes run … --launcher slurm. See docs/slurm.md."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from co2.errors import require
+from co2.record import run_folder
+from recipes.cells import Cell, once, tagged
+from train import make_task
+
+SCRIPT = Path(__file__).parent.parent / "slurm" / "train.sbatch"
+
+
+def submit(cells: Sequence[Cell]) -> int:
+    """A job for every cell that has no finished run. Returns 0, or 1 where sbatch refused one.
+
+    Raises:
+        ConfigError: for a cell that cannot be run, or where there is no SLURM, before any job is
+            submitted.
+    """
+    require(shutil.which("sbatch") is not None, "--launcher", "slurm", "there is no sbatch here")
+    missing = [cell for cell in once(cells) if cell.summary() is None]
+    for cell in missing:
+        make_task(cell.config()).setup(cell.config().launch.workers)  # data are made here, once
+    for count, cell in enumerate(missing):
+        words = ["sbatch", *_options(cell), str(SCRIPT), *cell.overrides]
+        if subprocess.run(words, env=tagged(cell)).returncode:
+            print(f"{count} of {len(missing)} jobs submitted", file=sys.stderr)
+            return 1
+    print(f"{len(missing)} jobs submitted; collect when they have ended")
+    return 0
+
+
+def _options(cell: Cell) -> list[str]:
+    config = cell.config()
+    folder = run_folder(config).relative_to(Path(config.runs).absolute())
+    return [
+        # Two jobs must not train in one folder: of one name, the second waits for the first's end.
+        f"--job-name={folder}",
+        "--dependency=singleton",
+        # With the script's own number of tasks it would be another run.
+        f"--ntasks-per-node={config.launch.workers}",
+    ]
