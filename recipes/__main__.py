@@ -7,6 +7,7 @@ python -m recipes render                   → results/tables, results/figures, 
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,12 +15,14 @@ from pathlib import Path
 
 from co2 import launch
 from co2.errors import ConfigError, nearest, require
-from recipes import cells, render
+from recipes import cells, laboratory, render
 from recipes.collect import collect
 from recipes.recipe import Recipe
 from recipes.registry import RECIPES
 
 ROOT = Path(__file__).parent.parent
+WORKERS_OF_NODE = 8
+"""GPUs that a node of a cluster usually has."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,30 +35,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("action", choices=("list", "run", "collect", "render"))
     parser.add_argument("names", nargs="*", metavar="recipe", help="default: all")
     parser.add_argument("--scale", default="smoke", choices=("smoke", "gpu", "paper"))
-    parser.add_argument("--seeds", help="as in 0,1,2; default: the recipe's")
+    parser.add_argument("--seeds", help="as in 0,1,2; in the laboratory, repeats; default: 0,1,2")
     parser.add_argument("--launcher", default="local", choices=("local", "slurm"))
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     try:
-        chosen = [recipe_of(name) for name in options.names or RECIPES]
-        seeds = None if options.seeds is None else [int(seed) for seed in options.seeds.split(",")]
+        chosen = [recipe_of(name, options.scale) for name in options.names]
+        known = [recipe for recipe in RECIPES.values() if options.scale in recipe.scales]
+        end = render.ending(options.scale)
+        seeds = (
+            None if options.seeds is None else [_seed(word) for word in options.seeds.split(",")]
+        )
         if options.action == "list":
-            listing(chosen, options.scale)
+            listing(chosen or known, options.scale)
         elif options.action == "run":
-            return run(chosen, options.scale, seeds, options.launcher)
+            return run(chosen or known, options.scale, seeds, options.launcher)
         elif options.action == "collect":
-            count = collect(chosen, options.out, options.scale)
-            print(f"{count} values of finished runs in {options.out}")
+            here, others = collect(chosen or known, options.out, options.scale)
+            print(f"{here} values of finished runs here, {others} of others, in {options.out}")
         else:
-            render.render(list(RECIPES.values()), options.out, options.scale)
+            # The page holds every recipe; those that are named are shown here too.
+            render.render(known, options.out, options.scale)
+            for recipe in chosen:
+                print((options.out / "tables" / f"{recipe.name}{end}.md").read_text())
+            print(f"{options.out / f'report{end}.html'}: all of it in one page")
     except ConfigError as error:
         return launch.refuse(error)
     return 0
 
 
-def recipe_of(name: str) -> Recipe:
+def recipe_of(name: str, scale: str) -> Recipe:
     require(name in RECIPES, "recipe", name, "no such recipe; " + nearest(name, RECIPES))
+    mend = f"{name} can be run at scale={', '.join(RECIPES[name].scales)} alone"
+    require(scale in RECIPES[name].scales, "--scale", scale, mend)
     return RECIPES[name]
+
+
+def _seed(word: str) -> int:
+    require(word.isdecimal(), "--seeds", word, "must be whole numbers, as in 0,1,2")
+    return int(word)
 
 
 def listing(chosen: Sequence[Recipe], scale: str) -> None:
@@ -67,18 +85,33 @@ def listing(chosen: Sequence[Recipe], scale: str) -> None:
 
 
 def run(chosen: Sequence[Recipe], scale: str, seeds: Sequence[int] | None, launcher: str) -> int:
-    """Train what is missing, here or on a cluster. Returns 0, or 1 when a run failed."""
-    asked = [cell for recipe in chosen for *_, cell in recipe.cells(scale, seeds)]
-    if launcher == "local":
-        failed = cells.run(asked)
-        for cell in failed:
-            print(f"failed: {cell.command}", file=sys.stderr)
-        return 1 if failed else 0
-    missing = [cell for cell in dict.fromkeys(asked) if cell.summary() is None]
+    """Train what is missing, here or on a cluster. Returns 0; 1 when a run failed; 130: Ctrl-C."""
+    asked = list(dict.fromkeys(c for recipe in chosen for *_, c in recipe.cells(scale, seeds)))
+    on_links = [cell for cell in asked if isinstance(cell, laboratory.LabCell)]
+    others = [cell for cell in asked if isinstance(cell, cells.Cell)]
+    if launcher == "slurm":
+        return submit(others)
+    laboratory.check(on_links)
+    try:
+        failed = [*cells.run(others), *laboratory.run(on_links)]
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on with the next run", file=sys.stderr)
+        return 130
+    for cell in failed:
+        print(f"failed: {cell.command}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def submit(asked: Sequence[cells.Cell]) -> int:
+    """A job of SLURM for every run that is missing; the laboratory has no part in it."""
+    require(shutil.which("sbatch") is not None, "--launcher", "slurm", "there is no sbatch here")
+    missing = [cell for cell in asked if cell.summary() is None]
     for cell in missing:
-        subprocess.run(
-            ["sbatch", str(ROOT / "slurm" / "train.sbatch"), *cell.overrides], check=True
-        )
+        workers = cell.config().launch.workers
+        nodes = -(-workers // WORKERS_OF_NODE)
+        size = [f"--nodes={nodes}", f"--ntasks-per-node={-(-workers // nodes)}"]
+        script = str(ROOT / "slurm" / "train.sbatch")
+        subprocess.run(["sbatch", *size, script, *cell.overrides], check=True)
     print(f"{len(missing)} jobs submitted; collect when they have ended")
     return 0
 
