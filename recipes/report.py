@@ -29,6 +29,12 @@ figure.broad { grid-column: 1 / -1; }
 figure.broad svg { min-width: 40rem; max-width: none; }
 figure text { fill: currentColor !important; }
 small { opacity: .75; }
+@media (max-width: 40rem) {
+  table { font-size: .8rem; }
+  th, td { padding: .2rem .3rem; }
+  td:nth-child(-n+2) { white-space: normal; }
+  h1 { font-size: 1.5rem; }
+}
 """
 _SCRIPT = """
 for (const button of document.querySelectorAll("th button")) {
@@ -37,7 +43,7 @@ for (const button of document.querySelectorAll("th button")) {
     const at = head.cellIndex, down = head.getAttribute("aria-sort") === "ascending";
     const key = (row) => {
       const text = row.cells[at].textContent.replaceAll(",", "");
-      const number = /^(?:< )?(-?[\\d.]+)(?: [±(].*)?$/.exec(text);
+      const number = /^(?:< )?(-?[\\d.]+)†?(?: ±.*)?$/.exec(text);
       return number ? parseFloat(number[1]) : text;
     };
     const order = (a, b) => {

@@ -24,7 +24,8 @@ METHODS = {
 """Those that stand still at a round's end have one schedule, those that overlap another."""
 TCP, RDMA = "80 Gbit/s TCP/IP", "800 Gbit/s RDMA"
 LINKS = {TCP: "80gbps-tcp", RDMA: "800gbps-rdma"}
-PAPER, NOMINAL, FITTED = "paper", "simulated", "simulated, link fitted"
+PAPER, NOMINAL, FITTED = "paper", "simulated", "simulated, fitted"
+USED_UP = "†"
 
 
 def columns() -> dict[tuple[str, str], Setting]:
@@ -62,15 +63,15 @@ def tables(paper: Rows) -> Iterable[Table]:
     link = simulations[TCP, FITTED].network.link
     yield Table(
         name="table3_simulated",
-        title="Scalability, simulated: TransNormer-LLM 7B on 8 to 128 A100",
+        title="Scalability, simulated: TransNormer-LLM 7B by the number of A100",
         text="Not measured. Tokens per second of all GPUs by the simulator, in lines of their own "
-        "beside what the CO2 paper reports. (fitted): used up in the fit, so it proves nothing; "
+        f"beside what the CO2 paper reports. {USED_UP}: used up in the fit, so it proves nothing; "
         f"no figure of CO2's was used. A step computes for {step_s:.3g} s, from AdamW on 8 "
-        "GPUs; the other assumptions are those of `python -m co2.simulate --paper`. Link fitted: "
+        "GPUs; the other assumptions are those of `python -m co2.simulate --paper`. Fitted link: "
         f"rate and latency from AdamW on 16 and 128 GPUs, {link.rate_bits / 1e9:.3g} "
         f"Gbit/s and {link.latency_s * 1e6:.0f} µs for a server of {SERVER_SIZE}. "
         "Overlap-Local-SGD and CoCoD-SGD have CO2's schedule.",
-        head=("network", "method", "source", *(f"{gpus} GPUs" for gpus in GPUS), RATIO),
+        head=("network", "method", "source", *map(str, GPUS), RATIO),
         rows=rows,
         source="Paper: results/paper.csv. Simulated by co2/schedule_model.py, which "
         "results/lab/simulator.md holds against the laboratory.",
@@ -85,7 +86,7 @@ def _simulated(setting: Setting, method: str) -> list[str]:
     if method != "AllReduce":
         return words
     return [
-        f"{word} (fitted)" if name in setting.fitted else word
+        f"{word}{USED_UP}" if name in setting.fitted else word
         for word, name in zip(words, names, strict=True)
     ]
 

@@ -67,7 +67,7 @@ RECIPE = LabRecipe(
     title="Scalability",
     text="Tokens per second of all workers together on GPT-2, every worker on a link of its own. "
     "All workers share one machine's processor, so four are no faster than two. Repeats stand in "
-    "for seeds.",
+    "for seeds. The paper measured other networks: see the simulated.",
     rows=(*METHODS, LIMIT),
     columns=tuple(
         Column(
