@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from recipes.recipe import Column, Recipe, Rows
+from recipes.recipe import Recipe, Row, Rows
 
 _GREY = "#808080"
 _MARKERS = "os^Dv<>P*X"
@@ -17,28 +17,28 @@ _MARKERS = "os^Dv<>P*X"
 
 def curves(recipe: Recipe, evals: Rows, stem: Path) -> Iterator[Path]:
     """Validation loss against steps and against seconds, for every column that has run."""
-    for column in recipe.columns:
+    columns = [column for column in recipe.columns if column.curve]
+    for column in columns:
         drawn = [line for line in evals if line["column"] == column.name]
-        if drawn:
-            yield _curve(recipe, column, drawn, "step", stem)
-            yield _curve(recipe, column, drawn, "train_s", stem)
+        title = column.name if len(columns) > 1 else recipe.title
+        for against in ("step", "train_s") if drawn else ():
+            path = beside(stem, column.name, "steps" if against == "step" else "seconds")
+            _curve(recipe.rows, drawn, against, path, title)
+            yield path
 
 
-def _curve(recipe: Recipe, column: Column, evals: Rows, against: str, stem: Path) -> Path:
+def _curve(rows: Sequence[Row], evals: Rows, against: str, path: Path, title: str) -> None:
     """Means over the seeds, a line for each row of the table."""
-    told = {"step": "steps", "train_s": "seconds of training"}[against]
-    path = beside(stem, column.name, told.partition(" ")[0])
-    with panel(path, column.name) as axis:
-        for number, row in enumerate(recipe.rows):
+    with panel(path, title) as axis:
+        for number, row in enumerate(rows):
             own = [line for line in evals if line["row"] == row.name]
             steps = sorted({int(line["step"]) for line in own})
             at = [[line for line in own if int(line["step"]) == step] for step in steps]
             if at:
                 x = [mean(same, against) for same in at]
                 axis.plot(x, [mean(same, "loss") for same in at], **style(number, row.name))
-        axis.set_xlabel(told)
+        axis.set_xlabel("steps" if against == "step" else "seconds of training")
         axis.set_ylabel("validation loss")
-    return path
 
 
 def style(number: int, label: str) -> dict[str, Any]:

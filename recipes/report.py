@@ -11,7 +11,7 @@ from recipes.table import NOT_AVAILABLE, NOT_RUN, NOTHING, Table
 _BROAD_POINTS = 400
 _STYLE = """
 :root { color-scheme: light dark; --line: #8885; --shade: #8881; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 0 auto; padding: 1rem; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 0 auto; padding: 1rem; }
 nav a { margin-right: 1rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100%; }
@@ -21,8 +21,8 @@ th button { all: unset; cursor: pointer; font-weight: 600; }
 th button:focus-visible { outline: 2px solid; }
 tr:hover td { background: var(--shade); }
 .none { opacity: .55; }
-.figures { display: grid; gap: 1rem; align-items: end;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); }
+.figures { display: grid; gap: 1rem; align-items: start;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
 figure { margin: 0; overflow-x: auto; }
 figure svg { display: block; width: 100%; max-width: 30rem; height: auto; margin: auto; }
 figure.broad { grid-column: 1 / -1; }
@@ -32,7 +32,6 @@ small { opacity: .75; }
 @media (max-width: 40rem) {
   table { font-size: .8rem; }
   th, td { padding: .2rem .3rem; }
-  td:nth-child(-n+2) { white-space: normal; }
   h1 { font-size: 1.5rem; }
 }
 """

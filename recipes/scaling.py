@@ -26,6 +26,7 @@ TCP, RDMA = "80 Gbit/s TCP/IP", "800 Gbit/s RDMA"
 LINKS = {TCP: "80gbps-tcp", RDMA: "800gbps-rdma"}
 PAPER, NOMINAL, FITTED = "paper", "simulated", "simulated, fitted"
 USED_UP = "†"
+TICKS = (10_000, 30_000, 100_000, 300_000)
 
 
 def columns() -> dict[tuple[str, str], Setting]:
@@ -102,6 +103,9 @@ def draw(stem: Path) -> Iterator[Path]:
                 axis.plot(list(found), list(found.values()), **figures.style(number, method))
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
+            axis.set_ylim(10_000, 500_000)
+            axis.set_yticks(TICKS, [f"{tick:,}" for tick in TICKS])
+            axis.set_yticks([], minor=True)
             axis.set_xticks(GPUS, [str(gpus) for gpus in GPUS])
             axis.set_xlabel("GPUs")
             axis.set_ylabel("tokens/s of all GPUs")

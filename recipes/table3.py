@@ -57,6 +57,7 @@ def _panel(
                 axis.plot(x, y, **(of_row if row.limit else figures.style(number, row.name)))
         axis.set_xticks(range(len(columns)), list(columns))
         axis.set_ylim(bottom=0)
+        axis.yaxis.set_major_formatter("{x:,.0f}")
         axis.set_xlabel(along)
         axis.set_ylabel("tokens/s of all workers")
     yield path
