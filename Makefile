@@ -5,13 +5,13 @@ BIN := $(VENV)/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-TABLES := table1 table2 table4 tau_sweep
+TABLES := table1 table2 table3 table4 tau_sweep zero_one_adam figure1
 
-.PHONY: help train test test-gpu check format bench wandb-sync clean $(TABLES)
+.PHONY: help train test test-gpu check format bench report wandb-sync clean $(TABLES)
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@for name in $(TABLES); do printf "  make %-10s run what is missing of it, collect, render (ARGS=\"--seeds 0\")\n" $$name; done
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@for name in $(TABLES); do printf "  make %-13s run what is missing of it, collect, render (ARGS=\"--seeds 0\")\n" $$name; done
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; name one: make PYTHON=python3.12")'
@@ -46,8 +46,12 @@ wandb-sync: $(VENV)/.ready ## sync every offline W&B run under results/runs (ARG
 	$(BIN)/python -m co2.wandb_sync $(ARGS)
 
 $(TABLES): $(VENV)/.ready
-	$(BIN)/python -m recipes run $@ $(ARGS)
-	$(BIN)/python -m recipes collect $@
+	@# Status 1: some run failed; the others are shown.
+	$(BIN)/python -m recipes run $@ $(ARGS); status=$$?; [ $$status -le 1 ] || exit $$status; \
+	$(BIN)/python -m recipes collect $@ && $(BIN)/python -m recipes render $@ && exit $$status
+
+report: $(VENV)/.ready ## tables, figures and results/report.html of all that has run
+	$(BIN)/python -m recipes collect
 	$(BIN)/python -m recipes render
 
 clean: ## forget the environment and the caches; runs and data stay

@@ -26,6 +26,7 @@ from co2.errors import ConfigError, nearest, require
 from co2.methods import METHODS
 from co2.netns import Network, check_root, remove_leftovers
 from co2.peers import PEERS, check_installed
+from co2.provenance import of_run
 
 TRAIN = Path(__file__).parents[1] / "train.py"
 LIMIT = "none"
@@ -164,12 +165,17 @@ def plan(options: argparse.Namespace) -> tuple[list[Cell], Conditions]:
         for worker, _ in slow:
             mend = f"workers are counted from 0 to {min(workers) - 1}"
             require(worker < min(workers), key, worker, mend)
-    room = _memory_available() // _MEMORY_OF_WORKER
-    mend = f"some {room} workers fit into this machine's free memory"
-    require(max(workers) <= room, "--workers", max(workers), mend)
+    check_room(max(workers))
     # Methods take turns within a repeat, so that a noisy minute does not fall on one of them.
     order = itertools.product(range(repeats), workers, rates, methods)
     return [Cell(w, rate, method, n) for n, w, rate, method in order], conditions
+
+
+def check_room(workers: int) -> None:
+    """Refuse more workers than this machine's free memory holds. Raises `ConfigError`."""
+    room = _memory_available() // _MEMORY_OF_WORKER
+    mend = f"some {room} workers fit into this machine's free memory"
+    require(workers <= room, "--workers", workers, mend)
 
 
 def measure(
@@ -200,20 +206,36 @@ def train(
     Raises:
         Failed: a worker ended with an error.
     """
-    place = runs.absolute() / conditions.name / f"{cell.workers}x{cell.rate}-{cell.repeat}"
-    found = sorted(place.glob(f"*/*/{cell.method}/seed*/summary.json"))
-    if not found:
-        named = any(word.startswith("task=") for word in overrides)
-        command = [sys.executable, str(TRAIN), *([] if named else TASK), *DEFAULTS]
-        command += _method(cell.method)
-        command += [*_own(overrides, cell.method), f"runs={place}", f"tag={cell.method}"]
+    summary = finished(cell, conditions, runs)
+    if summary is None:
+        place = _place(cell, conditions, runs)
+        command = [sys.executable, str(TRAIN), *words(cell.method, overrides)]
+        command += [f"runs={place}", f"tag={cell.method}"]
         with Network(conditions.rates(cell), dict(conditions.slow_cpus)) as network:
             _watch(network, cell, command, conditions, place)
-        found = sorted(place.glob(f"*/*/{cell.method}/seed*/summary.json"))
-    if not found:
+        summary = finished(cell, conditions, runs)
+    if summary is None:
         raise Failed(f"{cell}: ended without a summary.json")
-    summary = json.loads(found[-1].read_text())
-    return {**summary, "folder": str(found[-1].parent)}
+    return summary
+
+
+def finished(cell: Cell, conditions: Conditions, runs: Path) -> dict[str, Any] | None:
+    """The summary of a training that has ended, with its folder; None where there is none."""
+    place = _place(cell, conditions, runs)
+    found = sorted(place.glob(f"*/*/{cell.method}/seed*/summary.json"))
+    if not found:
+        return None
+    return {**json.loads(found[-1].read_text()), "folder": str(found[-1].parent)}
+
+
+def words(method: str, overrides: Sequence[str] = ()) -> list[str]:
+    """What train.py is told of a cell, but for where its folder is."""
+    named = any(word.startswith("task=") for word in overrides)
+    return [*([] if named else TASK), *DEFAULTS, *_method(method), *_own(overrides, method)]
+
+
+def _place(cell: Cell, conditions: Conditions, runs: Path) -> Path:
+    return runs.absolute() / conditions.name / f"{cell.workers}x{cell.rate}-{cell.repeat}"
 
 
 def _watch(
@@ -291,6 +313,7 @@ def _row(cell: Cell, summary: dict[str, Any], target_loss: float | None) -> dict
         "repeat": cell.repeat,
         **{key: summary[key] for key in _FIGURES},
         "loss": summary["final"]["loss"],
+        **of_run(Path(summary["folder"])),
     }
     if target_loss is not None:
         row["target_s"] = time_to(Path(summary["folder"]), target_loss)

@@ -1,5 +1,6 @@
 """Where a figure comes from: code, machine, versions, command."""
 
+import json
 import os
 import platform
 import shlex
@@ -13,7 +14,11 @@ import torch
 
 
 def git() -> dict[str, Any]:
-    """The commit of this source tree, and whether it has changes; empty outside a repository."""
+    """The commit of this source tree, and whether it has changes; empty outside a repository.
+
+    What lies in results/ was made by the code and is none: a table that has just been written
+    does not make the next run one of changed code.
+    """
 
     def ask(*words: str) -> str:
         here = Path(__file__).parent
@@ -22,7 +27,8 @@ def git() -> dict[str, Any]:
         ).stdout.strip()
 
     try:
-        return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain"))}
+        changed = ask("status", "--porcelain", "--", ":/", ":(top,exclude)results")
+        return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(changed)}
     except (OSError, subprocess.CalledProcessError):
         return {}
 
@@ -37,15 +43,26 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor()
 
 
+def of_run(folder: Path) -> dict[str, str]:
+    """ "commit" and "hardware" of a run, as its manifest tells them."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    machine = manifest["hardware"]
+    processor = f"{machine['cpu']}, {machine['cores']} cores"
+    hardware = machine["gpus"][0] if machine["gpus"] else processor
+    return {"commit": _short(manifest["git"]), "hardware": hardware}
+
+
+def _short(known: dict[str, Any]) -> str:
+    return known.get("commit", "unknown")[:7] + ("-dirty" if known.get("dirty") else "")
+
+
 def provenance() -> str:
     """Of the running `python -m …`: command, commit, hardware and versions, a sentence each."""
     module = getattr(sys.modules["__main__"].__spec__, "name", sys.argv[0])
-    known = git()
-    commit = known.get("commit", "unknown")[:7] + ("-dirty" if known.get("dirty") else "")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     return (
         f"Command: `{shlex.join(['python', '-m', module, *sys.argv[1:]])}`. "
-        f"Commit {commit}, {datetime.now(UTC):%Y-%m-%d}. "
+        f"Commit {_short(git())}, {datetime.now(UTC):%Y-%m-%d}. "
         f"Hardware: {device}, {os.cpu_count()} cores. "
         f"Python {platform.python_version()}, torch {torch.__version__}."
     )

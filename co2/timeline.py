@@ -184,14 +184,20 @@ def total(spans: Iterable[Span]) -> float:
 
 
 def draw(timelines: dict[str, Timeline], path: Path) -> None:
+    """`figure`, as a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure(timelines).savefig(path, dpi=150)
+
+
+def figure(timelines: dict[str, Timeline]) -> Any:
     """A panel for each run on one scale of time: above what computes, below what travels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(12, 0.8 + 1.5 * len(timelines)), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(timelines), 1, squeeze=False, sharex=True)[:, 0]
+    drawn = Figure(figsize=(12, 0.8 + 1.5 * len(timelines)), layout="constrained")
+    FigureCanvasAgg(drawn)
+    panels = drawn.subplots(len(timelines), 1, squeeze=False, sharex=True)[:, 0]
     for axis, (name, lanes) in zip(panels, timelines.items(), strict=True):
         for kind, spans, lane in (
             ("compute", lanes.compute, 1),
@@ -206,9 +212,9 @@ def draw(timelines: dict[str, Timeline], path: Path) -> None:
         axis.set_title(name, loc="left", fontsize="medium")
     panels[-1].set_xlabel("seconds")
     patches = [Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()]
-    figure.legend(handles=patches, loc="outside upper right", ncols=len(patches), fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    where = {"loc": "outside upper right", "ncols": len(patches)}
+    drawn.legend(handles=patches, fontsize="small", frameon=False, **where)
+    return drawn
 
 
 if __name__ == "__main__":

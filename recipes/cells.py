@@ -5,14 +5,31 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 from unittest.mock import patch
 
 import train as entry
 from co2 import launch
 from co2.compose import composed
 from co2.config import Config
-from co2.record import read_summary
+from co2.provenance import of_run
+from co2.record import read_summary, run_folder
+
+
+class Run(Protocol):
+    """What stands behind one value of a table."""
+
+    @property
+    def command(self) -> str: ...
+
+    def config(self) -> Config:
+        """Composed and checked. Raises `ConfigError`."""
+
+    def summary(self) -> dict[str, Any] | None:
+        """The figures of a finished run; None where there is something to train."""
+
+    def source(self) -> dict[str, str]:
+        """Of a finished run: commit, hardware, and where its figures lie."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +45,14 @@ class Cell:
         return " ".join(["python train.py", *self.overrides])
 
     def config(self) -> Config:
-        """Composed and checked. Raises `ConfigError`."""
-        return _config(self.overrides)
+        return composed_config(self.overrides)
 
     def summary(self) -> dict[str, Any] | None:
-        """The figures of its finished run; None where there is something to train."""
         return read_summary(self.config())
+
+    def source(self) -> dict[str, str]:
+        folder = run_folder(self.config())
+        return {**of_run(folder), "folder": os.path.relpath(folder)}
 
 
 def once(cells: Iterable[Cell]) -> list[Cell]:
@@ -81,7 +100,8 @@ def run(cells: Iterable[Cell], say: Callable[[str], None] = print) -> list[Cell]
 
 
 @cache
-def _config(overrides: Sequence[str]) -> Config:
+def composed_config(overrides: tuple[str, ...]) -> Config:
+    """What train.py makes of these overrides. Raises `ConfigError`."""
     return entry.validate(composed(entry.CONF, "config", overrides), list(overrides))
 
 

@@ -6,76 +6,67 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from co2.record import run_folder
-from recipes.cells import Cell
 from recipes.recipe import Recipe
 
 VALUES = ("recipe", "row", "column", "scale", "seed", "value")
 SOURCES = ("commit", "hardware", "workers", "steps", "folder", "command")
-EVALS = ("recipe", "row", "column", "scale", "seed", "step", "train_s", "value")
+KEY = VALUES[:5]
+EVALS = (*KEY, "step", "train_s", "loss")
 
 
-def collect(recipes: Iterable[Recipe], out: Path, scale: str) -> int:
+def collect(recipes: Iterable[Recipe], out: Path, scale: str) -> tuple[int, int]:
     """Write both files from the finished runs of these recipes at one scale; the rest stays.
 
+    What was measured elsewhere, as in a committed file, stays too while the recipe asks for it by
+    the same command, until there is a finished run of it here.
+
     Returns:
-        The number of values.
+        The number of values of runs that are here, and of such others.
     """
     recipes = list(recipes)
     names = {recipe.name for recipe in recipes}
-    found = [finished for recipe in recipes for finished in _finished(recipe, scale)]
-    values = [{**key, "value": value, **source(cell)} for key, cell, value in found]
-    evals = [row for key, cell, _ in found for row in _evals(recipes, key, cell)]
-    for name, fields, rows in (
-        ("ours.csv", (*VALUES, *SOURCES), values),
-        ("evals.csv", EVALS, evals),
+    there, evals_there = read(out / "ours.csv"), read(out / "evals.csv")
+    known, evals_known = _by_key(there), _by_key(evals_there)
+    values: list[dict[str, Any]] = []
+    evals: list[dict[str, Any]] = []
+    here = 0
+    for recipe in recipes:
+        for row, column, seed, cell in recipe.cells(scale):
+            told = (recipe.name, row.name, column.name, scale, str(seed))
+            key = dict(zip(KEY, told, strict=True))
+            value, summary = recipe.value(row, column, scale, seed), cell.summary()
+            if value is not None and summary is not None:
+                here += 1
+                made = {"workers": summary["workers"], "steps": summary["steps"]}
+                source = {**cell.source(), **made, "command": cell.command}
+                values.append({**key, "value": value, **source})
+                if column.curve:
+                    evals += [{**key, **line} for line in _evals(Path(source["folder"]))]
+            elif told in known and known[told][0]["command"] == cell.command:
+                values += known[told]
+                evals += evals_known.get(told, [])
+    for name, fields, old, rows in (
+        ("ours.csv", (*VALUES, *SOURCES), there, values),
+        ("evals.csv", EVALS, evals_there, evals),
     ):
-        there = read(out / name)
-        kept = [r for r in there if r["recipe"] not in names or r["scale"] != scale]
-        _write(out / name, fields, [*kept, *rows])
-    return len(values)
+        others = [row for row in old if row["recipe"] not in names or row["scale"] != scale]
+        _write(out / name, fields, [*others, *rows])
+    return here, len(values) - here
 
 
-def _finished(recipe: Recipe, scale: str) -> Iterator[tuple[dict[str, Any], Cell, float]]:
-    """Key, run and value of every cell of the table that has a finished run."""
-    for row, column, seed, cell in recipe.cells(scale):
-        summary = cell.summary()
-        value = None if summary is None else column.value(summary)
-        if value is not None:
-            key = {"recipe": recipe.name, "row": row.name, "column": column.name}
-            yield {**key, "scale": scale, "seed": seed}, cell, value
-
-
-def source(cell: Cell) -> dict[str, Any]:
-    """Which code, on what, by which command: of a finished run."""
-    folder = run_folder(cell.config())
-    manifest = json.loads((folder / "manifest.json").read_text())
-    summary = cell.summary()
-    assert summary is not None
-    known, machine = manifest["git"], manifest["hardware"]
-    dirty = "-dirty" if known.get("dirty") else ""
-    return {
-        "commit": known.get("commit", "unknown")[:7] + dirty,
-        "hardware": machine["gpus"][0] if machine["gpus"] else machine["cpu"],
-        "workers": summary["workers"],
-        "steps": summary["steps"],
-        "folder": summary["folder"],
-        "command": cell.command,
-    }
-
-
-def _evals(recipes: Sequence[Recipe], key: dict[str, Any], cell: Cell) -> Iterator[dict[str, Any]]:
-    """The evaluations of one run, of a column that is drawn."""
-    recipe = next(recipe for recipe in recipes if recipe.name == key["recipe"])
-    column = next(column for column in recipe.columns if column.name == key["column"])
-    place, _, metric = column.metric.rpartition(".")
-    if not column.curve or place != "final":
-        return
-    for line in (run_folder(cell.config()) / "metrics.jsonl").read_text().splitlines():
+def _evals(folder: Path) -> Iterator[dict[str, Any]]:
+    """The evaluations of one run that have a loss."""
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
         told = json.loads(line)
-        if told["kind"] == "eval" and told.get(metric) is not None:
-            at = {"step": told["step"], "train_s": told["train_s"]}
-            yield {**key, **at, "value": told[metric] * column.factor}
+        if told["kind"] == "eval" and told.get("loss") is not None:
+            yield {name: told[name] for name in ("step", "train_s", "loss")}
+
+
+def _by_key(rows: Iterable[dict[str, str]]) -> dict[tuple[str, ...], list[dict[str, str]]]:
+    found: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in KEY), []).append(row)
+    return found
 
 
 def read(path: Path) -> list[dict[str, str]]:

@@ -1,15 +1,17 @@
 """results/report.html: every table and figure in one static page, without a network."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from recipes.table import HEAD, Entry, lines
+from recipes.table import NOT_AVAILABLE, NOT_RUN, NOTHING, Table
 
+_BROAD_POINTS = 400
 _STYLE = """
 :root { color-scheme: light dark; --line: #8885; --shade: #8881; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 0 auto; padding: 1rem; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 0 auto; padding: 1rem; }
 nav a { margin-right: 1rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100%; }
@@ -19,9 +21,19 @@ th button { all: unset; cursor: pointer; font-weight: 600; }
 th button:focus-visible { outline: 2px solid; }
 tr:hover td { background: var(--shade); }
 .none { opacity: .55; }
-figure { margin: 1rem 0; overflow-x: auto; }
-figure svg { max-width: 100%; height: auto; }
+.figures { display: grid; gap: 1rem; align-items: start;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
+figure { margin: 0; overflow-x: auto; }
+figure svg { display: block; width: 100%; max-width: 30rem; height: auto; margin: auto; }
+figure.broad { grid-column: 1 / -1; }
+figure.broad svg { min-width: 40rem; max-width: none; }
+figure text { fill: currentColor !important; }
 small { opacity: .75; }
+@media (max-width: 40rem) {
+  table { font-size: .8rem; }
+  th, td { padding: .2rem .3rem; }
+  h1 { font-size: 1.5rem; }
+}
 """
 _SCRIPT = """
 for (const button of document.querySelectorAll("th button")) {
@@ -30,8 +42,8 @@ for (const button of document.querySelectorAll("th button")) {
     const at = head.cellIndex, down = head.getAttribute("aria-sort") === "ascending";
     const key = (row) => {
       const text = row.cells[at].textContent.replaceAll(",", "");
-      const number = parseFloat(text);
-      return Number.isNaN(number) ? text : number;
+      const number = /^(?:< )?(-?[\\d.]+)†?(?: ±.*)?$/.exec(text);
+      return number ? parseFloat(number[1]) : text;
     };
     const order = (a, b) => {
       const x = key(a), y = key(b);
@@ -52,16 +64,14 @@ class Section:
 
     name: str
     title: str
-    text: str
-    entries: Sequence[Entry]
+    tables: Sequence[Table]
     figures: Sequence[Path]
     """SVG files, which the page takes in."""
-    source: str
 
 
 def write(path: Path, sections: Sequence[Section]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    links = "".join(f'<a href="#{s.name}">{escape(s.title)}</a>' for s in sections)
+    links = "".join(f'<a href="#{s.name}">{escape(s.title)}</a> ' for s in sections)
     path.write_text(
         "<!doctype html>\n"
         '<html lang="en"><head><meta charset="utf-8">\n'
@@ -77,30 +87,40 @@ def write(path: Path, sections: Sequence[Section]) -> None:
 
 
 def _section(section: Section) -> str:
-    heads = "".join(f'<th scope="col"><button>{escape(name)}</button></th>' for name in HEAD)
-    rows = "".join(
-        _row(e, cells) for e, cells in zip(section.entries, lines(section.entries), strict=True)
-    )
-    drawn = "".join(f"<figure>{_inline(path)}</figure>\n" for path in section.figures)
+    tables = "".join(_table(table) for table in section.tables)
+    drawn = "".join(_figure(path) for path in section.figures)
+    return f'<section id="{section.name}">\n{tables}<div class="figures">{drawn}</div></section>\n'
+
+
+def _table(table: Table) -> str:
+    heads = "".join(f'<th scope="col"><button>{escape(name)}</button></th>' for name in table.head)
+    rows = ""
+    for number, row in enumerate(table.rows):
+        cells = (_cell(cell, (number, at) in table.best) for at, cell in enumerate(row))
+        rows += f"<tr>{''.join(cells)}</tr>\n"
     return (
-        f'<section id="{section.name}"><h2>{escape(section.title)}</h2>\n'
-        f"<p>{escape(section.text)}</p>\n"
+        f"<h2>{escape(table.title)}</h2>\n<p>{_words(table.text)}</p>\n"
         f'<div class="wide"><table><thead><tr>{heads}</tr></thead>\n'
-        f"<tbody>{rows}</tbody></table></div>\n"
-        f"{drawn}<p><small>{escape(section.source)}</small></p></section>\n"
+        f"<tbody>{rows}</tbody></table></div>\n<p><small>{_words(table.source)}</small></p>\n"
     )
 
 
-def _row(entry: Entry, cells: Sequence[str]) -> str:
-    own = [f"<td>{escape(cell)}</td>" for cell in cells]
-    if entry.best:
-        own[2] = f"<td><strong>{escape(cells[2])}</strong></td>"
-    elif not entry.values:
-        own[2] = f'<td class="none">{escape(cells[2])}</td>'
-    return f"<tr>{''.join(own)}</tr>\n"
+def _words(text: str) -> str:
+    """Sentences; what stands between backticks is code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
-def _inline(path: Path) -> str:
-    """An SVG file without what comes before its first element."""
+def _cell(text: str, best: bool) -> str:
+    told = f"<strong>{escape(text)}</strong>" if best else escape(text)
+    empty = text in (NOT_RUN, NOT_AVAILABLE, NOTHING)
+    return f'<td class="none">{told}</td>' if empty else f"<td>{told}</td>"
+
+
+def _figure(path: Path) -> str:
+    """An SVG file without what comes before its first element; a broad one may be scrolled."""
     text = path.read_text()
-    return text[text.index("<svg") :]
+    text = text[text.index("<svg") :]
+    found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)
+    assert found is not None, path
+    broad = float(found[1]) > _BROAD_POINTS
+    return f'<figure class="broad">{text}</figure>\n' if broad else f"<figure>{text}</figure>\n"

@@ -1,148 +1,88 @@
-"""One table from results/ours.csv and results/paper.csv: Markdown, LaTeX, CSV."""
+"""A table as text, in the forms in which it is read: Markdown, LaTeX, CSV (report.py: HTML)."""
 
-import statistics
-from collections.abc import Sequence
+import csv
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from scipy.stats import ttest_rel
-
-from recipes.recipe import Column, Recipe, Row
-
-NOT_RUN, NOT_AVAILABLE = "not run", "not available"
+NOT_RUN, NOT_AVAILABLE, NOTHING = "not run", "not available", "—"
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A cell of the table: the seeds' values, and what the paper reports."""
-
-    row: Row
-    column: Column
-    values: dict[int, float]
-    """By seed."""
-    paper: str
-    p: float | None
-    """Of a paired t-test against the first row's runs of the same seeds."""
-    best: bool = False
-
-    @property
-    def mean(self) -> float:
-        return statistics.mean(self.values.values())
-
-    @property
-    def spread(self) -> float | None:
-        """Standard deviation; None for one seed."""
-        return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
-
-    @property
-    def measured(self) -> str:
-        """Mean ± standard deviation, or that nothing ran."""
-        if not self.values:
-            return NOT_RUN
-        spread = "" if self.spread is None else f" ± {self.spread:.{self.column.digits}f}"
-        return f"{self.mean:,.{self.column.digits}f}{spread}"
-
-    @property
-    def told_p(self) -> str:
-        return "—" if self.p is None else f"{self.p:.3f}"
+class Table:
+    name: str
+    """Of its files."""
+    title: str
+    text: str
+    """What to know when reading it."""
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    source: str
+    """Where the values come from."""
+    best: frozenset[tuple[int, int]] = frozenset()
+    """Row and column of what is told in bold."""
 
 
-def entries(
-    recipe: Recipe, ours: Sequence[dict[str, str]], paper: Sequence[dict[str, str]], scale: str
-) -> list[Entry]:
-    """Every cell of a recipe's table at one scale, column by column."""
-    values: dict[tuple[str, str], dict[int, float]] = {}
-    for row in ours:
-        if row["recipe"] == recipe.name and row["scale"] == scale:
-            seeds = values.setdefault((row["row"], row["column"]), {})
-            seeds[int(row["seed"])] = float(row["value"])
-    told = {
-        (row["row"], row["column"]): row["value"] + (f" ± {row['spread']}" if row["spread"] else "")
-        for row in paper
-        if row["recipe"] == recipe.name
-    }
-    found = []
-    for column in recipe.columns:
-        first = values.get((recipe.rows[0].name, column.name), {})
-        same = []
-        for number, row in enumerate(recipe.rows):
-            own = values.get((row.name, column.name), {})
-            p = paired(own, first) if number else None
-            same.append(
-                Entry(row, column, own, told.get((row.name, column.name), NOT_AVAILABLE), p)
-            )
-        found += _with_best(same)
-    return found
+def markdown(table: Table) -> str:
+    rows = [f"| {' | '.join(table.head)} |", f"|{'---|' * len(table.head)}"]
+    for cells in _marked(table, "**{}**"):
+        rows.append(f"| {' | '.join(cells)} |")
+    body = "\n".join(rows)
+    return f"# {table.title}\n\n{table.text}\n\n{body}\n\n{table.source}\n"
 
 
-def paired(values: dict[int, float], others: dict[int, float]) -> float | None:
-    """The p of a two-sided paired t-test over the seeds that both have; None for fewer than two."""
-    seeds = sorted(values.keys() & others.keys())
-    if len(seeds) < 2 or all(values[seed] == others[seed] for seed in seeds):
-        return None
-    return float(ttest_rel([values[s] for s in seeds], [others[s] for s in seeds]).pvalue)
-
-
-def _with_best(column: Sequence[Entry]) -> list[Entry]:
-    """Marks the best mean, where its interval of one deviation overlaps no other's."""
-    ran = [entry for entry in column if entry.values]
-    if len(ran) < 2 or any(entry.spread is None for entry in ran):
-        return list(column)
-    sign = 1 if column[0].column.lower else -1
-    best = min(ran, key=lambda entry: sign * entry.mean)
-    clear = all(
-        abs(entry.mean - best.mean) > (entry.spread or 0) + (best.spread or 0)
-        for entry in ran
-        if entry is not best
+def latex(table: Table) -> str:
+    """For booktabs, with a rule between the values of the first column."""
+    escaped = Table(
+        table.name,
+        _escaped(table.title),
+        _escaped(table.text),
+        [_escaped(name) for name in table.head],
+        [[_escaped(cell) for cell in row] for row in table.rows],
+        _escaped(table.source),
+        table.best,
     )
-    return [
-        Entry(e.row, e.column, e.values, e.paper, e.p, best=clear and e is best) for e in column
-    ]
-
-
-HEAD = ("column", "method", "measured here", "seeds", "p", "paper")
-
-
-def lines(found: Sequence[Entry]) -> list[tuple[str, ...]]:
-    """The table's cells as text, under `HEAD`."""
-    return [
-        (e.column.name, e.row.name, e.measured, str(len(e.values)), e.told_p, e.paper)
-        for e in found
-    ]
-
-
-def markdown(found: Sequence[Entry]) -> str:
-    rows = [f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}"]
-    for entry, cells in zip(found, lines(found), strict=True):
-        own = list(cells)
-        own[2] = f"**{own[2]}**" if entry.best else own[2]
-        rows.append(f"| {' | '.join(own)} |")
-    return "\n".join(rows)
-
-
-def latex(found: Sequence[Entry], caption: str) -> str:
-    """A table for booktabs."""
-    rows = []
-    for number, (entry, cells) in enumerate(zip(found, lines(found), strict=True)):
-        own = [_escaped(cell) for cell in cells]
-        own[2] = rf"\textbf{{{own[2]}}}" if entry.best else own[2]
-        if number and entry.column is not found[number - 1].column:
-            rows.append(r"\midrule")
-        rows.append(" & ".join(own) + r" \\")
+    lines = []
+    for number, cells in enumerate(_marked(escaped, r"\textbf{{{}}}")):
+        if number and table.rows[number][0] != table.rows[number - 1][0]:
+            lines.append(r"\midrule")
+        lines.append(" & ".join(cells) + r" \\")
     return "\n".join(
         [
             r"\begin{table}",
             r"\centering",
-            rf"\caption{{{_escaped(caption)}}}",
-            rf"\begin{{tabular}}{{{'l' * len(HEAD)}}}",
+            rf"\caption{{{escaped.title}. {escaped.text}}}",
+            rf"\begin{{tabular}}{{{'l' * len(table.head)}}}",
             r"\toprule",
-            " & ".join(HEAD) + r" \\",
+            " & ".join(escaped.head) + r" \\",
             r"\midrule",
-            *rows,
+            *lines,
             r"\bottomrule",
             r"\end{tabular}",
             r"\end{table}",
+            "",
         ]
     )
+
+
+def write(tables: Sequence[Table], stem: Path) -> None:
+    """`<stem>.md` and `.tex` with all of them, and a CSV file for each, by its name."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_name(f"{stem.name}.md").write_text("\n".join(markdown(table) for table in tables))
+    stem.with_name(f"{stem.name}.tex").write_text("\n".join(latex(table) for table in tables))
+    for table in tables:
+        with stem.with_name(f"{table.name}.csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(table.head)
+            writer.writerows(table.rows)
+
+
+def _marked(table: Table, form: str) -> Iterator[list[str]]:
+    """The rows, with the best cells in this form."""
+    for number, row in enumerate(table.rows):
+        yield [
+            form.format(cell) if (number, at) in table.best else cell for at, cell in enumerate(row)
+        ]
 
 
 def _escaped(text: str) -> str:
@@ -151,10 +91,16 @@ def _escaped(text: str) -> str:
         ("%", r"\%"),
         ("_", r"\_"),
         ("&", r"\&"),
+        ("#", r"\#"),
+        ("<", "$<$"),
         ("±", r"$\pm$"),
         ("τ", r"$\tau$"),
         ("φ", r"$\varphi$"),
+        ("·", r"$\cdot$"),
+        ("†", r"$\dagger$"),
         ("—", "---"),
+        ("–", "--"),
+        ("`", ""),
     ):
         text = text.replace(plain, written)
     return text

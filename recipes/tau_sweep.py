@@ -7,11 +7,49 @@ Cost: smoke, 27 runs of about 45 seconds on 2 cores, 20 minutes.
 Expected at smoke scale: perplexity rises with τ; from 96 on a training has five rounds and less.
 """
 
-from recipes.recipe import Column, Recipe, Row
+from collections.abc import Iterator
+from pathlib import Path
+
+from recipes import figures
+from recipes.recipe import Column, Recipe, Row, Rows
 from recipes.table2 import SHORT
 
 TAUS = (1, 3, 6, 12, 24, 48, 96, 192)
 GPT2 = ("task=gpt2",)
+
+COLUMNS = (
+    Column("perplexity", GPT2, "final.perplexity", lower=True, smoke=SHORT),
+    Column("overlap, %", GPT2, "overlap", factor=100, smoke=SHORT, curve=False),
+    Column("tokens/s", GPT2, "throughput", digits=0, smoke=SHORT, curve=False),
+)
+
+
+def draw(ours: Rows, stem: Path) -> Iterator[Path]:
+    """A panel for each column over τ, with AllReduce as a dashed line."""
+    for column in COLUMNS:
+        found = [line for line in ours if line["column"] == column.name]
+        runs = {tau: [line for line in found if line["row"] == name(tau)] for tau in TAUS}
+        points = {tau: same for tau, same in runs.items() if same}
+        if not points:
+            continue
+        path = figures.beside(stem, column.name)
+        with figures.panel(path, f"CO2 on GPT-2: {column.name}") as axis:
+            means = [figures.mean(same) for same in points.values()]
+            spreads = [figures.spread(same) for same in points.values()]
+            axis.errorbar(list(points), means, spreads, marker="o", capsize=3, label="CO2")
+            without = [line for line in found if line["row"] == "AllReduce"]
+            if without:
+                axis.axhline(figures.mean(without), label="AllReduce", **figures.LIMIT)
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(TAUS, [str(tau) for tau in TAUS], minor=False)
+            axis.set_xlabel("τ")
+            axis.set_ylabel(column.name)
+        yield path
+
+
+def name(tau: int) -> str:
+    return f"CO2, τ = {tau}"
+
 
 RECIPE = Recipe(
     name="tau_sweep",
@@ -19,11 +57,8 @@ RECIPE = Recipe(
     text="GPT-2 on the local network of one machine. Tokens per second of all workers.",
     rows=(
         Row("AllReduce", ("method=allreduce",)),
-        *(Row(f"CO2, τ = {tau}", ("method=co2", f"co2.tau={tau}")) for tau in TAUS),
+        *(Row(name(tau), ("method=co2", f"co2.tau={tau}")) for tau in TAUS),
     ),
-    columns=(
-        Column("perplexity", GPT2, "final.perplexity", lower=True, smoke=SHORT),
-        Column("overlap, %", GPT2, "overlap", factor=100, smoke=SHORT, curve=False),
-        Column("tokens/s", GPT2, "throughput", digits=0, smoke=SHORT, curve=False),
-    ),
+    columns=COLUMNS,
+    draw=draw,
 )

@@ -1,4 +1,4 @@
-"""The report opens in a browser: no error, nothing fetched, columns that sort."""
+"""The report opens in a browser, as wide as a phone: no error, nothing fetched, columns sort."""
 
 import re
 import shutil
@@ -21,6 +21,8 @@ head.click();
 const up = order();
 head.click();
 console.log("probe " + JSON.stringify([up, order()]));
+const page = document.documentElement;
+console.log("probe fits " + (page.scrollWidth <= page.clientWidth));
 console.log("probe requests " + performance.getEntriesByType("resource").length);
 </script>"""
 
@@ -35,7 +37,7 @@ def test_it_opens_without_an_error_and_sorts(results: Path, tmp_path: Path) -> N
         [
             CHROMIUM,
             *("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"),
-            *("--virtual-time-budget=1000", "--dump-dom", page.as_uri()),
+            *("--window-size=390,844", "--virtual-time-budget=1000", "--dump-dom", page.as_uri()),
         ],
         capture_output=True,
         text=True,
@@ -45,5 +47,6 @@ def test_it_opens_without_an_error_and_sorts(results: Path, tmp_path: Path) -> N
     assert told == [
         'probe [["CO2_3","Local SGD","AllReduce","SlowMo"],'
         '["AllReduce","Local SGD","CO2_3","SlowMo"]]',
+        "probe fits true",
         "probe requests 0",
     ]

@@ -1,19 +1,25 @@
-"""Tables from run folders: finished, unfinished, missing, and of several commits."""
+"""Tables from run folders: finished, unfinished, failed, missing, and of several commits."""
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from co2.errors import ConfigError
+from co2.paper_scaling import PAPER as SCALING
 from co2.record import run_folder
-from recipes import render, table
+from recipes import entries, render
+from recipes.__main__ import main, recipe_of
 from recipes.cells import Cell
 from recipes.collect import collect, read
+from recipes.entries import Entry
 from recipes.recipe import Column, Recipe, Row
 from recipes.registry import RECIPES
 
+TOP1 = Column("top-1", ("task=toy",), "final.top1", factor=100, digits=1)
 TOY = Recipe(
     name="golden",
     title="Golden",
@@ -24,7 +30,7 @@ TOY = Recipe(
         Row("CO2_3", ("method=co2", "co2.tau=3")),
         Row("SlowMo", ("method=slowmo",)),
     ),
-    columns=(Column("top-1", ("task=toy",), "final.top1", factor=100, digits=1),),
+    columns=(TOP1,),
 )
 PAPER = [{"recipe": "golden", "row": "CO2_3", "column": "top-1", "value": "77", "spread": ".1"}]
 VALUES = {
@@ -32,116 +38,158 @@ VALUES = {
     "Local SGD": {0: 0.80, 1: 0.81, 2: 0.82},
     "CO2_3": {0: 0.60},
 }
+BEGUN, FAILED = 1, 2
+"""Seeds of CO2_3. Of SlowMo nothing has run."""
 
 
-def write_run(cell: Cell, value: float, commit: str, finished: bool = True) -> Path:
-    """A run's folder, as train.py leaves it."""
+def write_run(cell: Cell, value: float, commit: str, loss: float | None, finished: bool) -> None:
+    """A run's folder, as train.py leaves it; a loss that is not finite ends it."""
     folder = run_folder(cell.config())
     folder.mkdir(parents=True)
     hardware = {"cpu": "a cpu", "cores": 2, "gpus": []}
-    manifest = {"git": {"commit": commit, "dirty": False}, "hardware": hardware}
+    git = {"commit": commit, "dirty": commit[0] == "d"}
+    manifest = {"git": git, "hardware": hardware}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     lines: list[dict[str, Any]] = [
         {"kind": "train", "step": 1, "loss": 1.0},
-        {"kind": "eval", "step": 30, "top1": value / 2, "train_s": 1.5},
-        {"kind": "eval", "step": 60, "top1": value, "train_s": 3.0},
+        {"kind": "eval", "step": 30, "top1": value / 2, "loss": 2.0, "train_s": 1.5},
+        {"kind": "eval", "step": 60, "top1": value, "loss": loss, "train_s": 3.0},
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if finished:
-        summary = {"final": {"top1": value}, "workers": 2, "steps": 60, "folder": folder.name}
+        summary = {"final": {"top1": value}, "workers": 2, "steps": 60}
         (folder / "summary.json").write_text(json.dumps(summary))
-    return folder
 
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A results folder whose runs are: three seeds, three seeds, one seed and one begun, none."""
+    """Collected from runs in the folder that is now the working one."""
     monkeypatch.chdir(tmp_path)
     for row, _, seed, cell in TOY.cells("smoke"):
+        assert isinstance(cell, Cell)
         if seed in VALUES.get(row.name, {}):
-            write_run(cell, VALUES[row.name][seed], "a" * 40 if seed else "b" * 40)
-        elif row.name == "CO2_3" and seed == 1:
-            write_run(cell, 0.5, "a" * 40, finished=False)
-    assert collect([TOY], tmp_path / "out", "smoke") == 7
+            commit = ("b", "a", "d")[seed] * 40
+            write_run(cell, VALUES[row.name][seed], commit, loss=1 - seed / 10, finished=True)
+        elif row.name == "CO2_3":
+            write_run(cell, 0.5, "a" * 40, None if seed == FAILED else 1.0, finished=False)
+    assert collect([TOY], tmp_path / "out", "smoke") == (7, 0)
     return tmp_path / "out"
 
 
-def found(results: Path) -> dict[str, table.Entry]:
-    entries = table.entries(TOY, read(results / "ours.csv"), PAPER, "smoke")
-    return {entry.row.name: entry for entry in entries}
+def found(results: Path) -> dict[str, Entry]:
+    same = entries.entries(TOY, read(results / "ours.csv"), PAPER)
+    return {entry.row.name: entry for entry in same}
 
 
 def test_mean_deviation_and_number_of_seeds(results: Path) -> None:
-    entries = found(results)
-    assert [entry.measured for entry in entries.values()] == [
-        "91.0 ± 1.0",
-        "81.0 ± 1.0",
-        "60.0",
-        "not run",
-    ]
-    assert [len(entry.values) for entry in entries.values()] == [3, 3, 1, 0]
-    assert [e.paper for e in entries.values()] == ["not available"] * 2 + ["77 ± .1"] + [
-        "not available"
-    ]
+    same = found(results).values()
+    assert [e.measured for e in same] == ["91.0 ± 1.0", "81.0 ± 1.0", "60.0", "not run"]
+    assert [len(e.values) for e in same] == [3, 3, 1, 0], "neither begun nor failed ones count"
+    assert [e.paper for e in same] == ["not available"] * 2 + ["77 ± .1"] + ["not available"]
 
 
 def test_paired_test_is_over_the_seeds_that_both_have(results: Path) -> None:
-    entries = found(results)
-    assert entries["AllReduce"].p is None and entries["SlowMo"].p is None
-    assert entries["CO2_3"].p is None, "one seed tells nothing"
-    # differences -.10, -.11, -.09: t = -.1 / (.01 / 3^.5) = -17.32, two degrees of freedom
-    assert entries["Local SGD"].p == pytest.approx(0.00332, rel=1e-2)
+    of = found(results)
+    assert of["AllReduce"].p is None and of["SlowMo"].p is None
+    assert of["CO2_3"].p is None, "one seed tells nothing"
+    # Differences -10, -11, -9: t = -10 / (1 / 3^.5) = -17.32. With two degrees of freedom
+    # p = 1 - |t| / (2 + t²)^.5.
+    assert of["Local SGD"].p == pytest.approx(1 - 17.3205 / 302**0.5, rel=1e-3)
+    assert of["Local SGD"].told_p == "0.003"
+
+
+def test_pairs_are_by_seed_and_what_is_counted_has_no_p() -> None:
+    # Seeds 1 and 2 alone are in both: differences 1 and 3, t = 2 / (2^.5 / 2^.5) = 2, and with one
+    # degree of freedom p = 1 - 2/π · atan(2).
+    p = entries.paired({0: 9.0, 1: 2.0, 2: 5.0}, {2: 2.0, 1: 1.0, 7: 0.0})
+    assert p == pytest.approx(0.295167, abs=1e-6)
+    assert entries.paired({0: 0.9, 1: 0.91}, {0: 0.8, 1: 0.81}) is None
+    few = Entry(TOY.rows[1], TOP1, {0: 1.0}, "", 0.00049)
+    assert few.told_p == "< 0.001"
+
+
+def best_of(column: Column, rows: tuple[Row, ...], *values: tuple[float, ...]) -> list[str]:
+    same = [
+        Entry(row, column, dict(enumerate(own)), "", None)
+        for row, own in zip(rows, values, strict=True)
+    ]
+    return [entry.row.name for entry in entries.with_best(same) if entry.best]
 
 
 def test_best_is_bold_only_where_intervals_do_not_overlap(results: Path) -> None:
-    ours = read(results / "ours.csv")
-    three = [row for row in ours if row["row"] != "CO2_3"]
-    assert [e.best for e in table.entries(TOY, three, PAPER, "smoke")] == [
-        True,
-        False,
-        False,
-        False,
-    ]
-    assert "**91.0 ± 1.0**" in table.markdown(table.entries(TOY, three, PAPER, "smoke"))
-    for row in three:
-        if row["row"] == "Local SGD":
-            row["value"] = str(float(row["value"]) + 8.5)
-    assert not any(e.best for e in table.entries(TOY, three, PAPER, "smoke")), "89.5 ± 1 overlaps"
-    assert not any(e.best for e in table.entries(TOY, ours, PAPER, "smoke")), (
-        "one seed, no interval"
-    )
+    higher, lower = TOP1, replace(TOP1, lower=True)
+    rows = TOY.rows[:3]
+    clear = ((90.0, 92.0, 91.0), (80.0, 82.0, 81.0), (60.0, 62.0, 61.0))
+    assert best_of(higher, rows, *clear) == ["AllReduce"]
+    assert best_of(lower, rows, *clear) == ["CO2_3"]
+    # 91 ± 1 and 89.5 ± 1 overlap; 91 ± 1 and 88.9 ± 1 do not.
+    assert best_of(higher, rows, clear[0], (88.5, 90.5, 89.5), clear[2]) == []
+    assert best_of(higher, rows, clear[0], (87.9, 89.9, 88.9), clear[2]) == ["AllReduce"]
+    assert best_of(higher, rows, clear[0], clear[1], (60.0,)) == [], "one seed: no interval"
+    assert best_of(higher, rows, clear[0], clear[1], ()) == ["AllReduce"], "the last has not run"
+    assert best_of(higher, rows, clear[0], (), ()) == [], "alone"
+    limit = (replace(rows[0], limit=True), *rows[1:])
+    assert best_of(higher, limit, *clear) == ["Local SGD"]
+
+
+def test_shares_of_another_row_are_taken_seed_by_seed(results: Path) -> None:
+    share = replace(TOP1, name="of Local SGD, %", of="Local SGD")
+    both = replace(TOY, columns=(TOP1, share))
+    rows = {row.name: row for row in both.rows}
+    assert both.value(rows["AllReduce"], share, "smoke", 1) == pytest.approx(100 * 92 / 81)
+    assert both.value(rows["Local SGD"], share, "smoke", 1) == 100
+    assert both.value(rows["CO2_3"], share, "smoke", FAILED) is None
+    no_base = replace(share, of="SlowMo")
+    assert both.value(rows["AllReduce"], no_base, "smoke", 1) is None
 
 
 def test_every_value_leads_back_to_its_run(results: Path) -> None:
     with (results / "ours.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     local = [row for row in rows if row["row"] == "Local SGD"]
-    assert [row["commit"] for row in local] == ["bbbbbbb", "aaaaaaa", "aaaaaaa"]
+    assert [row["commit"] for row in local] == ["bbbbbbb", "aaaaaaa", "ddddddd-dirty"]
     for row in local:
         assert row["command"].startswith("python train.py task=toy scale=smoke method=local_sgd")
-        assert f"train.seed={row['seed']}" in row["command"] and row["hardware"] == "a cpu"
-    told = render.origin(TOY, rows, "smoke")
-    assert "Commit aaaaaaa, bbbbbbb, a mixture." in told
-    assert "not" in render.origin(TOY, rows, "paper").lower() or "Nothing" in told
+        assert f"train.seed={row['seed']}" in row["command"]
+        assert row["hardware"] == "a cpu, 2 cores"
+        assert (Path(row["folder"]) / "summary.json").exists()
+    told = entries.origin(TOY, rows, "smoke")
+    assert (
+        told.startswith("7 runs") and "Commit aaaaaaa, bbbbbbb, ddddddd-dirty, a mixture." in told
+    )
+    assert entries.origin(TOY, [], "paper").startswith("Nothing has run")
+    table = entries.measured(TOY, rows, PAPER, "smoke")
+    assert table.head[2] == "measured here (smoke, a cpu, 2 cores)" and table.head[5] == "paper"
 
 
-def test_evaluations_are_kept_for_the_curves(results: Path) -> None:
+def test_losses_are_kept_for_the_curves(results: Path) -> None:
     rows = [row for row in read(results / "evals.csv") if row["row"] == "AllReduce"]
-    assert [(row["seed"], row["step"], row["value"]) for row in rows][:2] == [
-        ("0", "30", "45.0"),
-        ("0", "60", "90.0"),
+    assert [(r["seed"], r["step"], r["train_s"], r["loss"]) for r in rows][2:] == [
+        ("1", "30", "1.5", "2.0"),
+        ("1", "60", "3.0", "0.9"),
+        ("2", "30", "1.5", "2.0"),
+        ("2", "60", "3.0", "0.8"),
     ]
 
 
-def test_collecting_again_changes_nothing_and_leaves_other_rows(results: Path) -> None:
-    before = (results / "ours.csv").read_text()
+def test_what_ran_elsewhere_stays_while_the_recipe_asks_for_it(
+    results: Path, tmp_path: Path
+) -> None:
+    ours, evals = (results / "ours.csv").read_text(), (results / "evals.csv").read_text()
+    other = "other,AllReduce,top-1,smoke,0,1.0,c,h,2,60,f,python train.py"
     with (results / "ours.csv").open("a") as file:
-        file.write("other,AllReduce,top-1,smoke,0,1.0,c,h,2,60,f,python train.py\n")
-    collect([TOY], results, "smoke")
-    after = (results / "ours.csv").read_text()
-    assert sorted(after.splitlines()) == sorted(
-        [*before.splitlines(), "other,AllReduce,top-1,smoke,0,1.0,c,h,2,60,f,python train.py"]
-    )
+        file.write(f"{other}\n")
+    assert collect([TOY], results, "smoke") == (7, 0)
+    expected = sorted([*ours.splitlines(), other])
+    assert sorted((results / "ours.csv").read_text().splitlines()) == expected
+
+    (tmp_path / "results").rename(tmp_path / "gone")  # as after a clone
+    assert collect([TOY], results, "smoke") == (0, 7)
+    assert sorted((results / "ours.csv").read_text().splitlines()) == expected
+    assert sorted((results / "evals.csv").read_text().splitlines()) == sorted(evals.splitlines())
+
+    changed = replace(TOY, columns=(replace(TOP1, smoke=("train.steps=70",)),))
+    assert collect([changed], results, "smoke") == (0, 0), "of another command"
 
 
 def test_all_is_rendered(results: Path) -> None:
@@ -149,27 +197,61 @@ def test_all_is_rendered(results: Path) -> None:
     latex = (results / "tables" / "golden.tex").read_text()
     assert r"CO2\_3" in latex and r"91.0 $\pm$ 1.0" in latex and r"\toprule" in latex
     assert "| top-1 | SlowMo | not run | 0 | — |" in (results / "tables/golden.md").read_text()
+    assert "top-1,SlowMo,not run,0" in (results / "tables/golden.csv").read_text()
     page = (results / "report.html").read_text()
     assert page.count("<tr>") == 5 and "<svg" in page and "http://" not in page.split("<svg")[0]
-    first = (results / "figures" / "golden_top_1.svg").read_bytes()
+    names = {path.name for path in (results / "figures").iterdir()}
+    assert names == {"golden_top_1_steps.svg", "golden_top_1_seconds.svg"}
+    first = (results / "figures" / "golden_top_1_steps.svg").read_bytes()
     render.render([TOY], results, "smoke")
-    assert (results / "figures" / "golden_top_1.svg").read_bytes() == first
+    assert (results / "figures" / "golden_top_1_steps.svg").read_bytes() == first
+    render.render([TOY], results, "paper")
+    assert "not run" in (results / "report_paper.html").read_text()
+    assert (results / "report.html").read_text() == page, "scales have files of their own"
 
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("scale", ["smoke", "paper"])
 def test_every_cell_of_every_recipe_composes(name: str, scale: str) -> None:
     recipe = RECIPES[name]
-    rows = {row.name for row in recipe.rows}
-    assert len(rows) == len(recipe.rows)
-    for _, column, _, cell in recipe.cells(scale, seeds=[0]):
+    assert len({row.name for row in recipe.rows}) == len(recipe.rows)
+    assert len({column.name for column in recipe.columns}) == len(recipe.columns)
+    if scale not in recipe.scales:
+        with pytest.raises(ConfigError, match=f"{name} can be run at scale=smoke alone"):
+            recipe_of(name, scale)
+        return
+    for row, column, _, cell in recipe.cells(scale, seeds=[0]):
         config = cell.config()
-        assert f"task={config.task}" in column.overrides and config.scale == scale
+        assert config.scale == scale and config.method in (row.overrides[0][7:], "local_sgd")
+        told = [word[5:] for word in column.overrides if word.startswith("task=")]
+        assert config.task == (told or ["gpt2"])[0]
 
 
-def test_what_the_paper_reports_is_a_cell_of_a_recipe() -> None:
-    for row in read(Path(render.__file__).parent.parent / "results" / "paper.csv"):
-        recipe = RECIPES[row["recipe"]]
-        assert row["row"] in {r.name for r in recipe.rows}
-        assert row["column"] in {c.name for c in recipe.columns}
+def test_what_the_paper_reports_is_in_a_table_of_its_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it agrees with what the simulator is compared with."""
+    paper = Path(render.__file__).parent.parent / "results" / "paper.csv"
+    (tmp_path / "paper.csv").write_text(paper.read_text())
+    monkeypatch.chdir(tmp_path)
+    render.render(list(RECIPES.values()), tmp_path, "smoke")
+    words = {"AllReduce": "AdamW", "CO2, τ = 48": "CO2 τ=48", "CO2, τ = 12": "CO2 τ=12"}
+    for row in read(tmp_path / "paper.csv"):
         assert row["source"] and float(row["value"]) > 0
+        lines = (tmp_path / "tables" / f"{row['recipe']}.md").read_text().splitlines()
+        value = f"{int(row['value']):,}" if row["value"].isdecimal() else row["value"]
+        assert any(f"| {row['row']} |" in line and value in line for line in lines), row
+        if row["recipe"] == "table3":
+            figure = row["column"].removeprefix("80 Gbit/s TCP/IP, ")
+            assert SCALING[f"{words[row['row']]}, {figure}"] == float(row["value"])
+
+
+def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture) -> None:
+    for words, told in (
+        ("run tabel2", "recipe=tabel2: no such recipe; did you mean table2?"),
+        ("list table3 --scale paper", "--scale=paper: table3 can be run at scale=smoke alone"),
+        ("run table2 --seeds 0,x", "--seeds=x: must be whole numbers"),
+    ):
+        assert main(words.split()) == 2
+        error = capsys.readouterr().err
+        assert told in error and error.count("\n") == 1

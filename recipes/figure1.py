@@ -1,0 +1,56 @@
+"""Figure 1: who computes, what travels and who stands still, from traces of real trainings.
+
+    sudo make figure1                                      what is missing, in the laboratory
+
+Cost: 9 trainings of a minute and less on 2 cores, 5 minutes. The picture is of the first repeat;
+where its traces are not, in results/runs, the picture that is there stays.
+Expected: on links of 100 Mbit/s AllReduce stands still most of the time, Local SGD at the end of
+every round, CO2 never.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from co2 import timeline
+from recipes import figures
+from recipes.laboratory import LabCell, LabRecipe
+from recipes.recipe import Column, Row, Rows
+
+LINKS = ("--workers=2", "--mbit=100", "trace=true")
+measured = partial(Column, overrides=LINKS, digits=1, curve=False)
+"""A column of the same trainings."""
+
+
+def draw(ours: Rows, stem: Path) -> Iterator[Path]:
+    path = stem.with_name(f"{stem.name}.svg")
+    runs = {}
+    for row in RECIPE.rows:
+        cell = RECIPE.cell(row, RECIPE.columns[0], "smoke", 0)
+        assert isinstance(cell, LabCell)
+        runs[row.name] = cell.folder()
+    found = {name: timeline.read(folder) for name, folder in runs.items() if folder is not None}
+    if len(found) == len(RECIPE.rows):
+        figures.save(timeline.figure(found), path)
+    if path.exists():
+        yield path
+
+
+RECIPE = LabRecipe(
+    name="figure1",
+    title="Timeline",
+    text="GPT-2, two workers on links of 100 Mbit/s, some rounds after two of warm-up. Above what "
+    "worker 0 computes, below what travels; red where it stands still although something travels. "
+    "Repeats stand in for seeds.",
+    rows=(
+        Row("AllReduce", ("method=allreduce",)),
+        Row("Local SGD", ("method=local_sgd",)),
+        Row("CO2", ("method=co2",)),
+    ),
+    columns=(
+        measured("stands still, % of the time", metric="exposed_share", lower=True, factor=100),
+        measured("overlap, %", metric="overlap", factor=100),
+        measured("tokens/s", metric="throughput", digits=0),
+    ),
+    draw=draw,
+)

@@ -1,0 +1,64 @@
+"""What 1-bit Adam and 0/1 Adam send over one schedule, beside AllReduce, and what they learn.
+
+    make zero_one_adam                                     all that is missing at scale=smoke
+
+Cost: 9 runs of about 45 seconds on 2 cores, 7 minutes; three of them are table2's. At scale=smoke
+alone: the freeze and the growth of intervals are shares of the schedule's steps.
+Expected: 1-bit Adam a sixth of AllReduce's bytes, 0/1 Adam half of that again, in less than half of
+the rounds; v is frozen after 15 % of the steps, and the fewer the steps the more that part weighs.
+"""
+
+from functools import partial
+from typing import Any
+
+from recipes.recipe import Column, Recipe, Row
+from recipes.table2 import SHORT
+
+MIB = 2**20
+STEPS = 480
+"""Of `SHORT`."""
+FREEZE = round(0.15 * STEPS)
+DOUBLE = round(0.14 * STEPS)
+
+
+def volume(summary: dict[str, Any]) -> float:
+    """MiB that one worker sends in the whole training."""
+    return summary["bytes_per_step"] * summary["steps"] / MIB
+
+
+def rounds(summary: dict[str, Any]) -> float:
+    """AllReduce has one at every step, and does not count."""
+    return float(summary.get("rounds", summary["steps"]))
+
+
+sent = partial(Column, overrides=("task=gpt2",), smoke=SHORT, lower=True, curve=False)
+"""A column of what is sent."""
+
+RECIPE = Recipe(
+    name="zero_one_adam",
+    title="What Adam sends in signs",
+    text=f"GPT-2 with AdamW, {STEPS} steps; v is frozen at step {FREEZE} in both variants, and the "
+    f"intervals of 0/1 Adam double every {DOUBLE} steps after it, up to 16. Volume is what one "
+    "worker sends; a round is a time that the replicas exchange anything. The paper's shares are "
+    "of trainings many times as long, at best.",
+    rows=(
+        Row("AllReduce", ("method=allreduce",)),
+        Row("1-bit Adam", ("method=onebit_adam", f"onebit_adam.freeze_step={FREEZE}")),
+        Row(
+            "0/1 Adam",
+            (
+                "method=zero_one_adam",
+                f"zero_one_adam.freeze_step={FREEZE}",
+                f"zero_one_adam.double_every={DOUBLE}",
+            ),
+        ),
+    ),
+    columns=(
+        sent("volume, MiB", metric=volume, digits=1),
+        sent("volume, % of 1-bit Adam's", metric=volume, digits=1, of="1-bit Adam"),
+        sent("rounds", metric=rounds, digits=0),
+        sent("rounds, % of 1-bit Adam's", metric=rounds, digits=1, of="1-bit Adam"),
+        Column("loss", ("task=gpt2",), "final.loss", lower=True, digits=4, smoke=SHORT),
+    ),
+    scales=("smoke",),
+)
