@@ -76,8 +76,9 @@ def identity(env: Mapping[str, str] = os.environ) -> Identity | None:
             local_rank=int(env.get("SLURM_LOCALID", "0")),
             local_world=int(per_node.group()) if per_node else 1,
             address=env.get("MASTER_ADDR", first_host(nodes)),
-            # Any free port will do, but all tasks of a job must arrive at the same one.
-            port=int(env.get("MASTER_PORT", 20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000)),
+            # Any free port will do, but all tasks of a job must arrive at the same one; from 32768
+            # on the kernel gives them to anybody.
+            port=int(env.get("MASTER_PORT", 20000 + int(env.get("SLURM_JOB_ID", "0")) % 12000)),
         )
     return None
 
