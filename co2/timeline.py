@@ -212,8 +212,13 @@ def figure(timelines: dict[str, Timeline]) -> Any:
         axis.set_title(name, loc="left", fontsize="medium")
     panels[-1].set_xlabel("seconds")
     patches = [Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()]
-    where = {"loc": "outside upper right", "ncols": len(patches)}
-    drawn.legend(handles=patches, fontsize="small", frameon=False, **where)
+    drawn.legend(
+        handles=patches,
+        loc="outside upper left",
+        ncols=len(patches),
+        fontsize="small",
+        frameon=False,
+    )
     return drawn
 
 
