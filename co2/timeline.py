@@ -214,7 +214,7 @@ def figure(timelines: dict[str, Timeline]) -> Any:
     patches = [Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()]
     drawn.legend(
         handles=patches,
-        loc="outside upper right",
+        loc="outside upper left",
         ncols=len(patches),
         fontsize="small",
         frameon=False,

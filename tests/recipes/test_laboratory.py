@@ -153,7 +153,7 @@ def test_the_timeline_is_drawn_from_traces_and_stays_where_there_are_none(place:
     stem = place / "figures" / "figure1"
     assert list(figure1.draw([], stem)) == []
     for row in figure1.RECIPE.rows:
-        folder = write_run(cell(figure1.RECIPE, row.name, "tokens/s", 0), 1.0)
+        folder = write_run(cell(figure1.RECIPE, row.name, "overlap, %", 0), 1.0)
         events = [event("aten::mm", 0, 0.4), mark("gloo:all_reduce", 0.3, 0.6, "float")]
         (folder / "trace").mkdir()
         (folder / "trace" / "rank_0.json").write_text(json.dumps({"traceEvents": events}))
