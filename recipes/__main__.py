@@ -13,7 +13,7 @@ from pathlib import Path
 
 from co2 import launch
 from co2.errors import ConfigError, nearest, require
-from recipes import cells, laboratory, render, slurm
+from recipes import cells, laboratory, readme, render, slurm
 from recipes.collect import collect
 from recipes.recipe import Recipe
 from recipes.registry import RECIPES
@@ -50,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             # The page holds every recipe; those that are named are shown here too.
             render.render(known, options.out, options.scale)
+            page = options.out.parent / "README.md"
+            if options.scale == "smoke" and page.exists():
+                readme.fill(page, options.out / "ours.csv")
             for recipe in chosen:
                 print((options.out / "tables" / f"{recipe.name}{end}.md").read_text())
             print(f"{options.out / f'report{end}.html'}: all of it in one page")

@@ -31,8 +31,8 @@ from co2.trace import OUTER_STEP
 
 
 class CO2Keep(LocalMethod):
-    held = 3  # where the round's progress counts from, center, momentum
-    vectors = ("start", "center", "momentum")
+    held: float = 2  # where the round's progress counts from, center
+    vectors: tuple[str, ...] = ("start", "center")
     rounds_apart = 2
 
     @dataclass
@@ -45,8 +45,8 @@ class CO2Keep(LocalMethod):
         """κ: share of the progress made meanwhile that stays when the mean arrives."""
         outer_momentum: float = 0.5
         """β."""
-        injection: float = 0.2
-        """w."""
+        injection: float = 0.0
+        """w; 0 saves the momentum's copy of the model."""
 
         def __post_init__(self) -> None:
             check_tau(self.tau)
@@ -62,7 +62,9 @@ class CO2Keep(LocalMethod):
 
     def begin(self) -> None:
         self.start, self.center = self.flat.copy(), self.flat.copy()
-        self.momentum = self.flat.zeros()
+        if self.config.injection > 0:
+            self.momentum = self.flat.zeros()
+            self.held, self.vectors = self.held + 1, (*self.vectors, "momentum")
 
     def step(self) -> None:
         super().step()
@@ -86,10 +88,10 @@ class CO2Keep(LocalMethod):
         mean = self.mean.wait()
         assert mean is not None
         for chunk in self.flat.chunks:
-            d, u = chunk.of(mean), chunk.of(self.momentum)
-            center, start = chunk.of(self.center), chunk.of(self.start)
-            u.mul_(beta).add_(d)
-            center.sub_(d).sub_(u, alpha=w)
+            d, center, start = chunk.of(mean), chunk.of(self.center), chunk.of(self.start)
+            center.sub_(d)
+            if w > 0:
+                center.sub_(chunk.of(self.momentum).mul_(beta).add_(d), alpha=w)
             x = self.flat.local(chunk)
             start.sub_(x)  # −q^i
             torch.sub(center, start, alpha=kept, out=x)

@@ -76,12 +76,11 @@ COPIES = {
         "allreduce": 0,
         "local_sgd": 2,
         "eager_diloco": 4,
-        "co2_keep": 4,
         # Gradient, m, v, two kinds of error; and u and the start of the interval.
         "onebit_adam": 4.5 + MESSAGES,
         "zero_one_adam": 6.5 + MESSAGES,
     },
-    Precision.bf16: {"allreduce": 0.5, "local_sgd": 1.5, "eager_diloco": 3.5, "co2_keep": 3.5},
+    Precision.bf16: {"allreduce": 0.5, "local_sgd": 1.5, "eager_diloco": 3.5},
 }
 OTHERS = {Precision.fp32: 3, Precision.bf16: 2.5}
 """The communication buffer is one of them; with bf16, half a one."""

@@ -11,7 +11,7 @@ import pytest
 from co2.errors import ConfigError
 from co2.paper_scaling import PAPER as SCALING
 from co2.record import run_folder
-from recipes import entries, render
+from recipes import entries, readme, render
 from recipes.__main__ import main, recipe_of
 from recipes.cells import Cell
 from recipes.collect import collect, read
@@ -255,3 +255,16 @@ def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture) -> None:
         assert main(words.split()) == 2
         error = capsys.readouterr().err
         assert told in error and error.count("\n") == 1
+
+
+def test_the_readme_shows_what_was_measured(tmp_path: Path) -> None:
+    """Nothing in its main table is typed; a value that changes shows."""
+    root = Path(__file__).parents[2]
+    ours, page = root / "results" / "ours.csv", tmp_path / "README.md"
+    page.write_text((root / "README.md").read_text())
+    readme.fill(page, ours)
+    assert page.read_text() == (root / "README.md").read_text(), "python -m recipes render"
+    changed = tmp_path / "ours.csv"
+    changed.write_text("recipe,row,column,scale,seed,value\ntable2,CO2,GPT-2,smoke,0,123.4\n")
+    readme.fill(page, changed)
+    assert "| CO2 | 123.40 (1) | not run |" in page.read_text()
