@@ -106,22 +106,25 @@ def draw(rows: Sequence[Sequence[str]], path: Path) -> None:
     from matplotlib import pyplot
 
     tasks = list(dict.fromkeys(row[0] for row in rows))
-    size = (1 + 5 * len(RATES), 4 * max(1, len(tasks)))
+    size = (3 + 5 * len(RATES), 4 * max(1, len(tasks)))
     figure, axes = pyplot.subplots(
         max(1, len(tasks)), len(RATES), figsize=size, squeeze=False, layout="constrained"
     )
+    marks = dict(zip(METHODS, "osD^v<>phX*P", strict=True))
     for panels, task in zip(axes, tasks, strict=False):
         for column, (axis, rate) in enumerate(zip(panels, RATES, strict=True), start=4):
             for row in rows:
                 if row[0] == task and row[column] != "not run":
                     share, loss = float(row[column].rstrip("%")), float(row[6].split()[0])
-                    axis.plot(share, loss, "o")
-                    axis.annotate(row[1], (share, loss), fontsize="small")
+                    axis.plot(share, loss, marks[row[1]], label=row[1])
             axis.set_title(f"{task}, {rate} Mbit/s")
             axis.set_xlim(0, 125)
             axis.set_xlabel("throughput, % of the limit")
             axis.set_ylabel("validation loss")
             axis.grid(alpha=0.3)
+    if tasks:
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
