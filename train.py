@@ -115,9 +115,9 @@ def job(config: Config) -> int:
         status = launch.run(work, config)
         if status:
             return status
-    summary = read_summary(config)
-    assert summary is not None, "a run that ended well has a summary"
-    if launch.is_first():
+    if launch.is_first():  # who has written it; the others may be here before
+        summary = read_summary(config)
+        assert summary is not None, "a run that ended well has a summary"
         print(closing_table(summary))
     return 0
 

@@ -19,6 +19,8 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
 
+import train
+from co2 import launch
 from co2.config import OptimConfig, Schedule
 from co2.launch import DIVERGED
 from co2.loop import learning_rate
@@ -33,6 +35,7 @@ from tests.cli.harness import (
     assert_same_weights,
     cli,
     command,
+    configured,
     contents,
     environment,
     execute,
@@ -296,6 +299,13 @@ def test_a_failed_job_of_a_sweep_loses_no_other(tmp_path: Path) -> None:
 
 class TestWhoStartsTheWorkers:
     """Nothing of a result depends on it."""
+
+    def test_a_worker_that_is_done_before_the_first(self, tmp_path: Path) -> None:
+        """It does not look for the summary, which the first has still to write."""
+        config = configured("launch.workers=2", runs=tmp_path)
+        with patch.object(launch, "run", return_value=0):
+            with patch.object(launch, "is_first", return_value=False):
+                assert train.job(config) == 0
 
     def test_torchrun(self, tmp_path: Path, spawned: Run) -> None:
         runs = tmp_path / "runs"

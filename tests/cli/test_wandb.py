@@ -15,6 +15,7 @@ import pytest
 import wandb
 from PIL import Image
 from torch import Tensor
+from wandb.proto.wandb_internal_pb2 import Record
 
 import train
 from co2 import launch, wandb_sync
@@ -24,7 +25,6 @@ from recipes import cells
 from recipes.cells import Cell
 from tasks.toy import Toy
 from tests.cli.harness import configured, folder_of, metrics
-from tests.slurm.test_jobs import wandb_records
 
 STEPS = 20
 WORDS = ("method=co2", "co2.tau=3", "launch.workers=1", f"train.steps={STEPS}", "log.every=1")
@@ -63,7 +63,7 @@ def segments(folder: Path) -> list[Segment]:
 
 def _read(path: Path) -> Segment:
     found = Segment(path.parent / "files")
-    for record in wandb_records(path.read_bytes()):
+    for record in _records(path.read_bytes()):
         if record.HasField("run"):
             found.run = record.run
         elif record.HasField("metric"):
@@ -73,6 +73,24 @@ def _read(path: Path) -> Segment:
         elif record.HasField("summary"):
             found.summary.update(_items(record.summary.update))
     return found
+
+
+def _records(data: bytes) -> list[Record]:
+    """W&B's file is a log as LevelDB's: after 7 bytes, chunks with a head of 7 bytes (checksum,
+    length, kind), none of which crosses a block of 32 KiB; kinds 1 and 4 end a record."""
+    records, whole, at = [], b"", 7
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            records.append(Record.FromString(whole))
+            whole = b""
+    return records
 
 
 def _items(items: Any) -> dict[str, Any]:
