@@ -37,7 +37,7 @@ def _curve(rows: Sequence[Row], evals: Rows, against: str, path: Path, title: st
             if at:
                 x = [mean(same, against) for same in at]
                 axis.plot(x, [mean(same, "loss") for same in at], **style(number, row.name))
-        axis.set_xlabel("steps" if against == "step" else "seconds of training")
+        axis.set_xlabel("steps" if against == "step" else "seconds of training, as the machine was")
         axis.set_ylabel("validation loss")
 
 
