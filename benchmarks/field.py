@@ -89,12 +89,11 @@ def table(
         if summaries:
             shares = [shares_of_limit(groups.get((2, r, method), []), laboratory) for r in RATES]
             losses = [summary["final"]["loss"] for summary in summaries]
-            spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
             yield [
                 *(task, method, f"{summaries[0]['bytes_per_step']:,.0f}"),
                 str(rounds(same[0], summaries[0])),
                 *(f"{statistics.median(found):.1%}" if found else "not run" for found in shares),
-                *(f"{statistics.mean(losses):.4f}{spread}", str(len(losses))),
+                *(report.mean(losses), str(len(losses))),
             ]
 
 

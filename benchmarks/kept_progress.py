@@ -138,13 +138,11 @@ class Setting:
         bounds = [statistics.mean(found[method]) for method in BLOCKING if found[method]]
         for method, losses in found.items():
             if losses:
-                mean = statistics.mean(losses)
-                spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
                 setting = ", ".join(f"{k} {v:g}" for k, v in (self.best(method) or {}).items())
                 yield [
                     *(self.task, str(self.tau), str(replicas), method, setting or "—"),
-                    *(f"{mean:.4f}{spread}", str(len(losses))),
-                    f"{mean / min(bounds) - 1:+.1%}" if bounds else "—",
+                    *(report.mean(losses), str(len(losses))),
+                    f"{statistics.mean(losses) / min(bounds) - 1:+.1%}" if bounds else "—",
                 ]
 
 

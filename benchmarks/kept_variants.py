@@ -6,7 +6,6 @@ not a method. What won became co2/methods/co2_keep.py; docs/co2_keep.md says why
 
 import argparse
 import json
-import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -193,7 +192,7 @@ def main() -> None:
         "training, where methods differ most.",
         ["variant", "validation loss"],
         [
-            [name, told([losses[f"{args.steps} {s} {v}"] for s in seeds])]
+            [name, report.mean([losses[f"{args.steps} {s} {v}"] for s in seeds], digits=3)]
             for name, v in VARIANTS.items()
         ],
     )
@@ -202,11 +201,6 @@ def main() -> None:
 def config(steps: int, seed: str) -> Config:
     overrides = (f"train.steps={steps}", "train.batch_size=16", f"train.seed={seed}")
     return Cell(("task=vit", "method=local_sgd", f"launch.workers={REPLICAS}", *overrides)).config()
-
-
-def told(losses: list[float]) -> str:
-    spread = f" ± {statistics.stdev(losses):.3f}" if len(losses) > 1 else ""
-    return f"{statistics.mean(losses):.3f}{spread}"
 
 
 if __name__ == "__main__":

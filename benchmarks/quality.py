@@ -97,12 +97,11 @@ def row(task: str, method: str, summaries: Sequence[dict[str, Any]]) -> list[str
         floor = f"< {bounds[0]:.3f} ({goal.floor.replace('_', ' ')})"
     else:
         reached, floor = sum(value >= goal.floor for value in values), f"≥ {goal.floor:.2f}"
-    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
     return [
         task,
         method,
         goal.metric.replace("_", " "),
-        f"{statistics.mean(values):.4f}{spread}",
+        report.mean(values),
         str(len(values)),
         floor,
         f"{reached} of {len(values)}",

@@ -1,5 +1,6 @@
 """What every benchmark prints and keeps: a Markdown table with its command and hardware."""
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,3 +17,9 @@ def write(
     print(f"\n{title}\n\n{table}\n")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"# {title}\n\n{intro}\n\n{table}\n\n{provenance()}\n")
+
+
+def mean(values: Sequence[float], digits: int = 4) -> str:
+    """Mean ± standard deviation of the sample; of one value, only that."""
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{spread}"

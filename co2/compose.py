@@ -18,8 +18,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from co2.errors import ConfigError, nearest, require
 
-_SUBMITIT = "hydra/launcher=submitit_slurm"
 _OPTUNA = "hydra/sweeper=optuna"
+_PLUGINS = (
+    ("hydra/launcher=submitit_slurm", "submitit", "slurm", "launches"),
+    (_OPTUNA, "optuna", "optuna", "chooses"),
+)
+"""Override, package, extra of pyproject.toml, what it does."""
 _GROUPS = ("task", "method", "scale")
 
 
@@ -41,31 +45,22 @@ def preflight(
     given = get_args_parser().parse_args(list(arguments))
     if given.help or given.hydra_help or given.cfg or given.info or given.shell_completion:
         return  # Hydra answers these itself and starts nothing
-    _check_launcher(given.overrides, given.multirun)
-    _check_sweeper(given.overrides, given.multirun)
+    _check_plugins(given.overrides, given.multirun)
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
         for overrides in jobs(given.overrides, given.multirun):
             check(_compose(name, overrides), overrides)
 
 
-def _check_launcher(overrides: Sequence[str], multirun: bool) -> None:
-    key, _, value = _SUBMITIT.partition("=")
-    if _SUBMITIT in overrides:
-        require(multirun, key, value, "launches the jobs of a sweep; add -m")
-        there = find_spec("submitit") is not None
-        require(there, key, value, "is an extra; pip install -e '.[slurm]'")
-        # That our file sets values of the extra's own option is what we want.
-        warnings.filterwarnings("ignore", message=r"(?s).*validated against ConfigStore schema")
-
-
-def _check_sweeper(overrides: Sequence[str], multirun: bool) -> None:
-    key, _, value = _OPTUNA.partition("=")
-    if _OPTUNA in overrides:
-        require(multirun, key, value, "chooses the jobs of a sweep; add -m")
-        there = find_spec("optuna") is not None
-        require(there, key, value, "is an extra; pip install -e '.[optuna]'")
-        # As for the launcher: our file sets a value of the sampler's own option.
-        warnings.filterwarnings("ignore", message=r"(?s).*validated against ConfigStore schema")
+def _check_plugins(overrides: Sequence[str], multirun: bool) -> None:
+    """Those of Hydra that are extras of ours."""
+    for plugin, package, extra, does in _PLUGINS:
+        if plugin in overrides:
+            key, _, value = plugin.partition("=")
+            require(multirun, key, value, f"{does} the jobs of a sweep; add -m")
+            there = find_spec(package) is not None
+            require(there, key, value, f"is an extra; pip install -e '.[{extra}]'")
+            # That a file of ours sets values of the extra's own options is what we want.
+            warnings.filterwarnings("ignore", message=r"(?s).*validated against ConfigStore schema")
 
 
 def composed(folder: Path, name: str, overrides: Sequence[str]) -> DictConfig:

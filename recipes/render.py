@@ -13,12 +13,14 @@ def render(recipes: Sequence[Recipe], out: Path, scale: str) -> None:
     """Tables and figures of these recipes, and the page that has them all."""
     end = ending(scale)
     sections = []
+    known = [read(out / name) for name in ("ours.csv", "evals.csv")]
+    papers = read(out / "paper.csv")
     for recipe in recipes:
         ours, evals = (
-            [r for r in read(out / name) if (r["recipe"], r["scale"]) == (recipe.name, scale)]
-            for name in ("ours.csv", "evals.csv")
+            [row for row in rows if (row["recipe"], row["scale"]) == (recipe.name, scale)]
+            for rows in known
         )
-        paper = [row for row in read(out / "paper.csv") if row["recipe"] == recipe.name]
+        paper = [row for row in papers if row["recipe"] == recipe.name]
         tables = [measured(recipe, ours, paper, scale)]
         tables += recipe.beside(paper) if recipe.beside else ()
         table.write(tables, out / "tables" / f"{recipe.name}{end}")

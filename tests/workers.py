@@ -138,6 +138,7 @@ def _run_case(case: bytes) -> tuple[bool, Any]:
             world_size=world,
             timeout=timedelta(seconds=time_limit_s),
         )
+        dist.barrier()  # gloo fails if a rank leaves before the others have connected
         return True, pickle.dumps(fn(rank, world, *args))
     except BaseException:
         return False, traceback.format_exc()

@@ -21,6 +21,10 @@ def one_raises(rank: int, world: int) -> None:
     dist.barrier()
 
 
+def leave(rank: int, world: int) -> int:
+    return rank
+
+
 def wait_forever(rank: int, world: int) -> None:
     if rank == 0:
         time.sleep(3600)
@@ -31,6 +35,11 @@ def test_results_come_by_rank(workers: Pool) -> None:
         results = workers.run(total, world, 5)
         assert [rank for rank, _ in results] == list(range(world))
         assert all(tensor.item() == expected for _, tensor in results)
+
+
+def test_ranks_need_not_communicate(workers: Pool) -> None:
+    for _ in range(30):  # without a barrier about one in fifty failed or hung
+        assert workers.run(leave, 4, time_limit_s=20.0) == [0, 1, 2, 3]
 
 
 def test_an_error_comes_back_with_its_traceback(workers: Pool) -> None:
@@ -44,7 +53,7 @@ def test_a_deadlock_is_a_failure() -> None:
     pool.run(total, 2, 1)
     began = time.monotonic()
     with pytest.raises(TimeLimit, match=r"ranks \[0\] of 2"):
-        pool.run(wait_forever, 2, time_limit_s=0.5)
-    assert time.monotonic() - began < 10
+        pool.run(wait_forever, 2, time_limit_s=3.0)
+    assert time.monotonic() - began < 20
     assert pool.run(total, 2, 1)[0][1].item() == 3.0
     pool.close()
