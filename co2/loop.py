@@ -78,13 +78,13 @@ def train(config: Config, task: Any, method: SyncMethod, mesh: Mesh) -> None:
     if found is not None:
         step, state = found
         if _remembers_order(model):
+            # A pass that counts for nothing: what it moved is loaded now.
             batch = _to(next(task.batches(mesh, 0)), mesh.device)
             with _autocast(knobs.precision, mesh.device):
-                task.loss(
-                    model, batch
-                ).backward()  # counts for nothing: what it moved is loaded now
+                unused = task.loss(model, batch)
+            unused.backward()
             optimizer.zero_grad(set_to_none=True)
-            del batch
+            del batch, unused
         if shared is None:
             module.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
