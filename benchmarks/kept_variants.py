@@ -40,7 +40,8 @@ class Variant:
     eager: bool = False
     """Eager DiLoCo's estimate in place of q: δ + (q − p)/G."""
     moments: bool = False
-    """The inner optimizer's moments are averaged too, at once."""
+    """The inner optimizer's moments are averaged too: what a replica's own at the end of the round
+    missed of their mean is added when it arrives, as far as it had not been forgotten by then."""
 
 
 VARIANTS = {
@@ -63,9 +64,15 @@ VARIANTS = {
     "delay 3, kept .5": Variant(delay=3, kept=0.5),
     "delay 3, kept .25": Variant(delay=3, kept=0.25),
     "delay 3, kept .5, β .5, w .2": Variant(delay=3, kept=0.5, momentum=0.5, injection=0.2),
+    "delay 3, kept .5, and the moments averaged": Variant(delay=3, kept=0.5, moments=True),
     "delay 6, kept .5": Variant(delay=6, kept=0.5),
 }
 TAU, REPLICAS = 12, 4
+MOMENTS = {"exp_avg": 0, "exp_avg_sq": 1}
+"""Of AdamW, and which of its β forgets them."""
+
+
+Moments = dict[tuple[str, int], Tensor]
 
 
 class Replica:
@@ -84,6 +91,11 @@ class Replica:
 
     def set_weights(self, flat: Tensor) -> None:
         nn.utils.vector_to_parameters(flat, self.params)
+
+    def moments(self) -> Moments:
+        """The live tensors, by name and by the weight's place."""
+        states = [self.optimizer.state[param] for param in self.params]
+        return {(name, n): state[name] for n, state in enumerate(states) for name in MOMENTS}
 
     def train(self, first: int, count: int) -> None:
         knobs = self.config.train
@@ -112,18 +124,19 @@ class Simulation:
         self.replicas = [Replica(self.config, task, number) for number in range(REPLICAS)]
         center, u = self.weights()[0], torch.zeros(())
         own: list[Tensor] = []  # p^i of the round before
+        missed: list[Moments] = []
         while not self.done:
             was = self.weights()
             self.train(self.variant.delay if own else 0)
             q = [now - then for now, then in zip(self.weights(), was, strict=True)]
             if own and not self.done:
                 center, u = self.arrive(center, u, own, q)
+                self.add_moments(missed)
             rest = self.weights()
             self.train(TAU - self.variant.delay if own else TAU)
             moved = [now - then for now, then in zip(self.weights(), rest, strict=True)]
             own = [a + b for a, b in zip(q, moved, strict=True)]
-            if self.variant.moments:
-                self.average_moments()
+            missed = self.missed_moments() if self.variant.moments else []
         self.replicas[0].set_weights(torch.stack(self.weights()).mean(0))
         with torch.no_grad():
             return task.evaluate(self.replicas[0].model)["loss"]
@@ -155,14 +168,18 @@ class Simulation:
             replica.set_weights(center + estimate)
         return center, u
 
-    def average_moments(self) -> None:
-        states = [replica.optimizer.state for replica in self.replicas]
-        for params in zip(*(replica.params for replica in self.replicas), strict=True):
-            for name in ("exp_avg", "exp_avg_sq"):
-                same = [state[p][name] for state, p in zip(states, params, strict=True)]
-                mean = torch.stack(same).mean(0)
-                for moment in same:
-                    moment.copy_(mean)
+    def missed_moments(self) -> list[Moments]:
+        """Of every replica: its trained weights' moments, taken from the replicas' mean."""
+        own = [replica.moments() for replica in self.replicas]
+        means = {key: torch.stack([same[key] for same in own]).mean(0) for key in own[0]}
+        return [{key: means[key] - same[key] for key in same} for same in own]
+
+    def add_moments(self, missed: list[Moments]) -> None:
+        for replica, parts in zip(self.replicas, missed, strict=False):
+            betas = replica.optimizer.param_groups[0]["betas"]
+            for (name, number), moment in replica.moments().items():
+                left = betas[MOMENTS[name]] ** self.variant.delay
+                moment.add_(parts[name, number], alpha=left)
 
 
 def main() -> None:
