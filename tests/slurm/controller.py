@@ -100,6 +100,11 @@ class Slurm:
         assert ended.returncode == 0, f"{' '.join(words)}: {ended.stderr}"
         return ended.stdout.strip()
 
+    def logs(self) -> str:
+        """The last lines of what its daemons wrote."""
+        paths = sorted(self.place.glob("slurm*.log"))
+        return "\n".join("\n".join(path.read_text().splitlines()[-20:]) for path in paths)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -135,12 +140,14 @@ class Job:
         """Wait until the condition holds."""
         deadline = time.monotonic() + LIMIT_S
         while not condition():
-            assert time.monotonic() < deadline, f"waited for {LIMIT_S} s: {self.shown}\n{self.said}"
+            if time.monotonic() > deadline:
+                told = (f"waited for {LIMIT_S} s: {self.shown}", self.said, self.slurm.logs())
+                raise AssertionError("\n".join(told))
             time.sleep(0.2)
 
     def start_now(self) -> None:
         """Do not wait two minutes until the credential of its last start has expired."""
-        self.until(lambda: not self.processes())
+        self.until(lambda: not self.processes() and not self.steps())
         time.sleep(1.1)  # the node takes no credential made in the second of the last one's end
         self.slurm.call("scontrol", "update", f"jobid={self.number}", "starttime=now")
 
@@ -154,6 +161,15 @@ class Job:
     def processes(self) -> list[int]:
         """Every process of the job that there still is."""
         return _processes(f"SLURM_JOB_ID={self.shown['JobId']}", f"SLURM_CONF={self.slurm.conf}")
+
+    def steps(self) -> list[int]:
+        """The daemons that hold its steps, which end last of all."""
+        title, found = f"slurmstepd: [{self.shown['JobId']}.".encode(), []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if path.read_bytes().startswith(title):
+                    found.append(int(path.parent.name))
+        return found
 
     def tasks(self) -> dict[str, int]:
         """The process of each task, by its rank, once it runs train.py."""
