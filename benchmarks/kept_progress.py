@@ -130,21 +130,23 @@ class Setting:
 
     def rows(self, replicas: int, seeds: Sequence[int]) -> Iterator[list[str]]:
         """A line for every method that has runs."""
-        found = {method: self.losses(method, replicas, seeds) for method in NAMES}
+        points = {method: self.best(method) for method in NAMES}
+        found = {m: self.losses(m, point, replicas, seeds) for m, point in points.items()}
         rivals = [found[method] for method in BLOCKING if found[method]]
         bound = min(rivals, key=lambda losses: statistics.mean(losses.values()), default={})
         for method, losses in found.items():
             if losses:
-                setting = ", ".join(f"{k} {v:g}" for k, v in (self.best(method) or {}).items())
+                setting = ", ".join(f"{k} {v:g}" for k, v in (points[method] or {}).items())
                 yield [
                     *(self.task, str(self.tau), str(replicas), method, setting or "—"),
                     *(report.mean(list(losses.values())), str(len(losses))),
                     "the bound" if losses is bound else difference(losses, bound),
                 ]
 
-    def losses(self, method: str, replicas: int, seeds: Sequence[int]) -> dict[int, float]:
+    def losses(
+        self, method: str, point: Point | None, replicas: int, seeds: Sequence[int]
+    ) -> dict[int, float]:
         """By seed, of the runs that are there."""
-        point = self.best(method)
         if point is None:
             return {}
         losses = {seed: self.loss(method, point, replicas, seed) for seed in seeds}
@@ -157,9 +159,7 @@ def difference(losses: dict[int, float], bound: dict[int, float]) -> str:
     if not pairs:
         return "—"
     whole = statistics.mean(theirs for _, theirs in pairs)
-    shares = [(own - theirs) / whole for own, theirs in pairs]
-    spread = f" ± {statistics.stdev(shares):.1%}" if len(shares) > 1 else ""
-    return f"{statistics.mean(shares):+.1%}{spread}"
+    return report.mean([(own - theirs) / whole for own, theirs in pairs], ".1%", sign="+")
 
 
 def numbers(text: str) -> list[int]:

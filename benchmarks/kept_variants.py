@@ -70,8 +70,6 @@ VARIANTS = {
 TAU, REPLICAS = 12, 4
 MOMENTS = {"exp_avg": 0, "exp_avg_sq": 1}
 """Of AdamW, and which of its β forgets them."""
-
-
 Moments = dict[tuple[str, int], Tensor]
 
 
@@ -131,7 +129,8 @@ class Simulation:
             q = [now - then for now, then in zip(self.weights(), was, strict=True)]
             if own and not self.done:
                 center, u = self.arrive(center, u, own, q)
-                self.add_moments(missed)
+                if missed:
+                    self.add_moments(missed)
             rest = self.weights()
             self.train(TAU - self.variant.delay if own else TAU)
             moved = [now - then for now, then in zip(self.weights(), rest, strict=True)]
@@ -175,7 +174,7 @@ class Simulation:
         return [{key: means[key] - same[key] for key in same} for same in own]
 
     def add_moments(self, missed: list[Moments]) -> None:
-        for replica, parts in zip(self.replicas, missed, strict=False):
+        for replica, parts in zip(self.replicas, missed, strict=True):
             betas = replica.optimizer.param_groups[0]["betas"]
             for (name, number), moment in replica.moments().items():
                 left = betas[MOMENTS[name]] ** self.variant.delay
@@ -209,7 +208,7 @@ def main() -> None:
         "training, where methods differ most.",
         ["variant", "validation loss"],
         [
-            [name, report.mean([losses[f"{args.steps} {s} {v}"] for s in seeds], digits=3)]
+            [name, report.mean([losses[f"{args.steps} {s} {v}"] for s in seeds], form=".3f")]
             for name, v in VARIANTS.items()
         ],
     )

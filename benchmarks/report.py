@@ -19,7 +19,8 @@ def write(
     path.write_text(f"# {title}\n\n{intro}\n\n{table}\n\n{provenance()}\n")
 
 
-def mean(values: Sequence[float], digits: int = 4) -> str:
-    """Mean ± standard deviation of the sample; of one value, only that."""
-    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.{digits}f}{spread}"
+def mean(values: Sequence[float], form: str = ".4f", sign: str = "") -> str:
+    """Mean ± standard deviation of the sample; of one value, only that. The mean shows its sign
+    with `sign="+"`."""
+    spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{sign}{form}}{spread}"

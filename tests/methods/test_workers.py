@@ -54,6 +54,6 @@ def test_a_deadlock_is_a_failure() -> None:
     began = time.monotonic()
     with pytest.raises(TimeLimit, match=r"ranks \[0\] of 2"):
         pool.run(wait_forever, 2, time_limit_s=3.0)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 10
     assert pool.run(total, 2, 1)[0][1].item() == 3.0
     pool.close()

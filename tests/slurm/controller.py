@@ -164,12 +164,8 @@ class Job:
 
     def steps(self) -> list[int]:
         """The daemons that hold its steps, which end last of all."""
-        title, found = f"slurmstepd: [{self.shown['JobId']}.".encode(), []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):
-                if path.read_bytes().startswith(title):
-                    found.append(int(path.parent.name))
-        return found
+        title = f"slurmstepd: [{self.shown['JobId']}.".encode()
+        return _pids("cmdline", lambda words: words[0].startswith(title))
 
     def tasks(self) -> dict[str, int]:
         """The process of each task, by its rank, once it runs train.py."""
@@ -256,9 +252,14 @@ def _await(condition: Callable[[], bool], process: subprocess.Popen, place: Path
 def _processes(*variables: str) -> list[int]:
     """Every process that has these in its environment: daemons, steps and tasks."""
     wanted = {variable.encode() for variable in variables}
+    return _pids("environ", lambda words: wanted <= set(words))
+
+
+def _pids(file: str, wanted: Callable[[list[bytes]], bool]) -> list[int]:
+    """Every process whose file in /proc has the words that are wanted."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
+    for path in Path("/proc").glob(f"[0-9]*/{file}"):
         with contextlib.suppress(OSError):
-            if wanted <= set(path.read_bytes().split(b"\0")):
+            if wanted(path.read_bytes().split(b"\0")):
                 found.append(int(path.parent.name))
     return found
