@@ -3,7 +3,7 @@
     make table2                                            all that is missing at scale=smoke
     python -m recipes run table2 --scale paper --launcher slurm
 
-Cost: smoke, 63 runs of about 45 seconds on 2 cores, about 50 minutes. Paper: GPT-2 small on
+Cost: smoke, 63 runs of about 50 seconds on 2 cores, an hour. Paper: GPT-2 small on
 OpenWebText is some 4 days on 8 A100 for every run; nobody has run it here.
 Expected at smoke scale: AllReduce first, then Local SGD and kept progress, with SlowMo beside them
 on RoBERTa; CO2's perplexity is a tenth (RoBERTa) to seven tenths (GPT-2) above AllReduce's.

@@ -2,7 +2,7 @@
 
     sudo make table3                                       all that is missing, in the laboratory
 
-Cost: 192 trainings of 20 seconds to 5 minutes on 2 cores, 45 minutes a repeat (--seeds 0 is the
+Cost: 192 trainings of 20 seconds to 5 minutes on 2 cores, 50 minutes a repeat (--seeds 0 is the
 first); those of results/lab count as done. Measured at scale=smoke alone, with two and four workers
 on one machine. What the paper's 8 to 128 GPUs do is simulated, in a table of its own, beside what
 the paper reports.

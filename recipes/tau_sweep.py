@@ -3,7 +3,7 @@
     make tau_sweep                                         all that is missing at scale=smoke
     python -m recipes run tau_sweep --scale paper --launcher slurm
 
-Cost: smoke, 27 runs of about 45 seconds on 2 cores, 20 minutes.
+Cost: smoke, 27 runs of 50 seconds on 2 cores, 25 minutes.
 Expected at smoke scale: perplexity is lowest at τ = 6. It rises up to 96, where a training has five
 rounds, and falls again at 192, where it has two; at 1 it is high, too.
 """

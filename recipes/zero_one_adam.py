@@ -2,7 +2,7 @@
 
     make zero_one_adam                                     all that is missing at scale=smoke
 
-Cost: 9 runs of about 45 seconds on 2 cores, 7 minutes; three of them are table2's. At scale=smoke
+Cost: 9 runs of about 50 seconds on 2 cores, 8 minutes; three of them are table2's. At scale=smoke
 alone: the freeze and the growth of intervals are shares of the schedule's steps.
 Expected: 1-bit Adam a sixth of AllReduce's bytes, 0/1 Adam half of that again, in less than half of
 the rounds; v is frozen after 15 % of the steps, and the fewer the steps the more that part weighs.
