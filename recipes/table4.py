@@ -4,8 +4,9 @@
     python -m recipes run table4 --scale paper --launcher slurm
 
 Cost: smoke, 27 runs of 50 seconds on 2 cores, 25 minutes.
-Expected at smoke scale: without the gap penalty the perplexity is twice as high; a constant 2, about
-what the penalty comes to, does as well. φ = 0.001 holds training back, 0.03 and more clip nothing.
+Expected at smoke scale: without the gap penalty the perplexity is twice as high; a constant 2,
+about what the penalty comes to, does as well. φ = 0.001 holds training back, 0.03 and more clip
+nothing.
 """
 
 from recipes.recipe import Column, Recipe, Row
