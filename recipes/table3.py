@@ -7,7 +7,8 @@ first); those of results/lab count as done. Measured at scale=smoke alone, with 
 on one machine. What the paper's 8 to 128 GPUs do is simulated, in a table of its own, beside what
 the paper reports.
 Expected: on links of 20 Mbit/s AllReduce reaches a tenth of the limit or less, blocking methods a
-half, CO2 nearly all of it; without a limit on the links all are within a few percent.
+half, CO2 nearly all of it; without a limit on the links AllReduce is a tenth behind, the others are
+within what repeats differ by.
 """
 
 from collections.abc import Iterator
