@@ -43,7 +43,7 @@ bench: $(VENV)/.ready ## the benchmarks; tables go to results/
 	$(BIN)/python -m benchmarks.throughput
 
 wandb-sync: $(VENV)/.ready ## sync every offline W&B run under results/runs (ARGS=--all: unfinished ones too)
-	$(BIN)/python -m co2.wandb_sync $(ARGS)
+	$(BIN)/python -m co2.record.wandb_sync $(ARGS)
 
 $(TABLES): $(VENV)/.ready
 	@# Status 1: some run failed; the others are shown.

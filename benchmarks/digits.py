@@ -35,7 +35,7 @@ from torch.nn.functional import cross_entropy
 import co2
 from benchmarks import report
 from co2.config import OptimConfig
-from co2.loop import learning_rate
+from co2.train.loop import learning_rate
 
 NUM_TRAIN, BATCH_SIZE, TAU, WARMUP_STEPS = 1400, 16, 12, 40
 OUTER_MOMENTUM = {"sgd": 0.2, "adam": 0.5}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from co2.lab_report import Row, grouped, shares_of_limit
+from co2.lab.report import Row, grouped, shares_of_limit
 from co2.methods import METHODS
 from recipes.cells import Cell, run
 from recipes.recipe import RUNS

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import train as entry
 from benchmarks import report
 from benchmarks.throughput import BRIEF, alone, composed, spread, together
-from co2 import launch
-from co2.dist import Mesh
+from co2.comm.mesh import Mesh
+from co2.train import launch
+from train import APP
 
 GOAL = 0.99
 SMALL = [
@@ -96,7 +96,7 @@ def row(
 def flops_per_token(overrides: list[str]) -> float:
     """Operations of forward and backward for one token, a multiplication and an addition each."""
     config = composed(["method=co2", *overrides, "train.batch_size=2"])
-    task = entry.make_task(config)
+    task = APP.make_task(config)
     task.setup(1)
     device, _ = launch.placement(config, 0, 1)
     model = task.model().to(device)

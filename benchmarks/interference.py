@@ -1,8 +1,8 @@
 """What a collective in the background takes from the computation beside it.
 
 Two workers multiply matrices, one thread each, for as long as a round; in every other round a
-mean is under way (AsyncMean over the loopback device: gloo's threads and the kernel's copies share
-the cores with the computation). Lost is the difference of neighbouring rounds, for the whole
+mean is under way (BackgroundMean over the loopback device: gloo's threads and the kernel's copies
+share the cores with the computation). Lost is the difference of neighbouring rounds, for the whole
 collective and for each MB that a worker sends.
 """
 
@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 
 import co2
 from benchmarks import report
-from co2.comm import AsyncMean
+from co2.comm.background import BackgroundMean
 from co2.config import CommConfig, Precision
 
 WORKERS = 2
@@ -71,7 +71,7 @@ def measure(
     torch.set_num_threads(1)
     store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORKERS)
-    mean = AsyncMean(numel, co2.Mesh.world(), comm)
+    mean = BackgroundMean(numel, co2.Mesh.world(), comm)
     a = torch.randn(256, 256)
     began = time.perf_counter()
     for _ in range(200):

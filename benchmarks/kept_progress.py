@@ -37,9 +37,9 @@ GRIDS: dict[str, list[Point]] = {
         {"outer_lr": 1.0, "outer_momentum": 0.7},
     ],
     "co2_keep": [
-        {"outer_momentum": 0.0, "injection": 0.0},
-        {"outer_momentum": 0.5, "injection": 0.2},
-        {"outer_momentum": 0.8, "injection": 0.2},
+        {"outer_momentum": 0.0, "momentum_weight": 0.0},
+        {"outer_momentum": 0.5, "momentum_weight": 0.2},
+        {"outer_momentum": 0.8, "momentum_weight": 0.2},
     ],
 }
 WHOLE = "co2_keep, delay τ"

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-import train as entry
 from benchmarks import report
+from co2.comm.mesh import Mesh
 from co2.config import Config
-from co2.dist import Mesh
-from co2.loop import learning_rate
+from co2.train.loop import learning_rate
 from recipes.cells import Cell
+from train import APP
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Variant:
     kept: float = 1.0
     """x ← c + kept · q + …"""
     momentum: float = 0.0
-    injection: float = 0.0
-    """c ← c + δ + injection · u, u ← momentum · u + δ."""
+    momentum_weight: float = 0.0
+    """c ← c + δ + momentum_weight · u, u ← momentum · u + δ."""
     outer_lr: float = 1.0
     """Of δ in c."""
     expected: float = 0.0
@@ -47,15 +47,15 @@ class Variant:
 VARIANTS = {
     "local SGD (blocking)": Variant(delay=0),
     "local SGD, and the moments averaged": Variant(delay=0, moments=True),
-    "DiLoCo α 1, β .4 (blocking)": Variant(delay=0, momentum=0.4, injection=0.4),
+    "DiLoCo α 1, β .4 (blocking)": Variant(delay=0, momentum=0.4, momentum_weight=0.4),
     "CoCoD-SGD: all kept": Variant(),
     "kept .75": Variant(kept=0.75),
     "kept .5": Variant(kept=0.5),
     "kept .25": Variant(kept=0.25),
     "none kept": Variant(kept=0.0),
-    "all kept, β .9, w .3": Variant(momentum=0.9, injection=0.3),
-    "all kept, β .5, w .2": Variant(momentum=0.5, injection=0.2),
-    "kept .5, β .5, w .2": Variant(kept=0.5, momentum=0.5, injection=0.2),
+    "all kept, β .9, w .3": Variant(momentum=0.9, momentum_weight=0.3),
+    "all kept, β .5, w .2": Variant(momentum=0.5, momentum_weight=0.2),
+    "kept .5, β .5, w .2": Variant(kept=0.5, momentum=0.5, momentum_weight=0.2),
     "kept .5, outer rate .8": Variant(kept=0.5, outer_lr=0.8),
     "kept .5, the rest expected": Variant(kept=0.5, expected=0.5),
     "all kept, half the deviation returned": Variant(returned=0.5),
@@ -63,7 +63,7 @@ VARIANTS = {
     "delay 3, all kept": Variant(delay=3),
     "delay 3, kept .5": Variant(delay=3, kept=0.5),
     "delay 3, kept .25": Variant(delay=3, kept=0.25),
-    "delay 3, kept .5, β .5, w .2": Variant(delay=3, kept=0.5, momentum=0.5, injection=0.2),
+    "delay 3, kept .5, β .5, w .2": Variant(delay=3, kept=0.5, momentum=0.5, momentum_weight=0.2),
     "delay 3, kept .5, and the moments averaged": Variant(delay=3, kept=0.5, moments=True),
     "delay 6, kept .5": Variant(delay=6, kept=0.5),
 }
@@ -117,7 +117,7 @@ class Simulation:
 
     def run(self) -> float:
         """The validation loss of the replicas' mean after the last step."""
-        task = entry.make_task(self.config)
+        task = APP.make_task(self.config)
         task.setup(REPLICAS)
         self.replicas = [Replica(self.config, task, number) for number in range(REPLICAS)]
         center, u = self.weights()[0], torch.zeros(())
@@ -158,7 +158,7 @@ class Simulation:
     ) -> tuple[Tensor, Tensor]:
         v, delta = self.variant, torch.stack(own).mean(0)
         u = v.momentum * u + delta
-        center = center + v.outer_lr * delta + v.injection * u
+        center = center + v.outer_lr * delta + v.momentum_weight * u
         for replica, progress, last in zip(self.replicas, q, own, strict=True):
             estimate = v.kept * progress
             if v.eager:

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
 from benchmarks import report
+from co2.comm.mesh import Mesh
 from co2.config import DataConfig, OptimConfig, TrainConfig
-from co2.dist import Mesh
 from tasks.images import MEAN, STD, normalized
 from tasks.resnet50 import ResNet50
 

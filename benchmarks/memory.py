@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import co2
 from benchmarks import report
-from co2 import meters
 from co2.config import CommConfig, CommDevice, Precision
+from co2.train import meters
 
 WORKERS, TAU, ROUNDS = 2, 2, 3
 MIB = 2**20

@@ -1,8 +1,8 @@
 """When two workers compute, send and wait under each method: the pictures of docs/methods.md.
 
-From the simulator's own rounds (co2/schedule_model.py): τ = 4, steps of 1 and 1.1 seconds in turn,
-a network that takes 2.4 seconds for a whole model. Streaming DiLoCo and the variants of Adam, which
-the simulator leaves out, are drawn from their equations.
+From the simulator's own rounds (co2/simulate/schedule.py): τ = 4, steps of 1 and 1.1 seconds in
+turn, a network that takes 2.4 seconds for a whole model. Streaming DiLoCo and the variants of Adam,
+which the simulator leaves out, are drawn from their equations.
 """
 
 import argparse
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from co2.network_model import Link, Network
-from co2.schedule_model import OVERLAPPED, SIMULATED, Buckets, advance_of
+from co2.simulate.network import Link, Network
+from co2.simulate.schedule import OVERLAPPED, SIMULATED, Buckets, advance_of
 
 TAU, WORKERS, WINDOW_S = 4, 2, 17.0
 FRAGMENTS, DELAY = 2, 1

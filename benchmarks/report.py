@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from co2.provenance import provenance
+from co2.record.provenance import provenance
 
 
 def write(

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import report
-from co2.network_model import Link, Network
-from co2.schedule_model import SIMULATED, simulate
+from co2.simulate.network import Link, Network
+from co2.simulate.schedule import SIMULATED, simulate
 
 PAYLOAD_SHARE = 1448 / 1514
 GOAL = 0.05

@@ -18,14 +18,14 @@ from pathlib import Path
 import torch
 from hydra import compose, initialize_config_dir
 
-import train as entry
 from benchmarks import report
-from co2 import launch
+from co2.comm.mesh import Mesh
 from co2.config import Config, Precision
-from co2.dist import Mesh
-from co2.loop import learning_rate
 from co2.methods import METHODS
-from co2.record import read_summary
+from co2.record.folder import read_summary
+from co2.train import launch
+from co2.train.loop import learning_rate
+from train import APP
 
 GOAL = 0.98
 BRIEF = [
@@ -74,13 +74,13 @@ def alone(pairs: int, overrides: list[str]) -> tuple[list[float], list[float]]:
     plain, ours = [], []
     for pair in range(pairs):
         config = composed([*overrides, "launch.workers=1", f"tag=pair{pair}"])
-        task = entry.make_task(config)
+        task = APP.make_task(config)
         task.setup(1)
         torch.compiler.reset()  # what was compiled for the model before would count as recompiling
         plain.append(plain_loop(config, task))
         torch.compiler.reset()
         with contextlib.redirect_stdout(io.StringIO()):
-            entry.work(config)
+            APP.work(config)
         ours.append(throughput(config))
         print(f"pair {pair + 1}/{pairs}: plain {plain[-1]:,.0f}, ours {ours[-1]:,.0f}", flush=True)
     return plain, ours
@@ -101,8 +101,8 @@ def together(rounds: int, runs: dict[str, list[str]]) -> dict[str, list[float]]:
 
 def composed(overrides: list[str]) -> Config:
     """The run that train.py makes of a command line."""
-    with initialize_config_dir(config_dir=str(entry.CONF), version_base="1.3"):
-        return entry.validate(compose("config", overrides), overrides)
+    with initialize_config_dir(config_dir=str(APP.conf), version_base="1.3"):
+        return APP.validate(compose("config", overrides), overrides)
 
 
 def throughput(config: Config) -> float:

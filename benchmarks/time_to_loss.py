@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from co2 import lab
+from co2.lab import measure as lab
 
 FIXED = ("task=gpt2", "gpt2.eval_samples=64")
 
@@ -38,7 +38,7 @@ class Way:
 
 
 SLOW = 20
-KEEP = ("co2_keep.tau=12", "co2_keep.delay=8", "co2_keep.injection=0", "comm.dtype=bf16")
+KEEP = ("co2_keep.tau=12", "co2_keep.delay=8", "co2_keep.momentum_weight=0", "comm.dtype=bf16")
 """A mean takes fourteen steps on the slow link, and seven in bf16."""
 WAYS = (
     Way("AllReduce, unlimited", "allreduce", None, 480, 24),
@@ -50,7 +50,7 @@ WAYS = (
     Way("CO2, τ = 48", "co2", SLOW, 480, 24, ("co2.tau=48",)),
     Way(
         *("co2_keep, τ = 48", "co2_keep", SLOW, 480, 24),
-        ("co2_keep.tau=48", "co2_keep.delay=16", "co2_keep.injection=0"),
+        ("co2_keep.tau=48", "co2_keep.delay=16", "co2_keep.momentum_weight=0"),
     ),
     *(
         Way(f"co2_keep, τ = 12, bf16, {steps} steps", "co2_keep", SLOW, steps, 40, KEEP)

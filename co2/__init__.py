@@ -5,10 +5,10 @@ model = sync.prepare(model, optimizer, co2.Mesh.world())
 ...  loss.backward(); sync.step(); optimizer.zero_grad()
 """
 
+from co2.comm.mesh import Mesh
 from co2.config import CommConfig
-from co2.dist import Mesh
 from co2.errors import ConfigError
-from co2.methods import METHODS, SyncMethod
+from co2.methods import METHODS, Method
 from co2.methods.allreduce import AllReduce
 from co2.methods.co2 import CO2
 from co2.methods.co2_keep import CO2Keep
@@ -34,10 +34,10 @@ __all__ = [
     "EagerDiLoCo",
     "LocalSGD",
     "Mesh",
+    "Method",
     "OneBitAdam",
     "OverlapLocalSGD",
     "SlowMo",
     "StreamingDiLoCo",
-    "SyncMethod",
     "ZeroOneAdam",
 ]

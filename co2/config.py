@@ -83,8 +83,8 @@ class TrainConfig:
             require_count(name, getattr(self, name))
         require(self.seed >= 0, "seed", self.seed, "must be 0 or more")
         if self.clip_norm is not None:
-            mend = "must be above 0, or null for no clipping"
-            require_number("clip_norm", self.clip_norm, 1e-30, mend)
+            hint = "must be above 0, or null for no clipping"
+            require_number("clip_norm", self.clip_norm, 1e-30, hint)
 
 
 @dataclass
@@ -112,8 +112,8 @@ class OptimConfig:
         for name in ("weight_decay", "eps", "momentum", "power", "min_lr_ratio"):
             require_number(name, getattr(self, name), 0.0, "must be a finite number, 0 or more")
         require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "must be 0 or more")
-        mend = "needs optim.momentum above 0"
-        require(not self.nesterov or self.momentum > 0, "nesterov", self.nesterov, mend)
+        hint = "needs optim.momentum above 0"
+        require(not self.nesterov or self.momentum > 0, "nesterov", self.nesterov, hint)
         good = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         require(good, "betas", list(self.betas), "must be two numbers in [0, 1)")
 
@@ -129,8 +129,8 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         require_count("workers", self.workers)
-        mend = "must be auto, gloo or nccl"
-        require(self.backend in ("auto", "gloo", "nccl"), "backend", self.backend, mend)
+        hint = "must be auto, gloo or nccl"
+        require(self.backend in ("auto", "gloo", "nccl"), "backend", self.backend, hint)
 
 
 @dataclass
@@ -138,7 +138,7 @@ class MeshConfig:
     replica_size: int = 1
     """Workers that share one replica, with adjacent ranks. Must divide their number."""
     strategy: Strategy = Strategy.ddp
-    """What they share (sharding.py). ddp: gradients. zero1: the inner optimizer's state, too.
+    """What they share (replica.py). ddp: gradients. zero1: the inner optimizer's state, too.
     zero2: gradients, state and, between steps, weights. zero3: weights always."""
 
     def __post_init__(self) -> None:
@@ -156,8 +156,8 @@ class CommConfig:
     cpu: in the host's memory, and gloo carries them; workers may then share a GPU."""
 
     def __post_init__(self) -> None:
-        mend = "must be a finite number of MiB above 0"
-        require_number("bucket_mb", self.bucket_mb, 1e-9, mend)
+        hint = "must be a finite number of MiB above 0"
+        require_number("bucket_mb", self.bucket_mb, 1e-9, hint)
 
 
 @dataclass
@@ -214,7 +214,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     resume: Resume = Resume.auto
     trace: bool = False
-    """Write a Chrome trace of some rounds, per worker: see co2/trace.py."""
+    """Write a Chrome trace of some rounds, per worker: see co2/record/trace.py."""
     tag: str = "default"
     runs: str = "results/runs"
     """The folder of all runs; this one is `<task>/<method>/<tag>/seed<k>` in it."""
@@ -258,8 +258,8 @@ def typed(
         if key not in plain and key not in nodes:
             value = _short(cfg[key])
             if key in methods:
-                mend = f"the chosen method is {method}, whose keys are {method}.*"
-                raise ConfigError(key, value, mend)
+                hint = f"the chosen method is {method}, whose keys are {method}.*"
+                raise ConfigError(key, value, hint)
             raise ConfigError(key, value, "unknown key; " + nearest(key, plain | set(nodes)))
     require(bool(cfg.get("runs")), "runs", cfg.get("runs"), "must be a folder")
     built = {name: node(cfg.get(name), schema, name) for name, schema in nodes.items()}

@@ -4,31 +4,40 @@ import difflib
 import math
 from collections.abc import Iterable
 
+REFUSED = 2
+"""Exit status of a run that was refused, nearly always before it started."""
+PREEMPTED = 75
+"""Exit status of a run that was told to stop, saved, and can be continued (EX_TEMPFAIL)."""
+DIVERGED = 65
+"""Exit status of a run whose loss is not finite (EX_DATAERR)."""
+STOPPED = (PREEMPTED, 130)
+"""Exit statuses of a run that was told to stop: saved, or killed by a second Ctrl-C."""
+
 
 class ConfigError(ValueError):
-    """A value that cannot be run with. Prints as one line: `key=value: mend`."""
+    """A value that cannot be run with. Prints as one line: `key=value: hint`."""
 
-    def __init__(self, key: str, value: object, mend: str) -> None:
-        super().__init__(f"{key}={value}: {mend}")
-        self.key, self.value, self.mend = key, value, mend
+    def __init__(self, key: str, value: object, hint: str) -> None:
+        super().__init__(f"{key}={value}: {hint}")
+        self.key, self.value, self.hint = key, value, hint
 
     def under(self, node: str) -> "ConfigError":
         """The same error, with the node of the configuration that the key belongs to."""
-        return ConfigError(f"{node}.{self.key}", self.value, self.mend)
+        return ConfigError(f"{node}.{self.key}", self.value, self.hint)
 
     def __reduce__(self):
-        return ConfigError, (self.key, self.value, self.mend)
+        return ConfigError, (self.key, self.value, self.hint)
 
 
-def require(condition: bool, key: str, value: object, mend: str) -> None:
-    """Raise `ConfigError(key, value, mend)` unless `condition` holds."""
+def require(condition: bool, key: str, value: object, hint: str) -> None:
+    """Raise `ConfigError(key, value, hint)` unless `condition` holds."""
     if not condition:
-        raise ConfigError(key, value, mend)
+        raise ConfigError(key, value, hint)
 
 
-def require_number(key: str, value: float, low: float, mend: str) -> None:
+def require_number(key: str, value: float, low: float, hint: str) -> None:
     """Raise `ConfigError` unless `value` is finite and at least `low`."""
-    require(math.isfinite(value) and value >= low, key, value, mend)
+    require(math.isfinite(value) and value >= low, key, value, hint)
 
 
 def require_count(key: str, value: int) -> None:

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from co2 import launch
 from co2.errors import ConfigError, nearest, require
+from co2.train import launch
 from recipes import cells, laboratory, readme, render, slurm
 from recipes.collect import collect
 from recipes.recipe import Recipe
@@ -63,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def recipe_of(name: str, scale: str) -> Recipe:
     require(name in RECIPES, "recipe", name, "no such recipe; " + nearest(name, RECIPES))
-    mend = f"{name} can be run at scale={', '.join(RECIPES[name].scales)} alone"
-    require(scale in RECIPES[name].scales, "--scale", scale, mend)
+    hint = f"{name} can be run at scale={', '.join(RECIPES[name].scales)} alone"
+    require(scale in RECIPES[name].scales, "--scale", scale, hint)
     return RECIPES[name]
 
 

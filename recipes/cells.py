@@ -5,15 +5,20 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, Protocol
 from unittest.mock import patch
 
-import train as entry
-from co2 import launch
-from co2.compose import composed
+from co2.app.application import App
 from co2.config import Config
-from co2.provenance import of_run
-from co2.record import read_summary, run_folder
+from co2.errors import STOPPED
+from co2.record.folder import read_summary, run_folder
+from co2.record.provenance import of_run
+from co2.train import launch
+from tasks import TASKS
+
+APP = App(conf=Path(__file__).parents[1] / "conf", tasks=TASKS)
+"""As train.py is."""
 
 
 class Run(Protocol):
@@ -87,11 +92,11 @@ def run(cells: Iterable[Cell], say: Callable[[str], None] = print) -> list[Cell]
         left = [cell for cell in missing if cell.config().launch.workers == workers]
         while left:
             for cell in left:
-                entry.make_task(cell.config()).setup(workers)  # data are made here, once
+                APP.make_task(cell.config()).setup(workers)  # data are made here, once
             say(f"{len(left)} runs of {workers} workers to train; the next: {left[0].command}")
             status = launch.run(partial(_train, tuple(left)), left[0].config())
             left = [cell for cell in left if cell.summary() is None]
-            if status in launch.STOPPED:
+            if status in STOPPED:
                 raise SystemExit(status)
             if status and left:
                 say(f"failed with exit status {status}: {left[0].command}")
@@ -102,7 +107,7 @@ def run(cells: Iterable[Cell], say: Callable[[str], None] = print) -> list[Cell]
 @cache
 def composed_config(overrides: tuple[str, ...]) -> Config:
     """What train.py makes of these overrides. Raises `ConfigError`."""
-    return entry.validate(composed(entry.CONF, "config", overrides), list(overrides))
+    return APP.config(overrides)
 
 
 def _train(cells: Sequence[Cell], _: Config) -> None:
@@ -110,4 +115,4 @@ def _train(cells: Sequence[Cell], _: Config) -> None:
     for cell in cells:
         sys.argv = ["train.py", *cell.overrides]  # what a manifest calls the command
         with patch.dict(os.environ, tagged(cell)):
-            entry.work(cell.config())
+            APP.work(cell.config())

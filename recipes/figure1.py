@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from co2 import timeline
+from co2.record import timeline
 from recipes import figures
 from recipes.laboratory import LabCell, LabRecipe
 from recipes.recipe import Column, Row, Rows

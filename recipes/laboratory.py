@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from co2 import lab
 from co2.config import Config
 from co2.errors import ConfigError
-from co2.netns import check_root
-from co2.provenance import of_run
+from co2.lab import measure as lab
+from co2.lab.slow_network import check_root
+from co2.record.provenance import of_run
 from recipes.cells import composed_config
 from recipes.collect import read
 from recipes.recipe import Column, Recipe, Row
@@ -105,8 +105,8 @@ def check(cells: Iterable[LabCell]) -> None:
     try:
         check_root()
     except ConfigError as error:
-        mend = f"{error.mend}, or name recipes that have nothing to measure on slow links"
-        raise ConfigError(error.key, error.value, mend) from None
+        hint = f"{error.hint}, or name recipes that have nothing to measure on slow links"
+        raise ConfigError(error.key, error.value, hint) from None
     lab.check_room(max(cell.cell.workers for cell in missing))
     for cell in missing:
         cell.config()

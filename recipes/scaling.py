@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from co2.network_model import PROFILES
-from co2.paper_scaling import SERVER_SIZE, Setting, settings
+from co2.simulate.network import PROFILES
+from co2.simulate.paper import SERVER_SIZE, Setting, settings
 from recipes import figures
 from recipes.recipe import Rows
 from recipes.table import NOTHING, Table
@@ -74,7 +74,7 @@ def tables(paper: Rows) -> Iterable[Table]:
         "Overlap-Local-SGD and CoCoD-SGD have CO2's schedule.",
         head=("network", "method", "source", *map(str, GPUS), RATIO),
         rows=rows,
-        source="Paper: results/paper.csv. Simulated by co2/schedule_model.py, which "
+        source="Paper: results/paper.csv. Simulated by co2/simulate/schedule.py, which "
         "results/lab/simulator.md holds against the laboratory.",
     )
 

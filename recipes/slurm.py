@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from co2.errors import require
-from co2.record import run_folder
-from recipes.cells import Cell, once, tagged
-from train import make_task
+from co2.record.folder import run_folder
+from recipes.cells import APP, Cell, once, tagged
 
 SCRIPT = Path(__file__).parent.parent / "slurm" / "train.sbatch"
 
@@ -24,7 +23,7 @@ def submit(cells: Sequence[Cell]) -> int:
     require(shutil.which("sbatch") is not None, "--launcher", "slurm", "there is no sbatch here")
     missing = [cell for cell in once(cells) if cell.summary() is None]
     for cell in missing:
-        make_task(cell.config()).setup(cell.config().launch.workers)  # data are made here, once
+        APP.make_task(cell.config()).setup(cell.config().launch.workers)  # data are made here, once
     for count, cell in enumerate(missing):
         words = ["sbatch", *_options(cell), str(SCRIPT), *cell.overrides]
         if subprocess.run(words, env=tagged(cell)).returncode:

@@ -1,7 +1,7 @@
 """What is trained: model, data, loss and metrics of each experiment. Knows nothing of methods."""
 
+from co2.task import Batch, Task
 from tasks.ade20k import ADE20K
-from tasks.base import Batch, Task
 from tasks.gpt2 import GPT2
 from tasks.resnet50 import ResNet50
 from tasks.roberta import RoBERTa

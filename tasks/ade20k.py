@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError, require, require_count
+from co2.task import Batch
 from tasks import pairs, scenes
-from tasks.base import Batch
 from tasks.evaluation import evaluating, share, tally
 from tasks.loader import load
 from tasks.optimizer import make_optimizer
@@ -35,7 +35,7 @@ from tasks.segmentation import (
 from tasks.upernet import check_backbone, upernet
 
 if TYPE_CHECKING:
-    from co2.dist import Mesh
+    from co2.comm.mesh import Mesh
 
 AUXILIARY = 0.4
 """Weight of the auxiliary head's loss, as in mmsegmentation and transformers."""
@@ -75,11 +75,11 @@ class ADE20K:
             require_count("hidden", self.hidden)
             for name in ("crop", "short_side"):
                 require_count(name, getattr(self, name))
-                mend = "must be 32 or more, the stride of the backbone"
-                require(getattr(self, name) >= 32, name, getattr(self, name), mend)
+                hint = "must be 32 or more, the stride of the backbone"
+                require(getattr(self, name) >= 32, name, getattr(self, name), hint)
             low, high = self.scales
-            mend = "must be two numbers above 0, the smaller first"
-            require(0 < low <= high < float("inf"), "scales", list(self.scales), mend)
+            hint = "must be two numbers above 0, the smaller first"
+            require(0 < low <= high < float("inf"), "scales", list(self.scales), hint)
 
     unit = "samples"
     units_per_sample = 1
@@ -95,8 +95,8 @@ class ADE20K:
 
     def setup(self, num_workers: int) -> None:
         """See `Task.setup`. Nothing is written; files are listed, and read when they are met."""
-        mend = "batch norm, over pooled maps of one pixel, needs at least 2"
-        require(self.train.batch_size >= 2, "train.batch_size", self.train.batch_size, mend)
+        hint = "batch norm, over pooled maps of one pixel, needs at least 2"
+        require(self.train.batch_size >= 2, "train.batch_size", self.train.batch_size, hint)
         try:
             check_backbone(self.config.backbone, self.config.weights)
         except ConfigError as error:
@@ -203,13 +203,13 @@ class ADE20K:
 
     def _open(self, split: str) -> Scenes | Pairs:
         if self.data.path is not None:
-            mend = f"must hold images/ and annotations/ as {pairs.FOLDER} does"
-            return Pairs(Path(self.data.path), split, "data.path", self.data.path, mend)
+            hint = f"must hold images/ and annotations/ as {pairs.FOLDER} does"
+            return Pairs(Path(self.data.path), split, "data.path", self.data.path, hint)
         if self.config.source is Source.scenes:
             return Scenes(split)
         root = self.data.root
-        mend = f"prepare it with: python -m tasks.prepare ade20k --root {root}"
-        return Pairs(Path(root) / pairs.FOLDER, split, "data.root", root, mend)
+        hint = f"prepare it with: python -m tasks.prepare ade20k --root {root}"
+        return Pairs(Path(root) / pairs.FOLDER, split, "data.root", root, hint)
 
     def _samples(self, split: str) -> Scenes | Pairs:
         assert self._opened, "call setup() first"

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import require, require_count
-from tasks.base import Batch
+from co2.task import Batch
 from tasks.evaluation import evaluating, total
 from tasks.loader import load
 from tasks.optimizer import make_optimizer
@@ -31,7 +31,7 @@ from tasks.text import (
 )
 
 if TYPE_CHECKING:
-    from co2.dist import Mesh
+    from co2.comm.mesh import Mesh
 
 PUBLIC_VOCAB_SIZE = 50257
 """Of GPT-2's own tokenizer, in which openwebtext is kept."""
@@ -63,8 +63,8 @@ class CausalText:
 
         def __post_init__(self) -> None:
             require_count("context", self.context)
-            mend = "must be a whole number from 257 (256 bytes and the separator) to 1000000"
-            require(257 <= self.vocab_size <= 1_000_000, "vocab_size", self.vocab_size, mend)
+            hint = "must be a whole number from 257 (256 bytes and the separator) to 1000000"
+            require(257 <= self.vocab_size <= 1_000_000, "vocab_size", self.vocab_size, hint)
             if self.eval_samples is not None:
                 require_count("eval_samples", self.eval_samples)
 
@@ -88,8 +88,8 @@ class CausalText:
         key = f"{self.name}.corpus"
         store = opened(self.data, key, corpus, self.vocab_size, window)
         size = store.meta["vocab_size"]
-        mend = f"its tokenizer has {size} tokens, {self.name} takes {self.vocab_size}"
-        require(size <= self.vocab_size, key, corpus, mend)
+        hint = f"its tokenizer has {size} tokens, {self.name} takes {self.vocab_size}"
+        require(size <= self.vocab_size, key, corpus, hint)
         self._opened = store
         self._sampler(num_workers)
 

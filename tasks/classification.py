@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError, require, require_count
-from tasks.base import Batch
+from co2.task import Batch
 from tasks.evaluation import evaluating, share, total
 from tasks.image_folder import ImageFolder
 from tasks.images import Augment, Digits, Images, central_crop, normalized, random_crop
@@ -24,7 +24,7 @@ from tasks.randomness import seeded
 from tasks.sampling import Sampler
 
 if TYPE_CHECKING:
-    from co2.dist import Mesh
+    from co2.comm.mesh import Mesh
 
 IMAGENET_CLASSES = 1000
 
@@ -61,12 +61,12 @@ class Classification:
         def __post_init__(self) -> None:
             for name in ("image_size", "eval_resize"):
                 require_count(name, getattr(self, name))
-            mend = f"must be at least image_size, which is {self.image_size}"
-            require(self.eval_resize >= self.image_size, "eval_resize", self.eval_resize, mend)
+            hint = f"must be at least image_size, which is {self.image_size}"
+            require(self.eval_resize >= self.image_size, "eval_resize", self.eval_resize, hint)
             require(0 < self.crop <= 1, "crop", self.crop, "must be above 0 and at most 1")
-            mend = "must be 0 or more and below 1"
+            hint = "must be 0 or more and below 1"
             smooth = self.label_smoothing
-            require(0 <= smooth < 1, "label_smoothing", smooth, mend)
+            require(0 <= smooth < 1, "label_smoothing", smooth, hint)
 
     name: str
     """Of the task and of its node in the configuration."""
@@ -202,13 +202,13 @@ class Classification:
             return Digits()
         folder, key = Path(self.data.root) / "imagenet", f"{self.name}.dataset"
         command = f"python -m tasks.prepare imagenet --root {self.data.root}"
-        mend = f"{folder} does not exist; {command} --archives FOLDER makes it from the archives"
-        require(folder.is_dir(), key, "imagenet", mend)
+        hint = f"{folder} does not exist; {command} --archives FOLDER makes it from the archives"
+        require(folder.is_dir(), key, "imagenet", hint)
         tree = ImageFolder(folder, key, "imagenet")
         if tree.num_classes != IMAGENET_CLASSES:
-            mend = f"{folder} holds {tree.num_classes} classes instead of {IMAGENET_CLASSES}"
+            hint = f"{folder} holds {tree.num_classes} classes instead of {IMAGENET_CLASSES}"
             look = f"python -m tasks.prepare imagenet --check {folder} tells which are missing"
-            raise ConfigError(key, "imagenet", f"{mend}; {look}")
+            raise ConfigError(key, "imagenet", f"{hint}; {look}")
         return tree
 
     def _sampler(self, num_workers: int) -> Sampler:

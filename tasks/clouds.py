@@ -78,8 +78,8 @@ def open_clouds(folder: Path, key: str) -> dict[str, Clouds]:
         path = folder / LISTS / f"{part}.txt"
         for name in chosen:
             require(name in there, key, folder / FILES / name, f"is missing; {path} names it")
-            mend = f"{name}: no cloud of its category is in train.txt"
-            require(category(name) in numbers, key, path, mend)
+            hint = f"{name}: no cloud of its category is in train.txt"
+            require(category(name) in numbers, key, path, hint)
         kinds = np.array([numbers[category(name)] for name in chosen], np.int64)
         parts[part] = Clouds(kinds, None, tuple(folder / FILES / name for name in chosen), key)
     return parts

@@ -71,16 +71,16 @@ class Corpus:
         """The text of one file, line ends untouched."""
         with self._readable(name):
             data = (self.folder / name).read_bytes()
-        mend = "is no UTF-8 text ({}); convert or remove it"
+        hint = "is no UTF-8 text ({}); convert or remove it"
         if b"\0" in data:
             why = f"a NUL byte at {data.index(0)}: a binary file"
-            raise ConfigError(self.key, self.value, f"{self._called(name)}{mend.format(why)}")
+            raise ConfigError(self.key, self.value, f"{self._called(name)}{hint.format(why)}")
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:
             why = f"byte {error.start}: {error.reason}"
             raise ConfigError(
-                self.key, self.value, f"{self._called(name)}{mend.format(why)}"
+                self.key, self.value, f"{self._called(name)}{hint.format(why)}"
             ) from None
 
     def documents(self, part: str) -> Iterator[str]:
@@ -104,8 +104,8 @@ class Corpus:
         try:
             yield
         except OSError as error:
-            mend = f"{self._called(name)}cannot be read ({error.strerror})"
-            raise ConfigError(self.key, self.value, mend) from None
+            hint = f"{self._called(name)}cannot be read ({error.strerror})"
+            raise ConfigError(self.key, self.value, hint) from None
 
 
 def embedded_corpus(key: str) -> Corpus:
@@ -118,8 +118,8 @@ def embedded_corpus(key: str) -> Corpus:
     """
     found = importlib.util.find_spec("sympy")  # finds it without the second that importing costs
     if found is None or found.origin is None:
-        mend = "reads the source of sympy, which is not installed; pip install sympy"
-        raise ConfigError(key, "embedded", mend)
+        hint = "reads the source of sympy, which is not installed; pip install sympy"
+        raise ConfigError(key, "embedded", hint)
     folder = Path(found.origin).parent
     paths = [path.relative_to(folder) for path in folder.rglob("*.py")]
     chosen = (path for path in paths if not EMBEDDED_WITHOUT & set(path.parts))

@@ -43,8 +43,8 @@ class GPT2(CausalText):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            mend = "must be 0 or more and below 1"
-            require(0 <= self.dropout < 1, "dropout", self.dropout, mend)
+            hint = "must be 0 or more and below 1"
+            require(0 <= self.dropout < 1, "dropout", self.dropout, hint)
 
     name = "gpt2"
 

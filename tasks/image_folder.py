@@ -110,8 +110,8 @@ class ImageFolder:
                 raise self._error(f"{part}/{shown(name)} holds no picture ({', '.join(SUFFIXES)})")
         return names
 
-    def _error(self, mend: str) -> ConfigError:
-        return ConfigError(self._key, self._value, mend)
+    def _error(self, hint: str) -> ConfigError:
+        return ConfigError(self._key, self._value, hint)
 
     @contextmanager
     def _readable(self, name: str) -> Iterator[None]:

@@ -32,8 +32,8 @@ class ResNet50(Classification):
 
     def setup(self, num_workers: int) -> None:
         """See `Task.setup`."""
-        mend = "batch norm needs at least 2"
-        require(self.train.batch_size >= 2, "train.batch_size", self.train.batch_size, mend)
+        hint = "batch norm needs at least 2"
+        require(self.train.batch_size >= 2, "train.batch_size", self.train.batch_size, hint)
         super().setup(num_workers)
 
     def model(self) -> nn.Module:

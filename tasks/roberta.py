@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError, require, require_count
-from tasks.base import Batch
+from co2.task import Batch
 from tasks.evaluation import evaluating, total
 from tasks.loader import load
 from tasks.masking import IGNORED, Vocabulary, masked
@@ -30,7 +30,7 @@ from tasks.store import Store
 from tasks.text import Window, described, num_windows, opened, unigram_entropy, windows
 
 if TYPE_CHECKING:
-    from co2.dist import Mesh
+    from co2.comm.mesh import Mesh
 
 PUBLIC_VOCAB_SIZE = 50265
 """Of RoBERTa's own tokenizer, in which wikibooks is kept."""
@@ -103,12 +103,12 @@ class RoBERTa:
         """Validation windows of one evaluation, spread evenly; null takes all."""
 
         def __post_init__(self) -> None:
-            mend = "must be a whole number, 4 or more: <s>, </s> and text between them"
-            require(self.context >= 4, "context", self.context, mend)
-            mend = "must be a whole number from 257 (256 bytes and the separator) to 1000000"
-            require(257 <= self.vocab_size <= 1_000_000, "vocab_size", self.vocab_size, mend)
-            mend = "must be 0 or more and below 1"
-            require(0 <= self.dropout < 1, "dropout", self.dropout, mend)
+            hint = "must be a whole number, 4 or more: <s>, </s> and text between them"
+            require(self.context >= 4, "context", self.context, hint)
+            hint = "must be a whole number from 257 (256 bytes and the separator) to 1000000"
+            require(257 <= self.vocab_size <= 1_000_000, "vocab_size", self.vocab_size, hint)
+            hint = "must be 0 or more and below 1"
+            require(0 <= self.dropout < 1, "dropout", self.dropout, hint)
             if self.eval_samples is not None:
                 require_count("eval_samples", self.eval_samples)
 
@@ -133,15 +133,15 @@ class RoBERTa:
         if self._public:
             size, end = store.meta["vocab_size"], store.meta["separator"]
             fits = size <= PUBLIC_VOCAB_SIZE and end == Vocabulary.END
-            mend = (
+            hint = (
                 f"{store.folder} has {size} tokens, documents end with {end}; RoBERTa's tokenizer "
                 f"has {PUBLIC_VOCAB_SIZE} and ends them with {Vocabulary.END}: prepare it again"
             )
-            require(fits, key, corpus, mend)
+            require(fits, key, corpus, hint)
         for part, facts in store.meta["parts"].items():
-            mend = f"{store.folder}: {part}.bin holds separators and no text"
+            hint = f"{store.folder}: {part}.bin holds separators and no text"
             name, value = (key, corpus) if self.data.path is None else ("data.path", self.data.path)
-            require(facts["tokens"] > facts["documents"], name, value, mend)
+            require(facts["tokens"] > facts["documents"], name, value, hint)
         self._opened = store
         self._sampler(num_workers)
 
@@ -254,8 +254,8 @@ class RoBERTa:
             rows[:, 1:-1] = self._ids[tokens]
         except IndexError:
             file, size = self._store.folder / f"{part}.bin", len(self._ids)
-            mend = f"holds token {tokens.max()}, the vocabulary ends at {size}; prepare it again"
-            raise ConfigError("data.root", self.data.root, f"{file} {mend}") from None
+            hint = f"holds token {tokens.max()}, the vocabulary ends at {size}; prepare it again"
+            raise ConfigError("data.root", self.data.root, f"{file} {hint}") from None
         keys = [(*key, int(index)) for index in indices]
         seen, places, targets = map(torch.from_numpy, masked(rows, self.vocabulary, keys))
         return seen, places, targets

@@ -25,14 +25,14 @@ class Sampler:
 
     def __init__(self, num_samples: int, num_workers: int, batch_size: int, seed: int) -> None:
         if num_workers > num_samples:
-            mend = f"the training data hold {num_samples} samples, fewer than workers"
-            raise ConfigError("launch.workers", num_workers, f"{mend}; use at most {num_samples}")
+            hint = f"the training data hold {num_samples} samples, fewer than workers"
+            raise ConfigError("launch.workers", num_workers, f"{hint}; use at most {num_samples}")
         if batch_size * num_workers > num_samples:
-            mend = (
+            hint = (
                 f"{num_workers} workers draw {batch_size * num_workers} samples at once, the "
                 f"training data hold {num_samples}; use at most {num_samples // num_workers}"
             )
-            raise ConfigError("train.batch_size", batch_size, mend)
+            raise ConfigError("train.batch_size", batch_size, hint)
         self.num_samples = num_samples
         self.num_workers = num_workers
         self.batch_size = batch_size

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import require, require_count, require_number
-from tasks.base import Batch
+from co2.task import Batch
 from tasks.clouds import PARTS, Clouds, drawn, normalized, open_clouds, scaled_and_moved
 from tasks.evaluation import evaluating, share, table
 from tasks.loader import load
@@ -34,7 +34,7 @@ from tasks.sampling import Sampler, spread
 from tasks.solids import NAMES, solids
 
 if TYPE_CHECKING:
-    from co2.dist import Mesh
+    from co2.comm.mesh import Mesh
 
 NUM_SOLIDS = {"train": 1000, "test": 300}
 _EVAL_BATCH = 64
@@ -99,8 +99,8 @@ class ShapeNet:
                 most = f"must be at most points={self.points}"
                 require(getattr(self, name) <= self.points, name, getattr(self, name), most)
             hidden = int(self.mask_ratio * self.groups) if 0 < self.mask_ratio < 1 else 0
-            mend = f"must hide at least 1 of the {self.groups} groups, and not all"
-            require(1 <= hidden < self.groups, "mask_ratio", self.mask_ratio, mend)
+            hint = f"must hide at least 1 of the {self.groups} groups, and not all"
+            require(1 <= hidden < self.groups, "mask_ratio", self.mask_ratio, hint)
             require_number("drop_path", self.drop_path, 0.0, "must be 0 or more and below 1")
             require(self.drop_path < 1, "drop_path", self.drop_path, "must be below 1")
             for name in ("eval_samples", "svm_samples"):
@@ -122,9 +122,9 @@ class ShapeNet:
     def setup(self, num_workers: int) -> None:
         """See `Task.setup`. Of files only the lists and the names are looked at; a cloud that is
         damaged shows when it is met, or with `python -m tasks.prepare shapenet --check`."""
-        mend = "the head of the classifier has batch norm, which needs at least 2"
+        hint = "the head of the classifier has batch norm, which needs at least 2"
         enough = self.reconstructs or self.train.batch_size >= 2
-        require(enough, "train.batch_size", self.train.batch_size, mend)
+        require(enough, "train.batch_size", self.train.batch_size, hint)
         if self.generated:
             # More points than a model sees, so that it sees others in every epoch.
             made = solids(sum(NUM_SOLIDS.values()), 2 * self.config.points, seed=0)
@@ -138,8 +138,8 @@ class ShapeNet:
             self._opened = open_clouds(folder, "data.path")
         else:
             folder = Path(self.data.root) / "shapenet55"
-            mend = "is not there; see: python -m tasks.prepare shapenet --help"
-            require(folder.is_dir(), "data.root", folder, mend)
+            hint = "is not there; see: python -m tasks.prepare shapenet --help"
+            require(folder.is_dir(), "data.root", folder, hint)
             self._opened = open_clouds(folder, "data.root")
         self._sampler(num_workers)
 

@@ -51,11 +51,11 @@ class Window:
     def require(self, num_tokens: int, part: str, key: str, value: object) -> None:
         """Raise ConfigError unless `num_tokens` of "train" or "val" fill one window."""
         name = {"train": "training", "val": "validation"}[part]
-        mend = (
+        hint = (
             f"the {name} part holds {num_tokens} tokens, one window of {self.key}={self.context} "
             f"needs {self.length}; give more text or a smaller {self.key}"
         )
-        require(num_tokens >= self.length, key, value, mend)
+        require(num_tokens >= self.length, key, value, hint)
 
 
 def opened(data: DataConfig, key: str, corpus: str, vocab_size: int, window: Window) -> Store:
@@ -77,8 +77,8 @@ def opened(data: DataConfig, key: str, corpus: str, vocab_size: int, window: Win
         return prepared(embedded_corpus(key), vocab_size, window, root)
     store = open_store(root / corpus)
     if store is None:
-        mend = f"no sound {root / corpus}; make it: python -m tasks.prepare {corpus} --root {root}"
-        raise ConfigError(key, corpus, mend)
+        hint = f"no sound {root / corpus}; make it: python -m tasks.prepare {corpus} --root {root}"
+        raise ConfigError(key, corpus, hint)
     for part in PARTS:
         window.require(store.count(part), part, key, corpus)
     return store
@@ -245,8 +245,8 @@ def _prepare(corpus: Corpus, vocab_size: int, window: Window, folder: Path, root
                 {"tokenizer.json": tokenizer.to_str(pretty=True)},
             )
         except OSError as error:
-            mend = f"cannot write {error.filename or folder} ({error.strerror}); choose another"
-            raise ConfigError("data.root", root, mend) from None
+            hint = f"cannot write {error.filename or folder} ({error.strerror}); choose another"
+            raise ConfigError("data.root", root, hint) from None
 
 
 def _checked(

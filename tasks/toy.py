@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import require, require_count, require_number
-from tasks.base import Batch
+from co2.task import Batch
 from tasks.evaluation import evaluating, total
 from tasks.optimizer import make_optimizer
 from tasks.randomness import seeded
 from tasks.sampling import Sampler
 
 if TYPE_CHECKING:
-    from co2.dist import Mesh
+    from co2.comm.mesh import Mesh
 
 CLASSES = 4
 _EVAL_BATCH = 64
@@ -58,10 +58,10 @@ class Toy:
 
     def setup(self, num_workers: int) -> None:
         """See `Task.setup`. Nothing is written."""
-        mend = "task=toy makes its own data; leave it null"
-        require(self.data.path is None, "data.path", self.data.path, mend)
-        mend = "batch norm, in the toy's model, needs at least 2"
-        require(self.train.batch_size >= 2, "train.batch_size", self.train.batch_size, mend)
+        hint = "task=toy makes its own data; leave it null"
+        require(self.data.path is None, "data.path", self.data.path, hint)
+        hint = "batch norm, in the toy's model, needs at least 2"
+        require(self.train.batch_size >= 2, "train.batch_size", self.train.batch_size, hint)
         self._sampler(num_workers)
         source = torch.Generator().manual_seed(self.train.seed)
         config = self.config

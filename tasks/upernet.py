@@ -86,12 +86,12 @@ def check_backbone(backbone: str, weights: str | None) -> None:
     given = _read(weights)
     missing = [name for name in whole if name not in given]
     if missing:
-        mend = f"does not fit {backbone}: it lacks {missing[0]}, one of {len(missing)} weights"
-        raise ConfigError("weights", weights, mend)
+        hint = f"does not fit {backbone}: it lacks {missing[0]}, one of {len(missing)} weights"
+        raise ConfigError("weights", weights, hint)
     for name, weight in whole.items():
         there, here = list(given[name].shape), list(weight.shape)
-        mend = f"does not fit {backbone}: {name} has the shape {there}, not {here}"
-        require(there == here, "weights", weights, mend)
+        hint = f"does not fit {backbone}: {name} has the shape {there}, not {here}"
+        require(there == here, "weights", weights, hint)
 
 
 def _create(backbone: str, **more: Any) -> nn.Module:
@@ -111,8 +111,8 @@ def _maps(backbone: str) -> tuple[int, ...]:
     if not timm.is_model(backbone):
         # The nearest one, however far: to list more than a thousand would help nobody.
         close = difflib.get_close_matches(backbone, [TINY, *timm.list_models()], n=1, cutoff=0)
-        mend = f"timm has no such model; the nearest name is {close[0]}"
-        raise ConfigError("backbone", backbone, mend)
+        hint = f"timm has no such model; the nearest name is {close[0]}"
+        raise ConfigError("backbone", backbone, hint)
     with torch.device("meta"):
         try:
             features = _create(backbone, features_only=True)
@@ -122,8 +122,8 @@ def _maps(backbone: str) -> tuple[int, ...]:
             maps, channels = [], []
     sizes = {tuple(found.shape[2:]) for found in maps}
     good = len(sizes) == _MAPS and [found.shape[1] for found in maps] == channels[-_MAPS:]
-    mend = f"does not give {_MAPS} maps of different sizes; take a ResNet or a ConvNeXt"
-    require(good, "backbone", backbone, mend)
+    hint = f"does not give {_MAPS} maps of different sizes; take a ResNet or a ConvNeXt"
+    require(good, "backbone", backbone, hint)
     return tuple(range(len(channels) - _MAPS, len(channels)))
 
 
@@ -134,5 +134,5 @@ def _read(weights: str) -> dict[str, Tensor]:
     try:
         return load_state_dict(weights)
     except Exception as error:  # pickle and safetensors raise many kinds
-        mend = f"is not a state dict of timm ({type(error).__name__})"
-        raise ConfigError("weights", weights, mend) from None
+        hint = f"is not a state dict of timm ({type(error).__name__})"
+        raise ConfigError("weights", weights, hint) from None

@@ -50,17 +50,17 @@ class ViT(Classification):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            mend = "must be a whole number from 0 to 10"
-            require(0 <= self.rand_augment <= 10, "rand_augment", self.rand_augment, mend)
+            hint = "must be a whole number from 0 to 10"
+            require(0 <= self.rand_augment <= 10, "rand_augment", self.rand_augment, hint)
             erased = self.random_erasing
             require(0 <= erased <= 1, "random_erasing", erased, "must be from 0 to 1")
             for name in ("mixup", "cutmix"):
                 require_number(name, getattr(self, name), 0.0, "must be a finite number, 0 or more")
-            mend = "must be 0 or more and below 1"
-            require(0 <= self.drop_path < 1, "drop_path", self.drop_path, mend)
+            hint = "must be 0 or more and below 1"
+            require(0 <= self.drop_path < 1, "drop_path", self.drop_path, hint)
             patch = SHAPES[self.size][0]
-            mend = f"must be a multiple of {patch}, the patches of size={self.size.name}"
-            require(self.image_size % patch == 0, "image_size", self.image_size, mend)
+            hint = f"must be a multiple of {patch}, the patches of size={self.size.name}"
+            require(self.image_size % patch == 0, "image_size", self.image_size, hint)
 
     name = "vit"
     interpolation = "bicubic"

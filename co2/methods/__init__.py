@@ -1,7 +1,7 @@
 """One file per published algorithm, and the registry of them all."""
 
 from co2.methods.allreduce import AllReduce
-from co2.methods.base import SyncMethod
+from co2.methods.base import Method
 from co2.methods.co2 import CO2
 from co2.methods.co2_keep import CO2Keep
 from co2.methods.cocod_sgd import CoCoDSGD
@@ -14,7 +14,7 @@ from co2.methods.slowmo import SlowMo
 from co2.methods.streaming_diloco import StreamingDiLoCo
 from co2.methods.zero_one_adam import ZeroOneAdam
 
-METHODS: dict[str, type[SyncMethod]] = {
+METHODS: dict[str, type[Method]] = {
     "allreduce": AllReduce,
     "local_sgd": LocalSGD,
     "slowmo": SlowMo,

@@ -20,8 +20,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from co2.comm.collectives import consensus, data_parallel, local, replicate
+from co2.comm.mesh import Mesh
 from co2.config import CommConfig, CommDevice, Precision
-from co2.dist import Mesh, consensus, data_parallel, local, replicate
 from co2.errors import require
 
 
@@ -38,16 +39,19 @@ class AllReduce:
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         self.config = config or self.Config()
         self.comm = comm or CommConfig()
-        mend = (
+        hint = (
             "allreduce keeps no copies of the model, and DDP averages where gradients are; use auto"
         )
-        require(self.comm.device is CommDevice.auto, "comm.device", self.comm.device.name, mend)
+        require(self.comm.device is CommDevice.auto, "comm.device", self.comm.device.name, hint)
         self.steps = 0
         self._before = {"comm_s": 0.0, "exposed_s": 0.0, "steps": 0}
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> nn.Module:
         self.model, self.optimizer, self.mesh = model, optimizer, mesh
-        self.group, self.shard_group = mesh.new_group(), mesh.new_shard_group()
+        self.group, self.replica_group = (
+            mesh.new_group_across_replicas(),
+            mesh.new_group_within_replica(),
+        )
         replicate(model, self.group)
         self.ddp: DistributedDataParallel | None = None
         self.sharded = any(local(p) is not p for p in model.parameters())
@@ -65,7 +69,7 @@ class AllReduce:
         self.steps += 1
 
     def consensus(self) -> AbstractContextManager[None]:
-        return consensus(self.model, self.group, self.shard_group)
+        return consensus(self.model, self.group, self.replica_group)
 
     def flush(self) -> None:
         """Nothing is in flight after a backward pass."""
@@ -93,7 +97,7 @@ class AllReduce:
         return 0.0 if self.ddp is None or self.comm.dtype is Precision.fp32 else 0.5
 
     @property
-    def copies_on(self) -> torch.device:
+    def state_device(self) -> torch.device:
         return self.mesh.device
 
     @property

@@ -1,4 +1,4 @@
-"""SyncMethod: what every way of keeping the replicas in step offers."""
+"""Method: what every way of keeping the replicas in step offers."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from co2.comm.mesh import Mesh
 from co2.config import CommConfig
-from co2.dist import Mesh
 
 
-class SyncMethod(Protocol):
+class Method(Protocol):
     """One published algorithm. Order of calls: prepare, (load_state_dict,) step …, flush."""
 
     @property
@@ -29,7 +29,7 @@ class SyncMethod(Protocol):
 
     averages_gradients: bool
     """Whether all replicas step with the same gradients, averaged by PyTorch's own wrappers: then
-    the replicas' axis is theirs too (sharding.py)."""
+    the replicas' axis is theirs too (replica.py)."""
 
     @property
     def refused_strategies(self) -> Mapping[str, str]:
@@ -89,7 +89,7 @@ class SyncMethod(Protocol):
         ...
 
     @property
-    def copies_on(self) -> torch.device:
+    def state_device(self) -> torch.device:
         """Where the copies and the scratch lie."""
         ...
 

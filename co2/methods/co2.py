@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from co2.comm import AsyncMean
+from co2.comm.background import BackgroundMean
+from co2.comm.flat import FlatParams
+from co2.comm.mesh import Mesh
 from co2.config import CommConfig, CommDevice, Precision
-from co2.dist import Mesh
 from co2.errors import require
-from co2.flat import FlatParams
-from co2.methods.local import LocalMethod, check_outer, check_tau
-from co2.outer import GapPenalty, Momentum, check_clip, check_gap_penalty
-from co2.shard import Shard
+from co2.methods.parts.local import LocalMethod, check_outer, check_tau
+from co2.methods.parts.outer import GapPenalty, Momentum, check_clip, check_gap_penalty
+from co2.methods.parts.outer_shard import Shard
 
 
 class CO2(LocalMethod):
@@ -38,7 +38,8 @@ class CO2(LocalMethod):
     @dataclass
     class Config:
         tau: int | str = 12
-        """Inner steps of a round, or auto (tau.py). The paper searches 1, 3, 6, 12, 24, …, 192."""
+        """Inner steps of a round, or auto (auto_tau.py). The paper tries 1, 3, 6, 12, 24, …,
+        192."""
         outer_lr: float = 1.0
         """α."""
         outer_momentum: float = 0.2
@@ -130,14 +131,14 @@ class ShardedCO2(CO2):
 
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         super().__init__(config, comm)
-        mend = "must be fp32 with co2.shard=true: parameters travel, and bf16 loses their changes"
+        hint = "must be fp32 with co2.shard=true: parameters travel, and bf16 loses their changes"
         wire = self.comm.dtype
-        require(wire is Precision.fp32, "comm.dtype", wire.name, mend)
-        mend = "must be auto with co2.shard=true: parameters and buffer change places in one memory"
+        require(wire is Precision.fp32, "comm.dtype", wire.name, hint)
+        hint = "must be auto with co2.shard=true: parameters and buffer change places in one memory"
         device = self.comm.device
-        require(device is CommDevice.auto, "comm.device", device.name, mend)
+        require(device is CommDevice.auto, "comm.device", device.name, hint)
 
-    def new_mean(self, mesh: Mesh) -> AsyncMean:
+    def new_mean(self, mesh: Mesh) -> BackgroundMean:
         self.shard = Shard(self.flat, mesh, self.comm)
         return self.shard.mean
 
@@ -179,7 +180,7 @@ class ShardedCO2(CO2):
         return torch.stack((self.gap.value, self.momentum.clipped))
 
     def state_dict(self) -> dict[str, Any]:
-        self.mean.bring_in()  # it changes what is saved
+        self.mean.join()  # it changes what is saved
         return {**super().state_dict(), "shown": self.shown}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -6,10 +6,10 @@
         δ_t arrives;  u_t = β u_{t−1} + δ_t;  c_{t+1} = c_t + δ_t + w u_t          c: the center
         x^i ← c_{t+1} + κ q^i
 
-τ → `tau`, delay → `delay`, κ → `kept`, β → `outer_momentum`, w → `injection`. c is the same on all
-replicas, bit for bit; p^i counts all steps, those whose effect on x^i was cut by κ too, so nothing
-is lost. With a delay of τ: κ = 1 and w = 0 is CoCoD-SGD, κ = w = 0 is CO2 with β = 0 and Λ = 1. A
-delay of 0 is blocking: local SGD for w = 0, DiLoCo with α = 1 for w = β.
+τ → `tau`, delay → `delay`, κ → `keep_local`, β → `outer_momentum`, w → `momentum_weight`. c is the
+same on all replicas, bit for bit; p^i counts all steps, those whose effect on x^i was cut by κ too,
+so nothing is lost. With a delay of τ: κ = 1 and w = 0 is CoCoD-SGD, κ = w = 0 is CO2 with β = 0 and
+Λ = 1. A delay of 0 is blocking: local SGD for w = 0, DiLoCo with α = 1 for w = β.
 
 Why not all is kept (κ = 1): where the loss curves so much that `delay` steps undo a deviation from
 the optimum of that direction, q^i holds the correction of what the mean corrects too. With a delay
@@ -24,10 +24,10 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import record_function
 
+from co2.comm.phases import OUTER_STEP
 from co2.errors import require, require_number
-from co2.methods.local import LocalMethod, check_share, check_tau
-from co2.tau import AUTO
-from co2.trace import OUTER_STEP
+from co2.methods.parts.auto_tau import AUTO
+from co2.methods.parts.local import LocalMethod, check_share, check_tau
 
 
 class CO2Keep(LocalMethod):
@@ -38,14 +38,14 @@ class CO2Keep(LocalMethod):
     @dataclass
     class Config:
         tau: int | str = 12
-        """Inner steps of a round, or auto (tau.py)."""
+        """Inner steps of a round, or auto (auto_tau.py)."""
         delay: int | None = None
         """Inner steps that a collective may take, at most τ; null: τ."""
-        kept: float = 0.5
+        keep_local: float = 0.5
         """κ: share of the progress made meanwhile that stays when the mean arrives."""
         outer_momentum: float = 0.5
         """β."""
-        injection: float = 0.0
+        momentum_weight: float = 0.0
         """w; 0 saves the momentum's copy of the model."""
 
         def __post_init__(self) -> None:
@@ -53,16 +53,16 @@ class CO2Keep(LocalMethod):
             if self.delay is not None:
                 require(self.tau != AUTO, "delay", self.delay, "must be null with tau=auto")
                 whole = isinstance(self.delay, int) and not isinstance(self.delay, bool)
-                mend = f"must be a whole number of steps, at most tau, which is {self.tau}; or null"
-                require(whole and 0 <= self.delay <= int(self.tau), "delay", self.delay, mend)
-            require(0 <= self.kept <= 1, "kept", self.kept, "must lie in [0, 1]")
+                hint = f"must be a whole number of steps, at most tau, which is {self.tau}; or null"
+                require(whole and 0 <= self.delay <= int(self.tau), "delay", self.delay, hint)
+            require(0 <= self.keep_local <= 1, "keep_local", self.keep_local, "must lie in [0, 1]")
             check_share("outer_momentum", self.outer_momentum)
-            mend = "must be a finite number, 0 or more"
-            require_number("injection", self.injection, 0.0, mend)
+            hint = "must be a finite number, 0 or more"
+            require_number("momentum_weight", self.momentum_weight, 0.0, hint)
 
     def begin(self) -> None:
         self.start, self.center = self.flat.copy(), self.flat.copy()
-        if self.config.injection > 0:
+        if self.config.momentum_weight > 0:
             self.momentum = self.flat.zeros()
             self.held, self.vectors = self.held + 1, (*self.vectors, "momentum")
 
@@ -84,7 +84,11 @@ class CO2Keep(LocalMethod):
 
     def arrive(self) -> None:
         """δ_t has come: move the center, and the replica to it."""
-        beta, w, kept = self.config.outer_momentum, self.config.injection, self.config.kept
+        beta, w, kept = (
+            self.config.outer_momentum,
+            self.config.momentum_weight,
+            self.config.keep_local,
+        )
         mean = self.mean.wait()
         assert mean is not None
         for chunk in self.flat.chunks:

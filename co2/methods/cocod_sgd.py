@@ -12,7 +12,7 @@ Deviation: −p travels, the pseudo-gradient, as in every method here.
 
 from dataclasses import dataclass
 
-from co2.methods.local import LocalMethod, check_tau
+from co2.methods.parts.local import LocalMethod, check_tau
 
 
 class CoCoDSGD(LocalMethod):
@@ -23,7 +23,7 @@ class CoCoDSGD(LocalMethod):
     @dataclass
     class Config:
         tau: int | str = 12
-        """Inner steps of a round, or auto (tau.py)."""
+        """Inner steps of a round, or auto (auto_tau.py)."""
 
         def __post_init__(self) -> None:
             check_tau(self.tau)

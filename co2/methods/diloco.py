@@ -12,8 +12,8 @@ Deviations: none known. The inner optimizer may be any; its state stays local an
 
 from dataclasses import dataclass
 
-from co2.methods.local import LocalMethod, check_comm_share, check_outer, check_tau
-from co2.outer import nesterov
+from co2.methods.parts.local import LocalMethod, check_comm_share, check_outer, check_tau
+from co2.methods.parts.outer import nesterov
 
 
 class DiLoCo(LocalMethod):
@@ -23,7 +23,7 @@ class DiLoCo(LocalMethod):
     @dataclass
     class Config:
         tau: int | str = 12
-        """Inner steps of a round, or auto (tau.py). The paper: 500."""
+        """Inner steps of a round, or auto (auto_tau.py). The paper: 500."""
         outer_lr: float = 0.7
         """α. The paper: 0.7."""
         outer_momentum: float = 0.9

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from co2.methods.local import LocalMethod, check_outer, check_tau
-from co2.outer import nesterov
+from co2.methods.parts.local import LocalMethod, check_outer, check_tau
+from co2.methods.parts.outer import nesterov
 
 
 class EagerDiLoCo(LocalMethod):
@@ -30,7 +30,7 @@ class EagerDiLoCo(LocalMethod):
     @dataclass
     class Config:
         tau: int | str = 12
-        """Inner steps of a round, or auto (tau.py)."""
+        """Inner steps of a round, or auto (auto_tau.py)."""
         outer_lr: float = 0.7
         """α."""
         outer_momentum: float = 0.9

@@ -11,7 +11,7 @@ Deviation: pseudo-gradients travel, not parameters; the arithmetic is the same.
 
 from dataclasses import dataclass
 
-from co2.methods.local import LocalMethod, check_comm_share, check_tau
+from co2.methods.parts.local import LocalMethod, check_comm_share, check_tau
 
 
 class LocalSGD(LocalMethod):
@@ -21,7 +21,7 @@ class LocalSGD(LocalMethod):
     @dataclass
     class Config:
         tau: int | str = 12
-        """Inner steps of a round, or auto (tau.py)."""
+        """Inner steps of a round, or auto (auto_tau.py)."""
         comm_share: float = 0.1
         """With τ = auto: most of a round's time that communication may take."""
 

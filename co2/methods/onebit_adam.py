@@ -2,7 +2,7 @@
 
     step t = 1 … freeze_step: Adam with averaged gradients
         g = mean_i g^i;  m ← β1 m + (1−β1) g;  v ← β2 v + (1−β2) g²
-    after it, v stands still and the momentum travels, one bit an element (co2/exchange.py)
+    after it, v stands still and the momentum travels, one bit an element (co2/comm/exchange.py)
         m^i = β1 m + (1−β1) g^i;  m = 1-bit mean of m^i
     always  x ← x − γ m̂/(√v̂ + ε),  m̂ = m/(1−β1^t),  v̂ = v/(1−β2^min(t, freeze_step))
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from co2.methods.compressed import CompressedAdam, check_freeze_step
+from co2.methods.parts.compressed import CompressedAdam, check_freeze_step
 
 
 class OneBitAdam(CompressedAdam):

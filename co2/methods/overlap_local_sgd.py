@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from co2.methods.local import LocalMethod, check_share, check_tau
+from co2.methods.parts.local import LocalMethod, check_share, check_tau
 
 
 class OverlapLocalSGD(LocalMethod):
@@ -26,7 +26,7 @@ class OverlapLocalSGD(LocalMethod):
     @dataclass
     class Config:
         tau: int | str = 12
-        """Inner steps of a round, or auto (tau.py)."""
+        """Inner steps of a round, or auto (auto_tau.py)."""
         pull: float = 0.6
         """a. The paper: 0.6."""
         outer_momentum: float = 0.7

@@ -13,7 +13,7 @@ ends at γ_t = 0 cannot divide: its d_t is applied and stored unscaled.
 
 from dataclasses import dataclass
 
-from co2.methods.local import LocalMethod, check_comm_share, check_outer, check_tau
+from co2.methods.parts.local import LocalMethod, check_comm_share, check_outer, check_tau
 
 
 class SlowMo(LocalMethod):
@@ -23,7 +23,7 @@ class SlowMo(LocalMethod):
     @dataclass
     class Config:
         tau: int | str = 12
-        """Inner steps of a round, or auto (tau.py). The paper: 12 (CIFAR-10), 48 (ImageNet)."""
+        """Inner steps of a round, or auto. The paper: 12 (CIFAR-10), 48 (ImageNet)."""
         outer_lr: float = 1.0
         """α. The paper: 1."""
         outer_momentum: float = 0.5

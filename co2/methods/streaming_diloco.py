@@ -17,8 +17,8 @@ up to and including its first number: all of `transformer.h.3`. A parameter outs
 container is a layer of its own. Every fragment needs one.
 
 With `exchange` int8 or int4 the θ − x^i are quantized, one scale a parameter tensor, and so is
-their mean; what rounding leaves is kept and added the next time (co2/exchange.py). d is then what
-arrived, equal on all replicas.
+their mean; what rounding leaves is kept and added the next time (co2/comm/exchange.py). d is then
+what arrived, equal on all replicas.
 
 Chosen here: the remainder where P does not divide τ; and uniform quantization with error feedback,
 where the paper sends floats of 4 bits.
@@ -34,16 +34,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from co2.comm import AsyncMean
-from co2.compress import COMPRESSORS
+from co2.comm.background import BackgroundMean
+from co2.comm.collectives import replicate
+from co2.comm.compress import COMPRESSORS
+from co2.comm.exchange import CompressedMean
+from co2.comm.flat import FlatParams
+from co2.comm.mesh import Mesh
+from co2.comm.phases import OUTER_STEP
 from co2.config import CommConfig, Precision
-from co2.dist import Mesh, replicate
 from co2.errors import require, require_count
-from co2.exchange import CompressedMean
-from co2.flat import FlatParams
-from co2.methods.local import LocalMethod, check_outer
-from co2.outer import nesterov
-from co2.trace import OUTER_STEP
+from co2.methods.parts.local import LocalMethod, check_outer
+from co2.methods.parts.outer import nesterov
 
 
 class StreamingDiLoCo(LocalMethod):
@@ -69,11 +70,11 @@ class StreamingDiLoCo(LocalMethod):
         def __post_init__(self) -> None:
             require_count("tau", self.tau)
             require_count("fragments", self.fragments)
-            mend = f"must be at most tau, which is {self.tau}"
-            require(self.fragments <= self.tau, "fragments", self.fragments, mend)
-            mend = f"must be a whole number of steps, 0 or more and below tau, which is {self.tau}"
+            hint = f"must be at most tau, which is {self.tau}"
+            require(self.fragments <= self.tau, "fragments", self.fragments, hint)
+            hint = f"must be a whole number of steps, 0 or more and below tau, which is {self.tau}"
             whole = isinstance(self.delay, int) and not isinstance(self.delay, bool)
-            require(whole and 0 <= self.delay < self.tau, "delay", self.delay, mend)
+            require(whole and 0 <= self.delay < self.tau, "delay", self.delay, hint)
             require(0 <= self.mixing <= 1, "mixing", self.mixing, "must lie in [0, 1]")
             known = ("full", "int8", "int4")
             require(self.exchange in known, "exchange", self.exchange, "must be full, int8 or int4")
@@ -82,8 +83,8 @@ class StreamingDiLoCo(LocalMethod):
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         super().__init__(config, comm)
         wire, kind = self.comm.dtype, self.config.exchange
-        mend = f"must be fp32 with streaming_diloco.exchange={kind}, which is less already"
-        require(kind == "full" or wire is Precision.fp32, "comm.dtype", wire.name, mend)
+        hint = f"must be fp32 with streaming_diloco.exchange={kind}, which is less already"
+        require(kind == "full" or wire is Precision.fp32, "comm.dtype", wire.name, hint)
 
     @property
     def refused_strategies(self) -> Mapping[str, str]:  # type: ignore[override]
@@ -94,7 +95,10 @@ class StreamingDiLoCo(LocalMethod):
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> nn.Module:
         self.model, self.optimizer, self.auto = model, optimizer, None
-        self.group, self.shard_group = mesh.new_group(), mesh.new_shard_group()
+        self.group, self.replica_group = (
+            mesh.new_group_across_replicas(),
+            mesh.new_group_within_replica(),
+        )
         self.steps_of_round = 0
         replicate(model, self.group)
         parts = strided(model, optimizer, self.config.fragments)
@@ -155,7 +159,7 @@ class StreamingDiLoCo(LocalMethod):
         return sum(fragment.scratch_bytes for fragment in self.fragments)
 
     @property
-    def copies_on(self) -> torch.device:
+    def state_device(self) -> torch.device:
         return self.fragments[0].flat.device
 
     @property
@@ -177,7 +181,7 @@ class Fragment:
         comm: CommConfig,
     ) -> None:
         self.flat, self.config = flat, config
-        self.mean = AsyncMean(flat.numel, mesh, comm, dtype=flat.dtype, device=flat.device)
+        self.mean = BackgroundMean(flat.numel, mesh, comm, dtype=flat.dtype, device=flat.device)
         self.exchange: CompressedMean | None = None
         if config.exchange != "full":
             sizes = [param.numel() for param in flat.params]
@@ -229,8 +233,8 @@ def strided(model: nn.Module, optimizer: Optimizer, fragments: int) -> list[list
     named = [(name, p) for name, p in model.named_parameters() if id(p) in trained]
     assert len(named) == len(trained), "the optimizer trains what is no part of the model"
     layers = [[p for _, p in run] for _, run in groupby(named, key=lambda item: layer(item[0]))]
-    mend = f"must be at most {len(layers)}, the layers that this model has"
-    require(fragments <= len(layers), "streaming_diloco.fragments", fragments, mend)
+    hint = f"must be at most {len(layers)}, the layers that this model has"
+    require(fragments <= len(layers), "streaming_diloco.fragments", fragments, hint)
     return [[p for run in layers[number::fragments] for p in run] for number in range(fragments)]
 
 

@@ -4,7 +4,7 @@
         t ∈ T_v:   g^i ← mean_i g^i;  v ← v + (1−β2)/(1−β2^r) (g² − v)      r-th refresh
         m ← β1 m + (1−β1) g^i;  u ← u + γ_t m
         t ∉ T_u:   x ← x − γ_t m/(√v + ε)
-        t ∈ T_u:   ū = 1-bit mean of u (co2/exchange.py); at t ∈ T_v it is u
+        t ∈ T_u:   ū = 1-bit mean of u (co2/comm/exchange.py); at t ∈ T_v it is u
                    m = ū/Σγ;  x = x_{t'} − ū/(√v + ε);  u = 0          Σ since t', the last of T_u
 
 T_v starts at 0; its interval doubles after every κ refreshes, and it ends before `freeze_step`.
@@ -34,9 +34,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from co2.dist import Mesh
+from co2.comm.mesh import Mesh
 from co2.errors import require_count
-from co2.methods.compressed import CompressedAdam, check_freeze_step
+from co2.methods.parts.compressed import CompressedAdam, check_freeze_step
 
 
 class ZeroOneAdam(CompressedAdam):

@@ -5,13 +5,13 @@ Beside METHODS, not in it: what the suite promises of its methods it cannot prom
 
 from importlib.util import find_spec
 
-from co2 import launch
 from co2.config import Config, Precision
 from co2.errors import require
 from co2.peers.base import Peer
 from co2.peers.fairscale_slowmo import FairscaleSlowMo
 from co2.peers.torch_post_local_sgd import TorchPostLocalSGD
 from co2.peers.torchft_diloco import TorchftDiLoCo
+from co2.train import launch
 
 PEERS: dict[str, type[Peer]] = {
     "torch_post_local_sgd": TorchPostLocalSGD,
@@ -39,12 +39,12 @@ def check(config: Config, world: int) -> None:
     me = launch.identity()
     local = me.local_world if me else config.launch.workers
     gpu = launch.placement(config, 0, local)[0].type == "cuda"
-    mend = f"method={name} is measured over gloo only; use launch.backend=gloo"
-    require(not gpu, "launch.backend", config.launch.backend, mend)
+    hint = f"method={name} is measured over gloo only; use launch.backend=gloo"
+    require(not gpu, "launch.backend", config.launch.backend, hint)
 
 
 def check_installed(name: str) -> None:
     """Raise `ConfigError` unless the package that a peer comes from is there."""
     package = PEERS[name].package
-    mend = "needs the extra 'peers': pip install -e '.[peers]'"
-    require(find_spec(package) is not None, "method", name, mend)
+    hint = "needs the extra 'peers': pip install -e '.[peers]'"
+    require(find_spec(package) is not None, "method", name, hint)

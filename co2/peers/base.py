@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from co2.comm.collectives import consensus, replicate
+from co2.comm.mesh import Mesh
 from co2.config import CommConfig
-from co2.dist import Mesh, consensus, replicate
 
 
 class Peer:
-    """A published implementation as a SyncMethod. It blocks, after every τ inner steps.
+    """A published implementation as a Method. It blocks, after every τ inner steps.
 
     What a peer does in its call cannot be told apart from outside, so exposed_s is all the time
     between the inner optimizer's last step of a round and the next round: waiting for the others,
@@ -60,7 +61,7 @@ class Peer:
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> nn.Module:
         self.model, self.optimizer, self.mesh = model, optimizer, mesh
-        self.group = mesh.new_group()
+        self.group = mesh.new_group_across_replicas()
         replicate(model, self.group)
         optimizer.register_step_post_hook(self._start_clock)  # a peer's own hooks come after it
         return self.begin()
@@ -95,7 +96,7 @@ class Peer:
         return 0
 
     @property
-    def copies_on(self) -> torch.device:
+    def state_device(self) -> torch.device:
         return self.mesh.device
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from co2.errors import require, require_count
-from co2.methods.local import check_outer
+from co2.methods.parts.local import check_outer
 from co2.peers.base import Peer
 
 
@@ -35,9 +35,9 @@ class FairscaleSlowMo(Peer):
         def __post_init__(self) -> None:
             require_count("tau", self.tau)
             check_outer(self.outer_lr, self.outer_momentum)
-            mend = "must be above 0 with outer_lr=1: FairScale turns SlowMo off"
+            hint = "must be above 0 with outer_lr=1: FairScale turns SlowMo off"
             on = self.outer_lr != 1 or self.outer_momentum > 0
-            require(on, "outer_momentum", self.outer_momentum, mend)
+            require(on, "outer_momentum", self.outer_momentum, hint)
 
     def begin(self) -> nn.Module:
         with warnings.catch_warnings():

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from co2.errors import require_count
-from co2.methods.local import check_outer
+from co2.methods.parts.local import check_outer
 from co2.peers.base import Peer
 
 _LIMIT = timedelta(minutes=30)

@@ -128,8 +128,8 @@ def _unpack(archive: Path, final: Path) -> None:
                             shutil.copyfileobj(packed, file)
                     advance(entry.file_size)
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-        mend = f"is damaged, or no archive that can be unpacked ({error})"
-        raise ConfigError("--archive", archive, mend) from None
+        hint = f"is damaged, or no archive that can be unpacked ({error})"
+        raise ConfigError("--archive", archive, hint) from None
     os.rename(aside, final)
 
 
@@ -140,9 +140,9 @@ def _place(entry: zipfile.ZipInfo, archive: Path) -> Path | None:
         ConfigError: the name leads out of the folder, or the entry is a link.
     """
     parts = entry.filename.replace("\\", "/").split("/")
-    mend = f"holds {entry.filename!r}, which leads elsewhere; it is not ADE20K's archive"
+    hint = f"holds {entry.filename!r}, which leads elsewhere; it is not ADE20K's archive"
     safe = ".." not in parts and parts[0] != "" and ":" not in parts[0]
-    require(safe and not stat.S_ISLNK(entry.external_attr >> 16), "--archive", archive, mend)
+    require(safe and not stat.S_ISLNK(entry.external_attr >> 16), "--archive", archive, hint)
     if entry.is_dir() or parts[0] != FOLDER or len(parts) < 2:
         return None
     return Path(*parts[1:])
@@ -152,8 +152,8 @@ def _require_layout(places: list[Path], archive: Path) -> None:
     there = {place.parent for place in places}
     for kind in ("images", "annotations"):
         for split in SPLITS:
-            mend = f"holds no file in {FOLDER}/{kind}/{split}; it is not ADE20K's archive"
-            require(Path(kind, split) in there, "--archive", archive, mend)
+            hint = f"holds no file in {FOLDER}/{kind}/{split}; it is not ADE20K's archive"
+            require(Path(kind, split) in there, "--archive", archive, hint)
 
 
 def _holds(target: Path, entry: zipfile.ZipInfo) -> bool:

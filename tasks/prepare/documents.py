@@ -128,8 +128,8 @@ def prepare(
                 store = _make(final, chosen, words, tokenizer, load)
     except OSError as error:
         what = f"{error.filename or final}: {error.strerror or error}"
-        mend = f"{what}; make room or choose another"
-        raise ConfigError("--root", options.root, mend) from None
+        hint = f"{what}; make room or choose another"
+        raise ConfigError("--root", options.root, hint) from None
     counts = ", ".join(f"{store.count(part):,} {part}" for part in PARTS)
     return f"{store.folder}: {counts} tokens"
 
@@ -143,8 +143,8 @@ def _make(
 ) -> Store:
     loaded, documents = load_tokenizer(tokenizer, words), load()
     num_shards, val_share = chosen["num_shards"], chosen["val_share"]
-    mend = f"the data hold {len(documents)} documents; use fewer shards"
-    require(num_shards <= len(documents), "--shards", num_shards, mend)
+    hint = f"the data hold {len(documents)} documents; use fewer shards"
+    require(num_shards <= len(documents), "--shards", num_shards, hint)
     plan = {
         **chosen,
         "num_documents": len(documents),
@@ -195,8 +195,8 @@ def load_tokenizer(name: str, words: Words) -> "Tokenizer":
         file = name if Path(name).is_file() else hf_hub_download(name, "tokenizer.json")
         tokenizer = Tokenizer.from_file(file)
     except Exception as error:  # the hub's client and the parser raise many kinds
-        mend = f"cannot be loaded ({_brief(error)}); without the network give a tokenizer.json"
-        raise ConfigError(key, name, mend) from None
+        hint = f"cannot be loaded ({_brief(error)}); without the network give a tokenizer.json"
+        raise ConfigError(key, name, hint) from None
     for token in (words.separator, *words.ids):
         require(tokenizer.token_to_id(token) is not None, key, name, f"has no {token}; {take}")
     for token, wanted in words.ids.items():
@@ -225,11 +225,11 @@ def load_rows(key: str, source: str) -> "Dataset":
             name, _, configuration = (source, "", "") if folder.exists() else source.partition(":")
             data = datasets.load_dataset(name, configuration or None, split="train")
     except Exception as error:  # the hub's clients raise many kinds
-        mend = (
+        hint = (
             f"cannot be loaded ({_brief(error)}); check the name and the network, or give a "
             "folder of parquet or JSON lines files"
         )
-        raise ConfigError(key, source, mend) from None
+        raise ConfigError(key, source, hint) from None
     if isinstance(data, datasets.DatasetDict):
         require("train" in data, key, source, f"has no split train, only {', '.join(data)}")
         data = data["train"]
@@ -268,8 +268,8 @@ def _refuse_other(begun: dict[str, Any], folder: Path, plan: dict[str, Any]) -> 
         if begun.get(name) != value:
             own = "--tokenizer" if "tokenizer" in name else "--" + name.replace("_", "-")
             key = options.get(name, own)
-            mend = f"{folder} was made with {name}={begun.get(name)}; keep to it or delete it"
-            raise ConfigError(key, value, mend)
+            hint = f"{folder} was made with {name}={begun.get(name)}; keep to it or delete it"
+            raise ConfigError(key, value, hint)
 
 
 def _shard(

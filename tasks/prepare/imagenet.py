@@ -169,12 +169,12 @@ def _classes() -> set[str]:
 def _found(archives: Path | None) -> dict[str, Path]:
     where = "https://image-net.org, after registration"
     if archives is None:
-        mend = f"ImageNet has to be fetched by hand, from {where}; give the folder of the archives"
-        raise ConfigError("--archives", None, mend)
+        hint = f"ImageNet has to be fetched by hand, from {where}; give the folder of the archives"
+        raise ConfigError("--archives", None, hint)
     files = {part: archives / name for part, (name, _) in ARCHIVES.items()}
     for file in files.values():
-        mend = f"holds no {file.name}; get it from {where}"
-        require(file.is_file(), "--archives", archives, mend)
+        hint = f"holds no {file.name}; get it from {where}"
+        require(file.is_file(), "--archives", archives, hint)
     return files
 
 
@@ -189,8 +189,8 @@ def _verify(file: Path, md5: str, work: Path) -> None:
         while piece := data.read(_PIECE):
             digest.update(piece)
             advance(len(piece))
-    mend = f"{file.name} is damaged or another file: its MD5 sum is not {md5}; fetch it again"
-    require(digest.hexdigest() == md5, "--archives", file.parent, mend)
+    hint = f"{file.name} is damaged or another file: its MD5 sum is not {md5}; fetch it again"
+    require(digest.hexdigest() == md5, "--archives", file.parent, hint)
     note.write_text(mark)
 
 
@@ -247,8 +247,8 @@ def _tar(file: Path) -> Iterator[tarfile.TarFile]:
         with tarfile.open(file) as archive:
             yield archive
     except (tarfile.TarError, EOFError, KeyError, zlib.error) as error:
-        mend = f"{file.name} is damaged ({error}); fetch it again"
-        raise ConfigError("--archives", file.parent, mend) from None
+        hint = f"{file.name} is damaged ({error}); fetch it again"
+        raise ConfigError("--archives", file.parent, hint) from None
 
 
 def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:

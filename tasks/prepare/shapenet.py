@@ -109,15 +109,15 @@ def _make(final: Path, archive: str | None, lists: str | None) -> None:
         if lists is not None:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(Path(lists) / f"{part}.txt", target)
-        mend = "is not in the archive; give --lists with the folder that holds it"
-        require(target.is_file(), "--archive", archive, f"{LISTS}/{part}.txt {mend}")
+        hint = "is not in the archive; give --lists with the folder that holds it"
+        require(target.is_file(), "--archive", archive, f"{LISTS}/{part}.txt {hint}")
         names, faults = _names(target)
         require(not faults, "--lists", target, faults[0] if faults else "")
         absent = set(names) - files_in(work)
-        mend = (
+        hint = (
             f"{len(absent)} clouds of {part}.txt are not in it, such as {min(absent, default='')}"
         )
-        require(not absent, "--archive", archive, mend)
+        require(not absent, "--archive", archive, hint)
     os.rename(work, final)
 
 

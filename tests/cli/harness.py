@@ -1,7 +1,7 @@
 """Runs of the toy, by the command line or inside the pool's workers, and how to compare them.
 
 A call of train.py costs seconds of imports. Whatever does not need a process of its own runs
-`train.work` in the pool: the same code from the process group on.
+`train.APP.work` in the pool: the same code from the process group on.
 """
 
 import contextlib
@@ -23,15 +23,21 @@ import torch
 from torch import Tensor
 
 import train
-from co2.compose import preflight
+from co2.app.compose import preflight
 from co2.config import Config
-from co2.record import run_folder
+from co2.record.folder import run_folder
 from tasks.toy import Toy
 from tests.workers import Pool
 
 ROOT = Path(train.__file__).parent
 TOY = ("task=toy", "log.wandb=disabled", "launch.backend=gloo")
-STORY = ("method=co2", "co2.tau=3", "train.steps=60", "train.eval_every=10", "log.every=1")
+STORY = (
+    "method=co2",
+    "co2.tau=3",
+    "train.steps=60",
+    "train.eval_every=10",
+    "log.every=1",
+)
 """A run that is told in full: from round 2 on a collective is in flight at every step."""
 STORY_LAG = 6
 """Steps from being told to stop until its workers do: 2τ."""
@@ -172,7 +178,7 @@ def configured(*arguments: str, runs: Path) -> Config:
     """The configuration that a command line makes."""
     found: list[Config] = []
     words = _completed(arguments, runs)
-    preflight(train.CONF, "config", words, lambda *job: found.append(train.validate(*job)))
+    preflight(train.APP.conf, "config", words, lambda *job: found.append(train.APP.validate(*job)))
     (config,) = found
     return config
 
@@ -205,7 +211,7 @@ def _work(
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         with setup(*arguments):
             try:
-                train.work(config)
+                train.APP.work(config)
             except SystemExit as ended:
                 status = ended.code if isinstance(ended.code, int) else 1
     return status, out.getvalue(), err.getvalue()

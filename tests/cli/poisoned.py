@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import train
-from co2 import launch
-from co2.compose import preflight
+from co2.app.compose import preflight
+from co2.train import launch
 from tasks.toy import Toy
 
 original, calls = Toy.loss, []
@@ -27,5 +27,7 @@ Toy.loss = loss  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     found: list[Any] = []
-    preflight(train.CONF, "config", sys.argv[1:], lambda *job: found.append(train.validate(*job)))
-    sys.exit(launch.run(train.work, found[0]))
+    preflight(
+        train.APP.conf, "config", sys.argv[1:], lambda *job: found.append(train.APP.validate(*job))
+    )
+    sys.exit(launch.run(train.APP.work, found[0]))

@@ -1,4 +1,4 @@
-"""What cannot run is refused before anything starts: one line with key, value and mend."""
+"""What cannot run is refused before anything starts: one line with key, value and hint."""
 
 import dataclasses
 import os
@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import train
-from co2 import launch
-from co2.compose import preflight
+from co2.app.compose import preflight
 from co2.config import NODES
-from co2.errors import ConfigError
+from co2.errors import REFUSED, ConfigError
 from co2.methods import METHODS
+from co2.train import launch
 from tasks import TASKS
 from tests.cli.harness import (
     Run,
@@ -46,7 +46,11 @@ VALUES = [
     ("co2.tau=null", "co2.tau=None", WHOLE),
     ("co2.tau=true", "co2.tau=True", WHOLE),
     ("co2.tau=[3]", "co2.tau=[3]", WHOLE),
-    ("co2.tau=3 co2.tau=0", "co2.tau=0", COUNT),
+    (
+        "co2.tau=3 co2.tau=0",
+        "co2.tau=0",
+        COUNT,
+    ),
     ("co2.tau", "co2.tau=", "not an override"),
     ("co2.tau=${nope}", "co2.tau=", "nope"),
     ("co2.outer_lr=-1", "co2.outer_lr=-1", FINITE),
@@ -57,7 +61,11 @@ VALUES = [
     ("co2.gap_penalty=typo", "co2.gap_penalty=typo", GAPS),
     ("co2.gap_penalty=0", "co2.gap_penalty=0", GAPS),
     ("co2.gap_penalty=-1", "co2.gap_penalty=-1", GAPS),
-    ("co2.tau=automatic", "co2.tau=automatic", "1 or more, or auto"),
+    (
+        "co2.tau=automatic",
+        "co2.tau=automatic",
+        "1 or more, or auto",
+    ),
     ("method=slowmo slowmo.comm_share=0", "slowmo.comm_share=0", "above 0 and below 1"),
     ("method=local_sgd local_sgd.comm_share=1", "local_sgd.comm_share=1", "above 0 and below 1"),
     ("method=slowmo slowmo.tau=0", "slowmo.tau=0", COUNT),
@@ -84,7 +92,11 @@ VALUES = [
     ("train.clip_norm=0", "train.clip_norm=0", "null for no clipping"),
     ("train.compile=perhaps", "train.compile=perhaps", "true or false"),
     ("co2.shard=maybe", "co2.shard=maybe", "true or false"),
-    ("co2.shard=true comm.dtype=bf16", "comm.dtype=bf16", "fp32 with co2.shard=true"),
+    (
+        "co2.shard=true comm.dtype=bf16",
+        "comm.dtype=bf16",
+        "fp32 with co2.shard=true",
+    ),
     ("train.precision=fp16", "train.precision=fp16", "fp32, bf16"),
     ("optim.lr=nan", "optim.lr=nan", FINITE),
     ("optim.lr=inf", "optim.lr=inf", FINITE),
@@ -164,7 +176,11 @@ SWEEPS = [
     ("-m co2.tau=1,3,0", "co2.tau=0", COUNT),
     ("-m co2.tau=range(2,-1,-1)", "co2.tau=0", COUNT),
     ("-m method=co2,nope", "method=nope", "known"),
-    ("-m method=slowmo,co2 slowmo.tau=3", "slowmo.tau=3", "did you mean co2.tau?"),
+    (
+        "-m method=slowmo,co2 slowmo.tau=3",
+        "slowmo.tau=3",
+        "did you mean co2.tau?",
+    ),
     ("-m optim.lr=0.1 train.steps=5,0 co2.tau=1,3", "train.steps=0", COUNT),
 ]
 SCHEMAS = {**NODES, "toy": TASKS["toy"].Config, "co2": METHODS["co2"].Config}
@@ -189,20 +205,20 @@ def refusal(arguments: str) -> str:
     task = [] if any(word.startswith("task=") for word in words) else ["task=toy"]
     others = [word for word in words if word != "-m"]
     with pytest.raises(ConfigError) as caught:
-        preflight(train.CONF, "config", [*flags, *task, *others], train.check)
+        preflight(train.APP.conf, "config", [*flags, *task, *others], train.APP.check)
     return str(caught.value)
 
 
-def assert_names(line: str, pair: str, mend: str) -> None:
-    """One line: `key=value: mend`. A number may be spelt as a float."""
+def assert_names(line: str, pair: str, hint: str) -> None:
+    """One line: `key=value: hint`. A number may be spelt as a float."""
     assert "\n" not in line
     assert line.removeprefix("~").startswith(pair)
-    assert line.partition(": ")[2] and mend in line.partition(": ")[2]
+    assert line.partition(": ")[2] and hint in line.partition(": ")[2]
 
 
-@pytest.mark.parametrize(("arguments", "pair", "mend"), VALUES + NAMES + SWEEPS)
-def test_refused_in_one_line(empty: Path, arguments: str, pair: str, mend: str) -> None:
-    assert_names(refusal(arguments), pair, mend)
+@pytest.mark.parametrize(("arguments", "pair", "hint"), VALUES + NAMES + SWEEPS)
+def test_refused_in_one_line(empty: Path, arguments: str, pair: str, hint: str) -> None:
+    assert_names(refusal(arguments), pair, hint)
 
 
 @pytest.mark.parametrize("node", SCHEMAS)
@@ -265,7 +281,7 @@ def test_only_worker_0_speaks(
     for rank, lines in (("0", 1), ("1", 0)):
         monkeypatch.setenv("SLURM_PROCID", rank)
         monkeypatch.setenv("SLURM_NTASKS", "2")
-        assert launch.refuse(error) == launch.REFUSED == 2
+        assert launch.refuse(error) == REFUSED == 2
         assert len(capsys.readouterr().err.splitlines()) == lines
 
 
@@ -283,7 +299,7 @@ def test_good_command_lines_pass(empty: Path) -> None:
         "--cfg job",
     ):
         words = arguments.split()
-        preflight(train.CONF, "config", sorted(["task=toy", *words]), train.check)
+        preflight(train.APP.conf, "config", sorted(["task=toy", *words]), train.APP.check)
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +313,11 @@ class TestFolderOfAnotherConfiguration:
     @pytest.mark.parametrize(
         ("changed", "pair", "there"),
         [
-            ("co2.tau=6", "co2.tau=6", "co2.tau=3"),
+            (
+                "co2.tau=6",
+                "co2.tau=6",
+                "co2.tau=3",
+            ),
             ("train.steps=9", "train.steps=9", "train.steps=2"),
             ("optim.lr=0.2", "optim.lr=0.2", "optim.lr=0.1"),
             ("toy.hidden=8", "toy.hidden=8", "toy.hidden=32"),
@@ -327,7 +347,13 @@ class TestFolderOfAnotherConfiguration:
             configured(*same, free, runs=mine.runs)
 
     def test_unless_it_is_moved_aside(self, mine: Run) -> None:
-        configured("tag=mine", "co2.tau=6", "launch.workers=1", "resume=never", runs=mine.runs)
+        configured(
+            "tag=mine",
+            "co2.tau=6",
+            "launch.workers=1",
+            "resume=never",
+            runs=mine.runs,
+        )
 
 
 @pytest.mark.parametrize(
@@ -369,7 +395,7 @@ def test_a_damaged_file_is_one_line_whoever_meets_it(tmp_path: Path, ahead: int)
     arguments = ("task=resnet50", f"data.path={tmp_path / 'tree'}", "train.batch_size=2")
     arguments += ("method=local_sgd", "train.steps=4", f"data.workers={ahead}")
     config = configured(*arguments, runs=tmp_path / "runs")
-    task = train.make_task(config)
+    task = train.APP.make_task(config)
     task.setup(2)
     met = task._sampler(2).indices(1, 1)[0]
     victim = tmp_path / "tree" / task._images.path("train", int(met))[0]

@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from co2 import checkpoint, launch
-from co2.checkpoint import MANIFEST, Checkpoints, random_states, restore_random_states
+from co2.comm.mesh import Mesh
 from co2.config import LaunchConfig
-from co2.dist import Mesh
-from co2.record import tag_from
-from co2.stop import StopVote
+from co2.record.folder import tag_from
+from co2.train import checkpoint, launch
+from co2.train.checkpoint import MANIFEST, Checkpoints, random_states, restore_random_states
+from co2.train.stop import StopVote
 from tests.workers import Pool
 
 ALONE = Mesh(0, 1, torch.device("cpu"))
@@ -246,7 +246,7 @@ def save_on_a_full_disk(
 ) -> tuple[list[bool], list[int], list[str]]:
     """Steps 1, 2, 3; at 2 the last worker's disk is full."""
     mesh, lines = Mesh.world(device="cpu"), []
-    saver = Checkpoints(Path(folder), mesh, mesh.new_group("gloo"), 2, lines.append)
+    saver = Checkpoints(Path(folder), mesh, mesh.new_group_across_replicas("gloo"), 2, lines.append)
     saved = [saver.save(1, state(1))]
     full = (lambda path, values: fail_to_write(way, values)) if rank == world - 1 else None
     with patch.object(checkpoint, "_write", full or checkpoint._write):
@@ -264,7 +264,7 @@ def fail_to_write(way: str, values: dict[str, Any], write: Any = checkpoint._wri
 
 def load_damaged(rank: int, world: int, folder: str, kind: str) -> tuple[int, list[str]]:
     mesh, lines = Mesh.world(device="cpu"), []
-    saver = Checkpoints(Path(folder), mesh, mesh.new_group("gloo"), 2, lines.append)
+    saver = Checkpoints(Path(folder), mesh, mesh.new_group_across_replicas("gloo"), 2, lines.append)
     for step in (1, 2):
         assert saver.save(step, {**state(step), "rank": rank})
     if rank == 1:
@@ -319,7 +319,9 @@ def vote(
     before = signal.getsignal(signal.SIGUSR1)
     mesh = Mesh.world(device="cpu")
     stopped = None
-    with StopVote(mesh, mesh.new_group("gloo"), lambda: lag, [signal.SIGUSR1]) as stop:
+    with StopVote(
+        mesh, mesh.new_group_across_replicas("gloo"), lambda: lag, [signal.SIGUSR1]
+    ) as stop:
         for step in range(1, steps + 1):
             if told.get(rank) == step:
                 signal.raise_signal(signal.SIGUSR1)
@@ -353,7 +355,7 @@ def test_alone_a_stop_is_immediate(workers: Pool) -> None:
 def vote_ahead(rank: int, world: int, lag: int) -> list[bool]:
     """Worker 0 votes on `lag` steps before worker 1 has begun its first."""
     mesh = Mesh.world(device="cpu")
-    group, gate = mesh.new_group("gloo"), mesh.new_group("gloo")
+    group, gate = mesh.new_group_across_replicas("gloo"), mesh.new_group_across_replicas("gloo")
     with StopVote(mesh, group, lambda: lag, [signal.SIGUSR1]) as stop:
         if rank == 1:
             dist.barrier(group=gate)
@@ -484,7 +486,12 @@ class TestTag:
 
     def test_a_sweep_never_collides(self) -> None:
         jobs = [
-            (f"co2.tau={tau}", f"optim.lr={lr}", f"co2.gap_penalty={gap}", f"launch.workers={n}")
+            (
+                f"co2.tau={tau}",
+                f"optim.lr={lr}",
+                f"co2.gap_penalty={gap}",
+                f"launch.workers={n}",
+            )
             for tau in (1, 11, 111)
             for lr in ("0.1", "0.11", "1e-1")
             for gap in ("none", "gap_aware", "1.5")

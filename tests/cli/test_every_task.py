@@ -11,7 +11,7 @@ import train
 from co2.config import typed
 from co2.methods import METHODS
 from co2.peers import PEERS
-from co2.record import run_folder
+from co2.record.folder import run_folder
 from tasks import TASKS
 from tests.cli.harness import ROOT, assert_same_run, cli, configured, metrics, pooled
 from tests.workers import Pool
@@ -45,13 +45,13 @@ def test_no_task_is_forgotten() -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_composes_with_every_method_at_every_scale(task: str) -> None:
-    with initialize_config_dir(config_dir=str(train.CONF), version_base="1.3"):
+    with initialize_config_dir(config_dir=str(train.APP.conf), version_base="1.3"):
         for scale in scales_of(task):
             for method in METHODS:
                 choice = [f"task={task}", f"method={method}", f"scale={scale}"]
                 config = typed(compose("config", choice), METHODS, TASKS)
                 assert (config.task, config.method, config.scale) == (task, method, scale)
-                made = train.make_task(config)
+                made = train.APP.make_task(config)
                 assert made.units_per_sample >= 1 and made.unit in ("tokens", "samples")
 
 
@@ -88,7 +88,13 @@ def test_goes_on_exactly(workers: Pool, tmp_path: Path, root: Path, task: str, m
 
 def test_loading_ahead_changes_nothing(tmp_path: Path) -> None:
     """Processes that make batches change neither weights nor figures; and they end with the run."""
-    arguments = ("task=resnet50", "train.steps=6", "train.batch_size=4", "log.every=1", "co2.tau=2")
+    arguments = (
+        "task=resnet50",
+        "train.steps=6",
+        "train.batch_size=4",
+        "log.every=1",
+        "co2.tau=2",
+    )
     folders = []
     for ahead in (0, 1):
         runs = tmp_path / str(ahead)

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from co2.config import Strategy
-from co2.errors import ConfigError
-from co2.launch import PREEMPTED
+from co2.errors import PREEMPTED, ConfigError
 from tests.cli.harness import (
     Run,
     assert_same_run,

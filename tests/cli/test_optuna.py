@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 import train
-from co2.compose import jobs, preflight
-from co2.console import Outcome, sweep_table
-from co2.errors import ConfigError
-from co2.launch import DIVERGED
+from co2.app.application import objective
+from co2.app.compose import jobs, preflight
+from co2.errors import DIVERGED, ConfigError
+from co2.record.console import Outcome, sweep_table
 from tests.cli.harness import TOY, cli, folders
 from tests.cli.test_runs import summary
 
@@ -23,7 +23,14 @@ installed = pytest.mark.skipif(find_spec("optuna") is None, reason="needs the ex
 def test_search(tmp_path: Path) -> None:
     """Trials, the best of them, and the table; the same command makes the same trials."""
     runs = tmp_path / "runs"
-    words = ["-m", SWEEPER, "launch.workers=1", "train.steps=12", "method=co2", "co2.tau=3"]
+    words = [
+        "-m",
+        SWEEPER,
+        "launch.workers=1",
+        "train.steps=12",
+        "method=co2",
+        "co2.tau=3",
+    ]
     words += ["hydra.sweeper.n_jobs=1"]
     words += ["co2.outer_lr=interval(.3,1.5)", "co2.outer_momentum=0.1,0.5", "train.seed=0"]
     ended = cli(*words, "hydra.sweeper.n_trials=2", runs=runs)
@@ -57,7 +64,12 @@ def test_every_trial_fails(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()
     (runs / "toy").touch()
-    words = ("method=co2", "co2.tau=3,6", "hydra.sweeper.n_trials=2", "launch.workers=1")
+    words = (
+        "method=co2",
+        "co2.tau=3,6",
+        "hydra.sweeper.n_trials=2",
+        "launch.workers=1",
+    )
     ended = cli("-m", SWEEPER, *words, runs=runs)
     assert ended.status == 1
     assert ended.out[ended.out.index("sweep: ") :].count("failed (exit status 1)") == 2
@@ -65,10 +77,10 @@ def test_every_trial_fails(tmp_path: Path) -> None:
 
 
 def test_what_a_search_makes_small() -> None:
-    assert train.objective(0, {"final": {"loss": 0.5, "accuracy": 1.0}}) == 0.5
-    assert train.objective(0, {"final": {"loss": None}}) == math.inf
-    assert train.objective(DIVERGED, None) == math.inf, "a bad place, and worth knowing"
-    assert train.objective(1, None) is None
+    assert objective(0, {"final": {"loss": 0.5, "accuracy": 1.0}}) == 0.5
+    assert objective(0, {"final": {"loss": None}}) == math.inf
+    assert objective(DIVERGED, None) == math.inf, "a bad place, and worth knowing"
+    assert objective(1, None) is None
 
 
 @installed
@@ -78,7 +90,7 @@ def test_what_a_search_makes_small() -> None:
 def test_the_ends_are_checked_before_anything_starts(value: str) -> None:
     words = ["-m", *TOY, "method=co2", SWEEPER, f"co2.outer_momentum={value}"]
     with pytest.raises(ConfigError, match=r"co2\.outer_momentum=(1|1\.0|1\.5): "):
-        preflight(train.CONF, "config", words, train.validate)
+        preflight(train.APP.conf, "config", words, train.APP.validate)
 
 
 def test_an_interval_is_for_a_search() -> None:
@@ -92,13 +104,13 @@ def test_an_interval_is_for_a_search() -> None:
 
 def test_only_for_sweeps() -> None:
     with pytest.raises(ConfigError, match=r"sweeper=optuna: .*add -m"):
-        preflight(train.CONF, "config", [*TOY, SWEEPER], lambda *job: None)
+        preflight(train.APP.conf, "config", [*TOY, SWEEPER], lambda *job: None)
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("co2.compose.find_spec", lambda name: None)
+    monkeypatch.setattr("co2.app.compose.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"sweeper=optuna: .*\.\[optuna\]"):
-        preflight(train.CONF, "config", ["-m", *TOY, SWEEPER], lambda *job: None)
+        preflight(train.APP.conf, "config", ["-m", *TOY, SWEEPER], lambda *job: None)
 
 
 def outcome(task: str, *overrides: str, loss: float | None) -> Outcome:

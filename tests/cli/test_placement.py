@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from co2 import launch
+from co2.train import launch
 from tests.cli.harness import configured
 
 BOTH = "cpu:gloo,cuda:nccl"

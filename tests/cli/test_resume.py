@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from co2 import checkpoint
-from co2.launch import DIVERGED, PREEMPTED
+from co2.errors import DIVERGED, PREEMPTED
+from co2.train import checkpoint
 from tasks.toy import Toy
 from tests.cli.harness import (
     LIMIT_S,
@@ -332,7 +332,11 @@ METHODS = {
     "cocod_sgd": ("cocod_sgd.tau=3",),
     "streaming_diloco": ("streaming_diloco.tau=3", "streaming_diloco.delay=2"),
     "eager_diloco": ("eager_diloco.tau=3",),
-    "co2": ("co2.tau=3", "co2.gap_penalty=gap_aware_elementwise", "co2.clip=0.1"),
+    "co2": (
+        "co2.tau=3",
+        "co2.gap_penalty=gap_aware_elementwise",
+        "co2.clip=0.1",
+    ),
     "co2_keep": ("co2_keep.tau=3", "co2_keep.delay=2"),
     "onebit_adam": ("optim.name=adamw", "optim.lr=0.01", "onebit_adam.freeze_step=5"),
     "zero_one_adam": (
@@ -402,7 +406,12 @@ def noisy(path: str, told_in: int) -> Iterator[None]:
 def test_random_draws_go_on(workers: Pool, tmp_path: Path) -> None:
     drawn = {}
     for name, told_in in (("whole", 99), ("parts", 7)):
-        arguments = ("train.steps=20", "co2.tau=3", "log.every=1", "checkpoint.every=0")
+        arguments = (
+            "train.steps=20",
+            "co2.tau=3",
+            "log.every=1",
+            "checkpoint.every=0",
+        )
         setup = {"setup": noisy, "setup_arguments": (str(tmp_path / name), told_in)}
         runs = tmp_path / f"{name}-runs"
         if name == "parts":

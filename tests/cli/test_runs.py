@@ -20,12 +20,12 @@ import yaml
 from torch import Tensor, nn
 
 import train
-from co2 import launch
 from co2.config import OptimConfig, Schedule
-from co2.launch import DIVERGED
-from co2.loop import learning_rate
-from co2.meters import Meter
+from co2.errors import DIVERGED
 from co2.methods.allreduce import AllReduce
+from co2.train import launch
+from co2.train.loop import learning_rate
+from co2.train.meters import Meter
 from tasks.toy import CLASSES, Toy
 from tests.cli.harness import (
     ROOT,
@@ -305,7 +305,7 @@ class TestWhoStartsTheWorkers:
         config = configured("launch.workers=2", runs=tmp_path)
         with patch.object(launch, "run", return_value=0):
             with patch.object(launch, "is_first", return_value=False):
-                assert train.job(config) == 0
+                assert train.APP.run(config) == 0
 
     def test_torchrun(self, tmp_path: Path, spawned: Run) -> None:
         runs = tmp_path / "runs"

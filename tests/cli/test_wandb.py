@@ -18,16 +18,23 @@ from torch import Tensor
 from wandb.proto.wandb_internal_pb2 import Record
 
 import train
-from co2 import launch, wandb_sync
-from co2.launch import PREEMPTED
-from co2.tracking import SEGMENTS, UNITS, unit
+from co2.errors import PREEMPTED
+from co2.record import wandb_sync
+from co2.record.wandb import SEGMENTS, UNITS, unit
+from co2.train import launch
 from recipes import cells
 from recipes.cells import Cell
 from tasks.toy import Toy
 from tests.cli.harness import configured, folder_of, metrics
 
 STEPS = 20
-WORDS = ("method=co2", "co2.tau=3", "launch.workers=1", f"train.steps={STEPS}", "log.every=1")
+WORDS = (
+    "method=co2",
+    "co2.tau=3",
+    "launch.workers=1",
+    f"train.steps={STEPS}",
+    "log.every=1",
+)
 WORDS += ("train.eval_every=4", "checkpoint.every=5", "log.wandb=offline")
 
 
@@ -122,7 +129,7 @@ def at_step(step: int, do: Callable[[], object]) -> Iterator[None]:
 
 def trained(runs: Path, *words: str) -> int:
     """A run in this process; its exit status."""
-    return launch.run(train.work, configured(*WORDS, *words, runs=runs))
+    return launch.run(train.APP.work, configured(*WORDS, *words, runs=runs))
 
 
 def stop() -> None:
@@ -305,7 +312,7 @@ class TestSync:
             Path(words[-1]).with_suffix(".wandb.synced").touch()
             return type("Ended", (), {"returncode": 0})
 
-        monkeypatch.setattr("co2.wandb_sync.subprocess.run", run)
+        monkeypatch.setattr("co2.record.wandb_sync.subprocess.run", run)
         assert wandb_sync.main([str(runs)]) == 0
         assert handed == ["offline-run-new"]
         said = capsys.readouterr().out
@@ -346,7 +353,10 @@ def test_a_run_is_tagged_by_all_recipes_that_ask_for_it(monkeypatch: pytest.Monk
     monkeypatch.setenv("WANDB_TAGS", "mine")
     monkeypatch.setattr("sys.argv", ["pytest"])
     monkeypatch.setattr(Cell, "config", lambda cell: None)
-    monkeypatch.setattr("train.work", lambda config: seen.append(os.environ.get("WANDB_TAGS")))
+    monkeypatch.setattr(
+        "co2.app.application.App.work",
+        lambda self, config: seen.append(os.environ.get("WANDB_TAGS")),
+    )
     cells._train(found, None)  # type: ignore[arg-type]
     assert seen == ["mine,table2,sweep", "mine,table2"] and os.environ["WANDB_TAGS"] == "mine"
 

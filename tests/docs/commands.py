@@ -21,10 +21,12 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 import train
-from co2 import lab, peers, simulate
-from co2.compose import preflight
+from co2 import peers
+from co2.app.compose import preflight
 from co2.config import Config
 from co2.errors import ConfigError
+from co2.lab import measure as lab
+from co2.simulate import __main__ as simulate
 from recipes.registry import RECIPES
 from tests.cli.harness import ROOT
 
@@ -86,7 +88,10 @@ def trains(arguments: list[str], world: int | None = None) -> list[Config]:
     with patch.dict(os.environ, place if world else {}), patch.object(peers, "find_spec", str):
         try:
             preflight(
-                train.CONF, "config", arguments, lambda *job: runs.append(train.validate(*job))
+                train.APP.conf,
+                "config",
+                arguments,
+                lambda *job: runs.append(train.APP.validate(*job)),
             )
         except ConfigError as error:
             if "pip install" in str(error):
@@ -212,8 +217,8 @@ def recipes_mean(options: Namespace, rest: list[str]) -> None:
 
 
 MEANS: dict[str, Callable[[Namespace, list[str]], None]] = {
-    "co2.lab": lab_means,
-    "co2.simulate": simulate_means,
+    "co2.lab.__main__": lab_means,
+    "co2.simulate.__main__": simulate_means,
     "recipes.__main__": recipes_mean,
 }
 """Of modules: what more must hold of arguments that have been parsed."""

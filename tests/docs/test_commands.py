@@ -13,9 +13,9 @@ from torch import nn
 
 import co2
 import train
-from co2 import timeline
 from co2.errors import ConfigError
-from co2.record import read_summary
+from co2.record import timeline
+from co2.record.folder import read_summary
 from tests.cli.harness import ROOT, configured, pooled
 from tests.docs import pages
 from tests.docs.commands import NOT_RUN, PROGRAMS, check
@@ -46,7 +46,7 @@ def test_commands_are_found() -> None:
     python train.py task=gpt2 \\
         method=co2
 
-Text with `make bench` and `make`, `co2.tau=3` and `python -m co2.timeline RUN [RUN …]`,
+Text with `make bench` and `make`, `co2.tau=3` and `python -m co2.record.timeline RUN [RUN …]`,
     no code.
 
 - `scancel
@@ -65,7 +65,7 @@ unknown --program
         "python train.py task=gpt2 method=co2",
         "unknown --program",
         "make bench",
-        "python -m co2.timeline RUN",
+        "python -m co2.record.timeline RUN",
         "scancel JOB",
     ]
     assert len(SHOWN) > 30 and set(SHOWN.values()) > {"README.md", "slurm.md", "data.md"}
@@ -87,7 +87,7 @@ unknown --program
         "python -m co2.lab --mbit fast",
         "python -m co2.lab --mbit 20 co2.tua=3",
         "python -m co2.simulate --model nothing",
-        "python -m co2.timeline",
+        "python -m co2.record.timeline",
         "python -m benchmarks.digits --nothing",
         "python -m http.server",
         "python -m recipes run nothing",
@@ -118,7 +118,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @by_page
 def test_named_files_are_there(page: Path) -> None:
-    """`co2/comm.py` and the like; a heading may name a file that is to be made."""
+    """`co2/comm/background.py` and the like; a heading may name a file that is to be made."""
     text = re.sub(r"^#.*", "", pages.prose(page.read_text()), flags=re.MULTILINE)
     folders = "benchmarks|co2|conf|docs|examples|recipes|slurm|tasks|tests"
     for path in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
@@ -159,7 +159,7 @@ def test_ones_own_text(root: Path, tmp_path: Path) -> None:
     (command,) = (line for line in SHOWN if "data.path=my_texts/" in line)
     tiny = (*TINY, "launch.workers=1", f"data.root={root}")
     config = configured(*overrides(command), *tiny, runs=tmp_path / "runs")
-    train.work(config)
+    train.APP.work(config)
     assert read_summary(config)
 
 
@@ -169,7 +169,7 @@ def test_a_timeline_of_two_runs(workers: Pool, root: Path, my_texts: Path, tmp_p
     for command in (line for line in SHOWN if "train.py" in line and "trace=true" in line):
         words = (*overrides(command), *TINY, *data, "tag=default")
         assert pooled(workers, 2, *words, runs=tmp_path / "results" / "runs").status == 0
-    (command,) = (line for line in SHOWN if "co2.timeline results/" in line)
+    (command,) = (line for line in SHOWN if "co2.record.timeline results/" in line)
     assert timeline.main(shlex.split(command)[3:]) == 0
     assert os.path.getsize("timeline.png") > 10_000
 

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from co2 import lab, lab_report, netns
 from co2.errors import ConfigError
-from co2.netns import PREFIX, Network, check_root, remove_leftovers
+from co2.lab import measure as lab
+from co2.lab import report as lab_report
+from co2.lab import slow_network as netns
+from co2.lab.slow_network import PREFIX, Network, check_root, remove_leftovers
 
 ROOT = Path(lab.TRAIN).parent
 
@@ -102,7 +104,7 @@ def test_nothing_is_left_after_an_error() -> None:
 
 KILLED = """
 import os, sys, time
-from co2.netns import Network
+from co2.lab.slow_network import Network
 with Network([10.0], {0: 0.5}) as network:
     process = network.start(0, ["sleep", "1000"], os.environ)
     print(process.pid, flush=True)

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import co2
-from co2 import exchange, flat, meters
+from co2.comm import exchange, flat
 from co2.config import CommConfig, Precision
 from co2.methods import METHODS
+from co2.train import meters
 from tests.methods.driver import ADAM, ROUNDS_OF
 
 WIDTH = 257
@@ -31,7 +32,7 @@ def storages() -> dict[int, int]:
 
 def build(
     name: str, wire: Precision = Precision.fp32, **fields
-) -> tuple[nn.Module, torch.optim.Optimizer, co2.SyncMethod]:
+) -> tuple[nn.Module, torch.optim.Optimizer, co2.Method]:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8, bias=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     own = {"tau": 2} if name in ROUNDS_OF else {"freeze_step": 2} if name in ADAM else {}
@@ -39,7 +40,7 @@ def build(
     return model, optimizer, METHODS[name](config, CommConfig(dtype=wire))
 
 
-def train(model: nn.Module, method: co2.SyncMethod, steps: int) -> None:
+def train(model: nn.Module, method: co2.Method, steps: int) -> None:
     for _ in range(steps):
         model(torch.randn(4, WIDTH)).square().mean().backward()
         method.step()

@@ -6,15 +6,15 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
-import co2
-from co2 import paper_scaling
-from co2.comm import AsyncMean
+from co2.comm.background import BackgroundMean
 from co2.methods import METHODS
-from co2.model_shapes import MODELS
-from co2.network_model import COLLECTIVES, Link, Network, parse_link, ring_bytes, ring_s
-from co2.schedule_model import BLOCKING, OVERLAPPED, SIMULATED, Noise, Replicas, simulate
-from co2.simulate import main, scaling_ratio
+from co2.simulate import paper as paper_scaling
+from co2.simulate.__main__ import main, scaling_ratio
+from co2.simulate.models import MODELS
+from co2.simulate.network import COLLECTIVES, Link, Network, parse_link, ring_bytes, ring_s
+from co2.simulate.schedule import BLOCKING, OVERLAPPED, SIMULATED, Noise, Replicas, simulate
 
 LINK = Link(1e9, 1e-3)
 FLAT = Network(LINK)
@@ -65,8 +65,8 @@ def test_servers_by_hand():
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])
 @pytest.mark.parametrize("numel", [1, 7, 1000])
 def test_bytes_are_those_that_async_mean_counts(workers, numel):
-    mean = AsyncMean.__new__(AsyncMean)
-    mean.buffer, mean.num_replicas = co2.comm.torch.zeros(numel), workers
+    mean = BackgroundMean.__new__(BackgroundMean)
+    mean.buffer, mean.num_replicas = torch.zeros(numel), workers
     assert ring_bytes(4 * numel, workers) == mean.bytes_per_mean()
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.simulator import PAYLOAD_SHARE, points
-from co2.network_model import Link, Network
-from co2.schedule_model import SIMULATED, simulate
+from co2.simulate.network import Link, Network
+from co2.simulate.schedule import SIMULATED, simulate
 
 STEPS, STEP_S, VECTOR_BYTES = 60, 0.1, 4_000_000
 

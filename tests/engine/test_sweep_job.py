@@ -2,8 +2,8 @@
 
 import pytest
 
+from co2.app.sweep_job import sweep_job
 from co2.errors import ConfigError
-from co2.sweep_job import sweep_job
 
 SWEEP = ["task=toy", "co2.tau=1,3,6", "train.seed=0,1"]
 

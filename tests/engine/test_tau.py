@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import co2
-from co2 import tau
 from co2.methods import local
-from co2.tau import CHOICES, PATIENCE, START, WINDOW, AutoTau, choose
+from co2.methods.parts import auto_tau as tau
+from co2.methods.parts.auto_tau import CHOICES, PATIENCE, START, WINDOW, AutoTau, choose
 from tests.cli.harness import pooled
 from tests.methods.driver import ROUNDS_OF, SETTINGS, Session, Snapshot, assert_same
 from tests.workers import Pool
@@ -106,7 +106,7 @@ def test_it_rises_when_the_network_stays_slow() -> None:
     [
         (GOOD, LATE, GOOD, LATE, GOOD),  # never twice in a row
         (GOOD, (1.0, 40.0, 0.04), (1.0, 40.0, 0.04)),  # little is exposed
-        (GOOD, (1.0, 2.0, 0.2), (1.0, 2.0, 0.2)),  # exposed, but no longer round would mend it
+        (GOOD, (1.0, 2.0, 0.2), (1.0, 2.0, 0.2)),  # exposed, but no longer round would hint it
         (LATE, GOOD, GOOD, GOOD),  # it does not fall
     ],
 )

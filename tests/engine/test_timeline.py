@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from co2 import timeline
-from co2.trace import OUTER_STEP, SNAPSHOT, WAIT
+from co2.comm.phases import OUTER_STEP, SNAPSHOT, WAIT
+from co2.record import timeline
 from tests.cli.harness import metrics, pooled
 from tests.workers import Pool
 

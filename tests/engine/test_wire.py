@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import co2
-from co2.comm import AsyncMean
+from co2.comm.background import BackgroundMean
 from co2.config import CommConfig, Precision
 from co2.methods import METHODS
 from tests.methods.driver import ROUNDS_OF
@@ -168,7 +168,7 @@ def test_bytes_are_what_the_network_device_counts(tmp_path: Path, name: str, wor
 
 
 def test_a_mean_in_flight_must_be_waited_for():
-    mean = AsyncMean(3, co2.Mesh.world())
+    mean = BackgroundMean(3, co2.Mesh.world())
     mean.start(torch.ones(3))
     with pytest.raises(AssertionError, match="not waited for"):
         mean.start()

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 import co2
-from co2.comm import _CudaLane
+from co2.comm.background import _CudaLane
+from co2.comm.flat import FlatParams
 from co2.config import CommConfig, CommDevice
 from co2.errors import ConfigError
-from co2.flat import FlatParams
 from co2.methods import METHODS
 from tests.cli.harness import cli
 from tests.workers import Pool
@@ -154,7 +154,7 @@ def test_on_the_host_a_method_holds_nothing_on_the_gpu(name: str, fields: dict):
         method.step()
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before
-    assert method.copies_on == torch.device("cpu")
+    assert method.state_device == torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -184,7 +184,13 @@ def test_the_side_stream_orders_inner_step_copies_and_reader(dtype: torch.dtype)
 
 
 def test_train_py_shares_a_gpu(tmp_path: Path):
-    words = ("method=co2", "co2.tau=3", "train.steps=30", "launch.backend=auto", "comm.device=cpu")
+    words = (
+        "method=co2",
+        "co2.tau=3",
+        "train.steps=30",
+        "launch.backend=auto",
+        "comm.device=cpu",
+    )
     run = cli(*words, "launch.workers=2", runs=tmp_path / "runs")
     assert run.status == 0, run.err
     summary = json.loads((run.folder / "summary.json").read_text())

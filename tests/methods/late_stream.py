@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from co2 import flat
+from co2.comm import flat
 from co2.config import CommConfig, CommDevice
 
 HOST = CommConfig(device=CommDevice.cpu)
@@ -46,7 +46,7 @@ class Event:
 
 
 class LateStream:
-    """Stands in for `co2.transfer.SideStream`.
+    """Stands in for `co2.comm.transfer.SideStream`.
 
     Args:
         pace: of copies that nobody waits for.

@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import co2
 from co2.config import CommConfig, MeshConfig, Strategy
 from co2.methods import METHODS
-from co2.sharding import Replica, accumulating, checkpoint_activations, whole_weights
+from co2.train.replica import Replica, accumulating, checkpoint_activations, whole_weights
 
 SAMPLES = 4
 """Of one worker in one step."""
@@ -40,7 +40,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "co2 in parts": ("co2", {"tau": TAU, "outer_momentum": 0.5, "clip": 0.02, "shard": True}),
     "co2_keep": (
         "co2_keep",
-        {"tau": TAU, "delay": 1, "kept": 0.6, "outer_momentum": 0.6, "injection": 0.3},
+        {"tau": TAU, "delay": 1, "keep_local": 0.6, "outer_momentum": 0.6, "momentum_weight": 0.3},
     ),
 }
 

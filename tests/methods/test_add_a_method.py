@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import train
+from co2.app.application import App
 from co2.methods import METHODS
+from tasks import TASKS
 from tests.cli.harness import ROOT, configured, metrics, run_folder
 from tests.methods import problem
 from tests.methods.driver import Snapshot, trajectory
@@ -77,16 +79,15 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [(name, text)] = re.findall(r"## \d\. `conf/(\S+)`.*?```yaml\n(.*?)```", PAGE, re.DOTALL)
     shutil.copytree(ROOT / "conf", tmp_path / "conf")
     (tmp_path / "conf" / name).write_text(text)
-    monkeypatch.setattr(train, "CONF", tmp_path / "conf")
     with registered():
-        monkeypatch.setitem(train.KNOWN, "easgd", METHODS["easgd"])
+        monkeypatch.setattr(train, "APP", App(tmp_path / "conf", TASKS))
         yield
 
 
 @pytest.mark.usefixtures("conf")
 def test_it_trains(tmp_path: Path) -> None:
     config = configured("task=toy", "method=easgd", "launch.workers=1", runs=tmp_path / "runs")
-    train.work(config)
+    train.APP.work(config)
     first, *_, last = metrics(run_folder(config), "eval")
     assert last["loss"] < first["loss"]
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import co2
-from co2.comm import AsyncMean
+from co2.comm.background import BackgroundMean
 from co2.config import CommConfig, Precision
 from tests.methods import problem
 from tests.methods.driver import ADAM, SETTINGS, Snapshot, trajectory
@@ -17,7 +17,7 @@ STEPS = 15
 
 def mean_of(rank: int, world: int) -> tuple[Tensor, Tensor]:
     vector = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
-    mean = AsyncMean(1000, co2.Mesh.world(), BF16)
+    mean = BackgroundMean(1000, co2.Mesh.world(), BF16)
     mean.start(vector)
     found = mean.wait()
     assert found is not None

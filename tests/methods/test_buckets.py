@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import co2
-from co2.comm import AsyncMean
+from co2.comm.background import BackgroundMean
 from co2.methods import METHODS
 from tests.methods import problem
 from tests.methods.collectives import Recorder
@@ -61,7 +61,7 @@ def test_buckets_change_nothing(workers: Pool, name: str) -> None:
 def means(rank: int, world: int) -> None:
     for sizes, bucket in LAYOUTS:
         numel = sum(sizes)
-        mean = AsyncMean(numel, co2.Mesh.world(), comm(bucket), torch.float64, "cpu")
+        mean = BackgroundMean(numel, co2.Mesh.world(), comm(bucket), torch.float64, "cpu")
         assert mean.wait() is None, "nothing was started"
         assert not mean.in_flight
         base = torch.arange(numel, dtype=torch.float64) + 1
@@ -78,7 +78,7 @@ def means(rank: int, world: int) -> None:
         assert torch.equal(_arrived(mean), base * (world + 1) / 2)
 
 
-def _arrived(mean: AsyncMean) -> Tensor:
+def _arrived(mean: BackgroundMean) -> Tensor:
     arrived = mean.wait()
     assert arrived is not None
     return arrived

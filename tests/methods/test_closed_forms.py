@@ -79,7 +79,7 @@ def co2_case(
 def keep_case(
     name: str, gradients: list[list[Vector]], expected: list[list[Vector]], **settings: Any
 ) -> Case:
-    plain = {"tau": 2, "outer_momentum": 0.0, "injection": 0.0}
+    plain = {"tau": 2, "outer_momentum": 0.0, "momentum_weight": 0.0}
     return Case(name, "co2_keep", {**plain, **settings}, gradients, expected)
 
 
@@ -130,21 +130,21 @@ CASES = [
          [scalars(2, 0, 0, 0), scalars(0, 2, 0, 0)],
          [scalars(-2, -2, -4, -4), scalars(0, -4, -4, -4)]),
     keep_case("SlowMo's starts", ONE, [scalars(-1, -2.5, -4.25, -6.125)],
-              kept=1.0, outer_momentum=0.5, injection=0.5),
+              keep_local=1.0, outer_momentum=0.5, momentum_weight=0.5),
     # from round 1 on half a round stays behind
-    keep_case("half is kept", ONE, [scalars(-1, -1.5, -2.5, -3.5)], kept=0.5),
+    keep_case("half is keep_local", ONE, [scalars(-1, -1.5, -2.5, -3.5)], keep_local=0.5),
     # after step 3 at -1 - .25, after step 5 at -2 - .25
     keep_case("half is kept of one step", ONE, [scalars(-1, -1.75, -2.75, -3.75)],
-              kept=0.5, delay=1),
-    keep_case("all is kept of one step", ONE, [scalars(-1, -2, -3, -4)], kept=1.0, delay=1),
+              keep_local=0.5, delay=1),
+    keep_case("all is kept of one step", ONE, [scalars(-1, -2, -3, -4)], keep_local=1.0, delay=1),
     keep_case("DiLoCo's Nesterov", ONE, [scalars(-1.5, -3.25, -5.125)],
-              kept=0.0, delay=0, outer_momentum=0.5, injection=0.5),
+              keep_local=0.0, delay=0, outer_momentum=0.5, momentum_weight=0.5),
     keep_case("two keep half their disagreement", [scalars(0.5), scalars(1.5)],
-              [scalars(-1, -2.5, -4.5, -6.5), scalars(-3, -3.5, -5.5, -7.5)], kept=0.5),
+              [scalars(-1, -2.5, -4.5, -6.5), scalars(-3, -3.5, -5.5, -7.5)], keep_local=0.5),
     # u = 0, -2, -3, -3.5: CoCoD-SGD's rounds, and half of u
     keep_case("two keep their disagreement", [scalars(0.5), scalars(1.5)],
               [scalars(-1, -4, -7.5, -11.25), scalars(-3, -6, -9.5, -13.25)],
-              kept=1.0, outer_momentum=0.5, injection=0.5),
+              keep_local=1.0, outer_momentum=0.5, momentum_weight=0.5),
     co2_case("one round late", ONE, [scalars(0, -1, -2, -3)]),
     co2_case("momentum", ONE, [scalars(0, -1, -2.5, -4.25, -6.125)], outer_momentum=0.5),
     co2_case("outer rate", ONE, [scalars(0, -0.5, -1.25, -2.125)],

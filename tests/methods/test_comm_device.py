@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 import co2
-from co2 import meters
-from co2.comm import AsyncMean
+from co2.comm.background import BackgroundMean
+from co2.comm.flat import FlatParams
+from co2.comm.transfer import Direct, Staged
 from co2.config import CommConfig, CommDevice
 from co2.errors import ConfigError
-from co2.flat import FlatParams
 from co2.methods import METHODS
-from co2.transfer import Direct, Staged
+from co2.train import meters
 from tests.methods.driver import ROUNDS_OF, SETTINGS, Session, assert_same, parts, trajectory
 from tests.methods.late_stream import HOST, LateStream, at_once, at_random, late, no_gpu_needed
 from tests.methods.test_resume import finish, load, save
@@ -60,8 +60,8 @@ def test_resume(workers: Pool, name: str) -> None:
 
 def flat_of(stream: LateStream, monkeypatch: pytest.MonkeyPatch) -> tuple[FlatParams, nn.Module]:
     """Weights in chunks of 4 and a last one of 1; one weight is channels-last."""
-    monkeypatch.setattr("co2.flat.side_stream", lambda device: stream)
-    monkeypatch.setitem(co2.flat._CHUNK, "cpu", 4)
+    monkeypatch.setattr("co2.comm.flat.side_stream", lambda device: stream)
+    monkeypatch.setitem(co2.comm.flat._CHUNK, "cpu", 4)
     wide = torch.randn(1, 2, 2, 1).contiguous(memory_format=torch.channels_last)
     weights = [torch.randn(5), torch.randn(2, 3), torch.randn(()), wide, torch.randn(1)]
     model = nn.ParameterList([nn.Parameter(weight) for weight in weights])
@@ -178,7 +178,7 @@ class OnAGpu:
     """A method as the ledger sees it when the model is on a GPU: this test's model is not."""
 
     copies, scratch_bytes = 3, 80
-    copies_on = torch.device("meta")
+    state_device = torch.device("meta")
 
 
 def test_the_ledger_says_where() -> None:
@@ -187,7 +187,7 @@ def test_the_ledger_says_where() -> None:
     told = meters.ledger(model, optimizer, OnAGpu())  # type: ignore[arg-type]
     assert (told["extra_bytes"], told["scratch_bytes"]) == (0, 0)
     assert told["host_bytes"] == 3 * 4 * 10 + 80
-    OnAGpu.copies_on = torch.device("cpu")
+    OnAGpu.state_device = torch.device("cpu")
     told = meters.ledger(model, optimizer, OnAGpu())  # type: ignore[arg-type]
     assert (told["extra_bytes"], told["scratch_bytes"], told["host_bytes"]) == (120, 80, 0)
 
@@ -198,8 +198,12 @@ def made(rank: int, world: int) -> list[str | None]:
     for device in ("cpu", "cuda"):
         mesh = co2.Mesh(rank, world, torch.device(device))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(co2.Mesh, "new_group", lambda self, backend=None: asked.append(backend))
-            AsyncMean(10, mesh, CommConfig())
+            patch.setattr(
+                co2.Mesh,
+                "new_group_across_replicas",
+                lambda self, backend=None: asked.append(backend),
+            )
+            BackgroundMean(10, mesh, CommConfig())
     return asked
 
 

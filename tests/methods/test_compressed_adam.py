@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import co2
+from co2.comm.exchange import CompressedMean
 from co2.config import CommConfig, CommDevice, Precision
 from co2.errors import ConfigError
-from co2.exchange import CompressedMean
 from co2.methods.onebit_adam import OneBitAdam
 from co2.methods.zero_one_adam import ZeroOneAdam
 from tests.methods import problem
@@ -59,7 +59,7 @@ def uncompressed(rank: int, world: int) -> None:
         group["weight_decay"] = 0.0
     start, means, apart = method.flat.copy(), [], 0
 
-    def exact(self: CompressedMean, vector: Tensor, support: Tensor) -> None:
+    def exact(self: CompressedMean, vector: Tensor, mask: Tensor) -> None:
         dist.all_reduce(vector, op=dist.ReduceOp.AVG, group=self._mean.group)
         means.append(vector.clone())
 

@@ -23,8 +23,8 @@ ROUNDS = (
 )
 DILOCOS = ("diloco", "streaming_diloco", "eager_diloco")
 WRONG: list[tuple[str, str, Any]] = [
-    *(("co2_keep", "injection", value) for value in (-0.1, NAN, INF)),
-    *(("co2_keep", "kept", value) for value in (-0.1, 1.1, NAN)),
+    *(("co2_keep", "momentum_weight", value) for value in (-0.1, NAN, INF)),
+    *(("co2_keep", "keep_local", value) for value in (-0.1, 1.1, NAN)),
     *(("co2_keep", "delay", value) for value in (-1, 4, 0.5, True)),
     *((name, "tau", value) for name in ROUNDS for value in (0, -3)),
     *(

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed
 
-from co2 import dist
+from co2.comm import mesh as dist
 from tests.methods.collectives import SlowNetwork
 from tests.methods.driver import OVERLAPPED, SETTINGS, Session, Snapshot, assert_same, trajectory
 from tests.workers import Pool
@@ -77,7 +77,7 @@ def test_gloo_is_for_the_memory_of_the_host(workers: Pool) -> None:
 
 
 def carried(rank: int, world: int) -> None:
-    group = dist.Mesh.world().new_group()
+    group = dist.Mesh.world().new_group_across_replicas()
     gpu, host = SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)
     assert not dist.carries(group, gpu)  # type: ignore[arg-type]
     assert dist.carries(group, host)  # type: ignore[arg-type]

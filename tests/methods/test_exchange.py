@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import co2
-from co2 import exchange
-from co2.comm import AsyncMean
-from co2.compress import COMPRESSORS, num_bytes, pack, unpack
-from co2.exchange import CompressedMean
+from co2.comm import exchange
+from co2.comm.background import BackgroundMean
+from co2.comm.compress import COMPRESSORS, num_bytes, pack, unpack
+from co2.comm.exchange import CompressedMean
 from tests.methods.driver import assert_same
 from tests.reference.two_stages import TwoStages
 from tests.workers import Pool
@@ -71,7 +71,7 @@ def test_rounding_leaves_half_a_step(kind: str) -> None:
 
 def new_mean(sizes: list[int], kind: str, dtype: torch.dtype = torch.float64) -> CompressedMean:
     mesh = co2.Mesh.world()
-    mean = AsyncMean(sum(sizes), mesh, dtype=dtype)
+    mean = BackgroundMean(sum(sizes), mesh, dtype=dtype)
     return CompressedMean(sizes, mesh, mean, COMPRESSORS[kind])
 
 
@@ -97,17 +97,17 @@ def test_closed_form(workers: Pool, dtype: torch.dtype) -> None:
 
 
 def two_tensors(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Three elements and one, in chunks of two; the last element's support is 0."""
+    """Three elements and one, in chunks of two; the last element's mask is 0."""
     mean = new_mean([3, 1, 2], "sign")
     vector = torch.tensor([2.0, -2.0, 2.0, 100.0, 0.001, 5.0], dtype=torch.float64)
-    support = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0], dtype=torch.float64)
-    mean.mean_(vector, support)
+    mask = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0], dtype=torch.float64)
+    mean.mean_(vector, mask)
     return vector, mean.worker_error, mean.server_error
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_tensor_has_its_own_scale(workers: Pool, world: int) -> None:
-    """Each is of one size, so that nothing is lost, and what has no support is not counted."""
+    """Each is of one size, so that nothing is lost, and what has no mask is not counted."""
     for vector, worker_error, server_error in workers.run(two_tensors, world):
         expected = [2, -2, 2, 100, 0.001, 0]
         assert vector.tolist() == pytest.approx(expected, rel=1e-12)
@@ -218,7 +218,7 @@ def on_the_wire(rank: int, world: int, sizes: list[int], kind: str) -> tuple[int
         return gather(output, given, **kwargs)
 
     mesh, numel = co2.Mesh.world(), sum(sizes)
-    mean = AsyncMean(numel, mesh)
+    mean = BackgroundMean(numel, mesh)
     packed = CompressedMean(sizes, mesh, mean, COMPRESSORS[kind])
     with (
         patch.object(dist, "all_to_all_single", counted_to_all),

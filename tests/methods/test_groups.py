@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import co2
-from co2 import dist as blocking
-from co2.comm import AsyncMean
+from co2.comm import mesh as blocking
+from co2.comm.background import BackgroundMean
 from co2.methods import METHODS
 from tests.cli.harness import pooled
 from tests.methods.driver import SETTINGS, inner, parts
@@ -80,8 +80,8 @@ def test_no_group_has_two_roles(workers: Pool, tmp_path: Path, name: str) -> Non
 def crossed(rank: int, world: int) -> list[float]:
     """Two means and a consensus under way together, begun in another order on each worker."""
     mesh = co2.Mesh.world()
-    means = [AsyncMean(1000, mesh), AsyncMean(1000, mesh)]
-    group = mesh.new_group()
+    means = [BackgroundMean(1000, mesh), BackgroundMean(1000, mesh)]
+    group = mesh.new_group_across_replicas()
     order = (0, 1) if rank == 0 else (1, 0)
     for index in order:
         means[index].start(torch.full((1000,), 10.0 * index + rank))

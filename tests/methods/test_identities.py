@@ -62,9 +62,9 @@ NESTEROV = {"tau": TAU, "outer_lr": 1.0, "outer_momentum": 0.6}
 @pytest.mark.parametrize(
     ("own", "name", "settings"),
     [
-        ({"kept": 1.0, "injection": 0.0}, "cocod_sgd", {"tau": TAU}),
-        ({"delay": 0, "injection": 0.0}, "local_sgd", {"tau": TAU}),
-        ({"delay": 0, "outer_momentum": 0.6, "injection": 0.6}, "diloco", NESTEROV),
+        ({"keep_local": 1.0, "momentum_weight": 0.0}, "cocod_sgd", {"tau": TAU}),
+        ({"delay": 0, "momentum_weight": 0.0}, "local_sgd", {"tau": TAU}),
+        ({"delay": 0, "outer_momentum": 0.6, "momentum_weight": 0.6}, "diloco", NESTEROV),
     ],
     ids=["cocod_sgd", "local_sgd", "diloco"],
 )
@@ -83,7 +83,7 @@ def test_eager_diloco_alone_is_diloco(workers: Pool, optimizer: str) -> None:
 
 
 def test_kept_progress_with_a_delay_of_a_round(workers: Pool) -> None:
-    settings = {"tau": TAU, "kept": 0.6}
+    settings = {"tau": TAU, "keep_local": 0.6}
     named = workers.run(trajectory, 3, "co2_keep", {**settings, "delay": TAU}, "adamw")
     assert_same(named, workers.run(trajectory, 3, "co2_keep", settings, "adamw"))
 
@@ -105,7 +105,7 @@ def drifted(rank: int, world: int, name: str, settings: dict[str, Any]) -> list[
 
 def test_kept_progress_that_keeps_none_is_co2_from_the_second_round_on(workers: Pool) -> None:
     """CO2 throws the first round's end away, where nothing has arrived; kept progress does not."""
-    settings = {"tau": TAU, "kept": 0.0, "injection": 0.0}
+    settings = {"tau": TAU, "keep_local": 0.0, "momentum_weight": 0.0}
     kept = workers.run(drifted, 3, "co2_keep", settings)
     late = workers.run(drifted, 3, "co2", CO2_PLAIN)
     for run, other in zip(kept, late, strict=True):

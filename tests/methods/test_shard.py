@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import co2
-from co2 import flat
-from co2.comm import AsyncMean
+from co2.comm import flat
+from co2.comm.background import BackgroundMean
 from tests.methods import problem
 from tests.methods.collectives import Recorder
 from tests.methods.driver import SETTINGS, Session, assert_same, trajectory
@@ -115,8 +115,9 @@ def test_replicas_start_rounds_bit_for_bit_alike(workers: Pool, world: int) -> N
 
 
 class SlowBackground:
-    """Inside `with`: what `AsyncMean.run` launches begins `delay(n)` local steps later, or when
-    somebody waits for it. n counts the launches; the user calls `tick()` after each local step."""
+    """Inside `with`: what `BackgroundMean.run` launches begins `delay(n)` local steps later, or
+    when somebody waits for it. n counts the launches; the user calls `tick()` after each local
+    step."""
 
     def __init__(self, delay: Callable[[int], int]) -> None:
         self.delay = delay
@@ -126,9 +127,9 @@ class SlowBackground:
         self._patches = ExitStack()
 
     def __enter__(self) -> "SlowBackground":
-        run, wait = AsyncMean.run, AsyncMean.wait
+        run, wait = BackgroundMean.run, BackgroundMean.wait
 
-        def held(mean: AsyncMean, sequence: Callable[[], None]) -> None:
+        def held(mean: BackgroundMean, sequence: Callable[[], None]) -> None:
             gate = threading.Event()
             self.left.append(self.delay(len(self.left)) + 1)
             self.gates.append(gate)
@@ -140,14 +141,14 @@ class SlowBackground:
 
             run(mean, carried)
 
-        def impatient(mean: AsyncMean) -> Tensor | None:
+        def impatient(mean: BackgroundMean) -> Tensor | None:
             if self.gates and not self.gates[-1].is_set():
                 self.forced[-1] = True
                 self.gates[-1].set()
             return wait(mean)
 
-        self._patches.enter_context(patch.object(AsyncMean, "run", held))
-        self._patches.enter_context(patch.object(AsyncMean, "wait", impatient))
+        self._patches.enter_context(patch.object(BackgroundMean, "run", held))
+        self._patches.enter_context(patch.object(BackgroundMean, "wait", impatient))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -294,7 +295,7 @@ def test_rates_that_nobody_told_ahead(workers: Pool) -> None:
 
 def clocked(rank: int, world: int) -> None:
     """Launch to completion, and the part of it for which somebody stood still."""
-    mean = AsyncMean(12, co2.Mesh.world())
+    mean = BackgroundMean(12, co2.Mesh.world())
     for sleep_s, work_s in ((0.2, 0.0), (0.1, 0.3)):
         before = mean.clocks()
         mean.run(lambda sleep_s=sleep_s: time.sleep(sleep_s))

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import co2
+from co2.comm.collectives import local
 from co2.config import MeshConfig, Strategy
-from co2.dist import local
-from co2.meters import ledger
-from co2.sharding import Replica, blocks, local_optimizer
+from co2.train.meters import ledger
+from co2.train.replica import Replica, blocks, local_optimizer
 from tests.engine.test_memory import storages
 from tests.methods.driver import assert_same
 from tests.methods.sharded import SETTINGS, Block, Net, Worker
@@ -208,9 +208,19 @@ def test_the_ledger_tells_what_is_held(workers, kind, strategy):
 
 def places(rank: int, world: int) -> tuple[tuple, list[list[int]]]:
     mesh = co2.Mesh.world(2)
-    groups = [mesh.new_group(), mesh.new_shard_group(), mesh.new_worker_group()]
+    groups = [
+        mesh.new_group_across_replicas(),
+        mesh.new_group_within_replica(),
+        mesh.new_group_of_workers(),
+    ]
     ranks = [dist.get_process_group_ranks(group) for group in groups]
-    return (mesh.replica, mesh.num_replicas, mesh.shard, mesh.worker, mesh.num_workers), ranks
+    return (
+        mesh.replica,
+        mesh.num_replicas,
+        mesh.rank_in_replica,
+        mesh.worker,
+        mesh.num_workers,
+    ), ranks
 
 
 def test_who_is_where(workers):
@@ -225,8 +235,13 @@ def test_who_is_where(workers):
 
 def test_alone_there_is_no_group():
     mesh = co2.Mesh.world()
-    assert (mesh.worker, mesh.num_workers, mesh.shard) == (0, 1, 0)
-    assert mesh.new_group() is mesh.new_shard_group() is mesh.new_worker_group() is None
+    assert (mesh.worker, mesh.num_workers, mesh.rank_in_replica) == (0, 1, 0)
+    assert (
+        mesh.new_group_across_replicas()
+        is mesh.new_group_within_replica()
+        is mesh.new_group_of_workers()
+        is None
+    )
     with pytest.raises(co2.ConfigError, match=r"mesh.replica_size=2: must divide the 1 workers"):
         co2.Mesh.world(2)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import co2
-from co2 import lab
+from co2.lab import measure as lab
 from co2.peers import PEERS
 from tests.engine.test_lab import TOY, needs_root, traces
 

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
-from co2 import lab, launch, peers
+from co2 import peers
 from co2.errors import ConfigError
+from co2.lab import measure as lab
 from co2.peers import PEERS
+from co2.train import launch
 from tests.cli.harness import configured
 
 MISSING = "needs the extra 'peers': pip install -e '.[peers]'"

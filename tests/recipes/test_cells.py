@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from co2.errors import ConfigError
-from co2.record import run_folder
+from co2.record.folder import run_folder
 from recipes.cells import Cell, run
 from tests.cli.harness import TOY, assert_same_run, cli
 

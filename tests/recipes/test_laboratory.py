@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from co2 import lab
+from co2.lab import measure as lab
 from recipes import entries, figure1, laboratory, scaling, table3
 from recipes.__main__ import main
 from recipes.collect import collect, read

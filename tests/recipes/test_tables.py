@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from co2.errors import ConfigError
-from co2.paper_scaling import PAPER as SCALING
-from co2.record import run_folder
+from co2.record.folder import run_folder
+from co2.simulate.paper import PAPER as SCALING
 from recipes import entries, readme, render
 from recipes.__main__ import main, recipe_of
 from recipes.cells import Cell

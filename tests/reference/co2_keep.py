@@ -17,8 +17,8 @@ def rounds(
     replicas: list[Replica],
     tau: int,
     outer_momentum: float,
-    injection: float,
-    kept: float = 0.5,
+    momentum_weight: float,
+    keep_local: float = 0.5,
     delay: int | None = None,
 ) -> Iterator[None]:
     delay = tau if delay is None else delay
@@ -34,9 +34,9 @@ def rounds(
     def arrive(delta: Tensor, since: list[Tensor]) -> None:
         nonlocal center, u
         u = outer_momentum * u + delta
-        center = center + delta + injection * u
+        center = center + delta + momentum_weight * u
         for replica, own in zip(replicas, since, strict=True):
-            replica.set_weights(center + kept * own)
+            replica.set_weights(center + keep_local * own)
 
     delta = None
     while True:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from co2.record import run_folder
+from co2.record.folder import run_folder
 from recipes.__main__ import run
 from recipes.recipe import Column, Recipe, Row
 from tests.cli.harness import (

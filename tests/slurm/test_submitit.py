@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import train
-from co2.compose import preflight
+from co2.app.compose import preflight
 from co2.errors import ConfigError
 from tests.cli.harness import TOY, configured
 
@@ -18,6 +18,6 @@ def test_only_for_sweeps(tmp_path: Path) -> None:
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("co2.compose.find_spec", lambda name: None)
+    monkeypatch.setattr("co2.app.compose.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"launcher=submitit_slurm: .*\.\[slurm\]"):
-        preflight(train.CONF, "config", ["-m", *TOY, LAUNCHER], lambda *job: None)
+        preflight(train.APP.conf, "config", ["-m", *TOY, LAUNCHER], lambda *job: None)

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from co2.comm.mesh import Mesh
 from co2.config import DataConfig, OptimConfig, TrainConfig
-from co2.dist import Mesh
 from tasks import GPT2, Toy, TransNormer
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import train
+from co2.app.application import App
 from tasks import TASKS
 from tests.cli.harness import ROOT, configured, metrics, run_folder
 
@@ -23,7 +24,7 @@ def sine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(ROOT / "conf", tmp_path / "conf")
     for name, text in files:
         (tmp_path / "conf" / name).write_text(text)
-    monkeypatch.setattr(train, "CONF", tmp_path / "conf")
+    monkeypatch.setattr(train, "APP", App(tmp_path / "conf", TASKS))
 
 
 @pytest.mark.usefixtures("sine")
@@ -33,7 +34,7 @@ def sine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_page_trains(tmp_path: Path, method: str, most: float) -> None:
     runs = tmp_path / "runs"
     config = configured("task=sine", f"method={method}", "launch.workers=1", runs=runs)
-    train.work(config)
+    train.APP.work(config)
     last = metrics(run_folder(config), "eval")[-1]
     assert last["step"] == 600 and last["loss"] < most
 

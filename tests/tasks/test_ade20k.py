@@ -85,17 +85,17 @@ def test_the_model_of_scale_paper() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backbone", "mend"),
+    ("backbone", "hint"),
     [
         ("resnt50", "timm has no such model; the nearest name is resnet50"),
         ("vit_tiny_patch16_224", "does not give 4 maps of different sizes"),
         ("hf-hub:somebody/model", "timm has no such model; the nearest name is "),
     ],
 )
-def test_backbones_that_do_not_fit(backbone: str, mend: str) -> None:
+def test_backbones_that_do_not_fit(backbone: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ade20k(backbone=backbone).setup(1)
-    assert str(caught.value).startswith(f"ade20k.backbone={backbone}: {mend}")
+    assert str(caught.value).startswith(f"ade20k.backbone={backbone}: {hint}")
     assert len(str(caught.value)) < 150
 
 
@@ -142,7 +142,7 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     trained["conv1.0.weight"] = torch.zeros(3, 3)
     torch.save(trained, tmp_path / "shape.pth")
     (tmp_path / "text.pth").write_text("not weights")
-    for backbone, name, mend in [
+    for backbone, name, hint in [
         ("resnet10t", "none.pth", "no such file"),
         ("resnet10t", "text.pth", "is not a state dict of timm ("),
         ("resnet18", "resnet10t.pth", "does not fit resnet18: it lacks conv1.weight, one of "),
@@ -150,7 +150,7 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ConfigError) as caught:
             ade20k(backbone=backbone, weights=str(tmp_path / name)).setup(1)
-        assert str(caught.value).startswith(f"ade20k.weights={tmp_path / name}: {mend}")
+        assert str(caught.value).startswith(f"ade20k.weights={tmp_path / name}: {hint}")
 
 
 def test_batches_go_on_from_any_start(task: ADE20K) -> None:

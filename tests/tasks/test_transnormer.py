@@ -11,7 +11,7 @@ import torch
 
 from co2.config import OptimConfig
 from co2.errors import ConfigError
-from co2.model_shapes import MODELS
+from co2.simulate.models import MODELS
 from tasks import transnormer_model as parts
 from tasks.causal import CorpusName
 from tasks.optimizer import make_optimizer

@@ -1,0 +1,158 @@
+"""The application: from a command line to runs, of one configuration folder and a set of tasks."""
+
+import math
+import os
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from co2 import peers
+from co2.app.compose import composed, preflight
+from co2.config import Config, Resume, typed
+from co2.errors import DIVERGED, STOPPED, ConfigError
+from co2.methods import METHODS, Method
+from co2.record.console import Outcome, closing_table, sweep_table
+from co2.record.folder import check_folder, read_summary, tag_from
+from co2.task import Task
+from co2.train import launch, replica
+from co2.train.loop import train
+
+
+@dataclass(frozen=True)
+class App:
+    """What `train.py` is. It can be pickled, so that workers can be handed its methods.
+
+    Args:
+        conf: folder of the Hydra configuration, whose root is `config.yaml`.
+        tasks: what can be trained, by the names of `task=`.
+        methods: how replicas can be kept in step, by the names of `method=`.
+    """
+
+    conf: Path
+    tasks: Mapping[str, type[Task]]
+    methods: Mapping[str, type[Method]] = field(default_factory=lambda: {**METHODS, **peers.PEERS})
+
+    def config(self, overrides: Sequence[str]) -> Config:
+        """What `train.py` makes of these overrides. Raises `ConfigError`; writes nothing."""
+        return self.validate(composed(self.conf, "config", overrides), list(overrides))
+
+    def validate(self, cfg: DictConfig, overrides: list[str]) -> Config:
+        """The composed configuration as a checked run. Raises `ConfigError`; writes nothing."""
+        config = typed(cfg, self.methods, self.tasks)
+        check = getattr(self.methods[config.method], "check", None)
+        if check is not None:
+            check(config.optim)
+        world = launch.world_size(config.launch)
+        if cfg.tag is None:
+            config.tag = tag_from(overrides, world, config.launch.workers, config.method)
+        launch.check(config)
+        peers.check(config, world)
+        replica.check(config, world, self.make_method(config))
+        check_folder(config, world)
+        return config
+
+    def prepare_data(self, config: Config) -> None:
+        """Make and check the data once, before any worker starts. Raises `ConfigError`."""
+        self.make_task(config).setup(launch.world_size(config.launch))
+
+    def make_task(self, config: Config) -> Task:
+        return self.tasks[config.task](config.task_config, config.train, config.optim, config.data)
+
+    def make_method(self, config: Config) -> Method:
+        """Raises `ConfigError` where its fields and those of `comm` do not go together."""
+        return self.methods[config.method](config.method_config, config.comm)
+
+    def work(self, config: Config) -> None:
+        """What every worker runs."""
+        mesh = launch.mesh(config)
+        task = self.make_task(config)
+        task.setup(mesh.num_workers)
+        train(config, task, self.make_method(config), mesh)
+
+    def run(self, config: Config) -> int:
+        """One run, to its end. Returns its exit status."""
+        if config.resume is Resume.auto and read_summary(config):
+            if launch.is_first():
+                print("finished already; resume=never trains it afresh and keeps this one aside")
+        else:
+            status = launch.run(self.work, config)
+            if status:
+                return status
+        if launch.is_first():  # who has written it; the others may be here before
+            summary = read_summary(config)
+            assert summary is not None, "a run that ended well has a summary"
+            print(closing_table(summary))
+        return 0
+
+    def main(self, argv: Sequence[str]) -> int:
+        """The command line of `train.py`, without the program. Returns the exit status."""
+        os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us; Hydra would print pages
+        try:
+            preflight(self.conf, "config", argv, self.check)
+        except ConfigError as error:
+            return launch.refuse(error)
+        if {"-m", "--multirun"} & set(argv):
+            # W&B's own variable: the runs of a sweep are one group, named by its command line.
+            words = [word for word in argv if word not in ("-m", "--multirun")]
+            os.environ.setdefault("WANDB_RUN_GROUP", " ".join(words)[:128])
+        outcomes: list[Outcome] = []
+        statuses: list[int] = []
+
+        def job(cfg: DictConfig) -> float | None:
+            """Returns what a sweeper that searches makes small: see `objective`."""
+            overrides = list(HydraConfig.get().overrides.task)
+            if not _in_sweep():
+                config = self.validate(cfg, overrides)
+                status = self.run(config)
+                statuses.append(status)
+                return None if status else objective(status, read_summary(config))
+            summary = None
+            try:
+                config = self.validate(cfg, overrides)
+                status = self.run(config)
+                summary = None if status else read_summary(config)
+            except ConfigError as error:  # a value that a sweeper has made up
+                status = launch.refuse(error)
+            except Exception:  # of this job; the others shall not suffer
+                traceback.print_exc()
+                status = 1
+            outcomes.append(Outcome(overrides, status, summary))
+            if status in STOPPED:
+                raise SystemExit(status)
+            return objective(status, summary)
+
+        try:
+            hydra.main(version_base="1.3", config_path=str(self.conf), config_name="config")(job)()
+        except ValueError:
+            # A search without a trial that ended well has no best one: the table says why.
+            if not outcomes or not all(outcome.status for outcome in outcomes):
+                raise
+        finally:
+            if outcomes:
+                print(sweep_table(outcomes))
+        failed = [outcome.status for outcome in outcomes if outcome.status]
+        return next(iter([*failed, *statuses]), 0)
+
+    def check(self, cfg: DictConfig, overrides: list[str]) -> None:
+        self.prepare_data(self.validate(cfg, overrides))
+
+
+def objective(status: int, summary: dict | None) -> float | None:
+    """The final validation loss; infinite where training diverged; None where it failed."""
+    if summary is None:
+        return math.inf if status == DIVERGED else None
+    loss = summary["final"]["loss"]
+    return math.inf if loss is None else loss
+
+
+def _in_sweep() -> bool:
+    """Whether this process starts all jobs of a sweep, one after the other."""
+    hydra_config = HydraConfig.get()
+    alone = launch.identity() is None and hydra_config.runtime.choices["hydra/launcher"] == "basic"
+    return alone and hydra_config.mode is RunMode.MULTIRUN

@@ -1,0 +1,98 @@
+"""Compressors: one to eight bits an element, and a scale that says how large they are.
+
+    sign   C(x) = s·sign(x), sign(0) = +1     s = ‖x‖₂/√n         (1-bit Adam, arXiv 2102.02888)
+    int4   C(x) = s·round(x/s)                s = max|x|/7
+    int8   C(x) = s·round(x/s)                s = max|x|/127
+
+One scale covers one parameter tensor, or the part of it that a server owns (co2/comm/exchange.py).
+Scales stay where x is: nobody waits for a GPU.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Compressor(Protocol):
+    """Everything but the packing."""
+
+    @property
+    def bits(self) -> int:
+        """Of an element: 1, 2, 4 or 8."""
+
+    def scale(self, pieces: Sequence[Tensor], count: int | Tensor) -> Tensor:
+        """s, 0-dimensional. The pieces make up x; `count` is n, at least 1."""
+        ...
+
+    def codes(self, x: Tensor, s: Tensor) -> Tensor:
+        """x (k,) → whole numbers (k,) from 0 to 2^bits − 1, of any type."""
+        ...
+
+    def values_(self, codes: Tensor, s: Tensor) -> None:
+        """codes (k,), in a type that holds fractions, ← C(x)."""
+        ...
+
+
+class Sign:
+    bits = 1
+
+    def scale(self, pieces: Sequence[Tensor], count: int | Tensor) -> Tensor:
+        # BLAS would add in an order that depends on where x lies, and a resumed run might differ.
+        squares = torch.stack([piece.square().sum() for piece in pieces])
+        return torch.sqrt(squares.sum() / count)
+
+    def codes(self, x: Tensor, s: Tensor) -> Tensor:
+        return x >= 0
+
+    def values_(self, codes: Tensor, s: Tensor) -> None:
+        codes.mul_(2).sub_(1).mul_(s)
+
+
+class Uniform:
+    """Whole multiples of s, as many on either side of 0."""
+
+    def __init__(self, bits: int) -> None:
+        self.bits, self.largest = bits, 2 ** (bits - 1) - 1
+
+    def scale(self, pieces: Sequence[Tensor], count: int | Tensor) -> Tensor:
+        largest = torch.stack([torch.linalg.vector_norm(piece, math.inf) for piece in pieces])
+        return largest.max() / self.largest
+
+    def codes(self, x: Tensor, s: Tensor) -> Tensor:
+        multiples = torch.div(x, s.where(s > 0, 1)).round_()
+        # An s that is nearly 0 is itself so rounded that max|x| may be more of them.
+        return multiples.clamp_(-self.largest, self.largest).add_(self.largest)
+
+    def values_(self, codes: Tensor, s: Tensor) -> None:
+        codes.sub_(self.largest).mul_(s)
+
+
+COMPRESSORS: dict[str, Compressor] = {"sign": Sign(), "int4": Uniform(4), "int8": Uniform(8)}
+
+
+def num_bytes(numel: int, bits: int) -> int:
+    return -(-numel * bits // 8)
+
+
+def pack(codes: Tensor, bits: int, out: Tensor) -> None:
+    """codes (k,) → `out` (num_bytes(k, bits),), uint8.
+
+    Byte j holds the codes j, j + len(out), …: whole planes are shifted, which vectorizes.
+    """
+    padded = torch.zeros(8 // bits * out.numel(), dtype=torch.uint8, device=codes.device)
+    padded[: codes.numel()].copy_(codes)
+    planes = padded.view(8 // bits, -1).bitwise_left_shift_(_shifts(bits, codes.device))
+    torch.sum(planes, dim=0, dtype=torch.uint8, out=out)
+
+
+def unpack(packed: Tensor, bits: int, out: Tensor) -> None:
+    """What `pack` made of k codes → `out` (k,), of any type."""
+    planes = torch.bitwise_right_shift(packed.unsqueeze(0), _shifts(bits, packed.device))
+    out.copy_(planes.bitwise_and_(2**bits - 1).view(-1)[: out.numel()])
+
+
+def _shifts(bits: int, device: torch.device) -> Tensor:
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device).unsqueeze(1)

@@ -1,0 +1,192 @@
+"""FlatParams: the trained parameters that one worker holds as one contiguous vector."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.profiler import record_function
+
+from co2.comm.collectives import local
+from co2.comm.mesh import Mesh
+from co2.comm.phases import SNAPSHOT
+from co2.comm.transfer import Direct, Live, Staged, side_stream
+from co2.config import CommDevice
+
+# Elements that one pass of arithmetic touches before it goes on, so that several operations on
+# the same elements meet them in cache. On a GPU launches cost more than the cache saves.
+_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 22}
+
+
+def chunk_numel(device: torch.device) -> int:
+    """Elements of a chunk, at most."""
+    return _CHUNK.get(device.type, 1 << 22)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive elements of the flat vector, all of one parameter group."""
+
+    index: int
+    span: slice
+    group: int
+    transfer: Direct | Staged
+
+    @property
+    def numel(self) -> int:
+        return self.span.stop - self.span.start
+
+    def of(self, vector: Tensor) -> Tensor:
+        """This chunk of a flat vector, as a view."""
+        return vector[self.span]
+
+    def write(self, values: Tensor) -> None:
+        """`values`, which is this chunk of some vector → live parameters."""
+        self.transfer.write(self.index, values)
+
+
+class FlatParams:
+    """The parameters that an optimizer trains, seen as one vector; of those that `fully_shard` has
+    cut, this worker's shards, which may be empty.
+
+    Vectors of this shape are copies, never aliases: a collective on one cannot touch a live
+    parameter. Order: parameter groups, then parameters as the group lists them; a tied parameter
+    counts once; what does not require a gradient is left out. The element type is fp32, or fp64
+    where a parameter is. Parameters must stay where they are: moving the model makes it stale.
+
+    Args:
+        optimizer: of the parameters.
+        keep: where vectors live: beside the parameters, or in the host's memory.
+        only: those of the parameters to take; None for all.
+        mesh: of the workers; needed where `total` is, and the parameters are sharded.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        keep: CommDevice = CommDevice.auto,
+        only: Iterable[Tensor] | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        wanted = None if only is None else {id(param) for param in only}
+        self.params: list[Tensor] = []
+        self.total_numel, sharded = 0, False
+        self.group_of: list[int] = []
+        self._owners: list[Tensor] = []
+        seen: set[int] = set()
+        for index, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                taken = wanted is None or id(param) in wanted
+                if taken and param.requires_grad and id(param) not in seen:
+                    seen.add(id(param))
+                    whole = param.detach()
+                    self._owners.append(param)
+                    self.params.append(local(whole))
+                    self.total_numel += whole.numel()
+                    sharded = sharded or self.params[-1] is not whole
+                    self.group_of.append(index)
+        if not self.params:
+            raise ValueError("the optimizer holds no parameter that requires a gradient")
+        self.numel = sum(param.numel() for param in self.params)
+        """Elements on this worker; `total_numel` are those of the replica."""
+        self.dtype = torch.float32
+        for param in self.params:
+            self.dtype = torch.promote_types(self.dtype, param.dtype)
+        # A group of its own: totals may be taken in the background.
+        self._group = mesh.new_group_within_replica() if mesh is not None and sharded else None
+        device = self.params[0].device
+        side = side_stream(device) if keep is CommDevice.cpu else None
+        self.device = device if side is None else torch.device("cpu")
+        """Of the vectors."""
+        cuts = list(self._cut(chunk_numel(self.device)))
+        pieces = [live for _, _, live in cuts]
+        self.transfer: Direct | Staged
+        if side is None:
+            self.transfer = Direct(pieces, self.dtype, self.device)
+        else:
+            self.transfer = Staged(pieces, self.dtype, side)
+        self.chunks = [
+            Chunk(index, span, group, self.transfer) for index, (span, group, _) in enumerate(cuts)
+        ]
+
+    def round(self) -> AbstractContextManager[None]:
+        """Around everything that reads or writes live parameters when a round ends."""
+        return self.transfer.round()
+
+    def zeros(self) -> Tensor:
+        """A new vector (numel,) of zeros."""
+        return self.transfer.empty(self.numel).zero_()
+
+    def copy(self) -> Tensor:
+        """A new vector (numel,) that holds the live parameters."""
+        vector = self.transfer.empty(self.numel)
+        self.copy_to(vector)
+        return vector
+
+    def copy_to(self, vector: Tensor) -> None:
+        """vector, which may be longer, ← live parameters."""
+        with self.round():
+            for chunk in self.chunks:
+                chunk.of(vector).copy_(self.local(chunk))
+
+    def local(self, chunk: Chunk) -> Tensor:
+        """The live parameters of a chunk, in scratch that the next call overwrites."""
+        return self.transfer.local(chunk.index)
+
+    def displacement(self, start: Tensor, out: Tensor) -> None:
+        """out ← start − live: the pseudo-gradient of the steps since `start`, rounded to out's
+        type."""
+        with record_function(SNAPSHOT):
+            for chunk in self.chunks:
+                torch.sub(chunk.of(start), self.local(chunk), out=chunk.of(out))
+
+    def swap(self, vector: Tensor) -> None:
+        """Live parameters ↔ vector, which may be longer."""
+        with record_function(SNAPSHOT):
+            for chunk in self.chunks:
+                values = self.local(chunk)
+                chunk.write(chunk.of(vector))
+                chunk.of(vector).copy_(values)
+
+    def total(self, *sums: Tensor) -> tuple[Tensor, ...]:
+        """Sums over the replica's elements, from sums over those that this worker holds. Blocking
+        where they are sharded."""
+        if self._group is None:
+            return sums
+        together = torch.stack(sums)
+        dist.all_reduce(together, group=self._group)
+        return together.unbind()
+
+    def gradients(self, out: Tensor) -> None:
+        """out, beside the parameters, ← the gradients; zeros where a parameter has none."""
+        parts = out.split([param.numel() for param in self.params])
+        for owner, part in zip(self._owners, parts, strict=True):
+            if owner.grad is None:
+                part.zero_()
+            else:
+                grad = local(owner.grad)
+                part.view(grad.shape).copy_(grad)
+
+    def write(self, vector: Tensor) -> None:
+        """Live parameters ← vector."""
+        for chunk in self.chunks:
+            chunk.write(chunk.of(vector))
+
+    def _cut(self, size: int) -> Iterator[tuple[slice, int, Live]]:
+        """Span, parameter group and pieces of chunks of at most `size` elements; only a
+        non-contiguous parameter may exceed it."""
+        start, used, group = 0, 0, 0
+        live: list[Tensor] = []
+        for param, index in zip(self.params, self.group_of, strict=True):
+            pieces = param.view(-1).split(size) if param.is_contiguous() else (param,)
+            for piece in pieces:
+                if live and (index != group or used + piece.numel() > size):
+                    yield slice(start, start + used), group, tuple(live)
+                    start, used, live = start + used, 0, []
+                group = index
+                live.append(piece)
+                used += piece.numel()
+        yield slice(start, start + used), group, tuple(live)

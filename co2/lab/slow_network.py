@@ -1,0 +1,248 @@
+"""Real, slow links on one machine: a network namespace for each worker, joined by a bridge.
+
+    worker 0 ── eth0 ═ veth ═ port0 ┐
+    worker 1 ── eth0 ═ veth ═ port1 ┼ bridge, in a namespace of its own
+    …                               ┘
+
+Both ends of every link are shaped by a token bucket (`tc … tbf`), so a worker's rate holds for what
+it sends and for what it receives. Addresses, interfaces and the bridge exist inside the namespaces
+only. The namespaces' names hold the process id of their owner: what a killed owner has left behind
+is removed by the next `Network`.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from co2.errors import ConfigError, require
+
+PREFIX = "co2lab"
+_NETWORK = "10.99.0"
+_BUCKET_S = 0.005
+"""Traffic that may pass at once; a shaper that wakes a few hundred times a second needs as much."""
+_LEAST_BUCKET = 80_000
+"""Bytes. A packet of TCP's own making has up to 64 KiB: a smaller bucket would have the kernel cut
+each into 45, which costs five times the processor's time, as no network card would."""
+_QUEUE_S = 0.1
+"""Traffic that may wait in a link before it is dropped."""
+_CGROUPS = Path("/sys/fs/cgroup")
+_PERIOD_US = 100_000
+
+
+def check_root() -> None:
+    """Refuse a machine on which no link can be shaped, in one line.
+
+    Raises:
+        ConfigError: not root, no iproute2, or a kernel without network namespaces or tbf.
+    """
+    require(os.geteuid() == 0, "user", os.geteuid(), "network namespaces need root; use sudo")
+    for tool in ("ip", "tc"):
+        hint = "is missing; install iproute2 (Debian: apt install iproute2)"
+        require(shutil.which(tool) is not None, "program", tool, hint)
+    probe = f"{PREFIX}-{os.getpid()}-probe"
+    try:
+        _run("ip", "netns", "add", probe)
+    except subprocess.CalledProcessError as error:
+        hint = f"this system makes no network namespace ({_told(error)})"
+        raise ConfigError("program", "ip", hint) from None
+    try:
+        _inside(probe, "ip", "link", "set", "lo", "up")
+        _inside(probe, "tc", *_shaper("lo", 10.0))
+    except subprocess.CalledProcessError as error:
+        hint = f"this kernel has no token bucket, sch_tbf ({_told(error)})"
+        raise ConfigError("program", "tc", hint) from None
+    finally:
+        _run("ip", "netns", "del", probe)
+
+
+class Network:
+    """Workers on shaped links, as a context manager: all that it made is gone afterwards.
+
+    Args:
+        mbit: by worker, the rate of its link in Mbit/s in each direction; None for unshaped.
+        cpus: by worker number, how many cores it may use, as in {1: 0.5}; others share freely.
+    """
+
+    def __init__(
+        self, mbit: Sequence[float | None], cpus: Mapping[int, float] | None = None
+    ) -> None:
+        self.mbit, self.cpus = list(mbit), dict(cpus or {})
+        self._name = f"{PREFIX}-{os.getpid()}"
+        self._processes: list[subprocess.Popen] = []
+
+    def __enter__(self) -> "Network":
+        remove_leftovers()
+        try:
+            self._build()
+        except subprocess.CalledProcessError as error:
+            self._remove()
+            raise ConfigError("program", "ip", f"failed: {_told(error)}") from None
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._remove()
+
+    def address(self, worker: int) -> str:
+        """Of the worker's only interface, eth0."""
+        return f"{_NETWORK}.{worker + 1}"
+
+    def start(
+        self, worker: int, command: Sequence[str], env: Mapping[str, str]
+    ) -> subprocess.Popen:
+        """Run a command as this worker. It dies with this process, and with the network."""
+        words = ["ip", "netns", "exec", f"{self._name}-w{worker}", *command]
+        process = subprocess.Popen(
+            words,
+            env=dict(env),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=_die_with_parent,
+        )
+        self._processes.append(process)
+        if worker in self.cpus:
+            for group in _groups(f"{self._name}-w{worker}"):
+                (group / "cgroup.procs").write_text(str(process.pid))
+        return process
+
+    def shape(self, worker: int, mbit: float | None) -> None:
+        """Change the rate of a link, traffic or not."""
+        self.mbit[worker] = mbit
+        for place, device in ((f"{self._name}-w{worker}", "eth0"), (self._switch, f"port{worker}")):
+            if mbit is None:
+                _inside(place, "tc", "qdisc", "del", "dev", device, "root", check=False)
+            else:
+                _inside(place, "tc", *_shaper(device, mbit))
+
+    @property
+    def _switch(self) -> str:
+        return f"{self._name}-switch"
+
+    def _build(self) -> None:
+        switch = self._switch
+        _run("ip", "netns", "add", switch)
+        _inside(switch, "ip", "link", "add", "bridge", "type", "bridge")
+        _inside(switch, "ip", "link", "set", "bridge", "up")
+        for worker, mbit in enumerate(self.mbit):
+            place, port = f"{self._name}-w{worker}", f"port{worker}"
+            _run("ip", "netns", "add", place)
+            _inside(place, "ip", "link", "set", "lo", "up")
+            ends = ("peer", "name", "eth0", "netns", place)
+            _inside(switch, "ip", "link", "add", port, "type", "veth", *ends)
+            _inside(switch, "ip", "link", "set", port, "master", "bridge", "up")
+            _inside(place, "ip", "addr", "add", f"{self.address(worker)}/24", "dev", "eth0")
+            _inside(place, "ip", "link", "set", "eth0", "up")
+            if mbit is not None:
+                self.shape(worker, mbit)
+        for worker, cores in self.cpus.items():
+            _limit_cpu(f"{self._name}-w{worker}", cores)
+
+    def _remove(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self._processes:
+            process.wait()
+        _remove_named(self._name)
+
+
+def remove_leftovers() -> list[str]:
+    """Remove what owners that no longer live have left behind; return their names."""
+    found = set()
+    for name in [*_namespaces(), *(path.name for path in _groups(f"{PREFIX}-*"))]:
+        owner = "-".join(name.split("-")[:2])
+        pid = owner.partition("-")[2]
+        if name.startswith(f"{PREFIX}-") and pid.isdigit() and not Path("/proc", pid).exists():
+            found.add(owner)
+    for owner in found:
+        _remove_named(owner)
+    return sorted(found)
+
+
+def _remove_named(owner: str) -> None:
+    for name in _namespaces():
+        if name.startswith(f"{owner}-"):
+            pids = _run("ip", "netns", "pids", name, check=False).split()
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            _run("ip", "netns", "del", name, check=False)
+    for group in _groups(f"{owner}-*"):
+        with contextlib.suppress(OSError):  # a process in it has not gone yet: the next start's
+            group.rmdir()
+
+
+def _namespaces() -> list[str]:
+    lines = _run("ip", "netns", "list", check=False).splitlines()
+    return [line.split()[0] for line in lines if line.strip()]
+
+
+def _groups(pattern: str) -> Iterator[Path]:
+    """Our control groups of the cpu controller: version 1 has a tree for each controller."""
+    for root in (_CGROUPS, _CGROUPS / "cpu"):
+        yield from root.glob(pattern)
+
+
+def _limit_cpu(name: str, cores: float) -> None:
+    """A control group whose members share `cores` cores.
+
+    Raises:
+        ConfigError: no cpu controller can be used here.
+    """
+    quota = int(cores * _PERIOD_US)
+    try:
+        if (_CGROUPS / "cgroup.controllers").exists():
+            group = _CGROUPS / name
+            (_CGROUPS / "cgroup.subtree_control").write_text("+cpu")
+            group.mkdir()
+            (group / "cpu.max").write_text(f"{quota} {_PERIOD_US}")
+        else:
+            group = _CGROUPS / "cpu" / name
+            group.mkdir()
+            (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+            (group / "cpu.cfs_quota_us").write_text(str(quota))
+    except OSError as error:
+        hint = f"no cpu control group can be made here ({error.strerror})"
+        raise ConfigError("--slow-cpu", cores, hint) from None
+
+
+def _shaper(device: str, mbit: float) -> list[str]:
+    bytes_per_s = mbit * 1e6 / 8
+    burst = max(_LEAST_BUCKET, int(bytes_per_s * _BUCKET_S))
+    limit = burst + max(64_000, int(bytes_per_s * _QUEUE_S))
+    rate = ["rate", f"{int(mbit * 1e6)}bit", "burst", f"{burst}", "limit", f"{limit}"]
+    return ["qdisc", "replace", "dev", device, "root", "tbf", *rate]
+
+
+def _inside(namespace: str, *command: str, check: bool = True) -> str:
+    return _run("ip", "netns", "exec", namespace, *command, check=check)
+
+
+def _run(*command: str, check: bool = True) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=check)
+    return done.stdout
+
+
+def _told(error: subprocess.CalledProcessError) -> str:
+    lines = (error.stderr or "").strip().splitlines()
+    return lines[-1] if lines else f"status {error.returncode}"
+
+
+def _die_with_parent() -> None:
+    """In the child: a SIGKILL from the kernel when the process that started it ends."""
+    pdeathsig = 1
+    ctypes.CDLL(None).prctl(pdeathsig, signal.SIGKILL)

@@ -1,0 +1,167 @@
+"""The outer step's parts that several methods share: gap penalty, momentum, clip, Nesterov.
+
+Everything works in place on chunks that fit the cache, so that no temporary of model size exists,
+and figures stay on the device as scalars, so that a GPU is never waited for.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from co2.comm.flat import FlatParams
+from co2.errors import require, require_number
+from co2.methods.parts.outer_shard import Shard
+
+_KINDS = ("gap_aware", "gap_aware_elementwise", "none")
+
+
+class GapPenalty:
+    """The staleness gap Λ_t that divides a pseudo-gradient which arrives one round late.
+
+    After Gap-Aware (Barkai et al., arXiv 1909.10802). With disp_t = ‖x_{t,0} − x_{t−1,0}‖₂/√n,
+    the outer movement made while the collective was in flight, and γ the inner learning rate,
+
+        C_t = EMA_{0.9}(disp_t · γ_max/γ_t), bias-corrected;   Λ_t = 1 + disp_t/C_t
+
+    and Λ_t = 1 while C_t = 0 or γ_t = 0. The EMA counts every round in which a pseudo-gradient
+    arrives, the first too, whose displacement is 0.
+    `gap_aware_elementwise` puts the element's own |x_{t,0} − x_{t−1,0}| in place of disp_t.
+    """
+
+    def __init__(self, kind: str | float, flat: FlatParams | Shard, outer_lr: float) -> None:
+        self.kind, self.outer_lr, self.sqrt_numel = kind, outer_lr, flat.total_numel**0.5
+        self.ema = torch.zeros((), dtype=torch.float64, device=flat.device)
+        self.value = torch.ones((), dtype=torch.float64, device=flat.device)
+        """Λ_t; for the elementwise kind the Λ of an element that moved as the mean did."""
+        self.scale = torch.zeros((), dtype=torch.float64, device=flat.device)
+        """C_t, or 0 while there is none."""
+        self.count = 0
+        self.largest_lr = 0.0
+        self._scratch = torch.empty(0, dtype=flat.dtype, device=flat.device)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """One chunk for the elementwise kind."""
+        return self._scratch.nbytes
+
+    @property
+    def measures(self) -> bool:
+        """Whether the size of the last outer movement is needed."""
+        return self.kind in ("gap_aware", "gap_aware_elementwise")
+
+    def see(self, lr: float) -> None:
+        """γ_t of every round, the first too."""
+        self.largest_lr = max(self.largest_lr, lr)
+
+    def update(self, momentum_norm: Tensor, lr: float) -> None:
+        """Λ_t from ‖m_{t−1}‖₂, because x_{t,0} − x_{t−1,0} = −α m_{t−1}, and from γ_t."""
+        if not self.measures:
+            self.value.fill_(1.0 if self.kind == "none" else float(self.kind))
+            return
+        if lr == 0:
+            self.value.fill_(1.0)
+            self.scale.zero_()
+            return
+        displacement = momentum_norm * (self.outer_lr / self.sqrt_numel)
+        self.ema.mul_(0.9).add_(displacement * (self.largest_lr / lr), alpha=0.1)
+        self.count += 1
+        torch.div(self.ema, 1 - 0.9**self.count, out=self.scale)
+        self.value.copy_(torch.where(self.scale > 0, 1 + displacement / self.scale, 1.0))
+
+    def divisor(self, momentum: Tensor) -> Tensor:
+        """Λ for the elements whose m_{t−1} this is: a scalar, or in scratch that the next call
+        overwrites, one for each."""
+        if self.kind != "gap_aware_elementwise":
+            return self.value.to(momentum.dtype)
+        per_element = torch.where(self.scale > 0, self.outer_lr / self.scale, 0.0)
+        if self._scratch.numel() < momentum.numel():
+            self._scratch = torch.empty_like(momentum)
+        out = self._scratch[: momentum.numel()]
+        return torch.abs(momentum, out=out).mul_(per_element.to(momentum.dtype)).add_(1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        counts = {"count": self.count, "largest_lr": self.largest_lr}
+        return {"ema": self.ema, "value": self.value, **counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.ema.copy_(state["ema"])
+        self.value.copy_(state["value"])
+        self.count, self.largest_lr = state["count"], state["largest_lr"]
+
+
+class Momentum:
+    """m ← clip(β m + d/Λ, φ). The stored momentum is the clipped one."""
+
+    def __init__(
+        self, flat: FlatParams | Shard, beta: float, clip: float | None, clip_mode: str
+    ) -> None:
+        self.flat, self.beta, self.clip, self.clip_mode = flat, beta, clip, clip_mode
+        self.vector = flat.zeros()
+        self.norm = torch.zeros((), dtype=torch.float64, device=flat.device)
+        """‖m‖₂ after the last step; kept up only where it is needed."""
+        self.clipped = torch.zeros((), dtype=torch.float64, device=flat.device)
+        """Share of the elements that the last step clipped; by norm, 1 or 0."""
+
+    def step(self, mean: Tensor, gap: GapPenalty) -> None:
+        """One step with d = `mean`."""
+        by_value = self.clip if self.clip_mode == "value" else None
+        by_norm = self.clip if self.clip_mode == "norm" else None
+        squares = torch.zeros_like(self.norm)
+        clipped = torch.zeros_like(self.norm)
+        for chunk in self.flat.chunks:
+            m, d = chunk.of(self.vector), chunk.of(mean).to(self.flat.dtype)
+            if gap.kind == "none":
+                m.mul_(self.beta).add_(d)
+            else:
+                penalty = gap.divisor(m)
+                m.mul_(self.beta).addcdiv_(d, penalty)
+            if by_value is not None:
+                clipped += m.abs().gt_(by_value).sum()  # counted as floats, which is faster
+                m.clamp_(-by_value, by_value)
+            if by_norm is not None or gap.measures:
+                squares += torch.dot(m, m)  # faster here than vector_norm
+        if self.clip is not None or gap.measures:
+            squares, clipped = self.flat.total(squares, clipped)
+        self.norm = squares.sqrt()
+        self.clipped = clipped / self.flat.total_numel
+        if by_norm is not None:
+            self._clip_norm(by_norm)
+
+    def _clip_norm(self, bound: float) -> None:
+        tiny = torch.finfo(torch.float64).tiny
+        factor = (bound / self.norm.clamp(min=tiny)).clamp(max=1.0)
+        for chunk in self.flat.chunks:
+            chunk.of(self.vector).mul_(factor.to(self.flat.dtype))
+        self.norm = self.norm * factor
+        self.clipped = (factor < 1).double()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"vector": self.vector, "norm": self.norm, "clipped": self.clipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.vector.copy_(state["vector"])
+        self.norm.copy_(state["norm"])
+        self.clipped.copy_(state["clipped"])
+
+
+def nesterov(x: Tensor, v: Tensor, d: Tensor, outer_lr: float, outer_momentum: float) -> None:
+    """One step of SGD with Nesterov momentum, in place: v ← β v + d; x ← x − α (d + β v)."""
+    v.mul_(outer_momentum).add_(d)
+    x.sub_(d, alpha=outer_lr).sub_(v, alpha=outer_lr * outer_momentum)
+
+
+def check_gap_penalty(value: str | float) -> None:
+    """Raise `ConfigError` unless the value is a kind of gap penalty or a number above 0."""
+    hint = f"must be one of {', '.join(_KINDS)}, or a number above 0"
+    if isinstance(value, str):
+        require(value in _KINDS, "gap_penalty", value, hint)
+    else:
+        require_number("gap_penalty", value, 1e-12, hint)
+
+
+def check_clip(clip: float | None, clip_mode: str) -> None:
+    """Raise `ConfigError` unless φ ≥ 0 or None and the mode is known."""
+    if clip is not None:
+        require_number("clip", clip, 0.0, "must be a number, 0 or more, or null for none")
+    require(clip_mode in ("value", "norm"), "clip_mode", clip_mode, "must be value or norm")

@@ -1,0 +1,227 @@
+r"""The paper's Figure 1 from real runs: what computes, what travels, and who stands still when.
+
+    python train.py task=gpt2 method=allreduce trace=true
+    python train.py task=gpt2 method=co2 trace=true
+    python -m co2.record.timeline results/runs/gpt2/allreduce/default/seed0 \
+        results/runs/gpt2/co2/default/seed0
+
+Draws a lane for computation and one for the network for each run, and prints what they add up to.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from co2.comm.phases import OUTER_STEP, SNAPSHOT, WAIT
+from co2.errors import ConfigError, require
+
+Span = tuple[float, float]
+"""Begin and end, in seconds."""
+
+_PAUSE_S = 1e-3
+"""Shorter pauses between operators are the interpreter's, not the network's."""
+_FLOATS = ("float", "double", "c10::BFloat16", "c10::Half")
+_COLOURS = {
+    "compute": "#9ecae1",
+    "outer step": "#3182bd",
+    "snapshot": "#08519c",
+    "stands still": "#de2d26",
+    "collective": "#74c476",
+}
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One worker's spans within the traced window, which begins at 0."""
+
+    seconds: float
+    compute: list[Span]
+    """Operators and kernels."""
+    outer_steps: list[Span]
+    snapshots: list[Span]
+    collectives: list[Span]
+    """Of floating-point numbers: a flag is none."""
+    still: list[Span]
+    """No operator runs although a collective does."""
+
+    def figures(self) -> dict[str, float | None]:
+        """What the lanes add up to, in seconds; overlap as in a run's summary."""
+        comm_s, still_s = total(self.collectives), total(self.still)
+        return {
+            "window_s": self.seconds,
+            "compute_s": total(self.compute),
+            "collectives": float(len(self.collectives)),
+            "collective_s": comm_s,
+            "still_s": still_s,
+            "overlap": 1 - still_s / comm_s if comm_s > 0 else None,
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line. Returns 0, or 2 for a run that holds no trace."""
+    parser = argparse.ArgumentParser(
+        prog="python -m co2.record.timeline",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("--rank", type=int, default=0, help="of the worker to draw (default: 0)")
+    parser.add_argument("--out", type=Path, default=Path("timeline.png"))
+    args = parser.parse_args(argv)
+    try:
+        found = {title(run): read(run, args.rank) for run in args.runs}
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for name, timeline in found.items():
+        told = (
+            f"{key}={'none' if value is None else format(value, '.3g')}"
+            for key, value in timeline.figures().items()
+        )
+        print(f"{name}: {'  '.join(told)}")
+    draw(found, args.out)
+    print(args.out)
+    return 0
+
+
+def title(run: Path) -> str:
+    """Task, method and tag, which are the folders above the seed's."""
+    return " · ".join(run.resolve().parts[-4:-1])
+
+
+def read(run: Path, rank: int = 0) -> Timeline:
+    """The trace of one worker of a run.
+
+    Raises:
+        ConfigError: there is none, or it is no trace.
+    """
+    path = run / "trace" / f"rank_{rank}.json"
+    hint = f"{path} is missing; train with trace=true, at least two rounds and three steps"
+    require(path.is_file(), "RUN", run, hint)
+    try:
+        events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
+    except (ValueError, KeyError):
+        raise ConfigError("RUN", run, f"{path} is no Chrome trace") from None
+    return timeline(events)
+
+
+def timeline(events: Sequence[dict[str, Any]]) -> Timeline:
+    """Lanes from the complete events of a Chrome trace by torch.profiler."""
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    marked = [event for event in events if event.get("cat") == "user_annotation"]
+    if kernels:
+        carried = [event for event in kernels if "nccl" in event["name"].lower()]
+        worked = [event for event in kernels if "nccl" not in event["name"].lower()]
+    else:
+        carried = [
+            event for event in marked if event["name"].startswith("gloo:") and _floats(event)
+        ]
+        worked = [
+            event
+            for event in events
+            if event.get("cat") == "cpu_op" and not event["name"].startswith("c10d::")
+        ]
+    begin = min(event["ts"] for event in (*worked, *carried))
+
+    def spans(chosen: Iterable[dict[str, Any]]) -> list[Span]:
+        return [((e["ts"] - begin) / 1e6, (e["ts"] + e["dur"] - begin) / 1e6) for e in chosen]
+
+    def named(name: str) -> list[Span]:
+        return merged(spans(event for event in marked if event["name"] == name))
+
+    compute = merged(spans(worked), _PAUSE_S)
+    last = max(end for _, end in compute)
+    # The trace ends with its last step; a collective may then be under way.
+    collectives = [(start, min(end, last)) for start, end in spans(carried) if start < last]
+    if not kernels:  # a GPU works on while its host waits
+        compute = without(compute, named(WAIT))
+    return Timeline(
+        seconds=last,
+        compute=compute,
+        outer_steps=named(OUTER_STEP),
+        snapshots=named(SNAPSHOT),
+        collectives=collectives,
+        still=without(merged(collectives), compute),
+    )
+
+
+def _floats(event: dict[str, Any]) -> bool:
+    return any(kind in _FLOATS for kind in event.get("args", {}).get("Input type", ()))
+
+
+def merged(spans: Iterable[Span], pause: float = 0.0) -> list[Span]:
+    """Their union, in order; pauses up to `pause` are filled."""
+    union: list[Span] = []
+    for begin, end in sorted(spans):
+        if union and begin <= union[-1][1] + pause:
+            union[-1] = (union[-1][0], max(union[-1][1], end))
+        else:
+            union.append((begin, end))
+    return union
+
+
+def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """What of `spans` no other span covers; both are in order, without overlaps of their own."""
+    left: list[Span] = []
+    for begin, end in spans:
+        for other_begin, other_end in others:
+            if other_end <= begin or other_begin >= end:
+                continue
+            if other_begin > begin:
+                left.append((begin, other_begin))
+            begin = max(begin, other_end)
+        if begin < end:
+            left.append((begin, end))
+    return left
+
+
+def total(spans: Iterable[Span]) -> float:
+    """Seconds of all spans together."""
+    return sum(end - begin for begin, end in spans)
+
+
+def draw(timelines: dict[str, Timeline], path: Path) -> None:
+    """`figure`, as a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure(timelines).savefig(path, dpi=150)
+
+
+def figure(timelines: dict[str, Timeline]) -> Any:
+    """A panel for each run on one scale of time: above what computes, below what travels."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    drawn = Figure(figsize=(12, 0.8 + 1.5 * len(timelines)), layout="constrained")
+    FigureCanvasAgg(drawn)
+    panels = drawn.subplots(len(timelines), 1, squeeze=False, sharex=True)[:, 0]
+    for axis, (name, lanes) in zip(panels, timelines.items(), strict=True):
+        for kind, spans, lane in (
+            ("compute", lanes.compute, 1),
+            ("outer step", lanes.outer_steps, 1),
+            ("snapshot", lanes.snapshots, 1),
+            ("stands still", lanes.still, 1),
+            ("collective", lanes.collectives, 0),
+        ):
+            bars = [(begin, end - begin) for begin, end in spans]
+            axis.broken_barh(bars, (lane - 0.4, 0.8), color=_COLOURS[kind], linewidth=0)
+        axis.set_yticks([1, 0], ["compute", "network"])
+        axis.set_title(name, loc="left", fontsize="medium")
+    panels[-1].set_xlabel("seconds")
+    patches = [Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()]
+    drawn.legend(
+        handles=patches,
+        loc="outside upper left",
+        ncols=len(patches),
+        fontsize="small",
+        frameon=False,
+    )
+    return drawn
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""How long an all-reduce takes: links, servers, and three ways of sending.
+
+Units: bytes, bits per second, seconds. A link sends and receives at its rate at the same time.
+With n bytes on each of G workers, and a link of R bit/s and L seconds of latency, sending b bytes
+takes L + 8b/R. Nothing else uses the links, and adding numbers up costs nothing.
+"""
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+from co2.errors import ConfigError, nearest, require, require_count, require_number
+
+COLLECTIVES = ("ring", "hierarchical", "tree", "auto")
+
+
+@dataclass(frozen=True)
+class Link:
+    rate_bits: float
+    """Bit/s in each direction."""
+    latency_s: float = 0.0
+    """Seconds from the sender's first byte to the receiver, whatever the size."""
+    efficiency: float = 1.0
+    """Share of the rate left for payload by headers, congestion control and the host. 1 is the
+    bare rate: what a protocol loses is measured, not assumed here."""
+
+    def __post_init__(self) -> None:
+        require_number("rate_bits", self.rate_bits, 1e-9, "must be a finite rate above 0 bit/s")
+        require_number("latency_s", self.latency_s, 0.0, "must be a finite time, 0 s or more")
+        good = 0 < self.efficiency <= 1
+        require(good, "efficiency", self.efficiency, "must be above 0 and at most 1")
+
+    def seconds(self, num_bytes: float) -> float:
+        """Seconds until `num_bytes` have arrived: L + 8·bytes/(R·efficiency)."""
+        return self.latency_s + 8 * num_bytes / (self.rate_bits * self.efficiency)
+
+
+PROFILES = {
+    "80gbps-tcp": Link(80e9, 50e-6),
+    "800gbps-rdma": Link(800e9, 5e-6),
+    "nvswitch": Link(2.4e12, 3e-6),
+}
+"""Links by name. The rates are those of the CO2 paper's clusters (arXiv 2401.16265): 80 Gbps
+TCP/IP or 800 Gbps RDMA between servers, and NVSwitch of 600 GB/s inside one, which NVIDIA counts
+over both directions, so 300 GB/s each. The latencies are assumed: no source gives them."""
+
+_RATE = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)(?:bit|bps)")
+_LATENCY = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)")
+_RATE_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def parse_link(text: str, key: str = "link") -> Link:
+    """A link from `80gbps-tcp`, `20mbit`, `1gbit@50us` or `800gbps-rdma@2us`.
+
+    A bare rate has no latency; `@` gives or replaces it.
+
+    Raises:
+        ConfigError: neither a profile nor a rate, or a bad latency.
+    """
+    name, at, latency = text.strip().lower().partition("@")
+    rate = _RATE.fullmatch(name)
+    if name in PROFILES:
+        link = PROFILES[name]
+    elif rate and float(rate[1]) > 0:
+        link = Link(float(rate[1]) * _RATE_UNITS[rate[2]])
+    else:
+        hint = (
+            f"must be a rate such as 20mbit or 1gbit@50us, or a profile; {nearest(name, PROFILES)}"
+        )
+        raise ConfigError(key, text, hint)
+    if not at:
+        return link
+    found = _LATENCY.fullmatch(latency)
+    if not found:
+        raise ConfigError(key, text, "must have a latency such as 50us, 2ms or 0.1s behind the @")
+    return replace(link, latency_s=float(found[1]) * _TIME_UNITS[found[2]])
+
+
+@dataclass(frozen=True)
+class Network:
+    """Servers of equal size, each with one link outside that its GPUs share.
+
+    A server with a card per GPU has a link of their sum. `server_size=1` is a worker per link.
+    """
+
+    link: Link
+    server_size: int = 1
+    inside: Link = PROFILES["nvswitch"]
+    """Between the GPUs of a server: every GPU's own."""
+    collective: str = "ring"
+    """ring | hierarchical | tree | auto, the quickest of them for the size sent."""
+
+    def __post_init__(self) -> None:
+        require_count("server_size", self.server_size)
+        known = self.collective in COLLECTIVES
+        require(known, "collective", self.collective, nearest(self.collective, COLLECTIVES))
+
+    def check(self, workers: int) -> None:
+        """Raise `ConfigError` unless the workers fill whole servers, or fit into one."""
+        require_count("workers", workers)
+        size = self.server_size
+        whole = workers <= size or workers % size == 0
+        require(whole, "workers", workers, f"must fill servers of {size}, or fit into one")
+
+    def all_reduce_s(self, num_bytes: float, workers: int) -> float:
+        """Seconds of one all-reduce of `num_bytes` on each worker, all starting together."""
+        if workers == 1:
+            return 0.0
+        if workers <= self.server_size:
+            return ring_s(num_bytes, workers, self.inside)
+        times = {
+            "ring": self._flat_ring_s,
+            "hierarchical": self._hierarchical_s,
+            "tree": self._tree_s,
+        }
+        if self.collective == "auto":
+            return min(time(num_bytes, workers) for time in times.values())
+        return times[self.collective](num_bytes, workers)
+
+    def _flat_ring_s(self, num_bytes: float, workers: int) -> float:
+        """One ring through all GPUs, server by server, so that it leaves each server once.
+
+        A phase lasts as long as on the slower kind of link. (Phases that are not in step would
+        pay the outer latency at 1 hop in `server_size` only: this is the upper end.)
+        """
+        if self.server_size == 1:
+            return ring_s(num_bytes, workers, self.link)
+        return max(ring_s(num_bytes, workers, link) for link in (self.link, self.inside))
+
+    def _hierarchical_s(self, num_bytes: float, workers: int) -> float:
+        """Reduce-scatter inside, rings across servers, all-gather inside.
+
+        GPU j of every server rings with its like on its n/g bytes. The g rings of a server share
+        its link, and so take as long as one ring of the servers on n bytes.
+        """
+        servers = workers // self.server_size
+        return self._inside_s(num_bytes) + ring_s(num_bytes, servers, self.link)
+
+    def _tree_s(self, num_bytes: float, workers: int) -> float:
+        """As hierarchical, with a double binary tree across servers: 8·2n/R + 2⌈log₂ S⌉·L.
+
+        Two trees carry half of the bytes each, and who is a leaf in one is inside in the other
+        (Sanders, Speck, Träff, Parallel Computing 2009; in NCCL since 2.4). Perfect pipelining.
+        """
+        hops = 2 * math.ceil(math.log2(workers // self.server_size))
+        across = self.link.seconds(2 * num_bytes) + (hops - 1) * self.link.latency_s
+        return self._inside_s(num_bytes) + across
+
+    def _inside_s(self, num_bytes: float) -> float:
+        """Reduce-scatter and all-gather inside a server: the two halves of a ring."""
+        return ring_s(num_bytes, self.server_size, self.inside)
+
+
+def ring_s(num_bytes: float, workers: int, link: Link) -> float:
+    """Seconds of a ring all-reduce: 2(G−1) phases, each of n/G bytes: 2(G−1)·(L + 8n/(G·R)).
+
+    G−1 phases reduce-scatter, G−1 gather (Patarasuk and Yuan, JPDC 2009).
+    """
+    return 2 * (workers - 1) * link.seconds(num_bytes / workers)
+
+
+def ring_bytes(num_bytes: int, workers: int) -> int:
+    """Bytes that one worker sends in an all-reduce: ⌊2(G−1)n/G⌋, as `BackgroundMean` counts them.
+
+    A hierarchical all-reduce sends as many, (2(g−1)/g + 2(S−1)/(S·g))·n with G = g·S, and a tree
+    does on average.
+    """
+    return 2 * (workers - 1) * num_bytes // workers

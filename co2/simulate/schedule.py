@@ -1,0 +1,257 @@
+"""When each replica computes, sends and waits, round after round, under each method.
+
+A round is τ steps (one under allreduce). The replicas are a vector of clocks, so a round costs a
+few vector operations however many they are; where all are alike, one clock stands for all.
+
+Left out: the outer step's arithmetic, computation slowed down by communication beside it, data
+loading. A collective begins when the last replica has launched it, and not before the previous
+one on the same group is over; its buckets run one after another.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from co2.errors import require, require_count, require_number
+from co2.simulate.network import Network, ring_bytes
+from co2.train.meters import overlap
+
+BLOCKING = ("local_sgd", "slowmo", "diloco")
+"""Stand still at the end of a round until its mean has arrived."""
+OVERLAPPED = ("overlap_local_sgd", "cocod_sgd", "eager_diloco", "co2", "co2_keep")
+"""Take the mean of one round during the next, and wait at that one's end."""
+SIMULATED = ("none", "allreduce", *BLOCKING, *OVERLAPPED)
+"""`none` never communicates: the limit of what any method can reach."""
+
+BUCKET_BYTES = 25 * 2**20
+"""The suite's default, `comm.bucket_mb`, and DDP's."""
+
+Clocks = np.ndarray
+Advance = Callable[[Clocks, Clocks], tuple[Clocks, Clocks, Clocks]]
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What makes replicas differ. Seeded: the same noise in every simulation."""
+
+    jitter: float = 0.0
+    """Coefficient of variation of the lognormal factor, of mean 1, on each step's compute time."""
+    slow_count: int = 0
+    """Replicas that are slower in every step; the larger of this and `slow_share` holds."""
+    slow_share: float = 0.0
+    """The same as a share of all, rounded up."""
+    slowdown: float = 1.0
+    """Factor on a slow replica's compute time."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_number("jitter", self.jitter, 0.0, "must be a finite number, 0 or more")
+        require(self.slow_count >= 0, "slow_count", self.slow_count, "must be 0 or more")
+        require(0 <= self.slow_share <= 1, "slow_share", self.slow_share, "must lie in [0, 1]")
+        require_number("slowdown", self.slowdown, 1.0, "must be a finite factor, 1 or more")
+
+    def num_slow(self, workers: int) -> int:
+        return min(workers, max(self.slow_count, math.ceil(self.slow_share * workers)))
+
+
+class Replicas:
+    """Draws compute times, round after round."""
+
+    def __init__(self, workers: int, step_s: float, noise: Noise) -> None:
+        num_slow = noise.num_slow(workers)
+        alike = noise.jitter == 0 and (num_slow == 0 or noise.slowdown == 1)
+        self.step_s = np.full(1 if alike else workers, step_s)
+        self.step_s[:num_slow] *= noise.slowdown
+        self._jitter = noise.jitter
+        self._random = np.random.default_rng(noise.seed)
+
+    def seconds(self, steps: int) -> np.ndarray:
+        """Compute seconds of the next `steps` steps together, per replica.
+
+        The sum of lognormal factors is drawn as one lognormal number with the sum's mean and
+        variance (Fenton, IRE Trans. 1960): exact for one step, and close for more.
+        """
+        seconds = self.step_s * steps
+        if self._jitter == 0 or steps == 0:
+            return seconds
+        variance = math.log1p(self._jitter**2 / steps)
+        normal = self._random.standard_normal(len(seconds), dtype=np.float32)
+        return seconds * np.exp(math.sqrt(variance) * normal - variance / 2)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a simulated run shows; the names are those of a run's summary. Means over replicas."""
+
+    throughput: float
+    """Units per second of all replicas: the sum of each one's own rate."""
+    step_s: float
+    """Seconds per step, waiting included."""
+    exposed_s: float
+    """Seconds per step of standing still, for the network or for slower replicas."""
+    exposed_share: float
+    """Of the training time."""
+    comm_s: float
+    """Seconds per collective from a replica's own launch to completion (allreduce: from the first
+    bucket's launch); slower replicas are waited for in it."""
+    wire_s: float
+    """Seconds that a collective's bytes need, all replicas being there."""
+    overlap: float | None
+    """1 − exposed/comm; None without communication."""
+    bytes_per_step: float
+    """Sent by one worker."""
+
+
+def simulate(
+    *,
+    method: str,
+    workers: int,
+    vector_bytes: int,
+    step_s: float,
+    network: Network,
+    steps: int,
+    tau: int = 12,
+    warmup_rounds: int = 0,
+    units_per_step: float = 1.0,
+    bucket_bytes: int = BUCKET_BYTES,
+    backward_share: float = 2 / 3,
+    noise: Noise | None = None,
+) -> Figures:
+    """Run `steps` steps of data-parallel training on paper.
+
+    Args:
+        method: one of `SIMULATED`.
+        workers: G, replicas that train alike.
+        vector_bytes: n, what one all-reduce carries: parameters × 4 for fp32, × 2 for bf16.
+        step_s: seconds of one step's computation on one replica, on average.
+        network: links and servers. `Network(Link(rate_bits, latency_s))` is a link per worker.
+        steps: steps that are measured; what is left of them after whole rounds is computed and
+            not communicated.
+        tau: τ, steps of a round. Without meaning under `none` and `allreduce`.
+        warmup_rounds: rounds before those measured. 2 reach the steady state without noise;
+            replicas that differ need more, until the fast are a round ahead of the slow. 0 shows
+            a run from its start, where overlapped methods have one wait less.
+        units_per_step: tokens or samples of one replica in one step.
+        bucket_bytes: the most that one collective carries.
+        backward_share: share of the step during which gradients become ready, at its end; under
+            allreduce they are sent meanwhile. Backward costs about twice the forward pass.
+        noise: jitter and stragglers; None for neither.
+
+    Raises:
+        ConfigError: a value that cannot be simulated.
+    """
+    require(method in SIMULATED, "method", method, f"known: {', '.join(SIMULATED)}")
+    for key, count in (("tau", tau), ("steps", steps), ("vector_bytes", vector_bytes)):
+        require_count(key, count)
+    require_count("bucket_bytes", bucket_bytes)
+    require_number("step_s", step_s, 1e-12, "must be a finite time above 0 s")
+    require(0 <= backward_share <= 1, "backward_share", backward_share, "must lie in [0, 1]")
+    network.check(workers)
+
+    replicas = Replicas(workers, step_s, noise or Noise())
+    bucket = Buckets(vector_bytes, bucket_bytes, network, workers)
+    advance = advance_of(method, bucket, backward_share)
+    length = {"none": steps, "allreduce": 1}.get(method, tau)
+
+    rounds, rest = divmod(steps, length)
+    clocks = began = np.zeros_like(replicas.step_s)
+    exposed_s = comm_s = 0.0
+    for number in range(-warmup_rounds, rounds):
+        if number == 0:
+            began = clocks
+        clocks, exposed, comm = advance(clocks, replicas.seconds(length))
+        if number >= 0:
+            exposed_s += float(exposed.mean())
+            comm_s += float(comm.mean())
+    clocks = clocks + replicas.seconds(rest)
+    own_s = clocks - began
+
+    collectives = 0 if method == "none" else rounds
+    return Figures(
+        throughput=workers * units_per_step * steps * float((1 / own_s).mean()),
+        step_s=float(own_s.mean()) / steps,
+        exposed_s=exposed_s / steps,
+        exposed_share=exposed_s / float(own_s.mean()),
+        comm_s=comm_s / max(collectives, 1),
+        wire_s=bucket.wire_s if collectives else 0.0,
+        overlap=overlap(comm_s, exposed_s),
+        bytes_per_step=ring_bytes(vector_bytes, workers) * collectives / steps,
+    )
+
+
+class Buckets:
+    """A vector cut into buckets: each one's share of the vector and seconds on the wire."""
+
+    def __init__(self, vector_bytes: int, bucket_bytes: int, network: Network, workers: int):
+        whole, last = divmod(vector_bytes, bucket_bytes)
+        sizes = np.array([bucket_bytes] * whole + [last] * (last > 0))
+        self.shares = sizes / vector_bytes
+        seconds = {size: network.all_reduce_s(size, workers) for size in {sizes[0], sizes[-1]}}
+        self.seconds = np.array([seconds[size] for size in sizes])
+        self.wire_s = float(self.seconds.sum())
+
+
+def advance_of(method: str, buckets: Buckets, backward_share: float) -> Advance:
+    """What a round does to the clocks: (starts, compute seconds) to (the next round's starts,
+    exposed seconds, seconds from the launch of the round's collective to its completion)."""
+    if method == "none":
+        return _silent
+    if method == "allreduce":
+        return _Bucketed(buckets, backward_share)
+    return (_Blocking if method in BLOCKING else _Overlapped)(buckets.wire_s)
+
+
+def _silent(start: Clocks, compute: Clocks) -> tuple[Clocks, Clocks, Clocks]:
+    nothing = np.zeros_like(start)
+    return start + compute, nothing, nothing
+
+
+class _Blocking:
+    """All go on together when the mean has arrived: max over i of the end, + the wire's time."""
+
+    def __init__(self, wire_s: float) -> None:
+        self.wire_s = wire_s
+
+    def __call__(self, start: Clocks, compute: Clocks) -> tuple[Clocks, Clocks, Clocks]:
+        end = start + compute
+        arrived = np.full_like(end, end.max() + self.wire_s)
+        return arrived, arrived - end, arrived - end
+
+
+class _Overlapped:
+    """At a round's end each replica waits for the mean launched one round before, launches the
+    next and goes on; it is on the wire when the last replica has launched."""
+
+    def __init__(self, wire_s: float) -> None:
+        self.wire_s = wire_s
+        self.arrives = 0.0
+
+    def __call__(self, start: Clocks, compute: Clocks) -> tuple[Clocks, Clocks, Clocks]:
+        end = start + compute
+        launch = np.maximum(end, self.arrives)
+        self.arrives = float(launch.max()) + self.wire_s
+        return launch, launch - end, self.arrives - launch
+
+
+class _Bucketed:
+    """Gradients are sent while the rest of backward runs.
+
+    Bucket k is ready on replica i when its share of backward has passed, and begins when it is
+    ready everywhere and bucket k−1 is over, so the last one is over at
+    max over k of (ready_k + c_k + … + c_N). All start together, so the slowest sets every ready_k.
+    With N equal buckets of c seconds and the window W = backward_share · step, the exposed time is
+    max(c, N·c − W·(N−1)/N): of a hidden all-reduce the last bucket stays. The optimizer's step,
+    which waits for the last bucket, counts as compute at the next step's start: the same sum.
+    DDP's smaller first bucket (1 MiB) is left out.
+    """
+
+    def __init__(self, buckets: Buckets, backward_share: float) -> None:
+        self.ready = 1 - backward_share + backward_share * np.cumsum(buckets.shares)
+        self.remaining_s = np.cumsum(buckets.seconds[::-1])[::-1]
+
+    def __call__(self, start: Clocks, compute: Clocks) -> tuple[Clocks, Clocks, Clocks]:
+        end = start + compute
+        over = start + (self.ready * compute.max() + self.remaining_s).max()
+        return over, over - end, over - (start + self.ready[0] * compute)

@@ -1,0 +1,81 @@
+"""What every task offers to the training loop."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol, TypeAlias
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from co2.comm.mesh import Mesh
+from co2.config import DataConfig, OptimConfig, TrainConfig
+
+Batch: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+"""One micro-batch of one worker, on the CPU; the loop moves it."""
+
+
+class Task(Protocol):
+    """Model, data, loss and metrics of one experiment; `docs/` tells how to add one."""
+
+    @property
+    def Config(self) -> Any:
+        """A nested dataclass, the node `<name>:` of the configuration. Its `__post_init__` raises
+        `ConfigError` with keys that leave the node out."""
+
+    unit: str
+    """What throughput counts: "tokens" or "samples"."""
+
+    units_per_sample: int
+    """Units in one sample: the context length for text, 1 for the toy."""
+
+    def __init__(
+        self, config: Any, train: TrainConfig, optim: OptimConfig, data: DataConfig
+    ) -> None:
+        """Cheap: no file is read."""
+
+    def setup(self, num_workers: int) -> None:
+        """Check the data, prepare and cache it where needed, and open it.
+
+        Idempotent, and safe when several processes call it at once: what is written appears
+        whole or not at all.
+
+        Raises:
+            ConfigError: the data cannot be used, or are too few for `num_workers` batches.
+                Nothing has been written then.
+        """
+
+    def model(self) -> nn.Module:
+        """A new model on the default device. Its weights depend on `train.seed` alone, not on
+        the state of any random generator, and no generator moves."""
+        ...
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """The inner optimizer. Each of its groups keeps the peak rate as "initial_lr"."""
+        ...
+
+    def batches(self, mesh: Mesh, start: int) -> Iterator[Batch]:
+        """Endless micro-batches of `mesh.worker`, from the micro-batch with index `start` on.
+
+        Micro-batch number n is a pure function of (seed, n, worker), so training resumes
+        exactly with `start = step * accumulate`.
+        """
+        ...
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean loss over the micro-batch: a scalar in fp32. `batch` is on the model's device."""
+        ...
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Metrics on the validation data: "loss" and the task's own.
+
+        Collective over the default process group, where there is one: all workers call it, hold
+        the same weights and get the same figures. The mode of every module is restored.
+        """
+        ...
+
+    def baselines(self) -> dict[str, float]:
+        """What no model should be worse than, shown beside the result. May be empty."""
+        ...
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Of the data, for `manifest.json`: name, sha256, counts, tokenizer."""
+        ...

@@ -1,0 +1,228 @@
+"""Save and resume, exactly.
+
+`checkpoints/step_<n>/` holds one file per worker (local weights differ) and `manifest.json` with
+their checksums. Where several workers share a replica, its weights and inner state are in a folder
+`replica_<r>` of torch.distributed.checkpoint, and the workers' files hold the rest. A step is
+written aside, fsynced and renamed, so that its folder is whole or absent; what the disk damages
+later is found by checksum, and the step before is used.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from co2.comm.mesh import Mesh
+from co2.files import write_durably
+from co2.train.replica import ReplicaState
+
+MANIFEST = "manifest.json"
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: `<run>/checkpoints`, on a file system that all workers see.
+        mesh: the workers.
+        group: a CPU process group of all of them; None for one.
+        keep: how many of the newest stay.
+        say: prints a line for the person at the console, on worker 0.
+        shared: what the workers of a replica save together; None where each is a whole one.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        mesh: Mesh,
+        group: dist.ProcessGroup | None,
+        keep: int,
+        say: Callable[[str], None],
+        shared: ReplicaState | None = None,
+    ) -> None:
+        self.folder, self.rank, self.world = folder, mesh.worker, mesh.num_workers
+        self.mesh, self.shared = mesh, shared
+        self.group, self.keep, self.say = group, keep, say
+
+    def save(self, step: int, state: dict[str, Any]) -> bool:
+        """Save this worker's state. Collective. False, with a line, if a worker could not."""
+        aside, final = self.folder / f".step_{step}", self.folder / f"step_{step}"
+        if self.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        self._barrier()
+        outcome: list[tuple[dict[str, str], str]] = self._gather(self._write_own(aside, state))
+        errors = [error for _, error in outcome if error]
+        if self.rank == 0 and not errors:
+            try:
+                sums = {name: value for sums, _ in outcome for name, value in sums.items()}
+                self._publish(step, aside, final, sums)
+            except OSError as failed:
+                errors = [str(failed)]
+        errors = self._from_first(errors)
+        if errors and self.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            self.say(f"step {step} could not be saved ({errors[0]}); the one before is kept")
+        return not errors
+
+    def load(self) -> tuple[int, dict[str, Any]] | None:
+        """The newest step that is whole on every worker, and this worker's state; or None.
+
+        What the workers of a replica share is where it belongs then.
+        """
+        for step in self._from_first(self.steps()):
+            reasons = self._gather(self._damage(step))
+            found = [reason for reason in reasons if reason]
+            if not found:
+                folder = self.folder / f"step_{step}"
+                if self.shared is not None:
+                    self.shared.read(folder / self._replica)
+                path = folder / self._name(self.rank)
+                return step, torch.load(path, map_location="cpu", weights_only=True)
+            if self.rank == 0:
+                self.say(f"checkpoint step_{step} is damaged ({found[0]}); trying the one before")
+                self._set_aside(step)
+        return None
+
+    def steps(self) -> list[int]:
+        """Steps that were saved, newest first."""
+        names = [path.name for path in self.folder.glob("step_*")]
+        return sorted((int(name[5:]) for name in names if name[5:].isdigit()), reverse=True)
+
+    def _write_own(self, folder: Path, state: dict[str, Any]) -> tuple[dict[str, str], str]:
+        """Checksums of the files that are this worker's to write or to check, and what went wrong,
+        if anything; also then it takes part in what its replica writes together."""
+        sums: dict[str, str] = {}
+        errors: list[Exception] = []
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            name = self._name(self.rank)
+            sums[name] = _write(folder / name, state)
+        except (
+            OSError,
+            RuntimeError,
+        ) as failed:  # torch's writer reports a full disk as the latter
+            errors.append(failed)
+        if self.shared is not None:
+            try:
+                self.shared.write(folder / self._replica)
+                written = sorted(path.name for path in (folder / self._replica).iterdir())
+                for name in self._mine(f"{self._replica}/{name}" for name in written):
+                    sums[name] = _sha256(folder / name)
+                _sync_folder(folder / self._replica)
+            except OSError as failed:
+                errors.append(failed)
+        return sums, f"worker {self.rank}: {errors[0]}".splitlines()[0] if errors else ""
+
+    def _set_aside(self, step: int) -> None:
+        """A damaged one must not count among those that are kept."""
+        aside = self.folder / f"damaged_step_{step}"
+        shutil.rmtree(aside, ignore_errors=True)
+        with contextlib.suppress(OSError):  # a full or read-only disk: it is found damaged again
+            (self.folder / f"step_{step}").rename(aside)
+
+    def _publish(self, step: int, aside: Path, final: Path, sums: dict[str, str]) -> None:
+        manifest = {"step": step, "world": self.world, "sha256": sums}
+        write_durably(aside / MANIFEST, json.dumps(manifest, indent=1))
+        _sync_folder(aside)
+        if final.exists():
+            shutil.rmtree(final)
+        aside.rename(final)
+        _sync_folder(self.folder)
+        for old in self.steps()[self.keep :]:
+            shutil.rmtree(self.folder / f"step_{old}", ignore_errors=True)
+
+    def _damage(self, step: int) -> str:
+        """What is wrong with this worker's part of a step; empty if nothing."""
+        folder, name = self.folder / f"step_{step}", self._name(self.rank)
+        try:
+            manifest = json.loads((folder / MANIFEST).read_text())
+            if manifest["world"] != self.world:
+                return f"saved by {manifest['world']} workers"
+            sums = manifest["sha256"]
+            for own in (name, *self._mine(sums)):
+                if _sha256(folder / own) != sums[own]:
+                    return f"{own}: checksum differs"
+        except (OSError, ValueError, KeyError) as failed:
+            return f"{MANIFEST} or {name}: {failed}"
+        return ""
+
+    @property
+    def _replica(self) -> str:
+        return f"replica_{self.mesh.replica}"
+
+    def _mine(self, names: Iterable[str]) -> list[str]:
+        """Of the files that the replica has written together, this worker's share to check."""
+        shared = sorted(name for name in names if name.startswith(f"{self._replica}/"))
+        return shared[self.mesh.rank_in_replica :: self.mesh.replica_size]
+
+    @staticmethod
+    def _name(rank: int) -> str:
+        return f"rank_{rank}.pt"
+
+    def _barrier(self) -> None:
+        self._gather(None)
+
+    def _gather(self, value: Any) -> list[Any]:
+        values = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def _from_first(self, value: Any) -> Any:
+        box = [value]
+        if self.world > 1:
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+
+def random_states() -> dict[str, Any]:
+    """The states of every global random generator that a task may draw from."""
+    name, keys, *rest = np.random.get_state()
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": [name, [int(key) for key in keys], *rest],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _write(path: Path, state: dict[str, Any]) -> str:
+    with path.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    return _sha256(path)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

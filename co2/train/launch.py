@@ -1,0 +1,288 @@
+"""Who am I? A worker of torchrun, of srun, or the one that starts local workers.
+
+Local workers are started by torch.distributed's own elastic launcher.
+"""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+
+import torch
+import torch.distributed as dist
+
+from co2.comm.mesh import Mesh
+from co2.config import CommDevice, Config, LaunchConfig, Precision
+from co2.errors import REFUSED, ConfigError, require
+
+_PEER_S = 1.0
+"""A worker whose peer is gone ends this much later, so that the peer's status is the run's."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""What asks a run to finish its step, save and exit."""
+
+Worker = Callable[[Config], None]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A worker that somebody else has started."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    address: str
+    port: int
+
+
+def identity(env: Mapping[str, str] = os.environ) -> Identity | None:
+    """The place given by torchrun (RANK, …) or srun (SLURM_PROCID, …); None: nobody started us."""
+    if "RANK" in env and "WORLD_SIZE" in env:
+        world = int(env["WORLD_SIZE"])
+        return Identity(
+            rank=int(env["RANK"]),
+            world=world,
+            local_rank=int(env.get("LOCAL_RANK", "0")),
+            local_world=int(env.get("LOCAL_WORLD_SIZE", "1")),
+            address=env.get("MASTER_ADDR", "127.0.0.1"),
+            port=int(env.get("MASTER_PORT", "29500")),
+        )
+    if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+        world = int(env["SLURM_NTASKS"])
+        per_node = re.match(r"\d+", env.get("SLURM_TASKS_PER_NODE", str(world)))
+        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "127.0.0.1")
+        return Identity(
+            rank=int(env["SLURM_PROCID"]),
+            world=world,
+            local_rank=int(env.get("SLURM_LOCALID", "0")),
+            local_world=int(per_node.group()) if per_node else 1,
+            address=env.get("MASTER_ADDR", first_host(nodes)),
+            # Any free port will do, but all tasks of a job must arrive at the same one; from 32768
+            # on the kernel gives them to anybody.
+            port=int(env.get("MASTER_PORT", 20000 + int(env.get("SLURM_JOB_ID", "0")) % 12000)),
+        )
+    return None
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of SLURM's compressed list: `gpu[03-07,12],cpu1` → `gpu03`."""
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?", nodelist)
+    return match.group(1) + (match.group(2) or "") if match else nodelist
+
+
+def world_size(config: LaunchConfig) -> int:
+    """Number of workers that a run has: those of torchrun or srun, else `launch.workers`."""
+    me = identity()
+    return me.world if me else config.workers
+
+
+def is_first() -> bool:
+    """Whether this process speaks for the run: worker 0, or the one that starts the workers."""
+    me = identity()
+    return me is None or me.rank == 0
+
+
+def refuse(error: ConfigError) -> int:
+    """Say in one line, once, what cannot be run; return the exit status."""
+    if is_first():
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    return REFUSED
+
+
+def check(config: Config) -> None:
+    """Refuse what this machine cannot run, before anything is started.
+
+    Raises:
+        ConfigError: fewer GPUs than workers under nccl, nccl where gloo is to carry all, no bf16.
+    """
+    me = identity()
+    local = me.local_world if me else config.launch.workers
+    if config.launch.backend == "nccl":
+        hint = "with comm.device=cpu gloo carries everything; use auto"
+        require(config.comm.device is CommDevice.auto, "launch.backend", "nccl", hint)
+        count = torch.cuda.device_count() if dist.is_nccl_available() else 0
+        require(count >= local, "launch.backend", "nccl", f"{local} GPUs needed, {count} here")
+    if config.train.precision is Precision.bf16:
+        device, _ = placement(config, 0, local)
+        good = bf16_supported(device.type)
+        require(good, "train.precision", "bf16", "this device has no bf16; use fp32")
+
+
+def bf16_supported(device: str) -> bool:
+    """Whether bf16 autocast runs on this kind of device here."""
+    if device == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.amp.is_autocast_available(device)
+
+
+def run(worker: Worker, config: Config) -> int:
+    """Run `worker(config)` in every worker, in a process group; return the exit status.
+
+    `worker` must be a function of a module: it is pickled.
+    """
+    me = identity()
+    if me is not None:
+        return _as_worker(worker, config, me)
+    if config.launch.workers == 1:
+        return _guarded(worker, config, 0)
+    return _spawn(worker, config)
+
+
+def placement(config: Config, local_rank: int, local_world: int) -> tuple[torch.device, str]:
+    """Where a local worker's weights and batches live, and its process group's backend."""
+    backend, gpus = config.launch.backend, torch.cuda.device_count()
+    if config.comm.device is CommDevice.cpu:
+        # NCCL takes one worker a GPU; gloo does not know of GPUs, and so of no limit.
+        if backend == "auto" and gpus > 0:
+            return torch.device("cuda", local_rank % gpus), "gloo"
+    elif backend == "nccl" or (backend == "auto" and local_world <= gpus):
+        return torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+    return torch.device("cpu"), "gloo"
+
+
+def mesh(config: Config) -> Mesh:
+    """The mesh of a worker that `run` has started."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device, _ = placement(config, local, local_world)
+    return Mesh.world(config.mesh.replica_size, device)
+
+
+def _as_worker(worker: Worker, config: Config, me: Identity) -> int:
+    os.environ.update(
+        RANK=str(me.rank),
+        WORLD_SIZE=str(me.world),
+        LOCAL_RANK=str(me.local_rank),
+        LOCAL_WORLD_SIZE=str(me.local_world),
+        MASTER_ADDR=me.address,
+        MASTER_PORT=str(me.port),
+    )
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // me.local_world))
+    with _process_group(config, me):
+        return _guarded(worker, config, me.rank)
+
+
+@contextlib.contextmanager
+def _process_group(config: Config, me: Identity) -> Iterator[None]:
+    # A sweep reuses this process: what was set up must be taken down.
+    device, backend = placement(config, me.local_rank, me.local_world)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _guarded(worker: Worker, config: Config, rank: int) -> int:
+    """Run the worker; what a person can hint, and what a peer's end causes, is one line."""
+    try:
+        worker(config)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 1
+    except ConfigError as error:
+        # Met while training, a damaged file say, by this worker and perhaps by no other.
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return REFUSED
+    except RuntimeError as error:
+        if not re.search(r"(?i)closed by peer|reset by peer|connection refused", str(error)):
+            raise
+        print(f"worker {rank}: a peer is gone, stopping", file=sys.stderr, flush=True)
+        time.sleep(_PEER_S)
+        return 1
+    return 0
+
+
+def _local_worker(worker: Worker, config: Config) -> None:
+    me = identity()
+    assert me is not None, "the elastic launcher sets RANK"
+    try:
+        status = _as_worker(worker, config, me)
+    except Exception:  # a bug: say where, from the worker itself, for the launcher is silenced
+        traceback.print_exc()
+        status = 1
+    if status:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # the launcher takes a plain exit for a failure of its own
+
+
+def _spawn(worker: Worker, config: Config) -> int:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
+    from torch.distributed.launcher.api import elastic_launch
+
+    # The workers decide when a step is finished: signals are handed on to them, and the
+    # launcher, which would kill them after 30 s, does not handle them.
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    elastic = ElasticConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=config.launch.workers,
+        run_id="local",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.2,
+        start_method="spawn",
+        signals_to_handle="SIGHUP,SIGQUIT",
+    )
+    with _forwarded(STOP_SIGNALS):
+        try:
+            elastic_launch(elastic, _local_worker)(worker, config)
+        except ChildFailedError as error:
+            _, first = error.get_first_failure()
+            return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+    return 0
+
+
+@contextlib.contextmanager
+def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
+    """Hand these signals on to the workers. A second Ctrl-C kills them.
+
+    They are blocked here, and so in the workers that start meanwhile, which take them when they
+    train (StopVote). A signal that comes before that waits, and is not lost.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    # Python's helper process starts blocked too; starting it unblocks some signals here.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    done = threading.Event()
+    thread = threading.Thread(target=_forward, args=(signals, done), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _forward(signals: tuple[signal.Signals, ...], done: threading.Event) -> None:
+    told: list[int] = []
+    reached: set[tuple[int, int]] = set()
+    while not done.wait(0.1):
+        # Not sigtimedwait: a stop and SIGCONT (Ctrl-Z, fg) end that with a random number.
+        if signal.sigpending() & set(signals):
+            told.append(signal.sigwait(signals))
+        if not told:
+            continue
+        number = signal.SIGKILL if told.count(signal.SIGINT) > 1 else told[-1]
+        for child in multiprocessing.active_children():
+            if child.pid is not None and (child.pid, number) not in reached:
+                reached.add((child.pid, number))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, number)

@@ -1,0 +1,160 @@
+"""Throughput, exposed communication, and the memory ledger of one worker."""
+
+import resource
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from co2.comm.collectives import local
+from co2.methods.base import Method
+from co2.train.replica import local_optimizer
+
+_COMM = ("comm_s", "exposed_s", "bytes")
+
+
+@dataclass
+class Totals:
+    """What a run has used up so far, over all its segments."""
+
+    steps: int = 0
+    train_s: float = 0.0
+    """Seconds of training steps: evaluation, checkpoints and start-up are not in it."""
+    data_s: float = 0.0
+    """Of `train_s`, seconds of waiting for batches."""
+    timed_units: int = 0
+    """Units (tokens or samples) of this worker that `train_s` was spent on."""
+    wall_s: float = 0.0
+
+
+class Meter:
+    """Counts steps, and turns a method's totals into figures per interval.
+
+    Args:
+        units_per_step: tokens or samples that this worker trains on in one step.
+        num_workers: workers that train alike; throughput is that of all of them.
+        stats: the method's `stats`.
+    """
+
+    def __init__(
+        self,
+        units_per_step: int,
+        num_workers: int,
+        stats: Callable[[], dict[str, float]],
+        totals: dict[str, Any] | None = None,
+    ) -> None:
+        self.totals = Totals(**(totals or {}))
+        self._units, self._workers, self._stats = units_per_step, num_workers, stats
+        self._began = self._last = time.perf_counter()
+        self._wall_before = self.totals.wall_s
+        self._first = True
+        self._interval_s, self._interval_units = 0.0, 0
+        self._waited_s = self._interval_data_s = 0.0
+        self._comm_before = self._comm()
+
+    def step(self) -> None:
+        """A step has ended. The first of a segment allocates and compiles: it is not timed."""
+        now = time.perf_counter()
+        self.totals.steps += 1
+        if not self._first:
+            self.totals.train_s += now - self._last
+            self.totals.data_s += self._waited_s
+            self.totals.timed_units += self._units
+            self._interval_s += now - self._last
+            self._interval_data_s += self._waited_s
+            self._interval_units += self._units
+        self._first = False
+        self._waited_s = 0.0
+        self._last = now
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is not training time."""
+        began = time.perf_counter()
+        yield
+        self._last += time.perf_counter() - began
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """What happens inside is waiting for data, a part of the step."""
+        began = time.perf_counter()
+        yield
+        self._waited_s += time.perf_counter() - began
+
+    def interval(self) -> dict[str, float]:
+        """Figures since the last call: units/s of all workers, and the method's."""
+        stats = self._stats()
+        comm = {name: stats.get(name, 0.0) for name in _COMM}
+        figures = {name: comm[name] - self._comm_before[name] for name in _COMM}
+        figures |= {name: value for name, value in stats.items() if name not in _COMM}
+        figures["per_s"] = self._rate(self._interval_units, self._interval_s)
+        figures["exposed_share"] = figures["exposed_s"] / max(self._interval_s, 1e-9)
+        figures["data_share"] = self._interval_data_s / max(self._interval_s, 1e-9)
+        self._comm_before = comm
+        self._interval_s, self._interval_data_s, self._interval_units = 0.0, 0.0, 0
+        return figures
+
+    def throughput(self) -> float:
+        """Units per second of all workers, over every timed step."""
+        return self._rate(self.totals.timed_units, self.totals.train_s)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.totals.wall_s = self._wall_before + time.perf_counter() - self._began
+        return asdict(self.totals)
+
+    def _rate(self, units: int, seconds: float) -> float:
+        return self._workers * units / seconds if seconds > 0 else 0.0
+
+    def _comm(self) -> dict[str, float]:
+        stats = self._stats()
+        return {name: stats.get(name, 0.0) for name in _COMM}
+
+
+def overlap(comm_s: float, exposed_s: float) -> float | None:
+    """Share of the communication during which computation went on; None without any."""
+    return max(0.0, 1 - exposed_s / comm_s) if comm_s > 0 else None
+
+
+def ledger(model: nn.Module, optimizer: Optimizer, method: Method) -> dict[str, int]:
+    """Bytes that one worker holds between steps, with its gradients.
+
+    extra = the method's copies × the trained parameters in fp32 (fp64 where a parameter is), as
+    FlatParams holds them; all of it is what this worker holds of its replica. With comm.device=cpu
+    a GPU holds neither these nor the scratch: they are in the host's memory.
+    """
+    trained = [local(p.detach()) for p in model.parameters() if p.requires_grad]
+    width = max(4, *(p.element_size() for p in trained))
+    extra = int(method.copies * width * sum(p.numel() for p in trained))
+    scratch = method.scratch_bytes
+    beside = method.state_device.type == trained[0].device.type
+    return {
+        "parameter_bytes": _bytes(model.parameters()),
+        "buffer_bytes": _bytes(model.buffers()),
+        "gradient_bytes": _bytes(trained),
+        "inner_state_bytes": _bytes(
+            value
+            for state in local_optimizer(optimizer).state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ),
+        "scratch_bytes": scratch if beside else 0,
+        "extra_bytes": extra if beside else 0,
+        "host_bytes": 0 if beside else extra + scratch,
+    }
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory this worker has held: of the GPU's allocator, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    held = (local(tensor.detach()) for tensor in tensors)
+    return sum(part.numel() * part.element_size() for part in held)

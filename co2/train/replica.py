@@ -1,0 +1,266 @@
+"""A replica of several workers: how they share its gradients, its inner state and its weights.
+
+All of it is PyTorch's own: DistributedDataParallel, ZeroRedundancyOptimizer and fully_shard.
+
+    mesh.strategy   gradients              inner state   weights    each worker exchanges
+    ddp             averaged               whole         whole      the whole vector
+    zero1           averaged               1/N           whole      the whole vector
+    zero2           averaged, 1/N kept     1/N           1/N *      1/N of it
+    zero3           averaged, 1/N kept     1/N           1/N        1/N of it
+
+    * whole from the forward pass to the backward pass; with zero3 one block at a time
+
+The methods see local parameters only, and exchange them with their counterparts in the other
+replicas. A method that averages gradients over the replicas too leaves that to the same classes:
+DistributedDataParallel then spans all workers, and fully_shard repeats its shards (hybrid mode).
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from co2.comm.collectives import data_parallel, local, replicate
+from co2.comm.mesh import Mesh, check_replica_size
+from co2.config import CommConfig, CommDevice, Config, MeshConfig, Precision, Strategy
+from co2.errors import require
+from co2.methods.base import Method
+
+CUT = (Strategy.zero2, Strategy.zero3)
+"""Strategies under which a worker holds a part of every weight."""
+
+
+def check(config: Config, world: int, method: Method) -> None:
+    """Refuse what cannot be combined, before any worker starts.
+
+    Raises:
+        ConfigError: the key, and why.
+    """
+    size, strategy = config.mesh.replica_size, config.mesh.strategy
+    check_replica_size(size, world)
+    if size == 1:
+        hint = "shares a replica among its workers; set mesh.replica_size to 2 or more"
+        require(strategy is Strategy.ddp, "mesh.strategy", strategy.value, hint)
+        return
+    reason = method.refused_strategies.get(strategy.value)
+    require(reason is None, "mesh.strategy", strategy.value, f"method={config.method}: {reason}")
+    hint = "gloo would have to carry the gradients inside a replica too; use auto"
+    require(config.comm.device is CommDevice.auto, "comm.device", "cpu", hint)
+    if strategy in CUT:
+        hint = f"mesh.strategy={strategy.value} gathers weights between the operations; use false"
+        require(not config.train.compile, "train.compile", "true", hint)
+        hooks = method.averages_gradients and config.comm.dtype is Precision.bf16
+        hint = f"with mesh.strategy={strategy.value} gradients travel as they are; use fp32"
+        require(not hooks, "comm.dtype", "bf16", hint)
+
+
+class Replica:
+    """The workers of this worker's replica.
+
+    Args:
+        config: size and strategy.
+        mesh: of the workers.
+        across: whether gradients are averaged over the replicas too.
+    """
+
+    def __init__(self, config: MeshConfig, mesh: Mesh, across: bool) -> None:
+        self.strategy, self.mesh, self.across = config.strategy, mesh, across
+        self.alone = mesh.replica_size == 1
+        self.group = mesh.new_group_within_replica()
+
+    def shard(self, module: nn.Module) -> None:
+        """Give all workers the weights of the first, and leave each its part where they are cut.
+
+        Raises:
+            ConfigError: a weight that cannot be cut.
+        """
+        if self.alone:
+            return
+        replicate(module, self.group)
+        if self.strategy not in CUT:
+            return
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard  # costs half a second
+        from torch.distributed.tensor import debug
+
+        # What DTensor remembers of its operations names process groups, and those of an equal mesh
+        # made earlier in this process, in a sweep say, may be gone.
+        debug._clear_sharding_prop_cache()
+
+        value = self.strategy.value
+        for name, param in module.named_parameters():
+            hint = f"cannot cut {name}, a single number; give it one dimension, or use zero1"
+            require(param.dim() > 0, "mesh.strategy", value, hint)
+        shape = (self.mesh.num_replicas, self.mesh.replica_size)
+        whole = init_device_mesh(self.mesh.device.type, shape, mesh_dim_names=("replica", "shard"))
+        mesh = whole if self.across and self.mesh.num_replicas > 1 else whole["shard"]
+        # None: weights are let go of after a forward pass, but for the root's, used next.
+        keep = False if self.strategy is Strategy.zero2 else None
+        for block in blocks(module):
+            fully_shard(block, mesh=mesh, reshard_after_forward=keep)
+        fully_shard(module, mesh=mesh, reshard_after_forward=keep)
+
+    def optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """`optimizer`, whose state has not begun, or the same one with its state in parts."""
+        if self.strategy is not Strategy.zero1:
+            return optimizer
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        # The groups hold every value, the defaults of the one that made them too.
+        return ZeroRedundancyOptimizer(
+            optimizer.param_groups, optimizer_class=type(optimizer), process_group=self.group
+        )
+
+    def wrap(self, model: nn.Module, comm: CommConfig) -> nn.Module:
+        """What the method has prepared, as it is trained."""
+        if self.alone or self.across or self.strategy in CUT:
+            return model
+        return data_parallel(model, comm.bucket_mb, self.group)
+
+    def state(self, module: nn.Module, optimizer: Optimizer) -> "ReplicaState | None":
+        """What a checkpoint holds once for all workers; None where each is a replica."""
+        return None if self.alone else ReplicaState(module, optimizer, self.mesh)
+
+
+class ReplicaState:
+    """Weights and inner state of a replica, through torch.distributed.checkpoint.
+
+    Values have names of their own, `weight/<parameter>` and `inner/<parameter>/<field>`, and each
+    is saved by a worker that holds it, or by all of them in parts.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer, mesh: Mesh) -> None:
+        self.params = dict(module.named_parameters())
+        self.inner = local_optimizer(optimizer)
+        self.group = mesh.new_group_within_replica("gloo")
+
+    def write(self, folder: Path) -> None:
+        """Collective in the replica. Raises OSError, on all of its workers, if one cannot write."""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        names: dict[Tensor, str] = {param: name for name, param in self.params.items()}
+        state: dict[str, Any] = self._weights()
+        for param, fields in self.inner.state.items():
+            state |= {f"inner/{names[param]}/{key}": value for key, value in fields.items()}
+        try:
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), process_group=self.group)
+        except CheckpointException as failed:
+            first = next(iter(failed.failures.values()))[0]
+            raise OSError(str(first)) from None
+
+    def read(self, folder: Path) -> None:
+        """Collective in the replica."""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        reader = dcp.FileSystemReader(folder)
+        order = [param for group in self.inner.param_groups for param in group["params"]]
+        numbers = {param: number for number, param in enumerate(order)}
+        state: dict[str, Any] = self._weights()
+        fields: list[tuple[int, str, str]] = []
+        for key, saved in reader.read_metadata().state_dict_metadata.items():
+            kind, _, rest = key.partition("/")
+            name, _, field = rest.rpartition("/")
+            if kind == "inner" and self.params[name] in numbers:
+                fields.append((numbers[self.params[name]], field, key))
+                state[key] = None
+                if isinstance(saved, TensorStorageMetadata):
+                    state[key] = _empty(saved.size, saved.properties.dtype, self.params[name])
+        dcp.load(state, storage_reader=reader, process_group=self.group)
+        packed = self.inner.state_dict()
+        packed["state"] = {}
+        for number, field, key in fields:
+            packed["state"].setdefault(number, {})[field] = state[key]
+        self.inner.load_state_dict(packed)
+
+    def _weights(self) -> dict[str, Any]:
+        return {f"weight/{name}": param.detach() for name, param in self.params.items()}
+
+
+def _empty(size: torch.Size, dtype: torch.dtype | None, param: Tensor) -> Tensor:
+    """Room for a field of the inner state: cut as its parameter is, if it has the same size."""
+    if size == param.size():
+        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+    return torch.zeros(size, dtype=dtype)
+
+
+def local_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The one whose state this worker holds: ZeroRedundancyOptimizer has another inside."""
+    return getattr(optimizer, "optim", optimizer)
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds of a module beside its parameters: each worker has its own."""
+    params = dict(module.named_parameters(remove_duplicate=False))
+    return {name: value for name, value in module.state_dict().items() if name not in params}
+
+
+def whole_weights(module: nn.Module) -> dict[str, Any]:
+    """The module's state dict; of sharded parameters whole ones, in the host's memory. Collective
+    in the replica."""
+    return {
+        name: value.full_tensor().cpu() if local(value) is not value else value
+        for name, value in module.state_dict().items()
+    }
+
+
+def accumulating(model: nn.Module, last: bool) -> contextlib.AbstractContextManager:
+    """Around a micro-batch: only the last one's backward pass exchanges gradients; but where they
+    are cut, every one leaves each worker its part, so that whole ones are never kept."""
+    of_cut_weights = getattr(model, "set_requires_all_reduce", None)
+    if of_cut_weights is not None:
+        of_cut_weights(last)
+    elif isinstance(model, nn.parallel.DistributedDataParallel) and not last:
+        return model.no_sync()
+    return contextlib.nullcontext()
+
+
+def blocks(module: nn.Module) -> list[nn.Module]:
+    """The repeated parts of a model: what stands in its outermost lists and sequences, with
+    parameters of its own. One that shares a parameter with another part is none."""
+    used = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+
+    def apart(block: nn.Module) -> bool:
+        inside = Counter(id(p) for _, p in block.named_parameters(remove_duplicate=False))
+        return len(inside) > 0 and all(used[key] == count for key, count in inside.items())
+
+    return [block for block in _listed(module) if apart(block)]
+
+
+def _listed(module: nn.Module) -> Iterator[nn.Module]:
+    numbered = isinstance(module, nn.ModuleList | nn.Sequential)
+    for child in module.children():
+        if numbered and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield child
+        else:
+            yield from _listed(child)
+
+
+def checkpoint_activations(module: nn.Module) -> None:
+    """Keep the inputs of the model's blocks only, and work out the rest again on the way back."""
+    for block in blocks(module):
+        contexts = partial(_contexts, block)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+
+
+def _contexts(block: nn.Module) -> tuple[Any, Any]:
+    return contextlib.nullcontext(), _traceless(block)
+
+
+@contextlib.contextmanager
+def _traceless(block: nn.Module) -> Iterator[None]:
+    """Batch norm has counted this batch already."""
+    saved = [(buffer, buffer.clone()) for buffer in block.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in saved:
+            buffer.copy_(value)
