@@ -8,7 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import train
-from co2.config import typed
+from co2.app.schema import typed
 from co2.methods import METHODS
 from co2.peers import PEERS
 from co2.record.folder import run_folder
