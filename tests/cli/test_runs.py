@@ -25,8 +25,8 @@ from co2.errors import DIVERGED
 from co2.methods.allreduce import AllReduce
 from co2.methods.base import MethodStats
 from co2.train import launch
-from co2.train.schedule import learning_rate
 from co2.train.meters import Meter
+from co2.train.schedule import learning_rate
 from tasks.toy import CLASSES, Toy
 from tests.cli.harness import (
     ROOT,
