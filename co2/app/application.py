@@ -18,7 +18,7 @@ from co2 import peers
 from co2.app.compose import composed, preflight
 from co2.config import Config, Resume, typed
 from co2.errors import DIVERGED, STOPPED, ConfigError
-from co2.methods import METHODS, Method
+from co2.methods import Method
 from co2.record.console import Outcome, closing_table, sweep_table
 from co2.record.folder import check_folder, read_summary, tag_from
 from co2.record.metrics import Summary
@@ -41,7 +41,7 @@ class App:
 
     conf: Path
     tasks: Mapping[str, type[Task]]
-    methods: Mapping[str, type[Method]] = field(default_factory=lambda: {**METHODS, **peers.PEERS})
+    methods: Mapping[str, type[Method]] = field(default_factory=peers.known_methods)
 
     def config(self, overrides: Sequence[str]) -> Config:
         """What `train.py` makes of these overrides. Raises `ConfigError`; writes nothing."""
@@ -50,9 +50,7 @@ class App:
     def validate(self, cfg: DictConfig, overrides: list[str]) -> Config:
         """The composed configuration as a checked run. Raises `ConfigError`; writes nothing."""
         config = typed(cfg, self.methods, self.tasks)
-        check = getattr(self.methods[config.method], "check", None)
-        if check is not None:
-            check(config.optim)
+        self.methods[config.method].check(config.optim)
         world = launch.world_size(config.launch)
         if cfg.tag is None:
             config.tag = tag_from(overrides, world, config.launch.workers, config.method)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from co2.comm.background import BackgroundMean
+from co2.config import Waits
 from co2.methods import METHODS
 from co2.simulate import paper as paper_scaling
 from co2.simulate.__main__ import main, scaling_ratio
@@ -252,7 +253,7 @@ def test_131072_gpus_within_a_second(method):
 
 def test_every_method_of_the_suite_that_is_simulated_has_its_schedule():
     for name in SIMULATED[2:]:
-        assert METHODS[name].rounds_apart == (2 if name in OVERLAPPED else 1)
+        assert METHODS[name].waits is (Waits.beyond_delay if name in OVERLAPPED else Waits.always)
     assert "allreduce" in METHODS
 
 
