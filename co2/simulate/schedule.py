@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from co2.comm.clocks import overlap
 from co2.errors import require, require_count, require_number
 from co2.simulate.network import Network, ring_bytes
-from co2.train.meters import overlap
 
 BLOCKING = ("local_sgd", "slowmo", "diloco")
 """Stand still at the end of a round until its mean has arrived."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
+from co2.comm.clocks import overlap
 from co2.comm.mesh import Mesh
 from co2.config import Config, OptimConfig, Precision, Resume, Schedule
 from co2.errors import DIVERGED, PREEMPTED
@@ -24,7 +25,7 @@ from co2.record.folder import Record, run_folder
 from co2.record.trace import Trace
 from co2.train.checkpoint import Checkpoints, random_states, restore_random_states
 from co2.train.launch import STOP_SIGNALS
-from co2.train.meters import Meter, ledger, overlap, peak_memory_bytes
+from co2.train.meters import Meter, ledger, peak_memory_bytes
 from co2.train.replica import (
     Replica,
     accumulating,
@@ -64,8 +65,13 @@ def train(config: Config, task: Any, method: Method, mesh: Mesh) -> None:
     replica = Replica(config.mesh, mesh, method.averages_gradients)
     replica.shard(module)
     optimizer = replica.optimizer(task.optimizer(module))
-    model = replica.wrap(method.prepare(module, optimizer, mesh), config.comm)
-    method.lr_at = lambda index: _largest_lr(optimizer, config.optim, index, knobs.steps)
+    model = method.prepare(
+        module,
+        optimizer,
+        mesh,
+        schedule=lambda index: _largest_lr(optimizer, config.optim, index, knobs.steps),
+    )
+    model = replica.wrap(model, config.comm)
 
     title = f"{config.task} · {config.method} · {config.tag}"
     console = TrainProgress(title, knobs.steps, task.unit) if first else None
@@ -131,11 +137,11 @@ def train(config: Config, task: Any, method: Method, mesh: Mesh) -> None:
         say(f"step {step}/{knobs.steps}  validation {text}")
         return scores
 
-    tau = getattr(method, "tau", 1)
+    tau = method.round_steps
     trace = Trace(folder / "trace" / f"rank_{mesh.worker}.json", tau) if config.trace else None
     status = 1
     try:
-        with StopVote(mesh, control, lambda: method.lag, STOP_SIGNALS) as stop:
+        with StopVote(mesh, control, lambda: method.max_skew_steps, STOP_SIGNALS) as stop:
             while step < knobs.steps:
                 _set_lr(optimizer, config.optim, step, knobs.steps)
                 loss = torch.zeros((), device=mesh.device)
@@ -328,8 +334,7 @@ def _summary(
     throughput are the slowest one's. Collective."""
     totals = meter.state_dict()
     stats = method.stats()
-    names = ("comm_s", "exposed_s", "bytes")
-    means = torch.tensor([stats[name] for name in names], dtype=torch.float64)
+    means = torch.tensor([stats.comm_s, stats.exposed_s, stats.bytes_sent], dtype=torch.float64)
     if control is not None:
         dist.all_reduce(means, op=dist.ReduceOp.AVG, group=control)
     comm_s, exposed_s, sent = means.tolist()
@@ -360,9 +365,9 @@ def _summary(
         "train_s": train_s,
         "wall_s": totals["wall_s"],
         "peak_memory_bytes": peak_memory_bytes(mesh.device),
-        "extra_model_copies": method.copies,
+        "extra_model_copies": method.extra_copies,
         "memory": ledger(module, optimizer, method),
         "device": str(mesh.device),
         "folder": os.path.relpath(run_folder(config)),
-        **{key: value for key, value in stats.items() if key not in names},
+        **stats.own,
     }

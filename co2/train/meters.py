@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from co2.comm.collectives import local
-from co2.methods.base import Method
+from co2.methods.base import Method, MethodStats
 from co2.train.replica import local_optimizer
 
 _COMM = ("comm_s", "exposed_s", "bytes")
@@ -45,7 +45,7 @@ class Meter:
         self,
         units_per_step: int,
         num_workers: int,
-        stats: Callable[[], dict[str, float]],
+        stats: Callable[[], MethodStats],
         totals: dict[str, Any] | None = None,
     ) -> None:
         self.totals = Totals(**(totals or {}))
@@ -55,7 +55,7 @@ class Meter:
         self._first = True
         self._interval_s, self._interval_units = 0.0, 0
         self._waited_s = self._interval_data_s = 0.0
-        self._comm_before = self._comm()
+        self._comm_before = _comm(stats())
 
     def step(self) -> None:
         """A step has ended. The first of a segment allocates and compiles: it is not timed."""
@@ -89,9 +89,9 @@ class Meter:
     def interval(self) -> dict[str, float]:
         """Figures since the last call: units/s of all workers, and the method's."""
         stats = self._stats()
-        comm = {name: stats.get(name, 0.0) for name in _COMM}
+        comm = _comm(stats)
         figures = {name: comm[name] - self._comm_before[name] for name in _COMM}
-        figures |= {name: value for name, value in stats.items() if name not in _COMM}
+        figures |= stats.own
         figures["per_s"] = self._rate(self._interval_units, self._interval_s)
         figures["exposed_share"] = figures["exposed_s"] / max(self._interval_s, 1e-9)
         figures["data_share"] = self._interval_data_s / max(self._interval_s, 1e-9)
@@ -110,26 +110,19 @@ class Meter:
     def _rate(self, units: int, seconds: float) -> float:
         return self._workers * units / seconds if seconds > 0 else 0.0
 
-    def _comm(self) -> dict[str, float]:
-        stats = self._stats()
-        return {name: stats.get(name, 0.0) for name in _COMM}
 
-
-def overlap(comm_s: float, exposed_s: float) -> float | None:
-    """Share of the communication during which computation went on; None without any."""
-    return max(0.0, 1 - exposed_s / comm_s) if comm_s > 0 else None
+def _comm(stats: MethodStats) -> dict[str, float]:
+    return {"comm_s": stats.comm_s, "exposed_s": stats.exposed_s, "bytes": stats.bytes_sent}
 
 
 def ledger(model: nn.Module, optimizer: Optimizer, method: Method) -> dict[str, int]:
     """Bytes that one worker holds between steps, with its gradients.
 
-    extra = the method's copies × the trained parameters in fp32 (fp64 where a parameter is), as
-    FlatParams holds them; all of it is what this worker holds of its replica. With comm.device=cpu
-    a GPU holds neither these nor the scratch: they are in the host's memory.
+    All of it is what this worker holds of its replica. With comm.device=cpu a GPU holds neither the
+    method's tensors nor its scratch: they are in the host's memory.
     """
     trained = [local(p.detach()) for p in model.parameters() if p.requires_grad]
-    width = max(4, *(p.element_size() for p in trained))
-    extra = int(method.copies * width * sum(p.numel() for p in trained))
+    extra = method.extra_bytes
     scratch = method.scratch_bytes
     beside = method.state_device.type == trained[0].device.type
     return {

@@ -86,8 +86,12 @@ class Session:
         seed = rank if seed is None else seed
         self.net, self.optimizer = problem.build(seed, optimizer or inner(name), dtype)
         self.method = METHODS[name](METHODS[name].Config(**settings), comm)
-        self.model = self.method.prepare(self.net, self.optimizer, co2.Mesh.world())
-        self.method.lr_at = lambda step: max(problem.rates(self.optimizer, step))
+        self.model = self.method.prepare(
+            self.net,
+            self.optimizer,
+            co2.Mesh.world(),
+            schedule=lambda step: max(problem.rates(self.optimizer, step)),
+        )
 
     def step(self) -> None:
         problem.set_lr(self.optimizer, self.steps_done)
