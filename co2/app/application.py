@@ -2,12 +2,13 @@
 
 import math
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -27,12 +28,15 @@ from co2.app.compose import (
 from co2.app.schema import typed
 from co2.config import Config, Resume
 from co2.errors import DIVERGED, STOPPED, ConfigError
-from co2.methods import METHODS, Method
+from co2.methods import Method
 from co2.record.console import Outcome, closing_table, sweep_table
 from co2.record.folder import check_folder, read_summary, tag_from
+from co2.record.metrics import Summary
+from co2.record.provenance import UNKNOWN, Origin
 from co2.task import Task
 from co2.train import launch, replica
 from co2.train.loop import train
+from co2.train.run import Run
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class App:
 
     conf: Path
     tasks: Mapping[str, type[Task]]
-    methods: Mapping[str, type[Method]] = field(default_factory=lambda: {**METHODS, **peers.PEERS})
+    methods: Mapping[str, type[Method]] = field(default_factory=peers.known_methods)
 
     def config(self, overrides: Sequence[str]) -> Config:
         """The run that these overrides stand for. Raises `ConfigError`; writes nothing."""
@@ -56,9 +60,7 @@ class App:
     def validate(self, values: Values, overrides: list[str]) -> Config:
         """The composed configuration as a checked run. Raises `ConfigError`; writes nothing."""
         config = typed(values, self.methods, self.tasks)
-        check = getattr(self.methods[config.method], "check", None)
-        if check is not None:
-            check(config.optim)
+        self.methods[config.method].check(config.optim)
         world = launch.world_size(config.launch)
         if values.get("tag") is None:
             tag = tag_from(overrides, world, config.launch.workers, config.method)
@@ -81,20 +83,20 @@ class App:
         """The chosen method. Raises `ConfigError` where it cannot be combined with `comm`."""
         return self.methods[config.method](config.method_config, config.comm)
 
-    def work(self, config: Config) -> None:
+    def work(self, config: Config, origin: Origin = UNKNOWN) -> None:
         """What every worker of a run does."""
         mesh = launch.mesh(config)
         task = self.make_task(config)
         task.setup(mesh.num_workers)
-        train(config, task, self.make_method(config), mesh)
+        train(Run.open(config, task, self.make_method(config), mesh, origin))
 
-    def run(self, config: Config) -> int:
+    def run(self, config: Config, origin: Origin = UNKNOWN) -> int:
         """One run, to its end. Returns its exit status."""
         if config.resume is Resume.auto and read_summary(config):
             if launch.is_first():
                 print("finished already; resume=never trains it afresh and keeps this one aside")
         else:
-            status = launch.run(self.work, config)
+            status = launch.run(partial(self.work, origin=origin), config)
             if status:
                 return status
         if launch.is_first():  # worker 0 wrote the summary; others may get here before that
@@ -110,10 +112,11 @@ class App:
         try:
             line = command_line(argv)
             configs = preflight(self.conf, "config", argv, self.check)
+            origin = Origin(shlex.join(["train.py", *argv]))
             if line.flags or line.hydra_runs:
-                return self._through_hydra(argv, line.sweep)
+                return self._through_hydra(argv, line.sweep, origin)
             (config,) = configs
-            return self.run(config)
+            return self.run(config, origin)
         except ConfigError as error:
             return launch.refuse(error)
         except HYDRA_ERRORS as error:
@@ -125,7 +128,7 @@ class App:
         self.prepare_data(config)
         return config
 
-    def _through_hydra(self, argv: Sequence[str], sweep: bool) -> int:
+    def _through_hydra(self, argv: Sequence[str], sweep: bool, origin: Origin) -> int:
         """What Hydra starts, by its launchers and sweepers, or answers itself (--cfg, --help).
 
         A run of a sweep that fails loses no other. Returns the first failed run's exit status.
@@ -143,13 +146,13 @@ class App:
             overrides = list(HydraConfig.get().overrides.task)
             if not _in_sweep():
                 config = self.validate(plain(composed_by_hydra), overrides)
-                status = self.run(config)
+                status = self.run(config, origin)
                 statuses.append(status)
                 return None if status else objective(status, read_summary(config))
             summary = None
             try:
                 config = self.validate(plain(composed_by_hydra), overrides)
-                status = self.run(config)
+                status = self.run(config, origin)
                 summary = None if status else read_summary(config)
             except ConfigError as error:  # a value that a sweeper has made up
                 status = launch.refuse(error)
@@ -174,11 +177,11 @@ class App:
         return next(iter([*failed, *statuses]), 0)
 
 
-def objective(status: int, summary: dict[str, Any] | None) -> float | None:
+def objective(status: int, summary: Summary | None) -> float | None:
     """The final validation loss; infinite where training diverged; None where it failed."""
     if summary is None:
         return math.inf if status == DIVERGED else None
-    loss = summary["final"]["loss"]
+    loss = summary.final["loss"]
     return math.inf if loss is None else loss
 
 
