@@ -20,6 +20,8 @@ def submit(cells: Sequence[Cell]) -> int:
         ConfigError: for a cell that cannot be run, or where there is no SLURM, before any job is
             submitted.
     """
+    hint = "submits slurm/train.sbatch, which a clone of the repository has"
+    require(SCRIPT.exists(), "--launcher", "slurm", hint)
     require(shutil.which("sbatch") is not None, "--launcher", "slurm", "there is no sbatch here")
     missing = [cell for cell in once(cells) if cell.summary() is None]
     for cell in missing:

@@ -79,6 +79,8 @@ unknown --program
         "make train ARGS=co2.tua=24",
         "pip install -e '.[nothing]'",
         "pip install co2-suite",
+        "co2 trian task=gpt2",
+        "co2 train task=gpt2 co2.tua=3",
         "python nothing.py",
         "python examples/own_loop.py co2.tau=3",
         "python train.py task=gpt2 co2.tua=3",
