@@ -10,7 +10,7 @@
 τ → `tau`, α → `outer_lr`, β → `outer_momentum`, Λ → `gap_penalty`, φ → `clip`.
 Chosen here: the exact gap, which the paper derives from Gap-Aware (arXiv 1909.10802) and the
 released code replaces by 1; see GapPenalty. Step 4 runs before step 3, because d_{t−1} lies in
-the one communication buffer; neither reads what the other writes.
+the only communication buffer; neither step reads what the other writes.
 
 `shard` keeps 1/G of the outer state on each replica: ShardedOuterStep has the same trajectory.
 """
@@ -43,7 +43,7 @@ class CO2(LocalMethod):
         outer_lr: float = 1.0
         """α."""
         outer_momentum: float = 0.2
-        """β. Not published. Smoke GPT-2 (τ = 12, one seed each) did worse with 0.5."""
+        """β. The paper does not say. GPT-2 at smoke scale (τ = 12, one seed) did worse with 0.5."""
         gap_penalty: str | float = "gap_aware"
         """gap_aware | gap_aware_elementwise | none, or a constant Λ."""
         clip: float | None = None
@@ -51,7 +51,7 @@ class CO2(LocalMethod):
         clip_mode: str = "value"
         """value: every element to [−φ, φ]; norm: the whole vector to norm φ."""
         shard: bool = False
-        """Anchor and momentum in G parts, one on each replica: 1 + 2/G model copies, not 3."""
+        """Anchor and momentum are sharded over the G replicas: 1 + 2/G model copies, not 3."""
 
         def __post_init__(self) -> None:
             check_tau(self.tau)
