@@ -16,9 +16,9 @@ A layer is a sequence of consecutive trained parameters, in the model's order, t
 path up to and including its first number: all of `transformer.h.3`, for example. A parameter that
 is in no numbered container is a layer of its own. Every fragment needs at least one layer.
 
-With `exchange` int8 or int4 the θ − x^i are quantized, with one scale for each parameter tensor, and
-so is their mean. Rounding errors are kept and added the next time (co2/comm/exchange.py). d is then
-the quantized mean, equal on all replicas.
+With `exchange` int8 or int4 the θ − x^i are quantized, with one scale for each parameter tensor,
+and so is their mean. Rounding errors are kept and added the next time (co2/comm/exchange.py). d is
+then the quantized mean, equal on all replicas.
 
 Chosen here: the offsets if P does not divide τ; and uniform quantization with error feedback, where
 the paper sends floats of 4 bits.
@@ -56,7 +56,7 @@ class StreamingDiLoCo(Method):
         tau: int = 12
         """Inner steps between two syncs of the same fragment. The paper: 30 to 100."""
         fragments: int = 2
-        """P, at most τ and at most the number of layers. The paper: 3 transformer layers in each."""
+        """P, at most τ and at most the number of layers. The paper: 3 layers in each fragment."""
         delay: int = 1
         """Inner steps that a collective may take without anybody waiting; below τ."""
         mixing: float = 0.5
@@ -221,7 +221,7 @@ class Fragment:
 
 
 def strided(model: nn.Module, optimizer: Optimizer, fragments: int) -> list[list[Tensor]]:
-    """Return the trained parameters of each fragment; layer l belongs to fragment l mod `fragments`.
+    """Return the trained parameters of each fragment; layer l is in fragment l mod `fragments`.
 
     Raises:
         ConfigError: the model has fewer layers than fragments.

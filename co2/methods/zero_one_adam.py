@@ -14,8 +14,8 @@ to `max_interval` (the paper's H): 2^⌊(t − freeze_step)/double_every⌋ from
 are those of each of its parameter groups.
 Chosen here:
 - v is refreshed before it is used, because the first step would otherwise divide by ε. It is Adam's
-  bias-corrected v, because refreshes soon become too rare to outgrow the bias. As in the paper m has
-  no correction, so about the first 1/(1−β1) steps are short.
+  bias-corrected v, because refreshes soon become too rare to outgrow the bias. m has no correction,
+  as in the paper, so about the first 1/(1−β1) steps are short.
 - At a refresh the exact mean of the gradients is known, and the replicas differ in nothing else. So
   m takes in that mean, and u needs no exchange. In the paper m takes in the replica's own gradient,
   and both travel.
@@ -27,7 +27,8 @@ Chosen here:
 - An element whose v is 0 moves by weight decay alone, and its m and u are 0 after an exchange. With
   ± a scale, divided by ε, its steps would be huge.
 - AdamW's decay shrinks x_{t'} by the same factors as x. If Σγ = 0, m starts from 0 again.
-- The paper doubles T_u's interval whenever the learning rate has halved; here `double_every` sets it.
+- The paper doubles T_u's interval whenever the learning rate has halved; here `double_every` says
+  when.
 """
 
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ class ZeroOneAdam(CompressedAdam):
                 m.zero_()
 
     def _return(self, t: int) -> None:
-        """Move x from x_{t'}, which all replicas share, by the exchanged u, and start anew there."""
+        """Set x to x_{t'}, which all replicas share, moved by the exchanged u; start anew there."""
         for chunk in self.flat.chunks:
             u, x = chunk.of(self.u), chunk.of(self.anchor)
             x.mul_(self.shrunk[chunk.group]).addcdiv_(u, self.divisor(chunk), value=-1)

@@ -6,8 +6,8 @@ reduced to its owner, which does the outer step and broadcasts the result.
 
 By default FairScale remembers where the first round started only after the first inner step, when
 the replicas differ already; the adapter makes it remember before. Its other form, without shards,
-waits for a GPU even if there is none. If the inner learning rate is 0 at the end of a round, FairScale
-divides by zero.
+waits for a GPU even if there is none. FairScale divides by zero if the inner learning rate is 0 at
+the end of a round.
 """
 
 import warnings
