@@ -184,7 +184,7 @@ class ShardedOuterStep(OuterState):
 
     The anchor lags: between rounds it is what the round before started from, because d_t needs it,
     and it is moved by the m_t that is still held, to the same bits that were sent.
-    Λ_{t+1} is due before γ_{t+1} has come, so the schedule says what it will be.
+    Λ_{t+1} is due before γ_{t+1} has come, so the schedule has to tell it.
     """
 
     def __init__(
@@ -200,13 +200,13 @@ class ShardedOuterStep(OuterState):
         super().__init__(config, shard)
         self.flat, self.shard, self.mean = flat, shard, shard.mean
         self.largest_lr, self.next_largest_lr = largest_lr, next_largest_lr
-        self.shown = self._newest_figures()
+        self.settled = self._newest_figures()
         """Λ and the clipped share, (2,), of the newest outer step that a round's end waited for:
         the step in the background changes the figures at any time."""
 
     def end_round(self) -> None:
         self.mean.wait()  # 1
-        self.shown = self._newest_figures()
+        self.settled = self._newest_figures()
         self.flat.swap(self.mean.buffer)  # 2
         lr, ahead = self.largest_lr(), self.next_largest_lr()
         self.gap.observe_lr(lr)
@@ -231,12 +231,12 @@ class ShardedOuterStep(OuterState):
 
     def figures(self) -> tuple[float, float]:
         """Λ and the clipped share, as of the round that ended last."""
-        gap, clipped = self.shown.tolist()
+        gap, clipped = self.settled.tolist()
         return gap, clipped
 
     def state_tensors(self) -> dict[str, Tensor]:
-        gap, clipped = self.shown
-        return {**super().state_tensors(), "shown_gap": gap, "shown_clipped": clipped}
+        gap, clipped = self.settled
+        return {**super().state_tensors(), "settled_gap": gap, "settled_clipped": clipped}
 
     def scratch_tensors(self) -> list[Tensor]:
         return [*super().scratch_tensors(), *self.shard.scratch_tensors()]

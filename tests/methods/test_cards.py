@@ -19,12 +19,12 @@ TAU, ROUNDS = 3, 4
 PAGE = (DOCS / "methods.md").read_text()
 CARDS = dict(re.findall(r"^## `(\w+)`\n(.*?)(?=^## |^<!--|\Z)", PAGE, re.M | re.S))
 ROWS = dict(re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|", PAGE, re.M))
-"""Method → what the table says that it waits for."""
+"""Method → the table's entry about what it waits for."""
 WAITS = {
     Waits.always: (r"always\b", r"Blocking|Partly overlapped"),
     Waits.beyond_delay: (r"beyond (a round|`delay` steps)$", r"Fully overlapped|Overlapped for"),
 }
-"""What a method waits for → how the table says it, and how its card and its file do."""
+"""What a method waits for → the table's words for it, and those of its card and its file."""
 SENDS = {
     "2(G−1)/G · n": lambda G, n, tau: 2 * (G - 1) / G * n,
     "2(G−1)/G · n/τ": lambda G, n, tau: 2 * (G - 1) / G * n / tau,
