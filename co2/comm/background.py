@@ -130,7 +130,7 @@ class BackgroundMean:
         """Totals so far. What a GPU has not finished is not in them yet."""
         self._comm_s += sum(self._lane.comm.take())
         self._exposed_s += sum(self._lane.exposed.take())
-        return CommTotals(self._comm_s, self._exposed_s, self._bytes_sent)
+        return CommTotals(self._comm_s, self._exposed_s, float(self._bytes_sent))
 
     def join(self) -> None:
         """Wait until what is in flight is over, without taking it: the next `wait` still returns
@@ -146,7 +146,7 @@ class BackgroundMean:
             "buffer": self.buffer if self.in_flight else None,
             "comm_s": totals.comm_s,
             "exposed_s": totals.exposed_s,
-            "bytes_sent": totals.bytes_sent,
+            "bytes_sent": self._bytes_sent,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -90,7 +90,7 @@ class AllReduce(Method):
         comm_s: from the first bucket's launch to the last one's completion; exposed_s: the part of
         it after the last gradient was computed. fully_shard keeps no clocks: not a number.
         """
-        sent = self.bytes_per_step() * self.steps
+        sent = float(self.bytes_per_step() * self.steps)
         if self.sharded:
             return CommTotals(math.nan, math.nan, sent)
         comm_s, exposed_s = self._before.comm_s, self._before.exposed_s

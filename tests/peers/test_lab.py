@@ -72,7 +72,7 @@ for _ in range(12):
 dist.barrier()
 after = sent()
 if rank == 0:
-    print("MEASURED", after - before, world * method.stats()["bytes"])
+    print("MEASURED", after - before, world * method.stats().bytes_sent)
 method.flush()
 dist.destroy_process_group()
 """
