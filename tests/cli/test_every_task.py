@@ -8,7 +8,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import train
-from co2.config import typed
+from co2.app.compose import plain
+from co2.app.schema import typed
 from co2.methods import METHODS
 from co2.peers import known_methods
 from co2.record.folder import run_folder
@@ -49,7 +50,7 @@ def test_composes_with_every_method_at_every_scale(task: str) -> None:
         for scale in scales_of(task):
             for method in METHODS:
                 choice = [f"task={task}", f"method={method}", f"scale={scale}"]
-                config = typed(compose("config", choice), METHODS, TASKS)
+                config = typed(plain(compose("config", choice)), METHODS, TASKS)
                 assert (config.task, config.method, config.scale) == (task, method, scale)
                 made = train.APP.make_task(config)
                 assert made.units_per_sample >= 1 and made.unit in ("tokens", "samples")
