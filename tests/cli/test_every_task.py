@@ -11,7 +11,7 @@ import train
 from co2.app.compose import plain
 from co2.app.schema import typed
 from co2.methods import METHODS
-from co2.peers import PEERS
+from co2.peers import known_methods
 from co2.record.folder import run_folder
 from tasks import TASKS
 from tests.cli.harness import ROOT, assert_same_run, cli, configured, metrics, pooled
@@ -39,7 +39,7 @@ def scales_of(task: str) -> list[str]:
 def test_no_task_is_forgotten() -> None:
     assert SMALL.keys() == TASKS.keys()
     assert {path.stem for path in (ROOT / "conf" / "task").glob("*.yaml")} == TASKS.keys()
-    assert {path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")} == {*METHODS, *PEERS}
+    assert {path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")} == set(known_methods())
     for task in TASKS.keys() - {"toy"}:
         assert scales_of(task) == list(SCALES), task
 
