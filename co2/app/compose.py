@@ -27,7 +27,7 @@ from co2.errors import ConfigError, nearest, require
 
 Checked = TypeVar("Checked")
 Values = dict[str, Any]
-"""A composed configuration: resolved, in plain dictionaries and lists."""
+"""A composed configuration: resolved, in plain dictionaries and lists. `Any`: it is not checked."""
 
 _OPTUNA = "hydra/sweeper=optuna"
 _PLUGINS = (

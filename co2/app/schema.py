@@ -25,8 +25,8 @@ RENAMED = {
 }
 """Keys that had another name, with the one that they have now."""
 
-# Strict: a whole number is no truth value, and a text is no number. Nodes inherit this, for a
-# dataclass of the standard library has no configuration of its own.
+# Strict: a truth value is no whole number, and a text is no number. The nodes inherit this from the
+# document, because dataclasses of the standard library bring no configuration of pydantic's.
 _STRICT = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 _CHOSEN = ("task_config", "method_config")
 _PLAIN = {
@@ -34,7 +34,7 @@ _PLAIN = {
     for field in dataclasses.fields(Config)
     if field.name not in (*NODES, *_CHOSEN)
 }
-"""The fields of a run that are no group of keys."""
+"""The fields of a run that are single values, not groups of keys."""
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 _COUNTS = {1: "one number", 2: "two numbers", 3: "three numbers"}
@@ -46,7 +46,8 @@ def typed(
     """The composed values as a checked run.
 
     Args:
-        values: plain and resolved: groups of keys are dictionaries. A `tag` of None is left out.
+        values: plain and resolved: groups of keys are dictionaries. `Any`: whatever YAML can hold.
+            A `tag` of None stands for the default.
         methods, tasks: classes with a dataclass `Config`, by name.
     Raises:
         ConfigError: an unknown key (with the nearest known one), a missing one or a wrong value.
@@ -91,8 +92,9 @@ def _schema(kind: type) -> type:
 
 @cache
 def _document(own: tuple[tuple[str, type], ...]) -> type[BaseModel]:
-    """The model of a whole configuration file, for a task and a method."""
+    """The model of a whole configuration, for a task and a method."""
     hints = typing.get_type_hints(Config)
+    # `Any`: create_model takes a pair of type and default for each field.
     fields: dict[str, Any] = {name: (schema, ...) for name, schema in (NODES | dict(own)).items()}
     for name, field in _PLAIN.items():
         required = field.default is dataclasses.MISSING
@@ -101,10 +103,11 @@ def _document(own: tuple[tuple[str, type], ...]) -> type[BaseModel]:
 
 
 def _json(given: Mapping[str, Any], nodes: Mapping[str, type]) -> str:
-    """The values as JSON, in which enums are names, tuples are lists, and 1 is a number too.
+    """The values as JSON, which pydantic reads as YAML is meant even where it is strict.
 
-    YAML and Hydra read a bare 12 as a number, where it may be a folder's name or a tag: for a field
-    that takes texts alone it is one.
+    Enums are given by value, tuples as lists, and 1 is a float where a float is due. YAML and Hydra
+    read a bare 12 as a number, which may be a folder's name or a tag: where a field takes nothing
+    but texts, it becomes one.
     """
 
     def with_texts(values: Mapping[str, Any], schema: type) -> dict[str, Any]:
@@ -128,7 +131,10 @@ def _json(given: Mapping[str, Any], nodes: Mapping[str, type]) -> str:
 
 
 def _require_every_key(name: str, schema: type, values: object) -> None:
-    """conf/ is the only place of hyper-parameters: the schemas' defaults are for the library."""
+    """Raise `ConfigError` for a missing key: conf/ is the only place of hyper-parameters.
+
+    The schemas' own defaults are for those who use the library without conf/.
+    """
     if isinstance(values, dict):
         for field in dataclasses.fields(schema):
             hint = "is missing; conf/ has a value for it, so leave it"
@@ -138,7 +144,7 @@ def _require_every_key(name: str, schema: type, values: object) -> None:
 def _refusal(
     error: ValidationError, given: Mapping[str, Any], nodes: Mapping[str, type]
 ) -> ConfigError:
-    """The first of pydantic's errors in our own words; an unknown key goes before a wrong value."""
+    """The first of pydantic's errors as ours; an unknown key comes before a wrong value."""
     errors = error.errors(include_url=False)
     first = next((found for found in errors if found["type"] in _UNKNOWN), errors[0])
     node, *path = map(str, first["loc"])

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -312,6 +313,39 @@ def test_good_command_lines_pass(empty: Path) -> None:
     ):
         words = arguments.split()
         preflight(train.APP.conf, "config", sorted(["task=toy", *words]), train.APP.check)
+
+
+def test_flags_amid_the_overrides(empty: Path) -> None:
+    """Hydra would not read the rest."""
+    words = ["task=toy", "-m", "co2.tau=1,3"]
+    with pytest.raises(ConfigError, match="flags such as -m stand before the overrides"):
+        preflight(train.APP.conf, "config", words, train.APP.check)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "out", "err"),
+    [
+        ("--cfg job task=toy method=slowmo", 0, "outer_momentum: 0.5", ""),
+        ("--help", 0, "Powered by Hydra", ""),
+        ("--cfg job method=slomo", 2, "", "error: method=slomo: no such option; did you mean"),
+        ("--cfg job co2.tua=3", 2, "", "error: configuration=: Could not override 'co2.tua'."),
+    ],
+)
+def test_what_hydra_answers_itself(
+    empty: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    status: int,
+    out: str,
+    err: str,
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments.split()])
+    assert train.APP.main(arguments.split()) == status
+    printed = capsys.readouterr()
+    assert out in printed.out and printed.err.startswith(err)
+    assert len(printed.err.splitlines()) == bool(err)
 
 
 @pytest.fixture(scope="module")
