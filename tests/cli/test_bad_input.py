@@ -326,7 +326,6 @@ def test_flags_amid_the_overrides(empty: Path) -> None:
     ("arguments", "status", "out", "err"),
     [
         ("--cfg job task=toy method=slowmo", 0, "outer_momentum: 0.5", ""),
-        ("--help", 0, "Powered by Hydra", ""),
         ("--cfg job method=slomo", 2, "", "error: method=slomo: no such option; did you mean"),
         ("--cfg job co2.tua=3", 2, "", "error: configuration=: Could not override 'co2.tua'."),
     ],
