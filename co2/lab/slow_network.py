@@ -80,7 +80,7 @@ class SlowNetwork:
     ) -> None:
         self.mbit, self.cpus = list(mbit), dict(cpus or {})
         self._name = f"{PREFIX}-{os.getpid()}"
-        self._processes: list[subprocess.Popen] = []
+        self._processes: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> "SlowNetwork":
         remove_leftovers()
@@ -108,7 +108,7 @@ class SlowNetwork:
 
     def start(
         self, worker: int, command: Sequence[str], env: Mapping[str, str]
-    ) -> subprocess.Popen:
+    ) -> subprocess.Popen[str]:
         """Run a command as this worker. It is killed when this process or the network ends."""
         words = ["ip", "netns", "exec", f"{self._name}-w{worker}", *command]
         process = subprocess.Popen(
