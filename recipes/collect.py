@@ -1,11 +1,11 @@
 """From run folders to results/ours.csv and results/evals.csv: nothing in a table is typed."""
 
-import csv
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from co2.record.table import Table, read_csv
 from recipes.recipe import Recipe
 
 VALUES = ("recipe", "row", "column", "scale", "seed", "value")
@@ -25,7 +25,7 @@ def collect(recipes: Iterable[Recipe], out: Path, scale: str) -> tuple[int, int]
     """
     recipes = list(recipes)
     names = {recipe.name for recipe in recipes}
-    there, evals_there = read(out / "ours.csv"), read(out / "evals.csv")
+    there, evals_there = read_csv(out / "ours.csv"), read_csv(out / "evals.csv")
     known, evals_known = _by_key(there), _by_key(evals_there)
     values: list[dict[str, Any]] = []
     evals: list[dict[str, Any]] = []
@@ -50,7 +50,7 @@ def collect(recipes: Iterable[Recipe], out: Path, scale: str) -> tuple[int, int]
         ("evals.csv", EVALS, evals_there, evals),
     ):
         others = [row for row in old if row["recipe"] not in names or row["scale"] != scale]
-        _write(out / name, fields, [*others, *rows])
+        Table.of_records([*others, *rows], fields).write_csv(out / name)
     return here, len(values) - here
 
 
@@ -67,19 +67,3 @@ def _by_key(rows: Iterable[dict[str, str]]) -> dict[tuple[str, ...], list[dict[s
     for row in rows:
         found.setdefault(tuple(row[name] for name in KEY), []).append(row)
     return found
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file; none where there is no file."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def _write(path: Path, fields: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fields)
-        writer.writeheader()
-        writer.writerows(rows)

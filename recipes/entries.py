@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from scipy.stats import ttest_rel
 
+from co2.record.table import NOT_AVAILABLE, NOT_RUN, NOTHING, Table
 from recipes.recipe import Column, Recipe, Row, Rows
-from recipes.table import NOT_AVAILABLE, NOT_RUN, NOTHING, Table
 
 _LEAST_P = 0.001
 _MEASURED = 2

@@ -17,8 +17,8 @@ from co2.errors import ConfigError
 from co2.lab import measure as lab
 from co2.lab.slow_network import check_root
 from co2.record.provenance import of_run
+from co2.record.table import read_csv
 from recipes.cells import composed_config
-from recipes.collect import read
 from recipes.recipe import Column, Recipe, Row
 
 RUNS = Path("results/runs/links")
@@ -130,7 +130,7 @@ def _measured_before() -> dict[tuple[str, ...], dict[str, Any]]:
     """Rows of `KEPT` by workers, rate, method and repeat, with the figures of a summary."""
     found = {}
     for path in KEPT:
-        for row in read(path):
+        for row in read_csv(path):
             figures = {name: float(row[name]) for name in ("throughput", "exposed_share")}
             counts = {name: int(row[name]) for name in ("workers", "steps")}
             key = (row["workers"], row["mbit"], row["method"], row["repeat"])

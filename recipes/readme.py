@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipes.collect import read
+from co2.record.table import read_csv
 from recipes.entries import entries
 from recipes.methods import METHODS
 from recipes.registry import RECIPES
@@ -29,7 +29,7 @@ def fill(readme: Path, ours: Path) -> None:
 
 def lines(ours: Path) -> Iterator[str]:
     """The table in Markdown, from ours.csv."""
-    rows = [row for row in read(ours) if row["scale"] == "smoke"]
+    rows = [row for row in read_csv(ours) if row["scale"] == "smoke"]
     found = {}
     for name in dict.fromkeys(recipe for recipe, *_ in COLUMNS):
         own = [row for row in rows if row["recipe"] == name]

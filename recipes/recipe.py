@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from co2.record.table import Table
 from recipes.cells import Cell, Run
-from recipes.table import Table
 
 RUNS = "results/runs/recipes"
 """Where the runs of all recipes are kept: a run that two of them ask for is made once."""

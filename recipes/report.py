@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from recipes.table import NOT_AVAILABLE, NOT_RUN, NOTHING, Table
+from co2.record.table import NOT_AVAILABLE, NOT_RUN, NOTHING, Table
 
 _BROAD_POINTS = 400
 _STYLE = """
@@ -95,7 +95,7 @@ def _section(section: Section) -> str:
 def _table(table: Table) -> str:
     heads = "".join(f'<th scope="col"><button>{escape(name)}</button></th>' for name in table.head)
     rows = ""
-    for number, row in enumerate(table.rows):
+    for number, row in enumerate(table.texts()):
         cells = (_cell(cell, (number, at) in table.best) for at, cell in enumerate(row))
         rows += f"<tr>{''.join(cells)}</tr>\n"
     return (

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from co2.record.table import NOTHING, Table
 from co2.simulate.network import PROFILES
 from co2.simulate.paper import SERVER_SIZE, Setting, settings
 from recipes import figures
 from recipes.recipe import Rows
-from recipes.table import NOTHING, Table
 
 GPUS = (8, 16, 32, 64, 128)
 RATIO = "T(128)/(8·T(16))"

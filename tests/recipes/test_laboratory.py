@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from co2.lab import measure as lab
+from co2.record.table import read_csv
 from recipes import entries, figure1, laboratory, scaling, table3
 from recipes.__main__ import main
-from recipes.collect import collect, read
+from recipes.collect import collect
 from recipes.laboratory import LabCell
 from recipes.render import render
 from tests.engine.test_timeline import event, mark
@@ -51,7 +52,7 @@ def test_values_are_of_the_laboratorys_table_and_of_runs(place: Path) -> None:
     second = cell(table3.RECIPE, "CO2", "2 workers, 20 Mbit/s", 1)
     folder = write_run(second, 10_700.0)
     assert collect([table3.RECIPE], place / "out", "smoke") == (3, 0)
-    rows = read(place / "out" / "ours.csv")
+    rows = read_csv(place / "out" / "ours.csv")
     assert [(r["row"], r["seed"], float(r["value"]), r["commit"], r["folder"]) for r in rows] == [
         ("AllReduce", "0", 800.0, "abc1234", "results/lab/cells.csv"),
         ("CO2", "0", 10_500.0, "abc1234", "results/lab/cells.csv"),

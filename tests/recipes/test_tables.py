@@ -10,11 +10,12 @@ import pytest
 
 from co2.errors import ConfigError
 from co2.record.folder import run_folder
+from co2.record.table import read_csv
 from co2.simulate.paper import PAPER as SCALING
 from recipes import entries, readme, render
 from recipes.__main__ import main, recipe_of
 from recipes.cells import Cell
-from recipes.collect import collect, read
+from recipes.collect import collect
 from recipes.entries import Entry
 from recipes.recipe import Column, Recipe, Row
 from recipes.registry import RECIPES
@@ -77,7 +78,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def found(results: Path) -> dict[str, Entry]:
-    same = entries.entries(TOY, read(results / "ours.csv"), PAPER)
+    same = entries.entries(TOY, read_csv(results / "ours.csv"), PAPER)
     return {entry.row.name: entry for entry in same}
 
 
@@ -163,7 +164,7 @@ def test_every_value_leads_back_to_its_run(results: Path) -> None:
 
 
 def test_losses_are_kept_for_the_curves(results: Path) -> None:
-    rows = [row for row in read(results / "evals.csv") if row["row"] == "AllReduce"]
+    rows = [row for row in read_csv(results / "evals.csv") if row["row"] == "AllReduce"]
     assert [(r["seed"], r["step"], r["train_s"], r["loss"]) for r in rows][2:] == [
         ("1", "30", "1.5", "2.0"),
         ("1", "60", "3.0", "0.9"),
@@ -236,7 +237,7 @@ def test_what_the_paper_reports_is_in_a_table_of_its_recipe(
     monkeypatch.chdir(tmp_path)
     render.render(list(RECIPES.values()), tmp_path, "smoke")
     words = {"AllReduce": "AdamW", "CO2, τ = 48": "CO2 τ=48", "CO2, τ = 12": "CO2 τ=12"}
-    for row in read(tmp_path / "paper.csv"):
+    for row in read_csv(tmp_path / "paper.csv"):
         assert row["source"] and float(row["value"]) > 0
         lines = (tmp_path / "tables" / f"{row['recipe']}.md").read_text().splitlines()
         value = f"{int(row['value']):,}" if row["value"].isdecimal() else row["value"]
