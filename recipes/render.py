@@ -1,4 +1,4 @@
-"""results/tables (Markdown, LaTeX, CSV), results/figures, results/report.html: from CSV files."""
+"""From results/ours.csv, evals.csv and paper.csv to tables, figures and results/report.html."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from recipes.recipe import Recipe
 
 
 def render(recipes: Sequence[Recipe], out: Path, scale: str) -> None:
-    """Tables and figures of these recipes, and the page that has them all."""
+    """Write tables and figures of these recipes, and the page that holds them all."""
     end = ending(scale)
     sections = []
     known = [read_csv(out / name) for name in ("ours.csv", "evals.csv")]
@@ -22,7 +22,7 @@ def render(recipes: Sequence[Recipe], out: Path, scale: str) -> None:
         )
         paper = [row for row in papers if row["recipe"] == recipe.name]
         tables = [measured(recipe, ours, paper, scale)]
-        tables += recipe.beside(paper) if recipe.beside else ()
+        tables += recipe.beside(ours, paper) if recipe.beside else ()
         write_tables(tables, out / "tables" / f"{recipe.name}{end}")
         stem = out / "figures" / f"{recipe.name}{end}"
         drawn = list(figures.curves(recipe, evals, stem))
@@ -32,7 +32,7 @@ def render(recipes: Sequence[Recipe], out: Path, scale: str) -> None:
 
 
 def write_tables(tables: Sequence[Table], stem: Path) -> None:
-    """`<stem>.md` and `.tex` with all of them, and a CSV file for each, by its name."""
+    """Write `<stem>.md` and `.tex` with all tables, and a CSV file for each by its own name."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_name(f"{stem.name}.md").write_text("\n".join(table.page() for table in tables))
     stem.with_name(f"{stem.name}.tex").write_text("\n".join(table.latex() for table in tables))
@@ -41,5 +41,5 @@ def write_tables(tables: Sequence[Table], stem: Path) -> None:
 
 
 def ending(scale: str) -> str:
-    """Of the names of a scale's files."""
+    """What the names of a scale's files end in."""
     return "" if scale == "smoke" else f"_{scale}"

@@ -71,7 +71,9 @@ class Table:
         Columns are not padded to one width as pandas would, so a changed value changes one line.
         """
         lines = [self.head, *_with_best(self.texts(), self.best, "**{}**")]
-        head, *rows = [f"| {' | '.join(line)} |" for line in lines]
+        head, *rows = [
+            "|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in lines
+        ]
         return "\n".join([head, f"|{'---|' * len(self.head)}", *rows])
 
     def page(self) -> str:
