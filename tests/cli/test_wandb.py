@@ -23,7 +23,7 @@ from co2.record import wandb_sync
 from co2.record.wandb import SEGMENTS, UNITS, unit
 from co2.train import launch
 from recipes import cells
-from recipes.cells import Cell
+from recipes.cells import TrainCell
 from tasks.toy import Toy
 from tests.cli.harness import configured, folder_of, metrics
 
@@ -343,7 +343,11 @@ class TestSync:
 
 
 def test_a_run_is_tagged_by_all_recipes_that_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = [Cell(("one",), ("table2",)), Cell(("two",), ("table2",)), Cell(("one",), ("sweep",))]
+    asked = [
+        TrainCell(("one",), ("table2",)),
+        TrainCell(("two",), ("table2",)),
+        TrainCell(("one",), ("sweep",)),
+    ]
     found = cells.once(asked)
     assert [(c.overrides, c.recipes) for c in found] == [
         (("one",), ("table2", "sweep")),
@@ -352,7 +356,7 @@ def test_a_run_is_tagged_by_all_recipes_that_ask_for_it(monkeypatch: pytest.Monk
     seen: list[str | None] = []
     monkeypatch.setenv("WANDB_TAGS", "mine")
     monkeypatch.setattr("sys.argv", ["pytest"])
-    monkeypatch.setattr(Cell, "config", lambda cell: None)
+    monkeypatch.setattr(TrainCell, "config", lambda cell: None)
     monkeypatch.setattr(
         "co2.app.application.App.work",
         lambda self, config: seen.append(os.environ.get("WANDB_TAGS")),
