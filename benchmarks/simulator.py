@@ -1,11 +1,11 @@
 """The simulator held against the laboratory, point by point.
 
-    python -m co2.lab …                      measures cells.csv, one or more
-    python -m benchmarks.simulator          works the same cells out, and writes the errors
+    python -m co2.lab …                      measures one or more cells.csv
+    python -m benchmarks.simulator           simulates the same trainings, and writes the errors
 
-The simulator is told the step's time from the same training without communication (method none),
-the vector's bytes, and the links' rate; a full packet of 1,514 bytes on the wire carries 1,448
-bytes of payload. Nothing is fitted. Points without a rate (unlimited) are left out.
+The simulator gets the step's time from the same training without communication (method none), the
+vector's bytes and the links' rate; a full packet of 1,514 bytes on the wire carries 1,448 bytes of
+payload. Nothing is fitted. Points on unlimited links are left out.
 """
 
 import argparse

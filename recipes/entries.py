@@ -14,7 +14,7 @@ _LEAST_P = 0.001
 _MEASURED = 2
 """Number of the table's column with the measured values."""
 NOT_REACHED = "not reached"
-"""What a value says that is infinite, as the seconds to a loss that a run never had."""
+"""Stands for an infinite value, such as the seconds to a loss that a run never had."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def place(task: str, tau: int, replicas: int) -> str:
 
 
 def column(task: str, tau: int, replicas: int) -> Column:
-    """Validation loss; co2_keep's means may take a quarter of a round unless a row says more."""
+    """Validation loss. co2_keep has a delay of a quarter of a round, unless a row has another."""
     samples, steps = TASKS[task]
     return Column(
         place(task, tau, replicas),

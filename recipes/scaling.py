@@ -56,8 +56,8 @@ def tables(_: Rows, paper: Rows) -> Iterable[Table]:
             words = [reported.get(f"{place}, {gpus} GPUs", NOTHING) for gpus in GPUS]
             words.append(reported.get(f"{place}, {RATIO}", NOTHING))
             if set(words) != {NOTHING}:
-                shown = [f"{int(word):,}" if word.isdecimal() else word for word in words]
-                rows.append((place, method, PAPER, *shown))
+                values = [f"{int(word):,}" if word.isdecimal() else word for word in words]
+                rows.append((place, method, PAPER, *values))
             for (where, source), setting in simulations.items():
                 if where == place:
                     rows.append((place, method, source, *_simulated(setting, method)))

@@ -69,7 +69,7 @@ RECIPE = Recipe(
     title="Scalability",
     text="Tokens per second of all workers together on GPT-2, every worker on a link of its own. "
     "All workers share one machine's processor, so four are no faster than two. Repeats stand in "
-    "for seeds. The paper measured other networks: see the simulated.",
+    "for seeds. The paper measured other networks, which the simulated table has.",
     rows=(*METHODS, LIMIT),
     columns=tuple(
         LabColumn(

@@ -81,7 +81,7 @@ class TunedRecipe(Recipe):
                 return None
             values[name] = value
         won = trials.row(min(values, key=values.__getitem__))
-        # The trial's settings first: what the row itself says beyond the method overrules them.
+        # The row's own settings follow the trial's, and so win over them.
         return replace(row, overrides=(*won.overrides, *row.overrides[1:]))
 
     def _elsewhere(self, scale: str) -> dict[tuple[str, str, str], float]:
