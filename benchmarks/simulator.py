@@ -9,7 +9,6 @@ payload. Nothing is fitted. Points on unlimited links are left out.
 """
 
 import argparse
-import csv
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
@@ -17,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import report
+from co2.simulate.methods import SIMULATED
+from co2.record.table import read_csv
 from co2.simulate.network import Link, Network
-from co2.simulate.schedule import SIMULATED, simulate
+from co2.simulate.schedule import simulate
 
 PAYLOAD_SHARE = 1448 / 1514
 GOAL = 0.05
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--tau", type=int, default=12, help="of the trainings")
     parser.add_argument("--out", type=Path, default=Path("results/lab"))
     args = parser.parse_args()
-    cells = [cell for path in args.cells for cell in csv.DictReader(path.open())]
+    cells = [cell for path in args.cells for cell in read_csv(path)]
     found = points(cells, args.tau)
     errors = [abs(point.error) for point in found]
     intro = (

@@ -6,7 +6,6 @@ are repeats of the same training, because it is time that is measured.
 
 import os
 import re
-from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -14,8 +13,11 @@ from pathlib import Path
 
 from co2.config import Config
 from co2.errors import ConfigError
-from co2.lab import measure as lab
+from co2.lab.measurement import measure
+from co2.lab.plan import check_memory
 from co2.lab.slow_network import check_root
+from co2.lab.training import TrialFailed, finished, trial_overrides
+from co2.lab.trial import Conditions, Trial
 from co2.record.provenance import of_run
 from co2.record.table import read_csv
 from recipes.cells import Summary, composed_config, own_words
@@ -24,35 +26,35 @@ from recipes.recipe import Column, Row
 RUNS = Path("results/runs/links")
 MEASURED_BEFORE = (Path("results/lab/cells.csv"), Path("results/lab/four/cells.csv"))
 """What `python -m co2.lab` has measured, of trainings of GPT-2 without further overrides."""
-EVEN = lab.Conditions()
+EVEN = Conditions()
 
 
 @dataclass(frozen=True)
 class LabCell:
     """One training with every worker on a link of its own."""
 
-    cell: lab.Cell
+    trial: Trial
     overrides: tuple[str, ...]
     before: tuple[Path, ...] = field(default=(), compare=False)
     """Tables of the laboratory that count as runs where there is none here; the last one wins."""
 
     @property
     def command(self) -> str:
-        words = [f"--workers={self.cell.workers}", f"--mbit={self.cell.rate}"]
-        words += [f"--methods={self.cell.method}", f"--repeats={self.cell.repeat + 1}"]
+        words = [f"--workers={self.trial.workers}", f"--mbit={self.trial.rate}"]
+        words += [f"--methods={self.trial.method}", f"--repeats={self.trial.repeat + 1}"]
         return " ".join(["python -m co2.lab", *words, *self.overrides])
 
     def config(self) -> Config:
         """The configuration of the training. Raises `ConfigError`."""
-        words = lab.words(self.cell.method, self.overrides)
-        workers = f"launch.workers={self.cell.workers}"
+        words = trial_overrides(self.trial.method, self.overrides)
+        workers = f"launch.workers={self.trial.workers}"
         return composed_config((*words, workers, f"runs={self._runs}"))
 
     def check(self) -> None:
         self.config()
 
     def summary(self) -> Summary | None:
-        return lab.finished(self.cell, EVEN, self._runs) or self._measured_before()
+        return finished(self.trial, EVEN, self._runs) or self._measured_before()
 
     def source(self) -> dict[str, str]:
         folder = self.folder()
@@ -64,23 +66,22 @@ class LabCell:
 
     def folder(self) -> Path | None:
         """The folder of a run that has finished here."""
-        summary = lab.finished(self.cell, EVEN, self._runs)
+        summary = finished(self.trial, EVEN, self._runs)
         return None if summary is None else Path(os.path.relpath(summary["folder"]))
 
     def train(self) -> None:
-        """Raises `lab.Failed`."""
-        options = Namespace(runs=self._runs, target_loss=None)
-        for _ in lab.measure([self.cell], EVEN, options, self.overrides):
+        """Run the trial. Raises `TrialFailed`."""
+        for _ in measure([self.trial], EVEN, self._runs, self.overrides):
             pass
 
     @property
     def _runs(self) -> Path:
-        """The laboratory names its folders by cell and method; overrides need one of their own."""
+        """The laboratory names its folders by trial and method; overrides need one of their own."""
         return RUNS / (re.sub(r"[^\w.]+", "_", "-".join(self.overrides)) or "plain")
 
     def _measured_before(self) -> Summary | None:
-        cell = self.cell
-        key = (str(cell.workers), cell.rate, cell.method, str(cell.repeat))
+        trial = self.trial
+        key = (str(trial.workers), trial.rate, trial.method, str(trial.repeat))
         for path in reversed(self.before):
             if path.exists():
                 found = _table(path.absolute(), path.stat().st_mtime_ns).get(key)
@@ -104,11 +105,10 @@ class LabColumn(Column):
         words = own_words((*self.overrides, *row.overrides))
         given = dict(word.split("=", 1) for word in words)
         workers, mbit = int(given.pop("--workers")), given.pop("--mbit")
-        cell = lab.Cell(
-            workers, None if mbit == "unlimited" else float(mbit), given.pop("method"), seed
-        )
+        rate = None if mbit == "unlimited" else float(mbit)
+        trial = Trial(workers, rate, given.pop("method"), seed)
         before = self.before if len(row.overrides) == 1 else ()
-        return LabCell(cell, tuple(f"{key}={value}" for key, value in given.items()), before)
+        return LabCell(trial, tuple(f"{key}={value}" for key, value in given.items()), before)
 
 
 def check(cells: Iterable[LabCell]) -> None:
@@ -121,7 +121,7 @@ def check(cells: Iterable[LabCell]) -> None:
     except ConfigError as error:
         hint = f"{error.hint}, or name recipes that have nothing to measure on slow links"
         raise ConfigError(error.key, error.value, hint) from None
-    lab.check_room(max(cell.cell.workers for cell in missing))
+    check_memory(max(cell.trial.workers for cell in missing))
     for cell in missing:
         cell.check()
 
@@ -134,7 +134,7 @@ def run(cells: Iterable[LabCell], print_line: Callable[[str], None] = print) -> 
         print_line(f"{number} of {len(missing)} in the laboratory: {cell.command}")
         try:
             cell.train()
-        except (lab.Failed, ConfigError) as error:
+        except (TrialFailed, ConfigError) as error:
             print_line(f"failed: {error}")
             failed.append(cell)
     return failed

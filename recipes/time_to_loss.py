@@ -13,7 +13,7 @@ one at the same step of its second half.
 from functools import partial
 from pathlib import Path
 
-from co2.lab import measure as lab
+from co2.lab.measurement import time_to_loss
 from recipes.cells import Summary
 from recipes.laboratory import LabColumn
 from recipes.recipe import Recipe, Row
@@ -30,7 +30,7 @@ def training(name: str, method: str, *settings: str, steps: int = 480, every: in
 
 def seconds_to(summary: Summary, first: Summary) -> float | None:
     """Seconds of training to the final loss of the first row; infinite if it is never reached."""
-    reached = lab.time_to(Path(summary["folder"]), first["final"]["loss"])
+    reached = time_to_loss(Path(summary["folder"]), first["final"]["loss"])
     return float("inf") if reached is None else reached
 
 

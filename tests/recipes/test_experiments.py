@@ -294,8 +294,8 @@ def test_time_to_a_loss_is_taken_from_the_evaluations(place: Path) -> None:
     }
     cells = {row.name: cell for row, column, _, cell in recipe.cells("smoke") if column is seconds}
     unlimited, slow = cells[time_to_loss.FIRST], cells["CO2, τ = 48"]
-    assert isinstance(unlimited, LabCell) and unlimited.cell.mbit is None
-    assert isinstance(slow, LabCell) and slow.cell.mbit == 20 and "co2.tau=48" in slow.overrides
+    assert isinstance(unlimited, LabCell) and unlimited.trial.mbit is None
+    assert isinstance(slow, LabCell) and slow.trial.mbit == 20 and "co2.tau=48" in slow.overrides
 
 
 def test_every_experiment_renders_from_a_few_values(place: Path) -> None:
