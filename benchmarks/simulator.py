@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import report
-from co2.simulate.methods import SIMULATED
 from co2.record.table import read_csv
+from co2.simulate.methods import SIMULATED
 from co2.simulate.network import Link, Network
 from co2.simulate.schedule import simulate
 

@@ -24,7 +24,7 @@ from co2.config import Config, Precision
 from co2.methods import METHODS
 from co2.record.folder import read_summary
 from co2.train import launch
-from co2.train.loop import learning_rate
+from co2.train.schedule import learning_rate
 from train import APP
 
 GOAL = 0.98
@@ -109,7 +109,7 @@ def throughput(config: Config) -> float:
     """Units per second of all workers of a finished run."""
     summary = read_summary(config)
     assert summary is not None
-    return summary["throughput"]
+    return summary.throughput
 
 
 def plain_loop(config: Config, task) -> float:

@@ -4,29 +4,29 @@ There are three kinds: `TrainCell` here is a run of train.py, `LabCell` (laborat
 links, and `FunctionCell` (functions.py) a training that a recipe's own function makes.
 """
 
+import json
 import os
-import sys
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
-from unittest.mock import patch
 
 from co2.app.application import App
 from co2.config import Config
 from co2.errors import STOPPED
 from co2.methods import METHODS
 from co2.peers import PEERS
-from co2.record.folder import read_summary, run_folder
-from co2.record.provenance import of_run
+from co2.record.folder import run_folder
+from co2.record.provenance import Origin, of_run
 from co2.train import launch
 from tasks import TASKS
 
 APP = App(conf=Path(__file__).parents[1] / "conf", tasks=TASKS)
 """The same application as train.py's."""
 
-Summary = dict[str, Any]
+SummaryJSON = dict[str, Any]
 """A run's summary.json. Any: it holds numbers, texts and groups of either."""
 
 
@@ -40,7 +40,7 @@ class Cell(Protocol):
     def check(self) -> None:
         """Raise `ConfigError` if this run cannot be made."""
 
-    def summary(self) -> Summary | None:
+    def summary(self) -> SummaryJSON | None:
         """The figures of the finished run; None while there is none."""
 
     def source(self) -> dict[str, str]:
@@ -59,6 +59,11 @@ class TrainCell:
     def command(self) -> str:
         return " ".join(["python train.py", *self.overrides])
 
+    @property
+    def origin(self) -> Origin:
+        """The run's command and tags."""
+        return Origin(shlex.join(["train.py", *self.overrides]), self.recipes)
+
     def config(self) -> Config:
         """The composed configuration. Raises `ConfigError`."""
         return composed_config(self.overrides)
@@ -66,11 +71,11 @@ class TrainCell:
     def check(self) -> None:
         self.config()
 
-    def summary(self) -> Summary | None:
+    def summary(self) -> SummaryJSON | None:
         words = dict(word.split("=", 1) for word in self.overrides)
         if not Path(words.get("runs", "results/runs")).exists():
             return None  # as after a clone; composing hundreds of configurations takes a minute
-        return read_summary(self.config())
+        return read_summary(run_folder(self.config()))
 
     def source(self) -> dict[str, str]:
         folder = run_folder(self.config())
@@ -99,10 +104,10 @@ def once(cells: Iterable[TrainCell]) -> list[TrainCell]:
     return [replace(cell, recipes=tuple(found)) for cell, found in names.items()]
 
 
-def tagged(cell: TrainCell) -> dict[str, str]:
-    """The environment of a cell's run. W&B's own variable carries the recipes' names."""
-    tags = ",".join(filter(None, (os.environ.get("WANDB_TAGS"), *cell.recipes)))
-    return {**os.environ, **({"WANDB_TAGS": tags} if tags else {})}
+def read_summary(folder: Path) -> SummaryJSON | None:
+    """The summary of a run's folder; None while the run has not finished."""
+    path = folder / "summary.json"
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def run(cells: Iterable[TrainCell], print_line: Callable[[str], None] = print) -> list[TrainCell]:
@@ -147,6 +152,4 @@ def composed_config(overrides: tuple[str, ...]) -> Config:
 def _train(cells: Sequence[TrainCell], _: Config) -> None:
     """Train these cells; every worker calls this."""
     for cell in cells:
-        sys.argv = ["train.py", *cell.overrides]  # the manifest records it as the command
-        with patch.dict(os.environ, tagged(cell)):
-            APP.work(cell.config())
+        APP.work(cell.config(), cell.origin)

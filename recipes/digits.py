@@ -38,7 +38,7 @@ from torch.nn.functional import cross_entropy
 import co2
 from co2.config import OptimConfig
 from co2.record.table import NOTHING, Table, mean_text
-from co2.train.loop import learning_rate
+from co2.train.schedule import learning_rate
 from recipes.functions import FunctionCell, FunctionColumn
 from recipes.recipe import Recipe, Row, Rows
 

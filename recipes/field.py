@@ -16,7 +16,7 @@ from pathlib import Path
 
 from co2.record.table import Table
 from recipes import figures
-from recipes.cells import Summary, composed_config
+from recipes.cells import SummaryJSON, composed_config
 from recipes.entries import Entry, entries
 from recipes.laboratory import LabColumn
 from recipes.methods import ADAM_ONLY, EVERY_METHOD, LIMIT
@@ -35,7 +35,7 @@ FREEZE = (
 BEFORE = {task: (Path(f"results/field/{task}/cells.csv"),) for task in TASKS}
 
 
-def rounds(summary: Summary) -> float:
+def rounds(summary: SummaryJSON) -> float:
     """Collectives of one worker in the training, buckets not counted.
 
     A method that does not count them has one every τ steps, of each of its fragments.

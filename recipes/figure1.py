@@ -14,7 +14,7 @@ from pathlib import Path
 
 from co2.record import timeline
 from recipes import figures
-from recipes.cells import Summary
+from recipes.cells import SummaryJSON
 from recipes.laboratory import LabCell, LabColumn
 from recipes.recipe import Recipe, Row, Rows
 
@@ -23,7 +23,7 @@ measured = partial(LabColumn, overrides=LINKS, digits=1, lower=True, curve=False
 """A column that reads the same trainings."""
 
 
-def per_step(run: Summary, clock: str) -> float:
+def per_step(run: SummaryJSON, clock: str) -> float:
     """Milliseconds a step of one of a summary's clocks.
 
     There is no column for throughput, because the time to write the trace is part of it.

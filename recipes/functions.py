@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from co2.errors import require
 from co2.files import write_durably
-from co2.record.provenance import cpu_name, git, of_run
-from recipes.cells import Summary
+from co2.record.provenance import Origin, manifest, of_run
+from recipes.cells import SummaryJSON, read_summary
 from recipes.recipe import RUNS, Column, Row
 
 
@@ -53,9 +52,8 @@ class FunctionCell:
     def check(self) -> None:
         require(len(self.folder.parent.name) < 256, "recipe", self.recipe, "has too many settings")
 
-    def summary(self) -> Summary | None:
-        path = self.folder / "summary.json"
-        return json.loads(path.read_text()) if path.exists() else None
+    def summary(self) -> SummaryJSON | None:
+        return read_summary(self.folder)
 
     def source(self) -> dict[str, str]:
         return {**of_run(self.folder), "folder": os.path.relpath(self.folder)}
@@ -69,10 +67,8 @@ class FunctionCell:
             steps: number of inner steps of each.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        hardware = {"cpu": cpu_name(), "cores": os.cpu_count(), "gpus": gpus}
-        manifest = {"git": git(), "hardware": hardware, "command": self.command}
-        write_durably(self.folder / "manifest.json", json.dumps(manifest, indent=1))
+        known = manifest(workers, Origin(self.command), fingerprint={})
+        write_durably(self.folder / "manifest.json", json.dumps(known, indent=1))
         summary = {"final": final, "workers": workers, "steps": steps, "seed": self.seed}
         write_durably(self.folder / "summary.json", json.dumps(summary, indent=1))
 

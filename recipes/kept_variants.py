@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from co2.comm.mesh import Mesh
 from co2.config import Config
 from co2.task import Task
-from co2.train.loop import learning_rate
+from co2.train.schedule import learning_rate
 from recipes.cells import APP, composed_config
 from recipes.functions import FunctionCell, FunctionColumn
 from recipes.recipe import Recipe, Row

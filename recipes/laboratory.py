@@ -20,7 +20,7 @@ from co2.lab.training import TrialFailed, finished, trial_overrides
 from co2.lab.trial import Conditions, Trial
 from co2.record.provenance import of_run
 from co2.record.table import read_csv
-from recipes.cells import Summary, composed_config, own_words
+from recipes.cells import SummaryJSON, composed_config, own_words
 from recipes.recipe import Column, Row
 
 RUNS = Path("results/runs/links")
@@ -53,7 +53,7 @@ class LabCell:
     def check(self) -> None:
         self.config()
 
-    def summary(self) -> Summary | None:
+    def summary(self) -> SummaryJSON | None:
         return finished(self.trial, EVEN, self._runs) or self._measured_before()
 
     def source(self) -> dict[str, str]:
@@ -79,7 +79,7 @@ class LabCell:
         """The laboratory names its folders by trial and method; overrides need one of their own."""
         return RUNS / (re.sub(r"[^\w.]+", "_", "-".join(self.overrides)) or "plain")
 
-    def _measured_before(self) -> Summary | None:
+    def _measured_before(self) -> SummaryJSON | None:
         trial = self.trial
         key = (str(trial.workers), trial.rate, trial.method, str(trial.repeat))
         for path in reversed(self.before):
@@ -141,12 +141,12 @@ def run(cells: Iterable[LabCell], print_line: Callable[[str], None] = print) -> 
 
 
 @lru_cache
-def _table(path: Path, changed_ns: int) -> dict[tuple[str, ...], Summary]:
+def _table(path: Path, changed_ns: int) -> dict[tuple[str, ...], SummaryJSON]:
     """A table of the laboratory by workers, rate, method and repeat, with a summary's figures.
 
     `changed_ns` is the file's time of change, so that a new table is read again.
     """
-    found: dict[tuple[str, ...], Summary] = {}
+    found: dict[tuple[str, ...], SummaryJSON] = {}
     for row in read_csv(path):
         figures = {name: float(row[name]) for name in ("throughput", "exposed_share")}
         counts = {name: int(row[name]) for name in ("workers", "steps")}

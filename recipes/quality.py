@@ -13,19 +13,19 @@ with SGD. Seeds differ in weights, data order, augmentation and masks, not in va
 from collections.abc import Callable, Iterator
 
 from co2.record.table import Table
-from recipes.cells import Summary
+from recipes.cells import SummaryJSON
 from recipes.methods import ADAM_ONLY, EVERY_METHOD
 from recipes.recipe import Column, Recipe, Rows
 
 
-def of_entropy(summary: Summary) -> float | None:
+def of_entropy(summary: SummaryJSON) -> float | None:
     """Validation loss as a share of the unigram entropy, what a model of frequencies alone has."""
     loss = summary["final"]["loss"]
     return None if loss is None else float(loss / summary["baselines"]["unigram_entropy"])
 
 
 ENTROPY = "loss, % of unigram entropy"
-Metric = str | Callable[[Summary], float | None]
+Metric = str | Callable[[SummaryJSON], float | None]
 GOALS: dict[str, tuple[str, Metric, float]] = {
     "ResNet-50, top-1 %": ("resnet50", "final.top1", 90),
     "ViT, top-1 %": ("vit", "final.top1", 90),

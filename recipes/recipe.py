@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from co2.record.table import Table
-from recipes.cells import Cell, Summary, TrainCell, own_words
+from recipes.cells import Cell, SummaryJSON, TrainCell, own_words
 
 RUNS = "results/runs/recipes"
 """Where the runs of all recipes are kept: a run that two of them use is made once."""
@@ -38,7 +38,7 @@ class Column:
     name: str
     """As in results/paper.csv."""
     overrides: tuple[str, ...]
-    metric: str | Callable[[Summary], float | None]
+    metric: str | Callable[[SummaryJSON], float | None]
     """A path in the summary, such as `final.top1` or `throughput`, or a function of it."""
     lower: bool = False
     """Whether less is better."""
@@ -51,7 +51,7 @@ class Column:
     """Whether its validation losses are drawn over steps and seconds."""
     of: str | None = None
     """Name of the row that every run is compared with, seed by seed."""
-    compare: Callable[[Summary, Summary], float | None] | None = None
+    compare: Callable[[SummaryJSON, SummaryJSON], float | None] | None = None
     """The value from a run's summary and that of the row `of`; by default, the ratio in percent."""
     without: tuple[str, ...] = ()
     """Names of the rows that cannot be run with it, as 1-bit Adam where a task trains with SGD."""
@@ -64,7 +64,7 @@ class Column:
         overrides += ("log.wandb=disabled",) if scale == "smoke" else ()
         return TrainCell(own_words(overrides), recipes=(recipe,))
 
-    def value(self, summary: Summary, base: Summary | None = None) -> float | None:
+    def value(self, summary: SummaryJSON, base: SummaryJSON | None = None) -> float | None:
         """The figure of a run; `base` is the summary of the row `of`. None: it has no such figure.
 
         A figure that the run never reached, such as the seconds to some loss, is infinite.
@@ -78,7 +78,7 @@ class Column:
         value, whole = self._read(summary), self._read(base)
         return None if value is None or whole is None else 100 * value / whole
 
-    def _read(self, summary: Summary) -> float | None:
+    def _read(self, summary: SummaryJSON) -> float | None:
         found: Any = summary  # whatever lies on the path, as long as it is followed
         if callable(self.metric):
             found = self.metric(summary)

@@ -1,5 +1,6 @@
 """Runs as SLURM jobs: `python -m recipes run … --launcher slurm`. See docs/slurm.md."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from co2.errors import require
 from co2.record.folder import run_folder
-from recipes.cells import APP, TrainCell, once, tagged
+from recipes.cells import APP, TrainCell, once
 
 SCRIPT = Path(__file__).parent.parent / "slurm" / "train.sbatch"
 
@@ -26,11 +27,17 @@ def submit(cells: Sequence[TrainCell]) -> int:
         APP.make_task(cell.config()).setup(cell.config().launch.workers)  # data are made here, once
     for count, cell in enumerate(missing):
         words = ["sbatch", *_options(cell), str(SCRIPT), *cell.overrides]
-        if subprocess.run(words, env=tagged(cell)).returncode:
+        if subprocess.run(words, env=_tagged(cell)).returncode:
             print(f"{count} of {len(missing)} jobs submitted", file=sys.stderr)
             return 1
     print(f"{len(missing)} jobs submitted; run `python -m recipes collect` when they have ended")
     return 0
+
+
+def _tagged(cell: TrainCell) -> dict[str, str]:
+    """The environment of a job. W&B's own variable carries the recipes' names into it."""
+    tags = filter(None, (os.environ.get("WANDB_TAGS"), *cell.recipes))
+    return {**os.environ, "WANDB_TAGS": ",".join(tags)}
 
 
 def _options(cell: TrainCell) -> list[str]:

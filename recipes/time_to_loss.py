@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from co2.lab.measurement import time_to_loss
-from recipes.cells import Summary
+from recipes.cells import SummaryJSON
 from recipes.laboratory import LabColumn
 from recipes.recipe import Recipe, Row
 
@@ -28,13 +28,13 @@ def training(name: str, method: str, *settings: str, steps: int = 480, every: in
     return Row(name, (f"method={method}", *words))
 
 
-def seconds_to(summary: Summary, first: Summary) -> float | None:
+def seconds_to(summary: SummaryJSON, first: SummaryJSON) -> float | None:
     """Seconds of training to the final loss of the first row; infinite if it is never reached."""
     reached = time_to_loss(Path(summary["folder"]), first["final"]["loss"])
     return float("inf") if reached is None else reached
 
 
-def ratio_to(summary: Summary, first: Summary) -> float | None:
+def ratio_to(summary: SummaryJSON, first: SummaryJSON) -> float | None:
     """These seconds as a multiple of what the first row trains."""
     reached = seconds_to(summary, first)
     return None if reached is None else reached / float(first["train_s"])

@@ -10,7 +10,7 @@ of the rounds. v is frozen after 15 % of the steps; in longer trainings that par
 
 from functools import partial
 
-from recipes.cells import Summary
+from recipes.cells import SummaryJSON
 from recipes.recipe import Column, Recipe, Row
 from recipes.table2 import SHORT
 
@@ -21,12 +21,12 @@ FREEZE = round(0.15 * STEPS)
 DOUBLE = round(0.14 * STEPS)
 
 
-def volume(summary: Summary) -> float:
+def volume(summary: SummaryJSON) -> float:
     """MiB that one worker sends in the whole training."""
     return summary["bytes_per_step"] * summary["steps"] / MIB
 
 
-def rounds(summary: Summary) -> float:
+def rounds(summary: SummaryJSON) -> float:
     """Exchanges of a training. AllReduce has one at every step and does not count them."""
     return float(summary["rounds"] if "rounds" in summary else summary["steps"])
 

@@ -21,6 +21,7 @@ import train
 from co2.errors import PREEMPTED
 from co2.record import wandb_sync
 from co2.record.metrics import UNITS, unit_of
+from co2.record.provenance import Origin
 from co2.record.wandb import SEGMENTS
 from co2.train import launch
 from recipes import cells
@@ -354,16 +355,16 @@ def test_a_run_is_tagged_by_all_recipes_that_ask_for_it(monkeypatch: pytest.Monk
         (("one",), ("table2", "sweep")),
         (("two",), ("table2",)),
     ]
-    seen: list[str | None] = []
-    monkeypatch.setenv("WANDB_TAGS", "mine")
-    monkeypatch.setattr("sys.argv", ["pytest"])
+    origins: list[Origin] = []
     monkeypatch.setattr(TrainCell, "config", lambda cell: None)
     monkeypatch.setattr(
-        "co2.app.application.App.work",
-        lambda self, config: seen.append(os.environ.get("WANDB_TAGS")),
+        "co2.app.application.App.work", lambda self, config, origin: origins.append(origin)
     )
     cells._train(found, None)  # type: ignore[arg-type]
-    assert seen == ["mine,table2,sweep", "mine,table2"] and os.environ["WANDB_TAGS"] == "mine"
+    assert origins == [
+        Origin("train.py one", ("table2", "sweep")),
+        Origin("train.py two", ("table2",)),
+    ]
 
 
 def test_units_name_each_thing_once() -> None:
