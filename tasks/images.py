@@ -159,22 +159,22 @@ def _crop_boxes(shapes: np.ndarray, smallest: float, draws: Draws) -> np.ndarray
     pending = np.ones(len(shapes), bool)
     for _ in range(_CROP_TRIES):
         area = heights * widths * draws.uniform(smallest, 1.0, pending).astype(np.float64)
-        ratio = torch.from_numpy(draws.uniform(*ratios, pending)).exp().double().numpy()
-        width, height = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
-        fits = pending & (0 < width) & (width <= widths) & (0 < height) & (height <= heights)
+        drawn = torch.from_numpy(draws.uniform(*ratios, pending)).exp().double().numpy()
+        width, height = np.rint(np.sqrt(area * drawn)), np.rint(np.sqrt(area / drawn))
+        fits = pending & (width > 0) & (width <= widths) & (height > 0) & (height <= heights)
         boxes[fits, 2], boxes[fits, 3] = height[fits], width[fits]
         pending = pending & ~fits
         if not pending.any():
             break
     found = ~pending
     # Ten tries in vain: all of the picture, or as much as has an allowed aspect ratio.
-    least, most = _RATIOS
-    boxes[pending, 2] = np.where(widths / heights < least, np.rint(widths / least), heights)[pending]
-    boxes[pending, 3] = np.where(widths / heights > most, np.rint(heights * most), widths)[pending]
+    (least, most), ratio = _RATIOS, widths / heights
+    boxes[pending, 2] = np.where(ratio < least, np.rint(widths / least), heights)[pending]
+    boxes[pending, 3] = np.where(ratio > most, np.rint(heights * most), widths)[pending]
     free = shapes - boxes[:, 2:]
     for column in range(2):
-        drawn = draws.integers(np.where(found, free[:, column] + 1, 1), found)
-        boxes[:, column] = np.where(found, drawn, free[:, column] // 2)
+        corner = draws.integers(np.where(found, free[:, column] + 1, 1), found)
+        boxes[:, column] = np.where(found, corner, free[:, column] // 2)
     return boxes
 
 

@@ -4,7 +4,7 @@ Augmentation is mmsegmentation's for ADE20K (configs/_base_/datasets/ade20k.py):
 crop that no class fills, a flip, and changes of colour.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -17,17 +17,8 @@ from tasks.randomness import Draws
 IGNORED = 255
 """The label of pixels that have none: no loss and no metric counts them."""
 
-_COLOURS = (
-    ("brightness", 0.875, 1.125),
-    ("contrast", 0.5, 1.5),
-    ("saturation", 0.5, 1.5),
-    ("hue", -0.1, 0.1),
-)
-"""Changes of colour, in this order, and the ranges of their factors: mmsegmentation's 32 levels of
-255, factors of 0.5 to 1.5, and 18 of 180 degrees."""
-
 _TRIES = 10
-VIEW_DRAWS = 1 + 2 * _TRIES + 1 + 5 * len(_COLOURS)
+VIEW_DRAWS = 1 + 2 * _TRIES + 1 + 4 * 5
 """Words that `augmented` draws at most for one sample."""
 _LARGEST_SHARE = 0.75
 """Of one class in a crop: after ten tries a crop is taken as it is."""
@@ -68,24 +59,18 @@ def augmented(
     """
     low, high = scales
     scale = low + (high - low) * draws.uniform(0, 1).astype(np.float64)
-    views = _cropped(_resized(samples, short_side, scale.tolist()), draws, crop)
-    mirrored = (draws.uniform(0, 1) < 0.5).tolist()
-    changes = [_drawn_changes(draws, name, *ranges) for name, *ranges in _COLOURS]
-    images = torch.zeros(len(views), 3, crop, crop, dtype=torch.uint8)
-    masks = torch.full((len(views), crop, crop), IGNORED, dtype=torch.uint8)
-    for row, (image, labels) in enumerate(views):
-        if mirrored[row]:
-            image, labels = image.flip(-1), labels.flip(-1)
-        for change in changes:
-            image = change(row, image)
-        height, width = labels.shape
-        images[row, :, :height, :width], masks[row, :height, :width] = image, labels
-    found = normalized(images)
-    for row, (_, labels) in enumerate(views):
-        height, width = labels.shape
-        if height < crop or width < crop:  # 0 is the mean
-            found[row, :, height:], found[row, :, :, width:] = 0, 0
-    return found, masks
+    images, masks = _cropped(_resized(samples, short_side, scale.tolist()), draws, crop)
+    for row in np.flatnonzero(draws.uniform(0, 1) < 0.5).tolist():
+        images[row] = images[row].flip(-1)
+        masks[row, :, : images[row].shape[2]] = masks[row, :, : images[row].shape[2]].flip(-1)
+    found = images[0].new_zeros(len(images), 3, crop, crop)
+    for row, image in enumerate(recoloured(images, draws)):
+        found[row, :, : image.shape[1], : image.shape[2]] = image
+    views = normalized(found)
+    for row, image in enumerate(images):
+        if image.shape[1] < crop or image.shape[2] < crop:  # 0 is the mean
+            views[row, :, image.shape[1] :], views[row, :, :, image.shape[2] :] = 0, 0
+    return views, masks
 
 
 def whole(image: Tensor, short_side: int) -> Tensor:
@@ -97,7 +82,8 @@ def whole(image: Tensor, short_side: int) -> Tensor:
 
 
 def normalized(image: Tensor) -> Tensor:
-    """Pixels from 0 to 255, [..., 3, H, W], with ImageNet's mean at 0 and its deviation at 1; fp32."""
+    """Pixels from 0 to 255, [..., 3, H, W], with ImageNet's mean at 0 and its deviation at 1.
+    Returns fp32 of the same shape."""
     mean, std = torch.tensor(_MEAN)[:, None, None], torch.tensor(_STD)[:, None, None]
     return (image.float() - mean) / std
 
@@ -175,49 +161,117 @@ def _resized(
 
 def _cropped(
     samples: list[tuple[Tensor, Tensor]], draws: Draws, crop: int
-) -> list[tuple[Tensor, Tensor]]:
-    """The crops, smaller where the image is. No class fills one, if ten tries suffice."""
-    free = np.array([[max(0, side - crop) for side in labels.shape] for _, labels in samples])
-    views = list(samples)
-    pending = np.ones(len(samples), bool)
-    for tried in range(1, _TRIES + 1):
-        shares = np.stack([draws.uniform(0, 1, pending) for _ in range(2)], axis=1)
-        corners = (shares.astype(np.float64) * (free + 1)).astype(np.int64)
-        for row in np.flatnonzero(pending).tolist():
-            image, labels = samples[row]
-            top, left = corners[row].tolist()
-            if free[row].any():
-                window = (slice(top, top + crop), slice(left, left + crop))
-                image, labels = image[:, window[0], window[1]], labels[window]
-            views[row] = image, labels
-            seen = np.bincount(labels.numpy().ravel(), minlength=IGNORED + 1)[:IGNORED]
-            if seen.max() < _LARGEST_SHARE * seen.sum():
-                pending[row] = False
-            elif not free[row].any():  # all other tries would see the same
-                draws.skip(2 * (_TRIES - tried), np.arange(len(samples)) == row)
-                pending[row] = False
-    return views
-
-
-def _drawn_changes(
-    draws: Draws, name: str, low: float, high: float
-) -> Callable[[int, Tensor], Tensor]:
-    """A change of colour in half of the images, each by its own factor.
-
-    The numbers are drawn as by torchvision's RandomApply of a ColorJitter, and its function
-    adjust_<name>_image does the work.
+) -> tuple[list[Tensor], Tensor]:
+    """A crop of each sample that no class fills, if ten tries suffice.
 
     Returns:
-        What changes the image of a row, uint8 [3, H, W], where it is to be changed.
+        The images, each as large as the crop or, where the sample is smaller, as that; and their
+        labels, uint8 [B, crop, crop], with IGNORED at the right and below of smaller samples.
     """
-    from torchvision.transforms.v2 import functional
+    free = np.array([[max(0, side - crop) for side in labels.shape] for _, labels in samples])
+    images = [image for image, _ in samples]
+    masks = np.full((len(samples), crop, crop), IGNORED, np.uint8)
+    pending = np.arange(len(samples))
+    for _ in range(_TRIES):
+        chosen = np.isin(np.arange(len(samples)), pending)
+        shares = np.stack([draws.uniform(0, 1, chosen) for _ in range(2)], axis=1)
+        corners = (shares.astype(np.float64) * (free + 1)).astype(np.int64)
+        for row, (top, left) in zip(pending.tolist(), corners[pending].tolist(), strict=True):
+            image, labels = samples[row]
+            images[row] = image[:, top : top + crop, left : left + crop]
+            window = labels.numpy()[top : top + crop, left : left + crop]
+            masks[row, : window.shape[0], : window.shape[1]] = window
+        places = masks[pending].reshape(len(pending), -1) + 256 * np.arange(len(pending))[:, None]
+        counts = np.bincount(places.ravel(), minlength=256 * len(pending)).reshape(-1, 256)
+        counts = counts[:, :IGNORED]
+        pending = pending[counts.max(axis=1) >= _LARGEST_SHARE * counts.sum(axis=1)]
+        if not len(pending):
+            break
+    return images, torch.from_numpy(masks)
 
-    changed = draws.uniform(0, 1) < 0.5
-    draws.skip(3, changed)  # an order of four changes, of which there is only one
-    factors, chosen = draws.uniform(low, high, changed).tolist(), changed.tolist()
-    adjust = getattr(functional, f"adjust_{name}_image")
 
-    def change(row: int, image: Tensor) -> Tensor:
-        return adjust(image, factors[row]) if chosen[row] else image
+def recoloured(images: list[Tensor], draws: Draws) -> list[Tensor]:
+    """Brightness, contrast, saturation and hue, each changed in half of the images.
 
-    return change
+    Numbers and pixels are those of torchvision's RandomApply of a ColorJitter for each. All images
+    that a change concerns are changed at once, as one long row of pixels.
+
+    Args:
+        images: uint8 [3, H, W] each, of any sizes.
+    """
+    rows = [image.flatten(1) for image in images]
+    for change, low, high in _COLOURS:
+        changed = draws.uniform(0, 1) < 0.5
+        draws.skip(3, changed)  # torchvision draws an order of four changes, of which it has one
+        factors = torch.from_numpy(draws.uniform(low, high, changed))
+        chosen = np.flatnonzero(changed).tolist()
+        if chosen:
+            sizes = [rows[row].shape[1] for row in chosen]
+            each = factors[chosen].repeat_interleave(torch.tensor(sizes))
+            pixels = change(torch.cat([rows[row] for row in chosen], dim=1), each, sizes)
+            for row, part in zip(chosen, pixels.split(sizes, dim=1), strict=True):
+                rows[row] = part
+    return [row.view_as(image) for row, image in zip(rows, images, strict=True)]
+
+
+def _brighter(pixels: Tensor, factors: Tensor, sizes: list[int]) -> Tensor:
+    return (pixels * factors).clamp_(0, 255).byte()
+
+
+def _contrasted(pixels: Tensor, factors: Tensor, sizes: list[int]) -> Tensor:
+    means = torch.stack([image.mean() for image in _grey(pixels).split(sizes)])
+    return _blended(pixels, means.repeat_interleave(torch.tensor(sizes)), factors)
+
+
+def _saturated(pixels: Tensor, factors: Tensor, sizes: list[int]) -> Tensor:
+    return _blended(pixels, _grey(pixels), factors)
+
+
+def _turned(pixels: Tensor, factors: Tensor, sizes: list[int]) -> Tensor:
+    """The hue of each pixel turned by a share of the circle."""
+    colours = pixels.float().mul_(1 / 255)
+    low, value = colours.aminmax(dim=0)
+    span = value - low
+    grey = span == 0
+    saturation = span / value.masked_fill(grey, 1)
+    red, green, blue = (value - colours) / span.masked_fill(grey, 1)
+    hue = torch.where(value == colours[1], red + 2 - blue, green + 4 - red)
+    hue = torch.where(value == colours[0], blue - green, hue)
+    hue = (hue * (1 / 6) + 1).fmod_(1)
+    sixths = (hue + factors).remainder_(1) * 6
+    sector = sixths.floor()
+    inside = saturation * (sixths - sector)
+    pale = 1 - saturation
+    falling, rising, least = (
+        (share * value).clamp_(0, 1) for share in (1 - inside, inside + pale, pale)
+    )
+    levels = torch.stack([value, least, falling, rising])
+    order = torch.tensor(_SECTORS)[:, sector.long().remainder_(6)]
+    return levels.gather(0, order).mul_(256 - 1e-3).byte()
+
+
+def _grey(pixels: Tensor) -> Tensor:
+    """Whole numbers from 0 to 255, fp32 [P], of pixels [3, P]."""
+    red, green, blue = pixels
+    return red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114).floor_()
+
+
+def _blended(pixels: Tensor, others: Tensor, factors: Tensor) -> Tensor:
+    """pixels · factor + others · (1 − factor), cut off at 0 and 255."""
+    # The sum is rounded once, as PyTorch's does where the factor is one number.
+    sums = (pixels * factors).double() + others.double() * (1 - factors).double()
+    return sums.float().clamp_(0, 255).byte()
+
+
+_SECTORS = [[0, 2, 1, 1, 3, 0], [3, 0, 0, 2, 1, 1], [1, 1, 3, 0, 0, 2]]
+"""For red, green and blue in each sixth of the circle of hues: 0 for the value, 1 for the least, 2
+and 3 for the falling and the rising level."""
+
+_COLOURS = (
+    (_brighter, 0.875, 1.125),
+    (_contrasted, 0.5, 1.5),
+    (_saturated, 0.5, 1.5),
+    (_turned, -0.1, 0.1),
+)
+"""Changes of colour, in this order, and the ranges of their factors: mmsegmentation's 32 levels of
+255, factors of 0.5 to 1.5, and 18 of 180 degrees."""
