@@ -198,7 +198,7 @@ def test_ledger_adds_up():
     method.prepare(model, optimizer, co2.Mesh.world())
     train(model, method, 2)
     ledger = meters.ledger(model, optimizer, method)
-    assert ledger["parameter_bytes"] == ledger["gradient_bytes"] == 4 * PARAMS
-    assert ledger["inner_state_bytes"] == 2 * 4 * PARAMS + 3 * 4  # AdamW counts steps in a float
-    assert ledger["extra_bytes"] == 3 * 4 * PARAMS
-    assert ledger["scratch_bytes"] == min(4 * PARAMS, 4 * flat._CHUNK["cpu"])
+    assert ledger.parameter_bytes == ledger.gradient_bytes == 4 * PARAMS
+    assert ledger.inner_state_bytes == 2 * 4 * PARAMS + 3 * 4  # AdamW counts steps in a float
+    assert ledger.extra_bytes == 3 * 4 * PARAMS
+    assert ledger.scratch_bytes == min(4 * PARAMS, 4 * flat._CHUNK["cpu"])
