@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from co2.errors import require
-from co2.files import write_durably
+from co2.record.files import write_durably
 from co2.record.provenance import Origin, manifest, of_run
 from recipes.cells import SummaryJSON, read_summary
 from recipes.recipe import RUNS, Column, Row

@@ -170,7 +170,7 @@ class _HostLane:
     def __init__(self) -> None:
         self.comm, self.exposed = HostStopwatch(), HostStopwatch()
         self._works: list[dist.Work] = []
-        self._clocked: torch.futures.Future | None = None
+        self._clocked: torch.futures.Future[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="co2")
         self._carried: Future[None] | None = None
 

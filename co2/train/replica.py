@@ -214,7 +214,7 @@ def whole_weights(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def accumulating(model: nn.Module, last: bool) -> contextlib.AbstractContextManager:
+def accumulating(model: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
     """Around a micro-batch: only the last one's backward pass averages gradients over all workers.
     Where weights are sharded, every backward pass reduces gradients to the workers' shards, so that
     whole gradients are never kept."""
