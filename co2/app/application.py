@@ -6,7 +6,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,6 @@ from co2.app.compose import (
 from co2.app.schema import typed
 from co2.config import Config, Resume
 from co2.errors import DIVERGED, STOPPED, ConfigError
-from co2.methods import Method
 from co2.record.console import Outcome, closing_table, sweep_table
 from co2.record.folder import check_folder, read_summary, tag_from
 from co2.record.metrics import Summary
@@ -46,12 +45,10 @@ class App:
     Args:
         conf: folder of Hydra's configuration, whose root is `config.yaml`.
         tasks: what can be trained, by the names of `task=`.
-        methods: ways of synchronizing replicas, by the names of `method=`.
     """
 
     conf: Path
     tasks: Mapping[str, type[Task]]
-    methods: Mapping[str, type[Method]] = field(default_factory=peers.known_methods)
 
     def config(self, overrides: Sequence[str]) -> Config:
         """The run that these overrides stand for. Raises `ConfigError`; writes nothing."""
@@ -59,15 +56,16 @@ class App:
 
     def validate(self, values: Values, overrides: list[str]) -> Config:
         """The composed configuration as a checked run. Raises `ConfigError`; writes nothing."""
-        config = typed(values, self.methods, self.tasks)
-        self.methods[config.method].check(config.optim)
+        methods = peers.known_methods()
+        config = typed(values, methods, self.tasks)
+        methods[config.method].check(config.optim)
         world = launch.world_size(config.launch)
         if values.get("tag") is None:
             tag = tag_from(overrides, world, config.launch.workers, config.method)
             config = replace(config, tag=tag)
         launch.check(config)
-        peers.check(config, world)
-        replica.check(config, world, self.make_method(config))
+        peers.check(config, world, launch.first_device(config).type)
+        replica.check(config, world, peers.make_method(config))
         check_folder(config, world)
         return config
 
@@ -79,16 +77,12 @@ class App:
         """The chosen task. Nothing is read yet."""
         return self.tasks[config.task](config.task_config, config.train, config.optim, config.data)
 
-    def make_method(self, config: Config) -> Method:
-        """The chosen method. Raises `ConfigError` where it cannot be combined with `comm`."""
-        return self.methods[config.method](config.method_config, config.comm)
-
     def work(self, config: Config, origin: Origin = UNKNOWN) -> None:
         """What every worker of a run does."""
         mesh = launch.mesh(config)
         task = self.make_task(config)
         task.setup(mesh.num_workers)
-        train(Run.open(config, task, self.make_method(config), mesh, origin))
+        train(Run.open(config, task, peers.make_method(config), mesh, origin))
 
     def run(self, config: Config, origin: Origin = UNKNOWN) -> int:
         """One run, to its end. Returns its exit status."""

@@ -20,7 +20,7 @@ from co2.lab.plan import plan
 from co2.lab.slow_network import check_root, remove_leftovers
 from co2.lab.training import TrialFailed
 from co2.lab.trial import LIMIT
-from co2.methods import METHODS
+from co2.peers import PEERS, known_methods
 
 FAILED = 1
 INTERRUPTED = 130
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--mbit", default="20,100,500,unlimited", help="rates of all links, in Mbit/s")
     add(
         "--methods",
-        default=",".join([*METHODS, LIMIT]),
+        default=",".join([*(name for name in known_methods() if name not in PEERS), LIMIT]),
         help="methods, peers, and the limit, none",
     )
     add("--repeats", default="1", help="repeats of every trial; methods take turns")

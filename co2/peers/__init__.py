@@ -13,7 +13,6 @@ from co2.peers.base import Peer
 from co2.peers.fairscale_slowmo import FairscaleSlowMo
 from co2.peers.torch_post_local_sgd import TorchPostLocalSGD
 from co2.peers.torchft_diloco import TorchftDiLoCo
-from co2.train import launch
 
 PEERS: dict[str, type[Peer]] = {
     "torch_post_local_sgd": TorchPostLocalSGD,
@@ -27,8 +26,18 @@ def known_methods() -> dict[str, type[Method]]:
     return {**METHODS, **PEERS}
 
 
-def check(config: Config, world: int) -> None:
+def make_method(config: Config) -> Method:
+    """The method of a run. Raises `ConfigError` where it cannot be combined with `comm`."""
+    return known_methods()[config.method](config.method_config, config.comm)
+
+
+def check(config: Config, world: int, device: str) -> None:
     """Refuse what a peer cannot run, before anything is started. Other methods pass.
+
+    Args:
+        config: of the run.
+        world: number of its workers.
+        device: the kind of device that they train on, "cpu" or "cuda".
 
     Raises:
         ConfigError: the peer's package is missing, there is only one worker, a replica has several
@@ -43,11 +52,8 @@ def check(config: Config, world: int) -> None:
     require(size == 1, "mesh.replica_size", size, f"method={name} takes a worker for a replica")
     wire = config.comm.dtype
     require(wire is Precision.fp32, "comm.dtype", wire.value, f"method={name} sends fp32 only")
-    me = launch.identity()
-    local = me.local_world if me else config.launch.workers
-    gpu = launch.placement(config, 0, local)[0].type == "cuda"
     hint = f"method={name} is measured over gloo only; use launch.backend=gloo"
-    require(not gpu, "launch.backend", config.launch.backend, hint)
+    require(device != "cuda", "launch.backend", config.launch.backend, hint)
 
 
 def check_installed(name: str) -> None:

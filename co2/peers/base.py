@@ -4,11 +4,9 @@ import time
 from typing import Any, ClassVar
 
 from torch import nn
-from torch.optim import Optimizer
 
-from co2.comm.mesh import Mesh
 from co2.config import CommConfig, Waits
-from co2.methods.base import Method, MethodStats, Schedule
+from co2.methods.base import Method, MethodStats
 
 
 class Peer(Method):
@@ -22,7 +20,7 @@ class Peer(Method):
     - `Config`, a dataclass with `tau`;
     - `package`, the module that must be installed;
     - `extra_copies`, which for a peer includes what it holds only while it synchronizes;
-    - `set_up()`, which makes the peer's own objects and returns the module to train;
+    - `set_up_peer()`, which makes the peer's own objects and returns the module to train;
     - `advance()`, one inner step and what the peer does after it;
     - `bytes_per_round()`.
     """
@@ -43,15 +41,13 @@ class Peer(Method):
         """Bytes that one worker sends in one round."""
         raise NotImplementedError
 
-    def prepare(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        mesh: Mesh,
-        schedule: Schedule | None = None,
-    ) -> nn.Module:
-        optimizer.register_step_post_hook(self._start_clock)  # before the hooks of the peer's own
-        return super().prepare(model, optimizer, mesh, schedule)
+    def set_up(self) -> nn.Module:
+        self.optimizer.register_step_post_hook(self._start_clock)  # before the peer's own hooks
+        return self.set_up_peer()
+
+    def set_up_peer(self) -> nn.Module:
+        """Make the peer's own objects, and return the module to train."""
+        raise NotImplementedError
 
     def step(self) -> None:
         self.advance()

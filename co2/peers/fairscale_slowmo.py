@@ -40,7 +40,7 @@ class FairscaleSlowMo(Peer):
             on = self.outer_lr != 1 or self.outer_momentum > 0
             require(on, "outer_momentum", self.outer_momentum, hint)
 
-    def set_up(self) -> nn.Module:
+    def set_up_peer(self) -> nn.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it imports names that torch has changed
             from fairscale.experimental.nn.data_parallel import SlowMoDistributedDataParallel

@@ -28,7 +28,7 @@ class TorchPostLocalSGD(Peer):
         def __post_init__(self) -> None:
             require_count("tau", self.tau)
 
-    def set_up(self) -> nn.Module:
+    def set_up_peer(self) -> nn.Module:
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
         from torch.distributed.optim import PostLocalSGDOptimizer
 

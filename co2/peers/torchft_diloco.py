@@ -49,7 +49,7 @@ class TorchftDiLoCo(Peer):
             require_count("tau", self.tau)
             check_outer(self.outer_lr, self.outer_momentum)
 
-    def set_up(self) -> nn.Module:
+    def set_up_peer(self) -> nn.Module:
         os.environ.setdefault("RUST_LOG", "error")  # else it prints a dozen lines a round
         from torchft.local_sgd import DiLoCo
 

@@ -7,8 +7,8 @@ from typing import Any
 import yaml
 
 from co2.config import Config, Wandb
-from co2.files import write_durably
 from co2.record.console import Console
+from co2.record.files import write_durably
 from co2.record.folder import plain, run_folder
 from co2.record.metrics import Evaluation, Metrics, Notice, Summary
 from co2.record.provenance import Origin, manifest

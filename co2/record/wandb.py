@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from co2.config import Config
-from co2.files import write_durably
 from co2.record import timeline
 from co2.record.console import Console
+from co2.record.files import write_durably
 from co2.record.metrics import UNITS, Line, Summary, numbers, unit_of
 
 SEGMENTS = "segments.json"

@@ -10,7 +10,6 @@ import ast
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from co2.config import Waits
 from co2.errors import nearest, require
 
 FOLDER = Path(__file__).parents[1] / "methods"
@@ -28,8 +27,8 @@ LEFT_OUT = {
 """Methods that are not simulated, each with the reason."""
 
 
-def declarations(folder: Path = FOLDER) -> dict[str, Waits]:
-    """What each method of the registry waits for, in the registry's order.
+def declarations(folder: Path = FOLDER) -> dict[str, str]:
+    """The member of `Waits` that each method of the registry declares, in the registry's order.
 
     A method's file has the name that it is registered under, and its class has one line
     `waits = Waits.<member>`.
@@ -40,10 +39,10 @@ def declarations(folder: Path = FOLDER) -> dict[str, Waits]:
     return {name: _waits(folder / f"{name}.py") for name in names}
 
 
-def _waits(path: Path) -> Waits:
+def _waits(path: Path) -> str:
     members = [node.attr for node in _assigned(path, "waits") if isinstance(node, ast.Attribute)]
     assert len(members) == 1, f"{path} must have one line `waits = Waits.<member>`"
-    return Waits[members[0]]
+    return members[0]
 
 
 def _assigned(path: Path, name: str) -> Iterable[ast.expr]:
@@ -59,15 +58,15 @@ def _assigned(path: Path, name: str) -> Iterable[ast.expr]:
             yield node.value
 
 
-def _with_rounds(declared: Mapping[str, Waits], waits: Waits) -> tuple[str, ...]:
+def _with_rounds(declared: Mapping[str, str], waits: str) -> tuple[str, ...]:
     out = {*LEFT_OUT, *NO_ROUNDS}
-    return tuple(name for name, own in declared.items() if own is waits and name not in out)
+    return tuple(name for name, own in declared.items() if own == waits and name not in out)
 
 
 _DECLARED = declarations()
-BLOCKING = _with_rounds(_DECLARED, Waits.always)
+BLOCKING = _with_rounds(_DECLARED, "always")
 """Stand still at the end of a round until the mean of that round has arrived."""
-OVERLAPPED = _with_rounds(_DECLARED, Waits.beyond_delay)
+OVERLAPPED = _with_rounds(_DECLARED, "beyond_delay")
 """Let the mean of a round travel during the next one, and wait for it at the end of that."""
 SIMULATED = (*NO_ROUNDS, *BLOCKING, *OVERLAPPED)
 

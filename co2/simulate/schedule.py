@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from co2.comm.clocks import overlap
 from co2.errors import require, require_count, require_number
 from co2.simulate.methods import ALLREDUCE, BLOCKING, LIMIT, require_simulated
 from co2.simulate.network import Network, ring_bytes
@@ -176,7 +175,7 @@ def simulate(
         exposed_share=exposed_s / float(own_s.mean()),
         comm_s=comm_s / max(collectives, 1),
         wire_s=bucket.wire_s if collectives else 0.0,
-        overlap=overlap(comm_s, exposed_s),
+        overlap=max(0.0, 1 - exposed_s / comm_s) if comm_s > 0 else None,
         bytes_per_step=ring_bytes(vector_bytes, workers) * collectives / steps,
     )
 

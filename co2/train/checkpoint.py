@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from co2.comm.mesh import Mesh
-from co2.files import write_durably
+from co2.record.files import write_durably
 from co2.train.replica import ReplicaState
 
 MANIFEST = "manifest.json"

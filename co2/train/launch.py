@@ -119,8 +119,7 @@ def check(config: Config) -> None:
         count = torch.cuda.device_count() if dist.is_nccl_available() else 0
         require(count >= local, "launch.backend", "nccl", f"{local} GPUs needed, {count} here")
     if config.train.precision is Precision.bf16:
-        device, _ = placement(config, 0, local)
-        good = bf16_supported(device.type)
+        good = bf16_supported(first_device(config).type)
         require(good, "train.precision", "bf16", "this device has no bf16; use fp32")
 
 
@@ -154,6 +153,12 @@ def placement(config: Config, local_rank: int, local_world: int) -> tuple[torch.
     elif backend == "nccl" or (backend == "auto" and local_world <= gpus):
         return torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
     return torch.device("cpu"), "gloo"
+
+
+def first_device(config: Config) -> torch.device:
+    """Where the first local worker trains; the others train on a device of the same kind."""
+    me = identity()
+    return placement(config, 0, me.local_world if me else config.launch.workers)[0]
 
 
 def mesh(config: Config) -> Mesh:

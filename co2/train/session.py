@@ -60,7 +60,7 @@ class Session:
         config = self.run.config
         return largest_lr(self.optimizer, config.optim, step, config.train.steps)
 
-    def autocast(self) -> contextlib.AbstractContextManager[None]:
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Around the forward pass and the loss."""
         if self.run.config.train.precision is Precision.fp32:
             return contextlib.nullcontext()

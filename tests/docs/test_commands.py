@@ -90,7 +90,7 @@ unknown --program
         "python -m co2.lab --mbit 20 co2.tua=3",
         "python -m co2.simulate --model nothing",
         "python -m co2.record.timeline",
-        "python -m benchmarks.digits --nothing",
+        "python -m benchmarks.memory --nothing",
         "python -m http.server",
         "python -m recipes run nothing",
         "python -m tasks.prepare nothing",

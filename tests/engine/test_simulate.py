@@ -278,7 +278,7 @@ def test_131072_gpus_cost_no_more_python_than_16(method):
 
 def test_the_declarations_are_those_of_the_methods():
     """They are read from the source, which must say what the classes say."""
-    assert declarations() == {name: method.waits for name, method in METHODS.items()}
+    assert declarations() == {name: method.waits.name for name, method in METHODS.items()}
     assert list(declarations()) == list(METHODS)
 
 
@@ -302,20 +302,17 @@ def test_a_new_method_is_simulated_without_being_named(tmp_path):
     for name, text in files.items():
         (tmp_path / f"{name}.py").write_text(text)
     found = declarations(tmp_path)
-    assert list(found.items()) == [("newer", Waits.beyond_delay), ("diloco", Waits.always)]
-    assert declared._with_rounds(found, Waits.beyond_delay) == ("newer",)
+    assert list(found.items()) == [("newer", "beyond_delay"), ("diloco", "always")]
+    assert declared._with_rounds(found, "beyond_delay") == ("newer",)
     (tmp_path / "newer.py").write_text("class Newer(Method):\n    waits: ClassVar[Waits]\n")
     with pytest.raises(AssertionError, match=r"newer\.py must have one line"):
         declarations(tmp_path)
 
 
 ALONE = """
-import importlib, pkgutil, sys, types
+import importlib, pkgutil, sys
 for name in ("torch", "rich", "matplotlib"):
     sys.modules[name] = None  # importing it is an error
-package = types.ModuleType("co2")  # what `import co2` itself needs is not asked here
-package.__path__ = ["co2"]
-sys.modules["co2"] = package
 import co2.simulate
 for module in pkgutil.iter_modules(co2.simulate.__path__, "co2.simulate."):
     importlib.import_module(module.name)
