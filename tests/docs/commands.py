@@ -151,6 +151,8 @@ def pip(arguments: list[str]) -> None:
 
 def co2_command(arguments: list[str]) -> None:
     """The installed command: each of its words stands for a module."""
+    if arguments == ["--help"]:
+        return
     assert arguments[0] in COMMANDS, f"co2 has no command {arguments[0]}"
     name, _ = COMMANDS[arguments[0]]
     if name == "train":
