@@ -142,7 +142,7 @@ def read_cloud(path: Path, points: int) -> np.ndarray:
 
 def drawn(cloud: np.ndarray, points: int, rng: np.random.Generator) -> np.ndarray:
     """`points` of the points, without repetition and in random order."""
-    return cloud[rng.permutation(len(cloud))[:points]]
+    return cloud.take(rng.permutation(len(cloud))[:points], axis=0)
 
 
 def normalized(clouds: np.ndarray) -> np.ndarray:

@@ -92,7 +92,7 @@ class Draws:
         return (share * width + np.float64(np.float32(low))).astype(np.float32)
 
     def integers(self, high: np.ndarray | int, chosen: np.ndarray | bool = True) -> np.ndarray:
-        """`torch.randint(high, ())`, for a `high` (int64 [B]) below 2³²: int64 [B]."""
+        """`torch.randint(high, ())`, for a `high` (int64 [B]) below 2²⁸: int64 [B]."""
         return self._next(chosen).astype(np.int64) % high
 
     def skip(self, count: int, chosen: np.ndarray | bool = True) -> None:
