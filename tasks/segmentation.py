@@ -21,13 +21,13 @@ _TRIES = 10
 VIEW_DRAWS = 1 + 2 * _TRIES + 1 + 4 * 5
 """Words that `augmented` draws at most for one sample."""
 _LARGEST_SHARE = 0.75
-"""Of one class in a crop: after ten tries a crop is taken as it is."""
+"""Largest share of one class in a crop. After ten tries a crop is taken as it is."""
 
 _LONG_SIDE = 4
-"""Of an image, at most, in short sides; beyond it the image is made smaller still."""
+"""Longest side of an image, in short sides; a longer image is made smaller still."""
 
 _MEAN, _STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
-"""Of ImageNet's pixels, which public backbones are trained with."""
+"""Mean and deviation of ImageNet's pixels, with which public backbones are trained."""
 
 
 class Samples(Protocol):
@@ -149,11 +149,11 @@ def _resized(
         size = _size(height, width, short_side, scale)
         groups.setdefault((height, width, *size), []).append(row)
     resized: list[tuple[Tensor, Tensor]] = list(samples)
-    for (_, _, *size), rows in groups.items():
+    for (_, _, *wanted), rows in groups.items():
         images, labels = (torch.stack([samples[row][part] for row in rows]) for part in (0, 1))
-        images = functional.resize(images, size, antialias=True)
+        images = functional.resize(images, wanted, antialias=True)
         for axis in (1, 2):
-            labels = labels.index_select(axis, _nearest(labels.shape[axis], size[axis - 1]))
+            labels = labels.index_select(axis, _nearest(labels.shape[axis], wanted[axis - 1]))
         for row, *pair in zip(rows, images, labels, strict=True):
             resized[row] = pair[0], pair[1]
     return resized
