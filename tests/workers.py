@@ -1,9 +1,10 @@
 """Gloo workers that stay up between tests: `Pool.run(fn, world, *args)`.
 
-Importing torch costs more than a test, so it is done once, by a server that the workers are forked
-from, and they stay for the session. Each case gets its own process group over a fresh file, and
-always loses it again. A case that takes too long costs its workers: they are killed and forked
-anew, so that a deadlock is a failed test.
+Importing torch takes longer than most tests, so one server process imports it once. The workers
+are forked from that server and live until the session ends. Each case gets a process group of its
+own over a fresh file, and the group is always destroyed afterwards. When a case exceeds its time
+limit, its workers are killed and new ones are forked for the next case, so that a deadlock is a
+failed test and not a session that hangs.
 """
 
 import contextlib
@@ -13,8 +14,9 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel"]
-"""The optimizers import the compiler at their first use, DistributedDataParallel too."""
+ROOT = Path(__file__).parents[1]
+PRELOADED = (
+    "torch._dynamo",  # imported by every optimizer at its first use
+    "torch.nn.parallel",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "tests.cli.harness",  # train.py and all that it imports
+)
+"""Modules that nearly every case needs."""
+TASK_LIBRARIES = (
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.roberta.modeling_roberta",
+    "timm",
+    "sklearn.svm",
+)
+"""Modules that only the tasks with real models need; together they take five seconds to import."""
 GRACE_S = 5.0
-"""How long the other ranks may take to notice that one has failed."""
+"""How long the other ranks may take to notice that one of them has failed, in seconds."""
 
 
 class WorkerError(AssertionError):
@@ -37,10 +53,16 @@ class TimeLimit(AssertionError):
 
 
 class Pool:
-    """Up to `size` worker processes, started together at the first case that needs any."""
+    """Up to `size` worker processes, started together at the first case that needs any.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    Args:
+        size: the largest world that a case can have.
+        preloaded: modules that the server imports besides `PRELOADED`, before any worker is forked.
+            They count only for the first pool of a session, because all pools share the server.
+    """
+
+    def __init__(self, size: int, preloaded: Sequence[str] = ()) -> None:
+        self.size, self.preloaded = size, preloaded
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
     def run(
@@ -86,7 +108,9 @@ class Pool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload([*PRELOADED, *self.preloaded])
+        with contextlib.chdir(ROOT):  # the server finds `tests` and `train` in its own folder only
+            forkserver.ensure_running()
         for _ in range(self.size):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there,), daemon=True)
@@ -119,7 +143,7 @@ class Pool:
 
 
 def _serve(connection: Connection) -> None:
-    """A worker's life: one case after the other, until the session closes the pipe."""
+    """Run one case after the other until the session closes the pipe."""
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
@@ -143,7 +167,7 @@ def _run_case(case: bytes) -> tuple[bool, Any]:
     except BaseException:
         return False, traceback.format_exc()
     finally:
-        gc.collect()  # DDP's reducer sits in a cycle and must not outlive its group
-        gc.freeze()  # what is left are imported modules: no need to trace them every time
+        gc.collect()  # DDP's reducer is part of a cycle and must not outlive its process group
+        gc.freeze()  # what is left are imported modules, which need not be traced again
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -5,6 +5,8 @@ A call of train.py costs seconds of imports. Whatever does not need a process of
 """
 
 import contextlib
+import copy
+import functools
 import io
 import json
 import os
@@ -20,11 +22,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from omegaconf import DictConfig
 from torch import Tensor
 
 import train
-from co2.app.compose import preflight
+from co2.app.compose import composed
 from co2.config import Config
+from co2.errors import ConfigError
 from co2.record.folder import run_folder
 from tasks.toy import Toy
 from tests.workers import Pool
@@ -175,12 +179,24 @@ def until(
 
 
 def configured(*arguments: str, runs: Path) -> Config:
-    """The configuration that a command line makes."""
-    found: list[Config] = []
+    """The configuration that a command line makes. Raises `ConfigError`, as train.py would.
+
+    Hydra's composition takes most of the time of a short test, so what it makes of the same words
+    is kept. The folder of the runs differs between tests and is put in afterwards.
+    """
     words = _completed(arguments, runs)
-    preflight(train.APP.conf, "config", words, lambda *job: found.append(train.APP.validate(*job)))
-    (config,) = found
-    return config
+    others = tuple(word for word in words if word != f"runs={runs}")
+    try:
+        composition = copy.deepcopy(_composed(train.APP.conf, others))
+    except ConfigError:
+        composition = composed(train.APP.conf, "config", words)  # with this command line's message
+    composition.runs = str(runs)
+    return train.APP.validate(composition, words)
+
+
+@functools.cache
+def _composed(conf: Path, words: tuple[str, ...]) -> DictConfig:
+    return composed(conf, "config", words)
 
 
 def pooled(
