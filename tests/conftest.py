@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.workers import TASK_LIBRARIES, Pool
+from tests.server import PRELOADED, TASK_LIBRARIES
+from tests.workers import Pool
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,14 +26,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def workers(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    """Four gloo workers: `workers.run(fn, world, *args)` calls `fn(rank, world, *args)`.
-
-    A test that also takes `root` trains a real model on a corpus. Where the session has such tests,
-    the libraries of these models are imported once, before the workers are forked.
-    """
-    real = {"workers", "root"}
-    needed = any(real <= set(getattr(item, "fixturenames", ())) for item in request.session.items)
-    pool = Pool(4, TASK_LIBRARIES if needed else ())
+def workers() -> Iterator[Pool]:
+    """Four gloo workers: `workers.run(fn, world, *args)` calls `fn(rank, world, *args)`."""
+    pool = Pool(4)
     yield pool
     pool.close()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Where tests train real models in the pool's workers, import their libraries once for all.
+
+    Such a test takes both `workers` and `root`, the folder of the corpora.
+    """
+    names = [set(getattr(item, "fixturenames", ())) for item in session.items]
+    if any({"workers", "root"} <= taken for taken in names):
+        PRELOADED.extend(TASK_LIBRARIES)

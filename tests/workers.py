@@ -1,45 +1,29 @@
 """Gloo workers that stay up between tests: `Pool.run(fn, world, *args)`.
 
-Importing torch takes longer than most tests, so one server process imports it once. The workers
-are forked from that server and live until the session ends. Each case gets a process group of its
-own over a fresh file, and the group is always destroyed afterwards. When a case exceeds its time
+Importing torch takes longer than most tests, so the workers are forked from a server that has
+imported it (tests/server.py). They live until the session ends. Each case gets a process group of
+its own over a fresh file, which is always destroyed afterwards. When a case exceeds its time
 limit, its workers are killed and new ones are forked for the next case, so that a deadlock is a
 failed test and not a session that hangs.
 """
 
 import contextlib
 import gc
-import multiprocessing
 import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).parents[1]
-PRELOADED = (
-    "torch._dynamo",  # imported by every optimizer at its first use
-    "torch.nn.parallel",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "tests.cli.harness",  # train.py and all that it imports
-)
-"""Modules that nearly every case needs."""
-TASK_LIBRARIES = (
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.roberta.modeling_roberta",
-    "timm",
-    "sklearn.svm",
-)
-"""Modules that only the tasks with real models need; together they take five seconds to import."""
+from tests.server import Forked, fork_function
+
 GRACE_S = 5.0
 """How long the other ranks may take to notice that one of them has failed, in seconds."""
 
@@ -53,17 +37,11 @@ class TimeLimit(AssertionError):
 
 
 class Pool:
-    """Up to `size` worker processes, started together at the first case that needs any.
+    """Up to `size` worker processes, started together at the first case that needs any."""
 
-    Args:
-        size: the largest world that a case can have.
-        preloaded: modules that the server imports besides `PRELOADED`, before any worker is forked.
-            They count only for the first pool of a session, because all pools share the server.
-    """
-
-    def __init__(self, size: int, preloaded: Sequence[str] = ()) -> None:
-        self.size, self.preloaded = size, preloaded
-        self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._workers: list[tuple[Forked, Connection]] = []
 
     def run(
         self, fn: Callable[..., Any], world: int, *args: Any, time_limit_s: float = 120.0
@@ -103,18 +81,13 @@ class Pool:
             process.kill()
             connection.close()
         for process, _ in self._workers:
-            process.join()
+            process.wait()
         self._workers = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOADED, *self.preloaded])
-        with contextlib.chdir(ROOT):  # the server finds `tests` and `train` in its own folder only
-            forkserver.ensure_running()
         for _ in range(self.size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there,), daemon=True)
-            process.start()
+            here, there = Pipe()
+            process = fork_function("tests.workers:serve", there.fileno())
             there.close()
             self._workers.append((process, here))
 
@@ -142,8 +115,9 @@ class Pool:
         return replies
 
 
-def _serve(connection: Connection) -> None:
-    """Run one case after the other until the session closes the pipe."""
+def serve(descriptor: int) -> None:
+    """Run one case after the other until the session closes the pipe, in a forked process."""
+    connection = Connection(descriptor)
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:

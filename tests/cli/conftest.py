@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from tests.cli.harness import LAUNCHER_VARIABLES, STORY, Run, cli, environment, spied
+from tests.cli.harness import STORY, Run, command, execute, spied
+from tests.server import LAUNCHER_VARIABLES, environment
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +18,9 @@ def nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def spawned(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The undisturbed run of `STORY`: two workers that train.py has started. `spied` on."""
-    place = tmp_path_factory.mktemp("spawned")
-    return cli(*STORY, runs=place / "runs", env=environment(**spied(place / "spy")))
+    """The undisturbed run of `STORY`, by an interpreter of its own and the two that it starts.
+
+    Its processes are counted: see `spied`.
+    """
+    runs = tmp_path_factory.mktemp("spawned") / "runs"
+    return execute(command(*STORY, runs=runs), runs, environment(**spied(runs.parent / "spy")))

@@ -31,8 +31,6 @@ from tests.cli.harness import (
     assert_same_run,
     assert_same_weights,
     cli,
-    command,
-    execute,
     folder_of,
     kill_session,
     metrics,
@@ -139,7 +137,7 @@ def test_put_aside_for_a_moment(tmp_path: Path) -> None:
 def test_told_before_there_are_workers(tmp_path: Path) -> None:
     """No worker is there to be told, and still the run does not go on as if nothing were."""
     arguments, runs, log = ("train.steps=100",), tmp_path / "runs", tmp_path / "log"
-    with started(*arguments, runs=runs, log=log) as process:
+    with started(*arguments, runs=runs, log=log, interpreter=True) as process:
         until(lambda: catches(process.pid, signal.SIGTERM), process)
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(timeout=LIMIT_S) == PREEMPTED
@@ -463,7 +461,7 @@ def test_a_loss_that_is_not_finite_on_another_replica(tmp_path: Path) -> None:
     script = Path(__file__).with_name("poisoned.py")
     arguments = (*STORY, "checkpoint.every=3")
     runs = tmp_path / "runs"
-    ended = execute(command(*arguments, runs=runs, script=script), runs)
+    ended = cli(*arguments, runs=runs, script=script)
     assert_line(ended.err, 7, 1, "runs/toy/co2/")
     assert "checkpoints/step_6;" in ended.err
     assert "Traceback" not in ended.err

@@ -37,7 +37,6 @@ from tests.cli.harness import (
     command,
     configured,
     contents,
-    environment,
     execute,
     folder_of,
     folders,
@@ -50,6 +49,7 @@ from tests.cli.harness import (
     weights,
 )
 from tests.cli.test_resume import METHODS
+from tests.server import environment
 from tests.workers import Pool
 
 PARAMETERS = 16 * 32 + 32 + 2 * 32 + 32 * CLASSES + CLASSES
@@ -160,7 +160,7 @@ def test_finished_means_finished(tmp_path: Path, spawned: Run) -> None:
     shutil.copytree(spawned.runs, tmp_path / "runs")
     before = contents(tmp_path / "runs")
     env = environment(**spied(tmp_path / "spy"))
-    ended = cli(*STORY, runs=tmp_path / "runs", env=env)
+    ended = execute(command(*STORY, runs=tmp_path / "runs"), tmp_path / "runs", env)
     assert ended.status == 0, ended.err
     assert ended.out.startswith("finished already;") and "resume=never" in ended.out
     assert "┌" in ended.out and "step " not in ended.out.partition("┌")[0]
@@ -584,7 +584,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     arguments = ("log.wandb=offline", "launch.workers=1", "train.steps=5")
     env = environment(HOME=str(tmp_path / "home"), WANDB_BASE_URL="http://127.0.0.1:9")
-    ended = cli(*arguments, runs=tmp_path / "runs", env=env)
+    ended = execute(command(*arguments, runs=tmp_path / "runs"), tmp_path / "runs", env)
     assert ended.status == 0, ended.err
     (place,) = (ended.folder / "wandb").glob("offline-run-*")
     assert list(place.glob("run-*.wandb"))
