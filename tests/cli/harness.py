@@ -52,6 +52,8 @@ STORY_LAG = 6
 
 LIMIT_S = 600
 """For a process that should take seconds; a busy machine may need minutes."""
+LINGER_S = 60
+"""For what a process has started: Python's helpers end when they see that all others are gone."""
 
 _TIMED = ("comm_s", "exposed_s", "exposed_share", "data_share", "tokens_per_s", "samples_per_s")
 _TIMED += ("train_s",)
@@ -98,6 +100,10 @@ def cli(*arguments: str, runs: Path, script: Path = ROOT / "train.py") -> Run:
         process = fork_program(words, runs.parent, environment(), out.fileno(), err.fileno())
         try:
             status = process.wait(LIMIT_S)
+            deadline = time.monotonic() + LINGER_S
+            while alive(process.pid):
+                assert time.monotonic() < deadline, "a process outlives the run that started it"
+                time.sleep(0.01)
         finally:
             kill_session(process)
         texts = [file.seek(0) or file.read().decode() for file in (out, err)]
