@@ -225,6 +225,7 @@ def _answer(request: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.update(request["env"])
     script, *_ = sys.argv = request["program"]
     sys.path[0] = str(Path(script).parent)
+    gc.unfreeze()  # a program that ends would report what was never collected as leaked
     # The launcher asks for new interpreters; forked workers have imported everything already.
     contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
     contexts["spawn"] = contexts["forkserver"] = contexts["fork"]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import co2
-from co2.methods import local
 from co2.methods.parts import auto_tau as tau
+from co2.methods.parts import local
 from co2.methods.parts.auto_tau import CHOICES, PATIENCE, START, WINDOW, AutoTau, choose
 from tests.cli.harness import pooled
 from tests.methods.driver import ROUNDS_OF, SETTINGS, Session, Snapshot, assert_same
