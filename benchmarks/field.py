@@ -8,14 +8,14 @@ Throughput is the laboratory's, measured before, as root:
 """
 
 import argparse
-import csv
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from co2.lab.report import Row, grouped, shares_of_limit
+from co2.lab.measurement import Measurement, read_csv
+from co2.lab.report import grouped, shares_of_limit
 from co2.methods import METHODS
 from recipes.cells import Cell, run
 from recipes.recipe import RUNS
@@ -68,19 +68,13 @@ def cell(task: str, method: str, seed: str, runs: str) -> Cell:
     return Cell((*overrides, f"train.seed={seed}", f"runs={runs}", "log.wandb=disabled"))
 
 
-def measured(path: Path) -> list[Row]:
-    """The laboratory's cells; none where it has not been."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return [
-            {**row, "workers": int(row["workers"]), "throughput": float(row["throughput"])}
-            for row in csv.DictReader(file)
-        ]
+def measured(path: Path) -> list[Measurement]:
+    """What the laboratory measured; nothing where it has not been."""
+    return read_csv(path) if path.exists() else []
 
 
 def table(
-    task: str, cells: dict[str, list[Cell]], laboratory: Sequence[Row]
+    task: str, cells: dict[str, list[Cell]], laboratory: Sequence[Measurement]
 ) -> Iterator[list[str]]:
     """A line for every method that has a run."""
     groups = grouped(laboratory)

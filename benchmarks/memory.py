@@ -131,7 +131,7 @@ def measure(
         method.step()
     method.state_dict()  # what is in flight is brought in, and holds nothing besides
     ledger: dict[str, Any] = meters.ledger(model, optimizer, method)
-    ledger |= {"measured": held(device) - before, "copies": method.copies}
+    ledger |= {"measured": held(device) - before, "copies": method.extra_copies}
     ledger["host_measured"] = held(torch.device("cpu")) - host_before
     method.flush()
     if rank == 0:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from co2.simulate.methods import OVERLAPPED, SIMULATED
 from co2.simulate.network import Link, Network
-from co2.simulate.schedule import OVERLAPPED, SIMULATED, Buckets, advance_of
+from co2.simulate.schedule import Buckets, advance_of
 
 TAU, WORKERS, WINDOW_S = 4, 2, 17.0
 FRAGMENTS, DELAY = 2, 1

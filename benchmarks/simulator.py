@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import report
+from co2.simulate.methods import SIMULATED
 from co2.simulate.network import Link, Network
-from co2.simulate.schedule import SIMULATED, simulate
+from co2.simulate.schedule import simulate
 
 PAYLOAD_SHARE = 1448 / 1514
 GOAL = 0.05

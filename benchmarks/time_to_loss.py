@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from co2.lab import measure as lab
+from co2.lab.measurement import time_to_loss
+from co2.lab.training import train
+from co2.lab.trial import Conditions, Trial
 
 FIXED = ("task=gpt2", "gpt2.eval_samples=64")
 
@@ -32,9 +34,9 @@ class Way:
     def train(self, runs: Path) -> dict[str, Any]:
         """The summary of its training, from `runs` if it is there already."""
         words = (*FIXED, f"train.steps={self.steps}", f"train.eval_every={self.every}")
-        cell = lab.Cell(workers=2, mbit=self.mbit, method=self.method, repeat=0)
+        trial = Trial(workers=2, mbit=self.mbit, method=self.method, repeat=0)
         folder = runs / re.sub("[^a-z0-9]+", "_", self.name.lower())
-        return lab.train(cell, lab.Conditions(), folder, (*words, *self.settings))
+        return train(trial, Conditions(), folder, (*words, *self.settings))
 
 
 SLOW = 20
@@ -82,7 +84,7 @@ def main() -> None:
 
 
 def row(way: Way, summary: dict[str, Any], target: float, whole: float) -> list[str]:
-    reached = lab.time_to(Path(summary["folder"]), target)
+    reached = time_to_loss(Path(summary["folder"]), target)
     return [
         *(way.name, str(way.steps), f"{summary['exposed_share']:.1%}", f"{summary['train_s']:.0f}"),
         f"{summary['final']['loss']:.3f}",

@@ -17,6 +17,17 @@ from omegaconf.errors import OmegaConfBaseException
 from co2.errors import ConfigError, nearest, require, require_count, require_number
 
 
+class Waits(Enum):
+    """What the computation of a replica waits for."""
+
+    always = "always"
+    """Every collective: a replica stands still until it is over."""
+    beyond_delay = "beyond_delay"
+    """A collective that takes longer than a whole round, or than `delay` steps."""
+    never = "never"
+    """Nothing, because nothing is communicated: the limit of what any method can reach."""
+
+
 class Precision(Enum):
     fp32 = "fp32"
     bf16 = "bf16"

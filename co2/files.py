@@ -5,7 +5,8 @@ from pathlib import Path
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a small file aside, fsync and rename it: whole or as before, also after a crash."""
+    """Write a small file aside, fsync it and rename it: after a crash the file is whole, or as it
+    was before."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     with aside.open("w") as file:
         file.write(text)

@@ -6,7 +6,6 @@ repeats: the same training again, for it is time that is measured.
 
 import os
 import re
-from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,11 @@ from typing import Any
 
 from co2.config import Config
 from co2.errors import ConfigError
-from co2.lab import measure as lab
+from co2.lab.measurement import measure
+from co2.lab.plan import check_memory
 from co2.lab.slow_network import check_root
+from co2.lab.training import TrialFailed, finished, trial_overrides
+from co2.lab.trial import Conditions, Trial
 from co2.record.provenance import of_run
 from recipes.cells import composed_config
 from recipes.collect import read
@@ -24,29 +26,29 @@ from recipes.recipe import Column, Recipe, Row
 RUNS = Path("results/runs/links")
 KEPT = (Path("results/lab/cells.csv"), Path("results/lab/four/cells.csv"))
 """What the laboratory has measured before, of trainings that have no further overrides."""
-EVEN = lab.Conditions()
+EVEN = Conditions()
 
 
 @dataclass(frozen=True)
 class LabCell:
     """One training with every worker on a link of its own."""
 
-    cell: lab.Cell
+    trial: Trial
     overrides: tuple[str, ...]
 
     @property
     def command(self) -> str:
-        words = [f"--workers={self.cell.workers}", f"--mbit={self.cell.rate}"]
-        words += [f"--methods={self.cell.method}", f"--repeats={self.cell.repeat + 1}"]
+        words = [f"--workers={self.trial.workers}", f"--mbit={self.trial.rate}"]
+        words += [f"--methods={self.trial.method}", f"--repeats={self.trial.repeat + 1}"]
         return " ".join(["python -m co2.lab", *words, *self.overrides])
 
     def config(self) -> Config:
-        words = lab.words(self.cell.method, self.overrides)
-        workers = f"launch.workers={self.cell.workers}"
+        words = trial_overrides(self.trial.method, self.overrides)
+        workers = f"launch.workers={self.trial.workers}"
         return composed_config((*words, workers, f"runs={self._runs}"))
 
     def summary(self) -> dict[str, Any] | None:
-        return lab.finished(self.cell, EVEN, self._runs) or self._kept()
+        return finished(self.trial, EVEN, self._runs) or self._kept()
 
     def source(self) -> dict[str, str]:
         folder = self.folder()
@@ -58,13 +60,12 @@ class LabCell:
 
     def folder(self) -> Path | None:
         """Of a run that has finished here."""
-        summary = lab.finished(self.cell, EVEN, self._runs)
+        summary = finished(self.trial, EVEN, self._runs)
         return None if summary is None else Path(os.path.relpath(summary["folder"]))
 
     def train(self) -> None:
-        """Raises `lab.Failed`."""
-        options = Namespace(runs=self._runs, target_loss=None)
-        for _ in lab.measure([self.cell], EVEN, options, self.overrides):
+        """Raises `TrialFailed`."""
+        for _ in measure([self.trial], EVEN, self._runs, self.overrides):
             pass
 
     @property
@@ -73,8 +74,8 @@ class LabCell:
         return RUNS / (re.sub(r"[^\w.]+", "_", "-".join(self.overrides)) or "plain")
 
     def _kept(self) -> dict[str, Any] | None:
-        cell = self.cell
-        key = (str(cell.workers), cell.rate, cell.method, str(cell.repeat))
+        trial = self.trial
+        key = (str(trial.workers), trial.rate, trial.method, str(trial.repeat))
         return None if self.overrides else _measured_before().get(key)
 
 
@@ -88,13 +89,13 @@ class LabRecipe(Recipe):
         method, *overrides = row.overrides
         given = dict(word.split("=", 1) for word in column.overrides)
         mbit = given.pop("--mbit")
-        cell = lab.Cell(
+        trial = Trial(
             int(given.pop("--workers")),
             None if mbit == "unlimited" else float(mbit),
             method.removeprefix("method="),
             seed,
         )
-        return LabCell(cell, (*overrides, *(f"{key}={value}" for key, value in given.items())))
+        return LabCell(trial, (*overrides, *(f"{key}={value}" for key, value in given.items())))
 
 
 def check(cells: Iterable[LabCell]) -> None:
@@ -107,7 +108,7 @@ def check(cells: Iterable[LabCell]) -> None:
     except ConfigError as error:
         hint = f"{error.hint}, or name recipes that have nothing to measure on slow links"
         raise ConfigError(error.key, error.value, hint) from None
-    lab.check_room(max(cell.cell.workers for cell in missing))
+    check_memory(max(cell.trial.workers for cell in missing))
     for cell in missing:
         cell.config()
 
@@ -120,7 +121,7 @@ def run(cells: Iterable[LabCell], say: Callable[[str], None] = print) -> list[La
         say(f"{number} of {len(missing)} in the laboratory: {cell.command}")
         try:
             cell.train()
-        except (lab.Failed, ConfigError) as error:
+        except (TrialFailed, ConfigError) as error:
             say(f"failed: {error}")
             failed.append(cell)
     return failed

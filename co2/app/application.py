@@ -2,9 +2,11 @@
 
 import math
 import os
+import shlex
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -16,12 +18,15 @@ from co2 import peers
 from co2.app.compose import composed, preflight
 from co2.config import Config, Resume, typed
 from co2.errors import DIVERGED, STOPPED, ConfigError
-from co2.methods import METHODS, Method
+from co2.methods import Method
 from co2.record.console import Outcome, closing_table, sweep_table
 from co2.record.folder import check_folder, read_summary, tag_from
+from co2.record.metrics import Summary
+from co2.record.provenance import UNKNOWN, Origin
 from co2.task import Task
 from co2.train import launch, replica
 from co2.train.loop import train
+from co2.train.run import Run
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class App:
 
     conf: Path
     tasks: Mapping[str, type[Task]]
-    methods: Mapping[str, type[Method]] = field(default_factory=lambda: {**METHODS, **peers.PEERS})
+    methods: Mapping[str, type[Method]] = field(default_factory=peers.known_methods)
 
     def config(self, overrides: Sequence[str]) -> Config:
         """What `train.py` makes of these overrides. Raises `ConfigError`; writes nothing."""
@@ -45,9 +50,7 @@ class App:
     def validate(self, cfg: DictConfig, overrides: list[str]) -> Config:
         """The composed configuration as a checked run. Raises `ConfigError`; writes nothing."""
         config = typed(cfg, self.methods, self.tasks)
-        check = getattr(self.methods[config.method], "check", None)
-        if check is not None:
-            check(config.optim)
+        self.methods[config.method].check(config.optim)
         world = launch.world_size(config.launch)
         if cfg.tag is None:
             config.tag = tag_from(overrides, world, config.launch.workers, config.method)
@@ -68,20 +71,20 @@ class App:
         """Raises `ConfigError` where its fields and those of `comm` do not go together."""
         return self.methods[config.method](config.method_config, config.comm)
 
-    def work(self, config: Config) -> None:
+    def work(self, config: Config, origin: Origin = UNKNOWN) -> None:
         """What every worker runs."""
         mesh = launch.mesh(config)
         task = self.make_task(config)
         task.setup(mesh.num_workers)
-        train(config, task, self.make_method(config), mesh)
+        train(Run.open(config, task, self.make_method(config), mesh, origin))
 
-    def run(self, config: Config) -> int:
+    def run(self, config: Config, origin: Origin = UNKNOWN) -> int:
         """One run, to its end. Returns its exit status."""
         if config.resume is Resume.auto and read_summary(config):
             if launch.is_first():
                 print("finished already; resume=never trains it afresh and keeps this one aside")
         else:
-            status = launch.run(self.work, config)
+            status = launch.run(partial(self.work, origin=origin), config)
             if status:
                 return status
         if launch.is_first():  # who has written it; the others may be here before
@@ -101,6 +104,7 @@ class App:
             # W&B's own variable: the runs of a sweep are one group, named by its command line.
             words = [word for word in argv if word not in ("-m", "--multirun")]
             os.environ.setdefault("WANDB_RUN_GROUP", " ".join(words)[:128])
+        origin = Origin(shlex.join(["train.py", *argv]))
         outcomes: list[Outcome] = []
         statuses: list[int] = []
 
@@ -109,13 +113,13 @@ class App:
             overrides = list(HydraConfig.get().overrides.task)
             if not _in_sweep():
                 config = self.validate(cfg, overrides)
-                status = self.run(config)
+                status = self.run(config, origin)
                 statuses.append(status)
                 return None if status else objective(status, read_summary(config))
             summary = None
             try:
                 config = self.validate(cfg, overrides)
-                status = self.run(config)
+                status = self.run(config, origin)
                 summary = None if status else read_summary(config)
             except ConfigError as error:  # a value that a sweeper has made up
                 status = launch.refuse(error)
@@ -143,11 +147,11 @@ class App:
         self.prepare_data(self.validate(cfg, overrides))
 
 
-def objective(status: int, summary: dict | None) -> float | None:
+def objective(status: int, summary: Summary | None) -> float | None:
     """The final validation loss; infinite where training diverged; None where it failed."""
     if summary is None:
         return math.inf if status == DIVERGED else None
-    loss = summary["final"]["loss"]
+    loss = summary.final["loss"]
     return math.inf if loss is None else loss
 
 

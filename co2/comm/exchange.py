@@ -15,7 +15,6 @@ A message is one row of bytes: the scales of the chunk's tensors, then the packe
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,23 +84,20 @@ class CompressedMean:
         """Bytes that one worker sends for one mean: to G−1 servers, and round a ring."""
         return 2 * (self.num_replicas - 1) * self._mine.numel()
 
-    @property
-    def held_bytes(self) -> int:
-        """Of the errors and the messages."""
-        held = (self.worker_error, self.server_error, self._sent, self._received)
-        return sum(tensor.nbytes for tensor in held)
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Errors and messages, by name."""
+        return {**self.errors(), **self.messages()}
 
-    @property
-    def scratch_bytes(self) -> int:
-        return self._piece.nbytes
-
-    def state_dict(self) -> dict[str, Any]:
-        """Of a mean that is not under way."""
+    def errors(self) -> dict[str, Tensor]:
+        """What rounding has left, to be added the next time: all that a checkpoint needs."""
         return {"worker_error": self.worker_error, "server_error": self.server_error}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.worker_error.copy_(state["worker_error"])
-        self.server_error.copy_(state["server_error"])
+    def messages(self) -> dict[str, Tensor]:
+        """What travels; between two means it is not needed."""
+        return {"sent": self._sent, "received": self._received}
+
+    def scratch_tensors(self) -> list[Tensor]:
+        return [self._piece]
 
     def _scales(self, x: Tensor, sizes: Sequence[int], mask: Tensor | None) -> Tensor:
         """One for each of the tensors that x is made of."""

@@ -22,9 +22,8 @@ class Direct:
         """Memory for a vector."""
         return torch.empty(numel, dtype=self._dtype, device=self._device)
 
-    @property
-    def scratch_bytes(self) -> int:
-        return self._scratch.nbytes
+    def scratch_tensors(self) -> list[Tensor]:
+        return [self._scratch]
 
     @contextmanager
     def round(self) -> Iterator[None]:
@@ -107,9 +106,8 @@ class Staged:
         """Memory for a vector."""
         return self._side.empty(numel, self._dtype)
 
-    @property
-    def scratch_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers)
+    def scratch_tensors(self) -> list[Tensor]:
+        return list(self._buffers)
 
     @contextmanager
     def round(self) -> Iterator[None]:

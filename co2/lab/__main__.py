@@ -1,8 +1,88 @@
-"""`python -m co2.lab`: see measure.py."""
+"""A laboratory of slow networks: `python -m co2.lab --workers 2 --mbit 20,100,unlimited`.
 
+Every worker is a process of train.py in a network namespace of its own, on a link whose rate the
+kernel enforces: real collectives over real TCP, on one machine. The method `none` is the same
+training without any communication, the limit that every method is compared with. Finished trials
+are kept, so the same command continues an interrupted table where it stopped.
+
+All words after the options are overrides of train.py: `python -m co2.lab --mbit 20 task=vit`.
+"""
+
+import argparse
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from co2.lab.measure import main
+from co2.errors import REFUSED, ConfigError, require
+from co2.lab import report
+from co2.lab.measurement import measure
+from co2.lab.plan import plan
+from co2.lab.slow_network import check_root, remove_leftovers
+from co2.lab.training import TrialFailed
+from co2.lab.trial import LIMIT
+from co2.methods import METHODS
+
+FAILED = 1
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Returns the exit status: 0, 1 for a failed trial, 2 for a wrong value, 130 after Ctrl-C.
+    """
+    options, overrides = _parser().parse_known_args(argv)
+    try:
+        trials, conditions = plan(options)
+        unknown = [word for word in overrides if word.startswith("--") or "=" not in word]
+        require(not unknown, "option", " ".join(unknown), "unknown; see --help")
+        check_root()
+        for name in remove_leftovers():
+            print(f"removed what a killed run had left behind: {name}", file=sys.stderr)
+        runs, target = Path(options.runs), options.target_loss
+        found = list(measure(trials, conditions, runs, overrides, target))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return REFUSED
+    except TrialFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on with the next trial", file=sys.stderr)
+        return INTERRUPTED
+    report.write(found, options.out, target)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m co2.lab",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--workers", default="2", help="numbers of workers, as in 2,4")
+    add("--mbit", default="20,100,500,unlimited", help="rates of all links, in Mbit/s")
+    add(
+        "--methods",
+        default=",".join([*METHODS, LIMIT]),
+        help="methods, peers, and the limit, none",
+    )
+    add("--repeats", default="1", help="repeats of every trial; methods take turns")
+    add(
+        "--schedule",
+        action="append",
+        default=[],
+        metavar="100:20@10s",
+        help="from 10 s on, links of 100 Mbit/s have 20; can be repeated",
+    )
+    add("--slow-link", action="append", default=[], metavar="1:10", help="worker 1: 10 Mbit/s")
+    add("--slow-cpu", action="append", default=[], metavar="1:0.5", help="worker 1: half a core")
+    add("--target-loss", type=float, help="measure the time until this validation loss")
+    add("--runs", default="results/runs/lab", help="folder in which the trials are kept")
+    add("--out", type=Path, default=Path("results/lab"), help="folder of the table and the figure")
+    return parser
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,25 +1,20 @@
-"""What the laboratory measured, as CSV, Markdown and a figure."""
+"""The laboratory's table and figure: `cells.csv`, `table.md` and `throughput.png`."""
 
-import csv
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
+from co2.lab.measurement import Measurement, write_csv
+from co2.lab.trial import LIMIT
 from co2.record.provenance import provenance
 
-Row = dict[str, Any]
 
-
-def write(rows: Sequence[Row], out: Path, target_loss: float | None) -> None:
-    """`<out>/cells.csv`, `table.md` and `throughput.png`; prints the table."""
-    source = provenance()  # before files of ours make the source tree a changed one
+def write(found: Sequence[Measurement], out: Path, target_loss: float | None) -> None:
+    """Write `cells.csv`, `table.md` and `throughput.png` into the folder `out`; print the table."""
+    source = provenance()  # first, because the files written below would count as changed sources
     out.mkdir(parents=True, exist_ok=True)
-    with (out / "cells.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    table = markdown(rows, target_loss)
+    write_csv(found, out / "cells.csv", with_target=target_loss is not None)
+    table = markdown(found, target_loss)
     print(f"\n{table}")
     intro = (
         "Medians over the repeats; shares of the limit are taken within a repeat. The limit is "
@@ -27,78 +22,79 @@ def write(rows: Sequence[Row], out: Path, target_loss: float | None) -> None:
     )
     text = f"# Throughput on slow links\n\n{intro}\n\n{table}\n\n{source}\n"
     (out / "table.md").write_text(text)
-    draw(rows, out / "throughput.png")
+    draw(found, out / "throughput.png")
 
 
-def markdown(rows: Sequence[Row], target_loss: float | None = None) -> str:
-    """One line for each number of workers, rate and method."""
+def markdown(found: Sequence[Measurement], target_loss: float | None = None) -> str:
+    """A table with one line for each number of workers, rate and method."""
     head = ["workers", "Mbit/s", "method", "per s", "of the limit", "exposed", "overlap"]
     head += ["comm s", "MB per step", "loss"]
     head += [] if target_loss is None else [f"s to loss {target_loss:g}"]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for (workers, mbit, method), found in grouped(rows).items():
-        shares = shares_of_limit(found, rows)
+    for (workers, mbit, method), repeats in grouped(found).items():
+        shares = shares_of_limit(repeats, found)
         cells = [
             str(workers),
             mbit,
             method,
-            f"{_median(found, 'throughput'):,.0f}",
+            f"{median_throughput(repeats):,.0f}",
             f"{statistics.median(shares):.1%}" if shares else "—",
-            f"{_median(found, 'exposed_share'):.1%}",
-            _text(_median(found, "overlap"), ".3f"),
-            _text(_median(found, "comm_s"), ".2f"),
-            f"{_median(found, 'bytes_per_step') / 1e6:.3f}",
-            f"{_median(found, 'loss'):.3f}",
+            f"{statistics.median(one.exposed_share for one in repeats):.1%}",
+            _median([one.overlap for one in repeats], ".3f"),
+            _median([one.comm_s for one in repeats], ".2f"),
+            f"{statistics.median(one.bytes_per_step for one in repeats) / 1e6:.3f}",
+            f"{statistics.median(one.loss for one in repeats):.3f}",
         ]
         if target_loss is not None:
-            cells.append(_text(_median(found, "target_s"), ".0f"))
+            cells.append(_median([one.target_s for one in repeats], ".0f"))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def grouped(rows: Iterable[Row]) -> dict[tuple[int, str, str], list[Row]]:
-    """The repeats of each cell."""
-    groups: dict[tuple[int, str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["workers"], row["mbit"], row["method"]), []).append(row)
+def grouped(found: Iterable[Measurement]) -> dict[tuple[int, str, str], list[Measurement]]:
+    """The repeats of each (workers, rate, method)."""
+    groups: dict[tuple[int, str, str], list[Measurement]] = {}
+    for one in found:
+        groups.setdefault((one.workers, one.mbit, one.method), []).append(one)
     return groups
 
 
-def shares_of_limit(found: Sequence[Row], rows: Sequence[Row]) -> list[float]:
-    """Throughput against that of `none` in the same repeat, at the same rate and workers."""
+def shares_of_limit(repeats: Iterable[Measurement], measured: Iterable[Measurement]) -> list[float]:
+    """Throughput against that of the limit in the same repeat, at the same rate and workers.
+
+    Repeats without such a limit among `measured` are left out.
+    """
     limits = {
-        (row["workers"], row["mbit"], row["repeat"]): row["throughput"]
-        for row in rows
-        if row["method"] == "none"
+        (one.workers, one.mbit, one.repeat): one.throughput
+        for one in measured
+        if one.method == LIMIT
     }
-    keys = [(row["workers"], row["mbit"], row["repeat"]) for row in found]
-    return [
-        row["throughput"] / limits[key]
-        for row, key in zip(found, keys, strict=True)
-        if key in limits
-    ]
+    keyed = [((one.workers, one.mbit, one.repeat), one.throughput) for one in repeats]
+    return [own / limits[key] for key, own in keyed if key in limits]
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def median_throughput(repeats: Iterable[Measurement]) -> float:
+    """The median over the repeats, in units per second of all workers."""
+    return statistics.median(one.throughput for one in repeats)
+
+
+def draw(found: Sequence[Measurement], path: Path) -> None:
     """Throughput against bandwidth: a panel for each number of workers, a line for each method."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    groups = grouped(rows)
+    groups = grouped(found)
     panels = sorted({workers for workers, _, _ in groups})
     rates = sorted({mbit for _, mbit, _ in groups}, key=_rate)
-    figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(1 + 5 * len(panels), 4), squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(1 + 5 * len(panels), 4), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)
     for axis, workers in zip(axes[0], panels, strict=True):
         for method in dict.fromkeys(method for _, _, method in groups):
             at = [n for n, rate in enumerate(rates) if (workers, rate, method) in groups]
-            values = [_median(groups[workers, rates[n], method], "throughput") for n in at]
-            style = {"color": "black", "linestyle": "--"} if method == "none" else {"marker": "o"}
-            label = "limit: no communication" if method == "none" else method
-            if method == "none" and len(at) == 1:
+            values = [median_throughput(groups[workers, rates[n], method]) for n in at]
+            limit = method == LIMIT
+            style = {"color": "black", "linestyle": "--"} if limit else {"marker": "o"}
+            label = "limit: no communication" if limit else method
+            if limit and len(at) == 1:
                 axis.axhline(values[0], label=label, **style)
             else:
                 axis.plot(at, values, label=label, **style)
@@ -110,18 +106,13 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes[0][0].set_ylabel("throughput, all workers, 1/s")
     axes[0][-1].legend(fontsize="small")
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def _rate(mbit: str) -> float:
     return float("inf") if mbit == "unlimited" else float(mbit)
 
 
-def _median(rows: Sequence[Row], key: str) -> Any:
-    """Of what was measured; None where nothing was, or where a repeat never came to it."""
-    values = [row[key] for row in rows]
-    return None if None in values else statistics.median(values)
-
-
-def _text(value: float | None, form: str) -> str:
-    return "—" if value is None else format(value, form)
+def _median(values: Sequence[float | None], form: str) -> str:
+    """The median as text; a dash where a repeat has no value, so that no median hides it."""
+    numbers = [value for value in values if value is not None]
+    return format(statistics.median(numbers), form) if len(numbers) == len(values) else "—"

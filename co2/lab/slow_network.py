@@ -7,7 +7,7 @@
 Both ends of every link are shaped by a token bucket (`tc … tbf`), so a worker's rate holds for what
 it sends and for what it receives. Addresses, interfaces and the bridge exist inside the namespaces
 only. The namespaces' names hold the process id of their owner: what a killed owner has left behind
-is removed by the next `Network`.
+is removed by the next `SlowNetwork`.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from types import TracebackType
 from co2.errors import ConfigError, require
 
 PREFIX = "co2lab"
-_NETWORK = "10.99.0"
+_SUBNET = "10.99.0"
 _BUCKET_S = 0.005
 """Traffic that may pass at once; a shaper that wakes a few hundred times a second needs as much."""
 _LEAST_BUCKET = 80_000
@@ -49,19 +49,19 @@ def check_root() -> None:
     try:
         _run("ip", "netns", "add", probe)
     except subprocess.CalledProcessError as error:
-        hint = f"this system makes no network namespace ({_told(error)})"
+        hint = f"this system makes no network namespace ({_message(error)})"
         raise ConfigError("program", "ip", hint) from None
     try:
         _inside(probe, "ip", "link", "set", "lo", "up")
         _inside(probe, "tc", *_shaper("lo", 10.0))
     except subprocess.CalledProcessError as error:
-        hint = f"this kernel has no token bucket, sch_tbf ({_told(error)})"
+        hint = f"this kernel has no token bucket, sch_tbf ({_message(error)})"
         raise ConfigError("program", "tc", hint) from None
     finally:
         _run("ip", "netns", "del", probe)
 
 
-class Network:
+class SlowNetwork:
     """Workers on shaped links, as a context manager: all that it made is gone afterwards.
 
     Args:
@@ -76,13 +76,13 @@ class Network:
         self._name = f"{PREFIX}-{os.getpid()}"
         self._processes: list[subprocess.Popen] = []
 
-    def __enter__(self) -> "Network":
+    def __enter__(self) -> "SlowNetwork":
         remove_leftovers()
         try:
             self._build()
         except subprocess.CalledProcessError as error:
             self._remove()
-            raise ConfigError("program", "ip", f"failed: {_told(error)}") from None
+            raise ConfigError("program", "ip", f"failed: {_message(error)}") from None
         except BaseException:
             self._remove()
             raise
@@ -98,7 +98,7 @@ class Network:
 
     def address(self, worker: int) -> str:
         """Of the worker's only interface, eth0."""
-        return f"{_NETWORK}.{worker + 1}"
+        return f"{_SUBNET}.{worker + 1}"
 
     def start(
         self, worker: int, command: Sequence[str], env: Mapping[str, str]
@@ -237,7 +237,7 @@ def _run(*command: str, check: bool = True) -> str:
     return done.stdout
 
 
-def _told(error: subprocess.CalledProcessError) -> str:
+def _message(error: subprocess.CalledProcessError) -> str:
     lines = (error.stderr or "").strip().splitlines()
     return lines[-1] if lines else f"status {error.returncode}"
 

@@ -1,99 +1,191 @@
-"""Method: what every way of keeping the replicas in step offers."""
+"""Method: the base class of every way of keeping the replicas in step."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from co2.comm.clocks import CommTotals
+from co2.comm.collectives import consensus, local, replicate
 from co2.comm.mesh import Mesh
-from co2.config import CommConfig
+from co2.config import CommConfig, OptimConfig, Waits
+
+Schedule = Callable[[int], float]
+"""The index of a step, from 0 → the largest learning rate of the inner optimizer in that step."""
 
 
-class Method(Protocol):
-    """One published algorithm. Order of calls: prepare, (load_state_dict,) step …, flush."""
+@dataclass(frozen=True)
+class MethodStats(CommTotals):
+    """What a method has done on this worker since the start of training."""
 
-    @property
-    def Config(self) -> Any:
-        """A nested dataclass; its fields are documented, and refused with `ConfigError`."""
+    own: dict[str, float] = field(default_factory=dict)
+    """Figures that only this method has, by name: the τ that it chose, its staleness gap, …"""
 
-    config: Any
-    """An instance of it."""
+    @classmethod
+    def of(cls, totals: CommTotals, own: dict[str, float] | None = None) -> "MethodStats":
+        return cls(totals.comm_s, totals.exposed_s, totals.bytes_sent, own or {})
 
-    lr_at: Callable[[int], float] | None
-    """The largest inner learning rate in the step with an index, from 0: a loop whose schedule is
-    a function of the step sets it, for methods that prepare an outer step while its round is still
-    being trained (CO2 with `shard`). None: they take the rate of the round before."""
 
-    averages_gradients: bool
-    """Whether all replicas step with the same gradients, averaged by PyTorch's own wrappers: then
-    the replicas' axis is theirs too (replica.py)."""
+class Method:
+    """One way of keeping the replicas in step.
 
-    @property
-    def refused_strategies(self) -> Mapping[str, str]:
-        """`mesh.strategy` → why this method cannot be combined with it."""
-        ...
+    A subclass sets `Config`, a dataclass whose fields are documented and checked, and `waits`; it
+    implements `set_up` and `step`, and names its tensors in `state_tensors`. The order of calls is
+    prepare, then load_state_dict if a run resumes, then step as often as needed, then flush.
 
-    def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None: ...
+    Args:
+        config: an instance of `Config`; None for its defaults.
+        comm: how collectives travel; None for the defaults.
+    Raises:
+        ConfigError: the two do not go together.
+    """
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> nn.Module:
-        """Give every replica the weights of replica 0; return the module to train.
+    Config: ClassVar[type]
+    waits: ClassVar[Waits]
+    """What the computation of a replica waits for."""
+    averages_gradients: ClassVar[bool] = False
+    """Whether all replicas step with the same gradients, averaged by PyTorch's own wrappers. Those
+    then work across the replicas too (co2/train/replica.py)."""
+    refused_strategies: Mapping[str, str] = MappingProxyType({})
+    """The values of `mesh.strategy` that it cannot be combined with, each with the reason."""
 
-        The parameters may be sharded over the workers of a replica (fully_shard) when they get
-        here: a method works on local shards, and exchanges them with its counterparts.
+    model: nn.Module
+    optimizer: Optimizer
+    mesh: Mesh
+
+    def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
+        # Any: each subclass has a dataclass of its own.
+        self.config: Any = self.Config() if config is None else config
+        self.comm = comm or CommConfig()
+        self.schedule: Schedule | None = None
+        self.steps = 0
+        """Calls of `step` so far, over all segments of a resumed run."""
+
+    @classmethod
+    def check(cls, optim: OptimConfig) -> None:
+        """Raise `ConfigError` for an inner optimizer that this method cannot work with."""
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        mesh: Mesh,
+        schedule: Schedule | None = None,
+    ) -> nn.Module:
+        """Give every replica the weights of replica 0, and return the module to train. Collective.
+
+        Args:
+            model: its parameters may be sharded over the workers of a replica (fully_shard); a
+                method works on local shards, and exchanges them with its counterparts.
+            optimizer: the inner optimizer of the model's parameters.
+            mesh: the workers.
+            schedule: step index → largest inner learning rate, for methods that prepare an outer
+                step while its round is still being trained (CO2 with `shard`). None: they take the
+                rate of the round before, which is exact for constant rates.
+        Raises:
+            ConfigError: the method cannot train this model with this optimizer on this mesh.
         """
-        ...
+        self.model, self.optimizer, self.mesh, self.schedule = model, optimizer, mesh, schedule
+        self.group = mesh.new_group_across_replicas()
+        self.replica_group = mesh.new_group_within_replica()
+        replicate(model, self.group)
+        return self.set_up()
+
+    def set_up(self) -> nn.Module:
+        """Make what training needs, and return the module to train. `prepare` calls it last."""
+        raise NotImplementedError
 
     def step(self) -> None:
-        """Gradients are ready: the inner optimizer's step, and the synchronization due now."""
-        ...
+        """Do the inner optimizer's step and the synchronization due now. Gradients are ready."""
+        raise NotImplementedError
 
     def consensus(self) -> AbstractContextManager[None]:
-        """Inside, the model holds the replicas' mean (trained weights and float buffers).
+        """Inside, the model holds the mean over the replicas: trained weights and float buffers.
 
-        Restored bit for bit after. All replicas enter together. A collective in flight is
-        neither waited for nor changed, so evaluating more often does not change training.
+        Both are restored bit for bit afterwards. All replicas must enter together. A collective in
+        flight is neither waited for nor changed, so evaluating more often does not change training.
         """
-        ...
+        return consensus(self.model, self.group, self.replica_group)
 
     def flush(self) -> None:
-        """Drain what is in flight. At the end of training only: what arrives is dropped."""
-        ...
+        """Wait for what is in flight and drop it. Call it at the end of training only."""
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The tensors held between steps beyond parameters, gradients and inner state, by name.
+
+        Checkpoint and memory ledger follow from them. Call it after `prepare`.
+        """
+        return {}
+
+    def scratch_tensors(self) -> list[Tensor]:
+        """Tensors whose content is not needed from one step to the next. Their size does not grow
+        with the model."""
+        return []
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """Those of `state_tensors` that a checkpoint holds under their names: by default all."""
+        return self.state_tensors()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything to go on exactly, the collective in flight included; of this worker."""
-        ...
+        """Everything that this worker needs to go on exactly, a collective in flight included."""
+        return {"steps": self.steps, "tensors": self.saved_tensors()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """After `prepare`, with the model and the optimizer loaded already."""
-        ...
+        """Go on from what `state_dict` returned. Call it after `prepare`, when the model and the
+        optimizer have been loaded."""
+        self.steps = state["steps"]
+        for name, tensor in self.saved_tensors().items():
+            tensor.copy_(state["tensors"][name])
 
-    def stats(self) -> dict[str, float]:
-        """Totals `comm_s`, `exposed_s`, `bytes` (sent by this worker) and the method's own."""
-        ...
+    def stats(self) -> MethodStats:
+        """Totals of this worker, and the method's own figures."""
+        return MethodStats()
 
     def notices(self) -> list[str]:
         """Lines for a person since the last call: what the method has decided, and why."""
-        ...
+        return []
 
     @property
-    def copies(self) -> float:
-        """Model copies held beyond parameters, gradients and the inner optimizer's state."""
-        ...
+    def round_steps(self) -> int:
+        """Inner steps of a round, τ; 1 for a method without rounds."""
+        return 1
+
+    @property
+    def max_skew_steps(self) -> int:
+        """Steps by which one replica may run ahead of another at most."""
+        return 1
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of the state tensors. Figures, which have no dimension, are not counted."""
+        return sum(tensor.nbytes for tensor in self.state_tensors().values() if tensor.dim() > 0)
+
+    @property
+    def extra_copies(self) -> float:
+        """Model copies held beyond parameters, gradients and the inner optimizer's state. One copy
+        is every trained parameter in fp32, or fp64 where a parameter is."""
+        return self.extra_bytes / max(1, self.copy_bytes)
 
     @property
     def scratch_bytes(self) -> int:
-        """Held beside the copies: a chunk or two of the vector, however large the model."""
-        ...
+        """Bytes of the scratch tensors."""
+        return sum(tensor.nbytes for tensor in self.scratch_tensors())
 
     @property
     def state_device(self) -> torch.device:
-        """Where the copies and the scratch lie."""
-        ...
+        """Where the state tensors lie."""
+        return next((t.device for t in self.state_tensors().values()), self.mesh.device)
 
     @property
-    def lag(self) -> int:
-        """Steps by which one replica may run ahead of another at most."""
-        ...
+    def copy_bytes(self) -> int:
+        """Bytes of one model copy, of what this worker holds of the trained parameters."""
+        groups = (group["params"] for group in self.optimizer.param_groups)
+        unique = {id(p): p for params in groups for p in params if p.requires_grad}
+        trained = [local(p.detach()) for p in unique.values()]
+        width = max((4, *(part.element_size() for part in trained)))
+        return width * sum(part.numel() for part in trained)

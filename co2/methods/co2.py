@@ -12,28 +12,28 @@ Chosen here: the exact gap, which the paper derives from Gap-Aware (arXiv 1909.1
 released code replaces by 1; see GapPenalty. Step 4 runs before step 3, because d_{t−1} lies in
 the one communication buffer; neither reads what the other writes.
 
-`shard` keeps 1/G of the outer state on each replica: ShardedCO2, below, with the same trajectory.
+`shard` keeps 1/G of the outer state on each replica: ShardedOuterStep has the same trajectory.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from co2.comm.background import BackgroundMean
 from co2.comm.flat import FlatParams
-from co2.comm.mesh import Mesh
-from co2.config import CommConfig, CommDevice, Precision
+from co2.config import CommConfig, CommDevice, Precision, Waits
 from co2.errors import require
+from co2.methods.base import MethodStats
 from co2.methods.parts.local import LocalMethod, check_outer, check_tau
 from co2.methods.parts.outer import GapPenalty, Momentum, check_clip, check_gap_penalty
-from co2.methods.parts.outer_shard import Shard
+from co2.methods.parts.outer_shard import OuterShard
 
 
 class CO2(LocalMethod):
-    held: float = 2  # anchor, momentum
-    vectors = ("anchor",)
-    rounds_apart = 2
+    waits = Waits.beyond_delay
 
     @dataclass
     class Config:
@@ -59,28 +59,100 @@ class CO2(LocalMethod):
             check_gap_penalty(self.gap_penalty)
             check_clip(self.clip, self.clip_mode)
 
-    def __new__(cls, config: Any = None, comm: CommConfig | None = None) -> "CO2":
-        """A configuration with `shard` makes a ShardedCO2."""
-        sharded = cls is CO2 and config is not None and config.shard
-        return super().__new__(ShardedCO2 if sharded else cls)
+    def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
+        super().__init__(config, comm)
+        if self.config.shard:
+            wire, device = self.comm.dtype, self.comm.device
+            hint = (
+                "must be fp32 with co2.shard=true: parameters travel, and bf16 loses their changes"
+            )
+            require(wire is Precision.fp32, "comm.dtype", wire.name, hint)
+            one = "parameters and buffer change places in one memory"
+            hint = f"must be auto with co2.shard=true: {one}"
+            require(device is CommDevice.auto, "comm.device", device.name, hint)
 
-    def begin(self) -> None:
-        self.hold(self.flat)
+    def new_mean(self) -> BackgroundMean:
+        if not self.config.shard:
+            return super().new_mean()
+        self.shard = OuterShard(self.flat, self.mesh, self.comm)
+        return self.shard.mean
 
-    def hold(self, flat: FlatParams | Shard) -> None:
-        """Make the outer state: of the whole vector, or of a part."""
-        config = self.config
-        self.anchor = flat.copy()
-        self.gap = GapPenalty(config.gap_penalty, flat, config.outer_lr)
-        self.momentum = Momentum(flat, config.outer_momentum, config.clip, config.clip_mode)
+    def init_outer_state(self) -> None:
+        self.outer: WholeOuterStep | ShardedOuterStep
+        if self.config.shard:
+            rates = self.largest_lr, self.next_largest_lr
+            self.outer = ShardedOuterStep(self.config, self.flat, self.shard, *rates)
+        else:
+            self.outer = WholeOuterStep(self.config, self.flat, self.mean, self.largest_lr)
+
+    def end_round(self) -> None:
+        self.outer.end_round()
 
     def largest_lr(self) -> float:
         """γ_t where parameter groups differ."""
         return max(self.lr(group) for group in range(len(self.optimizer.param_groups)))
 
+    def next_largest_lr(self) -> float:
+        """γ_{t+1} as a round ends, or γ_t without a schedule, which is exact for constant rates."""
+        if self.schedule is None:
+            return self.largest_lr()
+        return self.schedule(self.steps + self.tau - 1)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return {**super().state_tensors(), **self.outer.state_tensors()}
+
+    def scratch_tensors(self) -> list[Tensor]:
+        return [*super().scratch_tensors(), *self.outer.scratch_tensors()]
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()  # first: it waits for the background
+        return {**state, "gap": self.outer.gap.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.outer.gap.load_state_dict(state["gap"])
+
+    def stats(self) -> MethodStats:
+        """`gap` is Λ, `clipped` the share of the momentum's elements that the clip changed; both
+        of the round that ended last."""
+        stats = super().stats()
+        gap, clipped = self.outer.figures()
+        return MethodStats.of(stats, {**stats.own, "gap": gap, "clipped": clipped})
+
+
+class OuterState:
+    """What the outer step keeps: anchor, momentum and gap, of all parameters or of one shard."""
+
+    def __init__(self, config: CO2.Config, vectors: FlatParams | OuterShard) -> None:
+        self.config = config
+        self.anchor = vectors.copy()
+        self.gap = GapPenalty(config.gap_penalty, vectors, config.outer_lr)
+        self.momentum = Momentum(vectors, config.outer_momentum, config.clip, config.clip_mode)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        own = {"anchor": self.anchor}
+        return {**own, **self.momentum.state_tensors(), **self.gap.state_tensors()}
+
+    def scratch_tensors(self) -> list[Tensor]:
+        return self.gap.scratch_tensors()
+
+
+class WholeOuterStep(OuterState):
+    """The outer step of all parameters, on every replica."""
+
+    def __init__(
+        self,
+        config: CO2.Config,
+        flat: FlatParams,
+        mean: BackgroundMean,
+        largest_lr: Callable[[], float],
+    ) -> None:
+        super().__init__(config, flat)
+        self.flat, self.mean, self.largest_lr = flat, mean, largest_lr
+
     def end_round(self) -> None:
         lr = self.largest_lr()
-        self.gap.see(lr)
+        self.gap.observe_lr(lr)
         arrived = self.mean.wait()  # 1
         if arrived is not None:
             self.gap.update(self.momentum.norm, lr)  # 2
@@ -92,27 +164,14 @@ class CO2(LocalMethod):
             anchor.sub_(chunk.of(self.momentum.vector), alpha=self.config.outer_lr)
             chunk.write(anchor)
 
-    def state_dict(self) -> dict[str, Any]:
-        own = {"gap": self.gap.state_dict(), "momentum": self.momentum.state_dict()}
-        return {**super().state_dict(), **own}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.gap.load_state_dict(state["gap"])
-        self.momentum.load_state_dict(state["momentum"])
-
-    def stats(self) -> dict[str, float]:
-        own = {"gap": float(self.gap.value), "clipped": float(self.momentum.clipped)}
-        return {**super().stats(), **own}
-
-    @property
-    def scratch_bytes(self) -> int:
-        return super().scratch_bytes + self.gap.scratch_bytes
+    def figures(self) -> tuple[float, float]:
+        """Λ and the clipped share of the newest outer step."""
+        return float(self.gap.value), float(self.momentum.clipped)
 
 
-class ShardedCO2(CO2):
-    """CO2 with its outer state in G parts. Parameters travel, and the whole outer step runs in the
-    background: the buffer comes back with what every replica goes on from.
+class ShardedOuterStep(OuterState):
+    """The outer step of one shard on each replica. Parameters travel, and the whole outer step runs
+    in the background: the buffer comes back with what every replica goes on from.
 
         at the end of round t, on every replica i:
             1  wait for x_{t+1,0}                               in the buffer; x_{1,0} = x_{0,0}
@@ -120,43 +179,38 @@ class ShardedCO2(CO2):
             3  start, on 1/G of the vector, to be done when round t+1 ends:
                  mean_i x^i_{t,τ}                                                reduce-scatter
                  d_t = x_{t,0} − mean_i x^i_{t,τ};   x_{t+1,0} = x_{t,0} − α m_t
-                 m_{t+1} = clip(β m_t + d_t/Λ_{t+1}, φ)        its norm is summed over the parts
+                 m_{t+1} = clip(β m_t + d_t/Λ_{t+1}, φ)       its norm is summed over the shards
                  x_{t+2,0} = x_{t+1,0} − α m_{t+1}                               all-gather
 
     The anchor lags: between rounds it is what the round before started from, because d_t needs it,
     and it is moved by the m_t that is still held, to the same bits that were sent.
-    Λ_{t+1} is due before γ_{t+1} has come: `lr_at` tells it. Without, γ_t stands for it, which is
-    exact for constant rates.
+    Λ_{t+1} is due before γ_{t+1} has come, so the schedule says what it will be.
     """
 
-    def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
-        super().__init__(config, comm)
-        hint = "must be fp32 with co2.shard=true: parameters travel, and bf16 loses their changes"
-        wire = self.comm.dtype
-        require(wire is Precision.fp32, "comm.dtype", wire.name, hint)
-        hint = "must be auto with co2.shard=true: parameters and buffer change places in one memory"
-        device = self.comm.device
-        require(device is CommDevice.auto, "comm.device", device.name, hint)
-
-    def new_mean(self, mesh: Mesh) -> BackgroundMean:
-        self.shard = Shard(self.flat, mesh, self.comm)
-        return self.shard.mean
-
-    def begin(self) -> None:
-        self.flat.copy_to(self.mean.buffer)
-        self.mean.in_flight = True  # x_{1,0} = x_{0,0} has arrived already
-        self.hold(self.shard)
-        self.held = 2 / self.shard.num_replicas
-        self.shown = self.figures()
+    def __init__(
+        self,
+        config: CO2.Config,
+        flat: FlatParams,
+        shard: OuterShard,
+        largest_lr: Callable[[], float],
+        next_largest_lr: Callable[[], float],
+    ) -> None:
+        flat.copy_to(shard.mean.buffer)
+        shard.mean.mark_arrived()  # x_{1,0} = x_{0,0}
+        super().__init__(config, shard)
+        self.flat, self.shard, self.mean = flat, shard, shard.mean
+        self.largest_lr, self.next_largest_lr = largest_lr, next_largest_lr
+        self.shown = self._newest_figures()
+        """Λ and the clipped share, (2,), of the newest outer step that a round's end waited for:
+        the step in the background changes the figures at any time."""
 
     def end_round(self) -> None:
         self.mean.wait()  # 1
-        self.shown = self.figures()
+        self.shown = self._newest_figures()
         self.flat.swap(self.mean.buffer)  # 2
-        lr = self.largest_lr()
-        ahead = lr if self.lr_at is None else self.lr_at(self.steps + self.tau - 1)
-        self.gap.see(lr)
-        self.gap.see(ahead)
+        lr, ahead = self.largest_lr(), self.next_largest_lr()
+        self.gap.observe_lr(lr)
+        self.gap.observe_lr(ahead)
         self.mean.run(lambda: self.outer_step(ahead))  # 3
 
     @torch.no_grad()
@@ -175,22 +229,17 @@ class ShardedCO2(CO2):
             torch.sub(anchor, momentum, alpha=alpha, out=chunk.of(shard.own))
         shard.all_gather()
 
-    def figures(self) -> torch.Tensor:
-        """Λ and the clipped share, (2,), of the newest outer step that is over."""
+    def figures(self) -> tuple[float, float]:
+        """Λ and the clipped share, as of the round that ended last."""
+        gap, clipped = self.shown.tolist()
+        return gap, clipped
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        gap, clipped = self.shown
+        return {**super().state_tensors(), "shown_gap": gap, "shown_clipped": clipped}
+
+    def scratch_tensors(self) -> list[Tensor]:
+        return [*super().scratch_tensors(), *self.shard.scratch_tensors()]
+
+    def _newest_figures(self) -> Tensor:
         return torch.stack((self.gap.value, self.momentum.clipped))
-
-    def state_dict(self) -> dict[str, Any]:
-        self.mean.join()  # it changes what is saved
-        return {**super().state_dict(), "shown": self.shown}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.shown.copy_(state["shown"])
-
-    def stats(self) -> dict[str, float]:
-        gap, clipped = self.shown.tolist()  # of the round that has ended, as without shards
-        return {**super().stats(), "gap": gap, "clipped": clipped}
-
-    @property
-    def scratch_bytes(self) -> int:
-        return super().scratch_bytes + self.shard.scratch_bytes

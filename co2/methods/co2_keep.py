@@ -22,18 +22,18 @@ As in every method here −p travels, the pseudo-gradient, and `momentum` holds 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.profiler import record_function
 
 from co2.comm.phases import OUTER_STEP
+from co2.config import Waits
 from co2.errors import require, require_number
 from co2.methods.parts.auto_tau import AUTO
 from co2.methods.parts.local import LocalMethod, check_share, check_tau
 
 
 class CO2Keep(LocalMethod):
-    held: float = 2  # where the round's progress counts from, center
-    vectors: tuple[str, ...] = ("start", "center")
-    rounds_apart = 2
+    waits = Waits.beyond_delay
 
     @dataclass
     class Config:
@@ -60,11 +60,15 @@ class CO2Keep(LocalMethod):
             hint = "must be a finite number, 0 or more"
             require_number("momentum_weight", self.momentum_weight, 0.0, hint)
 
-    def begin(self) -> None:
-        self.start, self.center = self.flat.copy(), self.flat.copy()
-        if self.config.momentum_weight > 0:
-            self.momentum = self.flat.zeros()
-            self.held, self.vectors = self.held + 1, (*self.vectors, "momentum")
+    def init_outer_state(self) -> None:
+        self.start = self.flat.copy()  # the round's progress counts from here
+        self.center = self.flat.copy()
+        self.momentum = self.flat.zeros() if self.config.momentum_weight > 0 else None
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        momentum = {} if self.momentum is None else {"momentum": self.momentum}
+        own = {"start": self.start, "center": self.center, **momentum}
+        return {**super().state_tensors(), **own}
 
     def step(self) -> None:
         super().step()
@@ -94,7 +98,7 @@ class CO2Keep(LocalMethod):
         for chunk in self.flat.chunks:
             d, center, start = chunk.of(mean), chunk.of(self.center), chunk.of(self.start)
             center.sub_(d)
-            if w > 0:
+            if self.momentum is not None:
                 center.sub_(chunk.of(self.momentum).mul_(beta).add_(d), alpha=w)
             x = self.flat.local(chunk)
             start.sub_(x)  # −q^i
@@ -103,6 +107,6 @@ class CO2Keep(LocalMethod):
             start.add_(x)  # so that start − x is −q^i still
 
     @property
-    def lag(self) -> int:
+    def max_skew_steps(self) -> int:
         # A replica cannot pass an arrival before all have ended that round.
         return self.tau + (self.tau if self.config.delay is None else self.config.delay)

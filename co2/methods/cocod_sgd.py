@@ -12,13 +12,14 @@ Deviation: −p travels, the pseudo-gradient, as in every method here.
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from co2.config import Waits
 from co2.methods.parts.local import LocalMethod, check_tau
 
 
 class CoCoDSGD(LocalMethod):
-    held = 2  # the round's start, −p of the last round
-    vectors = ("start", "last")
-    rounds_apart = 2
+    waits = Waits.beyond_delay
 
     @dataclass
     class Config:
@@ -28,9 +29,12 @@ class CoCoDSGD(LocalMethod):
         def __post_init__(self) -> None:
             check_tau(self.tau)
 
-    def begin(self) -> None:
+    def init_outer_state(self) -> None:
         self.start = self.flat.copy()
-        self.last = self.flat.zeros()
+        self.last = self.flat.zeros()  # −p of the last round
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return {**super().state_tensors(), "start": self.start, "last": self.last}
 
     def end_round(self) -> None:
         arrived = self.mean.wait()

@@ -17,15 +17,15 @@ later, where it is taken back. Were either exact, the rounding would stay and pa
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from co2.config import Waits
 from co2.methods.parts.local import LocalMethod, check_outer, check_tau
 from co2.methods.parts.outer import nesterov
 
 
 class EagerDiLoCo(LocalMethod):
-    held = 3  # the round's start, momentum, what was sent last
-    vectors = ("start", "momentum", "sent")
-    rounds_apart = 2
+    waits = Waits.beyond_delay
 
     @dataclass
     class Config:
@@ -40,10 +40,14 @@ class EagerDiLoCo(LocalMethod):
             check_tau(self.tau)
             check_outer(self.outer_lr, self.outer_momentum)
 
-    def begin(self) -> None:
+    def init_outer_state(self) -> None:
         self.start = self.flat.copy()
         self.momentum = self.flat.zeros()
-        self.sent = self.flat.zeros()
+        self.sent = self.flat.zeros()  # D^i of the last round
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        own = {"start": self.start, "momentum": self.momentum, "sent": self.sent}
+        return {**super().state_tensors(), **own}
 
     def end_round(self) -> None:
         arrived = self.mean.wait()

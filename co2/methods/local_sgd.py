@@ -11,12 +11,14 @@ Deviation: pseudo-gradients travel, not parameters; the arithmetic is the same.
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from co2.config import Waits
 from co2.methods.parts.local import LocalMethod, check_comm_share, check_tau
 
 
 class LocalSGD(LocalMethod):
-    held = 1  # anchor
-    vectors = ("anchor",)
+    waits = Waits.always
 
     @dataclass
     class Config:
@@ -29,8 +31,11 @@ class LocalSGD(LocalMethod):
             check_tau(self.tau)
             check_comm_share(self.comm_share)
 
-    def begin(self) -> None:
+    def init_outer_state(self) -> None:
         self.anchor = self.flat.copy()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return {**super().state_tensors(), "anchor": self.anchor}
 
     def end_round(self) -> None:
         self.flat.displacement(self.anchor, out=self.mean.buffer)

@@ -22,10 +22,12 @@ from dataclasses import dataclass
 
 import torch
 
+from co2.config import Waits
 from co2.methods.parts.compressed import CompressedAdam, check_freeze_step
 
 
 class OneBitAdam(CompressedAdam):
+    waits = Waits.always
     name = "onebit_adam"
 
     @dataclass

@@ -14,14 +14,14 @@ z − x̄ itself.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from co2.config import Waits
 from co2.methods.parts.local import LocalMethod, check_share, check_tau
 
 
 class OverlapLocalSGD(LocalMethod):
-    held = 2  # anchor, momentum
-    vectors = ("anchor", "momentum")
-    rounds_apart = 2
+    waits = Waits.beyond_delay
 
     @dataclass
     class Config:
@@ -37,9 +37,12 @@ class OverlapLocalSGD(LocalMethod):
             check_share("pull", self.pull)
             check_share("outer_momentum", self.outer_momentum)
 
-    def begin(self) -> None:
+    def init_outer_state(self) -> None:
         self.anchor = self.flat.copy()
         self.momentum = self.flat.zeros()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return {**super().state_tensors(), "anchor": self.anchor, "momentum": self.momentum}
 
     def end_round(self) -> None:
         arrived = self.mean.wait()

@@ -13,12 +13,14 @@ ends at γ_t = 0 cannot divide: its d_t is applied and stored unscaled.
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from co2.config import Waits
 from co2.methods.parts.local import LocalMethod, check_comm_share, check_outer, check_tau
 
 
 class SlowMo(LocalMethod):
-    held = 2  # anchor, momentum
-    vectors = ("anchor", "momentum")
+    waits = Waits.always
 
     @dataclass
     class Config:
@@ -36,9 +38,12 @@ class SlowMo(LocalMethod):
             check_comm_share(self.comm_share)
             check_outer(self.outer_lr, self.outer_momentum)
 
-    def begin(self) -> None:
+    def init_outer_state(self) -> None:
         self.anchor = self.flat.copy()
         self.momentum = self.flat.zeros()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return {**super().state_tensors(), "anchor": self.anchor, "momentum": self.momentum}
 
     def end_round(self) -> None:
         self.flat.displacement(self.anchor, out=self.mean.buffer)

@@ -24,7 +24,7 @@ Chosen here: the remainder where P does not divide τ; and uniform quantization 
 where the paper sends floats of 4 bits.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -35,20 +35,21 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from co2.comm.background import BackgroundMean
-from co2.comm.collectives import replicate
+from co2.comm.clocks import CommTotals
 from co2.comm.compress import COMPRESSORS
 from co2.comm.exchange import CompressedMean
 from co2.comm.flat import FlatParams
 from co2.comm.mesh import Mesh
 from co2.comm.phases import OUTER_STEP
-from co2.config import CommConfig, Precision
+from co2.config import CommConfig, Precision, Waits
 from co2.errors import require, require_count
-from co2.methods.parts.local import LocalMethod, check_outer
+from co2.methods.base import Method, MethodStats
+from co2.methods.parts.local import check_outer
 from co2.methods.parts.outer import nesterov
 
 
-class StreamingDiLoCo(LocalMethod):
-    """`steps_of_round` counts the inner steps modulo τ, which is all that the schedule asks."""
+class StreamingDiLoCo(Method):
+    waits = Waits.beyond_delay
 
     @dataclass
     class Config:
@@ -85,34 +86,28 @@ class StreamingDiLoCo(LocalMethod):
         wire, kind = self.comm.dtype, self.config.exchange
         hint = f"must be fp32 with streaming_diloco.exchange={kind}, which is less already"
         require(kind == "full" or wire is Precision.fp32, "comm.dtype", wire.name, hint)
+        if kind != "full":
+            reason = f"exchange={kind} has scales of whole tensors, not of parts"
+            self.refused_strategies = {"zero2": reason, "zero3": reason}
 
-    @property
-    def refused_strategies(self) -> Mapping[str, str]:  # type: ignore[override]
-        if self.config.exchange == "full":
-            return {}
-        reason = f"exchange={self.config.exchange} has scales of whole tensors, not of parts"
-        return {"zero2": reason, "zero3": reason}
-
-    def prepare(self, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> nn.Module:
-        self.model, self.optimizer, self.auto = model, optimizer, None
-        self.group, self.replica_group = (
-            mesh.new_group_across_replicas(),
-            mesh.new_group_within_replica(),
-        )
-        self.steps_of_round = 0
-        replicate(model, self.group)
-        parts = strided(model, optimizer, self.config.fragments)
+    def set_up(self) -> nn.Module:
+        parts = strided(self.model, self.optimizer, self.config.fragments)
         self.fragments = [
             Fragment(
-                number, FlatParams(optimizer, self.comm.device, part), self.config, mesh, self.comm
+                number,
+                FlatParams(self.optimizer, self.comm.device, part),
+                self.config,
+                self.mesh,
+                self.comm,
             )
             for number, part in enumerate(parts)
         ]
-        return model
+        return self.model
 
     def step(self) -> None:
         self.optimizer.step()
-        self.steps_of_round = now = (self.steps_of_round + 1) % self.tau
+        self.steps += 1
+        now = self.steps % self.config.tau
         starting = [fragment for fragment in self.fragments if fragment.starts_at == now]
         syncing = [fragment for fragment in self.fragments if fragment.syncs_at == now]
         if starting or syncing:
@@ -126,47 +121,46 @@ class StreamingDiLoCo(LocalMethod):
         for fragment in self.fragments:
             fragment.mean.close()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_tensors(self) -> dict[str, Tensor]:
         return {
-            "steps_of_round": self.steps_of_round,
-            "mean": [fragment.mean.state_dict() for fragment in self.fragments],  # brings it in
-            "errors": [f.exchange.state_dict() for f in self.fragments if f.exchange],
-            "outer": [fragment.outer for fragment in self.fragments],
-            "momentum": [fragment.momentum for fragment in self.fragments],
+            f"{number}.{name}": tensor
+            for number, fragment in enumerate(self.fragments)
+            for name, tensor in fragment.state_tensors().items()
         }
 
+    def scratch_tensors(self) -> list[Tensor]:
+        return [tensor for fragment in self.fragments for tensor in fragment.scratch_tensors()]
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """All but the messages, and the buffers, which `means` saves while they are in flight."""
+        return {
+            f"{number}.{name}": tensor
+            for number, fragment in enumerate(self.fragments)
+            for name, tensor in fragment.saved_tensors().items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        means = [fragment.mean.state_dict() for fragment in self.fragments]
+        return {**super().state_dict(), "means": means}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps_of_round = state["steps_of_round"]
-        for number, fragment in enumerate(self.fragments):
-            fragment.mean.load_state_dict(state["mean"][number])
-            fragment.outer.copy_(state["outer"][number])
-            fragment.momentum.copy_(state["momentum"][number])
-            if fragment.exchange is not None:
-                fragment.exchange.load_state_dict(state["errors"][number])
+        super().load_state_dict(state)
+        for fragment, saved in zip(self.fragments, state["means"], strict=True):
+            fragment.mean.load_state_dict(saved)
 
-    def stats(self) -> dict[str, float]:
-        clocks = [fragment.mean.clocks() for fragment in self.fragments]
-        return {name: sum(clock[name] for clock in clocks) for name in clocks[0]}
+    def stats(self) -> MethodStats:
+        totals = (fragment.mean.totals() for fragment in self.fragments)
+        return MethodStats.of(sum(totals, start=CommTotals()))
 
     @property
-    def copies(self) -> float:
-        width = max(fragment.flat.dtype.itemsize for fragment in self.fragments)
-        numel = sum(fragment.flat.numel for fragment in self.fragments)
-        return sum(fragment.held_bytes for fragment in self.fragments) / max(1, width * numel)
+    def round_steps(self) -> int:
+        return self.config.tau
 
     @property
-    def scratch_bytes(self) -> int:
-        return sum(fragment.scratch_bytes for fragment in self.fragments)
-
-    @property
-    def state_device(self) -> torch.device:
-        return self.fragments[0].flat.device
-
-    @property
-    def lag(self) -> int:
+    def max_skew_steps(self) -> int:
         # A replica cannot pass a sync before all have started it, `delay` steps earlier, and each
         # fragment has a sync every τ steps.
-        return self.tau + self.config.delay
+        return self.config.tau + self.config.delay
 
 
 class Fragment:
@@ -211,15 +205,17 @@ class Fragment:
                 nesterov(outer, chunk.of(self.momentum), chunk.of(mean), alpha, beta)
                 chunk.write(x.lerp_(outer, 1 - self.config.mixing))
 
-    @property
-    def held_bytes(self) -> int:
-        own = self.outer.nbytes + self.momentum.nbytes + self.mean.buffer.nbytes
-        return own + (self.exchange.held_bytes if self.exchange else 0)
+    def state_tensors(self) -> dict[str, Tensor]:
+        quantized = {} if self.exchange is None else self.exchange.messages()
+        return {**self.saved_tensors(), "buffer": self.mean.buffer, **quantized}
 
-    @property
-    def scratch_bytes(self) -> int:
-        own = self.flat.transfer.scratch_bytes
-        return own + (self.exchange.scratch_bytes if self.exchange else 0)
+    def saved_tensors(self) -> dict[str, Tensor]:
+        errors = {} if self.exchange is None else self.exchange.errors()
+        return {"outer": self.outer, "momentum": self.momentum, **errors}
+
+    def scratch_tensors(self) -> list[Tensor]:
+        quantized = [] if self.exchange is None else self.exchange.scratch_tensors()
+        return [*self.flat.transfer.scratch_tensors(), *quantized]
 
 
 def strided(model: nn.Module, optimizer: Optimizer, fragments: int) -> list[list[Tensor]]:

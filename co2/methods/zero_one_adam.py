@@ -32,19 +32,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from co2.comm.mesh import Mesh
+from co2.config import Waits
 from co2.errors import require_count
+from co2.methods.base import MethodStats
 from co2.methods.parts.compressed import CompressedAdam, check_freeze_step
 
 
 class ZeroOneAdam(CompressedAdam):
+    waits = Waits.always
     name = "zero_one_adam"
-    vectors = ("m", "v", "u", "anchor")
-    u: Tensor
-    anchor: Tensor
-    """x_{t'}, which all replicas share."""
 
     @dataclass
     class Config:
@@ -64,14 +61,19 @@ class ZeroOneAdam(CompressedAdam):
             for name in ("kappa", "double_every", "max_interval"):
                 require_count(name, getattr(self, name))
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> nn.Module:
-        model = super().prepare(model, optimizer, mesh)
+    def set_up(self) -> nn.Module:
+        model = super().set_up()
+        self.u = self.flat.zeros()
         self.anchor = self.flat.copy()
+        """x_{t'}, which all replicas share."""
         self.refreshes = self.next_refresh = 0
         self.next_sync, self.interval = 0, 1
-        groups = len(optimizer.param_groups)
+        groups = len(self.optimizer.param_groups)
         self.lr_sums, self.shrunk = [0.0] * groups, [1.0] * groups
         return model
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return {**super().state_tensors(), "u": self.u, "anchor": self.anchor}
 
     @torch.no_grad()
     def step(self) -> None:
@@ -155,11 +157,13 @@ class ZeroOneAdam(CompressedAdam):
         for name in _SCHEDULE:
             setattr(self, name, state["schedule"][name])
 
-    def stats(self) -> dict[str, float]:
-        return {**super().stats(), "interval": float(self.interval)}
+    def stats(self) -> MethodStats:
+        """`interval`: steps from the newest exchange to the next."""
+        stats = super().stats()
+        return MethodStats.of(stats, {**stats.own, "interval": float(self.interval)})
 
     @property
-    def lag(self) -> int:
+    def max_skew_steps(self) -> int:
         return self.interval
 
 

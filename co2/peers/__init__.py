@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 from co2.config import Config, Precision
 from co2.errors import require
+from co2.methods import METHODS, Method
 from co2.peers.base import Peer
 from co2.peers.fairscale_slowmo import FairscaleSlowMo
 from co2.peers.torch_post_local_sgd import TorchPostLocalSGD
@@ -18,6 +19,11 @@ PEERS: dict[str, type[Peer]] = {
     "torchft_diloco": TorchftDiLoCo,
     "fairscale_slowmo": FairscaleSlowMo,
 }
+
+
+def known_methods() -> dict[str, type[Method]]:
+    """Everything that `method=` takes, by name: the suite's own methods, then the peers."""
+    return {**METHODS, **PEERS}
 
 
 def check(config: Config, world: int) -> None:

@@ -39,7 +39,7 @@ class FairscaleSlowMo(Peer):
             on = self.outer_lr != 1 or self.outer_momentum > 0
             require(on, "outer_momentum", self.outer_momentum, hint)
 
-    def begin(self) -> nn.Module:
+    def set_up(self) -> nn.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # imports what torch has given new names
             from fairscale.experimental.nn.data_parallel import SlowMoDistributedDataParallel
@@ -76,7 +76,7 @@ class FairscaleSlowMo(Peer):
         return (replicas - 1) / replicas * (2 + 1 / replicas) * payload
 
     @property
-    def copies(self) -> float:
+    def extra_copies(self) -> float:
         """Shards of start and momentum, and the shard that travels."""
         return 3 / self.mesh.num_replicas
 

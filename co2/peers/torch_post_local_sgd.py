@@ -18,7 +18,7 @@ from co2.peers.base import Peer
 
 class TorchPostLocalSGD(Peer):
     package = "torch"
-    copies = 1.0  # the flat vector, beside the parameters that it replaces
+    extra_copies = 1.0  # the flat vector, beside the parameters that it replaces
 
     @dataclass
     class Config:
@@ -28,7 +28,7 @@ class TorchPostLocalSGD(Peer):
         def __post_init__(self) -> None:
             require_count("tau", self.tau)
 
-    def begin(self) -> nn.Module:
+    def set_up(self) -> nn.Module:
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
         from torch.distributed.optim import PostLocalSGDOptimizer
 

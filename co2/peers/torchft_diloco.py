@@ -32,7 +32,9 @@ _HEARTBEAT = timedelta(seconds=1)
 
 class TorchftDiLoCo(Peer):
     package = "torchft"
-    copies = 4.0  # start, outer momentum; while it synchronizes: pseudo-gradient, the round's end
+    extra_copies = (
+        4.0  # start, outer momentum; while it synchronizes: pseudo-gradient, the round's end
+    )
 
     @dataclass
     class Config:
@@ -47,7 +49,7 @@ class TorchftDiLoCo(Peer):
             require_count("tau", self.tau)
             check_outer(self.outer_lr, self.outer_momentum)
 
-    def begin(self) -> nn.Module:
+    def set_up(self) -> nn.Module:
         os.environ.setdefault("RUST_LOG", "error")  # or a dozen lines a round
         from torchft.local_sgd import DiLoCo
 

@@ -1,25 +1,48 @@
-"""What a person sees: progress while training, a table at the end."""
+"""What a person reads: progress while a run trains, a table at its end, a table of a sweep."""
 
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from rich.console import Console
+import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from co2.errors import DIVERGED, PREEMPTED, REFUSED
+from co2.record.metrics import Metrics, Summary
+
+NOTHING = "—"
 
 
-class TrainProgress:
-    """Progress of worker 0: a bar on a terminal, a line now and then elsewhere."""
+class Console:
+    """What the person at the terminal reads while a run trains. This one is silent: it is that of
+    every worker but the first."""
+
+    def print_line(self, line: str) -> None:
+        """Print one line."""
+
+    def progress(self, step: int, metrics: Metrics | None = None) -> None:
+        """A step has ended; `metrics` where there are new ones."""
+
+    def close(self) -> None:
+        """Nothing is printed after it."""
+
+
+class ProgressConsole(Console):
+    """Worker 0's: a progress bar on a terminal, elsewhere a line every few seconds.
+
+    Args:
+        title: of the run.
+        steps: of the whole run.
+        unit: what throughput counts, "tokens" or "samples".
+        every_s: seconds between two lines where there is no terminal.
+    """
 
     def __init__(self, title: str, steps: int, unit: str, every_s: float = 5.0) -> None:
-        self.console = Console()
+        self.console = rich.console.Console()
         self.steps, self.unit, self.title, self.every_s = steps, unit, title, every_s
-        self._began = self._said = time.perf_counter()
+        self._began = self._last_line = time.perf_counter()
         self._first: int | None = None
         self._bar: Progress | None = None
         if self.console.is_terminal:
@@ -34,13 +57,15 @@ class TrainProgress:
             self._task = self._bar.add_task(title, total=steps, figures="")
             self._bar.start()
 
-    def step(self, step: int, figures: dict[str, float] | None = None) -> None:
-        """After every step; `figures` where there are new ones: loss, per_s, exposed_share."""
+    def print_line(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def progress(self, step: int, metrics: Metrics | None = None) -> None:
         text = ""
-        if figures:
+        if metrics is not None:
             text = (
-                f"loss {figures['loss']:.3f}  {figures['per_s']:,.0f} {self.unit}/s  "
-                f"exposed {_share(figures['exposed_share'])}"
+                f"loss {metrics.loss:.3f}  {metrics.throughput:,.0f} {self.unit}/s  "
+                f"exposed {_share(metrics.exposed_share)}"
             )
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
@@ -49,13 +74,10 @@ class TrainProgress:
             return
         self._first = step - 1 if self._first is None else self._first
         now = time.perf_counter()
-        if text and (now - self._said >= self.every_s or step == self.steps):
+        if text and (now - self._last_line >= self.every_s or step == self.steps):
             left = (now - self._began) / (step - self._first) * (self.steps - step)
-            self.say(f"step {step}/{self.steps}  {text}  {left:.0f} s left")
-            self._said = now
-
-    def say(self, line: str) -> None:
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self.print_line(f"step {step}/{self.steps}  {text}  {left:.0f} s left")
+            self._last_line = now
 
     def close(self) -> None:
         if self._bar is not None:
@@ -63,58 +85,72 @@ class TrainProgress:
             self._bar = None
 
 
-def closing_table(summary: dict[str, Any]) -> str:
-    """The end of a run: what was learnt, what it cost, where it lies, what to try next."""
-    table = Table(title=summary["title"], title_justify="left", show_header=False)
+def closing_table(summary: Summary) -> str:
+    """The end of a run: what was learnt, what it cost, where it lies, and what to try next."""
+    table = Table(title=summary.title, title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in summary["final"].items():
-        table.add_row(f"validation {name}", f"{value:.4f}")
-    for name, value in summary["baselines"].items():
-        table.add_row(name.replace("_", " "), f"{value:.4f}")
-    unit, workers = summary["unit"], summary["workers"]
-    table.add_row(f"{unit}/s, all {workers} workers", f"{summary['throughput']:,.0f}")
-    exposed = "not measured: fully_shard keeps no clocks"
-    if summary["exposed_s"] is not None:
-        exposed = f"{summary['exposed_s']:.2f} s, {summary['exposed_share']:.2%} of training time"
+    for name, value in summary.final.items():
+        table.add_row(f"validation {name}", _number(value))
+    for name, value in summary.baselines.items():
+        table.add_row(name.replace("_", " "), _number(value))
+    rate = f"{summary.throughput:,.0f}"
+    table.add_row(f"{summary.unit}/s, all {summary.workers} workers", rate)
+    exposed, hidden = "not measured: fully_shard keeps no clocks", "not measured"
+    if summary.exposed_s is not None:
+        exposed = f"{summary.exposed_s:.2f} s, {summary.exposed_share:.2%} of training time"
+        hidden = "no communication" if summary.overlap is None else f"{summary.overlap:.4f}"
     table.add_row("exposed communication", exposed)
-    table.add_row("waiting for data", f"{summary['data_share']:.2%} of training time")
-    hidden = summary["overlap"]
-    none = "not measured" if summary["exposed_s"] is None else "no communication"
-    table.add_row("overlap", none if hidden is None else f"{hidden:.4f}")
-    table.add_row("bytes sent per step and worker", f"{summary['bytes_per_step']:,.0f}")
-    apart = ", in the host's memory" if summary["memory"].get("host_bytes") else ""
-    table.add_row("extra model copies", f"{summary['extra_model_copies']:g}{apart}")
-    table.add_row("peak memory of a worker", f"{summary['peak_memory_bytes'] / 2**20:,.0f} MiB")
-    table.add_row("wall time", f"{summary['wall_s']:.0f} s")
-    table.add_row("folder", summary["folder"])
+    table.add_row("waiting for data", f"{summary.data_share:.2%} of training time")
+    table.add_row("overlap", hidden)
+    table.add_row("bytes sent per step and worker", f"{summary.bytes_per_step:,.0f}")
+    place = ", in the host's memory" if summary.memory.host_bytes else ""
+    table.add_row("extra model copies", f"{summary.extra_model_copies:g}{place}")
+    table.add_row("peak memory of a worker", f"{summary.peak_memory_bytes / 2**20:,.0f} MiB")
+    table.add_row("wall time", f"{summary.wall_s:.0f} s")
+    table.add_row("folder", summary.folder)
     table.add_row("try next", _next_command(summary))
-    console = Console()
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get()
+    return _rendered(table)
+
+
+def _number(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.4f}"
 
 
 def _share(value: float) -> str:
     return "not measured" if math.isnan(value) else f"{value:.1%}"
 
 
+def _rendered(table: Table) -> str:
+    console = rich.console.Console()
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def _next_command(summary: Summary) -> str:
+    """The baseline after anything else; after the baseline, a sweep of CO2's τ."""
+    if summary.method == "allreduce":
+        return f"python train.py -m task={summary.task} method=co2 co2.tau=1,3,6,12,24,48"
+    return f"python train.py task={summary.task} method=allreduce"
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """How a job of a sweep ended."""
+    """How one job of a sweep ended."""
 
     overrides: Sequence[str]
     status: int
-    summary: dict[str, Any] | None
-    """None where it failed."""
+    """The exit status."""
+    summary: Summary | None
+    """None where the job failed."""
 
 
 def sweep_table(outcomes: Sequence[Outcome]) -> str:
-    """The end of a sweep: a line for each job, by the overrides in which they differ."""
+    """The end of a sweep: a line for each job, named by the overrides in which the jobs differ."""
     common = set.intersection(*(set(outcome.overrides) for outcome in outcomes))
-    names = list(
-        dict.fromkeys(name for o in outcomes for name in (o.summary or {}).get("final", {}))
-    )
+    finals = [outcome.summary.final for outcome in outcomes if outcome.summary]
+    names = list(dict.fromkeys(name for final in finals for name in final))
     table = Table(title=f"sweep: {' '.join(o for o in outcomes[0].overrides if o in common)}")
     for head in ("job", *names, "units/s", "overlap", "folder or error"):
         table.add_column(head, overflow="fold")
@@ -122,30 +158,26 @@ def sweep_table(outcomes: Sequence[Outcome]) -> str:
         own = " ".join(o for o in outcome.overrides if o not in common) or "(the only one)"
         summary = outcome.summary
         if summary is None:
-            table.add_row(own, *["—"] * (len(names) + 2), _failure(outcome.status))
+            table.add_row(own, *[NOTHING] * (len(names) + 2), _failure(outcome.status))
             continue
-        final, hidden = summary["final"], summary["overlap"]
         table.add_row(
             own,
-            *(f"{final[name]:.4f}" if name in final else "—" for name in names),
-            f"{summary['throughput']:,.0f}",
-            "—" if hidden is None else f"{hidden:.4f}",
-            summary["folder"],
+            *(_number(summary.final.get(name)) for name in names),
+            f"{summary.throughput:,.0f}",
+            _number(summary.overlap),
+            summary.folder,
         )
-    console = Console()
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get() + _best(outcomes, common)
+    return _rendered(table) + _best(outcomes, common)
 
 
 def _best(outcomes: Sequence[Outcome], common: set[str]) -> str:
     """The job with the lowest validation loss; empty where there is nothing to compare."""
     losses = {
-        " ".join(o for o in outcome.overrides if o not in common): outcome.summary["final"]["loss"]
+        " ".join(o for o in outcome.overrides if o not in common): loss
         for outcome in outcomes
-        if outcome.summary and outcome.summary["final"].get("loss") is not None
+        if outcome.summary and (loss := outcome.summary.final.get("loss")) is not None
     }
-    tasks = {outcome.summary["task"] for outcome in outcomes if outcome.summary}
+    tasks = {outcome.summary.task for outcome in outcomes if outcome.summary}
     if len(losses) < 2 or len(tasks) > 1:
         return ""
     name = min(losses, key=losses.__getitem__)
@@ -159,10 +191,3 @@ def _failure(status: int) -> str:
         PREEMPTED: "stopped and saved; the same command goes on",
     }
     return f"{reasons.get(status, 'failed')} (exit status {status}); see above"
-
-
-def _next_command(summary: dict[str, Any]) -> str:
-    """The baseline after anything else; after the baseline, a sweep of CO2's τ."""
-    if summary["method"] == "allreduce":
-        return f"python train.py -m task={summary['task']} method=co2 co2.tau=1,3,6,12,24,48"
-    return f"python train.py task={summary['task']} method=allreduce"

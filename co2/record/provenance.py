@@ -6,18 +6,56 @@ import platform
 import shlex
 import subprocess
 import sys
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+_PACKAGES = (
+    *("co2-suite", "torch", "torchvision", "timm", "transformers", "tokenizers", "datasets"),
+    *("numpy", "scikit-learn", "hydra-core", "wandb"),
+)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How a run was started."""
+
+    command: str = ""
+    """The command line."""
+    tags: tuple[str, ...] = ()
+    """Tags of its W&B run, beside task, method and scale: the recipes that ask for it."""
+
+
+UNKNOWN = Origin()
+"""Of a run that a library's user starts without a command line."""
+
+
+def manifest(world: int, origin: Origin, fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """What manifest.json holds: commit, versions, hardware, number of workers, command, data.
+
+    `Any`, because it is JSON.
+    """
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "git": git(),
+        "packages": {"python": platform.python_version(), **_versions()},
+        "hardware": {"cpu": cpu_name(), "cores": os.cpu_count(), "gpus": gpus},
+        "world_size": world,
+        "command": origin.command,
+        "data": fingerprint,
+    }
+
 
 def git() -> dict[str, Any]:
-    """The commit of this source tree, and whether it has changes; empty outside a repository.
+    """The commit of this source tree, and whether the tree has changes since.
 
-    What lies in results/ was made by the code and is none: a table that has just been written
-    does not make the next run one of changed code.
+    Empty where this file is not in a git repository: in an installed package, say. Changes in
+    results/ do not count: the code has made them, and a table that has just been written does not
+    make the next run one of changed code.
     """
 
     def ask(*words: str) -> str:
@@ -27,6 +65,7 @@ def git() -> dict[str, Any]:
         ).stdout.strip()
 
     try:
+        ask("ls-files", "--error-unmatch", __file__)
         changed = ask("status", "--porcelain", "--", ":/", ":(top,exclude)results")
         return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(changed)}
     except (OSError, subprocess.CalledProcessError):
@@ -34,7 +73,7 @@ def git() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's name, where the system tells it."""
+    """The processor's name, where the system knows it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -44,20 +83,16 @@ def cpu_name() -> str:
 
 
 def of_run(folder: Path) -> dict[str, str]:
-    """ "commit" and "hardware" of a run, as its manifest tells them."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    machine = manifest["hardware"]
+    """The keys "commit" and "hardware" of a run, from its manifest."""
+    known = json.loads((folder / "manifest.json").read_text())
+    machine = known["hardware"]
     processor = f"{machine['cpu']}, {machine['cores']} cores"
     hardware = machine["gpus"][0] if machine["gpus"] else processor
-    return {"commit": _short(manifest["git"]), "hardware": hardware}
-
-
-def _short(known: dict[str, Any]) -> str:
-    return known.get("commit", "unknown")[:7] + ("-dirty" if known.get("dirty") else "")
+    return {"commit": _short(known["git"]), "hardware": hardware}
 
 
 def provenance() -> str:
-    """Of the running `python -m …`: command, commit, hardware and versions, a sentence each."""
+    """Command, commit, hardware and versions of the running `python -m …`, a sentence each."""
     module = getattr(sys.modules["__main__"].__spec__, "name", sys.argv[0])
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     return (
@@ -66,3 +101,17 @@ def provenance() -> str:
         f"Hardware: {device}, {os.cpu_count()} cores. "
         f"Python {platform.python_version()}, torch {torch.__version__}."
     )
+
+
+def _short(known: dict[str, Any]) -> str:
+    return known.get("commit", "unknown")[:7] + ("-dirty" if known.get("dirty") else "")
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found

@@ -1,4 +1,4 @@
-r"""The paper's Figure 1 from real runs: what computes, what travels, and who stands still when.
+r"""The paper's Figure 1 from real runs: when a worker computes, sends, and stands still.
 
     python train.py task=gpt2 method=allreduce trace=true
     python train.py task=gpt2 method=co2 trace=true
@@ -78,11 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for name, timeline in found.items():
-        told = (
+        words = (
             f"{key}={'none' if value is None else format(value, '.3g')}"
             for key, value in timeline.figures().items()
         )
-        print(f"{name}: {'  '.join(told)}")
+        print(f"{name}: {'  '.join(words)}")
     draw(found, args.out)
     print(args.out)
     return 0

@@ -1,8 +1,9 @@
 """A Chrome trace of a few rounds, by torch.profiler: `trace=true`.
 
-Beside PyTorch's own operators and collectives it holds the phases of a round, under the names
-below. chrome://tracing and ui.perfetto.dev open it; `python -m co2.record.timeline RUN` draws it.
-What a thread of ours carries on a CPU (background.py, `run`) is not in it; the wait for it is.
+Beside PyTorch's own operators and collectives it holds the phases of a round, under the names in
+co2/comm/phases.py. chrome://tracing and ui.perfetto.dev open it; `python -m co2.record.timeline
+RUN` draws it. A collective that a Python thread carries on a CPU (BackgroundMean.run) is not in the
+trace; the wait for it is.
 """
 
 from pathlib import Path
@@ -16,35 +17,52 @@ _FEWEST_STEPS = 12
 
 
 class Trace:
-    """Records some rounds after two of warm-up, or what there is of them when training ends.
+    """A recording of what a worker does. This one records nothing: it is that of trace=false."""
+
+    active = False
+    """Whether anything is recorded, which costs time."""
+
+    def begin(self, round_steps: int) -> None:
+        """Training begins, in rounds of so many steps."""
+
+    def step(self) -> None:
+        """A step of this process has ended."""
+
+    def close(self) -> None:
+        """Nothing is recorded after it."""
+
+
+class ProfilerTrace(Trace):
+    """Records three rounds after two of warm-up, or what there is of them when training ends.
 
     Args:
         path: of this worker's file.
-        tau: steps of a round; 1 where a method has none.
     """
 
-    def __init__(self, path: Path, tau: int) -> None:
+    active = True
+
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.begin = max(2 * tau, _WARM_UP_STEPS)
-        self.end = self.begin + max(_ROUNDS * tau, _FEWEST_STEPS)
-        self._steps = 0
+        self.first = self.last = self._steps = 0
         self._profile: profile | None = None
 
+    def begin(self, round_steps: int) -> None:
+        self.first = max(2 * round_steps, _WARM_UP_STEPS)
+        self.last = self.first + max(_ROUNDS * round_steps, _FEWEST_STEPS)
+
     def step(self) -> None:
-        """After every step of this process."""
         self._steps += 1
-        if self._steps == self.begin:
+        if self._steps == self.first:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
-            # Shapes and types tell what a collective carries.
+            # Shapes and types show what a collective carries.
             self._profile = profile(activities=activities, record_shapes=True)
             self._profile.start()
-        elif self._steps == self.end:
+        elif self._steps == self.last:
             self.close()
 
     def close(self) -> None:
-        """Write what has been recorded; nothing is recorded after it."""
         if self._profile is not None:
             self._profile.stop()
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
 """W&B: a run is one W&B run, in as many segments as it was trained in.
 
-Offline each segment is a folder `wandb/offline-run-<time>-<id>`, and `wandb sync` joins those of
-one id. `wandb/segments.json` keeps the id and where each segment begins and ends. A segment that
-holds steps which are trained again, or whose process was killed with what it had not written yet,
-is replaced by the next one: that is told from its beginning on, out of metrics.jsonl. So every step
-is there once.
+Offline each segment is a folder `wandb/offline-run-<time>-<id>`, and `wandb sync` joins the
+segments of one id. `wandb/segments.json` keeps the id and the first and last step of each segment.
+The next segment replaces one that holds steps which are trained again, or whose process was killed
+before it had written everything: the next one then begins where that one began, with the lines of
+metrics.jsonl. So W&B has every step once.
 
-No error of W&B ends a training: it is said in one line, and the run goes on without W&B.
+No error of W&B ends a training: it is printed in one line, and the run goes on without W&B.
 """
 
 import contextlib
@@ -16,68 +16,44 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from co2.config import Config
 from co2.files import write_durably
 from co2.record import timeline
-
-Line = dict[str, Any]
-"""Of metrics.jsonl: "kind", "step", and the figures."""
+from co2.record.console import Console
+from co2.record.metrics import UNITS, Line, Summary, numbers, unit_of
 
 SEGMENTS = "segments.json"
 _FINISH_S = 120.0
-"""For what is not uploaded yet when a segment ends; the files keep it."""
-
-UNITS = (
-    ("step", "steps", "optimizer steps of every replica; the axis of all charts"),
-    ("*loss", "nats", "mean of a batch or of the validation part; shapenet rebuilds: Chamfer-L2"),
-    ("*perplexity", "1", "e to the validation loss"),
-    ("*accuracy", "share", "0 to 1"),
-    ("*top[15]", "share", "0 to 1"),
-    ("*miou", "share", "0 to 1"),
-    ("*_share", "share", "of training time, 0 to 1"),
-    ("*_per_s", "units/s", "the unit is in the name; all workers together"),
-    ("throughput", "units/s", "the config's task tells the unit; all workers together"),
-    ("*comm_s", "s", "collectives, from launch to completion; train: since the line before"),
-    ("*exposed_s", "s", "computation stood still for collectives; train: since the line before"),
-    ("*train_s", "s", "training so far, without evaluations and checkpoints"),
-    ("*_s", "s", ""),
-    ("train/bytes", "bytes", "sent by worker 0 since the line before"),
-    ("bytes_per_step", "bytes", "sent by one worker"),
-    ("*bytes", "bytes", "held by one worker"),
-    ("overlap", "share", "1 - exposed_s/comm_s"),
-    ("extra_model_copies", "copies", "of the model, beyond parameters, gradients and inner state"),
-    ("*entropy", "nats", "of the text's unigrams"),
-    ("train/lr", "1", "of the inner optimizer"),
-    ("*gap", "1", "the staleness gap"),
-    ("*clipped", "share", "of the outer momentum's elements"),
-    ("*tau", "steps", "of a round"),
-    ("*interval", "steps", "between two exchanges"),
-    ("*rounds", "rounds", "in which replicas have exchanged anything"),
-    ("steps", "steps", ""),
-)
-"""Pattern of a name, unit, what it is. The first that fits counts."""
-
+"""Seconds that uploading may go on when a segment ends; what is left then stays in its files."""
 _LOWER_IS_BETTER = ("loss", "perplexity")
 
 
-def unit(name: str) -> str:
-    """Of a metric, `train/loss`, or of a figure of the summary; empty for a mere number."""
-    return next((unit for pattern, unit, _ in UNITS if fnmatch(name, pattern)), "")
-
-
 class Tracking:
-    """Tells W&B what a run's folder is told.
+    """An experiment tracker that hears of every line of metrics.jsonl. This one ignores it all."""
+
+    def log(self, line: Line) -> None:
+        """A line has been written to metrics.jsonl."""
+
+    def finish(self, summary: Summary) -> None:
+        """The final figures are known."""
+
+    def close(self, status: int) -> None:
+        """The segment is over. `status` 0: the run has finished, or can go on."""
+
+
+class WandbTracking(Tracking):
+    """A segment of a W&B run.
 
     Args:
         config: of the run.
-        values: the same, as plain values.
+        values: the same as plain values.
         folder: of the run; its metrics.jsonl ends at `step`.
         step: where training goes on.
-        say: prints a line for the person at the console.
+        tags: of the W&B run, beside task, method and scale.
+        console: prints the line that a person reads when W&B fails.
     """
 
     def __init__(
@@ -86,55 +62,56 @@ class Tracking:
         values: dict[str, Any],
         folder: Path,
         step: int,
-        say: Callable[[str], None],
+        tags: Sequence[str],
+        console: Console,
     ) -> None:
-        self._config, self._values, self._folder, self._say = config, values, folder, say
-        self._run: Any = None
+        self._config, self._values, self._folder = config, values, folder
+        self._tags, self._console = tuple(tags), console
+        self._run: Any = None  # wandb's own type, which would have to be imported for it
         self._step = step
         self._defined: set[str] = set()
         self._guarded(lambda: self._begin(step))
 
     def log(self, line: Line) -> None:
-        """A line of metrics.jsonl, where it is already."""
-        self._tell(lambda: self._log(line))
+        self._send(lambda: self._log(line))
 
-    def finish(self, summary: dict[str, Any]) -> None:
+    def finish(self, summary: Summary) -> None:
         """The final figures, with tables and pictures."""
-        self._tell(lambda: self._end(summary))
+        self._send(lambda: self._end(summary.as_json()))
 
     def close(self, status: int) -> None:
-        """The segment is over. `status` 0: the run has finished, or will go on."""
-        self._tell(lambda: self._close(status))
+        self._send(lambda: self._close(status))
         self._run = None
 
-    def _tell(self, tell: Callable[[], None]) -> None:
-        """A SIGTERM to all of a job, as a cluster sends it, ends W&B's own process, and what it
-        has not written yet is lost: another segment takes the place of this one."""
+    def _send(self, action: Callable[[], None]) -> None:
+        """Call W&B, and again in a new segment where its own process has died: a SIGTERM that a
+        cluster sends to all of a job ends it, and what it had not written yet is lost."""
 
-        def told() -> None:
+        def attempt() -> None:
             try:
-                tell()
+                action()
             except ConnectionError:
                 import wandb
 
                 with contextlib.suppress(ConnectionError):
                     wandb.teardown()
                 self._begin(self._step)
-                tell()
+                action()
 
         if self._run is not None:
-            self._guarded(told)
+            self._guarded(attempt)
 
-    def _guarded(self, tell: Callable[[], None]) -> None:
+    def _guarded(self, action: Callable[[], None]) -> None:
         try:
-            tell()
+            action()
         except Exception as error:  # whatever it is, it is not worth a training
             self._run = None
             reason = (str(error).strip() or "no reason given").splitlines()[0]
-            self._say(f"W&B: {type(error).__name__}: {reason}; the run goes on without it")
+            line = f"W&B: {type(error).__name__}: {reason}; the run goes on without it"
+            self._console.print_line(line)
 
     def _begin(self, step: int) -> None:
-        """Another segment, told what those that it replaces were told."""
+        """Start another segment, with all the lines of those that it replaces."""
         import wandb
 
         path = self._folder / "wandb" / SEGMENTS
@@ -149,7 +126,7 @@ class Tracking:
             id=state["id"],
             resume="allow",
             config=self._values,
-            **_labels(self._config),
+            **_labels(self._config, self._tags),
             settings=wandb.Settings(
                 silent=True,
                 console="off",
@@ -210,15 +187,15 @@ class Tracking:
 
 
 def is_open(folder: Path) -> bool:
-    """Whether the last segment in a run's folder `wandb` is being written, or was cut off."""
+    """Whether the last segment in a run's folder `wandb` is still being written, or was cut off."""
     path = folder / SEGMENTS
     segments = json.loads(path.read_text())["segments"] if path.exists() else []
     return bool(segments) and segments[-1]["ended"] is None
 
 
 def _to_replace(folder: Path, segments: Sequence[Line], step: int) -> Iterator[Line]:
-    """The last segments, newest first: those cut off, or with steps after `step`. What has been
-    synced is not called back."""
+    """The last segments, newest first, that were cut off or have steps after `step`. A segment that
+    has been synced stays."""
     for segment in reversed(segments):
         whole = segment["ended"] is not None and segment["ended"] <= step
         if whole or any((folder / segment["folder"]).glob("*.wandb.synced")):
@@ -226,19 +203,20 @@ def _to_replace(folder: Path, segments: Sequence[Line], step: int) -> Iterator[L
         yield segment
 
 
-def _labels(config: Config) -> dict[str, Any]:
+def _labels(config: Config, tags: Sequence[str]) -> dict[str, Any]:
     """How people find the run. W&B's own variables count: WANDB_RUN_GROUP, which a sweep sets, in
-    place of ours; WANDB_TAGS, where recipes put their names, beside ours."""
-    more = [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag]
+    place of our group; WANDB_TAGS beside our tags."""
+    environment = [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag]
+    known = (config.task, config.method, config.scale, *environment, *tags)
     return {
         "name": f"{config.task}-{config.method}-{config.tag}-seed{config.train.seed}",
         "group": os.environ.get("WANDB_RUN_GROUP", f"{config.task}-{config.method}"),
-        "tags": list(dict.fromkeys((config.task, config.method, config.scale, *more))),
+        "tags": list(dict.fromkeys(known)),
     }
 
 
 def _best(name: str) -> str | None:
-    """What the summary keeps of a metric beside its last value."""
+    """Which extreme W&B's summary keeps of a metric beside its last value."""
     kind, _, key = name.partition("/")
     if key in _LOWER_IS_BETTER:
         return "min,last"
@@ -246,12 +224,12 @@ def _best(name: str) -> str | None:
 
 
 def _tables(summary: dict[str, Any], lines: Sequence[Line]) -> dict[str, Any]:
-    """Evaluations; what is held and sent; the other figures of the summary."""
+    """Three tables: the evaluations, memory and traffic, and the summary's other figures."""
     import wandb
 
     scores = [line for line in lines if line["kind"] == "eval"]
     names: list[Any] = [key for key in scores[-1] if key != "kind"] if scores else []
-    rows = [[name, float(value), unit(name)] for name, value in _numbers(summary)]
+    rows = [[name, float(value), unit_of(name)] for name, value in numbers(summary)]
     ledger = [row for row in rows if row[2] in ("bytes", "copies")]
     head: list[Any] = ["figure", "value", "unit"]
     return {
@@ -259,15 +237,6 @@ def _tables(summary: dict[str, Any], lines: Sequence[Line]) -> dict[str, Any]:
         "tables/ledger": wandb.Table(head, ledger),
         "tables/summary": wandb.Table(head, [row for row in rows if row not in ledger]),
     }
-
-
-def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Of the summary, those of its nodes too: `final.loss`."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from ((f"{key}.{name}", number) for name, number in _numbers(value))
-        elif isinstance(value, int | float):
-            yield key, value
 
 
 def _draw(run: Path, lines: Sequence[Line], folder: Path) -> Iterator[Path]:
@@ -279,8 +248,8 @@ def _draw(run: Path, lines: Sequence[Line], folder: Path) -> Iterator[Path]:
     FigureCanvasAgg(figure)
     axis = figure.subplots()
     for kind, label in (("train", "training, worker 0"), ("eval", "validation, consensus")):
-        told = [e for e in lines if e["kind"] == kind and e.get("loss") is not None]
-        steps, losses = [e["step"] for e in told], [e["loss"] for e in told]
+        found = [e for e in lines if e["kind"] == kind and e.get("loss") is not None]
+        steps, losses = [e["step"] for e in found], [e["loss"] for e in found]
         axis.plot(steps, losses, label=label, marker="o" if kind == "eval" else None)
     axis.set_xlabel("steps")
     axis.set_ylabel("loss")

@@ -1,10 +1,10 @@
-"""Every offline W&B run under a folder, to W&B: `make wandb-sync`, or
+"""Sends every offline W&B run under a folder to W&B: `make wandb-sync`, or
 
     python -m co2.record.wandb_sync [results/runs] [--all]
 
-It hands what it finds to `wandb sync`, which joins the segments of a run and knows what it has
-synced before. A run that is being trained is left out, and so is one that was cut off: when it goes
-on, its last segment is replaced. `--all` takes them as they are.
+It calls `wandb sync`, which joins the segments of a run and remembers what it has synced. A run
+that is being trained is left out, and so is one that was cut off, because its last segment is
+replaced when it goes on. `--all` includes both.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 from co2.record.wandb import is_open
 
 _HEAD_BYTES = 7
-"""Of W&B's file; one that is no longer is of a process that was killed at once."""
+"""Length of the head of W&B's file. A file of this length holds nothing else."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="?", type=Path, default=Path("results/runs"))
-    parser.add_argument("--all", action="store_true", help="with those that have not ended")
+    parser.add_argument("--all", action="store_true", help="include runs that have not ended")
     options = parser.parse_args(argv)
     waiting = [file for file in _files(options.runs) if not _synced(file)]
     begun = [file for file in waiting if not options.all and is_open(file.parent.parent)]

@@ -1,0 +1,14 @@
+"""The simulator: step time, exposed communication and scaling of a cluster that you do not have.
+
+network.py   links, servers, and how long an all-reduce takes
+methods.py   which methods are simulated, read from their declarations
+schedule.py  when each replica computes, sends and waits, round after round
+models.py    the sizes of models, and what a step of them costs to compute
+options.py   the command line's words, checked
+scaling.py   figures against the number of GPUs
+paper.py     the CO2 paper's scaling figures beside simulated ones
+report.py    console, CSV and Markdown
+figure.py    the picture
+
+Nothing here imports torch. NumPy is needed; rich and matplotlib are imported where they are used.
+"""

@@ -1,33 +1,35 @@
-"""Sizes of the models that the simulator knows, and what a step of them costs to compute."""
+"""The sizes of the models that the simulator knows, and what a step of them costs to compute."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class ModelShape:
+    """The size of a model, and the work of a step."""
+
     num_parameters: int
     unit: str
-    """What is counted: tokens or images."""
+    """What throughput counts: tokens or images."""
     units_per_step: int
-    """Of one GPU, unless told otherwise."""
+    """Units of one GPU in a step, where the command line gives no other number."""
     flops_per_unit: float
-    """Forward and backward."""
+    """Floating-point operations of the forward and the backward pass for one unit."""
 
     def step_s(self, units: float, peak_flops: float, mfu: float) -> float:
-        """Seconds of a step: flops per unit × units / (peak × mfu).
+        """Seconds of a step's computation: flops per unit × units / (peak × mfu).
 
         Args:
             units: tokens or images of one GPU in a step.
-            peak_flops: flop/s of the GPU, as its vendor states them.
+            peak_flops: peak rate of the GPU in flop/s, as its vendor states it.
             mfu: model flops utilization, the share of the peak that training reaches.
         """
         return self.flops_per_unit * units / (peak_flops * mfu)
 
 
 def _language(num_parameters: int, tokens: int = 480 * 1024 // 64) -> ModelShape:
-    """6 flops per parameter and token: 2 forward, 4 backward; attention's own are left out
-    (Kaplan et al., arXiv 2001.08361). Tokens: the CO2 paper's language models train on 480
-    sequences of 1,024 tokens on 64 GPUs."""
+    """A language model. A token costs 6 flops per parameter, 2 forward and 4 backward; those of
+    attention itself are left out (Kaplan et al., arXiv 2001.08361). The default of `tokens` is the
+    CO2 paper's: its language models train on 480 sequences of 1,024 tokens on 64 GPUs."""
     return ModelShape(num_parameters, "tokens", tokens, 6.0 * num_parameters)
 
 
@@ -46,11 +48,11 @@ MODELS = {
     # An image is 197 tokens: 14 × 14 patches and the class.
     "vit-base": ModelShape(86_567_656, "images", 128, 6 * 86_567_656 * 197),
 }
-"""Parameters as timm and transformers count them; TransNormer's are the names' round figures,
-within 2 % of what tasks/transnormer_model.py has with a vocabulary of 50257."""
+"""Models by name. Parameters are as timm and transformers count them; TransNormer's are the round
+figures of the names, within 2 % of tasks/transnormer_model.py with a vocabulary of 50257."""
 
 GPUS = {"a100": 312e12, "h100": 989e12, "v100": 125e12}
-"""Dense flop/s in bf16 (V100: fp16), from NVIDIA's data sheets."""
+"""Dense peak rate in flop/s by GPU, in bf16 (V100: fp16), from NVIDIA's data sheets."""
 
 WIRE_BYTES = {"fp32": 4, "bf16": 2}
 """Bytes of one number on the wire."""

@@ -1,8 +1,8 @@
-"""How long an all-reduce takes: links, servers, and three ways of sending.
+"""How long an all-reduce takes, by links, servers and the way of sending.
 
-Units: bytes, bits per second, seconds. A link sends and receives at its rate at the same time.
-With n bytes on each of G workers, and a link of R bit/s and L seconds of latency, sending b bytes
-takes L + 8b/R. Nothing else uses the links, and adding numbers up costs nothing.
+Units are bytes, bits per second and seconds. Each of G workers has n bytes. Sending b bytes over a
+link of R bit/s with L seconds of latency takes L + 8b/R, and a link sends and receives at its rate
+at the same time. Nothing else uses the links, and adding numbers up costs nothing.
 """
 
 import math
@@ -12,17 +12,20 @@ from dataclasses import dataclass, replace
 from co2.errors import ConfigError, nearest, require, require_count, require_number
 
 COLLECTIVES = ("ring", "hierarchical", "tree", "auto")
+"""Ways of sending; `auto` is the quickest of the others for the size that is sent."""
 
 
 @dataclass(frozen=True)
 class Link:
+    """A link with the same rate in both directions."""
+
     rate_bits: float
     """Bit/s in each direction."""
     latency_s: float = 0.0
-    """Seconds from the sender's first byte to the receiver, whatever the size."""
+    """Seconds until the first byte sent has arrived, whatever the size."""
     efficiency: float = 1.0
-    """Share of the rate left for payload by headers, congestion control and the host. 1 is the
-    bare rate: what a protocol loses is measured, not assumed here."""
+    """Share of the rate that headers, congestion control and the host leave for payload. 1 is the
+    bare rate, since what a protocol loses has to be measured."""
 
     def __post_init__(self) -> None:
         require_number("rate_bits", self.rate_bits, 1e-9, "must be a finite rate above 0 bit/s")
@@ -53,10 +56,10 @@ _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 def parse_link(text: str, key: str = "link") -> Link:
     """A link from `80gbps-tcp`, `20mbit`, `1gbit@50us` or `800gbps-rdma@2us`.
 
-    A bare rate has no latency; `@` gives or replaces it.
+    A bare rate has no latency; `@` gives the latency, or replaces a profile's.
 
     Raises:
-        ConfigError: neither a profile nor a rate, or a bad latency.
+        ConfigError: the text is neither a profile nor a rate, or its latency is malformed.
     """
     name, at, latency = text.strip().lower().partition("@")
     rate = _RATE.fullmatch(name)
@@ -79,17 +82,20 @@ def parse_link(text: str, key: str = "link") -> Link:
 
 @dataclass(frozen=True)
 class Network:
-    """Servers of equal size, each with one link outside that its GPUs share.
+    """Servers of equal size, each with one link to the others that its GPUs share.
 
-    A server with a card per GPU has a link of their sum. `server_size=1` is a worker per link.
+    A server with a network card for each GPU has one link with the sum of the rates.
+    `server_size=1` gives every worker a link of its own.
     """
 
     link: Link
+    """Between servers."""
     server_size: int = 1
+    """GPUs of a server."""
     inside: Link = PROFILES["nvswitch"]
-    """Between the GPUs of a server: every GPU's own."""
+    """Between the GPUs of a server; every GPU has its own."""
     collective: str = "ring"
-    """ring | hierarchical | tree | auto, the quickest of them for the size sent."""
+    """One of `COLLECTIVES`."""
 
     def __post_init__(self) -> None:
         require_count("server_size", self.server_size)
@@ -121,8 +127,8 @@ class Network:
     def _flat_ring_s(self, num_bytes: float, workers: int) -> float:
         """One ring through all GPUs, server by server, so that it leaves each server once.
 
-        A phase lasts as long as on the slower kind of link. (Phases that are not in step would
-        pay the outer latency at 1 hop in `server_size` only: this is the upper end.)
+        A phase lasts as long as on the slower kind of link. This is an upper bound: phases that
+        are not in step would pay the outer latency at one hop in `server_size` only.
         """
         if self.server_size == 1:
             return ring_s(num_bytes, workers, self.link)
@@ -131,8 +137,8 @@ class Network:
     def _hierarchical_s(self, num_bytes: float, workers: int) -> float:
         """Reduce-scatter inside, rings across servers, all-gather inside.
 
-        GPU j of every server rings with its like on its n/g bytes. The g rings of a server share
-        its link, and so take as long as one ring of the servers on n bytes.
+        The GPUs with number j of all servers form a ring for their n/g bytes. The g rings of a
+        server share its link, and so take as long as one ring of the servers on n bytes.
         """
         servers = workers // self.server_size
         return self._inside_s(num_bytes) + ring_s(num_bytes, servers, self.link)
@@ -140,8 +146,9 @@ class Network:
     def _tree_s(self, num_bytes: float, workers: int) -> float:
         """As hierarchical, with a double binary tree across servers: 8·2n/R + 2⌈log₂ S⌉·L.
 
-        Two trees carry half of the bytes each, and who is a leaf in one is inside in the other
-        (Sanders, Speck, Träff, Parallel Computing 2009; in NCCL since 2.4). Perfect pipelining.
+        Two trees carry half of the bytes each, and a leaf of one is an inner node of the other
+        (Sanders, Speck, Träff, Parallel Computing 2009; in NCCL since 2.4). Perfect pipelining is
+        assumed.
         """
         hops = 2 * math.ceil(math.log2(workers // self.server_size))
         across = self.link.seconds(2 * num_bytes) + (hops - 1) * self.link.latency_s
@@ -163,7 +170,7 @@ def ring_s(num_bytes: float, workers: int, link: Link) -> float:
 def ring_bytes(num_bytes: int, workers: int) -> int:
     """Bytes that one worker sends in an all-reduce: ⌊2(G−1)n/G⌋, as `BackgroundMean` counts them.
 
-    A hierarchical all-reduce sends as many, (2(g−1)/g + 2(S−1)/(S·g))·n with G = g·S, and a tree
-    does on average.
+    A hierarchical all-reduce sends as many, (2(g−1)/g + 2(S−1)/(S·g))·n with G = g·S, and so does
+    a tree on average.
     """
     return 2 * (workers - 1) * num_bytes // workers

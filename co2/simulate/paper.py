@@ -1,10 +1,10 @@
 """The CO2 paper's scaling figures, beside what the simulator makes of them.
 
-Source: Sun et al., ICLR 2024, arXiv 2401.16265, scalability of TransNormer-LLM 7B with ZeRO over
-80 Gbps TCP/IP, words per second; servers of eight A100. A word is taken as a token.
+The source is Sun et al., ICLR 2024, arXiv 2401.16265: scalability of TransNormer-LLM 7B with ZeRO
+over 80 Gbps TCP/IP, in words per second, on servers of eight A100. A word is taken as a token.
 
-The paper gives neither the tokens of a step nor a step's time, so those are calibrated: a figure
-that the simulator was fitted to is marked, and only the others say anything about it.
+The paper gives neither the tokens of a step nor a step's time, so the simulator is fitted to some
+of the figures. Those are marked, and only the others say anything about the simulator.
 """
 
 from dataclasses import dataclass, replace
@@ -27,6 +27,8 @@ PAPER = {
     "CO2 τ=48 / AdamW, 128 GPUs": 13.4,
 }
 
+"""Words per second of all GPUs, and ratios of them, as the paper reports them."""
+
 SHAPE = MODELS["transnormer-7b"]
 VECTOR_BYTES = 4 * SHAPE.num_parameters
 SERVER_SIZE = 8
@@ -38,9 +40,12 @@ class Setting:
     """One column: a step's compute time and a network, and which rows they were fitted to."""
 
     name: str
+    """What is calibrated."""
     step_s: float
+    """Seconds of a step's computation."""
     network: Network
     fitted: tuple[str, ...]
+    """The rows of `PAPER` that were used up in the fit."""
 
     def throughput(self, method: str, workers: int, tau: int = 1) -> float:
         """Tokens per second of all GPUs, in the steady state."""
@@ -77,7 +82,7 @@ class Setting:
 
 
 def settings() -> list[Setting]:
-    """Three columns, from one calibrated quantity to three."""
+    """Three columns, with one, two and three calibrated quantities."""
     network = Network(PROFILES["80gbps-tcp"], SERVER_SIZE)
     step_s = compute_s(network)
     rows = ("AdamW, 8 GPUs", "AdamW, 16 GPUs", "AdamW, 128 GPUs")
@@ -93,7 +98,7 @@ def settings() -> list[Setting]:
 def compute_s(network: Network) -> float:
     """Seconds of a step's computation, from AdamW on the 8 GPUs of one server.
 
-    There all buckets but the last are hidden behind backward, so that one is taken off.
+    There all buckets but the last are hidden behind backward, so the last one's time is taken off.
     """
     last = VECTOR_BYTES % BUCKET_BYTES or BUCKET_BYTES
     return _paper_step_s(8) - network.all_reduce_s(last, 8)
@@ -103,20 +108,20 @@ def report() -> Report:
     """The paper's figures in one column, three simulations beside them, the fitted ones marked."""
     columns = settings()
     simulated = [column.figures() for column in columns]
-    rows, cells = [], []
+    records, cells = [], []
     for name, paper in PAPER.items():
-        row: dict[str, object] = {"figure": name, "paper": paper}
-        shown = [name, _show(paper)]
+        record: dict[str, object] = {"figure": name, "paper": paper}
+        line = [name, _rounded(paper)]
         for column, values in zip(columns, simulated, strict=True):
             fitted = name in column.fitted
-            row |= {f"simulated: {column.name}": values[name], f"fitted: {column.name}": fitted}
+            record |= {f"simulated: {column.name}": values[name], f"fitted: {column.name}": fitted}
             difference = "calibrated" if fitted else f"{values[name] / paper - 1:+.0%}"
-            shown.append(f"{_show(values[name])} ({difference})")
-        rows.append(row)
-        cells.append(shown)
+            line.append(f"{_rounded(values[name])} ({difference})")
+        records.append(record)
+        cells.append(line)
     head = ["figure", "paper", *(f"calibrated: {c.name}" for c in columns)]
     return Report(
-        "TransNormer-LLM 7B, 80 Gbps TCP/IP, words/s", statement(columns), head, cells, rows
+        "TransNormer-LLM 7B, 80 Gbps TCP/IP, words/s", statement(columns), head, cells, records
     )
 
 
@@ -142,7 +147,7 @@ def statement(columns: list[Setting]) -> str:
     )
 
 
-def _show(value: float) -> str:
+def _rounded(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
@@ -153,15 +158,15 @@ def _paper_step_s(workers: int) -> float:
 def _wire_s(workers: int, step_s: float) -> float:
     """Seconds of AdamW's all-reduce on `workers` GPUs, from the paper's throughput.
 
-    The network sets the pace from the first bucket on, so a step is what comes before the first
-    bucket is ready, and then all buckets: see `_Bucketed` in schedule.py.
+    The network sets the pace from the first bucket on, so a step consists of the computation until
+    the first bucket is ready and of all buckets on the wire: see `_Bucketed` in schedule.py.
     """
     ready = 1 - BACKWARD_SHARE + BACKWARD_SHARE * BUCKET_BYTES / VECTOR_BYTES
     return _paper_step_s(workers) - ready * step_s
 
 
 def _ring_terms(workers: int) -> tuple[float, float]:
-    """(a, b) of a ring over all buckets: a · seconds per bit + b · latency."""
+    """(a, b), where a ring over all buckets takes a · (seconds per bit) + b · latency seconds."""
     phases = 2 * (workers - 1)
     return 8 * VECTOR_BYTES * phases / workers, phases * -(-VECTOR_BYTES // BUCKET_BYTES)
 

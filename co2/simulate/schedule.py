@@ -1,11 +1,13 @@
 """When each replica computes, sends and waits, round after round, under each method.
 
 A round is τ steps (one under allreduce). The replicas are a vector of clocks, so a round costs a
-few vector operations however many they are; where all are alike, one clock stands for all.
+few vector operations however many replicas there are; where all are alike, one clock stands for
+all. A collective begins when the last replica has launched it, and not before the previous one on
+the same group is over; its buckets run one after another.
 
-Left out: the outer step's arithmetic, computation slowed down by communication beside it, data
-loading. A collective begins when the last replica has launched it, and not before the previous
-one on the same group is over; its buckets run one after another.
+The simulation leaves out the arithmetic of the outer step, the slowing down of computation by the
+communication beside it, data loading, and a `delay` below a round: an overlapped mean has a whole
+round to arrive.
 """
 
 import math
@@ -14,34 +16,31 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from co2.comm.clocks import overlap
 from co2.errors import require, require_count, require_number
+from co2.simulate.methods import ALLREDUCE, BLOCKING, LIMIT, require_simulated
 from co2.simulate.network import Network, ring_bytes
-from co2.train.meters import overlap
-
-BLOCKING = ("local_sgd", "slowmo", "diloco")
-"""Stand still at the end of a round until its mean has arrived."""
-OVERLAPPED = ("overlap_local_sgd", "cocod_sgd", "eager_diloco", "co2", "co2_keep")
-"""Take the mean of one round during the next, and wait at that one's end."""
-SIMULATED = ("none", "allreduce", *BLOCKING, *OVERLAPPED)
-"""`none` never communicates: the limit of what any method can reach."""
 
 BUCKET_BYTES = 25 * 2**20
-"""The suite's default, `comm.bucket_mb`, and DDP's."""
+"""The default of `comm.bucket_mb`, and of PyTorch's DDP."""
 
 Clocks = np.ndarray
+"""Seconds by replica, [G], or [1] where all replicas are alike."""
 Advance = Callable[[Clocks, Clocks], tuple[Clocks, Clocks, Clocks]]
+"""What a round does to the clocks: (starts, compute seconds) to (the next round's starts, exposed
+seconds, seconds from the launch of the round's collective to its completion)."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """What makes replicas differ. Seeded: the same noise in every simulation."""
+    """What makes replicas differ. The same seed gives the same noise in every simulation."""
 
     jitter: float = 0.0
-    """Coefficient of variation of the lognormal factor, of mean 1, on each step's compute time."""
+    """Coefficient of variation of the factor on each step's compute time, lognormal with mean 1."""
     slow_count: int = 0
     """Replicas that are slower in every step; the larger of this and `slow_share` holds."""
     slow_share: float = 0.0
-    """The same as a share of all, rounded up."""
+    """The same as a share of all replicas, rounded up."""
     slowdown: float = 1.0
     """Factor on a slow replica's compute time."""
     seed: int = 0
@@ -53,11 +52,12 @@ class Noise:
         require_number("slowdown", self.slowdown, 1.0, "must be a finite factor, 1 or more")
 
     def num_slow(self, workers: int) -> int:
+        """How many of `workers` replicas are slow."""
         return min(workers, max(self.slow_count, math.ceil(self.slow_share * workers)))
 
 
 class Replicas:
-    """Draws compute times, round after round."""
+    """The replicas' compute times, drawn round after round."""
 
     def __init__(self, workers: int, step_s: float, noise: Noise) -> None:
         num_slow = noise.num_slow(workers)
@@ -68,7 +68,7 @@ class Replicas:
         self._random = np.random.default_rng(noise.seed)
 
     def seconds(self, steps: int) -> np.ndarray:
-        """Compute seconds of the next `steps` steps together, per replica.
+        """Compute seconds of the next `steps` steps together, by replica, [G] or [1].
 
         The sum of lognormal factors is drawn as one lognormal number with the sum's mean and
         variance (Fenton, IRE Trans. 1960): exact for one step, and close for more.
@@ -83,25 +83,25 @@ class Replicas:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a simulated run shows; the names are those of a run's summary. Means over replicas."""
+    """What a simulated run shows, as means over the replicas, named as in a run's summary."""
 
     throughput: float
-    """Units per second of all replicas: the sum of each one's own rate."""
+    """Units (tokens or images) per second, the sum of the replicas' own rates."""
     step_s: float
     """Seconds per step, waiting included."""
     exposed_s: float
     """Seconds per step of standing still, for the network or for slower replicas."""
     exposed_share: float
-    """Of the training time."""
+    """`exposed_s` as a share of the training time."""
     comm_s: float
     """Seconds per collective from a replica's own launch to completion (allreduce: from the first
-    bucket's launch); slower replicas are waited for in it."""
+    bucket's launch), the wait for slower replicas included."""
     wire_s: float
-    """Seconds that a collective's bytes need, all replicas being there."""
+    """Seconds that a collective takes once all replicas have launched it."""
     overlap: float | None
     """1 − exposed/comm; None without communication."""
     bytes_per_step: float
-    """Sent by one worker."""
+    """Bytes that one worker sends per step."""
 
 
 def simulate(
@@ -119,20 +119,20 @@ def simulate(
     backward_share: float = 2 / 3,
     noise: Noise | None = None,
 ) -> Figures:
-    """Run `steps` steps of data-parallel training on paper.
+    """Simulate `steps` steps of data-parallel training.
 
     Args:
-        method: one of `SIMULATED`.
+        method: one of `co2.simulate.methods.SIMULATED`.
         workers: G, replicas that train alike.
         vector_bytes: n, what one all-reduce carries: parameters × 4 for fp32, × 2 for bf16.
         step_s: seconds of one step's computation on one replica, on average.
         network: links and servers. `Network(Link(rate_bits, latency_s))` is a link per worker.
-        steps: steps that are measured; what is left of them after whole rounds is computed and
-            not communicated.
-        tau: τ, steps of a round. Without meaning under `none` and `allreduce`.
-        warmup_rounds: rounds before those measured. 2 reach the steady state without noise;
-            replicas that differ need more, until the fast are a round ahead of the slow. 0 shows
-            a run from its start, where overlapped methods have one wait less.
+        steps: steps that are measured. Those beyond the last whole round are computed and not
+            communicated.
+        tau: τ, the steps of a round. It has no meaning under `none` and `allreduce`.
+        warmup_rounds: rounds before those that are measured. 2 reach the steady state without
+            noise; replicas that differ need more, until the fast are a round ahead of the slow.
+            0 shows a run from its start, where overlapped methods wait once less.
         units_per_step: tokens or samples of one replica in one step.
         bucket_bytes: the most that one collective carries.
         backward_share: share of the step during which gradients become ready, at its end; under
@@ -142,7 +142,7 @@ def simulate(
     Raises:
         ConfigError: a value that cannot be simulated.
     """
-    require(method in SIMULATED, "method", method, f"known: {', '.join(SIMULATED)}")
+    require_simulated("method", method)
     for key, count in (("tau", tau), ("steps", steps), ("vector_bytes", vector_bytes)):
         require_count(key, count)
     require_count("bucket_bytes", bucket_bytes)
@@ -153,7 +153,7 @@ def simulate(
     replicas = Replicas(workers, step_s, noise or Noise())
     bucket = Buckets(vector_bytes, bucket_bytes, network, workers)
     advance = advance_of(method, bucket, backward_share)
-    length = {"none": steps, "allreduce": 1}.get(method, tau)
+    length = {LIMIT: steps, ALLREDUCE: 1}.get(method, tau)
 
     rounds, rest = divmod(steps, length)
     clocks = began = np.zeros_like(replicas.step_s)
@@ -168,7 +168,7 @@ def simulate(
     clocks = clocks + replicas.seconds(rest)
     own_s = clocks - began
 
-    collectives = 0 if method == "none" else rounds
+    collectives = 0 if method == LIMIT else rounds
     return Figures(
         throughput=workers * units_per_step * steps * float((1 / own_s).mean()),
         step_s=float(own_s.mean()) / steps,
@@ -182,7 +182,7 @@ def simulate(
 
 
 class Buckets:
-    """A vector cut into buckets: each one's share of the vector and seconds on the wire."""
+    """A vector cut into buckets: the share of the vector and the seconds on the wire of each."""
 
     def __init__(self, vector_bytes: int, bucket_bytes: int, network: Network, workers: int):
         whole, last = divmod(vector_bytes, bucket_bytes)
@@ -194,11 +194,11 @@ class Buckets:
 
 
 def advance_of(method: str, buckets: Buckets, backward_share: float) -> Advance:
-    """What a round does to the clocks: (starts, compute seconds) to (the next round's starts,
-    exposed seconds, seconds from the launch of the round's collective to its completion)."""
-    if method == "none":
+    """What a round of this method does to the clocks. An overlapped method's keeps the collective
+    in flight from one call to the next."""
+    if method == LIMIT:
         return _silent
-    if method == "allreduce":
+    if method == ALLREDUCE:
         return _Bucketed(buckets, backward_share)
     return (_Blocking if method in BLOCKING else _Overlapped)(buckets.wire_s)
 
@@ -209,7 +209,8 @@ def _silent(start: Clocks, compute: Clocks) -> tuple[Clocks, Clocks, Clocks]:
 
 
 class _Blocking:
-    """All go on together when the mean has arrived: max over i of the end, + the wire's time."""
+    """All replicas go on together when the mean has arrived: at the end of the slowest one's round,
+    plus the seconds on the wire."""
 
     def __init__(self, wire_s: float) -> None:
         self.wire_s = wire_s
@@ -222,7 +223,7 @@ class _Blocking:
 
 class _Overlapped:
     """At a round's end each replica waits for the mean launched one round before, launches the
-    next and goes on; it is on the wire when the last replica has launched."""
+    next one and goes on. A mean is on the wire once the last replica has launched it."""
 
     def __init__(self, wire_s: float) -> None:
         self.wire_s = wire_s
@@ -242,9 +243,9 @@ class _Bucketed:
     ready everywhere and bucket k−1 is over, so the last one is over at
     max over k of (ready_k + c_k + … + c_N). All start together, so the slowest sets every ready_k.
     With N equal buckets of c seconds and the window W = backward_share · step, the exposed time is
-    max(c, N·c − W·(N−1)/N): of a hidden all-reduce the last bucket stays. The optimizer's step,
-    which waits for the last bucket, counts as compute at the next step's start: the same sum.
-    DDP's smaller first bucket (1 MiB) is left out.
+    max(c, N·c − W·(N−1)/N): even of a hidden all-reduce the last bucket is exposed. The optimizer's
+    step, which waits for the last bucket, counts as computation at the start of the next step,
+    which gives the same sum. DDP's smaller first bucket (1 MiB) is left out.
     """
 
     def __init__(self, buckets: Buckets, backward_share: float) -> None:

@@ -1,10 +1,11 @@
-"""Save and resume, exactly.
+"""Saving a run and resuming it exactly.
 
-`checkpoints/step_<n>/` holds one file per worker (local weights differ) and `manifest.json` with
-their checksums. Where several workers share a replica, its weights and inner state are in a folder
-`replica_<r>` of torch.distributed.checkpoint, and the workers' files hold the rest. A step is
-written aside, fsynced and renamed, so that its folder is whole or absent; what the disk damages
-later is found by checksum, and the step before is used.
+`checkpoints/step_<n>/` holds a file for each worker, because local weights differ, and
+`manifest.json` with the files' checksums. Where several workers share a replica, its weights and
+inner state lie in a folder `replica_<r>` in the format of torch.distributed.checkpoint, and the
+workers' files hold the rest. A checkpoint is written aside, fsynced and renamed, so that its folder
+is whole or absent. Damage that the disk does later is found by checksum, and the checkpoint before
+it is used.
 """
 
 import contextlib
@@ -35,9 +36,10 @@ class Checkpoints:
         folder: `<run>/checkpoints`, on a file system that all workers see.
         mesh: the workers.
         group: a CPU process group of all of them; None for one.
-        keep: how many of the newest stay.
-        say: prints a line for the person at the console, on worker 0.
-        shared: what the workers of a replica save together; None where each is a whole one.
+        keep: number of the newest checkpoints that stay.
+        print_line: prints a line for a person; worker 0 calls it.
+        shared: the state that the workers of a replica save together; None where every worker is
+            a replica.
     """
 
     def __init__(
@@ -46,15 +48,16 @@ class Checkpoints:
         mesh: Mesh,
         group: dist.ProcessGroup | None,
         keep: int,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         shared: ReplicaState | None = None,
     ) -> None:
         self.folder, self.rank, self.world = folder, mesh.worker, mesh.num_workers
         self.mesh, self.shared = mesh, shared
-        self.group, self.keep, self.say = group, keep, say
+        self.group, self.keep, self.print_line = group, keep, print_line
 
     def save(self, step: int, state: dict[str, Any]) -> bool:
-        """Save this worker's state. Collective. False, with a line, if a worker could not."""
+        """Save this worker's state. Collective. Returns False, after a line for a person, where any
+        worker could not save."""
         aside, final = self.folder / f".step_{step}", self.folder / f"step_{step}"
         if self.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
@@ -70,13 +73,14 @@ class Checkpoints:
         errors = self._from_first(errors)
         if errors and self.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
-            self.say(f"step {step} could not be saved ({errors[0]}); the one before is kept")
+            self.print_line(f"step {step} could not be saved ({errors[0]}); the one before is kept")
         return not errors
 
     def load(self) -> tuple[int, dict[str, Any]] | None:
-        """The newest step that is whole on every worker, and this worker's state; or None.
+        """The newest step whose checkpoint is sound on every worker, and this worker's state.
 
-        What the workers of a replica share is where it belongs then.
+        None where there is no such checkpoint. The state that the workers of a replica share is
+        loaded into place.
         """
         for step in self._from_first(self.steps()):
             reasons = self._gather(self._damage(step))
@@ -88,18 +92,21 @@ class Checkpoints:
                 path = folder / self._name(self.rank)
                 return step, torch.load(path, map_location="cpu", weights_only=True)
             if self.rank == 0:
-                self.say(f"checkpoint step_{step} is damaged ({found[0]}); trying the one before")
+                self.print_line(
+                    f"checkpoint step_{step} is damaged ({found[0]}); trying the one before"
+                )
                 self._set_aside(step)
         return None
 
     def steps(self) -> list[int]:
-        """Steps that were saved, newest first."""
+        """The steps of all checkpoints, newest first."""
         names = [path.name for path in self.folder.glob("step_*")]
         return sorted((int(name[5:]) for name in names if name[5:].isdigit()), reverse=True)
 
     def _write_own(self, folder: Path, state: dict[str, Any]) -> tuple[dict[str, str], str]:
-        """Checksums of the files that are this worker's to write or to check, and what went wrong,
-        if anything; also then it takes part in what its replica writes together."""
+        """Returns the checksums of the files that this worker writes or checks, and an error
+        message, which is empty if all went well. After an error the worker still takes part in what
+        its replica writes together."""
         sums: dict[str, str] = {}
         errors: list[Exception] = []
         try:
@@ -123,7 +130,7 @@ class Checkpoints:
         return sums, f"worker {self.rank}: {errors[0]}".splitlines()[0] if errors else ""
 
     def _set_aside(self, step: int) -> None:
-        """A damaged one must not count among those that are kept."""
+        """Rename a damaged checkpoint, so that it does not count among those that are kept."""
         aside = self.folder / f"damaged_step_{step}"
         shutil.rmtree(aside, ignore_errors=True)
         with contextlib.suppress(OSError):  # a full or read-only disk: it is found damaged again
@@ -141,7 +148,7 @@ class Checkpoints:
             shutil.rmtree(self.folder / f"step_{old}", ignore_errors=True)
 
     def _damage(self, step: int) -> str:
-        """What is wrong with this worker's part of a step; empty if nothing."""
+        """Why this worker's part of a checkpoint cannot be used; empty if it can."""
         folder, name = self.folder / f"step_{step}", self._name(self.rank)
         try:
             manifest = json.loads((folder / MANIFEST).read_text())
@@ -160,7 +167,7 @@ class Checkpoints:
         return f"replica_{self.mesh.replica}"
 
     def _mine(self, names: Iterable[str]) -> list[str]:
-        """Of the files that the replica has written together, this worker's share to check."""
+        """Those of the files that the replica has written together which this worker checks."""
         shared = sorted(name for name in names if name.startswith(f"{self._replica}/"))
         return shared[self.mesh.rank_in_replica :: self.mesh.replica_size]
 

@@ -1,6 +1,7 @@
-"""Who am I? A worker of torchrun, of srun, or the one that starts local workers.
+"""Starting the workers of a run, or being one of them.
 
-Local workers are started by torch.distributed's own elastic launcher.
+A process is a worker that torchrun or srun has started, or it starts local workers itself by
+torch.distributed's elastic launcher.
 """
 
 import contextlib
@@ -25,17 +26,18 @@ from co2.config import CommDevice, Config, LaunchConfig, Precision
 from co2.errors import REFUSED, ConfigError, require
 
 _PEER_S = 1.0
-"""A worker whose peer is gone ends this much later, so that the peer's status is the run's."""
+"""A worker whose peer is gone ends this many seconds later, so that the run gets the peer's
+status."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""What asks a run to finish its step, save and exit."""
+"""Signals that ask a run to finish its step, to save and to exit."""
 
 Worker = Callable[[Config], None]
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A worker that somebody else has started."""
+    """The place of a worker that torchrun or srun has started."""
 
     rank: int
     world: int
@@ -46,7 +48,10 @@ class Identity:
 
 
 def identity(env: Mapping[str, str] = os.environ) -> Identity | None:
-    """The place given by torchrun (RANK, …) or srun (SLURM_PROCID, …); None: nobody started us."""
+    """The place that torchrun (RANK, …) or srun (SLURM_PROCID, …) gives this process.
+
+    None where neither has started it.
+    """
     if "RANK" in env and "WORLD_SIZE" in env:
         world = int(env["WORLD_SIZE"])
         return Identity(
@@ -67,8 +72,8 @@ def identity(env: Mapping[str, str] = os.environ) -> Identity | None:
             local_rank=int(env.get("SLURM_LOCALID", "0")),
             local_world=int(per_node.group()) if per_node else 1,
             address=env.get("MASTER_ADDR", first_host(nodes)),
-            # Any free port will do, but all tasks of a job must arrive at the same one; from 32768
-            # on the kernel gives them to anybody.
+            # All tasks of a job must use the same port. Ports from 32768 on are ephemeral: the
+            # kernel may have given one to another process.
             port=int(env.get("MASTER_PORT", 20000 + int(env.get("SLURM_JOB_ID", "0")) % 12000)),
         )
     return None
@@ -81,29 +86,30 @@ def first_host(nodelist: str) -> str:
 
 
 def world_size(config: LaunchConfig) -> int:
-    """Number of workers that a run has: those of torchrun or srun, else `launch.workers`."""
+    """The number of workers of a run: that of torchrun or srun, else `launch.workers`."""
     me = identity()
     return me.world if me else config.workers
 
 
 def is_first() -> bool:
-    """Whether this process speaks for the run: worker 0, or the one that starts the workers."""
+    """Whether this process prints for the run: it is worker 0, or it starts the workers."""
     me = identity()
     return me is None or me.rank == 0
 
 
 def refuse(error: ConfigError) -> int:
-    """Say in one line, once, what cannot be run; return the exit status."""
+    """Print in one line, once, what cannot be run. Returns the exit status."""
     if is_first():
         print(f"error: {error}", file=sys.stderr, flush=True)
     return REFUSED
 
 
 def check(config: Config) -> None:
-    """Refuse what this machine cannot run, before anything is started.
+    """Refuse what this machine cannot run, before any worker is started.
 
     Raises:
-        ConfigError: fewer GPUs than workers under nccl, nccl where gloo is to carry all, no bf16.
+        ConfigError: there are fewer GPUs than workers under nccl; nccl together with
+            comm.device=cpu; the device has no bf16.
     """
     me = identity()
     local = me.local_world if me else config.launch.workers
@@ -126,9 +132,9 @@ def bf16_supported(device: str) -> bool:
 
 
 def run(worker: Worker, config: Config) -> int:
-    """Run `worker(config)` in every worker, in a process group; return the exit status.
+    """Run `worker(config)` in every worker, in a process group. Returns the exit status.
 
-    `worker` must be a function of a module: it is pickled.
+    `worker` is pickled.
     """
     me = identity()
     if me is not None:
@@ -139,10 +145,10 @@ def run(worker: Worker, config: Config) -> int:
 
 
 def placement(config: Config, local_rank: int, local_world: int) -> tuple[torch.device, str]:
-    """Where a local worker's weights and batches live, and its process group's backend."""
+    """The device of a local worker's weights and batches, and its process group's backend."""
     backend, gpus = config.launch.backend, torch.cuda.device_count()
     if config.comm.device is CommDevice.cpu:
-        # NCCL takes one worker a GPU; gloo does not know of GPUs, and so of no limit.
+        # NCCL allows one worker on each GPU; gloo knows nothing of GPUs, so it has no limit.
         if backend == "auto" and gpus > 0:
             return torch.device("cuda", local_rank % gpus), "gloo"
     elif backend == "nccl" or (backend == "auto" and local_world <= gpus):
@@ -174,7 +180,7 @@ def _as_worker(worker: Worker, config: Config, me: Identity) -> int:
 
 @contextlib.contextmanager
 def _process_group(config: Config, me: Identity) -> Iterator[None]:
-    # A sweep reuses this process: what was set up must be taken down.
+    # A sweep reuses this process, so the process group must not outlive the run.
     device, backend = placement(config, me.local_rank, me.local_world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -186,13 +192,13 @@ def _process_group(config: Config, me: Identity) -> Iterator[None]:
 
 
 def _guarded(worker: Worker, config: Config, rank: int) -> int:
-    """Run the worker; what a person can hint, and what a peer's end causes, is one line."""
+    """Run the worker; a user's mistake and the loss of a peer each end it with one line."""
     try:
         worker(config)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
     except ConfigError as error:
-        # Met while training, a damaged file say, by this worker and perhaps by no other.
+        # One that shows only in training, such as a damaged file, and perhaps on this worker only.
         print(f"error: {error}", file=sys.stderr, flush=True)
         return REFUSED
     except RuntimeError as error:
@@ -209,7 +215,7 @@ def _local_worker(worker: Worker, config: Config) -> None:
     assert me is not None, "the elastic launcher sets RANK"
     try:
         status = _as_worker(worker, config, me)
-    except Exception:  # a bug: say where, from the worker itself, for the launcher is silenced
+    except Exception:  # a bug: its place is printed here, because the launcher is silenced
         traceback.print_exc()
         status = 1
     if status:
@@ -223,8 +229,8 @@ def _spawn(worker: Worker, config: Config) -> int:
     from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
     from torch.distributed.launcher.api import elastic_launch
 
-    # The workers decide when a step is finished: signals are handed on to them, and the
-    # launcher, which would kill them after 30 s, does not handle them.
+    # The workers decide when a step is finished, so signals are handed on to them. The launcher
+    # would kill them after 30 s, so it handles none of these signals.
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     elastic = ElasticConfig(
@@ -251,13 +257,13 @@ def _spawn(worker: Worker, config: Config) -> int:
 
 @contextlib.contextmanager
 def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
-    """Hand these signals on to the workers. A second Ctrl-C kills them.
+    """Inside, these signals are handed on to the workers. A second Ctrl-C kills the workers.
 
-    They are blocked here, and so in the workers that start meanwhile, which take them when they
-    train (StopVote). A signal that comes before that waits, and is not lost.
+    The signals are blocked in this process, and so in the workers that it starts, which unblock
+    them when they train (StopVote). A signal that comes before that waits, and is not lost.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    # Python's helper process starts blocked too; starting it unblocks some signals here.
+    # Python's resource tracker must start with them blocked, too; starting it unblocks some here.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     done = threading.Event()
@@ -272,15 +278,15 @@ def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
 
 
 def _forward(signals: tuple[signal.Signals, ...], done: threading.Event) -> None:
-    told: list[int] = []
+    received: list[int] = []
     reached: set[tuple[int, int]] = set()
     while not done.wait(0.1):
-        # Not sigtimedwait: a stop and SIGCONT (Ctrl-Z, fg) end that with a random number.
+        # Not sigtimedwait: stopping and going on (Ctrl-Z, fg) ends it with an arbitrary number.
         if signal.sigpending() & set(signals):
-            told.append(signal.sigwait(signals))
-        if not told:
+            received.append(signal.sigwait(signals))
+        if not received:
             continue
-        number = signal.SIGKILL if told.count(signal.SIGINT) > 1 else told[-1]
+        number = signal.SIGKILL if received.count(signal.SIGINT) > 1 else received[-1]
         for child in multiprocessing.active_children():
             if child.pid is not None and (child.pid, number) not in reached:
                 reached.add((child.pid, number))

@@ -12,40 +12,40 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from co2.comm.collectives import local
-from co2.methods.base import Method
+from co2.methods.base import Method, MethodStats
+from co2.record.metrics import Ledger, Metrics
 from co2.train.replica import local_optimizer
-
-_COMM = ("comm_s", "exposed_s", "bytes")
 
 
 @dataclass
 class Totals:
-    """What a run has used up so far, over all its segments."""
+    """What a run has taken so far, over all its segments."""
 
     steps: int = 0
     train_s: float = 0.0
-    """Seconds of training steps: evaluation, checkpoints and start-up are not in it."""
+    """Seconds of training steps, without evaluation, checkpoints and start-up."""
     data_s: float = 0.0
-    """Of `train_s`, seconds of waiting for batches."""
+    """Seconds of `train_s` that were spent waiting for batches."""
     timed_units: int = 0
-    """Units (tokens or samples) of this worker that `train_s` was spent on."""
+    """Tokens or samples that this worker trained on in `train_s`."""
     wall_s: float = 0.0
 
 
 class Meter:
-    """Counts steps, and turns a method's totals into figures per interval.
+    """Counts steps, and turns a method's totals into figures for an interval.
 
     Args:
         units_per_step: tokens or samples that this worker trains on in one step.
         num_workers: workers that train alike; throughput is that of all of them.
         stats: the method's `stats`.
+        totals: of the segments before, as `state_dict` gave them.
     """
 
     def __init__(
         self,
         units_per_step: int,
         num_workers: int,
-        stats: Callable[[], dict[str, float]],
+        stats: Callable[[], MethodStats],
         totals: dict[str, Any] | None = None,
     ) -> None:
         self.totals = Totals(**(totals or {}))
@@ -55,10 +55,10 @@ class Meter:
         self._first = True
         self._interval_s, self._interval_units = 0.0, 0
         self._waited_s = self._interval_data_s = 0.0
-        self._comm_before = self._comm()
+        self._before = self._stats()
 
     def step(self) -> None:
-        """A step has ended. The first of a segment allocates and compiles: it is not timed."""
+        """A step has ended. The first of a segment allocates and compiles, so it is not timed."""
         now = time.perf_counter()
         self.totals.steps += 1
         if not self._first:
@@ -74,7 +74,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside is not training time."""
+        """What happens inside does not count as training time."""
         began = time.perf_counter()
         yield
         self._last += time.perf_counter() - began
@@ -86,66 +86,61 @@ class Meter:
         yield
         self._waited_s += time.perf_counter() - began
 
-    def interval(self) -> dict[str, float]:
-        """Figures since the last call: units/s of all workers, and the method's."""
-        stats = self._stats()
-        comm = {name: stats.get(name, 0.0) for name in _COMM}
-        figures = {name: comm[name] - self._comm_before[name] for name in _COMM}
-        figures |= {name: value for name, value in stats.items() if name not in _COMM}
-        figures["per_s"] = self._rate(self._interval_units, self._interval_s)
-        figures["exposed_share"] = figures["exposed_s"] / max(self._interval_s, 1e-9)
-        figures["data_share"] = self._interval_data_s / max(self._interval_s, 1e-9)
-        self._comm_before = comm
+    def interval(self, step: int, loss: float, lr: float) -> Metrics:
+        """The figures of the steps since the last call; `step`, `loss` and `lr` are as they are
+        now."""
+        stats, before = self._stats(), self._before
+        exposed_s = stats.exposed_s - before.exposed_s
+        seconds = max(self._interval_s, 1e-9)
+        metrics = Metrics(
+            step=step,
+            loss=loss,
+            lr=lr,
+            throughput=self._rate(self._interval_units, self._interval_s),
+            comm_s=stats.comm_s - before.comm_s,
+            exposed_s=exposed_s,
+            bytes=stats.bytes_sent - before.bytes_sent,
+            exposed_share=exposed_s / seconds,
+            data_share=self._interval_data_s / seconds,
+            own=stats.own,
+        )
+        self._before = stats
         self._interval_s, self._interval_data_s, self._interval_units = 0.0, 0.0, 0
-        return figures
+        return metrics
 
     def throughput(self) -> float:
         """Units per second of all workers, over every timed step."""
         return self._rate(self.totals.timed_units, self.totals.train_s)
 
     def state_dict(self) -> dict[str, Any]:
+        """The totals so far, as plain values."""
         self.totals.wall_s = self._wall_before + time.perf_counter() - self._began
         return asdict(self.totals)
 
     def _rate(self, units: int, seconds: float) -> float:
         return self._workers * units / seconds if seconds > 0 else 0.0
 
-    def _comm(self) -> dict[str, float]:
-        stats = self._stats()
-        return {name: stats.get(name, 0.0) for name in _COMM}
 
+def ledger(model: nn.Module, optimizer: Optimizer, method: Method) -> Ledger:
+    """Bytes that one worker holds between steps, its gradients included.
 
-def overlap(comm_s: float, exposed_s: float) -> float | None:
-    """Share of the communication during which computation went on; None without any."""
-    return max(0.0, 1 - exposed_s / comm_s) if comm_s > 0 else None
-
-
-def ledger(model: nn.Module, optimizer: Optimizer, method: Method) -> dict[str, int]:
-    """Bytes that one worker holds between steps, with its gradients.
-
-    extra = the method's copies × the trained parameters in fp32 (fp64 where a parameter is), as
-    FlatParams holds them; all of it is what this worker holds of its replica. With comm.device=cpu
-    a GPU holds neither these nor the scratch: they are in the host's memory.
+    All of it is what this worker holds of its replica. With comm.device=cpu the method's copies and
+    its scratch lie in the host's memory, and a GPU holds neither.
     """
     trained = [local(p.detach()) for p in model.parameters() if p.requires_grad]
-    width = max(4, *(p.element_size() for p in trained))
-    extra = int(method.copies * width * sum(p.numel() for p in trained))
-    scratch = method.scratch_bytes
+    inner = local_optimizer(optimizer).state.values()
     beside = method.state_device.type == trained[0].device.type
-    return {
-        "parameter_bytes": _bytes(model.parameters()),
-        "buffer_bytes": _bytes(model.buffers()),
-        "gradient_bytes": _bytes(trained),
-        "inner_state_bytes": _bytes(
-            value
-            for state in local_optimizer(optimizer).state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
+    return Ledger(
+        parameter_bytes=_bytes(model.parameters()),
+        buffer_bytes=_bytes(model.buffers()),
+        gradient_bytes=_bytes(trained),
+        inner_state_bytes=_bytes(
+            value for state in inner for value in state.values() if isinstance(value, Tensor)
         ),
-        "scratch_bytes": scratch if beside else 0,
-        "extra_bytes": extra if beside else 0,
-        "host_bytes": 0 if beside else extra + scratch,
-    }
+        scratch_bytes=method.scratch_bytes if beside else 0,
+        extra_bytes=method.extra_bytes if beside else 0,
+        host_bytes=0 if beside else method.extra_bytes + method.scratch_bytes,
+    )
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -1,6 +1,7 @@
 """A replica of several workers: how they share its gradients, its inner state and its weights.
 
-All of it is PyTorch's own: DistributedDataParallel, ZeroRedundancyOptimizer and fully_shard.
+PyTorch does all of it: DistributedDataParallel, ZeroRedundancyOptimizer and fully_shard. N workers
+share a replica.
 
     mesh.strategy   gradients              inner state   weights    each worker exchanges
     ddp             averaged               whole         whole      the whole vector
@@ -10,9 +11,10 @@ All of it is PyTorch's own: DistributedDataParallel, ZeroRedundancyOptimizer and
 
     * whole from the forward pass to the backward pass; with zero3 one block at a time
 
-The methods see local parameters only, and exchange them with their counterparts in the other
-replicas. A method that averages gradients over the replicas too leaves that to the same classes:
-DistributedDataParallel then spans all workers, and fully_shard repeats its shards (hybrid mode).
+A method sees the local parameters only, and exchanges them with this worker's counterparts in the
+other replicas. A method that averages gradients over the replicas, too, leaves that to the same
+classes: DistributedDataParallel then spans all workers, and fully_shard replicates its shards
+(hybrid mode).
 """
 
 import contextlib
@@ -34,15 +36,11 @@ from co2.errors import require
 from co2.methods.base import Method
 
 CUT = (Strategy.zero2, Strategy.zero3)
-"""Strategies under which a worker holds a part of every weight."""
+"""Strategies under which a worker holds a shard of every weight."""
 
 
 def check(config: Config, world: int, method: Method) -> None:
-    """Refuse what cannot be combined, before any worker starts.
-
-    Raises:
-        ConfigError: the key, and why.
-    """
+    """Refuse settings that cannot be combined, before any worker starts. Raises `ConfigError`."""
     size, strategy = config.mesh.replica_size, config.mesh.strategy
     check_replica_size(size, world)
     if size == 1:
@@ -76,10 +74,11 @@ class Replica:
         self.group = mesh.new_group_within_replica()
 
     def shard(self, module: nn.Module) -> None:
-        """Give all workers the weights of the first, and leave each its part where they are cut.
+        """Give all workers the weights of the first one, and under zero2 and zero3 leave each its
+        shard of them.
 
         Raises:
-            ConfigError: a weight that cannot be cut.
+            ConfigError: a weight that cannot be sharded.
         """
         if self.alone:
             return
@@ -90,8 +89,8 @@ class Replica:
         from torch.distributed.fsdp import fully_shard  # costs half a second
         from torch.distributed.tensor import debug
 
-        # What DTensor remembers of its operations names process groups, and those of an equal mesh
-        # made earlier in this process, in a sweep say, may be gone.
+        # DTensor caches how it shards operations, and the cache names process groups. In a sweep
+        # those of an equal mesh, made earlier in this process, no longer exist.
         debug._clear_sharding_prop_cache()
 
         value = self.strategy.value
@@ -101,39 +100,41 @@ class Replica:
         shape = (self.mesh.num_replicas, self.mesh.replica_size)
         whole = init_device_mesh(self.mesh.device.type, shape, mesh_dim_names=("replica", "shard"))
         mesh = whole if self.across and self.mesh.num_replicas > 1 else whole["shard"]
-        # None: weights are let go of after a forward pass, but for the root's, used next.
+        # None: weights are freed after a forward pass, but for the root's, which are used next.
         keep = False if self.strategy is Strategy.zero2 else None
         for block in blocks(module):
             fully_shard(block, mesh=mesh, reshard_after_forward=keep)
         fully_shard(module, mesh=mesh, reshard_after_forward=keep)
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """`optimizer`, whose state has not begun, or the same one with its state in parts."""
+        """The optimizer, which must not have stepped yet; under zero1 one whose state is
+        sharded."""
         if self.strategy is not Strategy.zero1:
             return optimizer
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        # The groups hold every value, the defaults of the one that made them too.
+        # The groups hold every option, including the defaults of the optimizer that made them.
         return ZeroRedundancyOptimizer(
             optimizer.param_groups, optimizer_class=type(optimizer), process_group=self.group
         )
 
     def wrap(self, model: nn.Module, comm: CommConfig) -> nn.Module:
-        """What the method has prepared, as it is trained."""
+        """The module that the forward pass goes through, from the one that the method prepared."""
         if self.alone or self.across or self.strategy in CUT:
             return model
         return data_parallel(model, comm.bucket_mb, self.group)
 
     def state(self, module: nn.Module, optimizer: Optimizer) -> "ReplicaState | None":
-        """What a checkpoint holds once for all workers; None where each is a replica."""
+        """What a checkpoint holds once for all workers of a replica; None where each is a
+        replica."""
         return None if self.alone else ReplicaState(module, optimizer, self.mesh)
 
 
 class ReplicaState:
     """Weights and inner state of a replica, through torch.distributed.checkpoint.
 
-    Values have names of their own, `weight/<parameter>` and `inner/<parameter>/<field>`, and each
-    is saved by a worker that holds it, or by all of them in parts.
+    Values are named `weight/<parameter>` and `inner/<parameter>/<field>`. Each is saved by a worker
+    that holds it, or in shards by all of them.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, mesh: Mesh) -> None:
@@ -142,7 +143,8 @@ class ReplicaState:
         self.group = mesh.new_group_within_replica("gloo")
 
     def write(self, folder: Path) -> None:
-        """Collective in the replica. Raises OSError, on all of its workers, if one cannot write."""
+        """Save. Collective in the replica. Raises `OSError` on all of its workers if one cannot
+        write."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.api import CheckpointException
 
@@ -157,7 +159,7 @@ class ReplicaState:
             raise OSError(str(first)) from None
 
     def read(self, folder: Path) -> None:
-        """Collective in the replica."""
+        """Load into place. Collective in the replica."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -186,25 +188,25 @@ class ReplicaState:
 
 
 def _empty(size: torch.Size, dtype: torch.dtype | None, param: Tensor) -> Tensor:
-    """Room for a field of the inner state: cut as its parameter is, if it has the same size."""
+    """An empty tensor for a field of the inner state, sharded as its parameter if of equal size."""
     if size == param.size():
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)
     return torch.zeros(size, dtype=dtype)
 
 
 def local_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The one whose state this worker holds: ZeroRedundancyOptimizer has another inside."""
+    """The optimizer whose state this worker holds: ZeroRedundancyOptimizer has another inside."""
     return getattr(optimizer, "optim", optimizer)
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds of a module beside its parameters: each worker has its own."""
+    """The part of a module's state dict that is no parameter: every worker has its own."""
     params = dict(module.named_parameters(remove_duplicate=False))
     return {name: value for name, value in module.state_dict().items() if name not in params}
 
 
 def whole_weights(module: nn.Module) -> dict[str, Any]:
-    """The module's state dict; of sharded parameters whole ones, in the host's memory. Collective
+    """The module's state dict, with sharded parameters gathered in the host's memory. Collective
     in the replica."""
     return {
         name: value.full_tensor().cpu() if local(value) is not value else value
@@ -213,8 +215,9 @@ def whole_weights(module: nn.Module) -> dict[str, Any]:
 
 
 def accumulating(model: nn.Module, last: bool) -> contextlib.AbstractContextManager:
-    """Around a micro-batch: only the last one's backward pass exchanges gradients; but where they
-    are cut, every one leaves each worker its part, so that whole ones are never kept."""
+    """Around a micro-batch: only the last one's backward pass averages gradients over all workers.
+    Where weights are sharded, every backward pass reduces gradients to the workers' shards, so that
+    whole gradients are never kept."""
     of_cut_weights = getattr(model, "set_requires_all_reduce", None)
     if of_cut_weights is not None:
         of_cut_weights(last)
@@ -224,15 +227,15 @@ def accumulating(model: nn.Module, last: bool) -> contextlib.AbstractContextMana
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model: what stands in its outermost lists and sequences, with
-    parameters of its own. One that shares a parameter with another part is none."""
+    """The repeated parts of a model: the entries of its outermost lists and sequences that have
+    parameters of their own and share none with another part."""
     used = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
 
-    def apart(block: nn.Module) -> bool:
+    def independent(block: nn.Module) -> bool:
         inside = Counter(id(p) for _, p in block.named_parameters(remove_duplicate=False))
         return len(inside) > 0 and all(used[key] == count for key, count in inside.items())
 
-    return [block for block in _listed(module) if apart(block)]
+    return [block for block in _listed(module) if independent(block)]
 
 
 def _listed(module: nn.Module) -> Iterator[nn.Module]:
@@ -245,19 +248,20 @@ def _listed(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def checkpoint_activations(module: nn.Module) -> None:
-    """Keep the inputs of the model's blocks only, and work out the rest again on the way back."""
+    """Keep the inputs of the model's blocks only, and compute the rest again in the backward
+    pass."""
     for block in blocks(module):
         contexts = partial(_contexts, block)
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
 
 
 def _contexts(block: nn.Module) -> tuple[Any, Any]:
-    return contextlib.nullcontext(), _traceless(block)
+    return contextlib.nullcontext(), _without_side_effects(block)
 
 
 @contextlib.contextmanager
-def _traceless(block: nn.Module) -> Iterator[None]:
-    """Batch norm has counted this batch already."""
+def _without_side_effects(block: nn.Module) -> Iterator[None]:
+    """Restore the block's buffers, because batch norm has counted this batch already."""
     saved = [(buffer, buffer.clone()) for buffer in block.buffers()]
     try:
         yield

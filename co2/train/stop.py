@@ -14,29 +14,36 @@ from co2.comm.mesh import Mesh
 class StopVote:
     """Agrees in the background on the step after which every worker stops.
 
-    After each step every worker sends one flag, "I was told to stop", and reads the outcome of
-    the flags sent `lag` steps before. With `lag` no smaller than what one replica may run ahead
-    of another anyway, nobody ever stands still for it. A stop takes effect `lag` steps later.
-    `lag` is asked for at every step, and must be the same on every worker then.
+    After each step every worker sends one flag, which says whether it has received a signal, and
+    reads the outcome of the flags that were sent `max_skew_steps` steps before. One replica may run
+    that far ahead of another anyway, so no worker ever waits for a flag. A stop takes effect
+    `max_skew_steps` steps after the signal.
 
-    Use as a context manager: the signals' former handlers and mask return at its end.
+    Used as a context manager it puts back the signals' former handlers and mask at its end.
+
+    Args:
+        mesh: of the workers.
+        group: a CPU group of all workers; None for one.
+        max_skew_steps: called after every step; must return the same on every worker then.
+        signals: that ask for a stop.
     """
 
     def __init__(
         self,
         mesh: Mesh,
         group: dist.ProcessGroup | None,
-        lag: Callable[[], int],
+        max_skew_steps: Callable[[], int],
         signals: Iterable[signal.Signals],
     ) -> None:
-        self.told = False
+        self.received = False
         self._alone = mesh.num_workers == 1
-        self._group, self._lag, self._signals = group, lag, tuple(signals)
+        self._group, self._signals = group, tuple(signals)
+        self._max_skew_steps = max_skew_steps
         self._pending: deque[tuple[torch.Tensor, dist.Work]] = deque()
 
     def __enter__(self) -> "StopVote":
-        self._before = {number: signal.signal(number, self._tell) for number in self._signals}
-        # The launcher keeps them blocked until somebody is here to take them.
+        self._before = {number: signal.signal(number, self._receive) for number in self._signals}
+        # The launcher keeps them blocked until there is a handler.
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
         return self
 
@@ -46,25 +53,26 @@ class StopVote:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # First the mask: a launcher's signal now waits, where it would end the last evaluation.
+        # The mask comes first: a signal from the launcher would end the last evaluation; now it
+        # waits.
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def __call__(self) -> bool:
-        """Once after every step, on every worker: whether to stop now."""
+        """Whether to stop now. Called once after every step, on every worker."""
         if self._alone:
-            return self.told
-        flag = torch.tensor([int(self.told)])
+            return self.received
+        flag = torch.tensor([int(self.received)])
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._pending.append((flag, work))
         outcomes = []
-        while len(self._pending) > self._lag():
+        while len(self._pending) > self._max_skew_steps():
             outcomes.append(self._oldest())
         return any(outcomes)
 
     def drain(self) -> None:
-        """Wait for the flags under way, before the process group goes."""
+        """Wait for the flags under way, before the process group is destroyed."""
         while self._pending:
             self._oldest()
 
@@ -73,5 +81,5 @@ class StopVote:
         work.wait()
         return bool(flag.item())
 
-    def _tell(self, number: int, frame: FrameType | None) -> None:
-        self.told = True
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = True

@@ -23,9 +23,10 @@ import train
 from co2.config import OptimConfig, Schedule
 from co2.errors import DIVERGED
 from co2.methods.allreduce import AllReduce
+from co2.methods.base import MethodStats
 from co2.train import launch
-from co2.train.loop import learning_rate
 from co2.train.meters import Meter
+from co2.train.schedule import learning_rate
 from tasks.toy import CLASSES, Toy
 from tests.cli.harness import (
     ROOT,
@@ -626,7 +627,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
 
 
 def test_waiting_for_data_is_a_share_of_training() -> None:
-    meter = Meter(1, 1, lambda: {})
+    meter = Meter(1, 1, MethodStats)
     for step in range(4):
         with meter.waiting():
             time.sleep(0.5 if step == 0 else 0.03)  # the first step is not timed
@@ -634,9 +635,9 @@ def test_waiting_for_data_is_a_share_of_training() -> None:
         with meter.paused():
             time.sleep(0.1)
         meter.step()
-    share = meter.interval()["data_share"]
+    share = meter.interval(4, 0.5, 0.1).data_share
     assert 0.3 < share < 0.7
-    assert meter.interval()["data_share"] == 0
+    assert meter.interval(4, 0.5, 0.1).data_share == 0
     totals = meter.state_dict()
     assert totals["data_s"] / totals["train_s"] == pytest.approx(share)
 

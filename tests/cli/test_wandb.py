@@ -20,7 +20,8 @@ from wandb.proto.wandb_internal_pb2 import Record
 import train
 from co2.errors import PREEMPTED
 from co2.record import wandb_sync
-from co2.record.wandb import SEGMENTS, UNITS, unit
+from co2.record.metrics import UNITS, unit_of
+from co2.record.wandb import SEGMENTS
 from co2.train import launch
 from recipes import cells
 from recipes.cells import Cell
@@ -200,12 +201,12 @@ class TestStopped:
         assert {"train/exposed_s", "train/bytes", "eval/loss"} <= names
         for name in names:
             assert told[1].metrics[name].step_metric == "step", name
-            assert unit(name), name
+            assert unit_of(name), name
         assert told[1].metrics["eval/loss"].summary.min
         assert told[1].metrics["eval/accuracy"].summary.max
         rows = told[0].table("units")
         assert rows == [list(row) for row in UNITS]
-        assert unit("train/exposed_s") == "s" and unit("memory.gradient_bytes") == "bytes"
+        assert unit_of("train/exposed_s") == "s" and unit_of("memory.gradient_bytes") == "bytes"
 
     def test_config(self, told: list[Segment]) -> None:
         config = _items(told[1].run.config.update)

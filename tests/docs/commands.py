@@ -25,7 +25,9 @@ from co2 import peers
 from co2.app.compose import preflight
 from co2.config import Config
 from co2.errors import ConfigError
-from co2.lab import measure as lab
+from co2.lab.plan import plan
+from co2.lab.training import trial_overrides
+from co2.lab.trial import LIMIT
 from co2.simulate import __main__ as simulate
 from recipes.registry import RECIPES
 from tests.cli.harness import ROOT
@@ -199,10 +201,9 @@ def nothing_left(options: Namespace, rest: list[str]) -> None:
 
 def lab_means(options: Namespace, overrides: list[str]) -> None:
     with patch.object(peers, "find_spec", str):
-        cells, _ = lab.plan(options)
-    for method in {cell.method for cell in cells} - {lab.LIMIT}:
-        named = any(word.startswith("task=") for word in overrides)
-        trains([*(() if named else lab.TASK), *lab.DEFAULTS, f"method={method}", *overrides])
+        trials, _ = plan(options)
+    for method in {trial.method for trial in trials} - {LIMIT}:
+        trains(trial_overrides(method, overrides))
 
 
 def simulate_means(options: Namespace, rest: list[str]) -> None:

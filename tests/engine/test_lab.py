@@ -1,23 +1,32 @@
-"""The laboratory: links have the rates they were given, and nothing of it is left behind."""
+"""The laboratory: links have the rates they were given, and nothing of it is left behind.
+
+Two trials are real trainings. The others start a small program in place of train.py, which imports
+no torch and so costs no processor time, with the same command line, environment and files.
+"""
 
 import csv
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from co2.errors import ConfigError
-from co2.lab import measure as lab
-from co2.lab import report as lab_report
-from co2.lab import slow_network as netns
-from co2.lab.slow_network import PREFIX, Network, check_root, remove_leftovers
+from co2.lab import report, slow_network, training
+from co2.lab.__main__ import _parser, main
+from co2.lab.measurement import Measurement, read_csv, write_csv
+from co2.lab.plan import plan
+from co2.lab.slow_network import PREFIX, SlowNetwork, check_root, remove_leftovers
+from co2.lab.training import TrialFailed, train, trial_overrides
+from co2.lab.trial import Change, Conditions, Trial, trial_folder
 
-ROOT = Path(lab.TRAIN).parent
+ROOT = Path(training.TRAIN).parent
 
 
 def able() -> bool:
@@ -42,8 +51,17 @@ TOY = (
 
 def traces(pid: int) -> list[str]:
     """Namespaces and control groups of one owner that still exist."""
-    names = [*netns._namespaces(), *(path.name for path in netns._groups(f"{PREFIX}-*"))]
+    groups = slow_network._groups(f"{PREFIX}-*")
+    names = [*slow_network._namespaces(), *(path.name for path in groups)]
     return [name for name in names if name.startswith(f"{PREFIX}-{pid}-")]
+
+
+def shaped_bytes_per_s(network: SlowNetwork, worker: int) -> list[int]:
+    """What the kernel's shapers at the two ends of a link let through; none where none are."""
+    ends = [(f"{network._name}-w{worker}", "eth0"), (network._switch, f"port{worker}")]
+    show = ("tc", "-json", "qdisc", "show", "dev")
+    found = [json.loads(slow_network._inside(place, *show, device)) for place, device in ends]
+    return [one["options"]["rate"] for kinds in found for one in kinds if one["kind"] == "tbf"]
 
 
 SERVER = """
@@ -75,26 +93,35 @@ print(time.monotonic() - began)
 @needs_root
 @pytest.mark.parametrize("slow", [0, 1], ids=["receiver", "sender"])
 def test_a_link_has_its_rate_in_both_directions(slow: int) -> None:
+    """A busy machine makes a transfer longer and never shorter, so only haste is refused by the
+    clock; that the link is no slower than its rate is read from the kernel's shapers."""
     mbit = 40.0
-    rates = [None, None]
-    rates[slow] = mbit  # type: ignore[call-overload]
-    total = 3_000_000
-    with Network(rates) as network:
-        server = network.start(0, [sys.executable, "-c", SERVER], os.environ)
-        client = network.start(1, [sys.executable, "-c", CLIENT, str(total)], os.environ)
-        seconds = float(client.communicate()[0])
-        server.communicate()
-        assert 0.8 < total * 8 / 1e6 / seconds / mbit < 1.1
+    rates: list[float | None] = [None, None]
+    rates[slow] = mbit
+    total = 2_000_000
+    with SlowNetwork(rates) as network:
+        seconds = transfer(network, total)
+        assert total * 8 / 1e6 / seconds / mbit < 1.1
+        assert shaped_bytes_per_s(network, slow) == [mbit * 1e6 / 8] * 2
+        assert shaped_bytes_per_s(network, 1 - slow) == []
         network.shape(slow, None)
-        server = network.start(0, [sys.executable, "-c", SERVER], os.environ)
-        client = network.start(1, [sys.executable, "-c", CLIENT, str(total)], os.environ)
-        assert float(client.communicate()[0]) < seconds / 3
+        assert shaped_bytes_per_s(network, slow) == []
+        assert transfer(network, total) < seconds / 2
     assert not traces(os.getpid())
+
+
+def transfer(network: SlowNetwork, total: int) -> float:
+    """Seconds until `total` bytes have gone from worker 1 to worker 0."""
+    server = network.start(0, [sys.executable, "-c", SERVER], os.environ)
+    client = network.start(1, [sys.executable, "-c", CLIENT, str(total)], os.environ)
+    seconds = float(client.communicate()[0])
+    server.communicate()
+    return seconds
 
 
 @needs_root
 def test_nothing_is_left_after_an_error() -> None:
-    with suppress(ZeroDivisionError), Network([10.0, None], {1: 0.5}) as network:
+    with suppress(ZeroDivisionError), SlowNetwork([10.0, None], {1: 0.5}) as network:
         idle = network.start(1, ["sleep", "1000"], os.environ)
         assert len(traces(os.getpid())) >= 4
         raise ZeroDivisionError
@@ -104,8 +131,8 @@ def test_nothing_is_left_after_an_error() -> None:
 
 KILLED = """
 import os, sys, time
-from co2.lab.slow_network import Network
-with Network([10.0], {0: 0.5}) as network:
+from co2.lab.slow_network import SlowNetwork
+with SlowNetwork([10.0], {0: 0.5}) as network:
     process = network.start(0, ["sleep", "1000"], os.environ)
     print(process.pid, flush=True)
     time.sleep(1000)
@@ -121,7 +148,7 @@ def test_a_killed_owner_leaves_no_process_and_its_names_go_at_the_next_start() -
     worker = int(owner.stdout.readline())
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while Path(f"/proc/{worker}").exists() and _state(worker) != "Z":
         assert time.monotonic() < deadline, "its worker lives on"
         time.sleep(0.02)
@@ -139,68 +166,184 @@ def _state(pid: int) -> str:
 
 @needs_root
 def test_half_a_core() -> None:
-    spin = "import time; t = time.process_time()\nwhile time.process_time() - t < 0.6: pass"
-    with Network([None, None], {1: 0.25}) as network:
-        began = time.monotonic()
-        network.start(1, [sys.executable, "-c", spin], os.environ).communicate()
-        assert time.monotonic() - began > 0.6 / 0.25 * 0.7
+    """A busy machine makes the time longer and never shorter."""
+    spin = (
+        "import time; began = time.monotonic(); used = time.process_time()\n"
+        "while time.process_time() - used < 0.3: pass\n"
+        "print(time.monotonic() - began)"
+    )
+    with SlowNetwork([None, None], {1: 0.25}) as network:
+        process = network.start(1, [sys.executable, "-c", spin], os.environ)
+        assert float(process.communicate()[0]) > 0.3 / 0.25 * 0.7
 
 
 @needs_root
-def test_a_table(tmp_path: Path) -> None:
-    """Two methods and the limit on a slow link; again, from the trainings that are there."""
-    arguments = ["--mbit", "2", "--methods", "allreduce,co2,none", "--target-loss", "9"]
-    arguments += ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out"), *TOY]
-    arguments += ["toy.hidden=4000", "co2.tau=4"]  # for co2 alone
-    assert lab.main(arguments) == 0
-    with (tmp_path / "out/cells.csv").open() as file:
-        rows = {row["method"]: row for row in csv.DictReader(file)}
-    assert rows.keys() == {"allreduce", "co2", "none"}
+def test_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method and the limit, trained on a slow link; then the same from the trials kept."""
+    runs = tmp_path / "runs"
+    arguments = ["--mbit", "4", "--methods", "allreduce,none", "--target-loss", "9"]
+    arguments += ["--runs", str(runs), "--out", str(tmp_path / "out"), *TOY]
+    arguments += ["toy.hidden=4000", "train.steps=6", "co2.tau=4"]  # the last for co2 alone
+    assert main(arguments) == 0
+    rows = {row.method: row for row in read_csv(tmp_path / "out/cells.csv")}
+    assert rows.keys() == {"allreduce", "none"}
     payload = 4 * (16 * 4000 + 3 * 4000 + 4 * 4000 + 4)
-    assert float(rows["allreduce"]["bytes_per_step"]) == payload
-    assert float(rows["none"]["bytes_per_step"]) == 0
-    # Of what DDP sends each step over 2 Mbit/s nothing can be hidden behind so small a model.
-    wire_s = payload * 8 / 2e6
-    assert 0.8 * wire_s < float(rows["allreduce"]["comm_s"]) / 12 < 2 * wire_s
-    assert float(rows["allreduce"]["throughput"]) < 0.3 * float(rows["none"]["throughput"])
+    assert rows["allreduce"].bytes_per_step == payload and rows["none"].bytes_per_step == 0
+    # Of what DDP sends each step over 4 Mbit/s nothing can be hidden behind so small a model.
+    assert rows["allreduce"].comm_s / 6 > 0.8 * payload * 8 / 4e6
+    assert rows["allreduce"].throughput < 0.3 * rows["none"].throughput
     assert (tmp_path / "out/throughput.png").stat().st_size > 1000
     table = (tmp_path / "out/table.md").read_text()
-    assert "| 2 | 2 | co2 |" in table and "Hardware: " in table
+    assert "| 2 | 4 | allreduce |" in table and "Hardware: " in table
+    for method in rows:
+        trial = Trial(2, 4.0, method, 0)
+        assert training._has_begun(trial_folder(trial, Conditions(), runs), trial)
     first = (tmp_path / "out/cells.csv").read_text()
-    began = time.monotonic()
-    assert lab.main(arguments) == 0
-    assert time.monotonic() - began < 3, "finished trainings are not made again"
+    monkeypatch.delattr(training, "SlowNetwork")
+    assert main(arguments) == 0, "finished trials are not run again"
     assert (tmp_path / "out/cells.csv").read_text() == first
     assert not traces(os.getpid())
 
 
+FAILING = """
+import os, sys, time
+if "{case}" == "refused" and os.environ["RANK"] == "0":
+    time.sleep(0.5)  # the message may come after another worker's end
+    print("a line before\\nerror: train.batch_size=4: too large\\na line after")
+    sys.exit(2)
+if os.environ["RANK"] == "1":
+    print("Traceback\\nOSError: no disk\\n")
+    sys.exit(3)
+time.sleep(1000)
+"""
+
+
 @needs_root
-def test_a_failing_worker_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    arguments = ["--mbit", "100", "--methods", "co2", "--runs", str(tmp_path), *TOY]
-    assert lab.main([*arguments, "toy.samples=3"]) == 1
-    error = capsys.readouterr().err.strip()
-    assert "\n" not in error and "train.batch_size=4" in error
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [("refused", "train.batch_size=4: too large"), ("crashed", "worker 1: OSError: no disk")],
+)
+def test_a_failing_worker_is_one_line(
+    case: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    in_place_of_train(FAILING.format(case=case), tmp_path, monkeypatch)
+    assert main(["--mbit", "100", "--methods", "co2", "--runs", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert error == f"error: 2 workers, 100 Mbit/s, co2, repeat 0: {reason}\n"
     assert not traces(os.getpid())
 
 
+SENDING = """
+import json, os, socket, sys, time
+from pathlib import Path
+words = dict(word.split("=", 1) for word in sys.argv[1:])
+if os.environ["RANK"] == "0":
+    with socket.create_server(("", 5000)) as server:
+        link, _ = server.accept()
+    while link.recv(250_000, socket.MSG_WAITALL):
+        link.sendall(b".")
+    sys.exit()
+
+def step():
+    began = time.monotonic()
+    link.sendall(bytes(250_000))
+    link.recv(1)
+    return time.monotonic() - began
+
+def connected():
+    for _ in range(1000):
+        try:
+            return socket.create_connection((os.environ["MASTER_ADDR"], 5000))
+        except OSError:
+            time.sleep(0.02)
+
+link = connected()
+folder = Path(words["runs"], "task", words["method"], words["tag"], "seed0")
+folder.mkdir(parents=True)
+early = [step()]
+time.sleep(0.5)  # a change that does not wait for the first figures would come now
+early.append(step())
+(folder / "metrics.jsonl").write_text("{}")
+late, deadline = 0.0, time.monotonic() + 20
+while late < 0.25 and time.monotonic() < deadline:
+    late = step()
+(folder / "summary.json").write_text(json.dumps({"early": early, "late": late}))
+"""
+
+
 @needs_root
-def test_a_link_that_gets_slower(tmp_path: Path) -> None:
-    """Steps before the change are quick, those after it wait for the wire."""
-    words = ["--schedule", "unlimited:1@1s", "--schedule", "20:500@0s"]
-    _, conditions = lab.plan(lab._parser().parse_args(words))
-    cell = lab.Cell(2, None, "allreduce", 0)
-    words = [*TOY, "toy.hidden=2000", "toy.delay_s=0.1", "train.steps=16"]
-    summary = lab.train(cell, conditions, tmp_path, words)
-    lines = lab_lines(Path(summary["folder"]))
-    early, late = lines[2]["comm_s"], lines[-1]["comm_s"]
-    assert late > 5 * early and late > 0.5 * 4 * 23 * 2000 * 8 / 1e6
+def test_a_link_that_gets_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first figures the link is quick; after the change all waits for the wire."""
+    in_place_of_train(SENDING, tmp_path, monkeypatch)
+    words = ["--mbit", "unlimited,20", "--schedule", "unlimited:4@0.2s", "--schedule", "20:500@0s"]
+    _, conditions = plan(_parser().parse_args(words))
+    summary = train(Trial(2, None, "allreduce", 0), conditions, tmp_path)
+    assert summary["late"] > 0.8 * (250_000 - slow_network._LEAST_BUCKET) * 8 / 4e6
+    assert max(summary["early"]) < summary["late"] / 2
 
 
-def lab_lines(folder: Path) -> list[dict]:
-    import json
+def in_place_of_train(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = folder / "program.py"
+    script.write_text(program)
+    monkeypatch.setattr(training, "TRAIN", script)
 
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, lines) if line["kind"] == "train"]
+
+@needs_root
+def test_a_training_without_a_summary_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_place_of_train("", tmp_path, monkeypatch)
+    with pytest.raises(TrialFailed, match=r"ended without a summary\.json"):
+        train(Trial(2, None, "co2", 0), Conditions(), tmp_path)
+
+
+def test_what_a_trial_tells_train() -> None:
+    given = ["train.steps=7", "co2.tau=4", "+co2_keep.delay=3"]
+    plain = trial_overrides("co2", given)
+    assert plain[:2] == list(training.TASK) and "method=co2" in plain
+    assert plain[-2:] == given[:2], "the command line's come last, without another method's"
+    assert plain.index("train.steps=60") < plain.index("train.steps=7")
+    assert not set(training.TASK) & set(trial_overrides("co2", ["task=vit"]))
+    limit = trial_overrides("none")
+    assert "method=local_sgd" in limit and "local_sgd.tau=1000000000" in limit
+
+
+def test_folders_of_trials_are_where_they_were(tmp_path: Path) -> None:
+    """Changed names would lose every measurement that has been taken."""
+    trial = Trial(2, 100.0, "co2", 1)
+    assert trial_folder(trial, Conditions(), tmp_path) == tmp_path / "even" / "2x100-1"
+    words = "--mbit 100,unlimited --schedule 100:20@10s --schedule unlimited@2.5s"
+    words += " --slow-link 1:0.5 --slow-cpu 0:0.25"
+    trials, conditions = plan(_parser().parse_args(words.split()))
+    folder = trial_folder(replace(trials[-1]), conditions, tmp_path)
+    name = "100to20@10s-unlimited@2.5s-link1:0.5-cpu0:0.25"
+    assert folder == tmp_path / name / "2xunlimited-0"
+
+
+def test_conditions_of_a_trial() -> None:
+    early, late, other = Change(1, 5), Change(3, None, "100"), Change(2, 7, "20")
+    conditions = Conditions((late, other, early), slow_links=((1, 0.5),))
+    trial = Trial(3, 100.0, "co2", 0)
+    assert conditions.rates(trial) == [100, 0.5, 100]
+    assert conditions.changes(trial) == [early, late]
+
+
+def test_methods_take_turns_within_a_repeat() -> None:
+    words = "--workers 2,3 --mbit 20,unlimited --methods co2,none --repeats 2"
+    trials, _ = plan(_parser().parse_args(words.split()))
+    keys = [(trial.repeat, trial.workers, trial.rate, trial.method) for trial in trials]
+    assert keys[:5] == [
+        (0, 2, "20", "co2"),
+        (0, 2, "20", "none"),
+        (0, 2, "unlimited", "co2"),
+        (0, 2, "unlimited", "none"),
+        (0, 3, "20", "co2"),
+    ]
+    assert len(set(keys)) == 16 and keys[8][0] == 1
 
 
 @pytest.mark.parametrize(
@@ -216,7 +359,7 @@ def lab_lines(folder: Path) -> list[dict]:
         ("--repeats 0", "--repeats=0"),
         ("--schedule 20", "--schedule=20: must be RATE@SECONDSs"),
         ("--schedule 100:20", "--schedule=100:20: must be RATE@SECONDSs"),
-        ("--schedule 50:20@3s", "--schedule=50:20@3s: no cell has 50"),
+        ("--schedule 50:20@3s", "--schedule=50:20@3s: no trial has links of 50"),
         ("--schedule 0:20@3s", "--schedule=0"),
         ("--schedule 0@3s", "--schedule=0"),
         ("--slow-link 2:10", "--slow-link=2"),
@@ -226,34 +369,75 @@ def lab_lines(folder: Path) -> list[dict]:
     ],
 )
 def test_wrong_values(words: str, key: str, capsys: pytest.CaptureFixture) -> None:
-    assert lab.main(words.split()) == 2
+    assert main(words.split()) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {key}") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("uid", "missing", "told"),
+    ("uid", "missing", "message"),
     [(1000, None, "need root"), (0, "tc", "install iproute2")],
 )
 def test_a_machine_that_cannot(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, uid, missing, told
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    uid: int,
+    missing: str | None,
+    message: str,
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: uid)
-    found = netns.shutil.which
+    found = slow_network.shutil.which
     monkeypatch.setattr(
-        netns.shutil, "which", lambda name: found("sh") if name != missing else None
+        slow_network.shutil, "which", lambda name: found("sh") if name != missing else None
     )
-    assert lab.main(["--mbit", "20"]) == 2
+    assert main(["--mbit", "20"]) == 2
     error = capsys.readouterr().err
-    assert told in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1
+
+
+def measured(method: str, repeat: int, throughput: float, mbit: str = "20") -> Measurement:
+    """Figures of a trial of which only these matter."""
+    share, seconds, sent, loss = (0.25, 0.5, 2.5e6, 3.0)
+    return Measurement(
+        *(2, mbit, method, repeat, throughput, share, None, seconds, seconds, sent),
+        *(9.0, 60, loss, "abc1234", "a cpu, 2 cores"),
+    )
 
 
 def test_shares_are_taken_within_a_repeat() -> None:
-    def row(method: str, repeat: int, throughput: float, mbit: str = "20") -> dict:
-        given = {"workers": 2, "mbit": mbit, "method": method, "repeat": repeat}
-        return {**given, "throughput": throughput}
-
-    rows = [row("none", 0, 100), row("co2", 0, 90), row("none", 1, 50), row("co2", 1, 50)]
-    shares = lab_report.shares_of_limit([rows[1], rows[3]], rows)
+    rows = [measured("none", 0, 100), measured("co2", 0, 90)]
+    rows += [measured("none", 1, 50), measured("co2", 1, 50)]
+    shares = report.shares_of_limit([rows[1], rows[3]], rows)
     assert shares == [0.9, 1.0]
-    assert lab_report.shares_of_limit([row("co2", 0, 1, "5")], rows) == []
+    assert report.shares_of_limit([measured("co2", 0, 1, "5")], rows) == []
+
+
+def test_a_line_of_the_table() -> None:
+    late = [replace(measured("co2", n, 80), target_s=time) for n, time in enumerate([7.0, None])]
+    rows = [measured("none", 0, 100), measured("none", 1, 100), *late]
+    *_, limit, line = report.markdown(rows, target_loss=4.5).splitlines()
+    assert line == "| 2 | 20 | co2 | 80 | 80.0% | 25.0% | — | 0.50 | 2.500 | 3.000 | — |"
+    assert limit.endswith("| 100 | 100.0% | 25.0% | — | 0.50 | 2.500 | 3.000 | — |")
+    assert "s to loss" not in report.markdown(rows)
+    reached = [replace(one, target_s=8.0) if one.target_s is None else one for one in late]
+    assert report.markdown(reached, 4.5).endswith("| — | 0.50 | 2.500 | 3.000 | 8 |")
+
+
+@pytest.mark.parametrize("with_target", [True, False])
+def test_measurements_are_read_as_they_were_written(tmp_path: Path, with_target: bool) -> None:
+    found = [replace(measured("co2", n, 0.1 + n), target_s=None) for n in range(2)]
+    if with_target:
+        found[0] = replace(found[0], target_s=1 / 3, overlap=0.9)
+    write_csv(found, tmp_path / "cells.csv", with_target)
+    assert read_csv(tmp_path / "cells.csv") == found
+
+
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("results/**/cells.csv")), ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_the_committed_measurements_have_these_columns(path: Path, tmp_path: Path) -> None:
+    """Reading and writing gives the file back, so its columns are what they always were."""
+    with path.open(newline="") as file:
+        names = csv.DictReader(file).fieldnames or []
+    write_csv(read_csv(path), tmp_path / "again.csv", with_target="target_s" in names)
+    assert (tmp_path / "again.csv").read_bytes() == path.read_bytes()

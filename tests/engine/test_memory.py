@@ -64,7 +64,7 @@ def held_beyond_the_ledger(
     known = {t.untyped_storage().data_ptr() for t in own}
     extra = sum(size for at, size in now.items() if at not in before and at not in known)
     method.flush()
-    return extra / (4 * PARAMS), method.copies
+    return extra / (4 * PARAMS), method.extra_copies
 
 
 SHARD = {"shard": True}
@@ -113,8 +113,8 @@ def test_quantized_exchange_holds_errors_and_messages(workers, kind, bits):
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_sharded_outer_state_is_one_copy_and_two_parts(workers, world):
     for copies, told in workers.run(held_beyond_the_ledger, world, "co2", Precision.fp32, SHARD):
-        assert told == 1 + 2 / world
-        assert told <= copies < told + 0.07  # and a row of the buffer, and its padding
+        assert told == pytest.approx(1 + 2 / world, rel=0.01)  # parts are alike, but for padding
+        assert told <= copies < told + 0.04  # and a row of the buffer
 
 
 class LargestAllocation(TorchDispatchMode):

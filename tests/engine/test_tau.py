@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import co2
+from co2.comm.clocks import CommTotals
 from co2.methods.parts import auto_tau as tau
 from co2.methods.parts import local
 from co2.methods.parts.auto_tau import CHOICES, PATIENCE, START, WINDOW, AutoTau, choose
@@ -71,12 +72,11 @@ def played(
     """τ of each round, one replica alone, and what was said."""
     auto = Scripted(co2.Mesh.world(device="cpu"), share)
     auto.script = script
-    clocks = {"comm_s": 0.0, "exposed_s": 0.0}
     rounds = [auto.tau]
     while auto.position < measurements:
-        rounds.append(auto.round_ends(clocks))
-    rounds.append(auto.round_ends(clocks))
-    return rounds, auto.notices
+        rounds.append(auto.round_ends(CommTotals()))
+    rounds.append(auto.round_ends(CommTotals()))
+    return rounds, auto.take_notices()
 
 
 def test_chosen_after_a_few_rounds() -> None:
@@ -140,7 +140,7 @@ def test_the_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
             now += 102.0 if step == 5 else 2.0
             auto.step_ends()
             now += 0.5
-        auto.round_ends({"comm_s": 6.0 * number, "exposed_s": 1.0 * number})
+        auto.round_ends(CommTotals(6.0 * number, 1.0 * number))
     share = WINDOW / (WINDOW + 2.0 * START * WINDOW)
     assert found == [pytest.approx((2.0, 6.0, share))]
 
@@ -150,7 +150,7 @@ def agreed(rank: int, world: int) -> int:
     auto = Scripted(co2.Mesh.world(device="cpu"))
     auto.script = ((1.0 + rank, 30.0 - 10.0 * rank, 0.0),)
     for _ in range(WINDOW + 2):
-        auto.round_ends({"comm_s": 0.0, "exposed_s": 0.0})
+        auto.round_ends(CommTotals())
     auto.close()
     return auto.tau
 

@@ -44,7 +44,7 @@ def payload_and_count(rank: int, world: int, name: str, wire: Precision) -> tupl
         method.flush()
     finally:
         dist.all_reduce = real
-    return payload, method.stats()["bytes"]
+    return payload, method.stats().bytes_sent
 
 
 @pytest.mark.parametrize("name", ROUNDS_OF)
@@ -78,7 +78,7 @@ def payloads_when_sharded(rank: int, world: int) -> tuple[dict[str, int], float]
                 param.grad = torch.ones_like(param)
             method.step()
         method.flush()
-    return payloads, method.stats()["bytes"]
+    return payloads, method.stats().bytes_sent
 
 
 @pytest.mark.parametrize(("world", "padded"), [(1, 0), (2, 1080), (3, 1080), (4, 1080)])
@@ -126,7 +126,7 @@ method.flush()
 dist.barrier()
 after = sent()
 if rank == 0:
-    print("MEASURED", after - before, world * method.stats()["bytes"])
+    print("MEASURED", after - before, world * method.stats().bytes_sent)
 dist.barrier(); dist.destroy_process_group()
 """
 

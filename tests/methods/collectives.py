@@ -1,11 +1,15 @@
-"""Watching and delaying the collectives that a method launches through `torch.distributed`."""
+"""Watching, delaying and dropping the collectives that a method launches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 WATCHED = (
     "all_reduce",
@@ -21,34 +25,53 @@ WATCHED = (
 )
 
 
-class Recorder:
-    """Inside `with`: logs every call of a collective as (step, name, elements, dtype, async).
+class Recorder(TorchDispatchMode):
+    """Inside `with`: logs every collective as (step, name, elements, dtype, async).
 
-    The user counts the steps: `recorder.step += 1`.
+    Those that are called through `torch.distributed` have that function's name. Those that C++ code
+    launches on this thread, as DistributedDataParallel does, have the operator's: `allreduce_`; all
+    of them are asynchronous. The user counts the steps: `recorder.step += 1`.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.step = 0
         self.log: list[tuple[int, str, int, str, bool]] = []
         self._patches: list[Any] = []
+        self._calling = False
+        """Whether a call through `torch.distributed` is under way, which is logged already."""
 
     def __enter__(self) -> "Recorder":
         for name in WATCHED:
             logged = self._logged(name, getattr(dist, name))
             self._patches.append(patch.object(dist, name, logged))
             self._patches[-1].start()
-        return self
+        return super().__enter__()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
         for patched in reversed(self._patches):
             patched.stop()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "c10d" and not self._calling:
+            for tensor in args[0]:
+                name = func.overloadpacket.__name__
+                self.log.append((self.step, name, tensor.numel(), str(tensor.dtype), True))
+        return func(*args, **(kwargs or {}))
 
     def _logged(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             tensor = next((a for a in args if isinstance(a, torch.Tensor)), torch.empty(0))
             background = bool(kwargs.get("async_op", False))
             self.log.append((self.step, name, tensor.numel(), str(tensor.dtype), background))
-            return original(*args, **kwargs)
+            self._calling = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._calling = False
 
         return call
 
@@ -115,3 +138,39 @@ class SlowNetwork:
             work.steps_seen += 1
             if work.steps_seen == work.delay:
                 work.release()
+
+
+class FinishedWork:
+    """What `async_op=True` returns for a collective that is over."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result([])
+        return future
+
+
+def drop(*args: Any, async_op: bool = False, **kwargs: Any) -> FinishedWork | None:
+    """Stands in for a collective: it returns at once and exchanges nothing."""
+    return FinishedWork() if async_op else None
+
+
+EXCHANGING = (
+    "all_reduce",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+)
+"""The collectives by which methods synchronize after `prepare`."""
+
+
+@contextmanager
+def nothing_exchanged(model: nn.Module) -> Iterator[None]:
+    """Inside: training goes on as if every collective had worked, but replicas exchange nothing."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.multiple(dist, **dict.fromkeys(EXCHANGING, drop)))
+        if isinstance(model, DistributedDataParallel):
+            stack.enter_context(model.no_sync())  # its collectives do not go through `dist`
+        yield

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 import co2
-from co2.config import CommConfig
+from co2.config import CommConfig, Waits
 from co2.methods import METHODS
+from co2.methods.parts.compressed import CompressedAdam
 from tests.methods import problem
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -39,20 +40,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """One telling configuration of every method."""
 
-OVERLAPPED = (
-    "overlap_local_sgd",
-    "cocod_sgd",
-    "streaming_diloco",
-    "eager_diloco",
-    "co2",
-    "co2_keep",
-)
+OVERLAPPED = tuple(name for name in SETTINGS if METHODS[name].waits is Waits.beyond_delay)
 """Methods that compute on while a collective is in flight."""
 
 ROUNDS_OF = tuple(name for name, settings in SETTINGS.items() if "tau" in settings)
 """Methods with rounds of τ steps around any inner optimizer."""
 
-ADAM = ("onebit_adam", "zero_one_adam")
+ADAM = tuple(name for name in SETTINGS if issubclass(METHODS[name], CompressedAdam))
 """Methods that are an Adam: they take the place of the inner one, and refuse any other."""
 
 
@@ -86,8 +80,12 @@ class Session:
         seed = rank if seed is None else seed
         self.net, self.optimizer = problem.build(seed, optimizer or inner(name), dtype)
         self.method = METHODS[name](METHODS[name].Config(**settings), comm)
-        self.model = self.method.prepare(self.net, self.optimizer, co2.Mesh.world())
-        self.method.lr_at = lambda step: max(problem.rates(self.optimizer, step))
+        self.model = self.method.prepare(
+            self.net,
+            self.optimizer,
+            co2.Mesh.world(),
+            schedule=lambda step: max(problem.rates(self.optimizer, step)),
+        )
 
     def step(self) -> None:
         problem.set_lr(self.optimizer, self.steps_done)

@@ -52,13 +52,13 @@ def measured(rank: int, world: int, name: str) -> tuple[float, float, int]:
     before = 0.0
     for step in range(ROUNDS + ROUNDS * TAU):
         if step == ROUNDS:
-            before = method.stats()["bytes"]
+            before = method.stats().bytes_sent
         model(torch.randn(4, 150)).sum().backward()
         method.step()
         optimizer.zero_grad()
     method.flush()
     size = sum(4 * weight.numel() for weight in net.parameters())
-    return method.copies, (method.stats()["bytes"] - before) / (ROUNDS * TAU), size
+    return method.extra_copies, (method.stats().bytes_sent - before) / (ROUNDS * TAU), size
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -199,8 +199,7 @@ def trained(rank: int, world: int, case: Case) -> list[Vector]:
     """One replica's weights after each round, under the method."""
     model, optimizer = case.build()
     method = METHODS[case.method](METHODS[case.method].Config(**case.settings))
-    method.prepare(model, optimizer, co2.Mesh.world())
-    method.lr_at = case.rate
+    method.prepare(model, optimizer, co2.Mesh.world(), schedule=case.rate)
     history = []
     for step in range(len(case.expected[0]) * case.settings["tau"]):
         case.set_lr(optimizer, step)

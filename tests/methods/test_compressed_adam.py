@@ -87,7 +87,7 @@ def test_uncompressed_replicas_move_by_the_mean(workers: Pool) -> None:
 
 
 def sent(rank: int, world: int, name: str, settings: dict[str, Any]) -> tuple[list[float], int]:
-    """Bytes in every step, those of an exact and of a 1-bit mean being 10^6 and 1; and the lag."""
+    """Bytes in every step, where an exact mean has 10^6 and a 1-bit mean 1; and the largest skew."""
     session = Session(rank, name, settings)
     method = session.method
     assert isinstance(method, OneBitAdam | ZeroOneAdam)
@@ -96,12 +96,12 @@ def sent(rank: int, world: int, name: str, settings: dict[str, Any]) -> tuple[li
     totals = [0.0]
     for _ in range(40):
         session.step()
-        totals.append(method.stats()["bytes"])
+        totals.append(method.stats().bytes_sent)
     method.flush()
     stats = method.stats()
-    assert stats["comm_s"] > 0 and stats["exposed_s"] > 0
-    assert stats["rounds"] == sum(after > before for before, after in pairwise(totals))
-    return [after - before for before, after in pairwise(totals)], method.lag
+    assert stats.comm_s > 0 and stats.exposed_s > 0
+    assert stats.own["rounds"] == sum(after > before for before, after in pairwise(totals))
+    return [after - before for before, after in pairwise(totals)], method.max_skew_steps
 
 
 def test_schedule_of_onebit_adam(workers: Pool) -> None:

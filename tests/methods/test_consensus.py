@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed
 
-from co2.comm import mesh as dist
+import co2
+from co2.comm import collectives
 from tests.methods.collectives import SlowNetwork
 from tests.methods.driver import OVERLAPPED, SETTINGS, Session, Snapshot, assert_same, trajectory
 from tests.workers import Pool
@@ -59,7 +60,7 @@ def out_of_reach(rank: int, world: int, name: str) -> tuple[list, list]:
     """As seen under a group that takes the tensors where they lie, and under one that does not."""
     usual = looked_at(rank, world, name)
     with (
-        patch.object(dist, "carries", lambda group, tensor: False),
+        patch.object(collectives, "carries", lambda group, tensor: False),
         patch.object(torch.Tensor, "cpu", lambda tensor: tensor.clone()),
     ):
         return usual, looked_at(rank, world, name)
@@ -77,13 +78,13 @@ def test_gloo_is_for_the_memory_of_the_host(workers: Pool) -> None:
 
 
 def carried(rank: int, world: int) -> None:
-    group = dist.Mesh.world().new_group_across_replicas()
+    group = co2.Mesh.world().new_group_across_replicas()
     gpu, host = SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)
-    assert not dist.carries(group, gpu)  # type: ignore[arg-type]
-    assert dist.carries(group, host)  # type: ignore[arg-type]
-    assert dist.carries(None, gpu)  # type: ignore[arg-type]
+    assert not collectives.carries(group, gpu)  # type: ignore[arg-type]
+    assert collectives.carries(group, host)  # type: ignore[arg-type]
+    assert collectives.carries(None, gpu)  # type: ignore[arg-type]
     with patch("torch.distributed.get_backend_config", lambda group: "cpu:gloo,cuda:nccl"):
-        assert dist.carries(group, gpu)  # type: ignore[arg-type]
+        assert collectives.carries(group, gpu)  # type: ignore[arg-type]
     torch.distributed.barrier(group)  # who leaves early breaks what the other still connects
 
 

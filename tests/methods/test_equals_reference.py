@@ -57,6 +57,9 @@ def simulate(
     return histories
 
 
+STEPS = ROUNDS * problem.TAU
+
+
 def compare(
     workers: Pool,
     case: tuple[str, dict[str, Any]],
@@ -65,13 +68,24 @@ def compare(
     dtype: torch.dtype,
     tolerance: float,
 ) -> None:
+    """Hold the method on `world` workers against its reference."""
+    measured = workers.run(trajectory, world, *case, optimizer, dtype, STEPS)
+    assert_follows(measured, case, optimizer, dtype, tolerance)
+
+
+def assert_follows(
+    measured: list[list[Snapshot]],
+    case: tuple[str, dict[str, Any]],
+    optimizer: str,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    """Hold histories, one of each replica, against the method's reference."""
     name, settings = case
-    steps = ROUNDS * problem.TAU
-    measured = workers.run(trajectory, world, name, settings, optimizer, dtype, steps)
-    told = {key: value for key, value in settings.items() if key != "shard"}
-    expected = simulate(name, told, optimizer, world, dtype)
+    known = {key: value for key, value in settings.items() if key != "shard"}
+    expected = simulate(name, known, optimizer, len(measured), dtype)
     for history, simulated in zip(measured, expected, strict=True):
-        per_round = steps // (len(simulated) - 1)
+        per_round = STEPS // (len(simulated) - 1)
         for index, (now, then) in enumerate(zip(history[::per_round], simulated, strict=True)):
             torch.testing.assert_close(
                 now,

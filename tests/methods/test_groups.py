@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import co2
-from co2.comm import mesh as blocking
+from co2.comm import collectives
 from co2.comm.background import BackgroundMean
 from co2.methods import METHODS
 from tests.cli.harness import pooled
@@ -20,14 +20,8 @@ from tests.methods.driver import SETTINGS, inner, parts
 from tests.methods.problem import OPTIMIZERS
 from tests.workers import Pool
 
-ROLES = {
-    "comm": "training",
-    "dist": "consensus",
-    "stop": "control",
-    "checkpoint": "control",
-    "loop": "control",
-}
-"""What a file of co2 talks about."""
+ROLES = {"background": "training", "collectives": "consensus"}
+"""What the collectives of a file of co2/comm are for. Those of co2/train are for control."""
 WATCHED = ("all_reduce", "broadcast", "barrier", "all_gather_object", "broadcast_object_list")
 
 
@@ -38,10 +32,12 @@ def watched(log: Path) -> Iterator[None]:
     def told(original: Any) -> Any:
         def call(*arguments: Any, group: Any = None, **others: Any) -> Any:
             file = Path(sys._getframe(1).f_code.co_filename)
-            if file.parent.name == "co2":
+            room = file.parent.name
+            if room in ("comm", "train"):
+                role = ROLES[file.stem] if room == "comm" else "control"
                 name = "default" if group in (None, dist.group.WORLD) else group.group_name
                 with (log / f"rank{dist.get_rank()}").open("a") as lines:
-                    lines.write(f"{ROLES[file.stem]} {name}\n")
+                    lines.write(f"{role} {name}\n")
             return original(*arguments, group=group, **others)
 
         return call
@@ -86,7 +82,7 @@ def crossed(rank: int, world: int) -> list[float]:
     for index in order:
         means[index].start(torch.full((1000,), 10.0 * index + rank))
     consensus = torch.full((1000,), 100.0 + rank)
-    with blocking.averaged([consensus], group):
+    with collectives.averaged([consensus], group):
         seen = consensus.mean().item()
     found = [mean.wait() for mean in means]
     for mean in means:
@@ -106,7 +102,7 @@ def groups_of(rank: int, world: int, name: str) -> list[str]:
         method = METHODS[name]()
         method.prepare(model, OPTIMIZERS[inner(name)](model.parameters()), co2.Mesh.world())
         names += [part.mean.group.group_name for part in parts(method)]
-        names.append(method.group.group_name)  # type: ignore[attr-defined]
+        names.append(method.group.group_name)
         method.flush()
     return names
 

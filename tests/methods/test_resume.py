@@ -45,7 +45,7 @@ def finish(session: Session) -> tuple[Snapshot, dict[str, Any], dict[str, Any]]:
     while session.steps_done < STEPS:
         session.step()
     state = session.method.state_dict()
-    untimed = {key: state[key] for key in state.keys() - {"mean", "clocks"}}
+    untimed = {key: state[key] for key in state.keys() - {"mean", "means", "clocks"}}
     return session.snapshot(), session.optimizer.state_dict(), untimed
 
 

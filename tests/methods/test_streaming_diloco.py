@@ -174,7 +174,7 @@ def quantized(rank: int, world: int, exchange: str, tau: int) -> tuple[Tensor, f
     with method.consensus():
         weights = torch.cat([weight.detach().clone() for weight in model.parameters()])
     method.flush()
-    return weights, method.stats()["bytes"]
+    return weights, method.stats().bytes_sent
 
 
 def test_quantized_exchange_loses_nothing_for_good(workers: Pool) -> None:

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 import co2
-from co2.methods import METHODS
-from co2.peers import PEERS
+from co2.peers import known_methods
 from tests.methods import problem
 
-KNOWN: dict[str, Any] = {**METHODS, **PEERS}
+KNOWN = known_methods()
 
 
 def trajectory(

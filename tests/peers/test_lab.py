@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import co2
-from co2.lab import measure as lab
-from co2.peers import PEERS
+from co2.lab.__main__ import main
+from co2.peers import PEERS, check_installed
 from tests.engine.test_lab import TOY, needs_root, traces
 
 
@@ -20,7 +20,7 @@ def installed() -> list[str]:
 
 def lab_takes(name: str) -> bool:
     try:
-        lab.check_installed(name)
+        check_installed(name)
     except co2.ConfigError:
         return False
     return True
@@ -33,7 +33,7 @@ def test_a_table_of_peers(tmp_path: Path) -> None:
     arguments = ["--mbit", "20", "--methods", ",".join(methods), *TOY, "toy.hidden=4000"]
     arguments += [f"{name}.tau=4" for name in PEERS]  # each for that peer alone
     places = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
-    assert lab.main([*arguments, "local_sgd.tau=4", *places]) == 0
+    assert main([*arguments, "local_sgd.tau=4", *places]) == 0
     with (tmp_path / "out/cells.csv").open() as file:
         rows = {row["method"]: row for row in csv.DictReader(file)}
     assert list(rows) == methods
@@ -52,7 +52,7 @@ def test_a_table_of_peers(tmp_path: Path) -> None:
 
 PROGRAM = """
 import sys, torch, torch.distributed as dist, co2
-from co2.peers import PEERS
+from co2.peers import PEERS, check_installed
 from pathlib import Path
 
 def sent():
@@ -72,7 +72,7 @@ for _ in range(12):
 dist.barrier()
 after = sent()
 if rank == 0:
-    print("MEASURED", after - before, world * method.stats()["bytes"])
+    print("MEASURED", after - before, world * method.stats().bytes_sent)
 method.flush()
 dist.destroy_process_group()
 """

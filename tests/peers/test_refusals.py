@@ -7,7 +7,7 @@ import pytest
 
 from co2 import peers
 from co2.errors import ConfigError
-from co2.lab import measure as lab
+from co2.lab.__main__ import main
 from co2.peers import PEERS
 from co2.train import launch
 from tests.cli.harness import configured
@@ -33,7 +33,7 @@ def test_without_the_extra(name: str, tmp_path: Path, capsys: pytest.CaptureFixt
         configured(f"method={name}", runs=tmp_path)
     assert launch.refuse(caught.value) == 2
     assert capsys.readouterr().err == f"error: method={name}: {MISSING}\n"
-    assert lab.main(["--methods", f"none,{name}"]) == 2
+    assert main(["--methods", f"none,{name}"]) == 2
     assert capsys.readouterr().err == f"error: method={name}: {MISSING}\n"
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from co2.lab import measure as lab
+from co2.lab.training import TrialFailed
+from co2.lab.trial import trial_folder
 from recipes import entries, figure1, laboratory, scaling, table3
 from recipes.__main__ import main
 from recipes.collect import collect, read
@@ -36,8 +37,8 @@ def cell(recipe: laboratory.LabRecipe, row: str, column: str, repeat: int) -> La
 
 def write_run(of: LabCell, throughput: float) -> Path:
     """A training's folder, as the laboratory leaves it."""
-    run = lab._place(of.cell, laboratory.EVEN, of._runs)
-    folder = run / "gpt2" / "tag" / of.cell.method / "seed0"
+    run = trial_folder(of.trial, laboratory.EVEN, of._runs)
+    folder = run / "gpt2" / "tag" / of.trial.method / "seed0"
     folder.mkdir(parents=True)
     summary = {"throughput": throughput, "exposed_share": 0.5, "overlap": 0.5}
     (folder / "summary.json").write_text(json.dumps({**summary, "workers": 2, "steps": 60}))
@@ -72,7 +73,7 @@ def test_cells_with_overrides_are_trainings_of_their_own(place: Path) -> None:
     plain = cell(table3.RECIPE, "CO2", "2 workers, 100 Mbit/s", 0)
     assert kept.overrides == ("co2_keep.delay=3",) and traced.overrides == ("trace=true",)
     assert kept.config().method_config.delay == 3 and traced.config().trace
-    assert traced.cell == plain.cell and not plain.config().trace
+    assert traced.trial == plain.trial and not plain.config().trace
     write_run(plain, 1.0)
     assert plain.summary() is not None and traced.summary() is None and traced.folder() is None
 
@@ -97,7 +98,7 @@ def test_a_failed_cell_does_not_lose_the_others(
 
     def train(self: LabCell) -> None:
         if self == bad:
-            raise lab.Failed("a worker ended")
+            raise TrialFailed("a worker ended")
         write_run(self, 2.0)
 
     monkeypatch.setattr(LabCell, "train", train)

@@ -8,12 +8,12 @@ round and read at the end of the next.
 """
 
 import statistics
-import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from co2.comm.clocks import CommTotals, stopwatch
 from co2.comm.mesh import Mesh
 
 AUTO = "auto"
@@ -62,10 +62,9 @@ class AutoTau:
 
     def __init__(self, mesh: Mesh, most_share: float | None = None) -> None:
         self.tau, self.most_share = START, most_share
-        self.notices: list[str] = []
-        """What was decided and why, a line each; the reader empties it."""
+        self._notices: list[str] = []
         self._group = mesh.new_group_of_workers("gloo")
-        self._clock = _CudaClock() if mesh.device.type == "cuda" else _HostClock()
+        self._stopwatch = stopwatch(mesh.device)
         self._chosen, self._strikes, self._rounds = False, 0, 0
         self._steps: list[float] = []
         self._before = (0.0, 0.0)
@@ -73,21 +72,21 @@ class AutoTau:
         self._work: dist.Work | None = None
 
     def step_begins(self) -> None:
-        self._clock.begin()
+        self._stopwatch.begin()
 
     def step_ends(self) -> None:
-        self._clock.end()
+        self._stopwatch.end()
 
-    def round_ends(self, clocks: dict[str, float]) -> int:
-        """τ of the round that begins.
+    def round_ends(self, totals: CommTotals) -> int:
+        """Return τ of the round that begins.
 
         Args:
-            clocks: `comm_s` and `exposed_s` of all rounds so far.
+            totals: of all rounds so far.
         """
-        self._steps += self._clock.take()
+        self._steps += self._stopwatch.take()
         if self._asked is not None:
             self._decide(*self._answer())
-        now = (clocks["comm_s"], clocks["exposed_s"])
+        now = (totals.comm_s, totals.exposed_s)
         if self._rounds == WINDOW:
             self._ask(self.measured(now))
         if self._rounds in (0, WINDOW):
@@ -104,6 +103,11 @@ class AutoTau:
         comm_s, exposed_s = (a - b for a, b in zip(now, self._before, strict=True))
         computed_s = step_s * len(self._steps)
         return step_s, comm_s / WINDOW, exposed_s / max(exposed_s + computed_s, 1e-9)
+
+    def take_notices(self) -> list[str]:
+        """What was decided since the last call and why, a line each."""
+        notices, self._notices = self._notices, []
+        return notices
 
     def _ask(self, figures: tuple[float, float, float]) -> None:
         step_s, comm_s, exposed = figures
@@ -135,7 +139,7 @@ class AutoTau:
             self._strikes = self._strikes + 1 if exposed > bound else 0
             if self._strikes < PATIENCE or best <= self.tau:
                 return
-        self.notices.append(_reason(self.tau, best, step_s, comm_s, exposed, self.most_share))
+        self._notices.append(_reason(self.tau, best, step_s, comm_s, exposed, self.most_share))
         self.tau, self._strikes, self._rounds = best, 0, 0
 
     def close(self) -> None:
@@ -151,7 +155,7 @@ class AutoTau:
             "chosen": self._chosen,
             "strikes": self._strikes,
             "rounds": self._rounds,
-            "steps": self._steps + self._clock.take(),
+            "steps": self._steps + self._stopwatch.take(),
             "before": list(self._before),
             "asked": self._asked,
         }
@@ -176,51 +180,3 @@ def _reason(
         f"tau {old} → {new}: a step takes {step_s:.3g} s, a mean {comm_s:.3g} s, "
         f"{exposed:.1%} was exposed; {new} steps {verb}{goal}"
     )
-
-
-class _HostClock:
-    """Seconds from each `begin` to the next `end`."""
-
-    def __init__(self) -> None:
-        self._began: float | None = None
-        self._seconds: list[float] = []
-
-    def begin(self) -> None:
-        self._began = time.perf_counter()
-
-    def end(self) -> None:
-        if self._began is not None:
-            self._seconds.append(time.perf_counter() - self._began)
-            self._began = None
-
-    def take(self) -> list[float]:
-        """Those since the last call."""
-        taken, self._seconds = self._seconds, []
-        return taken
-
-
-class _CudaClock:
-    """The same of the GPU's time, read when it is past: the host never waits."""
-
-    def __init__(self) -> None:
-        self._began: torch.cuda.Event | None = None
-        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def begin(self) -> None:
-        self._began = _mark()
-
-    def end(self) -> None:
-        if self._began is not None:
-            self._pairs.append((self._began, _mark()))
-            self._began = None
-
-    def take(self) -> list[float]:
-        past = [pair for pair in self._pairs if pair[1].query()]
-        self._pairs = self._pairs[len(past) :]
-        return [began.elapsed_time(ended) / 1e3 for began, ended in past]
-
-
-def _mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

@@ -4,37 +4,31 @@ Both take the inner Adam's place: they read its parameter groups (lr, betas, eps
 never call its step. Moments and errors are flat vectors, in the order of FlatParams.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Adam, AdamW
 
 from co2.comm.background import BackgroundMean
-from co2.comm.collectives import consensus, replicate
 from co2.comm.compress import COMPRESSORS
 from co2.comm.exchange import CompressedMean
 from co2.comm.flat import Chunk, FlatParams
-from co2.comm.mesh import Mesh
 from co2.config import CommConfig, CommDevice, OptimConfig, Precision
 from co2.config import Optimizer as OptimizerName
 from co2.errors import require, require_count
+from co2.methods.base import Method, MethodStats
 
 
-class CompressedAdam:
-    """Adam whose replicas exchange signs. A subclass sets `name`, `Config` with `freeze_step`,
-    `vectors` (the names of its flat tensors, all zeros at first) and `step()`."""
+class CompressedAdam(Method):
+    """Adam whose replicas exchange signs. A subclass sets `name`, `Config` with `freeze_step`, and
+    `waits`, and implements `step()`; if it holds more than m and v, it makes that in `set_up` and
+    names it in `state_tensors`."""
 
-    Config: Any
     name: str
-    vectors: tuple[str, ...] = ("m", "v")
-    m: Tensor
-    v: Tensor
-    lr_at: Callable[[int], float] | None = None
-    averages_gradients = False
+    """The method's own, for messages."""
     refused_strategies: Mapping[str, str] = MappingProxyType(
         {
             "zero1": "it takes the inner optimizer's place, which has no state to share; use ddp",
@@ -42,17 +36,16 @@ class CompressedAdam:
             "zero3": "its scales are of whole tensors, not of parts; use ddp",
         }
     )
-    """See Method."""
 
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
-        self.config = self.Config() if config is None else config
-        self.comm = comm or CommConfig()
+        super().__init__(config, comm)
         dtype, device = self.comm.dtype, self.comm.device
         hint = f"{self.name} sends signs; it needs fp32"
         require(dtype is Precision.fp32, "comm.dtype", dtype.name, hint)
         hint = f"{self.name} updates the model at every step, where it is; use auto"
         require(device is CommDevice.auto, "comm.device", device.name, hint)
-        self.steps = self.rounds = 0
+        self.rounds = 0
+        """How many times the replicas have exchanged anything."""
 
     @classmethod
     def check(cls, optim: OptimConfig) -> None:
@@ -60,32 +53,24 @@ class CompressedAdam:
         adamw = optim.name is OptimizerName.adamw
         require(adamw, "optim.name", optim.name.name, f"{cls.name} needs adamw")
 
-    def step(self) -> None:
-        raise NotImplementedError
-
-    def prepare(self, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> nn.Module:
+    def set_up(self) -> nn.Module:
         """Raises `ConfigError` for an optimizer other than plain Adam or AdamW."""
-        kind = type(optimizer).__name__
-        require(type(optimizer) in (Adam, AdamW), "optim.name", kind, f"{self.name} needs adamw")
-        for group in optimizer.param_groups:
+        kind = type(self.optimizer)
+        adam = kind in (Adam, AdamW)
+        require(adam, "optim.name", kind.__name__, f"{self.name} needs adamw")
+        for group in self.optimizer.param_groups:
             plain = not group["amsgrad"] and not group["maximize"]
-            require(plain, "optim.name", kind, f"{self.name} takes no amsgrad and no maximize")
-        self.model, self.optimizer = model, optimizer
-        self.group, self.replica_group = (
-            mesh.new_group_across_replicas(),
-            mesh.new_group_within_replica(),
-        )
-        replicate(model, self.group)
-        self.flat = flat = FlatParams(optimizer)
+            hint = f"{self.name} takes no amsgrad and no maximize"
+            require(plain, "optim.name", kind.__name__, hint)
+        self.flat = flat = FlatParams(self.optimizer)
         self.mean = BackgroundMean(
-            flat.numel, mesh, self.comm, dtype=flat.dtype, device=flat.device
+            flat.numel, self.mesh, self.comm, dtype=flat.dtype, device=flat.device
         )
         sizes = [param.numel() for param in flat.params]
-        self.exchange = CompressedMean(sizes, mesh, self.mean, COMPRESSORS["sign"])
+        self.exchange = CompressedMean(sizes, self.mesh, self.mean, COMPRESSORS["sign"])
         self._divisor = flat.transfer.empty(max(chunk.numel for chunk in flat.chunks))
-        for name in self.vectors:
-            setattr(self, name, flat.zeros())
-        return model
+        self.m, self.v = flat.zeros(), flat.zeros()
+        return self.model
 
     def average_gradients(self) -> None:
         """The communication buffer, which holds this replica's, ← the replicas' mean."""
@@ -142,53 +127,37 @@ class CompressedAdam:
         eps = self.optimizer.param_groups[chunk.group]["eps"]
         return out.div_(correction**0.5).add_(eps)
 
-    def consensus(self) -> AbstractContextManager[None]:
-        return consensus(self.model, self.group, self.replica_group)
-
     def flush(self) -> None:
         self.mean.close()
 
+    def state_tensors(self) -> dict[str, Tensor]:
+        """With Adam's own two moments, which the optimizer does not hold here."""
+        own = {"m": self.m, "v": self.v, "buffer": self.mean.buffer}
+        return {**own, **self.exchange.state_tensors()}
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """All but the buffer and the messages: nothing is in flight between steps."""
+        tensors = self.state_tensors()
+        for name in ("buffer", *self.exchange.messages()):
+            del tensors[name]
+        return tensors
+
+    def scratch_tensors(self) -> list[Tensor]:
+        own = [self._divisor, *self.exchange.scratch_tensors()]
+        return [*self.flat.transfer.scratch_tensors(), *own]
+
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "steps": self.steps,
-            "rounds": self.rounds,
-            "vectors": {name: getattr(self, name) for name in self.vectors},
-            "errors": self.exchange.state_dict(),
-            "mean": self.mean.state_dict(),
-        }
+        own = {"rounds": self.rounds, "mean": self.mean.state_dict()}
+        return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps, self.rounds = state["steps"], state["rounds"]
-        for name in self.vectors:
-            getattr(self, name).copy_(state["vectors"][name])
-        self.exchange.load_state_dict(state["errors"])
+        super().load_state_dict(state)
+        self.rounds = state["rounds"]
         self.mean.load_state_dict(state["mean"])
 
-    def stats(self) -> dict[str, float]:
-        """`rounds`: times that replicas have exchanged anything."""
-        return {**self.mean.clocks(), "rounds": float(self.rounds)}
-
-    def notices(self) -> list[str]:
-        return []
-
-    @property
-    def copies(self) -> float:
-        """With Adam's own two moments, which the optimizer does not hold here."""
-        held = self.mean.buffer.nbytes + self.exchange.held_bytes
-        return len(self.vectors) + held / self.mean.buffer.nbytes
-
-    @property
-    def scratch_bytes(self) -> int:
-        own = self._divisor.nbytes + self.exchange.scratch_bytes
-        return self.flat.transfer.scratch_bytes + own
-
-    @property
-    def state_device(self) -> torch.device:
-        return self.flat.device
-
-    @property
-    def lag(self) -> int:
-        return 1
+    def stats(self) -> MethodStats:
+        """`rounds`: how many times the replicas have exchanged anything."""
+        return MethodStats.of(self.mean.totals(), {"rounds": float(self.rounds)})
 
 
 def check_freeze_step(freeze_step: int) -> None:

@@ -1,77 +1,59 @@
-"""LocalMethod: what the methods with τ local steps have in common.
+"""LocalMethod: what the methods with τ local steps in a round have in common."""
 
-A method of this kind holds vectors of the model's size, and says what happens when a round ends.
-"""
-
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 from co2.comm.background import BackgroundMean
-from co2.comm.collectives import consensus, replicate
 from co2.comm.flat import FlatParams
-from co2.comm.mesh import Mesh
 from co2.comm.phases import OUTER_STEP
-from co2.config import CommConfig
+from co2.config import CommConfig, Waits
 from co2.errors import require, require_number
+from co2.methods.base import Method, MethodStats
 from co2.methods.parts.auto_tau import AUTO, AutoTau
 
 
-class LocalMethod:
-    """τ inner steps on every replica, then `end_round`. A subclass sets:
+class LocalMethod(Method):
+    """τ inner steps on every replica, then `end_round`. A subclass has
 
-    - `Config`, a dataclass with `tau`, and for a blocking method with `comm_share`;
-    - `held`, the model copies that it keeps beyond the communication buffer;
-    - `vectors`, the names of its flat tensors, which make up its state;
-    - `begin()`, which allocates them, and `end_round()`.
+    - `Config`, a dataclass with `tau`, and for a method that always waits with `comm_share`;
+    - `waits`;
+    - `init_outer_state()`, which makes the vectors that it holds, and `state_tensors()`, which
+      names them beside the communication buffer;
+    - `end_round()`.
     """
 
-    Config: Any
-    held: float
-    vectors: tuple[str, ...] = ()
-    averages_gradients = False
-    refused_strategies: Mapping[str, str] = MappingProxyType({})
-    rounds_apart = 1
-    """Rounds that one replica may run ahead of another: 2 where means arrive one round late."""
-    lr_at: Callable[[int], float] | None = None
-    """See Method."""
-
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
-        self.config = self.Config() if config is None else config
-        self.comm = comm or CommConfig()
-        self.steps = self.round_began = 0
+        super().__init__(config, comm)
+        self.round_began = 0
+        """The value of `steps` when the round under way began."""
 
-    def begin(self) -> None:
+    def init_outer_state(self) -> None:
+        """Make the vectors that the method holds. `flat` and `mean` exist already."""
         raise NotImplementedError
 
     def end_round(self) -> None:
+        """Do what the method's equations say for the end of a round."""
         raise NotImplementedError
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> nn.Module:
-        self.model, self.optimizer = model, optimizer
-        self.group, self.replica_group = (
-            mesh.new_group_across_replicas(),
-            mesh.new_group_within_replica(),
-        )
-        replicate(model, self.group)
-        self.flat = FlatParams(optimizer, self.comm.device, mesh=mesh)
-        self.mean = self.new_mean(mesh)
+    def set_up(self) -> nn.Module:
+        self.flat = FlatParams(self.optimizer, self.comm.device, mesh=self.mesh)
+        self.mean = self.new_mean()
         self.auto: AutoTau | None = None
         if self.config.tau == AUTO:
-            self.auto = AutoTau(mesh, getattr(self.config, "comm_share", None))
-        self.begin()
-        return model
+            blocking = self.waits is Waits.always
+            self.auto = AutoTau(self.mesh, self.config.comm_share if blocking else None)
+        self.init_outer_state()
+        return self.model
 
-    def new_mean(self, mesh: Mesh) -> BackgroundMean:
-        """The communication buffer."""
+    def new_mean(self) -> BackgroundMean:
+        """Make the communication buffer."""
         flat = self.flat
-        return BackgroundMean(flat.numel, mesh, self.comm, dtype=flat.dtype, device=flat.device)
+        return BackgroundMean(
+            flat.numel, self.mesh, self.comm, dtype=flat.dtype, device=flat.device
+        )
 
     @property
     def tau(self) -> int:
@@ -86,7 +68,7 @@ class LocalMethod:
         if self.steps - self.round_began == self.tau:
             self.round_began = self.steps
             if self.auto is not None:
-                self.auto.round_ends(self.mean.clocks())
+                self.auto.round_ends(self.mean.totals())
             with torch.no_grad(), record_function(OUTER_STEP), self.flat.round():
                 self.end_round()
         if self.auto is not None:
@@ -96,55 +78,55 @@ class LocalMethod:
         """γ_t: the inner learning rate of a parameter group at the round's last inner step."""
         return float(self.optimizer.param_groups[group]["lr"])
 
-    def consensus(self) -> AbstractContextManager[None]:
-        return consensus(self.model, self.group, self.replica_group)
-
     def flush(self) -> None:
         self.mean.close()
         if self.auto is not None:
             self.auto.close()
 
+    def state_tensors(self) -> dict[str, Tensor]:
+        return {"buffer": self.mean.buffer}
+
+    def scratch_tensors(self) -> list[Tensor]:
+        return self.flat.transfer.scratch_tensors()
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """All but the buffer, which `mean` saves, and only while a collective is in flight."""
+        tensors = self.state_tensors()
+        del tensors["buffer"]
+        return tensors
+
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "steps": self.steps,
-            "round_began": self.round_began,
-            "mean": self.mean.state_dict(),
-            "vectors": {name: getattr(self, name) for name in self.vectors},
-            "auto": self.auto and self.auto.state_dict(),
-        }
+        mean = self.mean.state_dict()  # first: what it waits for may still change the tensors
+        auto = None if self.auto is None else self.auto.state_dict()
+        own = {"round_began": self.round_began, "mean": mean, "auto": auto}
+        return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps, self.round_began = state["steps"], state["round_began"]
+        super().load_state_dict(state)
+        self.round_began = state["round_began"]
+        self.mean.load_state_dict(state["mean"])
         if self.auto is not None:
             self.auto.load_state_dict(state["auto"])
-        self.mean.load_state_dict(state["mean"])
-        for name in self.vectors:
-            getattr(self, name).copy_(state["vectors"][name])
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> MethodStats:
         chosen = {} if self.auto is None else {"tau": float(self.auto.tau)}
-        return {**self.mean.clocks(), **chosen}
+        return MethodStats.of(self.mean.totals(), chosen)
 
     def notices(self) -> list[str]:
-        if self.auto is None:
-            return []
-        notices, self.auto.notices = self.auto.notices, []
-        return notices
+        return [] if self.auto is None else self.auto.take_notices()
 
     @property
-    def copies(self) -> float:
-        return self.held + self.mean.buffer.element_size() / self.flat.dtype.itemsize
+    def round_steps(self) -> int:
+        return self.tau
 
     @property
-    def scratch_bytes(self) -> int:
-        return self.flat.transfer.scratch_bytes
+    def rounds_apart(self) -> int:
+        """Rounds by which one replica may run ahead of another: the one under way, and the next
+        where means have a whole round to arrive."""
+        return 1 if self.waits is Waits.always else 2
 
     @property
-    def state_device(self) -> torch.device:
-        return self.flat.device
-
-    @property
-    def lag(self) -> int:
+    def max_skew_steps(self) -> int:
         return self.rounds_apart * self.tau
 
 

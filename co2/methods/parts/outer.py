@@ -11,7 +11,7 @@ from torch import Tensor
 
 from co2.comm.flat import FlatParams
 from co2.errors import require, require_number
-from co2.methods.parts.outer_shard import Shard
+from co2.methods.parts.outer_shard import OuterShard
 
 _KINDS = ("gap_aware", "gap_aware_elementwise", "none")
 
@@ -29,7 +29,7 @@ class GapPenalty:
     `gap_aware_elementwise` puts the element's own |x_{t,0} − x_{t−1,0}| in place of disp_t.
     """
 
-    def __init__(self, kind: str | float, flat: FlatParams | Shard, outer_lr: float) -> None:
+    def __init__(self, kind: str | float, flat: FlatParams | OuterShard, outer_lr: float) -> None:
         self.kind, self.outer_lr, self.sqrt_numel = kind, outer_lr, flat.total_numel**0.5
         self.ema = torch.zeros((), dtype=torch.float64, device=flat.device)
         self.value = torch.ones((), dtype=torch.float64, device=flat.device)
@@ -40,18 +40,21 @@ class GapPenalty:
         self.largest_lr = 0.0
         self._scratch = torch.empty(0, dtype=flat.dtype, device=flat.device)
 
-    @property
-    def scratch_bytes(self) -> int:
-        """One chunk for the elementwise kind."""
-        return self._scratch.nbytes
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Both are single numbers."""
+        return {"gap_ema": self.ema, "gap": self.value}
+
+    def scratch_tensors(self) -> list[Tensor]:
+        """One chunk for the elementwise kind, else nothing."""
+        return [self._scratch]
 
     @property
     def measures(self) -> bool:
         """Whether the size of the last outer movement is needed."""
         return self.kind in ("gap_aware", "gap_aware_elementwise")
 
-    def see(self, lr: float) -> None:
-        """γ_t of every round, the first too."""
+    def observe_lr(self, lr: float) -> None:
+        """Take note of γ_t. Call it in every round, the first too."""
         self.largest_lr = max(self.largest_lr, lr)
 
     def update(self, momentum_norm: Tensor, lr: float) -> None:
@@ -81,12 +84,10 @@ class GapPenalty:
         return torch.abs(momentum, out=out).mul_(per_element.to(momentum.dtype)).add_(1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        counts = {"count": self.count, "largest_lr": self.largest_lr}
-        return {"ema": self.ema, "value": self.value, **counts}
+        """What is not a tensor."""
+        return {"count": self.count, "largest_lr": self.largest_lr}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.ema.copy_(state["ema"])
-        self.value.copy_(state["value"])
         self.count, self.largest_lr = state["count"], state["largest_lr"]
 
 
@@ -94,7 +95,7 @@ class Momentum:
     """m ← clip(β m + d/Λ, φ). The stored momentum is the clipped one."""
 
     def __init__(
-        self, flat: FlatParams | Shard, beta: float, clip: float | None, clip_mode: str
+        self, flat: FlatParams | OuterShard, beta: float, clip: float | None, clip_mode: str
     ) -> None:
         self.flat, self.beta, self.clip, self.clip_mode = flat, beta, clip, clip_mode
         self.vector = flat.zeros()
@@ -136,13 +137,10 @@ class Momentum:
         self.norm = self.norm * factor
         self.clipped = (factor < 1).double()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"vector": self.vector, "norm": self.norm, "clipped": self.clipped}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.vector.copy_(state["vector"])
-        self.norm.copy_(state["norm"])
-        self.clipped.copy_(state["clipped"])
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The momentum, and two figures."""
+        figures = {"momentum_norm": self.norm, "momentum_clipped": self.clipped}
+        return {"momentum": self.vector, **figures}
 
 
 def nesterov(x: Tensor, v: Tensor, d: Tensor, outer_lr: float, outer_momentum: float) -> None:

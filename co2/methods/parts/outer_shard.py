@@ -1,4 +1,4 @@
-"""Shard: one replica's part of the flat vector, where the outer state is cut into G parts."""
+"""OuterShard: one replica's part of the flat vector, where the outer state is cut into G parts."""
 
 import math
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from co2.config import CommConfig
 
 
 @dataclass(frozen=True)
-class Row:
-    """A chunk of a shard."""
+class ShardChunk:
+    """A chunk of a shard: its piece of one row."""
 
     index: int
 
     def of(self, vector: Tensor) -> Tensor:
-        """This row of a vector of the shard, as a view."""
+        """This chunk of a vector of the shard, as a view."""
         return vector[self.index]
 
 
-class Shard:
+class OuterShard:
     """The communication buffer in G parts, and the one of them that this replica works on.
 
     The buffer is cut into rows of G pieces, all alike, and piece r of every row is replica r's. So
@@ -55,7 +55,7 @@ class Shard:
         padded = rows * self.num_replicas * piece
         self.mean = BackgroundMean(padded, mesh, comm, self.dtype, self.device)
         """Its buffer is what is cut; it carries the sequence."""
-        self.chunks = [Row(index) for index in range(rows)]
+        self.chunks = [ShardChunk(index) for index in range(rows)]
         self._rows = self.mean.buffer.view(rows, self.num_replicas * piece)
         self.own = self._rows.view(rows, self.num_replicas, piece)[:, mesh.replica]
         """This replica's part of the buffer, (rows, piece)."""
@@ -98,7 +98,6 @@ class Shard:
             sums = together.unbind()
         return self.flat.total(*sums)
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Held beside the buffer: one row at most."""
-        return self._received.nbytes
+    def scratch_tensors(self) -> list[Tensor]:
+        """One row at most."""
+        return [self._received]

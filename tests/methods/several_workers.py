@@ -130,9 +130,10 @@ class Worker:
             {"params": [p for n, p in weights.items() if not n.startswith("h.")]},
         ]
         self.optimizer = self.replica.optimizer(OPTIMIZERS[optimizer](groups))
-        prepared = self.method.prepare(self.net, self.optimizer, self.mesh)
+        prepared = self.method.prepare(
+            self.net, self.optimizer, self.mesh, schedule=lambda step: max(self.rates(step))
+        )
         self.model = self.replica.wrap(prepared, CommConfig())
-        self.method.lr_at = lambda step: max(self.rates(step))
 
     def rates(self, step: int) -> tuple[float, float]:
         peak = 0.1 if "nesterov" in self.optimizer.param_groups[0] else 0.02

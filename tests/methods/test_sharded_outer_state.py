@@ -54,7 +54,7 @@ def laid_out(rank: int, world: int) -> None:
             plain, _ = drift(rank, sizes, {**fields, "shard": False}, None)
             history, method = drift(rank, sizes, fields, comm(bucket))
             torch.testing.assert_close(history, plain, rtol=1e-12, atol=1e-12)
-            assert tuple(method.anchor.shape) == shapes[world - 1]
+            assert tuple(method.outer.anchor.shape) == shapes[world - 1]
             buffer, numel = method.mean.buffer, sum(sizes)
             assert numel <= buffer.numel() < numel + world * len(method.shard.chunks)
             assert not buffer[numel:].any()
@@ -87,7 +87,7 @@ def test_every_layout(workers: Pool, world: int) -> None:
 def chunked(rank: int, world: int) -> None:
     with patch.dict(flat._CHUNK, cpu=8):
         history, method = drift(rank, [50, 7], SHARDED, None)
-    assert tuple(method.anchor.shape) == (8, 4)
+    assert tuple(method.outer.anchor.shape) == (8, 4)
     assert_close_to_plain(history, rank)
 
 
@@ -183,8 +183,8 @@ def watched(rank: int, delay: Callable[[int], int]) -> tuple[list[Any], list[Any
             session.step()
             network.tick()
             history.append(session.snapshot())
-            stats = session.method.stats()
-            figures.append((stats["gap"], stats["clipped"]))
+            own = session.method.stats().own
+            figures.append((own["gap"], own["clipped"]))
         forced = list(network.forced)
         session.method.flush()
     return history, figures, forced
@@ -206,16 +206,16 @@ def consulted(rank: int, world: int) -> None:
             session.step()
             history.append(session.snapshot())
             if step == 3 * TAU - 1:
-                figures = session.method.stats()
+                figures = session.method.stats().own
         with session.method.consensus():
             pass
         assert not network.gates[-1].is_set(), "nobody waited"
-        assert session.method.stats()["gap"] == figures["gap"] != 1.0
+        assert session.method.stats().own["gap"] == figures["gap"] != 1.0
         network.gates[-1].set()
         state = session.method.state_dict()
         assert state["mean"]["in_flight"] and session.method.mean.in_flight
         assert session.method.mean._lane._carried is None, "it is over"
-        assert session.method.stats()["gap"] == figures["gap"], "the round is not"
+        assert session.method.stats().own["gap"] == figures["gap"], "the round is not"
         assert_same(history, expected)
         before = session.snapshot()
         session.method.flush()
@@ -231,8 +231,8 @@ def figures_of(rank: int, world: int, fields: dict[str, Any]) -> list[tuple[floa
     session, figures = Session(rank, "co2", fields), []
     for _ in range(STEPS):
         session.step()
-        stats = session.method.stats()
-        figures.append((stats["gap"], stats["clipped"]))
+        own = session.method.stats().own
+        figures.append((own["gap"], own["clipped"]))
     session.method.flush()
     return figures
 
@@ -270,12 +270,12 @@ def test_ranks_issue_the_same_collectives(workers: Pool, fields: dict[str, Any],
 
 
 def untold(rank: int, world: int) -> None:
-    """Without `lr_at`: exact for constant rates, and the newest known rate for others."""
+    """Without a schedule: exact for constant rates, and the newest known rate for others."""
     for constant, same in ((True, True), (False, False)):
         histories = []
         for fields in (PLAIN, SHARDED):
             session = Session(rank, "co2", fields)
-            session.method.lr_at = None
+            session.method.schedule = None
             history = []
             for step in range(STEPS):
                 problem.set_lr(session.optimizer, 4 if constant else step)
@@ -297,16 +297,15 @@ def clocked(rank: int, world: int) -> None:
     """Launch to completion, and the part of it for which somebody stood still."""
     mean = BackgroundMean(12, co2.Mesh.world())
     for sleep_s, work_s in ((0.2, 0.0), (0.1, 0.3)):
-        before = mean.clocks()
+        before = mean.totals()
         mean.run(lambda sleep_s=sleep_s: time.sleep(sleep_s))
         time.sleep(work_s)
         assert mean.wait() is mean.buffer
-        after = mean.clocks()
-        spent = {key: after[key] - before[key] for key in after}
-        assert sleep_s <= spent["comm_s"] < sleep_s + 0.1
+        after = mean.totals()
+        assert sleep_s <= after.comm_s - before.comm_s < sleep_s + 0.1
         exposed_s = max(0.0, sleep_s - work_s)
-        assert exposed_s - 0.01 <= spent["exposed_s"] < exposed_s + 0.1
-        assert spent["bytes"] == 2 * (world - 1) * 48 // world
+        assert exposed_s - 0.01 <= after.exposed_s - before.exposed_s < exposed_s + 0.1
+        assert after.bytes_sent - before.bytes_sent == 2 * (world - 1) * 48 // world
     mean.close()
 
 

@@ -11,15 +11,16 @@ from torch import Tensor, nn
 import co2
 from co2.comm.collectives import local
 from co2.config import MeshConfig, Strategy
+from co2.methods.base import MethodStats
 from co2.train.meters import ledger
 from co2.train.replica import Replica, blocks, local_optimizer
 from tests.engine.test_memory import storages
 from tests.methods.driver import assert_same
-from tests.methods.sharded import SETTINGS, Block, Net, Worker
+from tests.methods.several_workers import SETTINGS, Block, Net, Worker
 
 STEPS = 12
 Whole = dict[str, Tensor]
-History = tuple[list[Whole], list[dict[str, float]], list[Whole]]
+History = tuple[list[Whole], list[MethodStats], list[Whole]]
 
 
 def trajectory(
@@ -73,8 +74,7 @@ def compare(
                     a, b = ({n: v for n, v in c.items() if "drift" not in n} for c in (a, b))
                 assert_close(a, b, f"{strategy.name}, rank {rank}, consensus: ")
             for a, b in zip(told, figures, strict=True):
-                for name in {"gap", "clipped"} & b.keys():
-                    assert a[name] == pytest.approx(b[name], rel=1e-9), name
+                assert a.own == pytest.approx(b.own, rel=1e-9)
     return expected, found
 
 
@@ -83,12 +83,12 @@ def test_two_replicas_of_two_workers(workers, kind):
     expected, found = compare(workers, kind)
     ((_, figures, _),) = expected[0]
     if kind == "co2":
-        assert any(0 < line["clipped"] < 1 for line in figures) and figures[-1]["gap"] > 1
+        assert any(0 < line.own["clipped"] < 1 for line in figures) and figures[-1].own["gap"] > 1
     if kind == "co2 by norm":
-        assert any(line["clipped"] == 1 for line in figures)
+        assert any(line.own["clipped"] == 1 for line in figures)
     for strategy in (Strategy.zero2, Strategy.zero3) if kind != "allreduce" else ():
-        sent = [ways[list(Strategy).index(strategy)][1][-1]["bytes"] for ways in found]
-        whole = figures[-1]["bytes"]
+        sent = [ways[list(Strategy).index(strategy)][1][-1].bytes_sent for ways in found]
+        whole = figures[-1].bytes_sent
         assert sent[0] == sent[2] and sent[1] == sent[3], "counterparts send alike"
         assert sent[0] + sent[1] == pytest.approx(whole, rel=0.02)
         assert max(sent) < 0.6 * whole

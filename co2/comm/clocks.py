@@ -1,0 +1,109 @@
+"""How long communication takes, and how long computation stands still for it.
+
+Nothing here makes the host wait for a GPU: what a GPU has not finished is counted later. torch is
+imported only where a GPU is timed, because the simulator uses `overlap` and needs no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class CommTotals:
+    """What the communication of one worker has cost since the start of training."""
+
+    comm_s: float = 0.0
+    """Seconds from the launch of each collective to its completion."""
+    exposed_s: float = 0.0
+    """Seconds in which computation stood still until a collective was over."""
+    bytes_sent: float = 0.0
+    """Bytes that this worker has sent."""
+
+    def __add__(self, other: CommTotals) -> CommTotals:
+        return CommTotals(
+            self.comm_s + other.comm_s,
+            self.exposed_s + other.exposed_s,
+            self.bytes_sent + other.bytes_sent,
+        )
+
+
+def overlap(comm_s: float, exposed_s: float) -> float | None:
+    """Share of the communication during which computation went on; None without communication."""
+    return max(0.0, 1 - exposed_s / comm_s) if comm_s > 0 else None
+
+
+class Stopwatch(Protocol):
+    """Measures one span of time after another."""
+
+    def begin(self) -> None:
+        """A span begins. One that has begun already is dropped."""
+
+    def end(self) -> None:
+        """The span that began last ends. Without one, nothing happens."""
+
+    def take(self) -> list[float]:
+        """Seconds of the spans that have ended since the last call."""
+        ...
+
+
+class HostStopwatch:
+    """Time of the host. One thread may end a span while another takes those before."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._spans: deque[float] = deque()
+
+    def begin(self) -> None:
+        self._began = time.perf_counter()
+
+    def end(self) -> None:
+        if self._began is not None:
+            self._spans.append(time.perf_counter() - self._began)
+            self._began = None
+
+    def take(self) -> list[float]:
+        return [self._spans.popleft() for _ in range(len(self._spans))]
+
+
+class CudaStopwatch:
+    """Time of a GPU, on the stream that is current when a span begins or ends. A span can be taken
+    once the GPU has reached its end."""
+
+    def __init__(self) -> None:
+        self._began: torch.cuda.Event | None = None
+        self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def begin(self) -> None:
+        self._began = _event()
+
+    def end(self) -> None:
+        if self._began is not None:
+            self._spans.append((self._began, _event()))
+            self._began = None
+
+    def take(self) -> list[float]:
+        seconds = []
+        while self._spans and self._spans[0][1].query():
+            began, ended = self._spans.popleft()
+            seconds.append(began.elapsed_time(ended) / 1e3)
+        return seconds
+
+
+def stopwatch(device: torch.device) -> Stopwatch:
+    """A stopwatch for work on this device."""
+    return CudaStopwatch() if device.type == "cuda" else HostStopwatch()
+
+
+def _event() -> torch.cuda.Event:
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

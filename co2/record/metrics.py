@@ -1,0 +1,217 @@
+"""Metrics, Evaluation and Summary: the figures of a run, their names and their units.
+
+Console, metrics.jsonl, summary.json, W&B and recipes all read these classes. A field's metadata
+holds its unit and its meaning, which W&B shows as a table.
+"""
+
+# ruff: noqa: RUF009 — `figure` makes a dataclass field
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+"""One line of metrics.jsonl: "kind", "step" and the figures. `Any`, because it is JSON."""
+
+
+def figure(unit: str, meaning: str, **options: Any) -> Any:
+    """A dataclass field with a unit and a meaning."""
+    return field(metadata={"unit": unit, "meaning": meaning}, **options)
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What training did since the previous line of metrics.jsonl, on worker 0."""
+
+    step: int = figure("steps", "optimizer steps of every replica; the axis of all charts")
+    loss: float = figure("nats", "training loss of worker 0 in this step")
+    lr: float = figure("1", "learning rate of the inner optimizer's first parameter group")
+    throughput: float = figure("units/s", "tokens or samples of all workers together")
+    comm_s: float = figure("s", "collectives, from launch to completion")
+    exposed_s: float = figure("s", "computation stood still for collectives")
+    bytes: float = figure("bytes", "sent by worker 0")
+    exposed_share: float = figure("share", "exposed_s as a share of the training time")
+    data_share: float = figure("share", "waiting for batches as a share of the training time")
+    own: dict[str, float] = figure("1", "the method's own figures", default_factory=dict)
+
+    def line(self, unit: str) -> Line:
+        """As a line of metrics.jsonl, where throughput is called `<unit>_per_s`."""
+        values = {name: getattr(self, name) for name in _names(Metrics) if name != "throughput"}
+        rate = {f"{unit}_per_s": self.throughput}
+        return finite({"kind": "train", **values, **self.own, **rate})
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation of the consensus on the validation data."""
+
+    step: int
+    scores: dict[str, float]
+    """The task's metrics; "loss" is one of them."""
+    train_s: float
+    """Seconds of training so far, without evaluations and checkpoints."""
+
+    def line(self) -> Line:
+        """As a line of metrics.jsonl."""
+        return finite({"kind": "eval", "step": self.step, **self.scores, "train_s": self.train_s})
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A decision of the method, in words."""
+
+    step: int
+    text: str
+
+    def line(self) -> Line:
+        """As a line of metrics.jsonl."""
+        return {"kind": "notice", "step": self.step, "text": self.text}
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Bytes that one worker holds between steps, its gradients included."""
+
+    parameter_bytes: int = figure("bytes", "weights that this worker holds")
+    buffer_bytes: int = figure("bytes", "buffers of the model")
+    gradient_bytes: int = figure("bytes", "gradients of the trained weights")
+    inner_state_bytes: int = figure("bytes", "state of the inner optimizer")
+    scratch_bytes: int = figure("bytes", "the method's scratch, on the model's device")
+    extra_bytes: int = figure("bytes", "the method's copies of the model, on the model's device")
+    host_bytes: int = figure("bytes", "both of them, where they lie in the host's memory")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of a finished run, as summary.json keeps them. None where a figure is not known.
+
+    Times, bytes and shares of communication are means over the workers; `train_s` and with it
+    `throughput` are those of the slowest worker.
+    """
+
+    title: str
+    task: str
+    method: str
+    tag: str
+    scale: str
+    seed: int
+    final: dict[str, float | None] = figure("", "metrics of the last evaluation")
+    baselines: dict[str, float | None] = figure("", "what no model should be worse than")
+    steps: int = figure("steps", "optimizer steps of every replica")
+    workers: int = figure("workers", "processes that trained")
+    replica_size: int = figure("workers", "workers that share one replica")
+    unit: str = figure("", "what throughput counts")
+    throughput: float = figure("units/s", "tokens or samples of all workers together")
+    comm_s: float | None = figure("s", "collectives, from launch to completion")
+    exposed_s: float | None = figure("s", "computation stood still for collectives")
+    exposed_share: float | None = figure("share", "exposed_s as a share of train_s")
+    data_share: float = figure("share", "waiting for batches as a share of train_s")
+    overlap: float | None = figure("share", "1 - exposed_s/comm_s")
+    bytes_per_step: float = figure("bytes", "sent by one worker in one step")
+    train_s: float = figure("s", "training, without evaluations and checkpoints")
+    wall_s: float = figure("s", "from the start of the training loop to its end")
+    peak_memory_bytes: int = figure("bytes", "held by one worker at most")
+    extra_model_copies: float = figure(
+        "copies", "of the model, beyond parameters, gradients and inner state"
+    )
+    memory: Ledger = figure("bytes", "held by one worker between steps")
+    device: str = figure("", "where worker 0 computed")
+    folder: str = figure("", "of the run, relative to where it was started")
+    own: dict[str, float | None] = figure("1", "the method's own figures", default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """As summary.json holds it: the method's own figures stand beside the others."""
+        values = dataclasses.asdict(self)
+        own = values.pop("own")
+        return finite({**values, **own})
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Summary":
+        """The reverse of `as_json`."""
+        known = {name: values[name] for name in _names(cls) if name in values}
+        own = {name: value for name, value in values.items() if name not in known}
+        return cls(**{**known, "memory": Ledger(**known["memory"])}, own=own)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Summary | None":
+        """Of the run in a folder; None where the run has not finished."""
+        path = folder / "summary.json"
+        return cls.from_json(json.loads(path.read_text())) if path.exists() else None
+
+    def value(self, name: str) -> float | None:
+        """A figure by its name in summary.json, where a dot leads into a group: `final.loss`.
+
+        None where the run has no such figure.
+        """
+        found: Any = self.as_json()
+        for key in name.split("."):
+            found = found.get(key) if isinstance(found, dict) else None
+        return found
+
+
+UNITS: tuple[tuple[str, str, str], ...] = (
+    *(
+        (f"train/{f.name}", f.metadata["unit"], f.metadata["meaning"])
+        for f in dataclasses.fields(Metrics)
+        if f.name not in ("step", "own", "throughput")
+    ),
+    *(
+        (f.name, f.metadata["unit"], f.metadata["meaning"])
+        for f in dataclasses.fields(Summary)
+        if f.metadata.get("unit") and f.name not in ("own", "memory")
+    ),
+    *(
+        (f"memory.{f.name}", f.metadata["unit"], f.metadata["meaning"])
+        for f in dataclasses.fields(Ledger)
+    ),
+    ("step", "steps", "optimizer steps of every replica; the axis of all charts"),
+    ("*_per_s", "units/s", "the unit is in the name; all workers together"),
+    ("eval/train_s", "s", "training so far, without evaluations and checkpoints"),
+    ("*loss", "nats", "mean over the validation data; shapenet rebuilds clouds: Chamfer-L2"),
+    ("*perplexity", "1", "e to the validation loss"),
+    ("*accuracy", "share", "0 to 1"),
+    ("*top[15]", "share", "0 to 1"),
+    ("*miou", "share", "0 to 1"),
+    ("*entropy", "nats", "of the text's unigrams"),
+    ("*gap", "1", "the staleness gap"),
+    ("*clipped", "share", "of the outer momentum's elements"),
+    ("*tau", "steps", "of a round"),
+    ("*interval", "steps", "between two exchanges"),
+    ("*rounds", "rounds", "in which replicas have exchanged anything"),
+)
+"""Pattern of a metric's name, unit, meaning; the first pattern that fits counts. Scores of tasks
+and the figures that only some methods have come last, as patterns."""
+
+
+def unit_of(name: str) -> str:
+    """Of a metric, `train/loss`, or of a figure of the summary; empty for a mere number."""
+    return next((unit for pattern, unit, _ in UNITS if fnmatch(name, pattern)), "")
+
+
+def numbers(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers in a summary's JSON, those in its groups too: `final.loss`."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from ((f"{key}.{name}", number) for name, number in numbers(value))
+        elif isinstance(value, int | float):
+            yield key, value
+
+
+def finite(values: dict[str, Any]) -> dict[str, Any]:
+    """The same values with None for what is no finite number, which JSON cannot hold."""
+    return {key: _finite(value) for key, value in values.items()}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return finite(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _names(kind: type) -> list[str]:
+    """The fields of a dataclass but `own`, whose entries stand beside the others."""
+    return [f.name for f in dataclasses.fields(kind) if f.name != "own"]

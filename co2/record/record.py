@@ -1,0 +1,99 @@
+"""Record: writes one run's folder, and hands W&B the same figures."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from co2.config import Config, Wandb
+from co2.files import write_durably
+from co2.record.console import Console
+from co2.record.folder import plain, run_folder
+from co2.record.metrics import Evaluation, Metrics, Notice, Summary
+from co2.record.provenance import Origin, manifest
+from co2.record.wandb import Tracking, WandbTracking
+
+
+class Record:
+    """What is kept of a run. This one keeps nothing: it is that of every worker but the first."""
+
+    def begin(self, step: int) -> None:
+        """Training goes on from `step`: metrics of later steps, of a segment cut off, go."""
+
+    def log(self, entry: Metrics | Evaluation | Notice) -> None:
+        """Keep one line of figures."""
+
+    def finish(self, summary: Summary) -> None:
+        """Keep the final figures, whose presence means that the run has finished."""
+
+    def close(self, status: int) -> None:
+        """Nothing is written after it. `status` 0: the run has finished, or can go on."""
+
+
+class FolderRecord(Record):
+    """Worker 0's: config.yaml, manifest.json, metrics.jsonl and summary.json in the run's folder.
+
+    Args:
+        config: of the run.
+        world: number of workers.
+        unit: what throughput counts, "tokens" or "samples".
+        data: the fingerprint of the data, as JSON values.
+        origin: how the run was started.
+        console: where lines for a person go.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        world: int,
+        unit: str,
+        data: dict[str, Any],
+        origin: Origin,
+        console: Console,
+    ) -> None:
+        self.folder, self._unit = run_folder(config), unit
+        self._config, self._values = config, plain(config, world)
+        self._origin, self._console = origin, console
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_durably(self.folder / "config.yaml", yaml.safe_dump(self._values, sort_keys=False))
+        text = json.dumps(manifest(world, origin, data), indent=1, default=str)
+        write_durably(self.folder / "manifest.json", text)
+        self._metrics = self.folder / "metrics.jsonl"
+        self._tracking: Tracking = Tracking()
+        self._summary: Summary | None = None
+
+    def begin(self, step: int) -> None:
+        if self._metrics.exists():
+            write_durably(self._metrics, "".join(_up_to(self._metrics, step)))
+        if self._config.log.wandb is not Wandb.disabled:
+            self._tracking = WandbTracking(
+                self._config, self._values, self.folder, step, self._origin.tags, self._console
+            )
+
+    def log(self, entry: Metrics | Evaluation | Notice) -> None:
+        line = entry.line(self._unit) if isinstance(entry, Metrics) else entry.line()
+        with self._metrics.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self._tracking.log(line)
+
+    def finish(self, summary: Summary) -> None:
+        write_durably(self.folder / "summary.json", json.dumps(summary.as_json(), indent=1))
+        self._summary = summary
+
+    def close(self, status: int) -> None:
+        if self._summary is not None:  # only now is the trace whole that W&B is shown
+            self._tracking.finish(self._summary)
+        self._tracking.close(status)
+
+
+def _up_to(path: Path, step: int) -> list[str]:
+    """The lines of metrics.jsonl up to a step, without any that a crash has torn."""
+    kept = []
+    for line in path.read_text().splitlines(keepends=True):
+        try:
+            if line.endswith("\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
+        except ValueError:
+            continue
+    return kept

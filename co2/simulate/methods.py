@@ -1,0 +1,80 @@
+"""Which methods are simulated, and how: read from what each method declares.
+
+Every method says in its class what a replica's computation waits for, as in
+`waits = Waits.beyond_delay`. The lists below follow from that, so a new method is simulated without
+being named here. The declarations are read from the source text and not imported, because importing
+co2.methods would import torch, which the simulator does not need and a laptop may not have.
+"""
+
+import ast
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from co2.config import Waits
+from co2.errors import nearest, require
+
+FOLDER = Path(__file__).parents[1] / "methods"
+LIMIT = "none"
+"""Replicas that never communicate: the limit of what any method can reach."""
+ALLREDUCE = "allreduce"
+"""Averages gradients, bucket by bucket, while backward still runs: a schedule of its own."""
+NO_ROUNDS = (LIMIT, ALLREDUCE)
+"""Have no round of τ steps."""
+LEFT_OUT = {
+    "streaming_diloco": "each fragment of its model has rounds of its own",
+    "onebit_adam": "what it sends shrinks when its variance is frozen, in the midst of training",
+    "zero_one_adam": "how often it sends, and how much, changes in the course of training",
+}
+"""Methods that are not simulated, each with the reason."""
+
+
+def declarations(folder: Path = FOLDER) -> dict[str, Waits]:
+    """What each method of the registry waits for, in the registry's order.
+
+    A method's file has the name that it is registered under, and its class has one line
+    `waits = Waits.<member>`.
+    """
+    (registry,) = _assigned(folder / "__init__.py", "METHODS")
+    assert isinstance(registry, ast.Dict), "METHODS must be written as a dict"
+    names = [ast.literal_eval(key) for key in registry.keys if key is not None]
+    return {name: _waits(folder / f"{name}.py") for name in names}
+
+
+def _waits(path: Path) -> Waits:
+    members = [node.attr for node in _assigned(path, "waits") if isinstance(node, ast.Attribute)]
+    assert len(members) == 1, f"{path} must have one line `waits = Waits.<member>`"
+    return Waits[members[0]]
+
+
+def _assigned(path: Path, name: str) -> Iterable[ast.expr]:
+    """The values that are assigned to `name` in a file's module or class bodies."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Assign):
+            targets: list[ast.expr] = node.targets
+        elif isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        else:
+            continue
+        if node.value and any(isinstance(t, ast.Name) and t.id == name for t in targets):
+            yield node.value
+
+
+def _with_rounds(declared: Mapping[str, Waits], waits: Waits) -> tuple[str, ...]:
+    out = {*LEFT_OUT, *NO_ROUNDS}
+    return tuple(name for name, own in declared.items() if own is waits and name not in out)
+
+
+_DECLARED = declarations()
+BLOCKING = _with_rounds(_DECLARED, Waits.always)
+"""Stand still at the end of a round until the mean of that round has arrived."""
+OVERLAPPED = _with_rounds(_DECLARED, Waits.beyond_delay)
+"""Let the mean of a round travel during the next one, and wait for it at the end of that."""
+SIMULATED = (*NO_ROUNDS, *BLOCKING, *OVERLAPPED)
+
+
+def require_simulated(key: str, method: str) -> None:
+    """Raise `ConfigError`, with the reason or the nearest name, unless the method is simulated."""
+    hint = nearest(method, SIMULATED)
+    if method in LEFT_OUT:
+        hint = f"is not simulated, because {LEFT_OUT[method]}"
+    require(method in SIMULATED, key, method, hint)

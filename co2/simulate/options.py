@@ -1,0 +1,183 @@
+"""The command line of `python -m co2.simulate` as checked options."""
+
+import argparse
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from co2.errors import ConfigError, nearest, require, require_number
+from co2.simulate.methods import NO_ROUNDS, require_simulated
+from co2.simulate.models import GPUS, MODELS, WIRE_BYTES
+from co2.simulate.network import COLLECTIVES, Network, parse_link
+from co2.simulate.schedule import Figures, Noise, simulate
+
+MOST_GPUS = 2**24
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is simulated. `check` makes it from the command line."""
+
+    model: str
+    gpus: list[int]
+    base_gpus: int
+    """The number of GPUs that the scaling ratio is against."""
+    networks: dict[str, Network]
+    """By the link's name on the command line."""
+    methods: list[str]
+    taus: list[int]
+    step_s: float
+    """Seconds of a step's computation."""
+    compute: str
+    """Where `step_s` comes from, in words."""
+    units: float
+    """Tokens or images per GPU and step."""
+    wire: str
+    bucket_mb: float
+    backward_share: float
+    rounds: int
+    """Rounds that are measured, after as many that settle."""
+    noise: Noise
+
+    def figures(self, network: Network, method: str, tau: int, gpus: int) -> Figures:
+        round_steps = 1 if method in NO_ROUNDS else tau
+        return simulate(
+            method=method,
+            workers=gpus,
+            vector_bytes=MODELS[self.model].num_parameters * WIRE_BYTES[self.wire],
+            step_s=self.step_s,
+            network=network,
+            steps=self.rounds * round_steps,
+            tau=tau,
+            warmup_rounds=self.rounds,
+            units_per_step=self.units,
+            bucket_bytes=round(self.bucket_mb * 2**20),
+            backward_share=self.backward_share,
+            noise=self.noise,
+        )
+
+
+def check(args: argparse.Namespace) -> Options:
+    """The parsed words as checked options.
+
+    Raises:
+        ConfigError: a value that cannot be simulated; its key is the flag.
+    """
+    model = _known("--model", args.model, MODELS)
+    shape = MODELS[model]
+    units = (
+        _number("--units", args.units, 1e-9)
+        if args.units is not None
+        else float(shape.units_per_step)
+    )
+    if args.step_time is not None:
+        step_s, compute = _number("--step-time", args.step_time, 1e-9), "given"
+    else:
+        gpu, mfu = _known("--gpu", args.gpu, GPUS), _number("--mfu", args.mfu, 1e-9, 1.0)
+        step_s = shape.step_s(units, GPUS[gpu], mfu)
+        compute = f"{shape.flops_per_unit:.3g} flops each, {mfu:g} of {gpu}'s peak, assumed"
+    gpus = _gpu_counts(args.gpus)
+    server_size = _whole("--server-size", args.server_size)
+    base_gpus = 2 * server_size
+    if args.base_gpus is not None:
+        base_gpus = _whole("--base-gpus", args.base_gpus, MOST_GPUS)
+    network = Network(
+        parse_link("80gbps-tcp"),
+        server_size,
+        parse_link(args.inside, "--inside"),
+        _known("--collective", args.collective, COLLECTIVES),
+    )
+    for count in gpus:
+        _check_servers("--gpus", network, count)
+    _check_servers("--base-gpus", network, base_gpus)
+    methods = _words("--method", args.method)
+    for name in methods:
+        require_simulated("--method", name)
+    return Options(
+        model=model,
+        gpus=gpus,
+        base_gpus=base_gpus,
+        networks=_networks(args, network),
+        methods=methods,
+        taus=[_whole("--tau", word) for word in _words("--tau", args.tau)],
+        step_s=step_s,
+        compute=compute,
+        units=units,
+        wire=_known("--wire", args.wire, WIRE_BYTES),
+        bucket_mb=_number("--bucket-mb", args.bucket_mb, 0.01),
+        backward_share=_number("--backward-share", args.backward_share, 0.0, 1.0),
+        rounds=_whole("--rounds", args.rounds),
+        noise=_noise(args),
+    )
+
+
+def _networks(args: argparse.Namespace, network: Network) -> dict[str, Network]:
+    efficiency = _number("--efficiency", args.efficiency, 1e-9, 1.0)
+    links = {word: parse_link(word, "--link") for word in _words("--link", args.link)}
+    return {
+        word: replace(network, link=replace(link, efficiency=efficiency))
+        for word, link in links.items()
+    }
+
+
+def _noise(args: argparse.Namespace) -> Noise:
+    text = args.stragglers
+    share = text.endswith("%")
+    return Noise(
+        jitter=_number("--jitter", args.jitter, 0.0),
+        slow_share=_number("--stragglers", text[:-1], 0.0, 100.0) / 100 if share else 0.0,
+        slow_count=0 if share else _whole("--stragglers", text, low=0),
+        slowdown=_number("--slowdown", args.slowdown, 1.0),
+        seed=_whole("--seed", args.seed, low=0),
+    )
+
+
+def _gpu_counts(text: str) -> list[int]:
+    """`8..128` is 8, 16, 32, 64, 128; `8,24,100` is itself; the two may be mixed."""
+    counts: list[int] = []
+    for word in _words("--gpus", text):
+        first, dots, last = word.partition("..")
+        count = _whole("--gpus", first, MOST_GPUS)
+        end = _whole("--gpus", last, MOST_GPUS) if dots else count
+        require(end >= count, "--gpus", word, "must end at its start or above it")
+        while count <= end:
+            counts.append(count)
+            count *= 2
+    return list(dict.fromkeys(counts))
+
+
+def _words(flag: str, text: str) -> list[str]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    require(bool(words), flag, text, "must name at least one")
+    return list(dict.fromkeys(words))
+
+
+def _whole(flag: str, text: str, high: int | None = None, low: int = 1) -> int:
+    good = text.strip().isdecimal() and low <= int(text) and (high is None or int(text) <= high)
+    most = "" if high is None else f" and {high:,} or less"
+    require(good, flag, text, f"must be a whole number, {low} or more{most}")
+    return int(text)
+
+
+def _number(flag: str, text: str, low: float, high: float = math.inf) -> float:
+    hint = f"must be a number of {low:g} or more" + (f", {high:g} at most" * (high < math.inf))
+    try:
+        number = float(text)
+    except ValueError:
+        raise ConfigError(flag, text, hint) from None
+    require_number(flag, number, low, hint)
+    require(number <= high, flag, text, hint)
+    return number
+
+
+def _known(flag: str, text: str, known: Iterable[str]) -> str:
+    require(text in known, flag, text, nearest(text, known))
+    return text
+
+
+def _check_servers(flag: str, network: Network, gpus: int) -> None:
+    """`Network.check`, with the flag as the key of the error."""
+    try:
+        network.check(gpus)
+    except ConfigError as error:
+        raise ConfigError(flag, error.value, error.hint) from None

@@ -1,0 +1,61 @@
+"""LossWatch: ends a run whose loss is not finite, before the loss reaches the other replicas."""
+
+import math
+import os
+import sys
+
+import torch
+from torch import Tensor
+
+from co2.errors import DIVERGED
+from co2.train.checkpoint import Checkpoints
+from co2.train.run import Run
+
+
+class LossWatch:
+    """The training losses since the last check.
+
+    Reading a loss makes the host wait for a GPU, so on a GPU losses are checked every `log.every`
+    steps; on a CPU after every step.
+
+    Args:
+        run: the run; worker and device are its mesh's.
+        checkpoints: names the last good checkpoint in the message.
+        step: where training goes on.
+    """
+
+    def __init__(self, run: Run, checkpoints: Checkpoints, step: int) -> None:
+        self._checked, self._worker, self._checkpoints = step, run.mesh.worker, checkpoints
+        self._every = run.config.log.every if run.mesh.device.type == "cuda" else 1
+        self._losses: list[Tensor] = []
+        self._last = math.nan
+
+    def add(self, loss: Tensor) -> None:
+        """The loss of a step, a scalar; raises as `check` does when a check is due."""
+        self._losses.append(loss)
+        if len(self._losses) >= self._every:
+            self.check()
+
+    def check(self) -> float:
+        """The newest loss. Raises `SystemExit(DIVERGED)` where one since the last check is not
+        finite, with one line for a person."""
+        for loss in torch.stack(self._losses).tolist() if self._losses else []:
+            self._checked += 1
+            self._last = loss
+            if not math.isfinite(loss):
+                self._end(loss)
+        self._losses.clear()
+        return self._last
+
+    def _end(self, loss: float) -> None:
+        steps = self._checkpoints.steps()
+        folder = os.path.relpath(self._checkpoints.folder)
+        last = f"{folder}/step_{steps[0]}" if steps else "none"
+        print(
+            f"error: the loss is {loss} at step {self._checked} on worker {self._worker}; "
+            f"last good checkpoint: {last}; "
+            "try a lower optim.lr, a longer warm-up or train.clip_norm=1",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise SystemExit(DIVERGED)

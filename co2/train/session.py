@@ -1,0 +1,193 @@
+"""Session: what is trained, and how it is saved, resumed, evaluated and summed up."""
+
+import contextlib
+import os
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+
+from co2.comm.clocks import overlap
+from co2.config import Precision
+from co2.record.metrics import Evaluation, Summary
+from co2.train.checkpoint import Checkpoints, random_states, restore_random_states
+from co2.train.meters import Meter, ledger, peak_memory_bytes
+from co2.train.replica import Replica, checkpoint_activations, own_buffers, whole_weights
+from co2.train.run import Run
+from co2.train.schedule import largest_lr
+
+
+class Session:
+    """Model, optimizer and method of a run, from its start or its last checkpoint on.
+
+    `module` is the task's own model, whose parameters are trained; `model` is what the forward pass
+    goes through: the module, or the module inside PyTorch's own wrapper.
+    """
+
+    def __init__(self, run: Run) -> None:
+        config, mesh = run.config, run.mesh
+        self.run, self.step = run, 0
+        self.module: nn.Module = run.task.model().to(mesh.device)
+        if config.train.checkpoint_activations:
+            checkpoint_activations(self.module)
+        if config.train.compile:
+            self.module.compile()
+        replica = Replica(config.mesh, mesh, run.method.averages_gradients)
+        replica.shard(self.module)
+        self.optimizer = replica.optimizer(run.task.optimizer(self.module))
+        prepared = run.method.prepare(self.module, self.optimizer, mesh, self.largest_lr)
+        self.model = replica.wrap(prepared, config.comm)
+        self.shared = replica.state(self.module, self.optimizer)
+        self.checkpoints = Checkpoints(
+            run.folder / "checkpoints",
+            mesh,
+            run.control,
+            config.checkpoint.keep,
+            run.console.print_line,
+            self.shared,
+        )
+        totals = self._resume()
+        units = config.train.batch_size * config.train.accumulate * run.task.units_per_sample
+        self.meter = Meter(units, mesh.num_workers, run.method.stats, totals)
+
+    def largest_lr(self, step: int) -> float:
+        """The largest inner learning rate in the step with this index: the method's schedule."""
+        config = self.run.config
+        return largest_lr(self.optimizer, config.optim, step, config.train.steps)
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """Around the forward pass and the loss."""
+        if self.run.config.train.precision is Precision.fp32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.run.mesh.device.type, dtype=torch.bfloat16)
+
+    def to_device(self, batch: Any) -> Any:
+        """A batch where the model is. `Any`: a tensor, or a tuple or a dict of tensors."""
+        device = self.run.mesh.device
+        return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), batch)
+
+    def save(self) -> bool:
+        """Write a checkpoint. Collective. False, with a line for a person, where that failed."""
+        with self.meter.paused():
+            state: dict[str, Any] = {
+                "method": self.run.method.state_dict(),
+                "totals": self.meter.state_dict(),
+                "random": random_states(),
+            }
+            if self.shared is None:
+                state["model"] = self.module.state_dict()
+                state["optimizer"] = self.optimizer.state_dict()
+            else:
+                state["buffers"] = own_buffers(self.module)
+            return self.checkpoints.save(self.step, state)
+
+    def evaluate(self) -> dict[str, float]:
+        """The task's metrics of the consensus; at the run's end its weights are saved too.
+        Collective."""
+        run, steps = self.run, self.run.config.train.steps
+        with self.meter.paused(), run.method.consensus(), torch.no_grad():
+            with self.autocast():
+                scores = run.task.evaluate(self.module)
+            if run.mesh.replica == 0 and self.step == steps:
+                weights = whole_weights(self.module)
+                if run.is_first:
+                    torch.save(weights, run.folder / "model.pt")
+        run.record.log(Evaluation(self.step, scores, self.meter.totals.train_s))
+        text = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
+        run.console.print_line(f"step {self.step}/{steps}  validation {text}")
+        return scores
+
+    def summary(self, scores: dict[str, float]) -> Summary:
+        """The final figures. Collective: communication and bytes are means over the workers,
+        training time and with it throughput are those of the slowest."""
+        run, totals, stats = self.run, self.meter.state_dict(), self.run.method.stats()
+        config, steps = run.config, max(totals["steps"], 1)
+        means = torch.tensor([stats.comm_s, stats.exposed_s, stats.bytes_sent], dtype=torch.float64)
+        slowest = torch.tensor([totals["train_s"], -self.meter.throughput()], dtype=torch.float64)
+        if run.control is not None:
+            dist.all_reduce(means, op=dist.ReduceOp.AVG, group=run.control)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=run.control)
+        comm_s, exposed_s, bytes_sent = means.tolist()
+        train_s, throughput = slowest[0].item(), -slowest[1].item()
+        return Summary(
+            title=f"{config.task} · {config.method} · {config.tag} · seed {config.train.seed}",
+            task=config.task,
+            method=config.method,
+            tag=config.tag,
+            scale=config.scale,
+            seed=config.train.seed,
+            final={**scores},
+            baselines={**run.task.baselines()},
+            steps=totals["steps"],
+            workers=run.mesh.num_workers,
+            replica_size=run.mesh.replica_size,
+            unit=run.task.unit,
+            throughput=throughput,
+            comm_s=comm_s,
+            exposed_s=exposed_s,
+            exposed_share=exposed_s / max(train_s, 1e-9),
+            data_share=totals["data_s"] / max(train_s, 1e-9),
+            overlap=overlap(comm_s, exposed_s),
+            bytes_per_step=bytes_sent / steps,
+            train_s=train_s,
+            wall_s=totals["wall_s"],
+            peak_memory_bytes=peak_memory_bytes(run.mesh.device),
+            extra_model_copies=run.method.extra_copies,
+            memory=ledger(self.module, self.optimizer, run.method),
+            device=str(run.mesh.device),
+            folder=os.path.relpath(run.folder),
+            own={**stats.own},
+        )
+
+    def _resume(self) -> dict[str, Any] | None:
+        """Go on from the newest sound checkpoint, if there is one; returns the meter's totals."""
+        found = self.checkpoints.load()
+        if found is None:
+            return None
+        self.step, state = found
+        if _remembers_order(self.model):
+            self._rehearse()
+        if self.shared is None:
+            self.module.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        else:
+            self.module.load_state_dict(state["buffers"], strict=False)
+        self.run.method.load_state_dict(state["method"])
+        restore_random_states(state["random"])
+        steps = self.run.config.train.steps
+        self.run.console.print_line(f"resumed at step {self.step} of {steps}")
+        return state["totals"]
+
+    def _rehearse(self) -> None:
+        """A forward and a backward pass that count for nothing: whatever they move is loaded
+        afterwards."""
+        batch = self.to_device(next(self.run.task.batches(self.run.mesh, 0)))
+        with self.autocast():
+            loss = self.run.task.loss(self.model, batch)
+        loss.backward()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def seed_everything(seed: int, worker: int) -> None:
+    """Dropout and the like differ between the workers, and repeat from run to run."""
+    own = seed * 1_000_003 + worker
+    random.seed(own)
+    np.random.seed(own % 2**32)
+    torch.manual_seed(own)
+
+
+def _remembers_order(model: nn.Module) -> bool:
+    """Whether gradients are added up in an order that the first backward pass decides.
+
+    From its second pass on DDP lays out gradients in the order in which they came in the first, and
+    the place of a gradient decides in which order three workers or more add theirs, and with it how
+    the sum is rounded.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return False
+    return dist.get_world_size(model.process_group) > 2
