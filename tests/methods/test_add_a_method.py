@@ -56,8 +56,7 @@ def test_it_is_short() -> None:
     assert METHOD.count("\n") < 100
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("optimizer", "world"), [("sgd", 1), ("sgd", 3), ("adamw", 2)])
 def test_it_follows_its_reference(
     workers: Pool, monkeypatch: pytest.MonkeyPatch, optimizer: str, world: int
 ) -> None:
