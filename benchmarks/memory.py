@@ -8,6 +8,7 @@ import argparse
 import gc
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def measure(
         wrapped(torch.randn(4, width, device=device)).square().mean().backward()
         method.step()
     method.state_dict()  # what is in flight is brought in, and holds nothing besides
-    ledger: dict[str, Any] = meters.ledger(model, optimizer, method)
+    ledger: dict[str, Any] = asdict(meters.ledger(model, optimizer, method))
     ledger |= {"measured": held(device) - before, "copies": method.extra_copies}
     ledger["host_measured"] = held(torch.device("cpu")) - host_before
     method.flush()

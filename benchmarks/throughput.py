@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 
 import torch
-from hydra import compose, initialize_config_dir
 
 from benchmarks import report
 from co2.comm.mesh import Mesh
@@ -101,8 +100,7 @@ def together(rounds: int, runs: dict[str, list[str]]) -> dict[str, list[float]]:
 
 def composed(overrides: list[str]) -> Config:
     """The run that train.py makes of a command line."""
-    with initialize_config_dir(config_dir=str(APP.conf), version_base="1.3"):
-        return APP.validate(compose("config", overrides), overrides)
+    return APP.config(overrides)
 
 
 def throughput(config: Config) -> float:

@@ -1,26 +1,33 @@
-"""CO2 and its rivals: ways of keeping data-parallel replicas in step, behind one interface.
+"""CO2 and its rivals: ways of synchronizing data-parallel replicas, behind one interface.
 
 sync = co2.CO2(co2.CO2.Config(tau=12))
 model = sync.prepare(model, optimizer, co2.Mesh.world())
 ...  loss.backward(); sync.step(); optimizer.zero_grad()
+
+Names are imported when they are first used, so that the simulator, which needs no torch, does not
+import it.
 """
 
-from co2.comm.mesh import Mesh
-from co2.config import CommConfig
-from co2.errors import ConfigError
-from co2.methods import METHODS, Method
-from co2.methods.allreduce import AllReduce
-from co2.methods.co2 import CO2
-from co2.methods.co2_keep import CO2Keep
-from co2.methods.cocod_sgd import CoCoDSGD
-from co2.methods.diloco import DiLoCo
-from co2.methods.eager_diloco import EagerDiLoCo
-from co2.methods.local_sgd import LocalSGD
-from co2.methods.onebit_adam import OneBitAdam
-from co2.methods.overlap_local_sgd import OverlapLocalSGD
-from co2.methods.slowmo import SlowMo
-from co2.methods.streaming_diloco import StreamingDiLoCo
-from co2.methods.zero_one_adam import ZeroOneAdam
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from co2.comm.mesh import Mesh
+    from co2.config import CommConfig
+    from co2.errors import ConfigError
+    from co2.methods import METHODS, Method
+    from co2.methods.allreduce import AllReduce
+    from co2.methods.co2 import CO2
+    from co2.methods.co2_keep import CO2Keep
+    from co2.methods.cocod_sgd import CoCoDSGD
+    from co2.methods.diloco import DiLoCo
+    from co2.methods.eager_diloco import EagerDiLoCo
+    from co2.methods.local_sgd import LocalSGD
+    from co2.methods.onebit_adam import OneBitAdam
+    from co2.methods.overlap_local_sgd import OverlapLocalSGD
+    from co2.methods.slowmo import SlowMo
+    from co2.methods.streaming_diloco import StreamingDiLoCo
+    from co2.methods.zero_one_adam import ZeroOneAdam
 
 __all__ = [
     "CO2",
@@ -41,3 +48,22 @@ __all__ = [
     "StreamingDiLoCo",
     "ZeroOneAdam",
 ]
+
+_ELSEWHERE = {"CommConfig": "config", "ConfigError": "errors", "Mesh": "comm.mesh"}
+"""Where a name lies that is none of `co2.methods`."""
+_ROOMS = ("comm", "config", "errors", "methods")
+"""What `import co2` alone gives access to, as in `co2.methods.METHODS`."""
+
+
+def __getattr__(name: str) -> object:
+    if name in _ROOMS:
+        return import_module(f"co2.{name}")
+    if name not in __all__:
+        raise AttributeError(f"module 'co2' has no attribute '{name}'")
+    value = getattr(import_module(f"co2.{_ELSEWHERE.get(name, 'methods')}"), name)
+    globals()[name] = value  # the next time it is found without this function
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_ROOMS})

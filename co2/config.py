@@ -1,20 +1,16 @@
-"""Every schema of the suite, and `typed`: plain YAML to checked objects.
+"""The schemas of a run: dataclasses that check their own ranges.
 
-Method and task schemas live beside their code (`METHODS[name].Config`, `TASKS[name].Config`).
+They need nothing but the standard library, so that a training loop of one's own can use them
+without the suite's other packages. The schemas of tasks and methods live beside their code
+(`TASKS[name].Config`, `METHODS[name].Config`). `co2/app/schema.py` makes all of them from composed
+YAML.
 """
 
-import dataclasses
-import types
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from co2.errors import ConfigError, nearest, require, require_count, require_number
+from co2.errors import require, require_count, require_number
 
 
 class Waits(Enum):
@@ -72,22 +68,22 @@ class TrainConfig:
     steps: int = 100
     """Optimizer steps of every replica."""
     seed: int = 0
-    """Of the initial weights, the data order and dropout."""
+    """Seed of the initial weights, the data order and dropout."""
     batch_size: int = 8
     """Samples in one micro-batch of one worker."""
     accumulate: int = 1
     """Micro-batches whose gradients make one step."""
     precision: Precision = Precision.fp32
-    """bf16: autocast of forward and loss; weights and the outer state stay fp32."""
+    """With bf16, forward pass and loss run under autocast; weights and outer state stay fp32."""
     compile: bool = False
-    """torch.compile the model."""
+    """Whether the model is compiled with torch.compile."""
     checkpoint_activations: bool = False
-    """Keep the inputs of the model's blocks only, and work out the rest again in the backward pass:
-    less memory for a third more work."""
+    """Whether only the inputs of the model's blocks are kept, and the backward pass computes the
+    rest again: less memory for about a third more computation."""
     clip_norm: float | None = None
-    """Largest gradient norm; null leaves gradients alone."""
+    """Norm to which larger gradients are scaled down; null leaves gradients as they are."""
     eval_every: int = 100
-    """Steps between evaluations of the consensus; the end is always evaluated."""
+    """Steps between evaluations of the consensus. The last step is always evaluated."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulate", "eval_every"):
@@ -104,19 +100,20 @@ class OptimConfig:
     lr: float = 1e-3
     """Peak learning rate of the inner optimizer."""
     weight_decay: float = 0.0
-    """On matrices only; biases, norms and embeddings of one dimension are spared."""
+    """Decay of matrices. Parameters of one dimension, such as biases and norms, do not decay."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     momentum: float = 0.9
-    """SGD only."""
+    """Momentum of SGD. AdamW ignores it."""
     nesterov: bool = False
+    """Whether SGD uses Nesterov's form of momentum."""
     schedule: Schedule = Schedule.cosine
     power: float = 1.0
-    """Of the schedule poly; 1 is a straight line."""
+    """Exponent of the schedule poly; 1 is a straight line."""
     warmup_steps: int = 0
-    """Linear from lr/warmup_steps to lr."""
+    """Steps in which the learning rate rises linearly, from lr / warmup_steps to lr."""
     min_lr_ratio: float = 0.0
-    """Where cosine and poly end, as a share of lr."""
+    """Learning rate at the end of the schedules cosine and poly, as a share of lr."""
 
     def __post_init__(self) -> None:
         require_number("lr", self.lr, 0.0, "must be a finite number, 0 or more")
@@ -132,11 +129,12 @@ class OptimConfig:
 @dataclass
 class LaunchConfig:
     workers: int = 2
-    """Local workers that train.py starts. Under torchrun or srun their number wins."""
+    """Local workers that train.py starts. Under torchrun or srun, the number that those start
+    counts."""
     backend: str = "auto"
-    """auto: on GPUs under nccl where every local worker has one of its own; with comm.device=cpu
-    on GPUs under gloo where there is any; else on the CPU under gloo. gloo: on the CPU, whatever
-    GPUs there are. nccl: on GPUs, one for each worker."""
+    """auto trains on GPUs under nccl where every local worker has a GPU of its own; with
+    comm.device=cpu, on GPUs under gloo where there is any; otherwise on the CPU under gloo. gloo
+    trains on the CPU, whatever GPUs there are. nccl trains on GPUs, one for each worker."""
 
     def __post_init__(self) -> None:
         require_count("workers", self.workers)
@@ -147,10 +145,11 @@ class LaunchConfig:
 @dataclass
 class MeshConfig:
     replica_size: int = 1
-    """Workers that share one replica, with adjacent ranks. Must divide their number."""
+    """Workers of adjacent ranks that share one replica. It must divide the number of workers."""
     strategy: Strategy = Strategy.ddp
-    """What they share (replica.py). ddp: gradients. zero1: the inner optimizer's state, too.
-    zero2: gradients, state and, between steps, weights. zero3: weights always."""
+    """What the workers of a replica share (co2/train/replica.py). ddp: gradients. zero1: also the
+    inner optimizer's state. zero2: gradients, state and, between steps, weights. zero3: also the
+    weights within a step."""
 
     def __post_init__(self) -> None:
         require_count("replica_size", self.replica_size)
@@ -161,10 +160,11 @@ class CommConfig:
     bucket_mb: float = 25.0
     """Largest payload of one collective, in MiB."""
     dtype: Precision = Precision.fp32
-    """What travels: fp32 (fp64 where a parameter is), or half of it as bf16."""
+    """Type of what travels: fp32 (fp64 for parameters that are fp64), or bf16, which is half the
+    bytes."""
     device: CommDevice = CommDevice.auto
-    """Where a method keeps its copies of the model, and works on them. auto: beside the model.
-    cpu: in the host's memory, and gloo carries them; workers may then share a GPU."""
+    """Where a method keeps its copies of the model and computes with them. auto: on the model's
+    device. cpu: in the host's memory, from which gloo sends them; workers may then share a GPU."""
 
     def __post_init__(self) -> None:
         hint = "must be a finite number of MiB above 0"
@@ -174,9 +174,10 @@ class CommConfig:
 @dataclass
 class CheckpointConfig:
     every: int = 100
-    """Steps between checkpoints; 0 saves only when the run is told to stop."""
+    """Steps between checkpoints. With 0, a run saves only when a signal stops it."""
     keep: int = 2
-    """Newest checkpoints kept. With 2, a torn newest one costs no more than `every` steps."""
+    """Number of newest checkpoints that are kept. With 2, a damaged newest one costs no more than
+    `every` steps."""
 
     def __post_init__(self) -> None:
         require(self.every >= 0, "every", self.every, "must be 0 or more steps")
@@ -186,6 +187,7 @@ class CheckpointConfig:
 @dataclass
 class LogConfig:
     wandb: Wandb = Wandb.offline
+    """Whether W&B records the run in its folder, on its server, or not at all."""
     every: int = 10
     """Steps between lines of metrics.jsonl."""
 
@@ -196,11 +198,11 @@ class LogConfig:
 @dataclass
 class DataConfig:
     root: str = "data"
-    """Where data sets and token caches live."""
+    """Folder of data sets and token caches, relative to the current one."""
     path: str | None = None
-    """The user's own file or folder, in place of the task's data."""
+    """A file or folder of the user's own, in place of the task's data; null for none."""
     workers: int = 0
-    """Processes of each worker that load data ahead; 0 loads in the training process."""
+    """Processes per worker that load data ahead; with 0, the training process loads."""
 
     def __post_init__(self) -> None:
         require(self.workers >= 0, "workers", self.workers, "must be 0 or more processes")
@@ -208,12 +210,12 @@ class DataConfig:
 
 @dataclass
 class Config:
-    """A whole, checked run. `method_config` and `task_config` are the chosen ones' own."""
+    """A whole run. `task_config` and `method_config` are the chosen task's and method's own."""
 
     task: str
     method: str
     scale: str
-    task_config: Any
+    task_config: Any  # the tasks' schemas have nothing in common but being dataclasses
     method_config: Any
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -225,10 +227,16 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     resume: Resume = Resume.auto
     trace: bool = False
-    """Write a Chrome trace of some rounds, per worker: see co2/record/trace.py."""
+    """Whether every worker writes a Chrome trace of some rounds: see co2/record/trace.py."""
     tag: str = "default"
+    """Name of this variant, a part of its folder's path."""
     runs: str = "results/runs"
-    """The folder of all runs; this one is `<task>/<method>/<tag>/seed<k>` in it."""
+    """Folder of all runs. This run's is `<task>/<method>/<tag>/seed<k>` in it."""
+
+    def __post_init__(self) -> None:
+        plain = self.tag not in ("", ".", "..") and not set(self.tag) & set("/\\\0")
+        require(plain, "tag", self.tag, "must be a plain folder name")
+        require(bool(self.runs), "runs", self.runs, "must be a folder")
 
 
 NODES: dict[str, type] = {
@@ -241,127 +249,3 @@ NODES: dict[str, type] = {
     "log": LogConfig,
     "data": DataConfig,
 }
-
-
-def typed(
-    cfg: DictConfig, methods: Mapping[str, Any], tasks: Mapping[str, Any], tag: str = "default"
-) -> Config:
-    """The composed configuration as checked objects.
-
-    A structured root would refuse the node that a method adds, so the root stays plain and each
-    node is merged into its own schema here.
-
-    Args:
-        cfg: what Hydra composed.
-        methods, tasks: name to class with a `Config`.
-        tag: the run's tag where `cfg.tag` is null.
-    Raises:
-        ConfigError: an unknown key (with the nearest known one) or a wrong value.
-    """
-    task, method = str(cfg.get("task")), str(cfg.get("method"))
-    require(task in tasks, "task", task, nearest(task, tasks))
-    require(method in methods, "method", method, nearest(method, methods))
-    nodes = dict(NODES)
-    nodes[task] = tasks[task].Config
-    nodes[method] = methods[method].Config
-    plain = {"task", "method", "scale", "resume", "trace", "tag", "runs"}
-    for key in map(str, cfg):
-        if key not in plain and key not in nodes:
-            value = _short(cfg[key])
-            if key in methods:
-                hint = f"the chosen method is {method}, whose keys are {method}.*"
-                raise ConfigError(key, value, hint)
-            raise ConfigError(key, value, "unknown key; " + nearest(key, plain | set(nodes)))
-    require(bool(cfg.get("runs")), "runs", cfg.get("runs"), "must be a folder")
-    built = {name: node(cfg.get(name), schema, name) for name, schema in nodes.items()}
-    resume = str(cfg.get("resume", "auto"))
-    good = [choice.name for choice in Resume]
-    require(resume in good, "resume", resume, f"must be one of {', '.join(good)}")
-    trace = cfg.get("trace", False)
-    require(isinstance(trace, bool), "trace", trace, "must be true or false")
-    chosen_tag = str(cfg.tag) if cfg.get("tag") is not None else tag
-    safe = chosen_tag not in ("", ".", "..") and not set(chosen_tag) & set("/\\\0")
-    require(safe, "tag", chosen_tag, "must be a plain folder name")
-    return Config(
-        task=task,
-        method=method,
-        scale=str(cfg.get("scale")),
-        task_config=built.pop(task),
-        method_config=built.pop(method),
-        resume=Resume[resume],
-        trace=trace,
-        tag=chosen_tag,
-        runs=str(cfg.get("runs", "results/runs")),
-        **built,
-    )
-
-
-def node(values: DictConfig | None, schema: type, name: str) -> Any:
-    """One node of the configuration as an instance of its dataclass.
-
-    Raises:
-        ConfigError: with the key's full name.
-    """
-    given: Any = values
-    try:
-        if OmegaConf.is_config(values):
-            given = OmegaConf.to_container(values, resolve=True)
-    except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None) or name
-        raise ConfigError(key, "", str(error).splitlines()[0]) from None
-    if not isinstance(given, dict):
-        raise ConfigError(name, given, "must be a group of keys")
-    known = {f.name: f for f in dataclasses.fields(schema)}
-    merged = OmegaConf.structured(schema)
-    for key in known.keys() - given.keys():
-        raise ConfigError(f"{name}.{key}", "", "is missing; conf/ has a value for it, so leave it")
-    for key, value in ((str(k), v) for k, v in given.items()):
-        full = f"{name}.{key}"
-        if key not in known and not known:
-            raise ConfigError(full, _short(value), f"{name} has no keys")
-        if key not in known:
-            names = [f"{name}.{field}" for field in known]
-            raise ConfigError(full, _short(value), "unknown key; " + nearest(full, names))
-        if float in _choices(merged, key) and isinstance(value, int):
-            value = float(value)
-        try:
-            merged[key] = value
-        except OmegaConfBaseException:
-            raise ConfigError(full, _short(value), _expected(merged, key)) from None
-    try:
-        return OmegaConf.to_object(merged)
-    except ConfigError as error:
-        raise error.under(name) from None
-
-
-_NUMBERS = {1: "one", 2: "two", 3: "three"}
-
-
-def _choices(schema: DictConfig, key: str) -> tuple[type, ...]:
-    """The types of a field that takes several; else none."""
-    kind = _kind(schema, key)
-    union = typing.get_origin(kind) in (typing.Union, types.UnionType)
-    return typing.get_args(kind) if union else ()
-
-
-def _kind(schema: DictConfig, key: str) -> Any:
-    return schema._get_node(key)._metadata.ref_type  # type: ignore[union-attr]
-
-
-def _expected(schema: DictConfig, key: str) -> str:
-    """What a field of a structured config takes, in words."""
-    if choices := _choices(schema, key):
-        number = "a number" if float in choices else "a whole number"
-        return f"must be {number} or one of the names that conf/ lists beside it"
-    kind = _kind(schema, key)
-    if typing.get_origin(kind) is tuple:
-        return f"must be a list of {_NUMBERS[len(typing.get_args(kind))]} numbers"
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return f"must be one of {', '.join(choice.name for choice in kind)}"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    return f"must be {words.get(kind, getattr(kind, '__name__', str(kind)))}"
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -3,9 +3,10 @@
 import math
 import os
 import shlex
+import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +16,17 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from co2 import peers
-from co2.app.compose import composed, preflight
-from co2.config import Config, Resume, typed
+from co2.app.compose import (
+    HYDRA_ERRORS,
+    Values,
+    command_line,
+    composed,
+    plain,
+    preflight,
+    refusal,
+)
+from co2.app.schema import typed
+from co2.config import Config, Resume
 from co2.errors import DIVERGED, STOPPED, ConfigError
 from co2.methods import Method
 from co2.record.console import Outcome, closing_table, sweep_table
@@ -31,12 +41,12 @@ from co2.train.run import Run
 
 @dataclass(frozen=True)
 class App:
-    """What `train.py` is. It can be pickled, so that workers can be handed its methods.
+    """What `train.py` runs. An `App` can be pickled, so that workers can be given its methods.
 
     Args:
-        conf: folder of the Hydra configuration, whose root is `config.yaml`.
+        conf: folder of Hydra's configuration, whose root is `config.yaml`.
         tasks: what can be trained, by the names of `task=`.
-        methods: how replicas can be kept in step, by the names of `method=`.
+        methods: ways of synchronizing replicas, by the names of `method=`.
     """
 
     conf: Path
@@ -44,16 +54,17 @@ class App:
     methods: Mapping[str, type[Method]] = field(default_factory=peers.known_methods)
 
     def config(self, overrides: Sequence[str]) -> Config:
-        """What `train.py` makes of these overrides. Raises `ConfigError`; writes nothing."""
+        """The run that these overrides stand for. Raises `ConfigError`; writes nothing."""
         return self.validate(composed(self.conf, "config", overrides), list(overrides))
 
-    def validate(self, cfg: DictConfig, overrides: list[str]) -> Config:
+    def validate(self, values: Values, overrides: list[str]) -> Config:
         """The composed configuration as a checked run. Raises `ConfigError`; writes nothing."""
-        config = typed(cfg, self.methods, self.tasks)
+        config = typed(values, self.methods, self.tasks)
         self.methods[config.method].check(config.optim)
         world = launch.world_size(config.launch)
-        if cfg.tag is None:
-            config.tag = tag_from(overrides, world, config.launch.workers, config.method)
+        if values.get("tag") is None:
+            tag = tag_from(overrides, world, config.launch.workers, config.method)
+            config = replace(config, tag=tag)
         launch.check(config)
         peers.check(config, world)
         replica.check(config, world, self.make_method(config))
@@ -65,14 +76,15 @@ class App:
         self.make_task(config).setup(launch.world_size(config.launch))
 
     def make_task(self, config: Config) -> Task:
+        """The chosen task. Nothing is read yet."""
         return self.tasks[config.task](config.task_config, config.train, config.optim, config.data)
 
     def make_method(self, config: Config) -> Method:
-        """Raises `ConfigError` where its fields and those of `comm` do not go together."""
+        """The chosen method. Raises `ConfigError` where it cannot be combined with `comm`."""
         return self.methods[config.method](config.method_config, config.comm)
 
     def work(self, config: Config, origin: Origin = UNKNOWN) -> None:
-        """What every worker runs."""
+        """What every worker of a run does."""
         mesh = launch.mesh(config)
         task = self.make_task(config)
         task.setup(mesh.num_workers)
@@ -87,7 +99,7 @@ class App:
             status = launch.run(partial(self.work, origin=origin), config)
             if status:
                 return status
-        if launch.is_first():  # who has written it; the others may be here before
+        if launch.is_first():  # worker 0 wrote the summary; others may get here before that
             summary = read_summary(config)
             assert summary is not None, "a run that ended well has a summary"
             print(closing_table(summary))
@@ -95,35 +107,56 @@ class App:
 
     def main(self, argv: Sequence[str]) -> int:
         """The command line of `train.py`, without the program. Returns the exit status."""
-        os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us; Hydra would print pages
+        # Hydra's own variable: its errors reach the lines below, instead of being printed by it.
+        os.environ.setdefault("HYDRA_FULL_ERROR", "1")
         try:
-            preflight(self.conf, "config", argv, self.check)
+            line = command_line(argv)
+            configs = preflight(self.conf, "config", argv, self.check)
+            origin = Origin(shlex.join(["train.py", *argv]))
+            if line.flags or line.hydra_runs:
+                return self._through_hydra(argv, line.sweep, origin)
+            (config,) = configs
+            return self.run(config, origin)
         except ConfigError as error:
             return launch.refuse(error)
-        if {"-m", "--multirun"} & set(argv):
+        except HYDRA_ERRORS as error:
+            return launch.refuse(refusal(error))
+
+    def check(self, values: Values, overrides: list[str]) -> Config:
+        """As `validate`, and makes and checks the data. Raises `ConfigError`."""
+        config = self.validate(values, overrides)
+        self.prepare_data(config)
+        return config
+
+    def _through_hydra(self, argv: Sequence[str], sweep: bool, origin: Origin) -> int:
+        """What Hydra starts, by its launchers and sweepers, or answers itself (--cfg, --help).
+
+        A run of a sweep that fails loses no other. Returns the first failed run's exit status.
+        """
+        assert list(argv) == sys.argv[1:], "hydra.main reads the command line itself"
+        if sweep:
             # W&B's own variable: the runs of a sweep are one group, named by its command line.
             words = [word for word in argv if word not in ("-m", "--multirun")]
             os.environ.setdefault("WANDB_RUN_GROUP", " ".join(words)[:128])
-        origin = Origin(shlex.join(["train.py", *argv]))
         outcomes: list[Outcome] = []
         statuses: list[int] = []
 
-        def job(cfg: DictConfig) -> float | None:
+        def job(composed_by_hydra: DictConfig) -> float | None:
             """Returns what a sweeper that searches makes small: see `objective`."""
             overrides = list(HydraConfig.get().overrides.task)
             if not _in_sweep():
-                config = self.validate(cfg, overrides)
+                config = self.validate(plain(composed_by_hydra), overrides)
                 status = self.run(config, origin)
                 statuses.append(status)
                 return None if status else objective(status, read_summary(config))
             summary = None
             try:
-                config = self.validate(cfg, overrides)
+                config = self.validate(plain(composed_by_hydra), overrides)
                 status = self.run(config, origin)
                 summary = None if status else read_summary(config)
             except ConfigError as error:  # a value that a sweeper has made up
                 status = launch.refuse(error)
-            except Exception:  # of this job; the others shall not suffer
+            except Exception:  # a bug that this run has met: the others go on
                 traceback.print_exc()
                 status = 1
             outcomes.append(Outcome(overrides, status, summary))
@@ -143,9 +176,6 @@ class App:
         failed = [outcome.status for outcome in outcomes if outcome.status]
         return next(iter([*failed, *statuses]), 0)
 
-    def check(self, cfg: DictConfig, overrides: list[str]) -> None:
-        self.prepare_data(self.validate(cfg, overrides))
-
 
 def objective(status: int, summary: Summary | None) -> float | None:
     """The final validation loss; infinite where training diverged; None where it failed."""
@@ -156,7 +186,7 @@ def objective(status: int, summary: Summary | None) -> float | None:
 
 
 def _in_sweep() -> bool:
-    """Whether this process starts all jobs of a sweep, one after the other."""
+    """Whether this process starts all runs of a sweep, one after the other."""
     hydra_config = HydraConfig.get()
     alone = launch.identity() is None and hydra_config.runtime.choices["hydra/launcher"] == "basic"
     return alone and hydra_config.mode is RunMode.MULTIRUN

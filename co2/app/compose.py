@@ -1,14 +1,20 @@
-"""Hydra, asked before it runs: every job of a command line is composed and checked."""
+"""Hydra's part: from a command line to the plain values of every run that it asks for.
 
+Only Hydra's public interface is used: its Compose API, `hydra.core` and `hydra.errors`. Whatever it
+raises leaves this module as a `ConfigError`.
+"""
+
+import argparse
 import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, TypeVar
 
 from hydra import compose, initialize_config_dir
-from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
@@ -16,7 +22,12 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from co2.app.schema import RENAMED, unknown
 from co2.errors import ConfigError, nearest, require
+
+Checked = TypeVar("Checked")
+Values = dict[str, Any]
+"""A composed configuration: resolved, in plain dictionaries and lists."""
 
 _OPTUNA = "hydra/sweeper=optuna"
 _PLUGINS = (
@@ -25,56 +36,122 @@ _PLUGINS = (
 )
 """Override, package, extra of pyproject.toml, what it does."""
 _GROUPS = ("task", "method", "scale")
+HYDRA_ERRORS = (HydraException, OmegaConfBaseException)
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The arguments of train.py, as far as they need to be understood before Hydra reads them."""
+
+    overrides: tuple[str, ...]
+    sweep: bool
+    """Whether -m was given: a launcher and a sweeper of Hydra start the runs."""
+    flags: tuple[str, ...]
+    """Every other flag, such as --cfg; Hydra answers those itself."""
+
+    @property
+    def hydra_runs(self) -> bool:
+        """Whether Hydra starts the run: that of a sweep, or one with options of Hydra's own."""
+        return self.sweep or any(_of_hydra(override) for override in self.overrides)
+
+
+def command_line(arguments: Sequence[str]) -> CommandLine:
+    """Read the arguments of train.py. Raises `ConfigError` for a flag amid the overrides."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("-r", "--run", action="store_true")  # what happens without it, too
+    known, others = parser.parse_known_args(list(arguments))
+    flags = tuple(word for word in others if word.startswith("-"))
+    if flags:
+        return CommandLine((), known.multirun, flags)
+    if others:
+        first = arguments.index(others[0])
+        together = list(arguments[first : first + len(others)]) == others
+        require(together, "command line", "", "flags such as -m stand before the overrides")
+    return CommandLine(tuple(others), known.multirun, ())
 
 
 def preflight(
     folder: Path,
     name: str,
     arguments: Sequence[str],
-    check: Callable[[DictConfig, list[str]], object],
-) -> None:
-    """Compose every job that the command line asks for, and `check(cfg, overrides)` each.
+    check: Callable[[Values, list[str]], Checked],
+) -> list[Checked]:
+    """Compose every run that the command line asks for, and `check(values, overrides)` each.
 
     Args:
         folder, name: of Hydra's configuration.
         arguments: the command line, without the program.
-        check: raises `ConfigError` for a job that must not start.
+        check: raises `ConfigError` for a run that must not start.
+    Returns:
+        What `check` made of each; nothing where Hydra answers the command line itself.
     Raises:
-        ConfigError: for the first job that cannot be composed, or that `check` refuses.
+        ConfigError: for the first run that cannot be composed, or that `check` refuses.
     """
-    given = get_args_parser().parse_args(list(arguments))
-    if given.help or given.hydra_help or given.cfg or given.info or given.shell_completion:
-        return  # Hydra answers these itself and starts nothing
-    _check_plugins(given.overrides, given.multirun)
+    line = command_line(arguments)
+    if line.flags:
+        return []
+    _check_plugins(line.overrides, line.sweep)
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-        for overrides in jobs(given.overrides, given.multirun):
-            check(_compose(name, overrides), overrides)
+        return [
+            check(_compose(name, overrides), _without_hydra(overrides))
+            for overrides in jobs(line.overrides, line.sweep)
+        ]
+
+
+def composed(folder: Path, name: str, overrides: Sequence[str]) -> Values:
+    """The configuration of one run. Raises `ConfigError`."""
+    with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+        return _compose(name, list(overrides))
+
+
+def plain(config: DictConfig) -> Values:
+    """What Hydra composed, with interpolations resolved. Raises `ConfigError`."""
+    try:
+        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "configuration"
+        raise ConfigError(key, "", str(error).splitlines()[0]) from None
+    return {str(key): value for key, value in dict(values).items()}  # type: ignore[arg-type]
+
+
+def refusal(error: Exception) -> ConfigError:
+    """An error of Hydra or OmegaConf as one line, where no more is known."""
+    return ConfigError("configuration", "", str(error).splitlines()[0])
+
+
+def _of_hydra(override: str) -> bool:
+    """Whether an override is of Hydra's own options, which are no part of a run."""
+    return override.lstrip("+~").startswith(("hydra.", "hydra/"))
+
+
+def _without_hydra(overrides: Sequence[str]) -> list[str]:
+    return [override for override in overrides if not _of_hydra(override)]
 
 
 def _check_plugins(overrides: Sequence[str], multirun: bool) -> None:
-    """Those of Hydra that are extras of ours."""
+    """Refuse plugins of Hydra that are not installed, or that have nothing to do. `ConfigError`."""
     for plugin, package, extra, does in _PLUGINS:
         if plugin in overrides:
             key, _, value = plugin.partition("=")
             require(multirun, key, value, f"{does} the jobs of a sweep; add -m")
             there = find_spec(package) is not None
-            require(there, key, value, f"is an extra; pip install -e '.[{extra}]'")
+            where = f"pip install -e '.[{extra}]', or 'co2-suite[{extra}]' outside a clone"
+            require(there, key, value, f"needs an extra: {where}")
             # That a file of ours sets values of the extra's own options is what we want.
             warnings.filterwarnings("ignore", message=r"(?s).*validated against ConfigStore schema")
 
 
-def composed(folder: Path, name: str, overrides: Sequence[str]) -> DictConfig:
-    """The configuration of one job. Raises `ConfigError`."""
-    with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-        return _compose(name, list(overrides))
+def jobs(overrides: Sequence[str], multirun: bool) -> Iterator[list[str]]:
+    """The overrides of every run: in a sweep, all combinations of its values.
 
+    Of an interval, in which only optuna's sweeper chooses, the two ends stand for all values.
 
-def jobs(overrides: list[str], multirun: bool) -> Iterator[list[str]]:
-    """The overrides of every job: of a sweep, all combinations of its choices. Of an interval, in
-    which only optuna's sweeper chooses, the two ends.
+    Raises:
+        ConfigError: for what Hydra cannot read, and for several values without a sweep.
     """
     try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
         # The first line holds the reason; the override itself follows "parsing override".
         text = str(error).splitlines()[0]
@@ -103,9 +180,9 @@ def jobs(overrides: list[str], multirun: bool) -> Iterator[list[str]]:
         yield list(job)
 
 
-def _compose(name: str, overrides: list[str]) -> DictConfig:
+def _compose(name: str, overrides: list[str]) -> Values:
     try:
-        return compose(name, overrides)
+        config = compose(name, overrides)
     except MissingConfigException as error:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
         if group == "task/scale":  # `<task>_<scale>`, picked by the two together
@@ -116,7 +193,7 @@ def _compose(name: str, overrides: list[str]) -> DictConfig:
             raise ConfigError("scale", scale, hint) from None
         hint = "no such option; " + nearest(option, error.options or [])
         raise ConfigError(group or "config", option, hint) from None
-    except (HydraException, OmegaConfBaseException) as error:
+    except HYDRA_ERRORS as error:
         raise _unknown_key(name, overrides, error) from None
     except ValueError as error:  # Hydra, where a group is given something that is no option
         for override in overrides:
@@ -127,7 +204,8 @@ def _compose(name: str, overrides: list[str]) -> DictConfig:
                 options = GlobalHydra.instance().config_loader().get_group_options(key)
                 hint = f"must be one of {', '.join(options)}"
                 raise ConfigError(key, value, hint) from None
-        raise ConfigError("configuration", "", str(error).splitlines()[0]) from None
+        raise refusal(error) from None
+    return plain(config)
 
 
 def _unknown_key(name: str, overrides: list[str], error: Exception) -> ConfigError:
@@ -137,11 +215,13 @@ def _unknown_key(name: str, overrides: list[str], error: Exception) -> ConfigErr
         r"Could not (?:override|append to config|delete from config).*?'([\w./@+~-]+)", text
     )
     if not found:
-        return ConfigError("configuration", "", text.splitlines()[0])
+        return refusal(error)
     key = found.group(1).partition("=")[0].lstrip("+~")
     value = next(
         (o.partition("=")[2] for o in overrides if o.lstrip("+~").partition("=")[0] == key), ""
     )
+    if key in RENAMED:
+        return ConfigError(key, value, unknown(key, ()))
     groups = [
         o
         for o in overrides
@@ -149,7 +229,7 @@ def _unknown_key(name: str, overrides: list[str], error: Exception) -> ConfigErr
     ]
     try:
         known = _leaves(compose(name, groups))
-    except (HydraException, OmegaConfBaseException):
+    except HYDRA_ERRORS:
         return ConfigError(key, value, text.splitlines()[0])
     node, _, last = key.rpartition(".")
     nodes = {leaf.partition(".")[0] for leaf in known}
@@ -162,8 +242,8 @@ def _unknown_key(name: str, overrides: list[str], error: Exception) -> ConfigErr
     return ConfigError(key, value, where + hint)
 
 
-def _leaves(cfg: DictConfig) -> set[str]:
-    plain = OmegaConf.to_container(cfg)
+def _leaves(config: DictConfig) -> set[str]:
+    """The full names of all keys."""
 
     def walk(values: object, path: str) -> Iterator[str]:
         if isinstance(values, dict) and values:
@@ -172,4 +252,4 @@ def _leaves(cfg: DictConfig) -> set[str]:
         else:
             yield path
 
-    return set(walk(plain, ""))
+    return set(walk(OmegaConf.to_container(config), ""))

@@ -1,4 +1,4 @@
-"""Blocking collectives that belong to no method: equal starting weights, and the consensus."""
+"""Blocking collectives that every method uses: equal starting weights, and the consensus."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -11,20 +11,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this worker holds of a tensor: its part of a DTensor, which `fully_shard` makes of a
-    parameter and which may be empty; of others the tensor itself."""
+    """Return what this worker holds of a tensor: of a DTensor, which `fully_shard` makes of each
+    parameter, the local shard, which may be empty; of any other tensor, the tensor itself."""
     part = getattr(tensor, "to_local", None)  # to import DTensor costs half a second
     return tensor if part is None else part()
 
 
 def carries(group: dist.ProcessGroup | None, tensor: Tensor) -> bool:
-    """Whether a group takes a tensor where it lies: gloo is for the host's memory."""
+    """Return whether a group's backend reaches the memory that a tensor lies in: gloo's collectives
+    work on the host's memory only."""
     return group is None or not tensor.is_cuda or "nccl" in dist.get_backend_config(group)
 
 
 def replicate(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Give every replica the parameters and buffers of replica 0; of the workers of a group, those
-    of the first."""
+    """Give all workers of a group the parameters and buffers of its first worker; across replicas
+    that is replica 0. Collective. None: there is only one, and nothing happens."""
     if group is not None:
         for tensor in (*model.parameters(), *model.buffers()):
             part = local(tensor.detach())
@@ -34,8 +35,8 @@ def replicate(model: nn.Module, group: dist.ProcessGroup | None) -> None:
 def data_parallel(
     model: nn.Module, bucket_mb: float, group: dist.ProcessGroup | None = None
 ) -> DistributedDataParallel:
-    """PyTorch's own averaging of gradients, over all workers or those of a group; every worker
-    keeps its own buffers."""
+    """Wrap a model so that PyTorch averages its gradients, over all workers or those of a group.
+    Every worker keeps its own buffers."""
     with warnings.catch_warnings():
         # torch renames broadcast_buffers; the old name is the one that 2.11 knows too.
         warnings.simplefilter("ignore", FutureWarning)
@@ -52,14 +53,14 @@ def data_parallel(
 def consensus(
     model: nn.Module, group: dist.ProcessGroup | None, replica_group: dist.ProcessGroup | None
 ) -> Iterator[None]:
-    """Inside: the model holds its mean over the replicas, trainable parameters and floating-point
-    buffers. After: restored bit for bit.
+    """Inside, trainable parameters and floating-point buffers hold their means over the replicas.
+    Afterwards they are restored bit for bit.
 
     Args:
-        model: the module that was prepared, without wrapping.
-        group: of the counterparts.
-        replica_group: of the replica. Each of its workers has buffers of its own, and their mean is
-            taken as well.
+        model: the module that was given to `prepare`, not a wrapper around it.
+        group: this worker and its counterparts in the other replicas.
+        replica_group: the workers of this replica. Each of them has buffers of its own, so the
+            buffers are averaged over this group too.
     """
     weights = [local(p.detach()) for p in model.parameters() if p.requires_grad]
     buffers = [b.detach() for b in model.buffers() if b.is_floating_point()]
@@ -73,9 +74,10 @@ def consensus(
 
 @contextmanager
 def averaged(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Inside: the tensors hold their means over the replicas. After: restored bit for bit.
+    """Inside, the tensors hold their means over the group. Afterwards they are restored bit for
+    bit.
 
-    Blocking, and all replicas must enter together. Holds one copy of the tensors meanwhile.
+    Blocking: all workers of the group must enter together. A copy of the tensors is kept meanwhile.
     """
     saved = [tensor.clone() for tensor in tensors]
     try:
@@ -91,8 +93,11 @@ def averaged(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> Iter
 
 
 def _forget_gathered(model: nn.Module) -> None:
-    """fully_shard keeps what a forward pass has gathered for the backward pass, which after an
-    evaluation does not come; the local shards have changed since."""
+    """Make the next forward pass gather the weights anew.
+
+    fully_shard keeps what a forward pass has gathered for the backward pass. After an evaluation
+    there is no backward pass, and the local shards have changed since.
+    """
     for module in model.modules():
         reshard = getattr(module, "reshard", None)
         if reshard is not None:
@@ -100,9 +105,12 @@ def _forget_gathered(model: nn.Module) -> None:
 
 
 def _apply(tensor: Tensor, group: dist.ProcessGroup, collective: Callable[[Tensor], Any]) -> None:
-    """Collectives take contiguous tensors, where the group can reach them; channels-last weights
-    are not contiguous."""
-    if tensor.numel() == 0:  # so is every counterpart's
+    """Run a collective on a tensor, or on a copy of it and copy the result back.
+
+    Collectives need contiguous tensors in memory that the group can reach. Channels-last weights,
+    for example, are not contiguous.
+    """
+    if tensor.numel() == 0:  # then the counterparts' tensors are empty too
         return
     dense = tensor.contiguous()
     if not carries(group, dense):

@@ -1,11 +1,11 @@
-"""Compressors: one to eight bits an element, and a scale that says how large they are.
+"""Compressors: one to eight bits for each element, and a scale for all of them.
 
     sign   C(x) = s·sign(x), sign(0) = +1     s = ‖x‖₂/√n         (1-bit Adam, arXiv 2102.02888)
     int4   C(x) = s·round(x/s)                s = max|x|/7
     int8   C(x) = s·round(x/s)                s = max|x|/127
 
 One scale covers one parameter tensor, or the part of it that a server owns (co2/comm/exchange.py).
-Scales stay where x is: nobody waits for a GPU.
+Scales stay on the device of x, so that the host never waits for a GPU.
 """
 
 import math
@@ -17,30 +17,38 @@ from torch import Tensor
 
 
 class Compressor(Protocol):
-    """Everything but the packing."""
+    """Turns a tensor into a scale and small whole numbers, the codes, and back."""
 
     @property
     def bits(self) -> int:
-        """Of an element: 1, 2, 4 or 8."""
+        """Bits of an element: 1, 2, 4 or 8."""
 
     def scale(self, pieces: Sequence[Tensor], count: int | Tensor) -> Tensor:
-        """s, 0-dimensional. The pieces make up x; `count` is n, at least 1."""
+        """Return s, a 0-dimensional tensor.
+
+        Args:
+            pieces: together they make up x.
+            count: n, at least 1.
+        """
         ...
 
     def codes(self, x: Tensor, s: Tensor) -> Tensor:
-        """x (k,) → whole numbers (k,) from 0 to 2^bits − 1, of any type."""
+        """Return the codes of x (k,): whole numbers (k,) from 0 to 2^bits − 1, of any type."""
         ...
 
     def values_(self, codes: Tensor, s: Tensor) -> None:
-        """codes (k,), in a type that holds fractions, ← C(x)."""
+        """Overwrite codes (k,), given in a floating-point type, with C(x)."""
         ...
 
 
 class Sign:
+    """One bit: the sign of an element."""
+
     bits = 1
 
     def scale(self, pieces: Sequence[Tensor], count: int | Tensor) -> Tensor:
-        # BLAS would add in an order that depends on where x lies, and a resumed run might differ.
+        # BLAS would add in an order that depends on the address of x, so that a resumed run might
+        # differ.
         squares = torch.stack([piece.square().sum() for piece in pieces])
         return torch.sqrt(squares.sum() / count)
 
@@ -52,7 +60,7 @@ class Sign:
 
 
 class Uniform:
-    """Whole multiples of s, as many on either side of 0."""
+    """Whole multiples of s, as many above 0 as below."""
 
     def __init__(self, bits: int) -> None:
         self.bits, self.largest = bits, 2 ** (bits - 1) - 1
@@ -63,7 +71,7 @@ class Uniform:
 
     def codes(self, x: Tensor, s: Tensor) -> Tensor:
         multiples = torch.div(x, s.where(s > 0, 1)).round_()
-        # An s that is nearly 0 is itself so rounded that max|x| may be more of them.
+        # An s close to 0 is rounded so coarsely that max|x| may be more multiples of it.
         return multiples.clamp_(-self.largest, self.largest).add_(self.largest)
 
     def values_(self, codes: Tensor, s: Tensor) -> None:
@@ -74,13 +82,14 @@ COMPRESSORS: dict[str, Compressor] = {"sign": Sign(), "int4": Uniform(4), "int8"
 
 
 def num_bytes(numel: int, bits: int) -> int:
+    """Return the bytes that `pack` needs for so many codes."""
     return -(-numel * bits // 8)
 
 
 def pack(codes: Tensor, bits: int, out: Tensor) -> None:
-    """codes (k,) → `out` (num_bytes(k, bits),), uint8.
+    """Write codes (k,) into `out` (num_bytes(k, bits),), uint8.
 
-    Byte j holds the codes j, j + len(out), …: whole planes are shifted, which vectorizes.
+    Byte j holds the codes j, j + len(out), …, so that whole planes are shifted at once.
     """
     padded = torch.zeros(8 // bits * out.numel(), dtype=torch.uint8, device=codes.device)
     padded[: codes.numel()].copy_(codes)
@@ -89,7 +98,7 @@ def pack(codes: Tensor, bits: int, out: Tensor) -> None:
 
 
 def unpack(packed: Tensor, bits: int, out: Tensor) -> None:
-    """What `pack` made of k codes → `out` (k,), of any type."""
+    """Write the codes that `pack` has put into `packed` to `out` (k,), of any type."""
     planes = torch.bitwise_right_shift(packed.unsqueeze(0), _shifts(bits, packed.device))
     out.copy_(planes.bitwise_and_(2**bits - 1).view(-1)[: out.numel()])
 

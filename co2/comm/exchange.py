@@ -1,14 +1,14 @@
-"""The mean over the replicas with few bits an element on the wire, and error feedback.
+"""The mean over the replicas, compressed to a few bits for each element, with error feedback.
 
     worker:  x ← x + e;  send C(x);  e ← x − C(x)          C: a compressor (co2/comm/compress.py)
     server:  the same with the mean of what arrived, for the chunk that it owns
 
-Every replica is a worker, and the server of one chunk of ⌈numel/G⌉ elements: an all-to-all brings
-each chunk to its server, an all-gather brings its compressed mean back. (1-bit Adam, arXiv
-2102.02888, section 4; error feedback: arXiv 1901.09847.)
+Every replica is both a worker and the server of one chunk of ⌈numel/G⌉ elements: an all-to-all
+brings each chunk to its server, and an all-gather brings the compressed means back. (1-bit Adam,
+arXiv 2102.02888, section 4; error feedback: arXiv 1901.09847.)
 
-Every parameter tensor has a scale of its own, on a server the part of it in the chunk: one for the
-whole vector, as the paper writes it, drowns the tensors with small values.
+Every parameter tensor has a scale of its own; on a server, so has the part of it in the chunk. The
+paper has one scale for the whole vector, in which tensors with small values would get lost.
 A message is one row of bytes: the scales of the chunk's tensors, then the packed codes of each.
 """
 
@@ -25,17 +25,17 @@ from co2.comm.compress import Compressor, num_bytes, pack, unpack
 from co2.comm.mesh import Mesh
 
 _PIECE = 1 << 20
-"""Elements packed at a time, which bounds the temporaries. Both ends of the wire must agree."""
+"""Elements packed at a time, which bounds the temporaries. It must be equal on all workers."""
 
 
 class CompressedMean:
-    """The compressed mean of one vector, again and again, carried by an `BackgroundMean`.
+    """Takes compressed means of one vector after another. A `BackgroundMean` carries them.
 
     Args:
-        sizes: elements of the tensors that the vector is made of, in its order.
-        mesh: the replicas. A single one compresses too, and sends nothing.
-        mean: carries it, with its process group; the vector is of its buffer's type and device,
-            and scales travel in that type.
+        sizes: the numbers of elements of the tensors that make up the vector, in its order.
+        mesh: the replicas. A single replica compresses too, but sends nothing.
+        mean: carries the messages over its process group. The vector has the type and the device of
+            its buffer, and scales travel in that type.
         compressor: C.
     """
 
@@ -56,14 +56,18 @@ class CompressedMean:
         self._piece = torch.empty_like(like[: min(len(self._parts[0]), _PIECE)])
 
     def start(self, vector: Tensor, mask: Tensor | None = None) -> None:
-        """Launch `mean_`; the vector belongs to it until the `BackgroundMean` is waited for."""
+        """Launch `mean_` in the background. The vector belongs to it until somebody has waited for
+        the `BackgroundMean`."""
         self._mean.run(lambda: self.mean_(vector, mask), self.bytes_per_mean())
 
     def mean_(self, vector: Tensor, mask: Tensor | None = None) -> None:
-        """vector (numel,) ← its compressed mean over the replicas, the same on all. Blocking.
+        """Overwrite vector (numel,) with its compressed mean, which all replicas share. Blocking.
 
-        Elements whose `mask`, equal on all replicas, is 0 take no part: nothing of them is sent
-        or counted, and mean and errors are 0. A sign could not say "nothing".
+        Args:
+            vector: changed in place.
+            mask: (numel,), equal on all replicas. Elements where it is 0 take no part: they do not
+                count for the scales, and their mean and errors are 0. Without a mask a sign could
+                not stand for 0. None: all elements take part.
         """
         _correct(vector, self.worker_error, mask)
         scales = self._scales(vector, self._sizes, mask)
@@ -72,7 +76,7 @@ class CompressedMean:
             self._compress(part, vector[part.span], scales[part.tensors], alive, row, error)
         self._to_servers()
         own, alive = vector[self._own.span], self._own.of(mask)
-        self._mean_of_received(own)  # what it held is on its way
+        self._mean_of_received(own)  # overwrites what has been sent
         _correct(own, self.server_error, alive)
         scales = self._scales(own, self._own.sizes, alive)
         self._compress(self._own, own, scales, alive, self._mine, self.server_error)
@@ -81,7 +85,7 @@ class CompressedMean:
             self._read(part, row, part.of(mask), vector[part.span])
 
     def bytes_per_mean(self) -> int:
-        """Bytes that one worker sends for one mean: to G−1 servers, and round a ring."""
+        """Bytes that one worker sends for one mean: to G−1 servers, and around a ring."""
         return 2 * (self.num_replicas - 1) * self._mine.numel()
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -100,7 +104,7 @@ class CompressedMean:
         return [self._piece]
 
     def _scales(self, x: Tensor, sizes: Sequence[int], mask: Tensor | None) -> Tensor:
-        """One for each of the tensors that x is made of."""
+        """Return one scale for each of the tensors that make up x."""
         scales = x.new_zeros(len(sizes))
         alive = [None] * len(sizes) if mask is None else mask.split(sizes)
         for out, values, some in zip(scales, x.split(sizes), alive, strict=True):
@@ -117,34 +121,34 @@ class CompressedMean:
         row: Tensor,
         error: Tensor,
     ) -> None:
-        """Message of C(x) → `row`; x − C(x) → `error`."""
+        """Write the message of C(x) to `row`, and x − C(x) to `error`."""
         head = scales.view(torch.uint8)
         row[: head.numel()].copy_(head)
-        for run in part.runs:
-            codes = self._compressor.codes(x[run.span], scales[run.tensor])
-            pack(codes, self._compressor.bits, row[run.packed])
+        for segment in part.segments:
+            codes = self._compressor.codes(x[segment.span], scales[segment.tensor])
+            pack(codes, self._compressor.bits, row[segment.packed])
         self._read(part, row, mask, error)
         torch.sub(x, error, out=error)
 
     def _read(self, part: "Part", row: Tensor, mask: Tensor | None, out: Tensor) -> None:
-        """A message → the values that it stands for."""
+        """Write the values that a message stands for to `out`."""
         scales = part.scales(row, out.dtype)
-        for run in part.runs:
-            values = out[run.span]
-            unpack(row[run.packed], self._compressor.bits, values)
-            self._compressor.values_(values, scales[run.tensor])
+        for segment in part.segments:
+            values = out[segment.span]
+            unpack(row[segment.packed], self._compressor.bits, values)
+            self._compressor.values_(values, scales[segment.tensor])
             if mask is not None:
-                values.masked_fill_(mask[run.span] == 0, 0)
+                values.masked_fill_(mask[segment.span] == 0, 0)
 
     def _mean_of_received(self, out: Tensor) -> None:
         out.zero_()
         for row in self._received:
             scales = self._own.scales(row, out.dtype)
-            for run in self._own.runs:
-                values = out[run.span]
+            for segment in self._own.segments:
+                values = out[segment.span]
                 piece = self._piece[: values.numel()]
-                unpack(row[run.packed], self._compressor.bits, piece)
-                self._compressor.values_(piece, scales[run.tensor])
+                unpack(row[segment.packed], self._compressor.bits, piece)
+                self._compressor.values_(piece, scales[segment.tensor])
                 values.add_(piece)
         out.div_(self.num_replicas)
 
@@ -163,46 +167,47 @@ class CompressedMean:
 
 
 @dataclass(frozen=True)
-class Run:
-    """Consecutive elements of one tensor in one chunk: what is packed together."""
+class Segment:
+    """Consecutive elements of one tensor in one chunk, which are packed together."""
 
     tensor: int
-    """Counted in the chunk."""
+    """Index of the tensor among those of the chunk."""
     span: slice
-    """Of the chunk."""
+    """Its elements, as a slice of the chunk."""
     packed: slice
-    """Of the message."""
+    """Its bytes, as a slice of the message."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One server's chunk, and what a message about it looks like."""
+    """One server's chunk, and the layout of a message about it."""
 
     span: slice
-    """Of the vector."""
+    """The chunk's elements, as a slice of the vector."""
     tensors: slice
-    """Those that reach into the chunk, among all."""
+    """The tensors that reach into the chunk, as a slice of all tensors."""
     sizes: list[int]
-    """Elements of each of them in the chunk."""
-    runs: list[Run]
+    """How many elements each of them has in the chunk."""
+    segments: list[Segment]
     num_bytes: int
-    """Of a message."""
+    """Bytes of a message."""
 
     def __len__(self) -> int:
         return self.span.stop - self.span.start
 
     def of(self, vector: Tensor | None) -> Tensor | None:
+        """Return this chunk of a vector, as a view."""
         return None if vector is None else vector[self.span]
 
     def scales(self, row: Tensor, dtype: torch.dtype) -> Tensor:
-        """Those of a message; the copy is aligned, as a row need not be."""
+        """Return the scales of a message. They are copied because a row need not be aligned."""
         return row[: len(self.sizes) * dtype.itemsize].clone().view(dtype)
 
 
 def _parts(
     sizes: Sequence[int], replicas: int, compressor: Compressor, scale_bytes: int
 ) -> list[Part]:
-    """The servers' chunks. The last ones may be shorter, or empty."""
+    """Return the servers' chunks. The last ones may be shorter, or empty."""
     bounds = list(pairwise(accumulate(sizes, initial=0)))
     numel = sum(sizes)
     chunk = -(-numel // replicas)
@@ -211,22 +216,22 @@ def _parts(
         begin, end = min(begin, numel), min(begin + chunk, numel)
         inside = [i for i, (first, last) in enumerate(bounds) if first < end and last > begin]
         spans = [(max(bounds[i][0], begin), min(bounds[i][1], end)) for i in inside]
-        at, runs = scale_bytes * len(inside), []
+        at, segments = scale_bytes * len(inside), []
         for tensor, (first, last) in enumerate(spans):
             for start in range(first, last, _PIECE):
                 stop = min(start + _PIECE, last)
                 taken = num_bytes(stop - start, compressor.bits)
                 span = slice(start - begin, stop - begin)
-                runs.append(Run(tensor, span, slice(at, at + taken)))
+                segments.append(Segment(tensor, span, slice(at, at + taken)))
                 at += taken
         tensors = slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)
         widths = [last - first for first, last in spans]
-        parts.append(Part(slice(begin, end), tensors, widths, runs, at))
+        parts.append(Part(slice(begin, end), tensors, widths, segments, at))
     return parts
 
 
 def _correct(x: Tensor, error: Tensor, mask: Tensor | None) -> None:
-    """x ← x + error, and 0 where `mask` is."""
+    """Add `error` to x, and set x to 0 where `mask` is 0."""
     x.add_(error)
     if mask is not None:
         for values, some in zip(x.split(_PIECE), mask.split(_PIECE), strict=True):

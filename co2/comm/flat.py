@@ -1,4 +1,4 @@
-"""FlatParams: the trained parameters that one worker holds as one contiguous vector."""
+"""FlatParams: the trained parameters that one worker holds, as one flat vector."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -22,7 +22,7 @@ _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 22}
 
 
 def chunk_numel(device: torch.device) -> int:
-    """Elements of a chunk, at most."""
+    """Return the largest number of elements of a chunk."""
     return _CHUNK.get(device.type, 1 << 22)
 
 
@@ -40,28 +40,31 @@ class Chunk:
         return self.span.stop - self.span.start
 
     def of(self, vector: Tensor) -> Tensor:
-        """This chunk of a flat vector, as a view."""
+        """Return this chunk of a flat vector, as a view."""
         return vector[self.span]
 
     def write(self, values: Tensor) -> None:
-        """`values`, which is this chunk of some vector → live parameters."""
+        """Set the live parameters to `values`, which is this chunk of some vector."""
         self.transfer.write(self.index, values)
 
 
 class FlatParams:
-    """The parameters that an optimizer trains, seen as one vector; of those that `fully_shard` has
-    cut, this worker's shards, which may be empty.
+    """The parameters that an optimizer trains, seen as one vector. Of parameters that `fully_shard`
+    has sharded it holds this worker's shards, which may be empty.
 
     Vectors of this shape are copies, never aliases: a collective on one cannot touch a live
-    parameter. Order: parameter groups, then parameters as the group lists them; a tied parameter
-    counts once; what does not require a gradient is left out. The element type is fp32, or fp64
-    where a parameter is. Parameters must stay where they are: moving the model makes it stale.
+    parameter. The order is that of the parameter groups, and within a group that of its list; a
+    tied parameter counts once, and parameters without a gradient are left out. The element type is
+    fp32, or fp64 where a parameter is. The parameters must stay where they are: after the model has
+    been moved, this object is out of date.
 
     Args:
-        optimizer: of the parameters.
-        keep: where vectors live: beside the parameters, or in the host's memory.
-        only: those of the parameters to take; None for all.
-        mesh: of the workers; needed where `total` is, and the parameters are sharded.
+        optimizer: holds the parameters.
+        keep: where vectors lie: beside the parameters, or in the host's memory.
+        only: the parameters to take; None for all.
+        mesh: the workers; needed by `total` if the parameters are sharded.
+    Raises:
+        ValueError: no parameter requires a gradient.
     """
 
     def __init__(
@@ -91,16 +94,16 @@ class FlatParams:
         if not self.params:
             raise ValueError("the optimizer holds no parameter that requires a gradient")
         self.numel = sum(param.numel() for param in self.params)
-        """Elements on this worker; `total_numel` are those of the replica."""
+        """Elements on this worker; `total_numel` counts those of the whole replica."""
         self.dtype = torch.float32
         for param in self.params:
             self.dtype = torch.promote_types(self.dtype, param.dtype)
-        # A group of its own: totals may be taken in the background.
+        # A process group of its own, because totals may be taken in the background.
         self._group = mesh.new_group_within_replica() if mesh is not None and sharded else None
         device = self.params[0].device
         side = side_stream(device) if keep is CommDevice.cpu else None
         self.device = device if side is None else torch.device("cpu")
-        """Of the vectors."""
+        """Where vectors lie."""
         cuts = list(self._cut(chunk_numel(self.device)))
         pieces = [live for _, _, live in cuts]
         self.transfer: Direct | Staged
@@ -113,38 +116,38 @@ class FlatParams:
         ]
 
     def round(self) -> AbstractContextManager[None]:
-        """Around everything that reads or writes live parameters when a round ends."""
+        """Enter this around everything that reads or writes live parameters as a round ends."""
         return self.transfer.round()
 
     def zeros(self) -> Tensor:
-        """A new vector (numel,) of zeros."""
+        """Return a new vector (numel,) of zeros."""
         return self.transfer.empty(self.numel).zero_()
 
     def copy(self) -> Tensor:
-        """A new vector (numel,) that holds the live parameters."""
+        """Return a new vector (numel,) with a copy of the live parameters."""
         vector = self.transfer.empty(self.numel)
         self.copy_to(vector)
         return vector
 
     def copy_to(self, vector: Tensor) -> None:
-        """vector, which may be longer, ← live parameters."""
+        """Copy the live parameters into a vector, which may be longer."""
         with self.round():
             for chunk in self.chunks:
                 chunk.of(vector).copy_(self.local(chunk))
 
     def local(self, chunk: Chunk) -> Tensor:
-        """The live parameters of a chunk, in scratch that the next call overwrites."""
+        """Return the live parameters of a chunk, in scratch that the next call overwrites."""
         return self.transfer.local(chunk.index)
 
     def displacement(self, start: Tensor, out: Tensor) -> None:
-        """out ← start − live: the pseudo-gradient of the steps since `start`, rounded to out's
-        type."""
+        """Write the pseudo-gradient of the steps since `start`, which is `start` minus the live
+        parameters, to `out`, rounded to its type."""
         with record_function(SNAPSHOT):
             for chunk in self.chunks:
                 torch.sub(chunk.of(start), self.local(chunk), out=chunk.of(out))
 
     def swap(self, vector: Tensor) -> None:
-        """Live parameters ↔ vector, which may be longer."""
+        """Exchange the live parameters and a vector, which may be longer."""
         with record_function(SNAPSHOT):
             for chunk in self.chunks:
                 values = self.local(chunk)
@@ -152,8 +155,8 @@ class FlatParams:
                 chunk.of(vector).copy_(values)
 
     def total(self, *sums: Tensor) -> tuple[Tensor, ...]:
-        """Sums over the replica's elements, from sums over those that this worker holds. Blocking
-        where they are sharded."""
+        """Return sums over all elements of the replica, given the sums over those that this worker
+        holds. Blocking if the parameters are sharded."""
         if self._group is None:
             return sums
         together = torch.stack(sums)
@@ -161,7 +164,8 @@ class FlatParams:
         return together.unbind()
 
     def gradients(self, out: Tensor) -> None:
-        """out, beside the parameters, ← the gradients; zeros where a parameter has none."""
+        """Write the gradients to `out`, which lies where the parameters do; zeros for a parameter
+        that has none."""
         parts = out.split([param.numel() for param in self.params])
         for owner, part in zip(self._owners, parts, strict=True):
             if owner.grad is None:
@@ -171,13 +175,13 @@ class FlatParams:
                 part.view(grad.shape).copy_(grad)
 
     def write(self, vector: Tensor) -> None:
-        """Live parameters ← vector."""
+        """Set the live parameters to a vector."""
         for chunk in self.chunks:
             chunk.write(chunk.of(vector))
 
     def _cut(self, size: int) -> Iterator[tuple[slice, int, Live]]:
-        """Span, parameter group and pieces of chunks of at most `size` elements; only a
-        non-contiguous parameter may exceed it."""
+        """Yield span, parameter group and parameters of each chunk. A chunk has at most `size`
+        elements, unless it is a single parameter that is not contiguous."""
         start, used, group = 0, 0, 0
         live: list[Tensor] = []
         for param, index in zip(self.params, self.group_of, strict=True):

@@ -1,4 +1,4 @@
-"""Mesh: who the replicas are, and the process groups between them."""
+"""Mesh: the workers, how they form replicas, and the process groups between them."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -12,23 +12,25 @@ from co2.errors import require, require_count
 
 @dataclass(frozen=True)
 class Mesh:
-    """This worker's place: replicas × workers of a replica. Without a process group: alone.
+    """This worker's place among `num_replicas` × `replica_size` workers.
 
-    Workers of a replica have adjacent ranks. The methods need to know of the replicas only;
-    batches, seeds and files are a worker's own.
+    The workers of a replica have adjacent ranks. Methods only need to know the replicas; batches,
+    seeds and files belong to a worker.
     """
 
     replica: int
+    """Index of this worker's replica."""
     num_replicas: int
     device: torch.device
+    """Where this worker's batches lie."""
     rank_in_replica: int = 0
-    """This worker's place in its replica."""
+    """Index of this worker in its replica."""
     replica_size: int = 1
-    """Workers that share one replica."""
+    """How many workers share one replica."""
 
     @property
     def worker(self) -> int:
-        """This worker's place among all."""
+        """Index of this worker among all workers."""
         return self.replica * self.replica_size + self.rank_in_replica
 
     @property
@@ -37,14 +39,16 @@ class Mesh:
 
     @classmethod
     def world(cls, replica_size: int = 1, device: torch.device | str | None = None) -> "Mesh":
-        """All workers of the default process group.
+        """Return the mesh of all workers of the default process group; without one, of a single
+        worker.
 
         Args:
-            replica_size: workers that share one replica, and average its gradients at every step
-                by a means of their own: DistributedDataParallel or fully_shard over
-                `new_group_within_replica()`. replica.py has it for train.py.
-            device: of the batches; default: the current GPU under NCCL, or when alone with one.
-                Under gloo name it to train on a GPU, with comm.device=cpu.
+            replica_size: how many workers share one replica. They must average its gradients at
+                every step by means of their own: DistributedDataParallel or fully_shard over
+                `new_group_within_replica()`. co2/train/replica.py does it for train.py.
+            device: where the batches lie. None: the current GPU under NCCL, and for a single worker
+                that has one; else the CPU. To train on a GPU under gloo, name it here and set
+                comm.device=cpu.
         Raises:
             ConfigError: the workers cannot be divided into replicas of this size.
             RuntimeError: several workers were started but no process group was initialised.
@@ -66,24 +70,24 @@ class Mesh:
         )
 
     def new_group_across_replicas(self, backend: str | None = None) -> dist.ProcessGroup | None:
-        """A process group of its own of this worker's counterparts, which hold the same part of
-        every replica; None for a single replica.
+        """Make a process group of this worker and its counterparts, which hold the same shard of
+        the other replicas; None for a single replica.
 
-        Collectives of different groups do not wait for each other. Every worker must make its
+        Collectives of different groups do not wait for each other. All workers must make their
         groups in the same order.
         """
         size = self.replica_size
-        parts = [range(shard, self.num_workers, size) for shard in range(size)]
+        parts = [range(rank, self.num_workers, size) for rank in range(size)]
         return _own(parts, self.rank_in_replica, backend) if self.num_replicas > 1 else None
 
     def new_group_within_replica(self, backend: str | None = None) -> dist.ProcessGroup | None:
-        """The same of the workers of this replica; None where a worker is a whole one."""
+        """Make a process group of this replica's workers; None if it has only one."""
         size = self.replica_size
         parts = [range(first, first + size) for first in range(0, self.num_workers, size)]
         return _own(parts, self.replica, backend) if size > 1 else None
 
     def new_group_of_workers(self, backend: str | None = None) -> dist.ProcessGroup | None:
-        """The same of all workers; None for one alone."""
+        """Make a process group of all workers; None if there is only one."""
         workers = self.num_workers
         return _own([range(workers)], 0, backend) if workers > 1 else None
 
@@ -98,7 +102,7 @@ def check_replica_size(replica_size: int, workers: int) -> None:
 def _own(
     parts: Sequence[Iterable[int]], mine: int, backend: str | None
 ) -> dist.ProcessGroup | None:
-    """Make the groups of all parts, as every worker must; return that of one."""
+    """Make a group of each part, which every worker must do, and return the one at `mine`."""
     groups = [dist.new_group(list(ranks), backend=backend) for ranks in parts]
     group = groups[mine]
     assert isinstance(group, dist.ProcessGroup), "this worker is a member"

@@ -1,4 +1,4 @@
-"""Between live parameters and flat vectors: in one memory, or from a GPU to the host and back."""
+"""Copies between live parameters and flat vectors: within one memory, or between GPU and host."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,37 +8,38 @@ import torch
 from torch import Tensor
 
 Live = tuple[Tensor, ...]
-"""What one chunk of the flat vector stands for: views of parameters, in order, without gaps."""
+"""The parameters that one chunk of the flat vector stands for: views, in order, without gaps."""
 
 
 class Direct:
-    """Parameters and vectors in one memory: plain copies, which happen as they are asked for."""
+    """Parameters and vectors are in one memory: plain copies, each made at once."""
 
     def __init__(self, chunks: Sequence[Live], dtype: torch.dtype, device: torch.device) -> None:
         self._chunks, self._dtype, self._device = chunks, dtype, device
         self._scratch = self.empty(_longest(chunks))
 
     def empty(self, numel: int) -> Tensor:
-        """Memory for a vector."""
+        """Return uninitialized memory for a vector."""
         return torch.empty(numel, dtype=self._dtype, device=self._device)
 
     def scratch_tensors(self) -> list[Tensor]:
+        """Return what is held beside the vectors: the longest chunk."""
         return [self._scratch]
 
     @contextmanager
     def round(self) -> Iterator[None]:
-        """Around everything that a method does with live parameters when a round ends."""
+        """Enter this around everything that a method does with live parameters as a round ends."""
         yield
 
     def local(self, index: int) -> Tensor:
-        """The live parameters of a chunk, in scratch that the next call overwrites."""
+        """Return the live parameters of a chunk, in scratch that the next call overwrites."""
         live = self._chunks[index]
         values = self._scratch[: _numel(live)]
         torch._foreach_copy_(_views(values, live), list(live))
         return values
 
     def write(self, index: int, values: Tensor) -> None:
-        """Live parameters of a chunk ← values."""
+        """Set the live parameters of a chunk to `values`."""
         live = self._chunks[index]
         torch._foreach_copy_(list(live), _views(values, live))
 
@@ -50,22 +51,22 @@ class SideStream:
         self._stream = torch.cuda.Stream(device)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory of the host that can be copied to and from while the host goes on."""
+        """Return pinned memory, which can be copied to and from while the host goes on."""
         return torch.empty(numel, dtype=dtype, pin_memory=True)
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> torch.cuda.Event:
-        """Queue copies behind all those before; the event is their end."""
+        """Queue copies behind all earlier ones, and return an event that marks their end."""
         with torch.cuda.stream(self._stream):
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
         return self._stream.record_event()
 
     def after_compute(self) -> None:
-        """What is queued from here on comes after the computation queued so far."""
+        """Make copies queued from here on wait for the computation queued so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def before_compute(self) -> None:
-        """The computation queued from here on comes after the copies queued so far."""
+        """Make computation queued from here on wait for the copies queued so far."""
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
@@ -77,21 +78,22 @@ class _Fetched:
 
 
 class Staged:
-    """Parameters on a GPU, vectors in the host's memory; the next chunk comes while the host works.
+    """Parameters are on a GPU, vectors in the host's memory. While the host works on one chunk, the
+    next is on its way.
 
-    Why nothing is read too early or overwritten too soon: one stream makes all copies, in the
-    order in which they are queued here.
+    Nothing is read too early or overwritten too soon, because one stream makes all copies, in the
+    order in which they are queued here:
 
     - Parameters: at a round's end the stream waits for the computation before it reads the first,
       and the next computation waits for the stream, which has written the last.
     - Reading a staging buffer: `local` waits for the copy into it.
-    - Copying into a staging buffer: the host is done with it, for there are two, and what `local`
-      returned is the caller's until the next call only. What was to be copied out of it was
-      queued before.
-    - The host's writing into a staging buffer: that is what `local` returned, so the copy into it
-      is over, and with it all that were queued before.
-    - The host's writing into a vector that it has handed to `write`: not before the next round,
-      which begins by waiting for the last write.
+    - Copying into a staging buffer: the host has finished with it, because there are two, and the
+      caller may use what `local` returned until the next call only. Copies out of it were queued
+      before.
+    - The host writes into a staging buffer: `local` has returned it, so the copy into it is over,
+      and so are all copies queued before.
+    - The host writes into a vector that it has passed to `write`: not before the next round, which
+      begins by waiting for the last write.
     """
 
     def __init__(self, chunks: Sequence[Live], dtype: torch.dtype, side: SideStream) -> None:
@@ -103,10 +105,11 @@ class Staged:
         self._open = False
 
     def empty(self, numel: int) -> Tensor:
-        """Memory for a vector."""
+        """Return uninitialized memory for a vector."""
         return self._side.empty(numel, self._dtype)
 
     def scratch_tensors(self) -> list[Tensor]:
+        """See `Direct`; here the longest chunk twice."""
         return list(self._buffers)
 
     @contextmanager
@@ -132,10 +135,10 @@ class Staged:
         return fetched.values
 
     def write(self, index: int, values: Tensor) -> None:
-        """See `Direct`. The values are to stay as they are until the round is over."""
+        """See `Direct`. The caller must not change the values until the round is over."""
         assert self._open, "only inside round()"
         if self._ahead is not None and self._ahead.index == index:
-            self._ahead = None  # it was fetched before it was written
+            self._ahead = None  # it was fetched before this write, so it is out of date
         live = self._chunks[index]
         self._written = self._side.copy(live, _views(values, live))
 
@@ -147,7 +150,7 @@ class Staged:
 
 
 def side_stream(device: torch.device) -> SideStream | None:
-    """A stream for copies to the host; None where the parameters are in its memory already."""
+    """Return a stream for copies between a GPU and the host; None for parameters on the CPU."""
     return SideStream(device) if device.type == "cuda" else None
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from co2.errors import nearest, require
 from co2.lab.trial import LIMIT, Change, Conditions, Trial, rate_name
-from co2.methods import METHODS
-from co2.peers import PEERS, check_installed
+from co2.peers import PEERS, check_installed, known_methods
 
 _WORKER_BYTES = 2**30
 """An upper guess at the memory that a worker of a smoke-scale task needs."""
@@ -25,7 +24,7 @@ def plan(options: argparse.Namespace) -> tuple[list[Trial], Conditions]:
     workers = [_count("--workers", word) for word in options.workers.split(",")]
     rates = [_rate("--mbit", word) for word in options.mbit.split(",")]
     methods = options.methods.split(",")
-    known = {*METHODS, *PEERS, LIMIT}
+    known = {*known_methods(), LIMIT}
     for method in methods:
         require(method in known, "--methods", method, nearest(method, known))
         if method in PEERS:

@@ -25,18 +25,20 @@ from co2.errors import ConfigError, require
 PREFIX = "co2lab"
 _SUBNET = "10.99.0"
 _BUCKET_S = 0.005
-"""Traffic that may pass at once; a shaper that wakes a few hundred times a second needs as much."""
+"""Seconds' worth of traffic that may pass at once; a shaper that wakes a few hundred times a second
+needs as much."""
 _LEAST_BUCKET = 80_000
-"""Bytes. A packet of TCP's own making has up to 64 KiB: a smaller bucket would have the kernel cut
-each into 45, which costs five times the processor's time, as no network card would."""
+"""The smallest bucket in bytes. TCP makes packets of up to 64 KiB. With a smaller bucket the kernel
+would cut each into 45, which costs five times the processor's time and is a network card's work."""
 _QUEUE_S = 0.1
-"""Traffic that may wait in a link before it is dropped."""
+"""Seconds' worth of traffic that may wait in a link before packets are dropped."""
 _CGROUPS = Path("/sys/fs/cgroup")
 _PERIOD_US = 100_000
+"""Microseconds over which the kernel counts a worker's use of the processor."""
 
 
 def check_root() -> None:
-    """Refuse a machine on which no link can be shaped, in one line.
+    """Refuse a machine on which no link can be shaped.
 
     Raises:
         ConfigError: not root, no iproute2, or a kernel without network namespaces or tbf.
@@ -65,8 +67,12 @@ class SlowNetwork:
     """Workers on shaped links, as a context manager: all that it made is gone afterwards.
 
     Args:
-        mbit: by worker, the rate of its link in Mbit/s in each direction; None for unshaped.
-        cpus: by worker number, how many cores it may use, as in {1: 0.5}; others share freely.
+        mbit: for each worker the rate of its link in Mbit/s, in each direction; None for no limit.
+        cpus: for some workers the number of cores that they may use, as in {1: 0.5}; the others
+            share all cores freely.
+
+    Raises:
+        ConfigError: on entering, when the network cannot be built on this machine.
     """
 
     def __init__(
@@ -97,13 +103,13 @@ class SlowNetwork:
         self._remove()
 
     def address(self, worker: int) -> str:
-        """Of the worker's only interface, eth0."""
+        """The IP address of the worker's only interface, eth0."""
         return f"{_SUBNET}.{worker + 1}"
 
     def start(
         self, worker: int, command: Sequence[str], env: Mapping[str, str]
     ) -> subprocess.Popen:
-        """Run a command as this worker. It dies with this process, and with the network."""
+        """Run a command as this worker. It is killed when this process or the network ends."""
         words = ["ip", "netns", "exec", f"{self._name}-w{worker}", *command]
         process = subprocess.Popen(
             words,
@@ -120,7 +126,7 @@ class SlowNetwork:
         return process
 
     def shape(self, worker: int, mbit: float | None) -> None:
-        """Change the rate of a link, traffic or not."""
+        """Change the rate of a worker's link to `mbit` Mbit/s, None for no limit, at any time."""
         self.mbit[worker] = mbit
         for place, device in ((f"{self._name}-w{worker}", "eth0"), (self._switch, f"port{worker}")):
             if mbit is None:
@@ -161,7 +167,7 @@ class SlowNetwork:
 
 
 def remove_leftovers() -> list[str]:
-    """Remove what owners that no longer live have left behind; return their names."""
+    """Remove what owners that have been killed left behind; return their names."""
     found = set()
     for name in [*_namespaces(), *(path.name for path in _groups(f"{PREFIX}-*"))]:
         owner = "-".join(name.split("-")[:2])
@@ -182,7 +188,8 @@ def _remove_named(owner: str) -> None:
                     os.kill(int(pid), signal.SIGKILL)
             _run("ip", "netns", "del", name, check=False)
     for group in _groups(f"{owner}-*"):
-        with contextlib.suppress(OSError):  # a process in it has not gone yet: the next start's
+        # Where a process in it has not gone yet, the next start removes it.
+        with contextlib.suppress(OSError):
             group.rmdir()
 
 
@@ -192,16 +199,16 @@ def _namespaces() -> list[str]:
 
 
 def _groups(pattern: str) -> Iterator[Path]:
-    """Our control groups of the cpu controller: version 1 has a tree for each controller."""
+    """Our control groups of the cpu controller, which version 1 keeps in a tree of its own."""
     for root in (_CGROUPS, _CGROUPS / "cpu"):
         yield from root.glob(pattern)
 
 
 def _limit_cpu(name: str, cores: float) -> None:
-    """A control group whose members share `cores` cores.
+    """Make a control group whose members share `cores` cores.
 
     Raises:
-        ConfigError: no cpu controller can be used here.
+        ConfigError: this machine has no cpu controller that can be used.
     """
     quota = int(cores * _PERIOD_US)
     try:
@@ -243,6 +250,6 @@ def _message(error: subprocess.CalledProcessError) -> str:
 
 
 def _die_with_parent() -> None:
-    """In the child: a SIGKILL from the kernel when the process that started it ends."""
+    """In the child: ask the kernel for a SIGKILL when the process that started it ends."""
     pdeathsig = 1
     ctypes.CDLL(None).prctl(pdeathsig, signal.SIGKILL)

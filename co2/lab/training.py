@@ -15,8 +15,7 @@ from typing import Any
 
 from co2.lab.slow_network import SlowNetwork
 from co2.lab.trial import LIMIT, Conditions, Trial, trial_folder
-from co2.methods import METHODS
-from co2.peers import PEERS
+from co2.peers import known_methods
 
 TRAIN = Path(__file__).parents[2] / "train.py"
 DEFAULTS = (
@@ -93,7 +92,7 @@ def _method_overrides(method: str) -> list[str]:
 def _without_other_methods(overrides: Sequence[str], method: str) -> list[str]:
     """Leave out settings of other methods: `co2.tau=24` is meant for co2, and only its trials
     have that key."""
-    others = {*METHODS, *PEERS} - {method}
+    others = known_methods().keys() - {method}
     return [word for word in overrides if word.lstrip("+~").partition(".")[0] not in others]
 
 

@@ -1,4 +1,4 @@
-"""One file per published algorithm, and the registry of them all."""
+"""The synchronization methods: one file for each published algorithm, and their registry."""
 
 from co2.methods.allreduce import AllReduce
 from co2.methods.base import Method

@@ -1,10 +1,11 @@
 """AllReduce: gradients are averaged at every step, overlapped with backward.
 
-PyTorch's own DistributedDataParallel, unmodified, so that the baseline is the one people use: over
-all workers, whatever the size of a replica. Parameters that fully_shard has cut over a replica's
-workers and repeats over the replicas (its hybrid mode) are averaged by it already.
-Buffers are treated as in every other method: local while training, averaged in the consensus
-(DDP's default would send replica 0's before every forward pass).
+This is PyTorch's own DistributedDataParallel (DDP), unmodified, so that the baseline is the one
+that people use. It averages over all workers, whatever the size of a replica. If fully_shard has
+sharded the parameters over a replica's workers, it also averages their gradients over the replicas
+(its hybrid mode), and DDP is not needed.
+Buffers are treated as in every other method: they are local during training and averaged in the
+consensus. DDP's default would send those of replica 0 before every forward pass.
 """
 
 import math
@@ -70,14 +71,14 @@ class AllReduce(Method):
 
     @property
     def extra_bytes(self) -> int:
-        """Gradients live in DDP's buckets. For bf16 DDP makes rounded ones beside them, which are
-        not ours to name."""
+        """DDP's buckets are the gradients, so they are no extra copy. For bf16 DDP makes rounded
+        gradients beside them, half a copy, which cannot be named as tensors here."""
         rounded = self.ddp is not None and self.comm.dtype is Precision.bf16
         return self.copy_bytes // 2 if rounded else 0
 
     def bytes_per_step(self) -> int:
-        """Bytes that one worker sends in one step: 2(G−1)/G of its gradients, where G counts the
-        workers under DDP, and the replicas where parameters are sharded."""
+        """Return the bytes that one worker sends in one step: 2(G−1)/G of its gradients. G is the
+        number of workers under DDP, and that of replicas if the parameters are sharded."""
         trained = [local(p.detach()) for p in self.model.parameters() if p.requires_grad]
         halved = self.comm.dtype is Precision.bf16
         payload = sum(p.numel() * (2 if halved else p.element_size()) for p in trained)
@@ -85,10 +86,11 @@ class AllReduce(Method):
         return 2 * (rings - 1) * payload // rings
 
     def _totals(self) -> CommTotals:
-        """DDP's own averages over the steps that it sampled, times all steps.
+        """Return DDP's own averages over the steps that it has sampled, times the number of steps.
 
-        comm_s: from the first bucket's launch to the last one's completion; exposed_s: the part of
-        it after the last gradient was computed. fully_shard keeps no clocks: not a number.
+        comm_s is the time from the first bucket's launch to the last one's completion; exposed_s is
+        the part of it after the last gradient was computed. fully_shard measures neither, so both
+        are then not a number.
         """
         sent = float(self.bytes_per_step() * self.steps)
         if self.sharded:

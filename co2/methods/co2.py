@@ -10,7 +10,7 @@
 τ → `tau`, α → `outer_lr`, β → `outer_momentum`, Λ → `gap_penalty`, φ → `clip`.
 Chosen here: the exact gap, which the paper derives from Gap-Aware (arXiv 1909.10802) and the
 released code replaces by 1; see GapPenalty. Step 4 runs before step 3, because d_{t−1} lies in
-the one communication buffer; neither reads what the other writes.
+the only communication buffer; neither step reads what the other writes.
 
 `shard` keeps 1/G of the outer state on each replica: ShardedOuterStep has the same trajectory.
 """
@@ -43,7 +43,7 @@ class CO2(LocalMethod):
         outer_lr: float = 1.0
         """α."""
         outer_momentum: float = 0.2
-        """β. Not published. Smoke GPT-2 (τ = 12, one seed each) did worse with 0.5."""
+        """β. The paper does not say. GPT-2 at smoke scale (τ = 12, one seed) did worse with 0.5."""
         gap_penalty: str | float = "gap_aware"
         """gap_aware | gap_aware_elementwise | none, or a constant Λ."""
         clip: float | None = None
@@ -51,7 +51,7 @@ class CO2(LocalMethod):
         clip_mode: str = "value"
         """value: every element to [−φ, φ]; norm: the whole vector to norm φ."""
         shard: bool = False
-        """Anchor and momentum in G parts, one on each replica: 1 + 2/G model copies, not 3."""
+        """Anchor and momentum are sharded over the G replicas: 1 + 2/G model copies, not 3."""
 
         def __post_init__(self) -> None:
             check_tau(self.tau)
@@ -184,7 +184,7 @@ class ShardedOuterStep(OuterState):
 
     The anchor lags: between rounds it is what the round before started from, because d_t needs it,
     and it is moved by the m_t that is still held, to the same bits that were sent.
-    Λ_{t+1} is due before γ_{t+1} has come, so the schedule says what it will be.
+    Λ_{t+1} is due before γ_{t+1} has come, so the schedule has to tell it.
     """
 
     def __init__(
@@ -200,13 +200,13 @@ class ShardedOuterStep(OuterState):
         super().__init__(config, shard)
         self.flat, self.shard, self.mean = flat, shard, shard.mean
         self.largest_lr, self.next_largest_lr = largest_lr, next_largest_lr
-        self.shown = self._newest_figures()
+        self.settled = self._newest_figures()
         """Λ and the clipped share, (2,), of the newest outer step that a round's end waited for:
         the step in the background changes the figures at any time."""
 
     def end_round(self) -> None:
         self.mean.wait()  # 1
-        self.shown = self._newest_figures()
+        self.settled = self._newest_figures()
         self.flat.swap(self.mean.buffer)  # 2
         lr, ahead = self.largest_lr(), self.next_largest_lr()
         self.gap.observe_lr(lr)
@@ -231,12 +231,12 @@ class ShardedOuterStep(OuterState):
 
     def figures(self) -> tuple[float, float]:
         """Λ and the clipped share, as of the round that ended last."""
-        gap, clipped = self.shown.tolist()
+        gap, clipped = self.settled.tolist()
         return gap, clipped
 
     def state_tensors(self) -> dict[str, Tensor]:
-        gap, clipped = self.shown
-        return {**super().state_tensors(), "shown_gap": gap, "shown_clipped": clipped}
+        gap, clipped = self.settled
+        return {**super().state_tensors(), "settled_gap": gap, "settled_clipped": clipped}
 
     def scratch_tensors(self) -> list[Tensor]:
         return [*super().scratch_tensors(), *self.shard.scratch_tensors()]

@@ -1,4 +1,4 @@
-"""CO2 with kept progress: ours, unpublished. Overlapped for `delay` steps, at most a whole round.
+"""CO2 with kept progress: our own, unpublished. Overlapped for `delay` steps, at most a round.
 
     at the end of round t, on every replica i:
         p^i_t = the sum of i's own steps in round t;  start the mean δ_t = mean_i p^i_t
@@ -6,17 +6,18 @@
         δ_t arrives;  u_t = β u_{t−1} + δ_t;  c_{t+1} = c_t + δ_t + w u_t          c: the center
         x^i ← c_{t+1} + κ q^i
 
-τ → `tau`, delay → `delay`, κ → `keep_local`, β → `outer_momentum`, w → `momentum_weight`. c is the
-same on all replicas, bit for bit; p^i counts all steps, those whose effect on x^i was cut by κ too,
-so nothing is lost. With a delay of τ: κ = 1 and w = 0 is CoCoD-SGD, κ = w = 0 is CO2 with β = 0 and
-Λ = 1. A delay of 0 is blocking: local SGD for w = 0, DiLoCo with α = 1 for w = β.
+τ → `tau`, delay → `delay`, κ → `keep_local`, β → `outer_momentum`, w → `momentum_weight`.
+c is equal on all replicas, bit for bit. p^i counts every step, also those whose effect on x^i was
+cut by κ, so that no progress is lost. With a delay of τ, κ = 1 and w = 0 is CoCoD-SGD, and
+κ = w = 0 is CO2 with β = 0 and Λ = 1. A delay of 0 blocks: it is local SGD for w = 0, and DiLoCo
+with α = 1 for w = β.
 
-Why not all is kept (κ = 1): where the loss curves so much that `delay` steps undo a deviation from
-the optimum of that direction, q^i holds the correction of what the mean corrects too. With a delay
-of τ a replica's own deviation is then multiplied by −κ from round to round, and the replicas' mean
-by (1 − κ)^½: one does not die out for κ = 1, the other not for κ = 0, as in CO2. Both shrink
-fastest together at κ = .62. See docs/co2_keep.md for what else was tried.
-As in every method here −p travels, the pseudo-gradient, and `momentum` holds −u.
+Why κ is below 1: in a direction of such high curvature that `delay` steps undo a deviation from the
+optimum, q^i holds the same correction that the mean brings. With a delay of τ a replica's own
+deviation is then multiplied by −κ from round to round, and that of the replicas' mean by (1 − κ)^½:
+the former does not die out for κ = 1, the latter not for κ = 0, as in CO2. Both shrink fastest
+together at κ = .62. docs/co2_keep.md tells what else was tried.
+As in every method here the pseudo-gradient −p travels, and `momentum` holds −u.
 """
 
 from dataclasses import dataclass
@@ -40,13 +41,13 @@ class CO2Keep(LocalMethod):
         tau: int | str = 12
         """Inner steps of a round, or auto (auto_tau.py)."""
         delay: int | None = None
-        """Inner steps that a collective may take, at most τ; null: τ."""
+        """Inner steps that a collective may take without anybody waiting, at most τ; null: τ."""
         keep_local: float = 0.5
-        """κ: share of the progress made meanwhile that stays when the mean arrives."""
+        """κ: the share of the progress made while the mean was under way that is kept."""
         outer_momentum: float = 0.5
         """β."""
         momentum_weight: float = 0.0
-        """w; 0 saves the momentum's copy of the model."""
+        """w; with 0 the momentum is not needed, which saves a copy of the model."""
 
         def __post_init__(self) -> None:
             check_tau(self.tau)
@@ -77,7 +78,7 @@ class CO2Keep(LocalMethod):
                 self.arrive()
 
     def end_round(self) -> None:
-        if self.mean.in_flight:  # for a whole round
+        if self.mean.in_flight:  # with a delay of a whole round
             self.arrive()
         for chunk in self.flat.chunks:
             start, buffer = chunk.of(self.start), chunk.of(self.mean.buffer)
@@ -87,7 +88,7 @@ class CO2Keep(LocalMethod):
         self.mean.start()
 
     def arrive(self) -> None:
-        """δ_t has come: move the center, and the replica to it."""
+        """Take δ_t, which has arrived: move the center by it, and the replica to the center."""
         beta, w, kept = (
             self.config.outer_momentum,
             self.config.momentum_weight,
@@ -104,9 +105,9 @@ class CO2Keep(LocalMethod):
             start.sub_(x)  # −q^i
             torch.sub(center, start, alpha=kept, out=x)
             chunk.write(x)
-            start.add_(x)  # so that start − x is −q^i still
+            start.add_(x)  # so that start − x is still −q^i
 
     @property
     def max_skew_steps(self) -> int:
-        # A replica cannot pass an arrival before all have ended that round.
+        # A replica cannot go past an arrival before all replicas have ended that round.
         return self.tau + (self.tau if self.config.delay is None else self.config.delay)

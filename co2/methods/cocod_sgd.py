@@ -7,7 +7,7 @@
         start the mean of p^i_t                     δ_{−1} = p^i_{−1} = 0
 
 τ → `tau`. Local progress is kept; replicas differ by one round's disagreement.
-Deviation: −p travels, the pseudo-gradient, as in every method here.
+Deviation: the pseudo-gradient −p travels, as in every method here.
 """
 
 from dataclasses import dataclass
@@ -47,8 +47,9 @@ class CoCoDSGD(LocalMethod):
             buffer.copy_(start)
             x.add_(last)  # x^i_{t+1,0}
             chunk.write(x)
-            # Exactly what x has gained, though it travels rounded: then x is p^i_t and a sum of
-            # means, which are the same everywhere. A difference would stay, and replicas part.
+            # `last` is exactly what x has gained, although it travels rounded. So x is p^i_t plus a
+            # sum of means, which are equal on all replicas. If it were the rounded value, each
+            # round's rounding error would stay in x, and the replicas would drift apart.
             last.copy_(start)
             start.copy_(x)
         self.mean.start()

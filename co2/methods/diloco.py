@@ -31,7 +31,7 @@ class DiLoCo(LocalMethod):
         outer_momentum: float = 0.9
         """β. The paper: 0.9."""
         comm_share: float = 0.1
-        """With τ = auto: most of a round's time that communication may take."""
+        """With τ = auto: the largest share of a round's time that communication may take."""
 
         def __post_init__(self) -> None:
             check_tau(self.tau)

@@ -8,10 +8,10 @@
         x^i_{t+1,0} = x^i_{t,0} − α (Δ^i_t + β v^i_t)
         start the mean of D^i_t                     D_{−1} = 0
 
-τ → `tau`, α → `outer_lr`, β → `outer_momentum`; G replicas. Start and momentum are each replica's
-own: what the others did in round t is only known one round later, its own G-th part at once.
-Deviation: with bf16 on the wire D^i_t is what is sent, rounded, where it is added and, a round
-later, where it is taken back. Were either exact, the rounding would stay and part the replicas.
+τ → `tau`, α → `outer_lr`, β → `outer_momentum`; G replicas. Start and momentum differ between the
+replicas: each knows its own G-th part of round t at once, and that of the others one round later.
+Deviation: with bf16 on the wire the rounded D^i_t, which is sent, is also what is added and, a
+round later, subtracted. If one of them were exact, the replicas would drift apart by its rounding.
 """
 
 from dataclasses import dataclass

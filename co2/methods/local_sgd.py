@@ -25,7 +25,7 @@ class LocalSGD(LocalMethod):
         tau: int | str = 12
         """Inner steps of a round, or auto (auto_tau.py)."""
         comm_share: float = 0.1
-        """With τ = auto: most of a round's time that communication may take."""
+        """With τ = auto: the largest share of a round's time that communication may take."""
 
         def __post_init__(self) -> None:
             check_tau(self.tau)

@@ -6,16 +6,18 @@
         m^i = β1 m + (1−β1) g^i;  m = 1-bit mean of m^i
     always  x ← x − γ m̂/(√v̂ + ε),  m̂ = m/(1−β1^t),  v̂ = v/(1−β2^min(t, freeze_step))
 
-γ, β1, β2, ε and weight decay are those of each parameter group of the inner Adam or AdamW, whose
-place this takes. All replicas hold the same x, m and v after every step.
+This method takes the place of the inner Adam or AdamW: γ, β1, β2, ε and weight decay are those of
+each of its parameter groups. All replicas hold the same x, m and v after every step.
 Chosen here:
-- The bias corrections, PyTorch's, so that the first stage is AllReduce under AdamW. That of m goes
-  on after the freeze (it is 1 soon), that of v stays what it was then.
-- Signs are those of m/(√v + ε), times √v + ε where they arrive: without compression the same, and
-  with it no element of a tensor makes longer steps than others (compressed.py, `average_signs`).
-- One scale for every parameter tensor in place of the paper's one for all (exchange.py says why).
-- An element whose frozen v is 0 has a momentum of 0 from then on, in place of ± a scale, which over
-  ε would carry it away; it moves by weight decay alone.
+- The bias corrections are PyTorch's, so that the first stage is AllReduce under AdamW. That of m
+  goes on after the freeze (it is soon 1), that of v stays as it was then.
+- The signs are those of m/(√v + ε), and are multiplied by √v + ε on arrival. Without compression
+  that changes nothing; with it all elements of a tensor make steps of similar length
+  (parts/compressed.py, `average_signs`).
+- Every parameter tensor has a scale of its own, where the paper has one scale for all
+  (co2/comm/exchange.py says why).
+- An element whose frozen v is 0 has a momentum of 0 from then on, and moves by weight decay alone.
+  With ± a scale, divided by ε, its steps would be huge.
 """
 
 from dataclasses import dataclass

@@ -7,8 +7,8 @@
         start the mean of the pulled x^i
 
 τ → `tau`, a → `pull`, β → `outer_momentum`.
-Deviation: z − x^i travels, not x^i. The anchor does not move in between, so what arrives is
-z − x̄ itself.
+Deviation: z − x^i travels, not x^i. The anchor does not move while it travels, so z − x̄ itself
+arrives.
 """
 
 from dataclasses import dataclass

@@ -7,8 +7,8 @@
         x_{t+1,0} = x_{t,0} − α γ_t m_t
 
 τ → `tau`, α → `outer_lr`, β → `outer_momentum`; γ_t is each parameter group's own.
-Deviations: base optimizer state is kept (the paper's "maintain" buffer strategy). A round that
-ends at γ_t = 0 cannot divide: its d_t is applied and stored unscaled.
+Deviations: the base optimizer's state is kept (the paper's "maintain" buffer strategy). For a round
+that ends at γ_t = 0 the division is impossible, so its d_t is applied and stored unscaled.
 """
 
 from dataclasses import dataclass
@@ -25,13 +25,14 @@ class SlowMo(LocalMethod):
     @dataclass
     class Config:
         tau: int | str = 12
-        """Inner steps of a round, or auto. The paper: 12 (CIFAR-10), 48 (ImageNet)."""
+        """Inner steps of a round, or auto (auto_tau.py). The paper: 12 on CIFAR-10 and 48 on
+        ImageNet."""
         outer_lr: float = 1.0
         """α. The paper: 1."""
         outer_momentum: float = 0.5
         """β. The paper: 0.4 to 0.8."""
         comm_share: float = 0.1
-        """With τ = auto: most of a round's time that communication may take."""
+        """With τ = auto: the largest share of a round's time that communication may take."""
 
         def __post_init__(self) -> None:
             check_tau(self.tau)

@@ -9,19 +9,19 @@
 
 τ → `tau`, P → `fragments`, delay → `delay`, mix → `mixing` (the share of the local weights),
 α → `outer_lr`, β → `outer_momentum`. θ, the fragment's outer weights, is equal on all replicas.
-With two fragments and τ = 6, fragment 0 syncs after steps 3, 9, 15 and fragment 1 after 6, 12, with
-any delay. A sync before step 1 + delay has no collective to take and does nothing.
+With two fragments and τ = 6, fragment 0 syncs after steps 3, 9, 15 and fragment 1 after 6, 12,
+whatever the delay. A sync before step 1 + delay does nothing, because no collective was started.
 
-A layer is a run of consecutive trained parameters, in the model's order, that share the module path
-up to and including its first number: all of `transformer.h.3`. A parameter outside any numbered
-container is a layer of its own. Every fragment needs one.
+A layer is a sequence of consecutive trained parameters, in the model's order, that share the module
+path up to and including its first number: all of `transformer.h.3`, for example. A parameter that
+is in no numbered container is a layer of its own. Every fragment needs at least one layer.
 
-With `exchange` int8 or int4 the θ − x^i are quantized, one scale a parameter tensor, and so is
-their mean; what rounding leaves is kept and added the next time (co2/comm/exchange.py). d is then
-what arrived, equal on all replicas.
+With `exchange` int8 or int4 the θ − x^i are quantized, with one scale for each parameter tensor,
+and so is their mean. Rounding errors are kept and added the next time (co2/comm/exchange.py). d is
+then the quantized mean, equal on all replicas.
 
-Chosen here: the remainder where P does not divide τ; and uniform quantization with error feedback,
-where the paper sends floats of 4 bits.
+Chosen here: the offsets if P does not divide τ; and uniform quantization with error feedback, where
+the paper sends floats of 4 bits.
 """
 
 from collections.abc import Iterable
@@ -56,13 +56,13 @@ class StreamingDiLoCo(Method):
         tau: int = 12
         """Inner steps between two syncs of the same fragment. The paper: 30 to 100."""
         fragments: int = 2
-        """P, at most τ and at most the model's layers. The paper: 3 transformer layers in each."""
+        """P, at most τ and at most the number of layers. The paper: 3 layers in each fragment."""
         delay: int = 1
-        """Inner steps during which a collective is under way; below τ."""
+        """Inner steps that a collective may take without anybody waiting; below τ."""
         mixing: float = 0.5
-        """Share of the local weights in what a sync leaves. The paper: 0.5."""
+        """Share of the local weights in the weights after a sync. The paper: 0.5."""
         exchange: str = "full"
-        """What travels: full, or quantized to int8 or int4, with error feedback."""
+        """How differences travel: full, or quantized to int8 or int4, with error feedback."""
         outer_lr: float = 0.7
         """α."""
         outer_momentum: float = 0.9
@@ -158,13 +158,13 @@ class StreamingDiLoCo(Method):
 
     @property
     def max_skew_steps(self) -> int:
-        # A replica cannot pass a sync before all have started it, `delay` steps earlier, and each
-        # fragment has a sync every τ steps.
+        # A replica cannot go past a sync before all replicas have started its collective, `delay`
+        # steps earlier, and each fragment has a sync every τ steps.
         return self.config.tau + self.config.delay
 
 
 class Fragment:
-    """Some of the layers, kept in step by a DiLoCo of their own."""
+    """Some of the layers, synchronized by a DiLoCo of their own."""
 
     def __init__(
         self,
@@ -187,6 +187,7 @@ class Fragment:
         self.syncs_at = first % config.tau
 
     def start(self) -> None:
+        """Start the mean of θ − x^i."""
         with self.flat.round():
             self.flat.displacement(self.outer, out=self.mean.buffer)
         if self.exchange is None:
@@ -195,8 +196,9 @@ class Fragment:
             self.exchange.start(self.mean.buffer)
 
     def sync(self) -> None:
+        """Take the mean that was started `delay` steps before, and do the outer step."""
         mean = self.mean.wait()
-        if mean is None:  # it would have started before the first step
+        if mean is None:  # its start would have been before the first step
             return
         alpha, beta = self.config.outer_lr, self.config.outer_momentum
         with self.flat.round():
@@ -219,23 +221,25 @@ class Fragment:
 
 
 def strided(model: nn.Module, optimizer: Optimizer, fragments: int) -> list[list[Tensor]]:
-    """The trained parameters of each fragment: layer l's are in number l mod `fragments`.
+    """Return the trained parameters of each fragment; layer l is in fragment l mod `fragments`.
 
     Raises:
-        ConfigError: fewer layers than fragments.
+        ConfigError: the model has fewer layers than fragments.
     """
     groups: Iterable[dict[str, Any]] = optimizer.param_groups
     trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
     named = [(name, p) for name, p in model.named_parameters() if id(p) in trained]
-    assert len(named) == len(trained), "the optimizer trains what is no part of the model"
-    layers = [[p for _, p in run] for _, run in groupby(named, key=lambda item: layer(item[0]))]
+    assert len(named) == len(trained), (
+        "the optimizer trains a parameter that the model does not have"
+    )
+    layers = [[p for _, p in same] for _, same in groupby(named, key=lambda item: layer(item[0]))]
     hint = f"must be at most {len(layers)}, the layers that this model has"
     require(fragments <= len(layers), "streaming_diloco.fragments", fragments, hint)
-    return [[p for run in layers[number::fragments] for p in run] for number in range(fragments)]
+    return [[p for one in layers[number::fragments] for p in one] for number in range(fragments)]
 
 
 def layer(name: str) -> str:
-    """What the names of one layer's parameters have in common: `h.3.attn.bias` → `h.3`."""
+    """Return what the names of one layer's parameters have in common: `h.3.attn.bias` → `h.3`."""
     parts = name.split(".")
     numbered = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
     return ".".join(parts[: numbered + 1])

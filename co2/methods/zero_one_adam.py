@@ -1,4 +1,4 @@
-"""0/1 Adam (Lu et al., ICLR 2023, arXiv 2202.06009, Algorithm 1). Blocking, most steps silent.
+"""0/1 Adam (Lu et al., ICLR 2023, arXiv 2202.06009, Algorithm 1). Blocking, at few steps.
 
     step t = 0, 1, …, on every replica i:
         t ∈ T_v:   g^i ← mean_i g^i;  v ← v + (1−β2)/(1−β2^r) (g² − v)      r-th refresh
@@ -8,23 +8,27 @@
                    m = ū/Σγ;  x = x_{t'} − ū/(√v + ε);  u = 0          Σ since t', the last of T_u
 
 T_v starts at 0; its interval doubles after every κ refreshes, and it ends before `freeze_step`.
-T_u is every step until then; after it the interval is 1, and doubles every `double_every` steps up
+T_u has every step until then; after it the interval is 1, and doubles every `double_every` steps up
 to `max_interval` (the paper's H): 2^⌊(t − freeze_step)/double_every⌋ from a t in T_u to the next.
-κ → `kappa`. γ, β1, β2, ε and weight decay are those of each parameter group of the inner Adam or
-AdamW, whose place this takes.
+κ → `kappa`. This method takes the place of the inner Adam or AdamW: γ, β1, β2, ε and weight decay
+are those of each of its parameter groups.
 Chosen here:
-- v is refreshed before it is used, else the first step would divide by ε; and it is Adam's
-  bias-corrected v, because refreshes soon are too rare to outgrow the bias. m has no correction, as
-  in the paper, so about 1/(1−β1) first steps are short ones.
-- At a refresh the exact mean of the gradients is at hand, and replicas differ in nothing else: m
-  takes that in, and u needs no exchange. In the paper m takes the replica's own, and both travel.
-- Signs are those of u/(√v + ε), times √v + ε where they arrive: without compression the same, and
-  with it no element of a tensor makes longer steps than others (compressed.py, `average_signs`).
-- One scale for every parameter tensor in place of the paper's one for all (exchange.py says why).
-- An element whose v is 0 stays where it is but for decay, and its m and u are 0 after an exchange:
-  ± a scale over ε would carry it away.
-- AdamW's decay shrinks x_{t'} by the same factors as x. Where Σγ = 0, m starts from 0 again.
-- The paper doubles T_u's interval whenever the learning rate has halved; here the steps are given.
+- v is refreshed before it is used, because the first step would otherwise divide by ε. It is Adam's
+  bias-corrected v, because refreshes soon become too rare to outgrow the bias. m has no correction,
+  as in the paper, so about the first 1/(1−β1) steps are short.
+- At a refresh the exact mean of the gradients is known, and the replicas differ in nothing else. So
+  m takes in that mean, and u needs no exchange. In the paper m takes in the replica's own gradient,
+  and both travel.
+- The signs are those of u/(√v + ε), and are multiplied by √v + ε on arrival. Without compression
+  that changes nothing; with it all elements of a tensor make steps of similar length
+  (parts/compressed.py, `average_signs`).
+- Every parameter tensor has a scale of its own, where the paper has one scale for all
+  (co2/comm/exchange.py says why).
+- An element whose v is 0 moves by weight decay alone, and its m and u are 0 after an exchange. With
+  ± a scale, divided by ε, its steps would be huge.
+- AdamW's decay shrinks x_{t'} by the same factors as x. If Σγ = 0, m starts from 0 again.
+- The paper doubles T_u's interval whenever the learning rate has halved; here `double_every` says
+  when.
 """
 
 from dataclasses import dataclass
@@ -46,13 +50,13 @@ class ZeroOneAdam(CompressedAdam):
     @dataclass
     class Config:
         freeze_step: int = 100
-        """First step after which v stands still and T_u's interval may grow; the paper: the end of
-        the learning rate's warm-up."""
+        """The step from which on v is frozen and T_u's interval may grow. The paper: the end of the
+        learning rate's warm-up."""
         kappa: int = 16
-        """κ: refreshes of v until their interval doubles. The paper: 16."""
+        """κ: the number of refreshes of v after which their interval doubles. The paper: 16."""
         double_every: int = 100
-        """Steps after the freeze until the interval of T_u doubles. The paper: 32,678, in which
-        its learning rate halves."""
+        """Steps after which the interval of T_u doubles, once v is frozen. The paper: 32,678, in
+        which its learning rate halves."""
         max_interval: int = 16
         """Longest interval of T_u. The paper: 16."""
 
@@ -95,7 +99,7 @@ class ZeroOneAdam(CompressedAdam):
         self.steps += 1
 
     def interval_after(self, t: int) -> int:
-        """Steps from the exchange at step t to the next one."""
+        """Return the steps from an exchange at step t to the next one."""
         doublings = max(0, t - self.config.freeze_step) // self.config.double_every
         return min(2 ** min(doublings, self.config.max_interval), self.config.max_interval)
 
@@ -138,7 +142,7 @@ class ZeroOneAdam(CompressedAdam):
                 m.zero_()
 
     def _return(self, t: int) -> None:
-        """To what all replicas share; u is its own mean by now."""
+        """Set x to x_{t'}, which all replicas share, moved by the exchanged u; start anew there."""
         for chunk in self.flat.chunks:
             u, x = chunk.of(self.u), chunk.of(self.anchor)
             x.mul_(self.shrunk[chunk.group]).addcdiv_(u, self.divisor(chunk), value=-1)
@@ -168,4 +172,4 @@ class ZeroOneAdam(CompressedAdam):
 
 
 _SCHEDULE = ("refreshes", "next_refresh", "next_sync", "interval", "lr_sums", "shrunk")
-"""Of T_v, of T_u, and what has added up since t'."""
+"""The attributes that hold the schedules T_v and T_u, and the sums since t'."""

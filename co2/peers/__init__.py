@@ -1,6 +1,7 @@
-"""Other people's implementations, to be measured on equal terms: docs/peers.md.
+"""Other people's implementations, measured on equal terms: see docs/peers.md.
 
-Beside METHODS, not in it: what the suite promises of its methods it cannot promise of these.
+They have a registry of their own, because the suite cannot promise of them what it promises of its
+own methods.
 """
 
 from importlib.util import find_spec
@@ -30,8 +31,8 @@ def check(config: Config, world: int) -> None:
     """Refuse what a peer cannot run, before anything is started. Other methods pass.
 
     Raises:
-        ConfigError: its package is missing, one worker, replicas of several, bf16 on the wire, or a
-            GPU.
+        ConfigError: the peer's package is missing, there is only one worker, a replica has several
+            workers, bf16 would travel, or a worker would train on a GPU.
     """
     name = config.method
     if name not in PEERS:
@@ -50,7 +51,7 @@ def check(config: Config, world: int) -> None:
 
 
 def check_installed(name: str) -> None:
-    """Raise `ConfigError` unless the package that a peer comes from is there."""
+    """Raise `ConfigError` unless the package that a peer comes from is installed."""
     package = PEERS[name].package
     hint = "needs the extra 'peers': pip install -e '.[peers]'"
     require(find_spec(package) is not None, "method", name, hint)

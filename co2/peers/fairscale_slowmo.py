@@ -2,11 +2,12 @@
 
 SlowMo (arXiv 1910.00643) over local SGD, as in co2/methods/slowmo.py, in FairScale's recommended
 memory-efficient form: start and outer momentum are sharded over the workers. Each shard is
-reduced to its owner, who makes the outer step and broadcasts the outcome.
+reduced to its owner, which does the outer step and broadcasts the result.
 
-FairScale takes what a round starts from after the first inner step of all, where replicas differ
-already, unless it is told before, as it is here; its other form, which is not sharded, waits for a
-GPU even where there is none. An inner learning rate of 0 at a round's end divides by zero.
+By default FairScale remembers where the first round started only after the first inner step, when
+the replicas differ already; the adapter makes it remember before. Its other form, without shards,
+waits for a GPU even if there is none. FairScale divides by zero if the inner learning rate is 0 at
+the end of a round.
 """
 
 import warnings
@@ -41,10 +42,10 @@ class FairscaleSlowMo(Peer):
 
     def set_up(self) -> nn.Module:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # imports what torch has given new names
+            warnings.simplefilter("ignore")  # it imports names that torch has changed
             from fairscale.experimental.nn.data_parallel import SlowMoDistributedDataParallel
 
-        # Of its backward hook, which acts between the GPUs of one node alone.
+        # The warning is about its backward hook, which only concerns the GPUs of one node.
         warnings.filterwarnings("ignore", message="Using a non-full backward hook")
         self.slowmo = SlowMoDistributedDataParallel(
             self.model,
@@ -55,7 +56,7 @@ class FairscaleSlowMo(Peer):
             slowmo_frequency=self.config.tau,
             localsgd_frequency=self.config.tau,
             slowmo_num_shards=self.mesh.num_replicas,
-            global_group=self.group,  # one that it makes itself waits for a GPU
+            global_group=self.group,  # a group that it made itself would wait for a GPU
         )
         self.slowmo._init_global_momentum_buffers(self.optimizer)
         return self.slowmo
@@ -65,10 +66,11 @@ class FairscaleSlowMo(Peer):
         self.slowmo.perform_slowmo(self.optimizer)
 
     def bytes_per_round(self) -> float:
-        """(G−1)/G (1 + 1/G + 1) of what the optimizer holds, mean over the workers.
+        """(G−1)/G (1 + 1/G + 1) of what the optimizer holds, as the mean over the workers.
 
-        Gloo reduces a shard by a ring, (G−1)/G from each, and collects the parts, 1/G from each
-        but the owner; G − 1 copies of the outcome are broadcast.
+        Gloo reduces a shard by a ring, for which each worker sends (G−1)/G of it, and collects the
+        parts, for which each worker but the owner sends 1/G. Then the owner broadcasts G − 1 copies
+        of the result.
         """
         groups = (group["params"] for group in self.optimizer.param_groups)
         payload = sum(p.numel() * p.element_size() for params in groups for p in params)
@@ -77,7 +79,7 @@ class FairscaleSlowMo(Peer):
 
     @property
     def extra_copies(self) -> float:
-        """Shards of start and momentum, and the shard that travels."""
+        """Shards of start and momentum, and the shard that is under way."""
         return 3 / self.mesh.num_replicas
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """PyTorch's PostLocalSGDOptimizer with PeriodicModelAverager. Needs no extra package.
 
-Local SGD as in co2/methods/local_sgd.py, of parameters instead of pseudo-gradients: they are
-copied into one flat vector, which is summed by one all-reduce and then holds the parameters.
-The stage for which post-local SGD is named, DDP until local steps begin, has length 0: local
-steps from the first on, so there is no DDP.
+This is local SGD as in co2/methods/local_sgd.py, but it averages parameters instead of
+pseudo-gradients: they are copied into one flat vector, which one all-reduce sums and which then
+holds the parameters. Post-local SGD has its name from a first stage under DDP; here that stage has
+length 0, so there is no DDP.
 """
 
 import warnings
@@ -18,7 +18,7 @@ from co2.peers.base import Peer
 
 class TorchPostLocalSGD(Peer):
     package = "torch"
-    extra_copies = 1.0  # the flat vector, beside the parameters that it replaces
+    extra_copies = 1.0  # the flat vector, while the parameters that it replaces exist too
 
     @dataclass
     class Config:
@@ -34,8 +34,8 @@ class TorchPostLocalSGD(Peer):
 
         tau = self.config.tau
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a period of 1, which DDP would serve as well
-            # It averages at once when warm-up ends, here for the first time after τ steps.
+            warnings.simplefilter("ignore")  # it recommends DDP for a period of 1
+            # It averages as soon as its warm-up ends, which is after τ steps here.
             self.averager = PeriodicModelAverager(tau, tau - 1, self.group)
         self.wrapped = PostLocalSGDOptimizer(self.optimizer, self.averager)
         return self.model

@@ -1,13 +1,13 @@
 """torchft's DiLoCo (Meta's fault-tolerant training). Blocking.
 
 DiLoCo (arXiv 2311.08105) with one fragment and no delay: the mean of start − end of a round is
-the gradient of an outer SGD with Nesterov momentum. Every parameter is an all-reduce of its own,
-torchft's default; the trained and the frozen ones travel.
+the gradient of an outer SGD with Nesterov momentum. Every parameter has an all-reduce of its own,
+which is torchft's default, frozen parameters included.
 
-Each worker is a replica group of one: a Manager with a store of its own, which asks a lighthouse
-in worker 0's process who takes part, once a round, and whether all have succeeded. These few
-hundred bytes are not in the ledger. A failure ends the training (max_retries=0), where torchft
-would drop the round and go on: every round that is measured is whole.
+Each worker is a replica group of one: it has a Manager with a store of its own. Once in a round the
+Manager asks a lighthouse in worker 0's process who takes part and whether all have succeeded. These
+few hundred bytes are not counted. A failure ends the training (max_retries=0), where torchft would
+drop the round and go on, so that every round that is measured is complete.
 """
 
 import os
@@ -25,9 +25,9 @@ from co2.methods.parts.local import check_outer
 from co2.peers.base import Peer
 
 _LIMIT = timedelta(minutes=30)
-"""For everything that is waited for; torch.distributed's own."""
+"""The time limit for everything that torchft waits for, equal to that of torch.distributed."""
 _HEARTBEAT = timedelta(seconds=1)
-"""torchft's is 0.1 s, which a link of 1 Mbit/s would feel."""
+"""torchft's own is 0.1 s, which would slow down a link of 1 Mbit/s."""
 
 
 class TorchftDiLoCo(Peer):
@@ -50,7 +50,7 @@ class TorchftDiLoCo(Peer):
             check_outer(self.outer_lr, self.outer_momentum)
 
     def set_up(self) -> nn.Module:
-        os.environ.setdefault("RUST_LOG", "error")  # or a dozen lines a round
+        os.environ.setdefault("RUST_LOG", "error")  # else it prints a dozen lines a round
         from torchft.local_sgd import DiLoCo
 
         self.manager = self._manager()
@@ -61,7 +61,7 @@ class TorchftDiLoCo(Peer):
         self.diloco = DiLoCo(
             self.manager, [self.model], self.optimizer, self.outer, sync_every=self.config.tau
         )
-        self.diloco.__enter__()  # hooks itself onto the inner optimizer
+        self.diloco.__enter__()  # adds its hooks to the inner optimizer
         return self.model
 
     def advance(self) -> None:
@@ -71,7 +71,7 @@ class TorchftDiLoCo(Peer):
         self.diloco.__exit__(None, None, None)
         self.manager.shutdown()
         self.collectives.shutdown()
-        dist.barrier(group=self.group)  # the lighthouse outlives those who report to it
+        dist.barrier(group=self.group)  # the lighthouse must outlive the managers
         if self.lighthouse is not None:
             self.lighthouse.shutdown()
 
@@ -119,13 +119,13 @@ class TorchftDiLoCo(Peer):
         )
 
     def _lighthouse_address(self, here: str) -> str:
-        """Of the lighthouse that worker 0 starts. Collective."""
+        """Return the address of the lighthouse, which worker 0 starts. Collective."""
         from torchft.coordination import LighthouseServer
 
         self.lighthouse, box = None, [""]
         if self.mesh.replica == 0:
             self.lighthouse = LighthouseServer("0.0.0.0:0", min_replicas=self.mesh.num_replicas)
-            # It names itself by host name, which others need not be able to look up.
+            # Its own address has the host's name, which other hosts may not be able to resolve.
             port = self.lighthouse.address().rpartition(":")[2]
             box = [f"http://{here}:{port}"]
         dist.broadcast_object_list(box, src=0, group=self.group)
@@ -133,7 +133,7 @@ class TorchftDiLoCo(Peer):
 
 
 def _own_address() -> str:
-    """This worker's address as worker 0 sees it."""
+    """Return the address under which worker 0 can reach this worker."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 1))  # sends nothing
         return probe.getsockname()[0]

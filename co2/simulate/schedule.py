@@ -62,7 +62,7 @@ class Replicas:
     def __init__(self, workers: int, step_s: float, noise: Noise) -> None:
         num_slow = noise.num_slow(workers)
         alike = noise.jitter == 0 and (num_slow == 0 or noise.slowdown == 1)
-        self.step_s = np.full(1 if alike else workers, step_s)
+        self.step_s = np.full(1 if alike else workers, step_s, np.float64)
         self.step_s[:num_slow] *= noise.slowdown
         self._jitter = noise.jitter
         self._random = np.random.default_rng(noise.seed)

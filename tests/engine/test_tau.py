@@ -132,8 +132,8 @@ def test_the_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     auto, found = AutoTau(co2.Mesh.world(device="cpu")), []
-    ask = auto._ask
-    auto._ask = lambda figures: (found.append(figures), ask(figures))  # type: ignore[assignment]
+    start = auto._start_agreement
+    auto._start_agreement = lambda figures: (found.append(figures), start(figures))  # type: ignore
     for number in range(1, WINDOW + 2):
         for step in range(START):
             auto.step_begins()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 WATCHED = (
     "all_reduce",
@@ -57,8 +58,8 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func.namespace == "c10d" and not self._calling:
-            for tensor in args[0]:
-                name = func.overloadpacket.__name__
+            name = func.overloadpacket.__name__
+            for tensor in tree_leaves(args[0]):
                 self.log.append((self.step, name, tensor.numel(), str(tensor.dtype), True))
         return func(*args, **(kwargs or {}))
 

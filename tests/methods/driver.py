@@ -75,17 +75,17 @@ class Session:
         dtype: torch.dtype = torch.float64,
         seed: int | None = None,
         comm: CommConfig | None = None,
+        scheduled: bool = True,
     ) -> None:
         self.rank, self.steps_done = rank, 0
         seed = rank if seed is None else seed
         self.net, self.optimizer = problem.build(seed, optimizer or inner(name), dtype)
         self.method = METHODS[name](METHODS[name].Config(**settings), comm)
-        self.model = self.method.prepare(
-            self.net,
-            self.optimizer,
-            co2.Mesh.world(),
-            schedule=lambda step: max(problem.rates(self.optimizer, step)),
-        )
+        schedule = self.largest_lr if scheduled else None
+        self.model = self.method.prepare(self.net, self.optimizer, co2.Mesh.world(), schedule)
+
+    def largest_lr(self, step: int) -> float:
+        return max(problem.rates(self.optimizer, step))
 
     def step(self) -> None:
         problem.set_lr(self.optimizer, self.steps_done)

@@ -1,4 +1,7 @@
-"""docs/add-a-method.md is complete: what stands there trains, and agrees with its reference."""
+"""docs/add-a-method.md is complete: its file, its yaml and a line in the registry make a method.
+
+It trains, resumes, agrees with its reference, is counted by the memory ledger and simulated.
+"""
 
 import re
 import shutil
@@ -11,12 +14,15 @@ import pytest
 import torch
 
 import train
+from co2 import methods
 from co2.app.application import App
+from co2.config import Waits
 from co2.methods import METHODS
+from co2.simulate.methods import declarations
 from tasks import TASKS
 from tests.cli.harness import ROOT, configured, metrics, run_folder
 from tests.methods import problem
-from tests.methods.driver import Snapshot, trajectory
+from tests.methods.driver import Session, Snapshot, trajectory
 from tests.methods.test_equals_reference import ROUNDS, simulate
 from tests.methods.test_resume import stop_everywhere
 from tests.reference import REFERENCES
@@ -54,6 +60,24 @@ def registered_stops(rank: int, world: int) -> None:
 
 def test_it_is_short() -> None:
     assert METHOD.count("\n") < 100
+
+
+def test_its_memory_is_counted() -> None:
+    with registered():
+        session = Session(0, "easgd", SETTINGS)
+    assert session.method.extra_copies == 2, "the communication buffer and the center"
+    assert session.method.state_dict()["tensors"].keys() == {"center"}
+    session.method.flush()
+
+
+def test_the_simulator_finds_it(tmp_path: Path) -> None:
+    folder = tmp_path / "methods"
+    shutil.copytree(Path(methods.__file__).parent, folder)
+    (folder / "easgd.py").write_text(METHOD)
+    registry = folder / "__init__.py"
+    line = '    "easgd": EASGD,\n}'
+    registry.write_text(re.sub(r"^}", line, registry.read_text(), count=1, flags=re.M))
+    assert declarations(folder) == {**declarations(), "easgd": Waits.always}
 
 
 @pytest.mark.parametrize(("optimizer", "world"), [("sgd", 1), ("sgd", 3), ("adamw", 2)])

@@ -85,5 +85,5 @@ def _arrived(mean: BackgroundMean) -> Tensor:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_async_mean(workers: Pool, world: int) -> None:
+def test_background_mean(workers: Pool, world: int) -> None:
     workers.run(means, world)

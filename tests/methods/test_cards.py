@@ -1,5 +1,6 @@
-"""docs/methods.md: a card for every method, whose numbers and picture are those of the code."""
+"""docs/methods.md: a card for every method, whose facts and picture are those of the code."""
 
+import inspect
 import re
 
 import pytest
@@ -8,17 +9,22 @@ from torch import nn
 
 import co2
 from benchmarks.method_pictures import DRAWN, picture
+from co2.config import Waits
 from co2.methods import METHODS
 from tests.cli.harness import ROOT
 from tests.workers import Pool
 
 DOCS = ROOT / "docs"
 TAU, ROUNDS = 3, 4
-CARDS = dict(
-    re.findall(
-        r"^## `(\w+)`\n(.*?)(?=^## |^<!--|\Z)", (DOCS / "methods.md").read_text(), re.M | re.S
-    )
-)
+PAGE = (DOCS / "methods.md").read_text()
+CARDS = dict(re.findall(r"^## `(\w+)`\n(.*?)(?=^## |^<!--|\Z)", PAGE, re.M | re.S))
+ROWS = dict(re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|", PAGE, re.M))
+"""Method → the table's entry about what it waits for."""
+WAITS = {
+    Waits.always: (r"always\b", r"Blocking|Partly overlapped"),
+    Waits.beyond_delay: (r"beyond (a round|`delay` steps)$", r"Fully overlapped|Overlapped for"),
+}
+"""What a method waits for → the table's words for it, and those of its card and its file."""
 SENDS = {
     "2(G−1)/G · n": lambda G, n, tau: 2 * (G - 1) / G * n,
     "2(G−1)/G · n/τ": lambda G, n, tau: 2 * (G - 1) / G * n / tau,
@@ -39,6 +45,17 @@ def test_every_method_has_one() -> None:
         assert f"(../co2/methods/{name}.py)" in card
         assert "**Choose it**" in card
         assert name == "co2_keep" or re.search(r"arXiv \d{4}\.\d{5}", card), name
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_it_waits_for_is_what_the_code_declares(name: str) -> None:
+    assert ROWS.keys() == METHODS.keys()
+    cell, words = WAITS[METHODS[name].waits]
+    assert re.match(cell, ROWS[name].strip()), ROWS[name]
+    assert len(re.findall(words, CARDS[name].partition("![")[0])) == 1
+    if name != "allreduce":
+        title = (inspect.getdoc(inspect.getmodule(METHODS[name])) or "").splitlines()[0]
+        assert re.search(words, title), title
 
 
 def measured(rank: int, world: int, name: str) -> tuple[float, float, int]:

@@ -184,30 +184,30 @@ class OnAGpu:
     state_device = torch.device("meta")
 
 
-def test_the_ledger_says_where() -> None:
+def test_the_ledger_tells_host_from_gpu() -> None:
     weight = nn.Parameter(torch.zeros(10))
     model, optimizer = nn.ParameterList([weight]), torch.optim.SGD([weight])
-    told = meters.ledger(model, optimizer, OnAGpu())  # type: ignore[arg-type]
-    assert (told["extra_bytes"], told["scratch_bytes"]) == (0, 0)
-    assert told["host_bytes"] == 3 * 4 * 10 + 80
+    found = meters.ledger(model, optimizer, OnAGpu())  # type: ignore[arg-type]
+    assert (found.extra_bytes, found.scratch_bytes) == (0, 0)
+    assert found.host_bytes == 3 * 4 * 10 + 80
     OnAGpu.state_device = torch.device("cpu")
-    told = meters.ledger(model, optimizer, OnAGpu())  # type: ignore[arg-type]
-    assert (told["extra_bytes"], told["scratch_bytes"], told["host_bytes"]) == (120, 80, 0)
+    found = meters.ledger(model, optimizer, OnAGpu())  # type: ignore[arg-type]
+    assert (found.extra_bytes, found.scratch_bytes, found.host_bytes) == (120, 80, 0)
 
 
 def made(rank: int, world: int) -> list[str | None]:
-    """Backends that were asked for, for vectors on the host beside models here and on a GPU."""
-    asked = []
+    """Backends of the process groups, for vectors on the host beside models here and on a GPU."""
+    backends = []
     for device in ("cpu", "cuda"):
         mesh = co2.Mesh(rank, world, torch.device(device))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 co2.Mesh,
                 "new_group_across_replicas",
-                lambda self, backend=None: asked.append(backend),
+                lambda self, backend=None: backends.append(backend),
             )
             BackgroundMean(10, mesh, CommConfig())
-    return asked
+    return backends
 
 
 def test_gloo_carries_what_lies_on_the_host(workers: Pool) -> None:

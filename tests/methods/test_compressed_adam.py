@@ -87,7 +87,7 @@ def test_uncompressed_replicas_move_by_the_mean(workers: Pool) -> None:
 
 
 def sent(rank: int, world: int, name: str, settings: dict[str, Any]) -> tuple[list[float], int]:
-    """Bytes of every step, an exact mean being 10^6 and a 1-bit mean 1; and the largest skew."""
+    """Bytes in every step, an exact mean having 10^6 and a 1-bit mean 1; and the largest skew."""
     session = Session(rank, name, settings)
     method = session.method
     assert isinstance(method, OneBitAdam | ZeroOneAdam)

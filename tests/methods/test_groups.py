@@ -29,7 +29,7 @@ WATCHED = ("all_reduce", "broadcast", "barrier", "all_gather_object", "broadcast
 def watched(log: Path) -> Iterator[None]:
     """Setup of a run: every collective leaves its role and its group in a file."""
 
-    def told(original: Any) -> Any:
+    def logged(original: Any) -> Any:
         def call(*arguments: Any, group: Any = None, **others: Any) -> Any:
             file = Path(sys._getframe(1).f_code.co_filename)
             room = file.parent.name
@@ -42,7 +42,7 @@ def watched(log: Path) -> Iterator[None]:
 
         return call
 
-    with patch.multiple(dist, **{name: told(getattr(dist, name)) for name in WATCHED}):
+    with patch.multiple(dist, **{name: logged(getattr(dist, name)) for name in WATCHED}):
         yield
 
 
@@ -63,9 +63,11 @@ def test_no_group_has_two_roles(workers: Pool, tmp_path: Path, name: str) -> Non
     )
     assert run.status == 0, run.err
     for rank in range(2):
-        told = {tuple(line.split()) for line in (tmp_path / f"rank{rank}").read_text().splitlines()}
-        roles = [role for role, _ in told]
-        groups = [group for _, group in told]
+        lines = {
+            tuple(line.split()) for line in (tmp_path / f"rank{rank}").read_text().splitlines()
+        }
+        roles = [role for role, _ in lines]
+        groups = [group for _, group in lines]
         # DDP does not ask torch.distributed; it has the default group, which nobody else may use.
         means = 0 if name == "allreduce" else SETTINGS[name].get("fragments", 1)
         assert sorted(roles) == ["consensus", "control"] + ["training"] * means

@@ -1,5 +1,6 @@
 """Replicas of two workers train as replicas of one do, on the same samples."""
 
+import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import co2
 from co2.comm.collectives import local
 from co2.config import MeshConfig, Strategy
 from co2.methods.base import MethodStats
+from co2.record.metrics import Ledger
 from co2.train.meters import ledger
 from co2.train.replica import Replica, blocks, local_optimizer
 from tests.engine.test_memory import storages
@@ -69,14 +71,14 @@ def compare(
     assert not torch.equal(moved[0]["leave.weight"], moved[-1]["leave.weight"])
     for rank, ways in enumerate(found):
         ((weights, figures, consensuses),) = expected[rank // 2]
-        for strategy, (own, told, seen) in zip(strategies, ways, strict=True):
+        for strategy, (own, own_stats, seen) in zip(strategies, ways, strict=True):
             for step, (a, b) in enumerate(zip(own, weights, strict=True)):
                 assert_close(a, b, f"{strategy.name}, rank {rank}, after step {step}: ")
             for a, b in zip(seen, consensuses, strict=True):
                 if "accumulate" in options:  # whose buffers see two batches a step
                     a, b = ({n: v for n, v in c.items() if "drift" not in n} for c in (a, b))
                 assert_close(a, b, f"{strategy.name}, rank {rank}, consensus: ")
-            for a, b in zip(told, figures, strict=True):
+            for a, b in zip(own_stats, figures, strict=True):
                 assert a.own == pytest.approx(b.own, rel=1e-9)
     return expected, found
 
@@ -193,7 +195,7 @@ def test_recomputed_activations_leave_no_trace(workers, strategy):
         assert any(value.any() for value in buffers.values())
 
 
-def held_and_told(rank: int, world: int, kind: str, strategy: Strategy) -> tuple[int, dict]:
+def held_and_counted(rank: int, world: int, kind: str, strategy: Strategy) -> tuple[int, Ledger]:
     """Bytes of all storages that came with a worker, and the ledger."""
     before = storages()
     worker = Worker(rank, kind, strategy, 2, "adamw", torch.float32, width=257)
@@ -202,24 +204,24 @@ def held_and_told(rank: int, world: int, kind: str, strategy: Strategy) -> tuple
     worker.method.state_dict()  # brings in what is in flight
     now = storages()
     worker.method.flush()
-    told = ledger(worker.net, worker.optimizer, worker.method)
-    return sum(size for at, size in now.items() if at not in before), told
+    found = ledger(worker.net, worker.optimizer, worker.method)
+    return sum(size for at, size in now.items() if at not in before), found
 
 
 @pytest.mark.parametrize("strategy", Strategy, ids=lambda strategy: strategy.name)
 @pytest.mark.parametrize("kind", ["allreduce", "co2", "co2 in parts"])
-def test_the_ledger_tells_what_is_held(workers, kind, strategy):
+def test_the_ledger_counts_what_is_held(workers, kind, strategy):
     parts = [name for name in Strategy if name is not Strategy.ddp]
-    for held, told in workers.run(held_and_told, 4, kind, strategy):
-        assert sum(told.values()) == pytest.approx(held, rel=0.03)
+    for held, found in workers.run(held_and_counted, 4, kind, strategy):
+        assert sum(dataclasses.asdict(found).values()) == pytest.approx(held, rel=0.03)
         whole = 4 * sum(p.numel() for p in Net(257).parameters())
         cut = strategy in (Strategy.zero2, Strategy.zero3)
-        assert told["parameter_bytes"] == pytest.approx(whole / (2 if cut else 1), rel=0.02)
-        assert told["gradient_bytes"] == pytest.approx(told["parameter_bytes"], rel=0.02)
+        assert found.parameter_bytes == pytest.approx(whole / (2 if cut else 1), rel=0.02)
+        assert found.gradient_bytes == pytest.approx(found.parameter_bytes, rel=0.02)
         share = 2 if strategy in parts else 1
-        assert told["inner_state_bytes"] == pytest.approx(2 * whole / share, rel=0.1)
+        assert found.inner_state_bytes == pytest.approx(2 * whole / share, rel=0.1)
         copies = {"allreduce": 0, "co2": 3, "co2 in parts": 2}[kind]
-        assert told["extra_bytes"] == pytest.approx(copies * told["parameter_bytes"], rel=0.02)
+        assert found.extra_bytes == pytest.approx(copies * found.parameter_bytes, rel=0.02)
 
 
 def places(rank: int, world: int) -> tuple[tuple, list[list[int]]]:

@@ -267,13 +267,12 @@ def test_ranks_issue_the_same_collectives(workers: Pool, fields: dict[str, Any],
     assert not any(background for *_, background in first), "one after the other"
 
 
-def untold(rank: int, world: int) -> None:
+def without_schedule(rank: int, world: int) -> None:
     """Without a schedule: exact for constant rates, and the newest known rate for others."""
     for constant, same in ((True, True), (False, False)):
         histories = []
         for fields in (PLAIN, SHARDED):
-            session = Session(rank, "co2", fields)
-            session.method.schedule = None
+            session = Session(rank, "co2", fields, scheduled=False)
             history = []
             for step in range(STEPS):
                 problem.set_lr(session.optimizer, 4 if constant else step)
@@ -287,8 +286,8 @@ def untold(rank: int, world: int) -> None:
         assert all(close) == same
 
 
-def test_rates_that_nobody_told_ahead(workers: Pool) -> None:
-    workers.run(untold, 2)
+def test_without_a_schedule(workers: Pool) -> None:
+    workers.run(without_schedule, 2)
 
 
 def clocked(rank: int, world: int) -> None:

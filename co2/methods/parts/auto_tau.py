@@ -1,10 +1,10 @@
-"""`tau=auto`: the length of a round, chosen by measurement and agreed by all replicas.
+"""`tau=auto`: the length of a round is measured, and all replicas agree on it.
 
-A round is long enough when its τ steps hide the collective with a tenth to spare; for a blocking
-method, when the collective takes no more than a given share of the round. The step's time is that
-of the slowest replica. The collective's is that of the replica which joined last: for the others
-it includes waiting for that one. Nobody waits for the agreement: it is asked for at the end of one
-round and read at the end of the next.
+A round is long enough if its τ steps hide the collective with 10 % to spare; for a blocking method,
+if the collective takes no more than a given share of the round. The time of a step is that of the
+slowest replica. The time of a collective is that of the replica which joined last, because for the
+others it includes waiting for that one. Nobody waits for the agreement: it is started at the end of
+one round and read at the end of the next.
 """
 
 import statistics
@@ -20,22 +20,25 @@ AUTO = "auto"
 CHOICES = (1, 3, 6, 12, 24, 48, 96, 192)
 """The paper's search space."""
 START = 12
-"""While nothing is measured yet."""
+"""τ until it has been measured."""
 WINDOW = 3
-"""Rounds that one measurement lasts. The round before the first is not measured."""
+"""Rounds that one measurement lasts. The very first round of a training is not measured."""
 PATIENCE = 2
-"""Measurements in a row that must find too much exposed before τ rises."""
+"""Measurements in a row that must find too much time exposed before τ rises."""
 MOST_EXPOSED = 0.05
+"""The largest exposed share of the time at which τ does not rise."""
 _SPARE = 1.1
+"""The τ steps of a round must take this many times as long as the collective that they hide."""
 
 
 def choose(step_s: float, comm_s: float, most_share: float | None = None) -> int:
-    """The smallest τ of `CHOICES` that is long enough; the largest where none is.
+    """Return the smallest τ of `CHOICES` that is long enough; the largest if none is.
 
     Args:
         step_s: seconds of one inner step.
-        comm_s: seconds of one collective, alone.
-        most_share: of a blocking method's round, for the collective; None: it shall be hidden.
+        comm_s: seconds of one collective.
+        most_share: the largest share of a blocking method's round that the collective may take.
+            None: the collective is to be hidden.
     """
     enough = (tau for tau in CHOICES if _is_enough(tau, step_s, comm_s, most_share))
     return next(enough, CHOICES[-1])
@@ -48,15 +51,15 @@ def _is_enough(tau: int, step_s: float, comm_s: float, most_share: float | None)
 
 
 class AutoTau:
-    """τ over a training. Call `step_ends` and `step_begins` around each step's synchronization,
-    and `round_ends` at the end of each round.
+    """Chooses τ during a training. Call `step_ends` and `step_begins` around the synchronization
+    of each step, and `round_ends` at the end of each round.
 
-    τ is chosen after the first measurement. It rises later if `PATIENCE` measurements in a row
-    find more than `MOST_EXPOSED` of the time exposed (for a blocking method: that much above its
-    share) and a longer round would hint it; it never falls, so it cannot swing.
+    τ is chosen after the first measurement. It rises later if `PATIENCE` measurements in a row find
+    more than `MOST_EXPOSED` of the time exposed (for a blocking method, that much more than its
+    share) and a longer round would help. It never falls, so it cannot oscillate.
 
     Args:
-        mesh: of the workers, who all make this object together.
+        mesh: the workers, which must all make this object together.
         most_share: as in `choose`.
     """
 
@@ -68,7 +71,8 @@ class AutoTau:
         self._chosen, self._strikes, self._rounds = False, 0, 0
         self._steps: list[float] = []
         self._before = (0.0, 0.0)
-        self._asked: torch.Tensor | None = None
+        self._agreement: torch.Tensor | None = None
+        """What the replicas are agreeing on, or None."""
         self._work: dist.Work | None = None
 
     def step_begins(self) -> None:
@@ -84,20 +88,21 @@ class AutoTau:
             totals: of all rounds so far.
         """
         self._steps += self._stopwatch.take()
-        if self._asked is not None:
-            self._decide(*self._answer())
+        if self._agreement is not None:
+            self._decide(*self._agreed())
         now = (totals.comm_s, totals.exposed_s)
         if self._rounds == WINDOW:
-            self._ask(self.measured(now))
+            self._start_agreement(self.measured(now))
         if self._rounds in (0, WINDOW):
             self._rounds, self._before, self._steps = 0, now, []
         self._rounds += 1
         return self.tau
 
     def measured(self, now: tuple[float, float]) -> tuple[float, float, float]:
-        """Seconds of a step, seconds of a collective, exposed share, by this replica's clocks.
+        """Return the seconds of a step, the seconds of a collective and the exposed share, as this
+        replica has measured them.
 
-        A median, because evaluations and checkpoints fall between two steps too.
+        The step is a median, because some steps are interrupted by an evaluation or a checkpoint.
         """
         step_s = statistics.median(self._steps) if self._steps else 0.0
         comm_s, exposed_s = (a - b for a, b in zip(now, self._before, strict=True))
@@ -109,21 +114,22 @@ class AutoTau:
         notices, self._notices = self._notices, []
         return notices
 
-    def _ask(self, figures: tuple[float, float, float]) -> None:
+    def _start_agreement(self, figures: tuple[float, float, float]) -> None:
         step_s, comm_s, exposed = figures
-        # The longest step, the shortest collective; what all replicas expose is the network's
-        # doing, while a single one may be waiting for another.
-        self._asked = torch.tensor([-step_s, comm_s, exposed], dtype=torch.float64)
+        # The minimum over the replicas finds the longest step, the shortest collective, and the
+        # exposed share that all replicas have at least, which is due to the network: a single
+        # replica may also have waited for another.
+        self._agreement = torch.tensor([-step_s, comm_s, exposed], dtype=torch.float64)
         if self._group is not None:
             self._work = dist.all_reduce(
-                self._asked, op=dist.ReduceOp.MIN, group=self._group, async_op=True
+                self._agreement, op=dist.ReduceOp.MIN, group=self._group, async_op=True
             )
 
-    def _answer(self) -> tuple[float, float, float]:
+    def _agreed(self) -> tuple[float, float, float]:
         self._arrive()
-        assert self._asked is not None
-        minus_step_s, comm_s, exposed = self._asked.tolist()
-        self._asked = None
+        assert self._agreement is not None
+        minus_step_s, comm_s, exposed = self._agreement.tolist()
+        self._agreement = None
         return -minus_step_s, comm_s, exposed
 
     def _arrive(self) -> None:
@@ -143,12 +149,12 @@ class AutoTau:
         self.tau, self._strikes, self._rounds = best, 0, 0
 
     def close(self) -> None:
-        """Wait for what was asked, before the process group goes."""
+        """Wait for the agreement under way, before the process group is destroyed."""
         self._arrive()
         self._group = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything to decide the same from the same measurements."""
+        """Everything needed to decide the same from the same measurements."""
         self._arrive()
         return {
             "tau": self.tau,
@@ -157,13 +163,13 @@ class AutoTau:
             "rounds": self._rounds,
             "steps": self._steps + self._stopwatch.take(),
             "before": list(self._before),
-            "asked": self._asked,
+            "agreement": self._agreement,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.tau, self._chosen = state["tau"], state["chosen"]
         self._strikes, self._rounds = state["strikes"], state["rounds"]
-        self._steps, self._asked = list(state["steps"]), state["asked"]
+        self._steps, self._agreement = list(state["steps"]), state["agreement"]
         comm_s, exposed_s = state["before"]
         self._before = (comm_s, exposed_s)
 
@@ -171,7 +177,7 @@ class AutoTau:
 def _reason(
     old: int, new: int, step_s: float, comm_s: float, exposed: float, most_share: float | None
 ) -> str:
-    """One line for a person."""
+    """Return the notice about a decision."""
     goal = "hide it, with 10 % to spare"
     if most_share is not None:
         goal = f"keep it at {most_share:.0%} of the time or less"

@@ -1,7 +1,7 @@
 """CompressedAdam: what the two 1-bit variants of Adam have in common.
 
-Both take the inner Adam's place: they read its parameter groups (lr, betas, eps, weight decay) and
-never call its step. Moments and errors are flat vectors, in the order of FlatParams.
+Both take the place of the inner Adam: they read its parameter groups (lr, betas, eps, weight decay)
+but never call its step. Moments and errors are flat vectors, in the order of FlatParams.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class CompressedAdam(Method):
     names it in `state_tensors`."""
 
     name: str
-    """The method's own, for messages."""
+    """The method's name in the registry, for error messages."""
     refused_strategies: Mapping[str, str] = MappingProxyType(
         {
             "zero1": "it takes the inner optimizer's place, which has no state to share; use ddp",
@@ -73,17 +73,18 @@ class CompressedAdam(Method):
         return self.model
 
     def average_gradients(self) -> None:
-        """The communication buffer, which holds this replica's, ← the replicas' mean."""
+        """Replace this replica's gradients, in the communication buffer, by the replicas' mean."""
         self.mean.mean_now()
         self.rounds += 1
 
     def average_signs(self, vector: Tensor) -> None:
-        """vector ← its 1-bit mean, and 0 where v is 0.
+        """Replace a vector (numel,) by its 1-bit mean over the replicas, and by 0 where v is 0.
 
-        It travels in units of √v + ε, which all replicas share. So a sign stands for a step of the
-        length that is usual in its tensor. Were the vector sent as it is, an element whose √v is a
-        thousandth of the others' would make steps a thousand times too long: the biases of keys in
-        GPT-2's attention, whose gradient is rounding and nothing else, end the training that way.
+        It travels in units of √v + ε, which all replicas share, so that a sign stands for a step of
+        the length that is usual in its tensor. If the vector were sent as it is, an element whose
+        √v is a thousandth of the others' would make steps a thousand times too long. The biases of
+        keys in GPT-2's attention, whose gradients are nothing but rounding errors, would make the
+        training diverge in this way.
         """
         for chunk in self.flat.chunks:
             chunk.of(vector).div_(self._root(chunk))
@@ -94,29 +95,32 @@ class CompressedAdam(Method):
         self.rounds += 1
 
     def lr(self, group: int) -> float:
+        """Return γ of a parameter group in this step."""
         return float(self.optimizer.param_groups[group]["lr"])
 
     def betas(self, group: int) -> tuple[float, float]:
+        """Return β1 and β2 of a parameter group."""
         first, second = self.optimizer.param_groups[group]["betas"]
         return float(first), float(second)
 
     def shrinkage(self, group: int) -> float:
-        """What AdamW's decoupled weight decay multiplies weights by in this step; Adam: 1."""
+        """Return the factor by which AdamW's decoupled weight decay shrinks weights in this step; 1
+        for Adam."""
         settings = self.optimizer.param_groups[group]
         return 1 - self.lr(group) * settings["weight_decay"] if _is_decoupled(settings) else 1.0
 
     def add_l2(self, chunk: Chunk, gradient: Tensor) -> None:
-        """Adam's weight decay, which is a part of the gradient; nothing for AdamW."""
+        """Add Adam's weight decay to a gradient, which it is a part of. AdamW: add nothing."""
         settings = self.optimizer.param_groups[chunk.group]
         if settings["weight_decay"] and not _is_decoupled(settings):
             gradient.add_(self.flat.local(chunk), alpha=settings["weight_decay"])
 
     def divisor(self, chunk: Chunk, correction: float = 1.0) -> Tensor:
-        """√(v/correction) + ε, in scratch; infinite where v = 0.
+        """Return √(v/correction) + ε, in scratch that the next call overwrites; infinity if v = 0.
 
-        Such an element has had no gradient: a token that has not been seen, say. A sign cannot say
-        "nothing", and with ε alone below it the element would fly away. So it stays where it is, as
-        long as its v is 0, and takes no part in an exchange.
+        An element with v = 0 has had no gradient yet, a token that has not occurred for example. A
+        sign cannot stand for 0, and divided by ε alone it would be a huge step. So the element does
+        not move and takes no part in exchanges as long as its v is 0.
         """
         still = chunk.of(self.v) == 0
         return self._root(chunk, correction).masked_fill_(still, float("inf"))

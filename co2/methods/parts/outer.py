@@ -1,7 +1,7 @@
-"""The outer step's parts that several methods share: gap penalty, momentum, clip, Nesterov.
+"""The parts of the outer step that several methods share: gap penalty, momentum, clip, Nesterov.
 
-Everything works in place on chunks that fit the cache, so that no temporary of model size exists,
-and figures stay on the device as scalars, so that a GPU is never waited for.
+Everything works in place on chunks that fit the cache, so that there is no temporary of the model's
+size. Figures stay on the device as scalars, so that the host never waits for a GPU.
 """
 
 from typing import Any
@@ -25,23 +25,28 @@ class GapPenalty:
         C_t = EMA_{0.9}(disp_t · γ_max/γ_t), bias-corrected;   Λ_t = 1 + disp_t/C_t
 
     and Λ_t = 1 while C_t = 0 or γ_t = 0. The EMA counts every round in which a pseudo-gradient
-    arrives, the first too, whose displacement is 0.
-    `gap_aware_elementwise` puts the element's own |x_{t,0} − x_{t−1,0}| in place of disp_t.
+    arrives, also the first, whose displacement is 0.
+    `gap_aware_elementwise` puts an element's own |x_{t,0} − x_{t−1,0}| in place of disp_t.
+
+    Args:
+        kind: the configuration's `gap_penalty`.
+        flat: the vector, or the shard of it, that the momentum belongs to.
+        outer_lr: α.
     """
 
     def __init__(self, kind: str | float, flat: FlatParams | OuterShard, outer_lr: float) -> None:
         self.kind, self.outer_lr, self.sqrt_numel = kind, outer_lr, flat.total_numel**0.5
         self.ema = torch.zeros((), dtype=torch.float64, device=flat.device)
         self.value = torch.ones((), dtype=torch.float64, device=flat.device)
-        """Λ_t; for the elementwise kind the Λ of an element that moved as the mean did."""
+        """Λ_t; for the elementwise kind, the Λ of an element with a displacement of disp_t."""
         self.scale = torch.zeros((), dtype=torch.float64, device=flat.device)
-        """C_t, or 0 while there is none."""
+        """C_t; 0 while it is not defined."""
         self.count = 0
         self.largest_lr = 0.0
         self._scratch = torch.empty(0, dtype=flat.dtype, device=flat.device)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Both are single numbers."""
+        """The two figures that later rounds need."""
         return {"gap_ema": self.ema, "gap": self.value}
 
     def scratch_tensors(self) -> list[Tensor]:
@@ -58,7 +63,7 @@ class GapPenalty:
         self.largest_lr = max(self.largest_lr, lr)
 
     def update(self, momentum_norm: Tensor, lr: float) -> None:
-        """Λ_t from ‖m_{t−1}‖₂, because x_{t,0} − x_{t−1,0} = −α m_{t−1}, and from γ_t."""
+        """Compute Λ_t from γ_t and ‖m_{t−1}‖₂, because x_{t,0} − x_{t−1,0} = −α m_{t−1}."""
         if not self.measures:
             self.value.fill_(1.0 if self.kind == "none" else float(self.kind))
             return
@@ -73,8 +78,8 @@ class GapPenalty:
         self.value.copy_(torch.where(self.scale > 0, 1 + displacement / self.scale, 1.0))
 
     def divisor(self, momentum: Tensor) -> Tensor:
-        """Λ for the elements whose m_{t−1} this is: a scalar, or in scratch that the next call
-        overwrites, one for each."""
+        """Return Λ_t for the elements whose m_{t−1} is given: a scalar, or one value for each, in
+        scratch that the next call overwrites."""
         if self.kind != "gap_aware_elementwise":
             return self.value.to(momentum.dtype)
         per_element = torch.where(self.scale > 0, self.outer_lr / self.scale, 0.0)
@@ -84,7 +89,7 @@ class GapPenalty:
         return torch.abs(momentum, out=out).mul_(per_element.to(momentum.dtype)).add_(1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is not a tensor."""
+        """The state that is not in `state_tensors`."""
         return {"count": self.count, "largest_lr": self.largest_lr}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -92,7 +97,7 @@ class GapPenalty:
 
 
 class Momentum:
-    """m ← clip(β m + d/Λ, φ). The stored momentum is the clipped one."""
+    """The outer momentum: m ← clip(β m + d/Λ, φ). It is stored as clipped."""
 
     def __init__(
         self, flat: FlatParams | OuterShard, beta: float, clip: float | None, clip_mode: str
@@ -100,12 +105,12 @@ class Momentum:
         self.flat, self.beta, self.clip, self.clip_mode = flat, beta, clip, clip_mode
         self.vector = flat.zeros()
         self.norm = torch.zeros((), dtype=torch.float64, device=flat.device)
-        """‖m‖₂ after the last step; kept up only where it is needed."""
+        """‖m‖₂ after the last step; computed only if clip or gap penalty need it."""
         self.clipped = torch.zeros((), dtype=torch.float64, device=flat.device)
-        """Share of the elements that the last step clipped; by norm, 1 or 0."""
+        """Share of the elements that the last step clipped; 1 or 0 if it clips by norm."""
 
     def step(self, mean: Tensor, gap: GapPenalty) -> None:
-        """One step with d = `mean`."""
+        """Do one step with d = `mean`, a vector as `flat` makes them."""
         by_value = self.clip if self.clip_mode == "value" else None
         by_norm = self.clip if self.clip_mode == "norm" else None
         squares = torch.zeros_like(self.norm)
@@ -144,7 +149,7 @@ class Momentum:
 
 
 def nesterov(x: Tensor, v: Tensor, d: Tensor, outer_lr: float, outer_momentum: float) -> None:
-    """One step of SGD with Nesterov momentum, in place: v ← β v + d; x ← x − α (d + β v)."""
+    """Do one step of SGD with Nesterov momentum, in place: v ← β v + d; x ← x − α (d + β v)."""
     v.mul_(outer_momentum).add_(d)
     x.sub_(d, alpha=outer_lr).sub_(v, alpha=outer_lr * outer_momentum)
 

@@ -1,4 +1,4 @@
-"""OuterShard: one replica's part of the flat vector, where the outer state is cut into G parts."""
+"""OuterShard: one replica's part of the outer state, which is sharded over the G replicas."""
 
 import math
 from dataclasses import dataclass
@@ -25,24 +25,24 @@ class ShardChunk:
 
 
 class OuterShard:
-    """The communication buffer in G parts, and the one of them that this replica works on.
+    """The communication buffer in G shards, of which this replica works on one.
 
-    The buffer is cut into rows of G pieces, all alike, and piece r of every row is replica r's. So
-    a row is what one collective carries, and no replica needs a second vector to sort pieces:
+    The buffer is cut into rows of G pieces of equal size, and replica r has piece r of every row.
+    One collective carries one row, and no replica needs a second vector to sort pieces:
 
         row 0:  | piece 0 | piece 1 | … | piece G−1 |
         row 1:  | piece 0 | piece 1 | … | piece G−1 | …
 
-    To come out even the buffer is longer than the vector, by less than G elements a row. What is
-    beyond stays 0 in every vector, so it adds nothing to a norm and no clip touches it.
+    For that the buffer is longer than the vector, by less than G elements for each row. The padding
+    stays 0 in every vector, so it adds nothing to a norm, and no clip changes it.
 
-    Offers what `FlatParams` does for the outer step: chunks, zeros, `total` and `total_numel`.
-    Vectors of a shard have shape (rows, piece).
+    For the outer step a shard offers the same as `FlatParams`: chunks, zeros, copy, `total` and
+    `total_numel`. Vectors of a shard have shape (rows, piece).
 
     Args:
         flat: the whole vector.
         mesh: the replicas.
-        comm: bounds a row; a chunk of the vector does, too.
+        comm: a row is at most one of its buckets, and at most one chunk of the vector.
     """
 
     def __init__(self, flat: FlatParams, mesh: Mesh, comm: CommConfig) -> None:
@@ -54,25 +54,25 @@ class OuterShard:
         piece = math.ceil(flat.numel / (rows * self.num_replicas))
         padded = rows * self.num_replicas * piece
         self.mean = BackgroundMean(padded, mesh, comm, self.dtype, self.device)
-        """Its buffer is what is cut; it carries the sequence."""
+        """Holds the buffer, and carries the outer step in the background."""
         self.chunks = [ShardChunk(index) for index in range(rows)]
         self._rows = self.mean.buffer.view(rows, self.num_replicas * piece)
         self.own = self._rows.view(rows, self.num_replicas, piece)[:, mesh.replica]
-        """This replica's part of the buffer, (rows, piece)."""
+        """This replica's shard of the buffer, (rows, piece), as a view."""
         self._exchanges = self.num_replicas > 1 and padded > 0
         sorts = self.device.type == "cpu" and self._exchanges
         self._received = self._rows[0].clone() if sorts else self._rows.new_empty(0)
 
     def zeros(self) -> Tensor:
-        """A new vector of zeros."""
+        """Return a new vector (rows, piece) of zeros."""
         return torch.zeros(self.own.shape, dtype=self.dtype, device=self.device)
 
     def copy(self) -> Tensor:
-        """A new vector that holds this replica's part of the buffer."""
+        """Return a new vector (rows, piece) with a copy of this replica's shard of the buffer."""
         return self.zeros().copy_(self.own)
 
     def reduce_scatter(self) -> None:
-        """own ← its mean over the replicas' buffers. Blocking."""
+        """Set `own` to its mean over the replicas' buffers. Blocking."""
         if not self._exchanges:
             return
         for row, own in zip(self._rows, self.own, strict=True):
@@ -84,14 +84,14 @@ class OuterShard:
                 torch.mean(self._received.view(self.num_replicas, -1), dim=0, out=own)
 
     def all_gather(self) -> None:
-        """The buffer ← every replica's own. Blocking."""
+        """Set the buffer to the `own` of all replicas. Blocking."""
         if not self._exchanges:
             return
         for row, own in zip(self._rows, self.own, strict=True):
             dist.all_gather_into_tensor(row, own, group=self.mean.group)
 
     def total(self, *sums: Tensor) -> tuple[Tensor, ...]:
-        """Sums over the whole vector, from sums over this replica's part. Blocking."""
+        """Return sums over the whole vector, given the sums over this replica's shard. Blocking."""
         if self.num_replicas > 1:
             together = torch.stack(sums)
             dist.all_reduce(together, group=self.mean.group)
@@ -99,5 +99,5 @@ class OuterShard:
         return self.flat.total(*sums)
 
     def scratch_tensors(self) -> list[Tensor]:
-        """One row at most."""
+        """At most one row."""
         return [self._received]

@@ -1,0 +1,65 @@
+"""The command `co2`: trains, measures and draws from any folder.
+
+Each sub-command is a module with a command line of its own, which takes this process's place. So
+this file imports none of them, and the library does not depend on tasks or recipes.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import NoReturn
+
+from co2.errors import REFUSED, nearest
+
+COMMANDS = {
+    "train": ("train", "one run, or with -m a sweep: co2 train task=gpt2 method=co2 co2.tau=12"),
+    "recipes": ("recipes", "the runs of a table or figure: run, collect and render them"),
+    "lab": ("co2.lab", "trainings on real slow links on this machine; needs root"),
+    "simulate": ("co2.simulate", "what a cluster would do, from a model of its network"),
+    "timeline": ("co2.record.timeline", "a picture of who computes and who waits, from traces"),
+    "prepare": ("tasks.prepare", "the data of scale=gpu and scale=paper"),
+    "wandb-sync": ("co2.record.wandb_sync", "send offline W&B runs"),
+}
+"""Sub-command → module that it runs, and what it is for."""
+
+# One package of each kind that the extra brings: configuration, schema, figures, console.
+_SUITE = ("hydra", "pydantic", "matplotlib", "rich")
+
+
+def usage() -> str:
+    """The help text: every sub-command in a line."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {purpose}" for name, (_, purpose) in COMMANDS.items()]
+    head = ["usage: co2 COMMAND [ARGUMENT ...]", "", __doc__.splitlines()[0], ""]
+    return "\n".join([*head, *lines, "", "co2 COMMAND --help tells more about each."])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a sub-command in this process's place. Returns only where there is none to run."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if arguments else REFUSED
+    name, *rest = arguments
+    if name not in COMMANDS:
+        return _refuse(f"co2 {name}: no such command; {nearest(name, COMMANDS)}")
+    missing = [package for package in _SUITE if find_spec(package) is None]
+    if missing:
+        hint = f"needs {', '.join(missing)}: pip install 'co2-suite[suite]'"
+        return _refuse(f"co2 {name}: {hint}")
+    _become(COMMANDS[name][0], rest)
+
+
+def _become(module: str, arguments: Sequence[str]) -> NoReturn:
+    # -P: a train.py or a folder tasks/ in the current folder is not ours.
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])
+
+
+def _refuse(line: str) -> int:
+    print(f"error: {line}", file=sys.stderr)
+    return REFUSED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
