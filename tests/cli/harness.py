@@ -25,11 +25,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 
 import train
-from co2.app.compose import composed
+from co2.app.compose import Values, composed
 from co2.config import Config
 from co2.errors import ConfigError
 from co2.record.folder import run_folder
@@ -204,15 +203,14 @@ def configured(*arguments: str, runs: Path) -> Config:
     words = _completed(arguments, runs)
     others = tuple(word for word in words if word != f"runs={runs}")
     try:
-        composition = copy.deepcopy(_composed(train.APP.conf, others))
+        values = copy.deepcopy(_composed(train.APP.conf, others))
     except ConfigError:
-        composition = composed(train.APP.conf, "config", words)  # with this command line's message
-    composition.runs = str(runs)
-    return train.APP.validate(composition, words)
+        values = composed(train.APP.conf, "config", words)  # with this command line's message
+    return train.APP.validate({**values, "runs": str(runs)}, words)
 
 
 @functools.cache
-def _composed(conf: Path, words: tuple[str, ...]) -> DictConfig:
+def _composed(conf: Path, words: tuple[str, ...]) -> Values:
     return composed(conf, "config", words)
 
 
