@@ -1,8 +1,8 @@
-"""GPT-2 small on one GPU, bf16 and compiled: what the suite costs, and what sharing the GPU costs.
+"""GPT-2 small on one GPU, bf16 and compiled: our loop against a plain one, and two replicas.
 
-First a plain PyTorch loop and train.py's path with one worker, in turn in this process: the same
-model, batches, optimizer, schedule and clipping. Then two replicas that share the GPU: under CO2
-with `comm.device=cpu`, and in turn with it without any communication, in a round that never ends.
+First a plain PyTorch loop and our loop with one worker take turns in this process, with the same
+model, batches, optimizer, schedule and clipping. Then two replicas share the GPU: under CO2 with
+`comm.device=cpu`, in turn with the same training in a round that never ends, without communication.
 """
 
 import argparse
@@ -36,7 +36,7 @@ PEAKS = {
     "H100": 989,
     "A100": 312,
 }
-"""TFLOP/s of dense bf16, from the vendor's data sheets; the first name that fits counts."""
+"""TFLOP/s of dense bf16 from data sheets, by a part of the GPU's name; the first match counts."""
 
 
 def main() -> None:
@@ -107,7 +107,7 @@ def flops_per_token(overrides: list[str]) -> float:
 
 
 def peak_flops() -> float | None:
-    """Of this GPU, operations a second; None where its data sheet is not listed above."""
+    """Operations per second of this GPU; None if its data sheet is not listed above."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return next((1e12 * peak for part, peak in PEAKS.items() if part in name), None)
 

@@ -1,9 +1,9 @@
-"""What a collective in the background takes from the computation beside it.
+"""How much a collective in the background slows the computation beside it.
 
-Two workers multiply matrices, one thread each, for as long as a round; in every other round a
-mean is under way (BackgroundMean over the loopback device: gloo's threads and the kernel's copies
-share the cores with the computation). Lost is the difference of neighbouring rounds, for the whole
-collective and for each MB that a worker sends.
+Two workers multiply matrices, one thread each, for as long as a round. During every other round a
+BackgroundMean runs over the loopback device, and gloo's threads and the kernel's copies share the
+cores with the computation. The time lost is the difference between neighbouring rounds; it is given
+for the whole collective and for each MB that a worker sends.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def main() -> None:
 def measure(
     rank: int, folder: Path, numel: int, comm: CommConfig, repeats: int, round_s: float
 ) -> None:
-    """One worker; the first writes what it found."""
+    """Compute and send as one worker; worker 0 writes what it found."""
     torch.set_num_threads(1)
     store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORKERS)

@@ -1,11 +1,12 @@
 """How fast training pictures are read: our loader against torchvision's reference.
 
-Both read the same ImageNet-like tree of JPEGs, written for the occasion: smooth random pictures of
-500×375 with a little noise, quality 90, about as many bytes as ImageNet's. Both crop to 224 and
-flip. The reference is ImageFolder with RandomResizedCrop, RandomHorizontalFlip, ToTensor and
-Normalize in a DataLoader. Ours gives uint8, which the loss normalizes on the model's device; a row
-of its own adds that work to the loader's side. All take turns, on one thread, and ratios are taken
-turn by turn. With one loading process the measuring one only waits: either way one core works.
+Both read the same tree of JPEGs, laid out like ImageNet's and written for this measurement: smooth
+random pictures of 500×375 with a little noise, quality 90, about as many bytes as ImageNet's. Both
+crop to 224 and flip. The reference is ImageFolder with RandomResizedCrop, RandomHorizontalFlip,
+ToTensor and Normalize in a DataLoader. Our loader yields uint8, which the loss normalizes on the
+model's device; a row of its own adds that work to the loader. All take turns on one thread, and
+ratios are computed for each turn. With one loading process the measuring process only waits, so one
+core works in either case.
 """
 
 import argparse
@@ -34,7 +35,7 @@ REFERENCE, OURS, WITH_FP32 = "torchvision", "ours", "ours, normalized too"
 
 
 def write_tree(folder: Path, num_images: int) -> float:
-    """A tree of JPEGs; returns their mean size in bytes."""
+    """Write a tree of JPEGs. Returns their mean size in bytes."""
     sizes = []
     for n in range(num_images):
         rng = np.random.default_rng(n)
@@ -92,7 +93,7 @@ KINDS: dict[str, Callable[[Path, int], Iterator[Any]]] = {
 
 
 def rate(batches: Iterator[Any], num_batches: int) -> float:
-    """Pictures a second. The first batches, made while processes start, do not count."""
+    """Pictures per second, without the first batches, which are made while processes start."""
     for _ in islice(batches, 4):
         pass
     began = time.perf_counter()

@@ -1,7 +1,7 @@
-"""What each method holds on a worker between steps: predicted by the ledger, and measured.
+"""The memory that each method holds on a worker between steps, predicted and measured.
 
-Two workers train GPT-2's smoke shape for a few rounds. On a CPU every storage that a tensor in the
-process holds is counted; on a GPU, what the allocator has handed out.
+Two workers train a small model for a few rounds. On a CPU the benchmark counts every storage that a
+tensor of the process holds; on a GPU, what the allocator has handed out.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def cells(gpus: bool) -> Iterator[tuple[str, dict[str, Any], CommConfig]]:
-    """Method, its fields, and how it communicates."""
+    """Every method with its fields and its communication settings."""
     for keep in CommDevice if gpus else [CommDevice.auto]:
         for wire in Precision:
             comm = CommConfig(dtype=wire, device=keep)
@@ -100,7 +100,7 @@ def row(name: str, comm: CommConfig, found: dict[str, Any], gpus: bool) -> list[
 COMPRESSED = ("onebit_adam", "zero_one_adam")
 NO_ROUNDS = ("allreduce", *COMPRESSED)
 REFUSED = {CommDevice.auto: COMPRESSED, CommDevice.cpu: NO_ROUNDS}
-"""By comm.device, the methods that take nothing else than all defaults of comm."""
+"""By comm.device, the methods that accept nothing but the defaults of comm."""
 PARTS = ("parameter_bytes", "gradient_bytes", "inner_state_bytes", "extra_bytes", "scratch_bytes")
 
 
@@ -113,7 +113,7 @@ def measure(
     width: int,
     gpus: bool,
 ) -> None:
-    """One worker; the first writes what it found."""
+    """Train as one worker and measure; worker 0 writes what it found."""
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if gpus else torch.device("cpu")
     if gpus:

@@ -1,8 +1,8 @@
 """When two workers compute, send and wait under each method: the pictures of docs/methods.md.
 
-From the simulator's own rounds (co2/simulate/schedule.py): τ = 4, steps of 1 and 1.1 seconds in
-turn, a network that takes 2.4 seconds for a whole model. Streaming DiLoCo and the variants of Adam,
-which the simulator leaves out, are drawn from their equations.
+They show the simulator's own rounds (co2/simulate/schedule.py) with τ = 4, steps of 1 and 1.1
+seconds in turn, and a network that takes 2.4 seconds for a whole model. Streaming DiLoCo and the
+variants of Adam, which the simulator leaves out, are drawn from their equations.
 """
 
 import argparse
@@ -21,7 +21,8 @@ FRAGMENTS, DELAY = 2, 1
 MODEL_BYTES, NUM_BUCKETS = 3_000_000, 3
 NETWORK = Network(Link(rate_bits=10e6), server_size=1, collective="ring")
 FREEZE, SIGNS = 2, 1 / 32
-"""Of the variants of Adam: steps before v is frozen, and the share of the model that signs are."""
+"""For the variants of Adam: steps before v is frozen, and bytes of the signs as a share of the
+model's."""
 
 _SCALE, _LEFT, _LANE, _BAR = 33.0, 78, 26, 20
 _LANES = ("worker 0", "worker 1", "network")
@@ -52,7 +53,7 @@ def main() -> None:
 
 
 def picture(method: str) -> str:
-    """The SVG of a method, the same whenever it is made."""
+    """The SVG of a method. The same code always makes the same file."""
     own = EQUATIONS.get(method)
     return svg(list(simulated(method) if own is None else own()))
 
@@ -77,7 +78,7 @@ def simulated(method: str) -> Iterator[Span]:
 
 
 def streaming() -> Iterator[Span]:
-    """Fragment p syncs after steps (p + 1) τ/P modulo τ, with what it sent `DELAY` steps before."""
+    """Fragment p takes in, after steps (p + 1) τ/P modulo τ, the mean it started `DELAY` before."""
     send_s = 8 * MODEL_BYTES / FRAGMENTS / NETWORK.link.rate_bits
     starts, sent_until, step = np.zeros(WORKERS), {0: 0.0}, 0
     while starts.min() < WINDOW_S:
@@ -109,7 +110,7 @@ def some_steps() -> Iterator[Span]:
 
 
 def signs(exchanges: Collection[int]) -> Iterator[Span]:
-    """Steps after which all wait: for gradients, and from `FREEZE` on for their signs."""
+    """All wait after these steps: for gradients, and from `FREEZE` on for signs."""
     whole_s = 8 * MODEL_BYTES / NETWORK.link.rate_bits
     starts, step = np.zeros(WORKERS), 0
     while starts.min() < WINDOW_S:
@@ -136,7 +137,7 @@ DRAWN = (*SIMULATED[1:], *EQUATIONS)
 
 
 def compute_s(round_number: int, steps: int) -> np.ndarray:
-    """Seconds that a round of both workers computes; in turn, one has the slower steps."""
+    """Seconds that both workers compute in a round; they take turns at having the slower steps."""
     slower = (np.arange(WORKERS) + round_number) % WORKERS
     return steps * (1 + 0.1 * slower)
 

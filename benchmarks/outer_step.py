@@ -1,17 +1,17 @@
 """CO2's outer step against this machine's copy bandwidth.
 
-One outer step is gap, momentum and clip, the next pseudo-gradient, anchor and write-back. Counted
-are the words that must cross the memory bus for one element, each vector once per pass:
+One outer step computes gap, momentum and clip, the next pseudo-gradient and the anchor, and writes
+the weights back. For one element these words must cross the memory bus, each vector once per pass:
 
     momentum step     d read; m read, written                    3
     pseudo-gradient   live and anchor read; buffer written       3
     move              m read; anchor read, written; live written 4
 
-Copy bandwidth is that of one vector copied into another, two words an element. Both are timed in
-turn, and the share is taken pair by pair.
+Copy bandwidth is measured by copying one vector into another, two words an element. Both are timed
+in turn, and the share is computed for each pair.
 
-Beside it an inner step of GPT-2 small on one sequence of 1,024 tokens, the smallest there is: its
-round is the one of which an outer step is the largest part.
+The benchmark also times an inner step of GPT-2 small on one sequence of 1,024 tokens. No inner step
+is shorter, so the outer step is the largest part of a round with this one.
 """
 
 import argparse
@@ -120,7 +120,7 @@ def inner_step(device: str) -> Callable[[], None]:
 
 
 def outer_step(params: list[torch.nn.Parameter], options: dict) -> Callable[[], None]:
-    """The round's end of CO2 on these parameters, with a pseudo-gradient that has arrived."""
+    """The end of a round of CO2 on these parameters, after its pseudo-gradient has arrived."""
     method = co2.CO2(co2.CO2.Config(tau=1, **options))
     model = torch.nn.ParameterList(params)
     method.prepare(model, torch.optim.SGD(params, lr=1e-6), co2.Mesh.world())
@@ -131,7 +131,7 @@ def outer_step(params: list[torch.nn.Parameter], options: dict) -> Callable[[], 
 
 
 def timed(action: Callable[[], object], device: str) -> float:
-    """Seconds that `action` takes; on a GPU until it is through."""
+    """Seconds that `action` takes; on a GPU, until its kernels have ended."""
     began = time.perf_counter()
     action()
     if device == "cuda":

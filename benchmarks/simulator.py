@@ -1,15 +1,14 @@
 """The simulator held against the laboratory, point by point.
 
-    python -m co2.lab …                      measures cells.csv, one or more
-    python -m benchmarks.simulator          works the same cells out, and writes the errors
+    python -m co2.lab …                      measures one or more cells.csv
+    python -m benchmarks.simulator           simulates the same trainings, and writes the errors
 
-The simulator is told the step's time from the same training without communication (method none),
-the vector's bytes, and the links' rate; a full packet of 1,514 bytes on the wire carries 1,448
-bytes of payload. Nothing is fitted. Points without a rate (unlimited) are left out.
+The simulator gets the step's time from the same training without communication (method none), the
+vector's bytes and the links' rate; a full packet of 1,514 bytes on the wire carries 1,448 bytes of
+payload. Nothing is fitted. Points on unlimited links are left out.
 """
 
 import argparse
-import csv
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import report
+from co2.record.table import read_csv
 from co2.simulate.methods import SIMULATED
 from co2.simulate.network import Link, Network
 from co2.simulate.schedule import simulate
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--tau", type=int, default=12, help="of the trainings")
     parser.add_argument("--out", type=Path, default=Path("results/lab"))
     args = parser.parse_args()
-    cells = [cell for path in args.cells for cell in csv.DictReader(path.open())]
+    cells = [cell for path in args.cells for cell in read_csv(path)]
     found = points(cells, args.tau)
     errors = [abs(point.error) for point in found]
     intro = (

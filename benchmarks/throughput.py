@@ -1,8 +1,8 @@
-"""Smoke GPT-2: what the suite costs on top of a plain loop, and what each method costs on top.
+"""Throughput of GPT-2 at smoke scale: our loop against a plain one, and all methods.
 
-First a plain single-process PyTorch loop and ours with one worker, in turn in this process: the
-same model, batches, optimizer, schedule and clipping. Then ours with two workers under each
-method, each in turn with the others, several times over.
+First a plain single-process PyTorch loop and our loop with one worker take turns in this process,
+with the same model, batches, optimizer, schedule and clipping. Then our loop runs with two workers
+under every method in turn, several times over.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from co2.config import Config, Precision
 from co2.methods import METHODS
 from co2.record.folder import read_summary
 from co2.train import launch
-from co2.train.loop import learning_rate
+from co2.train.schedule import learning_rate
 from train import APP
 
 GOAL = 0.98
@@ -33,7 +33,7 @@ BRIEF = [
     "log.wandb=disabled",
     "checkpoint.every=0",
 ]
-"""Training, and next to nothing else."""
+"""A run that trains and does next to nothing else."""
 
 
 def main() -> None:
@@ -69,13 +69,13 @@ def main() -> None:
 
 
 def alone(pairs: int, overrides: list[str]) -> tuple[list[float], list[float]]:
-    """Units/s of the plain loop and of ours with one worker, pair by pair."""
+    """Units per second of the plain loop and of our loop with one worker, pair by pair."""
     plain, ours = [], []
     for pair in range(pairs):
         config = composed([*overrides, "launch.workers=1", f"tag=pair{pair}"])
         task = APP.make_task(config)
         task.setup(1)
-        torch.compiler.reset()  # what was compiled for the model before would count as recompiling
+        torch.compiler.reset()  # or the model, compiled before, would count as recompiled
         plain.append(plain_loop(config, task))
         torch.compiler.reset()
         with contextlib.redirect_stdout(io.StringIO()):
@@ -86,7 +86,7 @@ def alone(pairs: int, overrides: list[str]) -> tuple[list[float], list[float]]:
 
 
 def together(rounds: int, runs: dict[str, list[str]]) -> dict[str, list[float]]:
-    """Units/s of several runs of train.py, given by their overrides, each in turn."""
+    """Units per second of several runs of train.py, given by their overrides, in turn."""
     rates: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds):
         for name, found in rates.items():
@@ -104,14 +104,14 @@ def composed(overrides: list[str]) -> Config:
 
 
 def throughput(config: Config) -> float:
-    """Units/s of all workers of a run that has finished."""
+    """Units per second of all workers of a finished run."""
     summary = read_summary(config)
     assert summary is not None
-    return summary["throughput"]
+    return summary.throughput
 
 
 def plain_loop(config: Config, task) -> float:
-    """The loop that a person would write; units per second without its first step."""
+    """Units per second, the first step left out, of the loop that a person would write."""
     knobs = config.train
     assert knobs.accumulate == 1, "a step is one batch here"
     device, _ = launch.placement(config, 0, 1)

@@ -1,4 +1,7 @@
-"""The one error a user meets: a value, named by its key, with what would be right."""
+"""The one error that a user meets, which names a key, its value and what would be right.
+
+Exit statuses of the programs are here, too.
+"""
 
 import difflib
 import math
@@ -7,25 +10,32 @@ from collections.abc import Iterable
 REFUSED = 2
 """Exit status of a run that was refused, nearly always before it started."""
 PREEMPTED = 75
-"""Exit status of a run that was told to stop, saved, and can be continued (EX_TEMPFAIL)."""
+"""Exit status of a run that a signal stopped, and that saved: it can go on (EX_TEMPFAIL)."""
 DIVERGED = 65
 """Exit status of a run whose loss is not finite (EX_DATAERR)."""
 STOPPED = (PREEMPTED, 130)
-"""Exit statuses of a run that was told to stop: saved, or killed by a second Ctrl-C."""
+"""Exit statuses of a run that a signal stopped: saved, or killed by a second Ctrl-C."""
 
 
 class ConfigError(ValueError):
-    """A value that cannot be run with. Prints as one line: `key=value: hint`."""
+    """A value that no run can have. As a text it is one line: `key=value: hint`.
+
+    Args:
+        key: the value's full name in the configuration; inside a schema, without its node.
+        value: as it was given.
+        hint: what would be right.
+    """
 
     def __init__(self, key: str, value: object, hint: str) -> None:
         super().__init__(f"{key}={value}: {hint}")
         self.key, self.value, self.hint = key, value, hint
 
     def under(self, node: str) -> "ConfigError":
-        """The same error, with the node of the configuration that the key belongs to."""
+        """The same error for the key of a node: `tau` under `co2` is `co2.tau`."""
         return ConfigError(f"{node}.{self.key}", self.value, self.hint)
 
-    def __reduce__(self):
+    # Exceptions are pickled by their text, which is no argument of this one.
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, object, str]]:
         return ConfigError, (self.key, self.value, self.hint)
 
 
@@ -47,7 +57,7 @@ def require_count(key: str, value: int) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A sentence that offers the known name nearest to `name`, or all of them."""
+    """A hint that offers the known name nearest to `name`, or all of them where none is near."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"

@@ -1,7 +1,7 @@
-"""Tables from runs.
+"""Experiments: run what is missing of them, collect the values, render tables and figures.
 
-python -m recipes list                     what there is, and how much of it has run
-python -m recipes run table2               what is missing; Ctrl-C, and go on later
+python -m recipes list                     every recipe, and how many of its runs have finished
+python -m recipes run table2               train what is missing; after Ctrl-C the same continues
 python -m recipes collect                  finished runs → results/ours.csv, results/evals.csv
 python -m recipes render                   → results/tables, results/figures, results/report.html
 """
@@ -13,10 +13,11 @@ from pathlib import Path
 
 from co2.errors import ConfigError, nearest, require
 from co2.train import launch
-from recipes import cells, laboratory, readme, render, slurm
+from recipes import cells, functions, laboratory, readme, render, slurm
 from recipes.collect import collect
 from recipes.recipe import Recipe
 from recipes.registry import RECIPES
+from recipes.tuning import TunedRecipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("action", choices=("list", "run", "collect", "render"))
     parser.add_argument("names", nargs="*", metavar="recipe", help="default: all")
     parser.add_argument("--scale", default="smoke", choices=("smoke", "gpu", "paper"))
-    parser.add_argument("--seeds", help="as in 0,1,2; in the laboratory, repeats; default: 0,1,2")
+    parser.add_argument(
+        "--seeds", help="such as 0,1,2; in the laboratory, repeats; default: the recipe's own"
+    )
     parser.add_argument("--launcher", default="local", choices=("local", "slurm"))
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
@@ -45,10 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif options.action == "run":
             return run(chosen or known, options.scale, seeds, options.launcher)
         elif options.action == "collect":
-            here, others = collect(chosen or known, options.out, options.scale)
-            print(f"{here} values of finished runs here, {others} of others, in {options.out}")
+            here, elsewhere = collect(chosen or known, options.out, options.scale)
+            print(f"{options.out}: {here} values from runs here, {elsewhere} from runs elsewhere")
         else:
-            # The page holds every recipe; those that are named are shown here too.
+            # The page always holds every recipe; the named ones are printed as well.
             render.render(known, options.out, options.scale)
             page = options.out.parent / "README.md"
             if options.scale == "smoke" and page.exists():
@@ -62,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def recipe_of(name: str, scale: str) -> Recipe:
+    """The recipe of this name. Raises `ConfigError` if there is none at this scale."""
     require(name in RECIPES, "recipe", name, "no such recipe; " + nearest(name, RECIPES))
     hint = f"{name} can be run at scale={', '.join(RECIPES[name].scales)} alone"
     require(scale in RECIPES[name].scales, "--scale", scale, hint)
@@ -74,29 +78,59 @@ def _seed(word: str) -> int:
 
 
 def listing(chosen: Sequence[Recipe], scale: str) -> None:
-    """Every recipe, and how many of its runs are finished."""
+    """Print every recipe, and how many of its runs are finished."""
     for recipe in chosen:
         runs = list(dict.fromkeys(cell for *_, cell in recipe.cells(scale)))
         done = sum(cell.summary() is not None for cell in runs)
-        print(f"{recipe.name:16} {recipe.title:34} {done} of {len(runs)} runs at scale={scale}")
+        print(
+            f"{recipe.name:20}  {recipe.title:38}  {done} of {len(runs)} runs at scale={scale}"
+            f"{_waiting(recipe, scale)}"
+        )
+
+
+def _waiting(recipe: Recipe, scale: str) -> str:
+    """What a tuned recipe waits for."""
+    places = recipe.undecided(scale) if isinstance(recipe, TunedRecipe) else 0
+    return f", {places} table values wait for {recipe.name}'s trials" if places else ""
 
 
 def run(chosen: Sequence[Recipe], scale: str, seeds: Sequence[int] | None, launcher: str) -> int:
-    """Train what is missing, here or on a cluster. Returns 0; 1 when a run failed; 130: Ctrl-C."""
-    asked = [cell for recipe in chosen for *_, cell in recipe.cells(scale, seeds)]
-    on_links = [cell for cell in asked if isinstance(cell, laboratory.LabCell)]
-    others = [cell for cell in asked if isinstance(cell, cells.Cell)]
-    if launcher == "slurm":
-        return slurm.submit(others)
-    laboratory.check(on_links)
+    """Train what is missing, here or on a cluster. Returns 0; 1 when a run failed; 130: Ctrl-C.
+
+    The trials of tuned recipes come first, because they decide what else there is to train.
+    """
+    trials = [recipe.trials for recipe in chosen if isinstance(recipe, TunedRecipe)]
+    failed: list[cells.Cell] = []
     try:
-        failed = [*cells.run(others), *laboratory.run(on_links)]
+        first = [cell for recipe in trials for *_, cell in recipe.cells(scale)]
+        rest = [cell for recipe in chosen for *_, cell in recipe.cells(scale, seeds)]
+        if launcher == "slurm":
+            status = slurm.submit([c for c in (*first, *rest) if isinstance(c, cells.TrainCell)])
+        else:
+            laboratory.check([c for c in (*first, *rest) if isinstance(c, laboratory.LabCell)])
+            failed += train(first)
+            # Asked for again, because finished trials have added cells.
+            failed += train([c for recipe in chosen for *_, c in recipe.cells(scale, seeds)])
+            status = 1 if failed else 0
     except KeyboardInterrupt:
         print("stopped; the same command goes on with the next run", file=sys.stderr)
         return 130
     for cell in failed:
         print(f"failed: {cell.command}", file=sys.stderr)
-    return 1 if failed else 0
+    for recipe in chosen:
+        waiting = _waiting(recipe, scale)
+        if waiting:
+            print(f"{recipe.name}{waiting}; the same command goes on when they have ended")
+    return status
+
+
+def train(wanted: Sequence[cells.Cell]) -> list[cells.Cell]:
+    """Make the missing runs among these cells on this machine. Returns those that failed."""
+    return [
+        *cells.run([cell for cell in wanted if isinstance(cell, cells.TrainCell)]),
+        *functions.run([cell for cell in wanted if isinstance(cell, functions.FunctionCell)]),
+        *laboratory.run([cell for cell in wanted if isinstance(cell, laboratory.LabCell)]),
+    ]
 
 
 if __name__ == "__main__":

@@ -1,105 +1,144 @@
-"""Cells: the runs that a table is made of. Only those without a finished run are trained."""
+"""Cells: the runs behind the values of a table. Only those without a finished run are trained.
 
+There are three kinds: `TrainCell` here is a run of train.py, `LabCell` (laboratory.py) one on slow
+links, and `FunctionCell` (functions.py) a training that a recipe's own function makes.
+"""
+
+import json
 import os
-import sys
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
-from unittest.mock import patch
 
 from co2.app.application import App
 from co2.config import Config
 from co2.errors import STOPPED
-from co2.record.folder import read_summary, run_folder
-from co2.record.provenance import of_run
+from co2.methods import METHODS
+from co2.peers import PEERS
+from co2.record.folder import run_folder
+from co2.record.provenance import Origin, of_run
 from co2.train import launch
 from tasks import TASKS
 
 APP = App(conf=Path(__file__).parents[1] / "conf", tasks=TASKS)
-"""As train.py is."""
+"""The same application as train.py's."""
+
+SummaryJSON = dict[str, Any]
+"""A run's summary.json. Any: it holds numbers, texts and groups of either."""
 
 
-class Run(Protocol):
-    """What stands behind one value of a table."""
+class Cell(Protocol):
+    """The run behind a value of a table."""
 
     @property
-    def command(self) -> str: ...
+    def command(self) -> str:
+        """What makes this run. Two cells with the same command are the same run."""
 
-    def config(self) -> Config:
-        """Composed and checked. Raises `ConfigError`."""
+    def check(self) -> None:
+        """Raise `ConfigError` if this run cannot be made."""
 
-    def summary(self) -> dict[str, Any] | None:
-        """The figures of a finished run; None where there is something to train."""
+    def summary(self) -> SummaryJSON | None:
+        """The figures of the finished run; None while there is none."""
 
     def source(self) -> dict[str, str]:
-        """Of a finished run: commit, hardware, and where its figures lie."""
+        """Commit, hardware and folder of the finished run."""
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One run, named by what a command line of train.py would say."""
+class TrainCell:
+    """A run of train.py, identified by its overrides."""
 
     overrides: tuple[str, ...]
     recipes: tuple[str, ...] = field(default=(), compare=False)
-    """Names of those that ask for it: tags of its W&B run."""
+    """Names of the recipes that use this run; they become tags of its W&B run."""
 
     @property
     def command(self) -> str:
         return " ".join(["python train.py", *self.overrides])
 
+    @property
+    def origin(self) -> Origin:
+        """The run's command and tags."""
+        return Origin(shlex.join(["train.py", *self.overrides]), self.recipes)
+
     def config(self) -> Config:
+        """The composed configuration. Raises `ConfigError`."""
         return composed_config(self.overrides)
 
-    def summary(self) -> dict[str, Any] | None:
-        return read_summary(self.config())
+    def check(self) -> None:
+        self.config()
+
+    def summary(self) -> SummaryJSON | None:
+        words = dict(word.split("=", 1) for word in self.overrides)
+        if not Path(words.get("runs", "results/runs")).exists():
+            return None  # as after a clone; composing hundreds of configurations takes a minute
+        return read_summary(run_folder(self.config()))
 
     def source(self) -> dict[str, str]:
         folder = run_folder(self.config())
         return {**of_run(folder), "folder": os.path.relpath(folder)}
 
 
-def once(cells: Iterable[Cell]) -> list[Cell]:
-    """Every run once, with all recipes that ask for it."""
-    names: dict[Cell, dict[str, None]] = {}
+def own_words(words: Iterable[str]) -> tuple[str, ...]:
+    """The `key=value` words that one run takes, each key once.
+
+    Where a key is given twice the last value counts, at the place of the first. Words of other
+    methods' nodes are dropped, so that a column may set `slowmo.tau=48` and `diloco.tau=48` for
+    rows of either method.
+    """
+    values = dict(word.split("=", 1) for word in words)
+    others = {*METHODS, *PEERS} - {values.get("method")}
+    return tuple(
+        f"{key}={value}" for key, value in values.items() if key.partition(".")[0] not in others
+    )
+
+
+def once(cells: Iterable[TrainCell]) -> list[TrainCell]:
+    """Every run once, with the names of all recipes that use it."""
+    names: dict[TrainCell, dict[str, None]] = {}
     for cell in cells:
         names.setdefault(cell, {}).update(dict.fromkeys(cell.recipes))
     return [replace(cell, recipes=tuple(found)) for cell, found in names.items()]
 
 
-def tagged(cell: Cell) -> dict[str, str]:
-    """The environment of a cell's run: W&B's own variable names the recipes."""
-    tags = ",".join(filter(None, (os.environ.get("WANDB_TAGS"), *cell.recipes)))
-    return {**os.environ, **({"WANDB_TAGS": tags} if tags else {})}
+def read_summary(folder: Path) -> SummaryJSON | None:
+    """The summary of a run's folder; None while the run has not finished."""
+    path = folder / "summary.json"
+    return json.loads(path.read_text()) if path.exists() else None
 
 
-def run(cells: Iterable[Cell], say: Callable[[str], None] = print) -> list[Cell]:
-    """Train every cell that has no finished run; those that were begun go on.
+def run(cells: Iterable[TrainCell], print_line: Callable[[str], None] = print) -> list[TrainCell]:
+    """Train every cell that has no finished run; interrupted runs continue from their checkpoints.
 
-    Cells of as many workers follow each other in the same processes, which spares them the start:
-    a dozen seconds on a small machine. Their peak memory is therefore that of all before them too.
+    Cells with the same number of workers run one after the other in the same processes, which saves
+    the time to start them: about twelve seconds a run on a small machine. The peak memory of a run
+    therefore includes that of the runs before it.
 
     Returns:
-        Those whose run failed; the others do not suffer.
+        The cells whose run failed. A failure does not stop the others.
     Raises:
-        SystemExit: after Ctrl-C, with everything saved; the same call goes on from there.
-        ConfigError: for a cell that cannot be run, before any is.
+        SystemExit: after Ctrl-C, when everything is saved; the same call continues from there.
+        ConfigError: if a cell cannot be run, before any is started.
     """
     missing = [cell for cell in once(cells) if cell.summary() is None]
-    failed: list[Cell] = []
+    failed: list[TrainCell] = []
     for workers in sorted({cell.config().launch.workers for cell in missing}):
         left = [cell for cell in missing if cell.config().launch.workers == workers]
         while left:
             for cell in left:
                 APP.make_task(cell.config()).setup(workers)  # data are made here, once
-            say(f"{len(left)} runs of {workers} workers to train; the next: {left[0].command}")
+            print_line(
+                f"{len(left)} runs of {workers} workers to train; the next: {left[0].command}"
+            )
             status = launch.run(partial(_train, tuple(left)), left[0].config())
             left = [cell for cell in left if cell.summary() is None]
             if status in STOPPED:
                 raise SystemExit(status)
             if status and left:
-                say(f"failed with exit status {status}: {left[0].command}")
+                print_line(f"failed with exit status {status}: {left[0].command}")
                 failed.append(left.pop(0))
     return failed
 
@@ -110,9 +149,7 @@ def composed_config(overrides: tuple[str, ...]) -> Config:
     return APP.config(overrides)
 
 
-def _train(cells: Sequence[Cell], _: Config) -> None:
-    """What every worker does."""
+def _train(cells: Sequence[TrainCell], _: Config) -> None:
+    """Train these cells; every worker calls this."""
     for cell in cells:
-        sys.argv = ["train.py", *cell.overrides]  # what a manifest calls the command
-        with patch.dict(os.environ, tagged(cell)):
-            APP.work(cell.config())
+        APP.work(cell.config(), cell.origin)

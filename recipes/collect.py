@@ -1,85 +1,103 @@
-"""From run folders to results/ours.csv and results/evals.csv: nothing in a table is typed."""
+"""From run folders to results/ours.csv and results/evals.csv: nobody types a value into a table."""
 
-import csv
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-from recipes.recipe import Recipe
+from co2.record.table import Table, read_csv
+from recipes.recipe import Column, Recipe
+from recipes.registry import RECIPES
 
 VALUES = ("recipe", "row", "column", "scale", "seed", "value")
 SOURCES = ("commit", "hardware", "workers", "steps", "folder", "command")
 KEY = VALUES[:5]
 EVALS = (*KEY, "step", "train_s", "loss")
 
+Line = dict[str, object]
+"""A row of either file, which may have been read from it or made now."""
+
 
 def collect(recipes: Iterable[Recipe], out: Path, scale: str) -> tuple[int, int]:
     """Write both files from the finished runs of these recipes at one scale; the rest stays.
 
-    What was measured elsewhere, as in a committed file, stays too while the recipe asks for it by
-    the same command, until there is a finished run of it here.
+    A value measured elsewhere, as in a committed file, stays as long as the recipe uses the same
+    command and no such run has finished here. It also serves other recipes that read the same
+    figure from the same run.
 
     Returns:
-        The number of values of runs that are here, and of such others.
+        The number of values from runs that are here, and of those from elsewhere.
     """
     recipes = list(recipes)
     names = {recipe.name for recipe in recipes}
-    there, evals_there = read(out / "ours.csv"), read(out / "evals.csv")
-    known, evals_known = _by_key(there), _by_key(evals_there)
-    values: list[dict[str, Any]] = []
-    evals: list[dict[str, Any]] = []
+    old, old_evals = read_csv(out / "ours.csv"), read_csv(out / "evals.csv")
+    known, known_evals = {_key(line): line for line in old}, _grouped(old_evals)
+    shared = _shared(old)
+    values: list[Line] = []
+    evals: list[Line] = []
     here = 0
     for recipe in recipes:
         for row, column, seed, cell in recipe.cells(scale):
-            told = (recipe.name, row.name, column.name, scale, str(seed))
-            key = dict(zip(KEY, told, strict=True))
+            words = (recipe.name, row.name, column.name, scale, str(seed))
+            key: Line = dict(zip(KEY, words, strict=True))
             value, summary = recipe.value(row, column, scale, seed), cell.summary()
             if value is not None and summary is not None:
                 here += 1
-                made = {"workers": summary["workers"], "steps": summary["steps"]}
-                source = {**cell.source(), **made, "command": cell.command}
-                values.append({**key, "value": value, **source})
+                source = cell.source()
+                size = {"workers": summary["workers"], "steps": summary["steps"]}
+                values.append({**key, "value": value, **source, **size, "command": cell.command})
                 if column.curve:
                     evals += [{**key, **line} for line in _evals(Path(source["folder"]))]
-            elif told in known and known[told][0]["command"] == cell.command:
-                values += known[told]
-                evals += evals_known.get(told, [])
-    for name, fields, old, rows in (
-        ("ours.csv", (*VALUES, *SOURCES), there, values),
-        ("evals.csv", EVALS, evals_there, evals),
+            elif words in known and known[words]["command"] == cell.command:
+                values.append({**known[words]})
+                evals += [{**line} for line in known_evals.get(words, [])]
+            elif (same := shared.get(_figure(cell.command, column))) is not None:
+                values.append({**same, **key})
+                if column.curve:
+                    evals += [{**line, **key} for line in known_evals.get(_key(same), [])]
+    for name, fields, before, lines in (
+        ("ours.csv", (*VALUES, *SOURCES), old, values),
+        ("evals.csv", EVALS, old_evals, evals),
     ):
-        others = [row for row in old if row["recipe"] not in names or row["scale"] != scale]
-        _write(out / name, fields, [*others, *rows])
+        others = [line for line in before if line["recipe"] not in names or line["scale"] != scale]
+        Table.of_records([*others, *lines], fields).write_csv(out / name)
     return here, len(values) - here
 
 
-def _evals(folder: Path) -> Iterator[dict[str, Any]]:
-    """The evaluations of one run that have a loss."""
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        told = json.loads(line)
-        if told["kind"] == "eval" and told.get("loss") is not None:
-            yield {name: told[name] for name in ("step", "train_s", "loss")}
+def _evals(folder: Path) -> Iterator[Line]:
+    """The evaluations of one run that have a loss; none where nothing was evaluated on the way."""
+    path = folder / "metrics.jsonl"
+    for text in path.read_text().splitlines() if path.exists() else ():
+        line = json.loads(text)
+        if line["kind"] == "eval" and line.get("loss") is not None:
+            yield {name: line[name] for name in ("step", "train_s", "loss")}
 
 
-def _by_key(rows: Iterable[dict[str, str]]) -> dict[tuple[str, ...], list[dict[str, str]]]:
-    found: dict[tuple[str, ...], list[dict[str, str]]] = {}
-    for row in rows:
-        found.setdefault(tuple(row[name] for name in KEY), []).append(row)
+def _figure(command: str, column: Column) -> tuple[object, ...]:
+    """What is read from which run. A figure that depends on a second run is nobody else's."""
+    return (command, column.metric, column.factor) if column.of is None else ()
+
+
+def _shared(lines: Iterable[dict[str, str]]) -> dict[tuple[object, ...], dict[str, str]]:
+    """Lines of ours.csv by their `_figure`, for recipes that read the same from the same runs."""
+    columns = {
+        (recipe.name, column.name): column
+        for recipe in RECIPES.values()
+        for column in recipe.columns
+    }
+    found = {}
+    for line in lines:
+        column = columns.get((line["recipe"], line["column"]))
+        if column is not None and column.of is None:
+            found[_figure(line["command"], column)] = line
     return found
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file; none where there is no file."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+def _key(line: dict[str, str]) -> tuple[str, ...]:
+    return tuple(line[name] for name in KEY)
 
 
-def _write(path: Path, fields: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fields)
-        writer.writeheader()
-        writer.writerows(rows)
+def _grouped(lines: Iterable[dict[str, str]]) -> dict[tuple[str, ...], list[dict[str, str]]]:
+    found: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for line in lines:
+        found.setdefault(_key(line), []).append(line)
+    return found

@@ -1,4 +1,4 @@
-"""The cells of a measured table: mean and deviation over seeds, the best, and a paired test."""
+"""The values of a measured table: mean and deviation over seeds, the best, a paired test."""
 
 import math
 import statistics
@@ -7,17 +7,19 @@ from dataclasses import dataclass, replace
 
 from scipy.stats import ttest_rel
 
+from co2.record.table import NOT_AVAILABLE, NOT_RUN, NOTHING, Table
 from recipes.recipe import Column, Recipe, Row, Rows
-from recipes.table import NOT_AVAILABLE, NOT_RUN, NOTHING, Table
 
 _LEAST_P = 0.001
 _MEASURED = 2
-"""Column of the table."""
+"""Number of the table's column with the measured values."""
+NOT_REACHED = "not reached"
+"""Stands for an infinite value, such as the seconds to a loss that a run never had."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A cell of the table: the seeds' values, and what the paper reports."""
+    """A line of the table: the seeds' values of a row and a column, and what the paper reports."""
 
     row: Row
     column: Column
@@ -25,7 +27,7 @@ class Entry:
     """By seed."""
     paper: str
     p: float | None
-    """Of a paired t-test against the first row's runs of the same seeds."""
+    """The p of a paired t-test against the first row's runs of the same seeds."""
     best: bool = False
 
     @property
@@ -34,31 +36,34 @@ class Entry:
 
     @property
     def spread(self) -> float | None:
-        """Standard deviation of the sample; None for one seed."""
-        return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
+        """Standard deviation of the sample; None for one seed, or where a seed has no number."""
+        finite = all(map(math.isfinite, self.values.values()))
+        return statistics.stdev(self.values.values()) if finite and len(self.values) > 1 else None
 
     @property
     def measured(self) -> str:
-        """Mean ± standard deviation, or that nothing ran."""
+        """Mean ± standard deviation, or why there is none."""
         if not self.values:
             return NOT_RUN
+        if math.isinf(self.mean):
+            return NOT_REACHED
         spread = "" if self.spread is None else f" ± {self.spread:,.{self.column.digits}f}"
         return f"{self.mean:,.{self.column.digits}f}{spread}"
 
     @property
-    def told_p(self) -> str:
+    def p_text(self) -> str:
         if self.p is None:
             return NOTHING
         return f"{self.p:.3f}" if self.p >= _LEAST_P else f"< {_LEAST_P}"
 
 
 def entries(recipe: Recipe, ours: Rows, paper: Rows) -> list[Entry]:
-    """Every cell of a recipe's table, column by column, from its rows of both files."""
+    """Every line of a recipe's table, column by column, from its rows of both files."""
     values: dict[tuple[str, str], dict[int, float]] = {}
     for line in ours:
         seeds = values.setdefault((line["row"], line["column"]), {})
         seeds[int(line["seed"])] = float(line["value"])
-    told = {
+    reported = {
         (line["row"], line["column"]): line["value"]
         + (f" ± {line['spread']}" if line["spread"] else "")
         for line in paper
@@ -67,11 +72,12 @@ def entries(recipe: Recipe, ours: Rows, paper: Rows) -> list[Entry]:
     for column in recipe.columns:
         first = values.get((recipe.rows[0].name, column.name), {})
         same = []
-        for number, row in enumerate(recipe.rows):
+        rows = [row for row in recipe.rows if row.name not in column.without]
+        for number, row in enumerate(rows):
             key = (row.name, column.name)
             own = values.get(key, {})
             p = paired(own, first) if number else None
-            same.append(Entry(row, column, own, told.get(key, NOT_AVAILABLE), p))
+            same.append(Entry(row, column, own, reported.get(key, NOT_AVAILABLE), p))
         found += with_best(same)
     return found
 
@@ -79,18 +85,20 @@ def entries(recipe: Recipe, ours: Rows, paper: Rows) -> list[Entry]:
 def paired(values: dict[int, float], others: dict[int, float]) -> float | None:
     """The p of a two-sided paired t-test over the seeds that both have.
 
-    None for fewer than two, and where all differ alike, as what is counted does: chance has then
-    had no part in it.
+    None for fewer than two seeds, and where all differences are equal, as those of counted figures
+    are: then chance had no part in them. None also where a seed has no number.
     """
     seeds = sorted(values.keys() & others.keys())
     differences = [values[seed] - others[seed] for seed in seeds]
-    if len(seeds) < 2 or math.isclose(min(differences), max(differences), rel_tol=1e-9):
+    if len(seeds) < 2 or not all(map(math.isfinite, differences)):
+        return None
+    if math.isclose(min(differences), max(differences), rel_tol=1e-9):
         return None
     return float(ttest_rel([values[s] for s in seeds], [others[s] for s in seeds]).pvalue)
 
 
 def with_best(column: Sequence[Entry]) -> list[Entry]:
-    """Marks the best mean, where its interval of one deviation overlaps no other's."""
+    """Mark the best mean if its interval of one deviation overlaps no other's."""
     ran = [entry for entry in column if entry.values and not entry.row.limit]
     if len(ran) < 2 or any(entry.spread is None for entry in ran):
         return list(column)
@@ -105,7 +113,7 @@ def with_best(column: Sequence[Entry]) -> list[Entry]:
 
 
 def measured(recipe: Recipe, ours: Rows, paper: Rows, scale: str) -> Table:
-    """The table of a recipe: from its rows of results/ours.csv at this scale, and of paper.csv."""
+    """The table of a recipe, from its rows of results/ours.csv at this scale and of paper.csv."""
     found = entries(recipe, ours, paper)
     machines = "; ".join(sorted({line["hardware"] for line in ours}))
     where = f"measured here ({scale}{', ' if machines else ''}{machines})"
@@ -117,7 +125,7 @@ def measured(recipe: Recipe, ours: Rows, paper: Rows, scale: str) -> Table:
         f"{recipe.rows[0].name}. Paper: results/paper.csv, at the paper's own scale.",
         head=("of", "method", where, "seeds", "p", "paper"),
         rows=[
-            (e.column.name, e.row.name, e.measured, str(len(e.values)), e.told_p, e.paper)
+            (e.column.name, e.row.name, e.measured, str(len(e.values)), e.p_text, e.paper)
             for e in found
         ],
         best=frozenset((at, _MEASURED) for at, entry in enumerate(found) if entry.best),
@@ -126,7 +134,7 @@ def measured(recipe: Recipe, ours: Rows, paper: Rows, scale: str) -> Table:
 
 
 def origin(recipe: Recipe, ours: Rows, scale: str) -> str:
-    """Commits of the runs behind a table. A table of several commits says so."""
+    """Number and commits of the runs behind a table, and the command that repeats them."""
     again = f"`python -m recipes run {recipe.name} --scale {scale}`"
     if not ours:
         return f"Nothing has run: {again}."

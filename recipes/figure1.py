@@ -1,34 +1,38 @@
-"""Figure 1: who computes, what travels and who stands still, from traces of real trainings.
+"""Figure 1: who computes, what is sent and who waits, from traces of real trainings.
 
     sudo make figure1                                      what is missing, in the laboratory
 
-Cost: 9 trainings of a minute and less on 2 cores, 5 minutes. The picture is of the first repeat;
-where its traces are not, in results/runs, the picture that is there stays.
-Expected: on links of 100 Mbit/s AllReduce stands still most of the time, Local SGD at the end of
-every round, CO2 never.
+Cost: 9 trainings of a minute or less on 2 cores, 5 minutes in all. The picture shows the first
+repeat. It is drawn again only where that repeat's traces are, in results/runs.
+Expected: on links of 100 Mbit/s AllReduce waits most of the time, Local SGD at the end of every
+round, CO2 never.
 """
 
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from co2.record import timeline
 from recipes import figures
-from recipes.laboratory import LabCell, LabRecipe
-from recipes.recipe import Column, Row, Rows
+from recipes.cells import SummaryJSON
+from recipes.laboratory import LabCell, LabColumn
+from recipes.recipe import Recipe, Row, Rows
 
 LINKS = ("--workers=2", "--mbit=100", "trace=true")
-measured = partial(Column, overrides=LINKS, digits=1, lower=True, curve=False)
-"""A column of the same trainings."""
+measured = partial(LabColumn, overrides=LINKS, digits=1, lower=True, curve=False)
+"""A column that reads the same trainings."""
 
 
-def per_step(run: dict[str, Any], clock: str) -> float:
-    """Milliseconds. Throughput is no column: writing the trace is in it."""
+def per_step(run: SummaryJSON, clock: str) -> float:
+    """Milliseconds a step of one of a summary's clocks.
+
+    There is no column for throughput, because the time to write the trace is part of it.
+    """
     return 1000 * run[clock] / run["steps"]
 
 
 def draw(ours: Rows, stem: Path) -> Iterator[Path]:
+    """Draw the timelines of all rows below each other, if their traces are here."""
     path = stem.with_name(f"{stem.name}.svg")
     runs = {}
     for row in RECIPE.rows:
@@ -42,7 +46,7 @@ def draw(ours: Rows, stem: Path) -> Iterator[Path]:
         yield path
 
 
-RECIPE = LabRecipe(
+RECIPE = Recipe(
     name="figure1",
     title="Timeline",
     text="GPT-2, two workers on links of 100 Mbit/s, some rounds after two of warm-up. Above what "
@@ -58,5 +62,6 @@ RECIPE = LabRecipe(
         measured("network at work, ms a step", metric=lambda run: per_step(run, "comm_s")),
         measured("overlap, %", metric="overlap", factor=100, lower=False),
     ),
+    scales=("smoke",),
     draw=draw,
 )

@@ -1,6 +1,6 @@
 """Figures as SVG: one panel a file, so that a phone shows them below each other.
 
-Grey lettering on nothing reads on light and on dark ground alike.
+Grey lettering on a transparent ground can be read on a light and on a dark page.
 """
 
 import statistics
@@ -16,7 +16,7 @@ _MARKERS = "os^Dv<>P*X"
 
 
 def curves(recipe: Recipe, evals: Rows, stem: Path) -> Iterator[Path]:
-    """Validation loss against steps and against seconds, for every column that has run."""
+    """Draw validation loss against steps and against seconds, for every column that has run."""
     columns = [column for column in recipe.columns if column.curve]
     for column in columns:
         drawn = [line for line in evals if line["column"] == column.name]
@@ -28,7 +28,7 @@ def curves(recipe: Recipe, evals: Rows, stem: Path) -> Iterator[Path]:
 
 
 def _curve(rows: Sequence[Row], evals: Rows, against: str, path: Path, title: str) -> None:
-    """Means over the seeds, a line for each row of the table."""
+    """Draw the means over the seeds, a line for each row of the table."""
     with panel(path, title) as axis:
         for number, row in enumerate(rows):
             own = [line for line in evals if line["row"] == row.name]
@@ -42,18 +42,24 @@ def _curve(rows: Sequence[Row], evals: Rows, against: str, path: Path, title: st
 
 
 def style(number: int, label: str) -> dict[str, Any]:
-    """Of the row with this number: the same in every figure of a recipe."""
+    """The line style of the row with this number: the same in every figure of a recipe.
+
+    Any: keyword arguments of matplotlib's `plot`.
+    """
     marker = _MARKERS[number % len(_MARKERS)]
     return {"color": f"C{number}", "marker": marker, "markersize": 4, "label": label}
 
 
 LIMIT = {"color": _GREY, "linestyle": "--"}
-"""Of a line that others are compared with."""
+"""The style of a line that others are compared with."""
 
 
 @contextmanager
 def panel(path: Path, title: str) -> Iterator[Any]:
-    """Axes with grey lettering on transparent ground; written at the end."""
+    """Axes with grey lettering on a transparent ground, written to the file at the end.
+
+    Any: matplotlib is imported only here, and its axes carry no useful types.
+    """
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
@@ -72,7 +78,10 @@ def panel(path: Path, title: str) -> Iterator[Any]:
 
 
 def save(figure: Any, path: Path) -> None:
-    """The same figure makes the same file: no date, no random names; and its text stays text."""
+    """Write a figure of matplotlib. The same figure makes the same file: no date, no random names.
+
+    Its text stays text, so that a page can colour it.
+    """
     from matplotlib import rc_context
     from matplotlib.text import Text
 
@@ -95,10 +104,11 @@ def beside(stem: Path, *words: str) -> Path:
 
 
 def mean(rows: Sequence[dict[str, str]], key: str = "value") -> float:
+    """Mean of a figure of these rows of a results file."""
     return statistics.mean(float(row[key]) for row in rows)
 
 
 def spread(rows: Sequence[dict[str, str]], key: str = "value") -> float:
-    """Standard deviation; 0 for one."""
+    """Standard deviation; 0 for one row."""
     values = [float(row[key]) for row in rows]
     return statistics.stdev(values) if len(values) > 1 else 0.0

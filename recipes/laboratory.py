@@ -1,15 +1,15 @@
-"""Recipes on real, slow links: their cells are trainings of co2.lab, which needs root.
+"""Cells on real, slow links: trainings of co2.lab, which needs root.
 
-A row names the method as for train.py, a column gives the laboratory's own options. Seeds are
-repeats: the same training again, for it is time that is measured.
+Rows and columns give the laboratory's own options beside overrides: `--workers`, `--mbit`. Seeds
+are repeats of the same training, because it is time that is measured.
 """
 
 import os
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from co2.config import Config
 from co2.errors import ConfigError
@@ -19,13 +19,13 @@ from co2.lab.slow_network import check_root
 from co2.lab.training import TrialFailed, finished, trial_overrides
 from co2.lab.trial import Conditions, Trial
 from co2.record.provenance import of_run
-from recipes.cells import composed_config
-from recipes.collect import read
-from recipes.recipe import Column, Recipe, Row
+from co2.record.table import read_csv
+from recipes.cells import SummaryJSON, composed_config, own_words
+from recipes.recipe import Column, Row
 
 RUNS = Path("results/runs/links")
-KEPT = (Path("results/lab/cells.csv"), Path("results/lab/four/cells.csv"))
-"""What the laboratory has measured before, of trainings that have no further overrides."""
+MEASURED_BEFORE = (Path("results/lab/cells.csv"), Path("results/lab/four/cells.csv"))
+"""What `python -m co2.lab` has measured, of trainings of GPT-2 without further overrides."""
 EVEN = Conditions()
 
 
@@ -35,6 +35,8 @@ class LabCell:
 
     trial: Trial
     overrides: tuple[str, ...]
+    before: tuple[Path, ...] = field(default=(), compare=False)
+    """Tables of the laboratory that count as runs where there is none here; the last one wins."""
 
     @property
     def command(self) -> str:
@@ -43,59 +45,70 @@ class LabCell:
         return " ".join(["python -m co2.lab", *words, *self.overrides])
 
     def config(self) -> Config:
+        """The configuration of the training. Raises `ConfigError`."""
         words = trial_overrides(self.trial.method, self.overrides)
         workers = f"launch.workers={self.trial.workers}"
         return composed_config((*words, workers, f"runs={self._runs}"))
 
-    def summary(self) -> dict[str, Any] | None:
-        return finished(self.trial, EVEN, self._runs) or self._kept()
+    def check(self) -> None:
+        self.config()
+
+    def summary(self) -> SummaryJSON | None:
+        return finished(self.trial, EVEN, self._runs) or self._measured_before()
 
     def source(self) -> dict[str, str]:
         folder = self.folder()
         if folder is not None:
             return {**of_run(folder), "folder": str(folder)}
-        kept = self._kept()
-        assert kept is not None, "of a finished run"
-        return {name: kept[name] for name in ("commit", "hardware", "folder")}
+        found = self._measured_before()
+        assert found is not None, "the run has finished"
+        return {name: found[name] for name in ("commit", "hardware", "folder")}
 
     def folder(self) -> Path | None:
-        """Of a run that has finished here."""
+        """The folder of a run that has finished here."""
         summary = finished(self.trial, EVEN, self._runs)
         return None if summary is None else Path(os.path.relpath(summary["folder"]))
 
     def train(self) -> None:
-        """Raises `TrialFailed`."""
+        """Run the trial. Raises `TrialFailed`."""
         for _ in measure([self.trial], EVEN, self._runs, self.overrides):
             pass
 
     @property
     def _runs(self) -> Path:
-        """The laboratory's folders are named by cell and method, not by overrides."""
+        """The laboratory names its folders by trial and method; overrides need one of their own."""
         return RUNS / (re.sub(r"[^\w.]+", "_", "-".join(self.overrides)) or "plain")
 
-    def _kept(self) -> dict[str, Any] | None:
+    def _measured_before(self) -> SummaryJSON | None:
         trial = self.trial
         key = (str(trial.workers), trial.rate, trial.method, str(trial.repeat))
-        return None if self.overrides else _measured_before().get(key)
+        for path in reversed(self.before):
+            if path.exists():
+                found = _table(path.absolute(), path.stat().st_mtime_ns).get(key)
+                if found is not None:
+                    return {**found, "folder": str(path)}
+        return None
 
 
 @dataclass(frozen=True)
-class LabRecipe(Recipe):
-    """A recipe whose cells are measured in the laboratory."""
+class LabColumn(Column):
+    """A column whose runs are made in the laboratory.
 
-    scales: tuple[str, ...] = ("smoke",)
+    `--workers` and `--mbit` are among the overrides of the column, or of a row where rows differ in
+    them. Further overrides of a row make other trainings than those of `before`.
+    """
 
-    def cell(self, row: Row, column: Column, scale: str, seed: int) -> LabCell:
-        method, *overrides = row.overrides
-        given = dict(word.split("=", 1) for word in column.overrides)
-        mbit = given.pop("--mbit")
-        trial = Trial(
-            int(given.pop("--workers")),
-            None if mbit == "unlimited" else float(mbit),
-            method.removeprefix("method="),
-            seed,
-        )
-        return LabCell(trial, (*overrides, *(f"{key}={value}" for key, value in given.items())))
+    before: tuple[Path, ...] = ()
+    """Tables of the laboratory with the same trainings, measured earlier."""
+
+    def cell(self, recipe: str, row: Row, scale: str, seed: int) -> LabCell:
+        words = own_words((*self.overrides, *row.overrides))
+        given = dict(word.split("=", 1) for word in words)
+        workers, mbit = int(given.pop("--workers")), given.pop("--mbit")
+        rate = None if mbit == "unlimited" else float(mbit)
+        trial = Trial(workers, rate, given.pop("method"), seed)
+        before = self.before if len(row.overrides) == 1 else ()
+        return LabCell(trial, tuple(f"{key}={value}" for key, value in given.items()), before)
 
 
 def check(cells: Iterable[LabCell]) -> None:
@@ -110,30 +123,33 @@ def check(cells: Iterable[LabCell]) -> None:
         raise ConfigError(error.key, error.value, hint) from None
     check_memory(max(cell.trial.workers for cell in missing))
     for cell in missing:
-        cell.config()
+        cell.check()
 
 
-def run(cells: Iterable[LabCell], say: Callable[[str], None] = print) -> list[LabCell]:
+def run(cells: Iterable[LabCell], print_line: Callable[[str], None] = print) -> list[LabCell]:
     """Measure every cell that has no finished run. Returns those that failed."""
     missing = [cell for cell in dict.fromkeys(cells) if cell.summary() is None]
     failed = []
     for number, cell in enumerate(missing, start=1):
-        say(f"{number} of {len(missing)} in the laboratory: {cell.command}")
+        print_line(f"{number} of {len(missing)} in the laboratory: {cell.command}")
         try:
             cell.train()
         except (TrialFailed, ConfigError) as error:
-            say(f"failed: {error}")
+            print_line(f"failed: {error}")
             failed.append(cell)
     return failed
 
 
-def _measured_before() -> dict[tuple[str, ...], dict[str, Any]]:
-    """Rows of `KEPT` by workers, rate, method and repeat, with the figures of a summary."""
-    found = {}
-    for path in KEPT:
-        for row in read(path):
-            figures = {name: float(row[name]) for name in ("throughput", "exposed_share")}
-            counts = {name: int(row[name]) for name in ("workers", "steps")}
-            key = (row["workers"], row["mbit"], row["method"], row["repeat"])
-            found[key] = {**row, **figures, **counts, "folder": str(path)}
+@lru_cache
+def _table(path: Path, changed_ns: int) -> dict[tuple[str, ...], SummaryJSON]:
+    """A table of the laboratory by workers, rate, method and repeat, with a summary's figures.
+
+    `changed_ns` is the file's time of change, so that a new table is read again.
+    """
+    found: dict[tuple[str, ...], SummaryJSON] = {}
+    for row in read_csv(path):
+        figures = {name: float(row[name]) for name in ("throughput", "exposed_share")}
+        counts = {name: int(row[name]) for name in ("workers", "steps")}
+        key = (row["workers"], row["mbit"], row["method"], row["repeat"])
+        found[key] = {**row, **figures, **counts}
     return found

@@ -1,5 +1,6 @@
-"""The rows of the tables that compare methods, by the names of results/paper.csv."""
+"""The rows of tables that compare methods."""
 
+from co2 import methods
 from recipes.recipe import Row
 
 METHODS = (
@@ -11,3 +12,10 @@ METHODS = (
     Row("CO2", ("method=co2",)),
     Row("CO2, kept progress", ("method=co2_keep", "co2_keep.delay=3")),
 )
+"""The methods of the CO2 paper's tables and ours, by the names of results/paper.csv."""
+EVERY_METHOD = tuple(Row(name, (f"method={name}",)) for name in methods.METHODS)
+"""All methods with the settings of conf/method as they are, by the names of `method=`."""
+ADAM_ONLY = ("onebit_adam", "zero_one_adam")
+"""Rows that no task with SGD can be run with."""
+LIMIT = Row("no communication", ("method=none",), limit=True)
+"""The laboratory's bound of all methods: the same training without communication."""

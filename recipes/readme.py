@@ -1,10 +1,9 @@
-"""The README's main table: some columns of the recipes' tables, side by side, at scale=smoke."""
+"""The README's main table: columns of several recipes side by side, at scale=smoke."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
-from recipes.collect import read
-from recipes.entries import entries
+from co2.record.table import Table, read_csv
+from recipes.entries import Entry, entries
 from recipes.methods import METHODS
 from recipes.registry import RECIPES
 
@@ -16,30 +15,33 @@ COLUMNS = (
     ("table3", "2 workers, 100 Mbit/s", "GPT-2, tokens/s at 100 Mbit/s"),
     ("table3", "2 workers, 20 Mbit/s", "at 20 Mbit/s"),
 )
-"""Recipe, its column, and how the README calls that."""
+"""Recipe, its column, and the README's name of that column."""
 BEGIN, END = "<!-- results: begin (python -m recipes render) -->", "<!-- results: end -->"
 
 
 def fill(readme: Path, ours: Path) -> None:
-    """Put the table between the README's marks."""
+    """Replace the table between the README's marks."""
     before, rest = readme.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    readme.write_text("\n".join([f"{before}{BEGIN}", *lines(ours), f"{END}{after}"]))
+    readme.write_text("\n".join([f"{before}{BEGIN}", table(ours).markdown(), f"{END}{after}"]))
 
 
-def lines(ours: Path) -> Iterator[str]:
-    """The table in Markdown, from ours.csv."""
-    rows = [row for row in read(ours) if row["scale"] == "smoke"]
+def table(ours: Path) -> Table:
+    """The main table from ours.csv: a line for each method, with the number of seeds behind ±."""
+    rows = [row for row in read_csv(ours) if row["scale"] == "smoke"]
     found = {}
     for name in dict.fromkeys(recipe for recipe, *_ in COLUMNS):
         own = [row for row in rows if row["recipe"] == name]
         for entry in entries(RECIPES[name], own, []):
             found[name, entry.column.name, entry.row.name] = entry
-    yield f"| | {' | '.join(title for *_, title in COLUMNS)} |"
-    yield f"|---|{'---|' * len(COLUMNS)}"
+    lines = []
     for row in METHODS:
         cells = [found[recipe, column, row.name] for recipe, column, _ in COLUMNS]
-        told = [f"**{cell.measured}**" if cell.best else cell.measured for cell in cells]
-        seeds = [f" ({len(cell.values)})" if cell.values else "" for cell in cells]
-        texts = [text + number for text, number in zip(told, seeds, strict=True)]
-        yield f"| {row.name} | {' | '.join(texts)} |"
+        lines.append([row.name, *map(_text, cells)])
+    return Table(head=["", *(title for *_, title in COLUMNS)], rows=lines)
+
+
+def _text(entry: Entry) -> str:
+    """The value, bold if it is the best, and the number of its seeds."""
+    value = f"**{entry.measured}**" if entry.best else entry.measured
+    return f"{value} ({len(entry.values)})" if entry.values else value

@@ -1,5 +1,6 @@
-"""A recipe: rows and columns of a table, and the runs behind every cell. Recipes pick, conf
-defines.
+"""A recipe: rows and columns of a table, and the run behind every value.
+
+Recipes pick runs; the values of their settings are conf's.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -7,55 +8,81 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.cells import Cell, Run
-from recipes.table import Table
+from co2.record.table import Table
+from recipes.cells import Cell, SummaryJSON, TrainCell, own_words
 
 RUNS = "results/runs/recipes"
-"""Where the runs of all recipes are kept: a run that two of them ask for is made once."""
+"""Where the runs of all recipes are kept: a run that two of them use is made once."""
 SEEDS = (0, 1, 2)
 SCALES = ("smoke", "gpu", "paper")
 
 Rows = Sequence[dict[str, str]]
-"""Of results/ours.csv or results/paper.csv."""
+"""Rows of results/ours.csv or results/paper.csv."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train."""
+    """One way to train; the first override names the method."""
 
     name: str
     """As in results/paper.csv."""
     overrides: tuple[str, ...]
     limit: bool = False
-    """No method, but what bounds them all: never the best."""
+    """Not a method but the bound of them all, such as no communication: never marked as best."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """One task and what is read from its runs."""
+    """A task, the kind of run, and the figure that is read from the runs: here, of train.py."""
 
     name: str
     """As in results/paper.csv."""
     overrides: tuple[str, ...]
-    metric: str | Callable[[dict[str, Any]], float | None]
-    """Of a summary: `final.top1`, `throughput`, or a function of it."""
+    metric: str | Callable[[SummaryJSON], float | None]
+    """A path in the summary, such as `final.top1` or `throughput`, or a function of it."""
     lower: bool = False
     """Whether less is better."""
     factor: float = 1.0
-    """100 for a share that is told in percent."""
+    """100 for a share that is shown in percent."""
     digits: int = 2
     smoke: tuple[str, ...] = ()
-    """More overrides at scale=smoke: shorter runs than conf's, where a recipe has many."""
+    """Further overrides at scale=smoke, for shorter runs than conf's where a recipe has many."""
     curve: bool = True
-    """Whether its evaluations are drawn over the steps."""
+    """Whether its validation losses are drawn over steps and seconds."""
     of: str | None = None
-    """The name of a row: values are then told in percent of that row's, seed by seed."""
+    """Name of the row that every run is compared with, seed by seed."""
+    compare: Callable[[SummaryJSON, SummaryJSON], float | None] | None = None
+    """The value from a run's summary and that of the row `of`; by default, the ratio in percent."""
+    without: tuple[str, ...] = ()
+    """Names of the rows that cannot be run with it, as 1-bit Adam where a task trains with SGD."""
 
-    def value(self, summary: dict[str, Any]) -> float | None:
+    def cell(self, recipe: str, row: Row, scale: str, seed: int) -> Cell:
+        """The run of this column and a row."""
+        overrides = [*self.overrides, f"scale={scale}"]
+        overrides += self.smoke if scale == "smoke" else ()
+        overrides += [*row.overrides, f"train.seed={seed}", f"runs={RUNS}"]
+        overrides += ("log.wandb=disabled",) if scale == "smoke" else ()
+        return TrainCell(own_words(overrides), recipes=(recipe,))
+
+    def value(self, summary: SummaryJSON, base: SummaryJSON | None = None) -> float | None:
+        """The figure of a run; `base` is the summary of the row `of`. None: it has no such figure.
+
+        A figure that the run never reached, such as the seconds to some loss, is infinite.
+        """
+        if self.of is None:
+            return self._read(summary)
+        if base is None:
+            return None
+        if self.compare is not None:
+            return self.compare(summary, base)
+        value, whole = self._read(summary), self._read(base)
+        return None if value is None or whole is None else 100 * value / whole
+
+    def _read(self, summary: SummaryJSON) -> float | None:
+        found: Any = summary  # whatever lies on the path, as long as it is followed
         if callable(self.metric):
-            found: Any = self.metric(summary)
+            found = self.metric(summary)
         else:
-            found = summary
             for key in self.metric.split("."):
                 found = found.get(key) if isinstance(found, dict) else None
         return None if found is None else found * self.factor
@@ -63,46 +90,54 @@ class Column:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything is compared with the first row, seed by seed."""
+    """An experiment. Every row is compared with the first one, seed by seed."""
 
     name: str
     title: str
     text: str
-    """What to know when reading it; the module's head says what it costs."""
+    """What to know when reading the table; the head of the recipe's module tells its cost."""
     rows: tuple[Row, ...]
     columns: tuple[Column, ...]
     seeds: tuple[int, ...] = SEEDS
     scales: tuple[str, ...] = SCALES
-    """Where it can be run."""
+    """The scales at which it can be run."""
     draw: Callable[[Rows, Path], Iterable[Path]] | None = None
-    """Figures of its own: from its rows of results/ours.csv, to files whose names begin as given.
-    Returns those that there are."""
-    beside: Callable[[Rows], Iterable[Table]] | None = None
-    """Tables that nobody has measured, from its rows of results/paper.csv."""
+    """Draws figures of its own. It gets this recipe's rows of results/ours.csv and the beginning of
+    the figures' file names, and returns the files that there are."""
+    beside: Callable[[Rows, Rows], Iterable[Table]] | None = None
+    """Further tables, made from this recipe's rows of results/ours.csv and of results/paper.csv."""
 
     def cells(
         self, scale: str, seeds: Sequence[int] | None = None
-    ) -> Iterator[tuple[Row, Column, int, Run]]:
-        """Every seed of every cell; all have their first seed before any has its second."""
+    ) -> Iterator[tuple[Row, Column, int, Cell]]:
+        """Every seed of every value; all have their first seed before any has its second."""
         for seed in self.seeds if seeds is None else seeds:
-            for row in self.rows:
-                for column in self.columns:
-                    yield row, column, seed, self.cell(row, column, scale, seed)
+            for row, column in self.places():
+                yield row, column, seed, self.cell(row, column, scale, seed)
 
-    def cell(self, row: Row, column: Column, scale: str, seed: int) -> Run:
-        overrides = [*column.overrides, f"scale={scale}"]
-        overrides += column.smoke if scale == "smoke" else ()
-        overrides += [*row.overrides, f"train.seed={seed}", f"runs={RUNS}"]
-        overrides += ("log.wandb=disabled",) if scale == "smoke" else ()
-        return Cell(tuple(overrides), recipes=(self.name,))
+    def places(self) -> Iterator[tuple[Row, Column]]:
+        """Every row with every column that it can be run with."""
+        for row in self.rows:
+            for column in self.columns:
+                if row.name not in column.without:
+                    yield row, column
+
+    def cell(self, row: Row, column: Column, scale: str, seed: int) -> Cell:
+        """The run behind one value."""
+        return column.cell(self.name, row, scale, seed)
+
+    def row(self, name: str) -> Row:
+        """The row of this name."""
+        return next(row for row in self.rows if row.name == name)
+
+    def column(self, name: str) -> Column:
+        """The column of this name."""
+        return next(column for column in self.columns if column.name == name)
 
     def value(self, row: Row, column: Column, scale: str, seed: int) -> float | None:
-        """What the finished run of a cell gives; None where there is none, or none to compare."""
+        """The value of a finished run; None without one, or without the one to compare it with."""
         summary = self.cell(row, column, scale, seed).summary()
-        value = None if summary is None else column.value(summary)
-        if value is None or column.of is None:
-            return value
-        other = next(row for row in self.rows if row.name == column.of)
-        base = self.cell(other, column, scale, seed).summary()
-        whole = None if base is None else column.value(base)
-        return None if whole is None else 100 * value / whole
+        base = None
+        if column.of is not None:
+            base = self.cell(self.row(column.of), column, scale, seed).summary()
+        return None if summary is None else column.value(summary, base)

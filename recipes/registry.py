@@ -1,9 +1,38 @@
 """All recipes, by the names that people call."""
 
-from recipes import figure1, table1, table2, table3, table4, tau_sweep, zero_one_adam
+from recipes import (
+    digits,
+    field,
+    figure1,
+    kept_progress,
+    kept_variants,
+    quality,
+    table1,
+    table2,
+    table3,
+    table4,
+    tau_sweep,
+    time_to_loss,
+    zero_one_adam,
+)
 from recipes.recipe import Recipe
 
 RECIPES: dict[str, Recipe] = {
-    module.RECIPE.name: module.RECIPE
-    for module in (table1, table2, table3, table4, tau_sweep, zero_one_adam, figure1)
+    recipe.name: recipe
+    for recipe in (
+        table1.RECIPE,
+        table2.RECIPE,
+        table3.RECIPE,
+        table4.RECIPE,
+        tau_sweep.RECIPE,
+        zero_one_adam.RECIPE,
+        figure1.RECIPE,
+        quality.RECIPE,
+        field.RECIPE,
+        time_to_loss.RECIPE,
+        digits.RECIPE,
+        kept_progress.TRIALS,
+        kept_progress.RECIPE,
+        kept_variants.RECIPE,
+    )
 }

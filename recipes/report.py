@@ -1,4 +1,4 @@
-"""results/report.html: every table and figure in one static page, without a network."""
+"""results/report.html: every table and figure in one static page that fetches nothing."""
 
 import re
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from recipes.table import NOT_AVAILABLE, NOT_RUN, NOTHING, Table
+from co2.record.table import NOT_AVAILABLE, NOT_RUN, NOTHING, Table
 
 _BROAD_POINTS = 400
 _STYLE = """
@@ -66,17 +66,18 @@ class Section:
     title: str
     tables: Sequence[Table]
     figures: Sequence[Path]
-    """SVG files, which the page takes in."""
+    """SVG files, whose text becomes part of the page."""
 
 
 def write(path: Path, sections: Sequence[Section]) -> None:
+    """Write the page. Makes the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     links = "".join(f'<a href="#{s.name}">{escape(s.title)}</a> ' for s in sections)
     path.write_text(
         "<!doctype html>\n"
         '<html lang="en"><head><meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        # No request for an icon either.
+        # Or a browser would request an icon.
         '<link rel="icon" href="data:,">\n'
         f"<title>Ways of synchronizing replicas, compared</title>\n<style>{_STYLE}</style></head>\n"
         "<body><h1>Ways of synchronizing replicas, compared</h1>\n"
@@ -95,7 +96,7 @@ def _section(section: Section) -> str:
 def _table(table: Table) -> str:
     heads = "".join(f'<th scope="col"><button>{escape(name)}</button></th>' for name in table.head)
     rows = ""
-    for number, row in enumerate(table.rows):
+    for number, row in enumerate(table.texts()):
         cells = (_cell(cell, (number, at) in table.best) for at, cell in enumerate(row))
         rows += f"<tr>{''.join(cells)}</tr>\n"
     return (
@@ -106,18 +107,18 @@ def _table(table: Table) -> str:
 
 
 def _words(text: str) -> str:
-    """Sentences; what stands between backticks is code."""
+    """Sentences as HTML. Text between backticks becomes code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _cell(text: str, best: bool) -> str:
-    told = f"<strong>{escape(text)}</strong>" if best else escape(text)
+    shown = f"<strong>{escape(text)}</strong>" if best else escape(text)
     empty = text in (NOT_RUN, NOT_AVAILABLE, NOTHING)
-    return f'<td class="none">{told}</td>' if empty else f"<td>{told}</td>"
+    return f'<td class="none">{shown}</td>' if empty else f"<td>{shown}</td>"
 
 
 def _figure(path: Path) -> str:
-    """An SVG file without what comes before its first element; a broad one may be scrolled."""
+    """An SVG file without what precedes its first element. A broad one may be scrolled."""
     text = path.read_text()
     text = text[text.index("<svg") :]
     found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)

@@ -1,17 +1,17 @@
-"""What the paper's table of scalability would be by simulation, beside what the paper reports.
+"""The paper's table of scalability by simulation, beside what the paper reports.
 
-Simulated is neither measured nor the paper's: it has a table and figures of its own.
+Simulated values are neither measured nor the paper's: they have a table and figures of their own.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from co2.record.table import NOTHING, Table
 from co2.simulate.network import PROFILES
 from co2.simulate.paper import SERVER_SIZE, Setting, settings
 from recipes import figures
 from recipes.recipe import Rows
-from recipes.table import NOTHING, Table
 
 GPUS = (8, 16, 32, 64, 128)
 RATIO = "T(128)/(8·T(16))"
@@ -21,7 +21,8 @@ METHODS = {
     "CO2, τ = 12": ("co2", 12),
     "CO2, τ = 48": ("co2", 48),
 }
-"""Those that stand still at a round's end have one schedule, those that overlap another."""
+"""Method and τ to simulate. All methods that wait at the end of a round have one schedule, and all
+that overlap another."""
 TCP, RDMA = "80 Gbit/s TCP/IP", "800 Gbit/s RDMA"
 LINKS = {TCP: "80gbps-tcp", RDMA: "800gbps-rdma"}
 PAPER, NOMINAL, FITTED = "paper", "simulated", "simulated, fitted"
@@ -30,7 +31,7 @@ TICKS = (10_000, 30_000, 100_000, 300_000)
 
 
 def columns() -> dict[tuple[str, str], Setting]:
-    """A simulation for each network and kind of link."""
+    """A simulation for each network and each kind of link, nominal or fitted."""
     nominal, _, fitted = settings()
     found = {
         (place, NOMINAL): replace(nominal, network=replace(nominal.network, link=PROFILES[link]))
@@ -45,18 +46,18 @@ def throughput(setting: Setting, method: str) -> dict[int, float]:
     return {gpus: setting.throughput(name, gpus, tau) for gpus in GPUS}
 
 
-def tables(paper: Rows) -> Iterable[Table]:
-    """One table: a line for each network, method and source of the figures."""
+def tables(_: Rows, paper: Rows) -> Iterable[Table]:
+    """One table with a line for each network, method and source of the values."""
     simulations = columns()
     rows = []
     for place in LINKS:
         for method in METHODS:
-            told = {r["column"]: r["value"] for r in paper if r["row"] == method}
-            words = [told.get(f"{place}, {gpus} GPUs", NOTHING) for gpus in GPUS]
-            words.append(told.get(f"{place}, {RATIO}", NOTHING))
+            reported = {r["column"]: r["value"] for r in paper if r["row"] == method}
+            words = [reported.get(f"{place}, {gpus} GPUs", NOTHING) for gpus in GPUS]
+            words.append(reported.get(f"{place}, {RATIO}", NOTHING))
             if set(words) != {NOTHING}:
-                shown = [f"{int(word):,}" if word.isdecimal() else word for word in words]
-                rows.append((place, method, PAPER, *shown))
+                values = [f"{int(word):,}" if word.isdecimal() else word for word in words]
+                rows.append((place, method, PAPER, *values))
             for (where, source), setting in simulations.items():
                 if where == place:
                     rows.append((place, method, source, *_simulated(setting, method)))
@@ -93,7 +94,7 @@ def _simulated(setting: Setting, method: str) -> list[str]:
 
 
 def draw(stem: Path) -> Iterator[Path]:
-    """A panel for each network, with nominal links."""
+    """Draw a panel for each network, with nominal links."""
     simulations = columns()
     for place in LINKS:
         path = figures.beside(stem, "simulated", place)

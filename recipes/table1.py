@@ -4,10 +4,10 @@
     python -m recipes run table1 --scale paper --launcher slurm
 
 Cost: smoke, 84 runs of half a minute to a minute on 2 cores, an hour. Paper: ResNet-50 for 90
-epochs of ImageNet is some 200 GPU-hours on A100 for every run; nobody has run it here.
-Expected at smoke scale: AllReduce, Local SGD, SlowMo and kept progress within two points of each
-other, CO2 behind AllReduce by less than one (ResNet-50) to seven (ADE20K), for trainings are
-hundreds of steps long and its rounds are one late.
+epochs of ImageNet takes some 200 GPU-hours on A100 for every run; nobody has run it here.
+Expected at smoke scale: AllReduce, Local SGD, SlowMo and kept progress are within two points of
+each other. CO2 trails AllReduce by less than one point (ResNet-50) to seven (ADE20K), because
+trainings are only hundreds of steps long and its means arrive a round late.
 """
 
 from recipes.methods import METHODS

@@ -4,16 +4,16 @@
     python -m recipes run table2 --scale paper --launcher slurm
 
 Cost: smoke, 63 runs of about 50 seconds on 2 cores, an hour. Paper: GPT-2 small on
-OpenWebText is some 4 days on 8 A100 for every run; nobody has run it here.
-Expected at smoke scale: AllReduce first, then Local SGD and kept progress, with SlowMo beside them
-on RoBERTa; CO2's perplexity is a tenth (RoBERTa) to seven tenths (GPT-2) above AllReduce's.
+OpenWebText takes some 4 days on 8 A100 for every run; nobody has run it here.
+Expected at smoke scale: AllReduce is best, then Local SGD and kept progress, and on RoBERTa SlowMo
+with them. CO2's perplexity is a tenth (RoBERTa) to seven tenths (GPT-2) above AllReduce's.
 """
 
 from recipes.methods import METHODS
 from recipes.recipe import Column, Recipe
 
-# Half the batches and two thirds of the steps of conf's smoke recipes: a third of the time.
 SHORT = ("train.batch_size=4", "train.steps=480", "train.eval_every=120")
+"""Half the batch and two thirds of the steps that conf has at smoke scale: a third of the time."""
 
 RECIPE = Recipe(
     name="table2",

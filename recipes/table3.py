@@ -3,33 +3,33 @@
     sudo make table3                                       all that is missing, in the laboratory
 
 Cost: 192 trainings of 20 seconds to 5 minutes on 2 cores, 50 minutes a repeat (--seeds 0 is the
-first); those of results/lab count as done. Measured at scale=smoke alone, with two and four workers
-on one machine. What the paper's 8 to 128 GPUs do is simulated, in a table of its own, beside what
+first). Trainings in results/lab count as finished. Only scale=smoke is measured, with two and four
+workers on one machine. The paper's 8 to 128 GPUs are simulated, in a table of its own, beside what
 the paper reports.
-Expected: on links of 20 Mbit/s AllReduce reaches a tenth of the limit or less, blocking methods a
-half, CO2 nearly all of it; without a limit on the links AllReduce is a tenth behind, the others are
-within what repeats differ by.
+Expected: on links of 20 Mbit/s AllReduce reaches a tenth of the limit or less, blocking methods
+half of it, CO2 nearly all of it. Without a limit on the links AllReduce is a tenth behind the
+others, which differ by no more than repeats do.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from recipes import figures, scaling
-from recipes.laboratory import LabRecipe
-from recipes.methods import METHODS
-from recipes.recipe import Column, Row, Rows
+from recipes.laboratory import MEASURED_BEFORE, LabColumn
+from recipes.methods import LIMIT, METHODS
+from recipes.recipe import Recipe, Rows
 
 WORKERS = (2, 4)
 RATES = ("20", "100", "500", "unlimited")
-LIMIT = Row("no communication", ("method=none",), limit=True)
 
 
 def name(workers: int, rate: str) -> str:
+    """The name of the column for so many workers and this rate of every link."""
     return f"{workers} workers, {rate}" + ("" if rate == "unlimited" else " Mbit/s")
 
 
 def draw(ours: Rows, stem: Path) -> Iterator[Path]:
-    """Measured throughput against bandwidth and against workers; then the simulated."""
+    """Draw throughput against bandwidth and against workers, then what is simulated."""
     for workers in WORKERS:
         columns = {rate: name(workers, rate) for rate in RATES}
         path = figures.beside(stem, f"{workers} workers")
@@ -44,7 +44,7 @@ def draw(ours: Rows, stem: Path) -> Iterator[Path]:
 def _panel(
     ours: Rows, columns: dict[str, str], path: Path, title: str, along: str
 ) -> Iterator[Path]:
-    """Throughput over these columns, by what stands below the axis; nothing where none has run."""
+    """Draw throughput over these columns, by their names on the axis; nothing if none has run."""
     if not any(line["column"] in columns.values() for line in ours):
         return
     with figures.panel(path, title) as axis:
@@ -64,24 +64,26 @@ def _panel(
     yield path
 
 
-RECIPE = LabRecipe(
+RECIPE = Recipe(
     name="table3",
     title="Scalability",
     text="Tokens per second of all workers together on GPT-2, every worker on a link of its own. "
     "All workers share one machine's processor, so four are no faster than two. Repeats stand in "
-    "for seeds. The paper measured other networks: see the simulated.",
+    "for seeds. The paper measured other networks, which the simulated table has.",
     rows=(*METHODS, LIMIT),
     columns=tuple(
-        Column(
+        LabColumn(
             name(workers, rate),
             (f"--workers={workers}", f"--mbit={rate}"),
             "throughput",
             digits=0,
             curve=False,
+            before=MEASURED_BEFORE,
         )
         for workers in WORKERS
         for rate in RATES
     ),
+    scales=("smoke",),
     draw=draw,
     beside=scaling.tables,
 )

@@ -1,12 +1,12 @@
-"""Table 4: what gap penalty and clip do, on GPT-2; with a sweep of φ, which the paper lacks.
+"""Table 4: what gap penalty and clip do on GPT-2, with a sweep of φ, which the paper lacks.
 
     make table4                                            all that is missing at scale=smoke
     python -m recipes run table4 --scale paper --launcher slurm
 
 Cost: smoke, 27 runs of 50 seconds on 2 cores, 25 minutes.
-Expected at smoke scale: without the gap penalty the perplexity is twice as high; a constant 2,
-about what the penalty comes to, does as well. φ = 0.001 holds training back, 0.03 and more clip
-nothing.
+Expected at smoke scale: without the gap penalty the perplexity is twice as high. A constant
+penalty of 2, about what the computed one comes to, does as well. φ = 0.001 holds training back;
+0.03 and more clip nothing.
 """
 
 from recipes.recipe import Column, Recipe, Row

@@ -1,11 +1,11 @@
-"""CO2 against τ: quality, overlap and throughput.
+"""CO2 as τ changes: quality, overlap and throughput.
 
     make tau_sweep                                         all that is missing at scale=smoke
     python -m recipes run tau_sweep --scale paper --launcher slurm
 
 Cost: smoke, 27 runs of 50 seconds on 2 cores, 25 minutes.
-Expected at smoke scale: perplexity is lowest at τ = 6. It rises up to 96, where a training has five
-rounds, and falls again at 192, where it has two; at 1 it is high, too.
+Expected at smoke scale: perplexity is lowest at τ = 6. It rises up to τ = 96, where a training has
+five rounds, and falls again at 192, where it has two. It is high at τ = 1 as well.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ COLUMNS = (
 
 
 def draw(ours: Rows, stem: Path) -> Iterator[Path]:
-    """A panel for each column over τ, with AllReduce as a dashed line."""
+    """Draw every column over τ, with AllReduce as a dashed line."""
     for column in COLUMNS:
         found = [line for line in ours if line["column"] == column.name]
         runs = {tau: [line for line in found if line["row"] == name(tau)] for tau in TAUS}
@@ -49,6 +49,7 @@ def draw(ours: Rows, stem: Path) -> Iterator[Path]:
 
 
 def name(tau: int) -> str:
+    """The name of the row for this τ."""
     return f"CO2, τ = {tau}"
 
 

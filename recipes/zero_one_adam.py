@@ -1,38 +1,38 @@
-"""What 1-bit Adam and 0/1 Adam send over one schedule, beside AllReduce, and what they learn.
+"""1-bit Adam and 0/1 Adam beside AllReduce: what they send over one schedule, and what they learn.
 
     make zero_one_adam                                     all that is missing at scale=smoke
 
-Cost: 9 runs of about 50 seconds on 2 cores, 8 minutes; three of them are table2's. At scale=smoke
-alone: the freeze and the growth of intervals are shares of the schedule's steps.
-Expected: 1-bit Adam a sixth of AllReduce's bytes, 0/1 Adam half of that again, in less than half of
-the rounds; v is frozen after 15 % of the steps, and the fewer the steps the more that part weighs.
+Cost: 9 runs of about 50 seconds on 2 cores, 8 minutes; three of them are table2's. It runs at
+scale=smoke only, because the freeze and the growth of the intervals are shares of that schedule.
+Expected: 1-bit Adam sends a sixth of AllReduce's bytes, and 0/1 Adam half of that in less than half
+of the rounds. v is frozen after 15 % of the steps; in longer trainings that part weighs less.
 """
 
 from functools import partial
-from typing import Any
 
+from recipes.cells import SummaryJSON
 from recipes.recipe import Column, Recipe, Row
 from recipes.table2 import SHORT
 
 MIB = 2**20
 STEPS = 480
-"""Of `SHORT`."""
+"""The steps of `SHORT`."""
 FREEZE = round(0.15 * STEPS)
 DOUBLE = round(0.14 * STEPS)
 
 
-def volume(summary: dict[str, Any]) -> float:
+def volume(summary: SummaryJSON) -> float:
     """MiB that one worker sends in the whole training."""
     return summary["bytes_per_step"] * summary["steps"] / MIB
 
 
-def rounds(summary: dict[str, Any]) -> float:
-    """AllReduce has one at every step, and does not count."""
-    return float(summary.get("rounds", summary["steps"]))
+def rounds(summary: SummaryJSON) -> float:
+    """Exchanges of a training. AllReduce has one at every step and does not count them."""
+    return float(summary["rounds"] if "rounds" in summary else summary["steps"])
 
 
 sent = partial(Column, overrides=("task=gpt2",), smoke=SHORT, lower=True, curve=False)
-"""A column of what is sent."""
+"""A column about what is sent."""
 
 RECIPE = Recipe(
     name="zero_one_adam",

@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +16,15 @@ from co2.errors import ConfigError, require, require_count
 from co2.task import Batch
 from tasks import pairs, scenes
 from tasks.evaluation import evaluating, share, tally
-from tasks.loader import load
+from tasks.loader import batches_in_block, load, load_blocks
 from tasks.optimizer import make_optimizer
 from tasks.pairs import Pairs
-from tasks.randomness import seeded
+from tasks.randomness import Draws, seeded, seeds
 from tasks.sampling import Sampler
 from tasks.scenes import Scenes
 from tasks.segmentation import (
     IGNORED,
+    VIEW_DRAWS,
     augmented,
     confusion,
     cross_entropy,
@@ -121,18 +121,19 @@ class ADE20K:
         sampler, samples = self._sampler(mesh.num_workers), self._samples("training")
         config = self.config
 
-        def make(draw: int) -> tuple[Tensor, ...]:
-            views = []
-            for sample in sampler.indices(draw, mesh.worker).tolist():
-                image, labels = samples[sample]
-                with seeded(self.train.seed, sampler.epoch(draw), sample):
-                    views.append(
-                        augmented(image, labels, config.crop, config.short_side, config.scales)
-                    )
-            images, masks = zip(*views, strict=True)
-            return torch.stack(images), torch.stack(masks)
+        def make(draws: range) -> tuple[Tensor, ...]:
+            chosen, epochs = sampler.block(draws, mesh.worker)
+            starts = seeds(self.train.seed, epochs, chosen)
+            return augmented(
+                [samples[sample] for sample in chosen.tolist()],
+                Draws(starts, VIEW_DRAWS),
+                config.crop,
+                config.short_side,
+                config.scales,
+            )
 
-        return load(make, count(start), self.data.workers, mesh.device)
+        size = batches_in_block(self.train.batch_size) if isinstance(samples, Scenes) else 1
+        return load_blocks(make, start, size, self.data.workers, mesh.device)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross-entropy over labelled pixels in nats, fp32, and in training mode 0.4 times

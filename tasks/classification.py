@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +16,18 @@ from co2.errors import ConfigError, require, require_count
 from co2.task import Batch
 from tasks.evaluation import evaluating, share, total
 from tasks.image_folder import ImageFolder
-from tasks.images import Augment, Digits, Images, central_crop, normalized, random_crop
-from tasks.loader import load
+from tasks.images import (
+    CROP_DRAWS,
+    Augment,
+    Digits,
+    Images,
+    central_crop,
+    normalized,
+    random_crops,
+)
+from tasks.loader import batches_in_block, load, load_blocks
 from tasks.optimizer import make_optimizer
-from tasks.randomness import seeded
+from tasks.randomness import Draws, resumed, seeds
 from tasks.sampling import Sampler
 
 if TYPE_CHECKING:
@@ -94,27 +101,35 @@ class Classification:
 
         Where pictures are mixed, also how much of each pixel stays: see `mixing`.
         """
-        sampler, images, augment = self._sampler(mesh.num_workers), self._images, self.augment()
+        sampler, images = self._sampler(mesh.num_workers), self._images
+        config, changes, worker = self.config, self.changes(), mesh.worker
 
-        def make(draw: int) -> tuple[Tensor, ...]:
-            epoch, seen, labels = sampler.epoch(draw), [], []
-            for index in sampler.indices(draw, mesh.worker).tolist():
-                image, label = images.read("train", index)
-                with seeded(self.train.seed, epoch, index):
-                    for change in augment:
-                        image = change(image)
-                seen.append(image)
-                labels.append(label)
-            batch = (torch.stack(seen), torch.tensor(labels))
-            keep = self.mixing(draw, mesh.worker)
-            return batch if keep is None else (*batch, keep)
+        def make(draws: range) -> tuple[Tensor, ...]:
+            samples, epochs = sampler.block(draws, worker)
+            pictures, labels = images.read_many("train", samples)
+            starts = seeds(self.train.seed, epochs, samples)
+            drawn = Draws(starts, CROP_DRAWS)
+            seen = random_crops(
+                pictures, drawn, config.image_size, config.crop, config.flip, self.interpolation
+            )
+            if changes:
+                used = drawn.used.tolist()
+                for row, (start, words) in enumerate(zip(starts, used, strict=True)):
+                    with resumed(start, words):
+                        picture = seen[row]
+                        for change in changes:
+                            picture = change(picture)
+                        seen[row] = picture
+            made = (seen, torch.from_numpy(labels))
+            keep = [self.mixing(draw, worker) for draw in draws]
+            return made if keep[0] is None else (*made, torch.cat(keep))
 
-        return load(make, count(start), self.data.workers, mesh.device)
+        size = batches_in_block(self.train.batch_size) if images.blockwise else 1
+        return load_blocks(make, start, size, self.data.workers, mesh.device)
 
-    def augment(self) -> list[Augment]:
-        """What happens to each training picture, in this order."""
-        config = self.config
-        return random_crop(config.image_size, config.crop, config.flip, self.interpolation)
+    def changes(self) -> list[Augment]:
+        """What happens to each training picture after its crop, in this order."""
+        return []
 
     def mixing(self, draw: int, worker: int) -> Tensor | None:
         """For pictures that are mixed, see `tasks.images.mixing`."""

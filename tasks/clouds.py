@@ -145,15 +145,20 @@ def drawn(cloud: np.ndarray, points: int, rng: np.random.Generator) -> np.ndarra
     return cloud[rng.permutation(len(cloud))[:points]]
 
 
-def normalized(cloud: np.ndarray) -> np.ndarray:
-    """Moved and scaled into the unit ball: the mean at 0, the farthest point at distance 1."""
-    cloud = cloud - cloud.mean(axis=0)
-    radius = np.sqrt(np.square(cloud).sum(axis=1).max())
-    return cloud / max(radius, np.finfo(np.float32).tiny)
+def normalized(clouds: np.ndarray) -> np.ndarray:
+    """Clouds [..., N, 3] moved and scaled into the unit ball: the mean of each at 0, its farthest
+    point at distance 1."""
+    clouds = clouds - clouds.mean(axis=-2, keepdims=True)
+    radius = np.sqrt(np.square(clouds).sum(axis=-1).max(axis=-1))[..., None, None]
+    return clouds / np.maximum(radius, np.finfo(np.float32).tiny)
 
 
-def scaled_and_moved(cloud: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Point-MAE's augmentation: each axis by a factor of its own, from 2/3 to 3/2, and moved by
-    up to 0.2 along each."""
-    factors, shift = rng.uniform(2 / 3, 3 / 2, 3), rng.uniform(-0.2, 0.2, 3)
-    return (cloud * factors + shift).astype(np.float32)
+def scaled_and_moved(clouds: np.ndarray, factors: np.ndarray, shifts: np.ndarray) -> np.ndarray:
+    """Point-MAE's augmentation of clouds [B, N, 3]: each axis scaled and moved by numbers of its
+    own, [B, 3]; see `scale_and_shift`."""
+    return (clouds * factors[:, None] + shifts[:, None]).astype(np.float32)
+
+
+def scale_and_shift(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Point-MAE's ranges: factors from 2/3 to 3/2, shifts of up to 0.2; float64 [3] each."""
+    return rng.uniform(2 / 3, 3 / 2, 3), rng.uniform(-0.2, 0.2, 3)

@@ -1,18 +1,25 @@
 """Pictures for classification: where they come from, and what training does to them."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from tasks.randomness import Draws
 
 PARTS = ("train", "val")
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of ImageNet's colours, from 0 to 1: the usual constants, used for all pictures."""
+
+_RATIOS, _CROP_TRIES = (3 / 4, 4 / 3), 10
+CROP_DRAWS = 2 * _CROP_TRIES + 3
+"""Words that `random_crops` draws at most for one picture."""
 
 _DIGITS_VAL = 5
 """One digit in so many validates."""
@@ -34,6 +41,13 @@ class Images(Protocol):
         """One picture, uint8 [3, height, width] of any size, and its label."""
         ...
 
+    def read_many(self, part: str, indices: np.ndarray) -> tuple[list[Tensor] | Tensor, np.ndarray]:
+        """Pictures as `random_crops` takes them, and their labels, int64 [B]."""
+        ...
+
+    blockwise: bool
+    """Whether pictures lie in memory, so that many batches can be made at once."""
+
     def facts(self) -> dict[str, Any]:
         """Of the data, for the task's fingerprint."""
         ...
@@ -46,6 +60,7 @@ class Digits:
     """
 
     num_classes = 10
+    blockwise = True
 
     def __init__(self) -> None:
         from sklearn.datasets import load_digits  # costs a second
@@ -68,6 +83,10 @@ class Digits:
         """See `Images.read`: 8×8 pixels, grey."""
         return self._images[part][index], int(self._labels[part][index])
 
+    def read_many(self, part: str, indices: np.ndarray) -> tuple[Tensor, np.ndarray]:
+        """See `Images.read_many`: one channel for three alike."""
+        return self._images[part][torch.from_numpy(indices), :1], self._labels[part][indices]
+
     def facts(self) -> dict[str, Any]:
         """See `Images.facts`."""
         digest = hashlib.sha256()
@@ -76,17 +95,102 @@ class Digits:
         return {"data": "digits", "sha256": digest.hexdigest()}
 
 
-def random_crop(size: int, smallest: float, flip: bool, interpolation: str) -> list[Augment]:
-    """The usual training crop, and a flip from left to right in half of the cases.
+def random_crops(
+    pictures: Sequence[Tensor] | Tensor,
+    draws: Draws,
+    size: int,
+    smallest: float,
+    flip: bool,
+    interpolation: str,
+) -> Tensor:
+    """The usual training crop of each picture, and a flip from left to right of half of them.
 
-    Szegedy et al., "Going deeper with convolutions" (2015): `smallest` to all of the area, an
-    aspect ratio of 3/4 to 4/3, resized to size×size.
+    Szegedy et al., "Going deeper with convolutions" (2015): a crop covers `smallest` to all of the
+    area, has an aspect ratio of 3/4 to 4/3, and is resized to size×size. Numbers and pixels are
+    those of torchvision's RandomResizedCrop and RandomHorizontalFlip under `seeded`; here all
+    pictures are cropped at once, which is twenty times faster where they are small.
+
+    Args:
+        pictures: uint8, a list of [3, height, width] of any sizes, or one tensor [B, C, height,
+            width], where C is 3, or 1 for grey pictures.
+        draws: B rows of at least `CROP_DRAWS` words.
+    Returns:
+        uint8 [B, 3, size, size].
     """
     from torchvision.transforms import v2
 
-    how = v2.InterpolationMode(interpolation)
-    crop = v2.RandomResizedCrop(size, scale=(smallest, 1.0), interpolation=how, antialias=True)
-    return [crop, v2.RandomHorizontalFlip()] if flip else [crop]
+    shapes = np.array([picture.shape[1:] for picture in pictures])
+    boxes = _crop_boxes(shapes, smallest, draws)
+    how, cropped = v2.InterpolationMode(interpolation), torch.empty(0, dtype=torch.uint8)
+    sizes, groups = np.unique(boxes[:, 2:], axis=0, return_inverse=True)
+    for number, (height, width) in enumerate(sizes.tolist()):
+        rows = np.flatnonzero(groups == number)
+        tops, lefts = torch.from_numpy(boxes[rows, :2]).unbind(1)
+        if isinstance(pictures, Tensor):
+            windows = pictures.unfold(2, height, 1).unfold(3, width, 1)
+            windows = windows[torch.from_numpy(rows), :, tops, lefts]
+        else:
+            places = zip(rows.tolist(), tops.tolist(), lefts.tolist(), strict=True)
+            windows = torch.stack(
+                [pictures[row][:, t : t + height, x : x + width] for row, t, x in places]
+            )
+        resized = _resized(windows, size, how)
+        if not len(cropped):
+            cropped = resized.new_empty(len(boxes), *resized.shape[1:])
+        cropped[torch.from_numpy(rows)] = resized
+    if flip:
+        mirrored = torch.from_numpy(draws.uniform(0, 1) < 0.5)
+        cropped = torch.where(mirrored.view(-1, 1, 1, 1), cropped.flip(-1), cropped)
+    return cropped.expand(-1, 3, -1, -1).contiguous()
+
+
+def _crop_boxes(shapes: np.ndarray, smallest: float, draws: Draws) -> np.ndarray:
+    """Random crops as in torchvision's RandomResizedCrop.make_params.
+
+    Args:
+        shapes: heights and widths of the pictures, int64 [B, 2].
+        smallest: share of the area that a crop covers at least.
+    Returns:
+        Top, left, height and width, int64 [B, 4].
+    """
+    ratios = torch.tensor(_RATIOS).log().tolist()
+    heights, widths = shapes.T
+    boxes = np.empty((len(shapes), 4), np.int64)
+    pending = np.ones(len(shapes), bool)
+    for _ in range(_CROP_TRIES):
+        area = heights * widths * draws.uniform(smallest, 1.0, pending).astype(np.float64)
+        drawn = torch.from_numpy(draws.uniform(*ratios, pending)).exp().double().numpy()
+        width, height = np.rint(np.sqrt(area * drawn)), np.rint(np.sqrt(area / drawn))
+        fits = pending & (width > 0) & (width <= widths) & (height > 0) & (height <= heights)
+        boxes[fits, 2], boxes[fits, 3] = height[fits], width[fits]
+        pending = pending & ~fits
+        if not pending.any():
+            break
+    found = ~pending
+    # Ten tries in vain: all of the picture, or as much as has an allowed aspect ratio.
+    (least, most), ratio = _RATIOS, widths / heights
+    boxes[pending, 2] = np.where(ratio < least, np.rint(widths / least), heights)[pending]
+    boxes[pending, 3] = np.where(ratio > most, np.rint(heights * most), widths)[pending]
+    free = shapes - boxes[:, 2:]
+    for column in range(2):
+        corner = draws.integers(np.where(found, free[:, column] + 1, 1), found)
+        boxes[:, column] = np.where(found, corner, free[:, column] // 2)
+    return boxes
+
+
+def _resized(pictures: Tensor, size: int, how: Any) -> Tensor:
+    """uint8 [B, C, height, width] to [B, C, size, size]; antialiased."""
+    from torchvision.transforms.v2 import functional
+
+    if pictures.shape[1] != 1:
+        return functional.resize(pictures, [size, size], interpolation=how, antialias=True)
+    # PyTorch is fastest with four channels, side by side in memory. So four grey pictures become
+    # the channels of one.
+    count, _, *shape = pictures.shape
+    packed = F.pad(pictures, (0, 0, 0, 0, 0, 0, 0, -count % 4)).view(-1, 4, *shape)
+    packed = packed.contiguous(memory_format=torch.channels_last)
+    packed = functional.resize(packed, [size, size], interpolation=how, antialias=True)
+    return packed.reshape(-1, 1, size, size)[:count]
 
 
 def central_crop(size: int, resize: int, interpolation: str) -> Augment:

@@ -1,15 +1,20 @@
 """Batches made ahead of their use, by processes of their own where that is wanted."""
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from co2.errors import ConfigError
 
 _AHEAD = 2
-"""Batches that each loading process keeps ready."""
+"""Batches, or blocks of them, that each loading process keeps ready."""
+
+BLOCK = 256
+"""Samples of a block, where making many at once costs less for each."""
 
 
 class _Made(Dataset):
@@ -57,3 +62,36 @@ def load(
             raise batch
         # Collating and pinning make a list of a tuple.
         yield tuple(batch) if isinstance(batch, list) else batch
+
+
+def load_blocks(
+    make: Callable[[range], tuple[Tensor, ...]],
+    start: int,
+    size: int,
+    workers: int,
+    device: torch.device,
+) -> Iterator[tuple[Tensor, ...]]:
+    """Endless batches from number `start` on, of which `size` are made at once.
+
+    Args:
+        make: tensors for a range of batches, concatenated along the first axis. A pure function;
+            the batches must not depend on how they are divided into blocks.
+        size: batches in one block. Blocks begin at its multiples.
+        workers, device: as for `load`, which makes whole blocks.
+    Raises:
+        ConfigError: as `load`.
+    """
+    first, passed = divmod(start, size)
+
+    def block(number: int) -> tuple[Tensor, ...]:
+        return make(range(number * size, (number + 1) * size))
+
+    for made in load(block, count(first), workers, device):
+        batches = list(zip(*(part.chunk(size) for part in made), strict=True))
+        yield from batches[passed:]
+        passed = 0
+
+
+def batches_in_block(batch_size: int) -> int:
+    """How many batches of this size make a block of about `BLOCK` samples."""
+    return max(1, BLOCK // batch_size)

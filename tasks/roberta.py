@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError, require, require_count
 from co2.task import Batch
 from tasks.evaluation import evaluating, total
-from tasks.loader import load
+from tasks.loader import batches_in_block, load_blocks
 from tasks.masking import IGNORED, Vocabulary, masked
 from tasks.optimizer import make_optimizer
 from tasks.randomness import seeded
@@ -181,11 +180,12 @@ class RoBERTa:
         """
         sampler = self._sampler(mesh.num_workers)
 
-        def make(draw: int) -> Batch:
-            epoch = sampler.epoch(draw)
-            return self._batch("train", sampler.indices(draw, mesh.worker), self.train.seed, epoch)
+        def make(draws: range) -> tuple[Tensor, ...]:
+            samples, epochs = sampler.block(draws, mesh.worker)
+            return self._batch("train", samples, self.train.seed, epochs)
 
-        return load(make, count(start), self.data.workers, mesh.device)
+        size = batches_in_block(self.train.batch_size)
+        return load_blocks(make, start, size, self.data.workers, mesh.device)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross-entropy of the chosen tokens in nats, in fp32 whatever the autocast."""
@@ -245,7 +245,9 @@ class RoBERTa:
         ids[others] = Vocabulary.FIRST_WORD + np.arange(len(others))
         return ids
 
-    def _batch(self, part: str, indices: np.ndarray, *key: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _batch(
+        self, part: str, indices: np.ndarray, *key: int | np.ndarray
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Masked windows, each by the key (*key, window)."""
         tokens = windows(self._store.tokens(part), indices, self._inside, overlap=0).numpy()
         rows = np.empty((len(tokens), self.config.context), np.int64)
@@ -256,8 +258,8 @@ class RoBERTa:
             file, size = self._store.folder / f"{part}.bin", len(self._ids)
             hint = f"holds token {tokens.max()}, the vocabulary ends at {size}; prepare it again"
             raise ConfigError("data.root", self.data.root, f"{file} {hint}") from None
-        keys = [(*key, int(index)) for index in indices]
-        seen, places, targets = map(torch.from_numpy, masked(rows, self.vocabulary, keys))
+        made = masked(rows, self.vocabulary, *key, indices)
+        seen, places, targets = map(torch.from_numpy, made)
         return seen, places, targets
 
     def _sampler(self, num_workers: int) -> Sampler:

@@ -55,6 +55,15 @@ class Sampler:
         start = (position * self.num_workers + worker) * self.batch_size
         return self._order(epoch)[start : start + self.batch_size].astype(np.int64)
 
+    def block(self, draws: range, worker: int) -> tuple[np.ndarray, np.ndarray]:
+        """The samples of many micro-batches, one after the other, and the epoch of each sample.
+
+        Returns:
+            Both int64 [len(draws) * batch_size].
+        """
+        samples = np.concatenate([self.indices(draw, worker) for draw in draws])
+        return samples, np.repeat(np.array(draws) // self.draws_per_epoch, self.batch_size)
+
     def epoch(self, draw: int) -> int:
         """The epoch, from 0, that this draw belongs to."""
         return draw // self.draws_per_epoch

@@ -5,17 +5,21 @@ crop that no class fills, a flip, and changes of colour.
 """
 
 from collections.abc import Sequence
-from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tasks.randomness import Draws
 
 IGNORED = 255
 """The label of pixels that have none: no loss and no metric counts them."""
 
 _TRIES = 10
+VIEW_DRAWS = 1 + 2 * _TRIES + 1 + 4 * 5
+"""Words that `augmented` draws at most for one sample."""
 _LARGEST_SHARE = 0.75
 """Of one class in a crop: after ten tries a crop is taken as it is."""
 
@@ -35,30 +39,38 @@ class Samples(Protocol):
 
 
 def augmented(
-    image: Tensor, labels: Tensor, crop: int, short_side: int, scales: tuple[float, float]
+    samples: Sequence[tuple[Tensor, Tensor]],
+    draws: Draws,
+    crop: int,
+    short_side: int,
+    scales: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:
-    """A random view of a sample, drawn from PyTorch's CPU generator.
+    """A random view of each sample.
 
     Args:
-        image, labels: of one sample, see `Samples`.
+        samples: B images with their labels, see `Samples`.
+        draws: B rows of at least `VIEW_DRAWS` words.
         crop: side of the view, in pixels. What the image does not fill has the mean colour and
             no label.
-        short_side: of the image at scale 1, in pixels.
-        scales: smallest and largest.
+        short_side: short side of an image at scale 1, in pixels.
+        scales: smallest and largest scale.
     Returns:
-        The normalized image, fp32 [3, crop, crop], and labels, uint8 [crop, crop].
+        The normalized views, fp32 [B, 3, crop, crop], and their labels, uint8 [B, crop, crop].
     """
     low, high = scales
-    image, labels = _resized(image, labels, short_side, low + (high - low) * _uniform())
-    image, labels = _cropped(image, labels, crop)
-    if _uniform() < 0.5:
-        image, labels = image.flip(-1), labels.flip(-1)
-    image = normalized(_colours()(image))
-    below, beside = crop - labels.shape[0], crop - labels.shape[1]
-    if below or beside:
-        image = F.pad(image, (0, beside, 0, below))  # 0 is the mean
-        labels = F.pad(labels, (0, beside, 0, below), value=IGNORED)
-    return image, labels.contiguous()
+    scale = low + (high - low) * draws.uniform(0, 1).astype(np.float64)
+    images, masks = _cropped(_resized(samples, short_side, scale.tolist()), draws, crop)
+    for row in np.flatnonzero(draws.uniform(0, 1) < 0.5).tolist():
+        images[row] = images[row].flip(-1)
+        masks[row, :, : images[row].shape[2]] = masks[row, :, : images[row].shape[2]].flip(-1)
+    found = images[0].new_zeros(len(images), 3, crop, crop)
+    for row, image in enumerate(recoloured(images, draws)):
+        found[row, :, : image.shape[1], : image.shape[2]] = image
+    views = normalized(found)
+    for row, image in enumerate(images):
+        if image.shape[1] < crop or image.shape[2] < crop:  # 0 is the mean
+            views[row, :, image.shape[1] :], views[row, :, :, image.shape[2] :] = 0, 0
+    return views, masks
 
 
 def whole(image: Tensor, short_side: int) -> Tensor:
@@ -70,7 +82,8 @@ def whole(image: Tensor, short_side: int) -> Tensor:
 
 
 def normalized(image: Tensor) -> Tensor:
-    """Pixels from 0 to 255, [3, H, W], with ImageNet's mean at 0 and its deviation at 1; fp32."""
+    """Pixels from 0 to 255, [..., 3, H, W], with ImageNet's mean at 0 and its deviation at 1.
+    Returns fp32 of the same shape."""
     mean, std = torch.tensor(_MEAN)[:, None, None], torch.tensor(_STD)[:, None, None]
     return (image.float() - mean) / std
 
@@ -118,48 +131,147 @@ def scores(counts: Tensor) -> dict[str, float]:
     return {"miou": iou.mean().item(), "pixel_accuracy": (right.sum() / table.sum()).item()}
 
 
-def _uniform() -> float:
-    return torch.rand(()).item()
-
-
 def _size(height: int, width: int, short_side: int, scale: float) -> tuple[int, int]:
     side = short_side * scale
     factor = min(side / min(height, width), _LONG_SIDE * side / max(height, width))
     return max(1, round(height * factor)), max(1, round(width * factor))
 
 
-def _resized(image: Tensor, labels: Tensor, short_side: int, scale: float) -> tuple[Tensor, Tensor]:
-    from torchvision.transforms.v2 import functional as transforms
+def _resized(
+    samples: Sequence[tuple[Tensor, Tensor]], short_side: int, scales: list[float]
+) -> list[tuple[Tensor, Tensor]]:
+    """Each sample at its scale. Samples of one size that become another are resized together."""
+    from torchvision.transforms.v2 import InterpolationMode, functional
 
-    size = list(_size(labels.shape[0], labels.shape[1], short_side, scale))
-    nearest = transforms.InterpolationMode.NEAREST_EXACT
-    image = transforms.resize(image, size, antialias=True)
-    return image, transforms.resize(labels[None], size, interpolation=nearest)[0]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for row, ((_, labels), scale) in enumerate(zip(samples, scales, strict=True)):
+        height, width = labels.shape
+        size = _size(height, width, short_side, scale)
+        groups.setdefault((height, width, *size), []).append(row)
+    resized: list[tuple[Tensor, Tensor]] = list(samples)
+    for (_, _, *size), rows in groups.items():
+        images, labels = (torch.stack([samples[row][part] for row in rows]) for part in (0, 1))
+        images = functional.resize(images, size, antialias=True)
+        nearest = InterpolationMode.NEAREST_EXACT
+        labels = functional.resize(labels[:, None], size, interpolation=nearest)[:, 0]
+        for row, *pair in zip(rows, images, labels, strict=True):
+            resized[row] = pair[0], pair[1]
+    return resized
 
 
-def _cropped(image: Tensor, labels: Tensor, crop: int) -> tuple[Tensor, Tensor]:
-    """The crop, smaller where the image is. No class fills it, if ten tries suffice."""
-    height, width = labels.shape
+def _cropped(
+    samples: list[tuple[Tensor, Tensor]], draws: Draws, crop: int
+) -> tuple[list[Tensor], Tensor]:
+    """A crop of each sample that no class fills, if ten tries suffice.
+
+    Returns:
+        The images, each as large as the crop or, where the sample is smaller, as that; and their
+        labels, uint8 [B, crop, crop], with IGNORED at the right and below of smaller samples.
+    """
+    free = np.array([[max(0, side - crop) for side in labels.shape] for _, labels in samples])
+    images = [image for image, _ in samples]
+    masks = np.full((len(samples), crop, crop), IGNORED, np.uint8)
+    pending = np.arange(len(samples))
     for _ in range(_TRIES):
-        top = int(_uniform() * (max(0, height - crop) + 1))
-        left = int(_uniform() * (max(0, width - crop) + 1))
-        window = (slice(top, top + crop), slice(left, left + crop))
-        seen = torch.bincount(labels[window].flatten(), minlength=IGNORED + 1)[:IGNORED]
-        if seen.max() < _LARGEST_SHARE * seen.sum():
+        chosen = np.isin(np.arange(len(samples)), pending)
+        shares = np.stack([draws.uniform(0, 1, chosen) for _ in range(2)], axis=1)
+        corners = (shares.astype(np.float64) * (free + 1)).astype(np.int64)
+        for row, (top, left) in zip(pending.tolist(), corners[pending].tolist(), strict=True):
+            image, labels = samples[row]
+            images[row] = image[:, top : top + crop, left : left + crop]
+            window = labels.numpy()[top : top + crop, left : left + crop]
+            masks[row, : window.shape[0], : window.shape[1]] = window
+        places = masks[pending].reshape(len(pending), -1) + 256 * np.arange(len(pending))[:, None]
+        counts = np.bincount(places.ravel(), minlength=256 * len(pending)).reshape(-1, 256)
+        counts = counts[:, :IGNORED]
+        pending = pending[counts.max(axis=1) >= _LARGEST_SHARE * counts.sum(axis=1)]
+        if not len(pending):
             break
-    return image[:, window[0], window[1]], labels[window]
+    return images, torch.from_numpy(masks)
 
 
-@cache
-def _colours() -> Any:
-    """Brightness, contrast, saturation and hue, each changed in half of the images."""
-    from torchvision.transforms import v2
+def recoloured(images: list[Tensor], draws: Draws) -> list[Tensor]:
+    """Brightness, contrast, saturation and hue, each changed in half of the images.
 
-    # 32 levels of 255, factors from 0.5 to 1.5, and 18 of 180 degrees (mmsegmentation).
-    changes: list[dict[str, Any]] = [
-        {"brightness": 0.125},
-        {"contrast": 0.5},
-        {"saturation": 0.5},
-        {"hue": 0.1},
-    ]
-    return v2.Compose([v2.RandomApply([v2.ColorJitter(**change)], 0.5) for change in changes])
+    Numbers and pixels are those of torchvision's RandomApply of a ColorJitter for each. All images
+    that a change concerns are changed at once, as one long row of pixels.
+
+    Args:
+        images: uint8 [3, H, W] each, of any sizes.
+    """
+    rows = [image.flatten(1) for image in images]
+    for change, low, high in _COLOURS:
+        changed = draws.uniform(0, 1) < 0.5
+        draws.skip(3, changed)  # torchvision draws an order of four changes, of which it has one
+        factors = torch.from_numpy(draws.uniform(low, high, changed))
+        chosen = np.flatnonzero(changed).tolist()
+        if chosen:
+            sizes = [rows[row].shape[1] for row in chosen]
+            each = factors[chosen].repeat_interleave(torch.tensor(sizes))
+            pixels = change(torch.cat([rows[row] for row in chosen], dim=1), each, sizes)
+            for row, part in zip(chosen, pixels.split(sizes, dim=1), strict=True):
+                rows[row] = part
+    return [row.view_as(image) for row, image in zip(rows, images, strict=True)]
+
+
+def _brighter(pixels: Tensor, factors: Tensor, sizes: list[int]) -> Tensor:
+    return (pixels * factors).clamp_(0, 255).byte()
+
+
+def _contrasted(pixels: Tensor, factors: Tensor, sizes: list[int]) -> Tensor:
+    means = torch.stack([image.mean() for image in _grey(pixels).split(sizes)])
+    return _blended(pixels, means.repeat_interleave(torch.tensor(sizes)), factors)
+
+
+def _saturated(pixels: Tensor, factors: Tensor, sizes: list[int]) -> Tensor:
+    return _blended(pixels, _grey(pixels), factors)
+
+
+def _turned(pixels: Tensor, factors: Tensor, sizes: list[int]) -> Tensor:
+    """The hue of each pixel turned by a share of the circle."""
+    colours = pixels.float().mul_(1 / 255)
+    low, value = colours.aminmax(dim=0)
+    span = value - low
+    grey = span == 0
+    saturation = span / value.masked_fill(grey, 1)
+    red, green, blue = (value - colours) / span.masked_fill(grey, 1)
+    hue = torch.where(value == colours[1], red + 2 - blue, green + 4 - red)
+    hue = torch.where(value == colours[0], blue - green, hue)
+    hue = (hue * (1 / 6) + 1).fmod_(1)
+    sixths = (hue + factors).remainder_(1) * 6
+    sector = sixths.floor()
+    inside = saturation * (sixths - sector)
+    pale = 1 - saturation
+    falling, rising, least = (
+        (share * value).clamp_(0, 1) for share in (1 - inside, inside + pale, pale)
+    )
+    levels = torch.stack([value, least, falling, rising])
+    order = torch.tensor(_SECTORS)[:, sector.long().remainder_(6)]
+    return levels.gather(0, order).mul_(256 - 1e-3).byte()
+
+
+def _grey(pixels: Tensor) -> Tensor:
+    """Whole numbers from 0 to 255, fp32 [P], of pixels [3, P]."""
+    red, green, blue = pixels
+    return red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114).floor_()
+
+
+def _blended(pixels: Tensor, others: Tensor, factors: Tensor) -> Tensor:
+    """pixels · factor + others · (1 − factor), cut off at 0 and 255."""
+    # The sum is rounded once, as PyTorch's does where the factor is one number.
+    sums = (pixels * factors).double() + others.double() * (1 - factors).double()
+    return sums.float().clamp_(0, 255).byte()
+
+
+_SECTORS = [[0, 2, 1, 1, 3, 0], [3, 0, 0, 2, 1, 1], [1, 1, 3, 0, 0, 2]]
+"""For red, green and blue in each sixth of the circle of hues: 0 for the value, 1 for the least, 2
+and 3 for the falling and the rising level."""
+
+_COLOURS = (
+    (_brighter, 0.875, 1.125),
+    (_contrasted, 0.5, 1.5),
+    (_saturated, 0.5, 1.5),
+    (_turned, -0.1, 0.1),
+)
+"""Changes of colour, in this order, and the ranges of their factors: mmsegmentation's 32 levels of
+255, factors of 0.5 to 1.5, and 18 of 180 degrees."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +22,21 @@ from torch.optim import Optimizer
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import require, require_count, require_number
 from co2.task import Batch
-from tasks.clouds import PARTS, Clouds, drawn, normalized, open_clouds, scaled_and_moved
+from tasks.clouds import (
+    PARTS,
+    Clouds,
+    drawn,
+    normalized,
+    open_clouds,
+    scale_and_shift,
+    scaled_and_moved,
+)
 from tasks.evaluation import evaluating, share, table
-from tasks.loader import load
+from tasks.loader import batches_in_block, load, load_blocks
 from tasks.optimizer import make_optimizer
 from tasks.point_mae import PointClassifier, PointMAE, Shape
 from tasks.points import chamfer
-from tasks.randomness import generator, seeded
+from tasks.randomness import generators, seeded
 from tasks.sampling import Sampler, spread
 from tasks.solids import NAMES, solids
 
@@ -170,13 +177,12 @@ class ShapeNet:
         seen; for classification their categories, int64 [batch_size]. See `Task.batches`."""
         sampler = self._sampler(mesh.num_workers)
 
-        def make(draw: int) -> tuple[Tensor, ...]:
-            epoch, seed = sampler.epoch(draw), self.train.seed
-            chosen = sampler.indices(draw, mesh.worker)
-            made = [self._sample("train", i, (seed, epoch, i), augment=True) for i in chosen]
-            return self._batch("train", chosen, made)
+        def make(draws: range) -> tuple[Tensor, ...]:
+            samples, epochs = sampler.block(draws, mesh.worker)
+            return self._batch("train", samples, self.train.seed, epochs, augment=True)
 
-        return load(make, count(start), self.data.workers, mesh.device)
+        size = batches_in_block(self.train.batch_size) if self.generated else 1
+        return load_blocks(make, start, size, self.data.workers, mesh.device)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean Chamfer-L2 of the hidden patches, or mean cross-entropy in nats; fp32."""
@@ -227,22 +233,23 @@ class ShapeNet:
         samples = len(self._part("train"))
         return Sampler(samples, num_workers, self.train.batch_size, self.train.seed)
 
-    def _sample(
-        self, part: str, index: int, key: tuple[int, ...], augment: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """One cloud and an order of its patches: a pure function of all that is given."""
-        rng = generator(*key)
-        cloud = self._part(part).cloud(index, self.config.points)
-        cloud = normalized(drawn(cloud, self.config.points, rng))
+    def _batch(
+        self, part: str, indices: np.ndarray, *key: int | np.ndarray, augment: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Clouds and what is beside them: each row a pure function of (*key, index)."""
+        clouds, scales, orders = [], [], []
+        for index, rng in zip(indices.tolist(), generators(*key, indices), strict=True):
+            cloud = self._part(part).cloud(index, self.config.points)
+            clouds.append(drawn(cloud, self.config.points, rng))
+            if augment:
+                scales.append(scale_and_shift(rng))
+            orders.append(rng.permutation(self.config.groups))
+        whole = normalized(np.stack(clouds))
         if augment:
-            cloud = scaled_and_moved(cloud, rng)
-        return cloud, rng.permutation(self.config.groups)
-
-    def _batch(self, part: str, chosen: np.ndarray, made: list[tuple]) -> tuple[Tensor, ...]:
-        clouds, orders = (torch.from_numpy(np.stack(column)) for column in zip(*made, strict=True))
+            whole = scaled_and_moved(whole, *np.stack(scales, axis=1))
         if self.reconstructs:
-            return clouds, orders
-        return clouds, torch.from_numpy(self._part(part).kinds[chosen])
+            return torch.from_numpy(whole), torch.from_numpy(np.stack(orders))
+        return torch.from_numpy(whole), torch.from_numpy(self._part(part).kinds[indices])
 
     def _losses(self, model: nn.Module, batch: Batch) -> Tensor:
         """Of each sample, fp32 [batch_size]."""
@@ -268,10 +275,7 @@ class ShapeNet:
 
             def make(batch: int) -> tuple[Tensor, ...]:
                 some = indices[batch * _EVAL_BATCH : (batch + 1) * _EVAL_BATCH]
-                key = PARTS.index(part)
-                return self._batch(
-                    part, some, [self._sample(part, i, (key, i), augment=False) for i in some]
-                )
+                return self._batch(part, some, PARTS.index(part))
 
             num_batches = -(-len(indices) // _EVAL_BATCH)
             loaded = load(make, mine(num_batches), self.data.workers, device)

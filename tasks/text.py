@@ -127,7 +127,7 @@ def num_windows(num_tokens: int, stride: int, overlap: int = 1) -> int:
     return (num_tokens - overlap) // stride
 
 
-def windows(tokens: np.ndarray, indices: Iterable[int], stride: int, overlap: int = 1) -> Tensor:
+def windows(tokens: np.ndarray, indices: np.ndarray, stride: int, overlap: int = 1) -> Tensor:
     """Windows of stride + overlap tokens, each from token index * stride on.
 
     With an overlap of 1, for next-token prediction, inputs do not overlap, nor do targets: the
@@ -138,9 +138,8 @@ def windows(tokens: np.ndarray, indices: Iterable[int], stride: int, overlap: in
         int64 [len(indices), stride + overlap]; with an overlap of 1, inputs are [:, :-1] and
         targets [:, 1:].
     """
-    starts = [int(index) * stride for index in indices]
-    rows = [tokens[start : start + stride + overlap] for start in starts]
-    return torch.from_numpy(np.stack(rows).astype(np.int64))
+    places = indices[:, None] * stride + np.arange(stride + overlap)
+    return torch.from_numpy(np.asarray(tokens)[places].astype(np.int64))
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:

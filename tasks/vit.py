@@ -85,11 +85,10 @@ class ViT(Classification):
         """Positions and class token are spared weight decay, as timm and DeiT do."""
         return make_optimizer(model, self.optim, spared={"pos_embed", "cls_token"})
 
-    def augment(self) -> list[Augment]:
-        """See `Classification.augment`."""
+    def changes(self) -> list[Augment]:
+        """See `Classification.changes`."""
         magnitude, chance = self.config.rand_augment, self.config.random_erasing
-        steps = super().augment()
-        steps += rand_augment(magnitude) if magnitude else []
+        steps = rand_augment(magnitude) if magnitude else []
         steps += [erasing(chance)] if chance else []
         return steps
 

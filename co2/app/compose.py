@@ -116,7 +116,17 @@ def plain(config: DictConfig) -> Values:
 
 
 def refusal(error: Exception) -> ConfigError:
-    """An error of Hydra or OmegaConf as one line, where no more is known."""
+    """An error of Hydra or OmegaConf as one line."""
+    if isinstance(error, MissingConfigException):
+        group, _, option = (error.missing_cfg_file or "").rpartition("/")
+        if group == "task/scale":  # `<task>_<scale>`, picked by the two together
+            task, _, scale = option.rpartition("_")
+            names = (name.rpartition("_") for name in error.options or [])
+            scales = sorted(end for begin, _, end in names if begin == task)
+            hint = f"task={task} has no such scale; it has {', '.join(scales)}"
+            return ConfigError("scale", scale, hint)
+        hint = "no such option; " + nearest(option, error.options or [])
+        return ConfigError(group or "config", option, hint)
     return ConfigError("configuration", "", str(error).splitlines()[0])
 
 
@@ -184,15 +194,7 @@ def _compose(name: str, overrides: list[str]) -> Values:
     try:
         config = compose(name, overrides)
     except MissingConfigException as error:
-        group, _, option = (error.missing_cfg_file or "").rpartition("/")
-        if group == "task/scale":  # `<task>_<scale>`, picked by the two together
-            task, _, scale = option.rpartition("_")
-            names = (name.rpartition("_") for name in error.options or [])
-            scales = sorted(end for begin, _, end in names if begin == task)
-            hint = f"task={task} has no such scale; it has {', '.join(scales)}"
-            raise ConfigError("scale", scale, hint) from None
-        hint = "no such option; " + nearest(option, error.options or [])
-        raise ConfigError(group or "config", option, hint) from None
+        raise refusal(error) from None
     except HYDRA_ERRORS as error:
         raise _unknown_key(name, overrides, error) from None
     except ValueError as error:  # Hydra, where a group is given something that is no option

@@ -1,6 +1,5 @@
 """What a trial gave: one line of the laboratory's cells.csv, from a run's folder and back."""
 
-import csv
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -9,6 +8,7 @@ from pathlib import Path
 
 from co2.lab.training import SummaryJSON, train
 from co2.lab.trial import Conditions, Trial
+from co2.record import table
 from co2.record.provenance import of_run
 
 
@@ -111,16 +111,12 @@ def write_csv(found: Sequence[Measurement], path: Path, with_target: bool) -> No
     columns = [field.name for field in fields(Measurement)]
     if not with_target:
         columns.remove("target_s")
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(asdict(one) for one in found)
+    table.Table.of_records([asdict(one) for one in found], columns).write_csv(path)
 
 
 def read_csv(path: Path) -> list[Measurement]:
     """The measurements that `write_csv` wrote."""
-    with path.open(newline="") as file:
-        return [_measurement_of(line) for line in csv.DictReader(file)]
+    return [_measurement_of(line) for line in table.read_csv(path)]
 
 
 def _measurement_of(line: dict[str, str]) -> Measurement:

@@ -7,6 +7,7 @@ from pathlib import Path
 from co2.lab.measurement import Measurement, write_csv
 from co2.lab.trial import LIMIT
 from co2.record.provenance import provenance
+from co2.record.table import NOTHING, Table
 
 
 def write(found: Sequence[Measurement], out: Path, target_loss: float | None) -> None:
@@ -14,23 +15,18 @@ def write(found: Sequence[Measurement], out: Path, target_loss: float | None) ->
     source = provenance()  # first, because the files written below would count as changed sources
     out.mkdir(parents=True, exist_ok=True)
     write_csv(found, out / "cells.csv", with_target=target_loss is not None)
-    table = markdown(found, target_loss)
-    print(f"\n{table}")
-    intro = (
-        "Medians over the repeats; shares of the limit are taken within a repeat. The limit is "
-        "the same training without communication (method none). Times are seconds of training."
-    )
-    text = f"# Throughput on slow links\n\n{intro}\n\n{table}\n\n{source}\n"
-    (out / "table.md").write_text(text)
+    table = summary(found, source, target_loss)
+    print(f"\n{table.markdown()}")
+    (out / "table.md").write_text(table.page())
     draw(found, out / "throughput.png")
 
 
-def markdown(found: Sequence[Measurement], target_loss: float | None = None) -> str:
+def summary(found: Sequence[Measurement], source: str, target_loss: float | None = None) -> Table:
     """A table with one line for each number of workers, rate and method."""
     head = ["workers", "Mbit/s", "method", "per s", "of the limit", "exposed", "overlap"]
     head += ["comm s", "MB per step", "loss"]
     head += [] if target_loss is None else [f"s to loss {target_loss:g}"]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    lines = []
     for (workers, mbit, method), repeats in grouped(found).items():
         shares = shares_of_limit(repeats, found)
         cells = [
@@ -38,7 +34,7 @@ def markdown(found: Sequence[Measurement], target_loss: float | None = None) -> 
             mbit,
             method,
             f"{median_throughput(repeats):,.0f}",
-            f"{statistics.median(shares):.1%}" if shares else "—",
+            f"{statistics.median(shares):.1%}" if shares else NOTHING,
             f"{statistics.median(one.exposed_share for one in repeats):.1%}",
             _median([one.overlap for one in repeats], ".3f"),
             _median([one.comm_s for one in repeats], ".2f"),
@@ -47,8 +43,15 @@ def markdown(found: Sequence[Measurement], target_loss: float | None = None) -> 
         ]
         if target_loss is not None:
             cells.append(_median([one.target_s for one in repeats], ".0f"))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return Table(
+        head=head,
+        rows=lines,
+        title="Throughput on slow links",
+        text="Medians over the repeats; shares of the limit are taken within a repeat. The limit "
+        "is the same training without communication (method none). Times are seconds of training.",
+        source=source,
+    )
 
 
 def grouped(found: Iterable[Measurement]) -> dict[tuple[int, str, str], list[Measurement]]:
@@ -115,4 +118,4 @@ def _rate(mbit: str) -> float:
 def _median(values: Sequence[float | None], form: str) -> str:
     """The median as text; a dash where a repeat has no value, so that no median hides it."""
     numbers = [value for value in values if value is not None]
-    return format(statistics.median(numbers), form) if len(numbers) == len(values) else "—"
+    return format(statistics.median(numbers), form) if len(numbers) == len(values) else NOTHING

@@ -1,12 +1,12 @@
 """How simulated figures are shown and kept: a table on the console, CSV, Markdown."""
 
-import csv
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from co2.errors import ConfigError
+from co2.record.table import Table
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Report:
     def show(self) -> None:
         """Print the table, wider than the terminal where it must be, rather than cut."""
         from rich.console import Console
-        from rich.table import Table
+        from rich.table import Table as ConsoleTable
 
-        table = Table(title=self.title, title_justify="left")
+        table = ConsoleTable(title=self.title, title_justify="left")
         for number, name in enumerate(self.head):
             table.add_column(name, justify="left" if number < 2 else "right", no_wrap=True)
         for line in self.cells:
@@ -49,16 +49,13 @@ class Report:
             ConfigError: a file cannot be written; the key is its flag.
         """
         if csv_file:
-            with writing("--csv", csv_file) as path, path.open("w", newline="") as file:
-                writer = csv.DictWriter(file, fieldnames=list(self.records[0]))
-                writer.writeheader()
-                writer.writerows(self.records)
+            with writing("--csv", csv_file) as path:
+                Table.of_records(self.records).write_csv(path)
         if markdown_file:
-            lines = [f"| {' | '.join(line)} |" for line in [self.head, *self.cells]]
-            lines.insert(1, f"|{'---|' * len(self.head)}")
-            parts = [f"# {self.title}", self.statement, "\n".join(lines), f"Command: `{command}`."]
+            source = f"Command: `{command}`."
+            table = Table(self.head, self.cells, "", self.title, self.statement, source)
             with writing("--markdown", markdown_file) as path:
-                path.write_text("\n\n".join(parts) + "\n")
+                path.write_text(table.page())
 
 
 @contextmanager

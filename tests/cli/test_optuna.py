@@ -1,8 +1,10 @@
 """A search in place of a grid: hydra/sweeper=optuna."""
 
+import dataclasses
 import math
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,6 +14,7 @@ from co2.app.application import objective
 from co2.app.compose import jobs, preflight
 from co2.errors import DIVERGED, ConfigError
 from co2.record.console import Outcome, sweep_table
+from co2.record.metrics import Summary
 from tests.cli.harness import TOY, cli, folders
 from tests.cli.test_runs import summary
 
@@ -77,8 +80,8 @@ def test_every_trial_fails(tmp_path: Path) -> None:
 
 
 def test_what_a_search_makes_small() -> None:
-    assert objective(0, {"final": {"loss": 0.5, "accuracy": 1.0}}) == 0.5
-    assert objective(0, {"final": {"loss": None}}) == math.inf
+    assert objective(0, finished("toy", {"loss": 0.5, "accuracy": 1.0})) == 0.5
+    assert objective(0, finished("toy", {"loss": None})) == math.inf
     assert objective(DIVERGED, None) == math.inf, "a bad place, and worth knowing"
     assert objective(1, None) is None
 
@@ -113,10 +116,16 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         preflight(train.APP.conf, "config", ["-m", *TOY, SWEEPER], lambda *job: None)
 
 
-def outcome(task: str, *overrides: str, loss: float | None) -> Outcome:
-    final = {} if loss is None else {"loss": loss}
-    run = {"task": task, "final": final, "overlap": None, "throughput": 1.0, "folder": "there"}
-    return Outcome((f"task={task}", *overrides), 0, run)
+def finished(task: str, final: dict[str, float | None]) -> Summary:
+    """A summary of which only the final metrics matter here."""
+    figures: dict[str, Any] = {
+        field.name: "" if field.type is str else None for field in dataclasses.fields(Summary)
+    }
+    return Summary(**{**figures, "task": task, "final": final, "throughput": 1.0, "own": {}})
+
+
+def outcome(task: str, *overrides: str, loss: float) -> Outcome:
+    return Outcome((f"task={task}", *overrides), 0, finished(task, {"loss": loss}))
 
 
 def test_the_best_of_a_sweep() -> None:

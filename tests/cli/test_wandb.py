@@ -21,10 +21,11 @@ import train
 from co2.errors import PREEMPTED
 from co2.record import wandb_sync
 from co2.record.metrics import UNITS, unit_of
+from co2.record.provenance import Origin
 from co2.record.wandb import SEGMENTS
 from co2.train import launch
 from recipes import cells
-from recipes.cells import Cell
+from recipes.cells import TrainCell
 from tasks.toy import Toy
 from tests.cli.harness import configured, folder_of, metrics
 
@@ -344,22 +345,26 @@ class TestSync:
 
 
 def test_a_run_is_tagged_by_all_recipes_that_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = [Cell(("one",), ("table2",)), Cell(("two",), ("table2",)), Cell(("one",), ("sweep",))]
+    asked = [
+        TrainCell(("one",), ("table2",)),
+        TrainCell(("two",), ("table2",)),
+        TrainCell(("one",), ("sweep",)),
+    ]
     found = cells.once(asked)
     assert [(c.overrides, c.recipes) for c in found] == [
         (("one",), ("table2", "sweep")),
         (("two",), ("table2",)),
     ]
-    seen: list[str | None] = []
-    monkeypatch.setenv("WANDB_TAGS", "mine")
-    monkeypatch.setattr("sys.argv", ["pytest"])
-    monkeypatch.setattr(Cell, "config", lambda cell: None)
+    origins: list[Origin] = []
+    monkeypatch.setattr(TrainCell, "config", lambda cell: None)
     monkeypatch.setattr(
-        "co2.app.application.App.work",
-        lambda self, config: seen.append(os.environ.get("WANDB_TAGS")),
+        "co2.app.application.App.work", lambda self, config, origin: origins.append(origin)
     )
     cells._train(found, None)  # type: ignore[arg-type]
-    assert seen == ["mine,table2,sweep", "mine,table2"] and os.environ["WANDB_TAGS"] == "mine"
+    assert origins == [
+        Origin("train.py one", ("table2", "sweep")),
+        Origin("train.py two", ("table2",)),
+    ]
 
 
 def test_units_name_each_thing_once() -> None:

@@ -22,6 +22,7 @@ from torch.distributed.run import get_args_parser
 
 import train
 from co2 import peers
+from co2.__main__ import COMMANDS
 from co2.app.compose import preflight
 from co2.config import Config
 from co2.errors import ConfigError
@@ -143,9 +144,19 @@ def make(arguments: list[str]) -> None:
 def pip(arguments: list[str]) -> None:
     """An installation of this repository, with extras that it has."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    found = re.fullmatch(r"install -e \.(?:\[(.*)\])?", " ".join(arguments))
+    found = re.fullmatch(r"install (?:-e )?\.(?:\[(.*)\])?", " ".join(arguments))
     assert found
     assert set((found[1] or "dev").split(",")) <= project["optional-dependencies"].keys()
+
+
+def co2_command(arguments: list[str]) -> None:
+    """The installed command: each of its words stands for a module."""
+    assert arguments[0] in COMMANDS, f"co2 has no command {arguments[0]}"
+    name, _ = COMMANDS[arguments[0]]
+    if name == "train":
+        trains(arguments[1:])
+    else:
+        module(name, arguments[1:])
 
 
 def module(name: str, arguments: list[str]) -> None:
@@ -224,6 +235,7 @@ MEANS: dict[str, Callable[[Namespace, list[str]], None]] = {
 }
 """Of modules: what more must hold of arguments that have been parsed."""
 CHECKS: dict[str, Callable[[list[str]], None]] = {
+    "co2": co2_command,
     "make": make,
     "pip": pip,
     "python": python,

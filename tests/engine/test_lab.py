@@ -432,12 +432,12 @@ def test_shares_are_taken_within_a_repeat() -> None:
 def test_a_line_of_the_table() -> None:
     late = [replace(measured("co2", n, 80), target_s=time) for n, time in enumerate([7.0, None])]
     rows = [measured("none", 0, 100), measured("none", 1, 100), *late]
-    *_, limit, line = report.markdown(rows, target_loss=4.5).splitlines()
+    *_, limit, line = report.summary(rows, "", target_loss=4.5).markdown().splitlines()
     assert line == "| 2 | 20 | co2 | 80 | 80.0% | 25.0% | — | 0.50 | 2.500 | 3.000 | — |"
     assert limit.endswith("| 100 | 100.0% | 25.0% | — | 0.50 | 2.500 | 3.000 | — |")
-    assert "s to loss" not in report.markdown(rows)
+    assert "s to loss" not in report.summary(rows, "").markdown()
     reached = [replace(one, target_s=8.0) if one.target_s is None else one for one in late]
-    assert report.markdown(reached, 4.5).endswith("| — | 0.50 | 2.500 | 3.000 | 8 |")
+    assert report.summary(reached, "", 4.5).markdown().endswith("| — | 0.50 | 2.500 | 3.000 | 8 |")
 
 
 @pytest.mark.parametrize("with_target", [True, False])

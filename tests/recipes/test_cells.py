@@ -1,4 +1,4 @@
-"""Cells: what is missing is trained, as train.py would; a failed one does not lose the others."""
+"""Cells: missing runs are trained as by train.py; a failed one does not stop the others."""
 
 from pathlib import Path
 
@@ -6,12 +6,12 @@ import pytest
 
 from co2.errors import ConfigError
 from co2.record.folder import run_folder
-from recipes.cells import Cell, run
+from recipes.cells import TrainCell, own_words, run
 from tests.cli.harness import TOY, assert_same_run, cli
 
 
-def cell(runs: Path, *overrides: str) -> Cell:
-    return Cell((*TOY, "train.steps=12", f"runs={runs}", *overrides))
+def cell(runs: Path, *overrides: str) -> TrainCell:
+    return TrainCell((*TOY, "train.steps=12", f"runs={runs}", *overrides))
 
 
 def test_cells_are_the_runs_of_train_py_and_a_failed_one_loses_no_other(tmp_path: Path):
@@ -20,15 +20,15 @@ def test_cells_are_the_runs_of_train_py_and_a_failed_one_loses_no_other(tmp_path
     diverges = cell(runs, "method=local_sgd", "optim.lr=1e30", "launch.workers=2")
     alone = cell(runs, "method=slowmo", "launch.workers=1")
     last = cell(runs, "method=allreduce", "launch.workers=2")
-    said: list[str] = []
-    assert run([good, diverges, alone, good, last], said.append) == [diverges]
+    lines: list[str] = []
+    assert run([good, diverges, alone, good, last], lines.append) == [diverges]
     assert [c.summary() is not None for c in (good, diverges, alone, last)] == [1, 0, 1, 1]
-    assert said[0].startswith("1 runs of 1 workers") and "3 runs of 2 workers" in said[1]
-    assert any("failed with exit status 65" in line and "lr=1e30" in line for line in said)
+    assert lines[0].startswith("1 runs of 1 workers") and "3 runs of 2 workers" in lines[1]
+    assert any("failed with exit status 65" in line and "lr=1e30" in line for line in lines)
 
-    said.clear()
-    assert run([good, alone, last], said.append) == []
-    assert said == [], "nothing is trained twice"
+    lines.clear()
+    assert run([good, alone, last], lines.append) == []
+    assert lines == [], "nothing is trained twice"
 
     for c in (good, last):
         overrides = [o for o in c.overrides if not o.startswith("runs=")]
@@ -41,3 +41,20 @@ def test_a_cell_that_cannot_be_run_is_refused_before_any_is(tmp_path: Path):
     with pytest.raises(ConfigError, match="nothing"):
         run([good, cell(tmp_path / "runs", "method=nothing")])
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_takes_each_key_once_and_no_other_methods_words() -> None:
+    column = (
+        "task=vit",
+        "slowmo.tau=48",
+        "co2_keep.tau=48",
+        "co2_keep.delay=12",
+        "comm.dtype=bf16",
+    )
+    assert own_words((*column, "method=co2_keep", "co2_keep.delay=null")) == (
+        *("task=vit", "co2_keep.tau=48", "co2_keep.delay=null", "comm.dtype=bf16"),
+        "method=co2_keep",
+    )
+    assert own_words((*column, "method=allreduce")) == (
+        *("task=vit", "comm.dtype=bf16", "method=allreduce"),
+    )

@@ -8,10 +8,12 @@ import pytest
 
 from co2.lab.training import TrialFailed
 from co2.lab.trial import trial_folder
+from co2.record.table import read_csv
 from recipes import entries, figure1, laboratory, scaling, table3
 from recipes.__main__ import main
-from recipes.collect import collect, read
+from recipes.collect import collect
 from recipes.laboratory import LabCell
+from recipes.recipe import Recipe
 from recipes.render import render
 from tests.engine.test_timeline import event, mark
 
@@ -30,9 +32,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def cell(recipe: laboratory.LabRecipe, row: str, column: str, repeat: int) -> LabCell:
-    found = next(r for r in recipe.rows if r.name == row)
-    return recipe.cell(found, next(c for c in recipe.columns if c.name == column), "smoke", repeat)
+def cell(recipe: Recipe, row: str, column: str, repeat: int) -> LabCell:
+    found = recipe.cell(recipe.row(row), recipe.column(column), "smoke", repeat)
+    assert isinstance(found, LabCell)
+    return found
 
 
 def write_run(of: LabCell, throughput: float) -> Path:
@@ -43,8 +46,8 @@ def write_run(of: LabCell, throughput: float) -> Path:
     summary = {"throughput": throughput, "exposed_share": 0.5, "overlap": 0.5}
     (folder / "summary.json").write_text(json.dumps({**summary, "workers": 2, "steps": 60}))
     machine = {"cpu": "another cpu", "cores": 4, "gpus": []}
-    told = {"git": {"commit": "f" * 40, "dirty": False}, "hardware": machine}
-    (folder / "manifest.json").write_text(json.dumps(told))
+    manifest = {"git": {"commit": "f" * 40, "dirty": False}, "hardware": machine}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
 
@@ -52,7 +55,7 @@ def test_values_are_of_the_laboratorys_table_and_of_runs(place: Path) -> None:
     second = cell(table3.RECIPE, "CO2", "2 workers, 20 Mbit/s", 1)
     folder = write_run(second, 10_700.0)
     assert collect([table3.RECIPE], place / "out", "smoke") == (3, 0)
-    rows = read(place / "out" / "ours.csv")
+    rows = read_csv(place / "out" / "ours.csv")
     assert [(r["row"], r["seed"], float(r["value"]), r["commit"], r["folder"]) for r in rows] == [
         ("AllReduce", "0", 800.0, "abc1234", "results/lab/cells.csv"),
         ("CO2", "0", 10_500.0, "abc1234", "results/lab/cells.csv"),
@@ -69,7 +72,7 @@ def test_values_are_of_the_laboratorys_table_and_of_runs(place: Path) -> None:
 
 def test_cells_with_overrides_are_trainings_of_their_own(place: Path) -> None:
     kept = cell(table3.RECIPE, "CO2, kept progress", "2 workers, 20 Mbit/s", 0)
-    traced = figure1.RECIPE.cell(figure1.RECIPE.rows[2], figure1.RECIPE.columns[0], "smoke", 0)
+    traced = cell(figure1.RECIPE, "CO2", "overlap, %", 0)
     plain = cell(table3.RECIPE, "CO2", "2 workers, 100 Mbit/s", 0)
     assert kept.overrides == ("co2_keep.delay=3",) and traced.overrides == ("trace=true",)
     assert kept.config().method_config.delay == 3 and traced.config().trace
@@ -102,11 +105,11 @@ def test_a_failed_cell_does_not_lose_the_others(
         write_run(self, 2.0)
 
     monkeypatch.setattr(LabCell, "train", train)
-    said: list[str] = []
-    assert laboratory.run([bad, good, good], said.append) == [bad]
-    assert good.summary() is not None and "failed: a worker ended" in said
-    assert laboratory.run([bad, good], said.append) == [bad]
-    assert said[-2].startswith("1 of 1"), "what has finished is not measured again"
+    lines: list[str] = []
+    assert laboratory.run([bad, good, good], lines.append) == [bad]
+    assert good.summary() is not None and "failed: a worker ended" in lines
+    assert laboratory.run([bad, good], lines.append) == [bad]
+    assert lines[-2].startswith("1 of 1"), "what has finished is not measured again"
 
 
 def test_figures_against_bandwidth_and_workers(place: Path) -> None:
@@ -128,9 +131,9 @@ def test_figures_against_bandwidth_and_workers(place: Path) -> None:
 
 
 def test_simulated_is_beside_the_paper_and_not_among_the_measured() -> None:
-    told = {"row": "CO2, τ = 48", "column": "80 Gbit/s TCP/IP, 128 GPUs"}
-    paper = [{**told, "value": "304736", "spread": ""}]
-    (table,) = scaling.tables(paper)
+    place = {"row": "CO2, τ = 48", "column": "80 Gbit/s TCP/IP, 128 GPUs"}
+    paper = [{**place, "value": "304736", "spread": ""}]
+    (table,) = scaling.tables([], paper)
     assert "Not measured" in table.text
     lines = {row[:3]: row[3:] for row in table.rows}
     tcp = "80 Gbit/s TCP/IP"

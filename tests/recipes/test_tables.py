@@ -10,12 +10,14 @@ import pytest
 
 from co2.errors import ConfigError
 from co2.record.folder import run_folder
+from co2.record.table import read_csv
 from co2.simulate.paper import PAPER as SCALING
 from recipes import entries, readme, render
 from recipes.__main__ import main, recipe_of
-from recipes.cells import Cell
-from recipes.collect import collect, read
+from recipes.cells import TrainCell
+from recipes.collect import collect
 from recipes.entries import Entry
+from recipes.laboratory import LabCell
 from recipes.recipe import Column, Recipe, Row
 from recipes.registry import RECIPES
 
@@ -42,7 +44,9 @@ BEGUN, FAILED = 1, 2
 """Seeds of CO2_3. Of SlowMo nothing has run."""
 
 
-def write_run(cell: Cell, value: float, commit: str, loss: float | None, finished: bool) -> None:
+def write_run(
+    cell: TrainCell, value: float, commit: str, loss: float | None, finished: bool
+) -> None:
     """A run's folder, as train.py leaves it; a loss that is not finite ends it."""
     folder = run_folder(cell.config())
     folder.mkdir(parents=True)
@@ -66,7 +70,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Collected from runs in the folder that is now the working one."""
     monkeypatch.chdir(tmp_path)
     for row, _, seed, cell in TOY.cells("smoke"):
-        assert isinstance(cell, Cell)
+        assert isinstance(cell, TrainCell)
         if seed in VALUES.get(row.name, {}):
             commit = ("b", "a", "d")[seed] * 40
             write_run(cell, VALUES[row.name][seed], commit, loss=1 - seed / 10, finished=True)
@@ -77,7 +81,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def found(results: Path) -> dict[str, Entry]:
-    same = entries.entries(TOY, read(results / "ours.csv"), PAPER)
+    same = entries.entries(TOY, read_csv(results / "ours.csv"), PAPER)
     return {entry.row.name: entry for entry in same}
 
 
@@ -95,7 +99,7 @@ def test_paired_test_is_over_the_seeds_that_both_have(results: Path) -> None:
     # Differences -10, -11, -9: t = -10 / (1 / 3^.5) = -17.32. With two degrees of freedom
     # p = 1 - |t| / (2 + t²)^.5.
     assert of["Local SGD"].p == pytest.approx(1 - 17.3205 / 302**0.5, rel=1e-3)
-    assert of["Local SGD"].told_p == "0.003"
+    assert of["Local SGD"].p_text == "0.003"
 
 
 def test_pairs_are_by_seed_and_what_is_counted_has_no_p() -> None:
@@ -105,7 +109,7 @@ def test_pairs_are_by_seed_and_what_is_counted_has_no_p() -> None:
     assert p == pytest.approx(0.295167, abs=1e-6)
     assert entries.paired({0: 0.9, 1: 0.91}, {0: 0.8, 1: 0.81}) is None
     few = Entry(TOY.rows[1], TOP1, {0: 1.0}, "", 0.00049)
-    assert few.told_p == "< 0.001"
+    assert few.p_text == "< 0.001"
 
 
 def best_of(column: Column, rows: tuple[Row, ...], *values: tuple[float, ...]) -> list[str]:
@@ -153,17 +157,42 @@ def test_every_value_leads_back_to_its_run(results: Path) -> None:
         assert f"train.seed={row['seed']}" in row["command"]
         assert row["hardware"] == "a cpu, 2 cores"
         assert (Path(row["folder"]) / "summary.json").exists()
-    told = entries.origin(TOY, rows, "smoke")
+    source = entries.origin(TOY, rows, "smoke")
     assert (
-        told.startswith("7 runs") and "Commit aaaaaaa, bbbbbbb, ddddddd-dirty, a mixture." in told
+        source.startswith("7 runs")
+        and "Commit aaaaaaa, bbbbbbb, ddddddd-dirty, a mixture." in source
     )
     assert entries.origin(TOY, [], "paper").startswith("Nothing has run")
     table = entries.measured(TOY, rows, PAPER, "smoke")
     assert table.head[2] == "measured here (smoke, a cpu, 2 cores)" and table.head[5] == "paper"
 
 
+def test_what_another_recipe_has_recorded_of_the_same_run_is_not_lost(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two recipes that read the same figure from the same run need it once."""
+    monkeypatch.setitem(RECIPES, "golden", TOY)
+    (tmp_path / "results").rename(tmp_path / "gone")
+    same = replace(TOP1, name="the same")
+    share = replace(TOP1, name="share", of="Local SGD")
+    loss = replace(TOP1, name="loss", metric="final.loss")
+    other = replace(TOY, name="other", columns=(same, share, loss))
+    assert collect([other], results, "smoke") == (0, 7)
+    rows = read_csv(results / "ours.csv")
+    own = [{**row, "recipe": "golden", "column": "top-1"} for row in rows[7:]]
+    assert own == rows[:7] and {row["column"] for row in rows[7:]} == {"the same"}
+    evals = read_csv(results / "evals.csv")
+    assert len([row for row in evals if row["recipe"] == "other"]) == len(evals) / 2 == 14
+
+
+def test_what_is_never_reached_is_not_a_number() -> None:
+    never = Entry(TOY.rows[0], TOP1, {0: 1.0, 1: float("inf")}, "", None)
+    assert never.measured == "not reached" and never.spread is None
+    assert entries.paired(never.values, {0: 1.0, 1: 2.0}) is None
+
+
 def test_losses_are_kept_for_the_curves(results: Path) -> None:
-    rows = [row for row in read(results / "evals.csv") if row["row"] == "AllReduce"]
+    rows = [row for row in read_csv(results / "evals.csv") if row["row"] == "AllReduce"]
     assert [(r["seed"], r["step"], r["train_s"], r["loss"]) for r in rows][2:] == [
         ("1", "30", "1.5", "2.0"),
         ("1", "60", "3.0", "0.9"),
@@ -221,10 +250,12 @@ def test_every_cell_of_every_recipe_composes(name: str, scale: str) -> None:
             recipe_of(name, scale)
         return
     for row, column, _, cell in recipe.cells(scale, seeds=[0]):
-        config = cell.config()
-        assert config.scale == scale and config.method in (row.overrides[0][7:], "local_sgd")
-        told = [word[5:] for word in column.overrides if word.startswith("task=")]
-        assert config.task == (told or ["gpt2"])[0]
+        cell.check()
+        if isinstance(cell, TrainCell | LabCell):
+            config = cell.config()
+            assert config.scale == scale and config.method in (row.overrides[0][7:], "local_sgd")
+            named = [word[5:] for word in column.overrides if word.startswith("task=")]
+            assert config.task == (named or ["gpt2"])[0]
 
 
 def test_what_the_paper_reports_is_in_a_table_of_its_recipe(
@@ -236,7 +267,7 @@ def test_what_the_paper_reports_is_in_a_table_of_its_recipe(
     monkeypatch.chdir(tmp_path)
     render.render(list(RECIPES.values()), tmp_path, "smoke")
     words = {"AllReduce": "AdamW", "CO2, τ = 48": "CO2 τ=48", "CO2, τ = 12": "CO2 τ=12"}
-    for row in read(tmp_path / "paper.csv"):
+    for row in read_csv(tmp_path / "paper.csv"):
         assert row["source"] and float(row["value"]) > 0
         lines = (tmp_path / "tables" / f"{row['recipe']}.md").read_text().splitlines()
         value = f"{int(row['value']):,}" if row["value"].isdecimal() else row["value"]
@@ -247,14 +278,14 @@ def test_what_the_paper_reports_is_in_a_table_of_its_recipe(
 
 
 def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture) -> None:
-    for words, told in (
+    for words, line in (
         ("run tabel2", "recipe=tabel2: no such recipe; did you mean table2?"),
         ("list table3 --scale paper", "--scale=paper: table3 can be run at scale=smoke alone"),
         ("run table2 --seeds 0,x", "--seeds=x: must be whole numbers"),
     ):
         assert main(words.split()) == 2
         error = capsys.readouterr().err
-        assert told in error and error.count("\n") == 1
+        assert line in error and error.count("\n") == 1
 
 
 def test_the_readme_shows_what_was_measured(tmp_path: Path) -> None:

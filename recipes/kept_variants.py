@@ -1,47 +1,60 @@
 """What was tried for `co2_keep`: variants of one outer step, simulated in one process.
 
-G replicas of the ViT of task=vit take turns; nothing is sent, so a variant is a few lines here and
-not a method. What won became co2/methods/co2_keep.py; docs/co2_keep.md says why.
+    python -m recipes run kept_variants                    one process, no communication
+
+Cost: 63 simulations of 2,000 steps of the small ViT each, a minute and more on one core: an hour.
+Expected: a mean that arrives after 3 steps in place of 12 brings the loss near that of blocking
+local SGD, and keeping half of the progress made meanwhile does far better than all or nothing.
+
+Four replicas of the ViT of task=vit take turns and nothing is sent, so that a variant is a few
+lines here and not a method. What won became co2/methods/co2_keep.py; docs/co2_keep.md gives the
+reasons.
 """
 
-import argparse
-import json
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import report
 from co2.comm.mesh import Mesh
 from co2.config import Config
-from co2.train.loop import learning_rate
-from recipes.cells import Cell
-from train import APP
+from co2.task import Task
+from co2.train.schedule import learning_rate
+from recipes.cells import APP, composed_config
+from recipes.functions import FunctionCell, FunctionColumn
+from recipes.recipe import Recipe, Row
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What happens when the mean of the last round arrives; q is the progress made since."""
+    """What happens when the mean δ of the last round arrives.
+
+    A replica has made progress q since that round's end, and progress p in that round; c is the
+    consensus, x the replica's weights, u the momentum of the means.
+    """
 
     delay: int = 12
-    """Steps until it arrives."""
+    """Steps until the mean arrives."""
     kept: float = 1.0
-    """x ← c + kept · q + …"""
+    """Share of the own progress since: x ← c + kept · q + …"""
     momentum: float = 0.0
     momentum_weight: float = 0.0
-    """c ← c + δ + momentum_weight · u, u ← momentum · u + δ."""
+    """u ← momentum · u + δ, c ← c + outer_lr · δ + momentum_weight · u."""
     outer_lr: float = 1.0
-    """Of δ in c."""
+    """Factor of δ in c."""
     expected: float = 0.0
-    """… + expected · δ: q of the others is taken to be what they did in the round before."""
+    """… + expected · δ, as if the others progressed as they did in the round before."""
     returned: float = 0.0
-    """… + returned · (p − δ): some of the own deviation, which local steps may have undone."""
+    """… + returned · (p − δ), a share of the own deviation, which local steps may have undone."""
     eager: bool = False
-    """Eager DiLoCo's estimate in place of q: δ + (q − p)/G."""
+    """Whether Eager DiLoCo's estimate, δ + (q − p)/G, replaces kept · q."""
     moments: bool = False
-    """The inner optimizer's moments are averaged too: what a replica's own at the end of the round
-    missed of their mean is added when it arrives, as far as it had not been forgotten by then."""
+    """Whether the inner optimizer's moments are averaged too.
+
+    When the mean arrives, each replica adds what its own moments lacked of it at the end of the
+    round, multiplied by what β leaves of that after `delay` steps.
+    """
 
 
 VARIANTS = {
@@ -67,41 +80,45 @@ VARIANTS = {
     "delay 3, kept .5, and the moments averaged": Variant(delay=3, kept=0.5, moments=True),
     "delay 6, kept .5": Variant(delay=6, kept=0.5),
 }
-TAU, REPLICAS = 12, 4
+TAU, REPLICAS, STEPS = 12, 4, 500
 MOMENTS = {"exp_avg": 0, "exp_avg_sq": 1}
-"""Of AdamW, and which of its β forgets them."""
+"""AdamW's moments, and the index of the β that each decays with."""
 Moments = dict[tuple[str, int], Tensor]
+"""Moments by name and by the number of the parameter."""
 
 
 class Replica:
-    """Model, optimizer and data of one, its trained weights as one vector."""
+    """Model, optimizer and data of one replica; its trained weights are read as one vector."""
 
-    def __init__(self, config: Config, task: object, number: int) -> None:
+    def __init__(self, config: Config, task: Task, number: int) -> None:
         self.config, self.task = config, task
-        self.model = task.model()  # type: ignore[attr-defined]
-        self.optimizer = task.optimizer(self.model)  # type: ignore[attr-defined]
+        self.model = task.model()
+        self.optimizer = task.optimizer(self.model)
         mesh = Mesh(number, REPLICAS, torch.device("cpu"))
-        self.batches = task.batches(mesh, 0)  # type: ignore[attr-defined]
+        self.batches = task.batches(mesh, 0)
         self.params = [p for p in self.model.parameters() if p.requires_grad]
 
     def weights(self) -> Tensor:
+        """A copy of the trained weights."""
         return nn.utils.parameters_to_vector(self.params).detach()
 
     def set_weights(self, flat: Tensor) -> None:
+        """Replace the trained weights."""
         nn.utils.vector_to_parameters(flat, self.params)
 
     def moments(self) -> Moments:
-        """The live tensors, by name and by the weight's place."""
+        """The optimizer's own tensors, not copies."""
         states = [self.optimizer.state[param] for param in self.params]
         return {(name, n): state[name] for n, state in enumerate(states) for name in MOMENTS}
 
     def train(self, first: int, count: int) -> None:
+        """Train `count` steps from the step with index `first` on."""
         knobs = self.config.train
         for step in range(first, first + count):
             share = learning_rate(step, self.config.optim, knobs.steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * share
-            self.task.loss(self.model, next(self.batches)).backward()  # type: ignore[attr-defined]
+            self.task.loss(self.model, next(self.batches)).backward()
             if knobs.clip_norm is not None:
                 nn.utils.clip_grad_norm_(self.params, knobs.clip_norm)
             self.optimizer.step()
@@ -110,6 +127,8 @@ class Replica:
 
 @dataclass
 class Simulation:
+    """Training of all replicas under one variant, in turn."""
+
     config: Config
     variant: Variant
     step: int = 0
@@ -121,7 +140,7 @@ class Simulation:
         task.setup(REPLICAS)
         self.replicas = [Replica(self.config, task, number) for number in range(REPLICAS)]
         center, u = self.weights()[0], torch.zeros(())
-        own: list[Tensor] = []  # p^i of the round before
+        own: list[Tensor] = []  # p of every replica in the round before
         missed: list[Moments] = []
         while not self.done:
             was = self.weights()
@@ -142,12 +161,15 @@ class Simulation:
 
     @property
     def done(self) -> bool:
+        """Whether all steps are trained."""
         return self.step >= self.config.train.steps
 
     def weights(self) -> list[Tensor]:
+        """The weights of every replica."""
         return [replica.weights() for replica in self.replicas]
 
     def train(self, steps: int) -> None:
+        """Train every replica for `steps` steps, or as many as are left."""
         steps = min(steps, self.config.train.steps - self.step)
         for replica in self.replicas:
             replica.train(self.step, steps)
@@ -156,6 +178,11 @@ class Simulation:
     def arrive(
         self, center: Tensor, u: Tensor, own: list[Tensor], q: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
+        """The mean of the last round arrives: `own` holds every replica's p, `q` its q.
+
+        Returns:
+            The new consensus and momentum.
+        """
         v, delta = self.variant, torch.stack(own).mean(0)
         u = v.momentum * u + delta
         center = center + v.outer_lr * delta + v.momentum_weight * u
@@ -168,12 +195,13 @@ class Simulation:
         return center, u
 
     def missed_moments(self) -> list[Moments]:
-        """Of every replica: its trained weights' moments, taken from the replicas' mean."""
+        """What each replica's moments lack of the replicas' mean."""
         own = [replica.moments() for replica in self.replicas]
         means = {key: torch.stack([same[key] for same in own]).mean(0) for key in own[0]}
         return [{key: means[key] - same[key] for key in same} for same in own]
 
     def add_moments(self, missed: list[Moments]) -> None:
+        """Add what the moments lacked a delay ago, decayed since."""
         for replica, parts in zip(self.replicas, missed, strict=True):
             betas = replica.optimizer.param_groups[0]["betas"]
             for (name, number), moment in replica.moments().items():
@@ -181,43 +209,64 @@ class Simulation:
                 moment.add_(parts[name, number], alpha=left)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--runs", type=Path, default=Path("results/runs/kept_variants.json"))
-    parser.add_argument("--out", type=Path, default=Path("results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)  # the models are too small for more
-    losses: dict[str, float] = json.loads(args.runs.read_text()) if args.runs.exists() else {}
-    for seed in args.seeds.split(","):
-        for name, variant in VARIANTS.items():
-            key = f"{args.steps} {seed} {variant}"
-            if key not in losses:
-                losses[key] = Simulation(config(args.steps, seed), variant).run()
-                print(f"seed {seed}, {name}: {losses[key]:.4f}", flush=True)
-                args.runs.parent.mkdir(parents=True, exist_ok=True)
-                args.runs.write_text(json.dumps(losses, indent=1))
-    seeds = args.seeds.split(",")
-    report.write(
-        args.out / "kept_variants.md",
-        "Variants of kept progress, simulated",
-        f"Validation loss of task=vit at smoke scale after {args.steps} steps of {REPLICAS} "
-        f"replicas, batches of 16, τ = {TAU}; a delay of {TAU} where none is named. Mean ± "
-        f"standard deviation over the seeds, {len(seeds)}. A simulation in one process; early in a "
-        "training, where methods differ most.",
-        ["variant", "validation loss"],
-        [
-            [name, report.mean([losses[f"{args.steps} {s} {v}"] for s in seeds], form=".3f")]
-            for name, v in VARIANTS.items()
-        ],
-    )
+def variant_of(cell: FunctionCell) -> Variant:
+    """The variant that a cell's settings name; what they do not name has its default."""
+    given = cell.settings
+    names = {item.name for item in fields(Variant)} & given.keys()
+    return Variant(**{name: given[name] for name in names})
 
 
-def config(steps: int, seed: str) -> Config:
+def config(steps: int, seed: int) -> Config:
+    """The configuration of the replicas' training."""
     overrides = (f"train.steps={steps}", "train.batch_size=16", f"train.seed={seed}")
-    return Cell(("task=vit", "method=local_sgd", f"launch.workers={REPLICAS}", *overrides)).config()
+    words = ("task=vit", "method=local_sgd", f"launch.workers={REPLICAS}", *overrides)
+    return composed_config(words)
 
 
-if __name__ == "__main__":
-    main()
+def train_all(cells: Sequence[FunctionCell]) -> None:
+    """Simulate these cells one after the other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the models are too small for more
+    try:
+        for number, cell in enumerate(cells, start=1):
+            steps = cell.settings["steps"]
+            loss = Simulation(config(steps, cell.seed), variant_of(cell)).run()
+            cell.finish({"loss": loss}, REPLICAS, steps)
+            words = " ".join(cell.overrides)
+            print(f"{number} of {len(cells)}: {words}, seed {cell.seed}: {loss:.4f}", flush=True)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _row(name: str, variant: Variant) -> Row:
+    """A row whose overrides are what the variant changes."""
+    changed = {
+        item.name: getattr(variant, item.name)
+        for item in fields(Variant)
+        if getattr(variant, item.name) != item.default
+    }
+    words = [f"{key}={str(value).lower()}" for key, value in changed.items()]
+    return Row(name, tuple(words) or ("delay=12",))
+
+
+RECIPE = Recipe(
+    name="kept_variants",
+    title="Variants of kept progress, simulated",
+    text=f"Validation loss of task=vit at smoke scale after {STEPS} steps of {REPLICAS} replicas, "
+    f"batches of 16, τ = {TAU}; a delay of {TAU} steps where the name tells no other. One process "
+    "simulates all replicas. It is early in the training, where methods differ most. "
+    "results/kept_variants.md has the figures of an earlier measurement with one seed.",
+    rows=tuple(_row(name, variant) for name, variant in VARIANTS.items()),
+    columns=(
+        FunctionColumn(
+            "ViT",
+            (f"steps={STEPS}",),
+            "final.loss",
+            lower=True,
+            digits=3,
+            curve=False,
+            train=train_all,
+        ),
+    ),
+    scales=("smoke",),
+)

@@ -1,0 +1,178 @@
+"""The whole field: bytes, rounds, throughput on slow links, and validation loss of every method.
+
+    sudo python -m recipes run field                       losses here, throughput in the laboratory
+
+Cost: 66 runs of half a minute to a minute, and 144 trainings in the laboratory of half a minute to
+three minutes on 2 cores: five hours. Trainings in results/field count as finished.
+Expected: on links of 20 Mbit/s methods that overlap a whole round keep 70 to 90 % of the throughput
+without communication, blocking ones 40 to 50 %, AllReduce 7 %.
+
+Two workers, the settings of conf/method as they are. In the laboratory 1-bit Adam and 0/1 Adam
+freeze v early, because its trainings have 60 steps.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from co2.record.table import Table
+from recipes import figures
+from recipes.cells import SummaryJSON, composed_config
+from recipes.entries import Entry, entries
+from recipes.laboratory import LabColumn
+from recipes.methods import ADAM_ONLY, EVERY_METHOD, LIMIT
+from recipes.recipe import Column, Recipe, Row, Rows
+from recipes.table2 import SHORT
+
+TASKS = {"gpt2": SHORT, "resnet50": ()}
+SGD = ("resnet50",)
+RATES = ("20", "100")
+FREEZE = (
+    "onebit_adam.freeze_step=10",
+    "zero_one_adam.freeze_step=10",
+    "zero_one_adam.double_every=15",
+)
+"""For 60 steps."""
+BEFORE = {task: (Path(f"results/field/{task}/cells.csv"),) for task in TASKS}
+
+
+def rounds(summary: SummaryJSON) -> float:
+    """Collectives of one worker in the training, buckets not counted.
+
+    A method that does not count them has one every τ steps, of each of its fragments.
+    """
+    if "rounds" in summary:
+        return float(summary["rounds"])
+    words = (f"task={summary['task']}", f"method={summary['method']}")
+    config = composed_config(words).method_config
+    whole = summary["steps"] // getattr(config, "tau", 1)
+    return float(whole * getattr(config, "fragments", 1))
+
+
+def columns(task: str) -> Iterator[Column]:
+    """What is measured of one task."""
+    refused = ADAM_ONLY if task in SGD else ()
+    without = (*refused, LIMIT.name)
+    overrides = (f"task={task}",)
+    smoke = TASKS[task]
+    yield Column(
+        f"{task}, bytes per step",
+        overrides,
+        "bytes_per_step",
+        lower=True,
+        digits=0,
+        smoke=smoke,
+        curve=False,
+        without=without,
+    )
+    yield Column(
+        f"{task}, rounds",
+        overrides,
+        rounds,
+        lower=True,
+        digits=0,
+        smoke=smoke,
+        curve=False,
+        without=without,
+    )
+    for rate in RATES:
+        yield LabColumn(
+            share(task, rate),
+            # The laboratory's own settings of GPT-2 hold where no task is named.
+            (
+                "--workers=2",
+                f"--mbit={rate}",
+                *(() if task == "gpt2" else overrides),
+                *(FREEZE if task == "gpt2" else ()),
+            ),
+            "throughput",
+            digits=1,
+            curve=False,
+            of=LIMIT.name,
+            without=refused,
+            before=BEFORE[task],
+        )
+    yield Column(
+        loss(task),
+        overrides,
+        "final.loss",
+        lower=True,
+        digits=4,
+        smoke=smoke,
+        without=without,
+    )
+
+
+def share(task: str, rate: str) -> str:
+    """The name of the column for throughput on links of this rate."""
+    return f"{task}, % of the throughput without communication, {rate} Mbit/s"
+
+
+def loss(task: str) -> str:
+    """The name of the column for validation loss."""
+    return f"{task}, validation loss"
+
+
+def page(ours: Rows, _: Rows) -> Iterable[Table]:
+    """One line for each task and method, so that cost and loss stand beside each other."""
+    found = {(e.column.name, e.row.name): e for e in entries(RECIPE, ours, [])}
+    lines = []
+    for task in TASKS:
+        for row in EVERY_METHOD:
+            own = [found.get((column.name, row.name)) for column in columns(task)]
+            known = [entry for entry in own if entry is not None]
+            if any(entry.values for entry in known):
+                lines.append((task, row.name, *(entry.measured for entry in known)))
+    if not lines:
+        return []
+    of_limit = [f"{rate} Mbit/s, % of the limit" for rate in RATES]
+    table = Table(
+        name="field_page",
+        title="The field on one page",
+        text="The limit is the same training without communication.",
+        head=("task", "method", "bytes per step", "rounds", *of_limit, "validation loss"),
+        rows=lines,
+    )
+    return [table]
+
+
+def draw(ours: Rows, stem: Path) -> Iterator[Path]:
+    """Draw throughput to the right and loss upwards, a panel for each task and rate."""
+    found = {(e.column.name, e.row.name): e for e in entries(RECIPE, ours, [])}
+    for task in TASKS:
+        for rate in RATES:
+            names = (share(task, rate), loss(task))
+            both = [
+                (number, row, [found[name, row.name] for name in names])
+                for number, row in enumerate(EVERY_METHOD)
+                if all((name, row.name) in found for name in names)
+            ]
+            known = [line for line in both if all(entry.values for entry in line[2])]
+            if known:
+                path = figures.beside(stem, task, rate)
+                _panel(known, path, f"{task}, {rate} Mbit/s")
+                yield path
+
+
+def _panel(points: Sequence[tuple[int, Row, list[Entry]]], path: Path, title: str) -> None:
+    """A dot for each method."""
+    with figures.panel(path, title) as axis:
+        for number, row, (throughput, final) in points:
+            style = figures.style(number, row.name) | {"linestyle": "none"}
+            axis.plot(throughput.mean, final.mean, **style)
+        axis.set_xlim(0, 125)
+        axis.set_xlabel("throughput, % of that without communication")
+        axis.set_ylabel("validation loss")
+
+
+RECIPE = Recipe(
+    name="field",
+    title="The field",
+    text="Two workers, the settings of conf/method as they are. Rounds: collectives of one worker "
+    "in the training, buckets not counted. Throughput is measured in the laboratory, where repeats "
+    "stand in for seeds. results/field/table.md has the figures of an earlier measurement.",
+    rows=(*EVERY_METHOD, LIMIT),
+    columns=tuple(column for task in TASKS for column in columns(task)),
+    scales=("smoke",),
+    draw=draw,
+    beside=page,
+)

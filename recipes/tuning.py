@@ -1,0 +1,94 @@
+"""Recipes whose settings are tuned first: the trials are a recipe of their own.
+
+Trials are collected and committed like every other value, so a table's settings can be traced to
+them; the choice is made again from these whenever the recipe is used.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from co2.record.table import read_csv
+from recipes.cells import Cell
+from recipes.recipe import Column, Recipe, Row
+
+OURS = Path("results/ours.csv")
+"""Where trials are looked up that were made elsewhere."""
+
+
+@dataclass(frozen=True)
+class TunedRecipe(Recipe):
+    """A recipe that trains what won in its trials.
+
+    A row is tuned for a column once all its trials have a value. Until then its cells are missing
+    from `cells`.
+    """
+
+    trials: Recipe = field(kw_only=True)
+    """Has the values to choose by, the lower the better, for its first seed."""
+    grids: Mapping[str, tuple[str, ...]] = field(kw_only=True)
+    """By row, the names of its trials' rows. Rows without a grid have nothing to tune."""
+    tuned_in: Mapping[str, str] = field(kw_only=True)
+    """By column, the trials' column in which its settings are chosen."""
+
+    def cells(
+        self, scale: str, seeds: Sequence[int] | None = None
+    ) -> Iterator[tuple[Row, Column, int, Cell]]:
+        chosen = self.chosen(scale)
+        for seed in self.seeds if seeds is None else seeds:
+            for row, column in self.places():
+                tuned = chosen[row.name, column.name]
+                if tuned is not None:
+                    yield row, column, seed, column.cell(self.name, tuned, scale, seed)
+
+    def cell(self, row: Row, column: Column, scale: str, seed: int) -> Cell:
+        """The run behind one value. Raises `LookupError` while the trials are not complete."""
+        tuned = self._chosen(row, column, scale, self._elsewhere(scale))
+        if tuned is None:
+            raise LookupError(
+                f"{row.name}, {column.name}: trials of {self.trials.name} are missing"
+            )
+        return column.cell(self.name, tuned, scale, seed)
+
+    def undecided(self, scale: str) -> int:
+        """The number of places in the table whose trials are not complete."""
+        return sum(tuned is None for tuned in self.chosen(scale).values())
+
+    def chosen(self, scale: str) -> dict[tuple[str, str], Row | None]:
+        """By names of row and column: the row with the settings that won, None while unknown."""
+        elsewhere = self._elsewhere(scale)
+        return {
+            (row.name, column.name): self._chosen(row, column, scale, elsewhere)
+            for row, column in self.places()
+        }
+
+    def _chosen(
+        self, row: Row, column: Column, scale: str, elsewhere: Mapping[tuple[str, str, str], float]
+    ) -> Row | None:
+        names = self.grids.get(row.name, ())
+        if not names:
+            return row
+        trials, seed = self.trials, self.trials.seeds[0]
+        place = trials.column(self.tuned_in[column.name])
+        values: dict[str, float] = {}
+        for name in names:
+            trial = trials.row(name)
+            value = trials.value(trial, place, scale, seed)
+            if value is None:
+                command = trials.cell(trial, place, scale, seed).command
+                value = elsewhere.get((name, place.name, command))
+            if value is None:
+                return None
+            values[name] = value
+        won = trials.row(min(values, key=values.__getitem__))
+        # The row's own settings follow the trial's, and so win over them.
+        return replace(row, overrides=(*won.overrides, *row.overrides[1:]))
+
+    def _elsewhere(self, scale: str) -> dict[tuple[str, str, str], float]:
+        """Recorded values of the trials, by row, column and command."""
+        return {
+            (line["row"], line["column"], line["command"]): float(line["value"])
+            for line in read_csv(OURS)
+            if (line["recipe"], line["scale"], line["seed"])
+            == (self.trials.name, scale, str(self.trials.seeds[0]))
+        }

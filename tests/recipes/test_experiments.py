@@ -1,0 +1,326 @@
+"""Experiments with trials, functions in place of runs, or tables of their own."""
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from co2.record.folder import run_folder
+from co2.record.table import Table, read_csv
+from recipes import digits, field, functions, kept_progress, kept_variants, quality, time_to_loss
+from recipes import entries as entries_module
+from recipes.cells import TrainCell
+from recipes.collect import collect
+from recipes.functions import FunctionCell, FunctionColumn
+from recipes.laboratory import LabCell
+from recipes.recipe import Recipe, Row
+from recipes.render import render
+
+PLACE = "gpt2, τ = 12, 2 replicas"
+FOUR = "gpt2, τ = 12, 4 replicas"
+LOSSES = {
+    "diloco": (5.2, 5.0, 5.1),
+    "slowmo": (5.3, 5.4, 5.5),
+    "co2_keep": (5.6, 5.5, 5.4),
+}
+"""Of the points of each grid."""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def line(recipe: Recipe, row: str, column: str, seed: int, value: float) -> dict[str, object]:
+    """A line of ours.csv, as if the run had been made on another machine."""
+    command = recipe.cell(recipe.row(row), recipe.column(column), "smoke", seed).command
+    source = {"commit": "abc", "hardware": "a cpu", "workers": 2, "steps": 9, "folder": "f"}
+    key = {"recipe": recipe.name, "row": row, "column": column, "scale": "smoke", "seed": seed}
+    return {**key, "value": value, **source, "command": command}
+
+
+def write_ours(lines: Sequence[dict[str, object]]) -> None:
+    Table.of_records(lines).write_csv(Path("results/ours.csv"))
+
+
+def trial_lines() -> list[dict[str, object]]:
+    return [
+        line(kept_progress.TRIALS, row.name, PLACE, 0, loss)
+        for method, losses in LOSSES.items()
+        for row, loss in zip(kept_progress.trials_of(method), losses, strict=True)
+    ]
+
+
+def chosen(row: str, column: str) -> tuple[str, ...]:
+    """The words of a row's run that its method's node has."""
+    found = kept_progress.RECIPE
+    cell = found.cell(found.row(row), found.column(column), "smoke", 1)
+    assert isinstance(cell, TrainCell)
+    node = row.partition(",")[0]
+    return tuple(word for word in cell.overrides if word.startswith(f"{node}."))
+
+
+def test_what_won_in_the_trials_is_trained(place: Path) -> None:
+    recipe = kept_progress.RECIPE
+    before = recipe.undecided("smoke")
+    assert before == 4 * len(recipe.columns), "all but allreduce are tuned"
+    write_ours(trial_lines())
+    assert recipe.undecided("smoke") == before - 4 * 2, "of one task and τ, for 2 and 4 replicas"
+    for column in (PLACE, FOUR):
+        assert chosen("diloco", column) == (
+            *("diloco.tau=12", "diloco.outer_lr=1", "diloco.outer_momentum=0.4"),
+        )
+        assert chosen("slowmo", column)[2] == "slowmo.outer_momentum=0.2"
+        settings = ("co2_keep.outer_momentum=0.8", "co2_keep.momentum_weight=0.2")
+        assert chosen("co2_keep", column) == ("co2_keep.tau=12", "co2_keep.delay=3", *settings)
+        whole = chosen(kept_progress.WHOLE, column)
+        assert whole == ("co2_keep.tau=12", "co2_keep.delay=null", *settings)
+    with pytest.raises(LookupError, match="trials of kept_progress_trials are missing"):
+        chosen("diloco", "vit, τ = 12, 2 replicas")
+
+    (trial,) = (c for *_, c in small(kept_progress.TRIALS).cells("smoke") if is_worst(c))
+    write_summary(trial, 1.0)
+    assert chosen("diloco", PLACE)[2] == "diloco.outer_momentum=0.9", "a run here counts first"
+
+
+def small(recipe: Recipe) -> Recipe:
+    """The recipe with one column."""
+    return replace(recipe, columns=(recipe.column(PLACE),))
+
+
+def is_worst(cell: object) -> bool:
+    return isinstance(cell, TrainCell) and "diloco.outer_momentum=0.9" in cell.overrides
+
+
+def write_summary(cell: object, loss: float) -> None:
+    assert isinstance(cell, TrainCell)
+    folder = run_folder(cell.config())
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text(json.dumps({"final": {"loss": loss}}))
+
+
+def test_tuned_values_survive_a_clone_and_are_compared_seed_by_seed(place: Path) -> None:
+    trials = trial_lines()
+    write_ours(trials)
+    recipe = kept_progress.RECIPE
+    losses = {"diloco": (5.0, 5.2), "slowmo": (5.4, 5.4), "co2_keep": (5.05, 5.25)}
+    values = [
+        line(recipe, row, PLACE, seed, loss)
+        for row, own in losses.items()
+        for seed, loss in enumerate(own)
+    ]
+    write_ours([*trials, *values])
+    assert collect([recipe], place / "results", "smoke") == (0, 6)
+    ours = read_csv(place / "results" / "ours.csv")
+    assert len(ours) == len(trials) + 6, "although no run is here"
+    (table,) = kept_progress.differences([r for r in ours if r["recipe"] == recipe.name], [])
+    lines = {row[1]: row[2:] for row in table.rows}
+    assert lines["diloco"] == (
+        "outer_lr 1, outer_momentum 0.4",
+        "5.1000 ± 0.1414",
+        "2",
+        "the bound",
+    )
+    assert lines["slowmo"][3] == "+5.9% ± 2.8%"
+    assert lines["co2_keep"][::3] == ("outer_momentum 0.8, momentum_weight 0.2", "+1.0% ± 0.0%")
+    assert set(lines) == set(losses), "what has no value is not listed"
+
+
+def test_the_two_replicas_and_four_see_as_many_samples() -> None:
+    for name, (samples, steps) in kept_progress.TASKS.items():
+        for replicas in (2, 4):
+            words = kept_progress.column(name, 48, replicas).overrides
+            batch = next(word for word in words if word.startswith("train.batch_size="))
+            assert int(batch.partition("=")[2]) * replicas == samples
+            assert f"train.steps={steps}" in words and "co2_keep.delay=12" in words
+
+
+def loss_of(cells: Sequence[FunctionCell]) -> None:
+    """Of a toy: a figure of its settings; the second seed fails."""
+    for cell in cells:
+        if cell.seed != 1:
+            cell.finish({"loss": cell.settings["a"] + cell.settings["b"] + cell.seed}, 4, 9)
+
+
+def test_a_function_is_a_run_like_others(place: Path) -> None:
+    column = FunctionColumn("x", ("a=1.5",), "final.loss", curve=False, train=loss_of)
+    recipe = Recipe("function", "F", "Text.", (Row("r", ("b=2", "c=true")),), (column,), (0, 1, 2))
+    cells = [cell for *_, cell in recipe.cells("smoke")]
+    assert all(isinstance(cell, FunctionCell) and cell.settings["c"] is True for cell in cells)
+    asked = [cell for cell in cells if isinstance(cell, FunctionCell)]
+    lines: list[str] = []
+    assert functions.run([*asked, *asked], lines.append) == [asked[1]]
+    assert len(lines) == 1 and lines[0].startswith("3 trainings of function")
+    assert collect([recipe], place, "smoke") == (2, 0)
+    rows = read_csv(place / "ours.csv")
+    assert [(row["seed"], row["value"]) for row in rows] == [("0", "3.5"), ("2", "5.5")]
+    assert rows[1]["command"] == "python -m recipes run function --seeds 2  # a=1.5 b=2 c=true"
+    assert rows[0]["workers"] == "4" and rows[0]["steps"] == "9" and rows[0]["commit"]
+    assert (place / rows[0]["folder"] / "summary.json").exists()
+    assert functions.run(asked, lines.append) == [asked[1]], "what has finished is kept"
+    assert lines[1].startswith("1 trainings")
+
+
+def test_variants_are_what_their_names_tell() -> None:
+    recipe = kept_variants.RECIPE
+    for name, variant in kept_variants.VARIANTS.items():
+        cell = recipe.cell(recipe.row(name), recipe.columns[0], "smoke", 2)
+        assert isinstance(cell, FunctionCell)
+        assert kept_variants.variant_of(cell) == variant
+    commands = {cell.command for *_, cell in recipe.cells("smoke")}
+    assert len(commands) == len(kept_variants.VARIANTS) * 3
+
+
+def test_a_variant_is_simulated() -> None:
+    """The share of progress that is kept matters only where a mean arrives late."""
+    config = copy.deepcopy(kept_variants.config(18, 0))
+    config.train.batch_size = 2
+
+    def loss(variant: kept_variants.Variant) -> float:
+        return kept_variants.Simulation(config, variant).run()
+
+    blocking = loss(kept_variants.Variant(delay=0))
+    assert loss(kept_variants.Variant(delay=0, kept=0.5)) == blocking, "no progress meanwhile"
+    late = loss(kept_variants.Variant(delay=3))
+    assert loss(kept_variants.Variant(delay=3, kept=0.5)) != late != blocking
+
+
+def test_digits_train_under_every_row(tmp_path: Path) -> None:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        for row in digits.RECIPE.rows:
+            words = ("optimizer=sgd", "replicas=1", "steps=24", "tau=3", *row.overrides)
+            final = digits.train(FunctionCell("digits", words, 0, digits.train_all))
+            assert 0.1 < final["accuracy"] < 1 and 0 < final["cross_entropy"] < 2.4, row
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_digits_say_whether_the_effect_shows() -> None:
+    def rows(without: Sequence[float], aware: Sequence[float]) -> list[dict[str, str]]:
+        return [
+            {"row": name, "column": "sgd, cross-entropy", "value": str(value)}
+            for name, values in ((digits.NONE, without), (digits.GAP_AWARE, aware))
+            for value in values
+        ]
+
+    effect, simulation = digits.verdicts(rows([1.0, 1.2], [0.2, 0.3]), [])
+    assert effect.rows == [("sgd", "0.850", "0.212", "yes")]
+    assert ("sgd", digits.NONE, "1.100 ± 0.141", "1.5 ± 0.6") in simulation.rows
+    effect, _ = digits.verdicts(rows([0.4, 0.2], [0.2, 0.3]), [])
+    assert effect.rows[0][3] == "no"
+    assert list(digits.verdicts([], [])) == []
+
+
+def test_quality_counts_the_seeds_that_reach_the_goal() -> None:
+    language = f"GPT-2, {quality.ENTROPY}"
+    ours = [
+        {"row": "co2", "column": column, "value": str(value)}
+        for column, values in {"ViT, top-1 %": (90.0, 89.9), language: (99.9, 100.0, 20.0)}.items()
+        for value in values
+    ]
+    (table,) = quality.reached(ours, [])
+    assert table.rows == [
+        ("ViT, top-1 %", "co2", "≥ 90", "1 of 2"),
+        (language, "co2", "< 100", "2 of 3"),
+    ]
+    summary = {"final": {"loss": 4.0}, "baselines": {"unigram_entropy": 5.0}}
+    assert quality.RECIPE.column(language).value(summary) == 80
+    refused = {(row.name, column.name) for row, column in quality.RECIPE.places()}
+    assert ("onebit_adam", "ResNet-50, top-1 %") not in refused
+    assert ("onebit_adam", language) in refused
+
+
+def test_the_field_counts_rounds_and_takes_shares_of_the_limit(place: Path) -> None:
+    told = {"task": "gpt2", "steps": 480}
+    assert field.rounds({**told, "method": "allreduce"}) == 480
+    assert field.rounds({**told, "method": "co2"}) == 40
+    assert field.rounds({**told, "method": "streaming_diloco"}) == 80
+    assert field.rounds({**told, "method": "zero_one_adam", "rounds": 285}) == 285
+
+    cells = place / "results" / "field" / "gpt2" / "cells.csv"
+    cells.parent.mkdir(parents=True)
+    cells.write_text(
+        "workers,mbit,method,repeat,throughput,exposed_share,overlap,steps,commit,hardware\n"
+        "2,20,none,0,12000.0,0.0,,60,abc1234,a cpu\n"
+        "2,20,onebit_adam,0,3000.0,0.7,0.0,60,abc1234,a cpu\n"
+    )
+    where = field.share("gpt2", "20")
+    adam = field.RECIPE.cell(
+        field.RECIPE.row("onebit_adam"), field.RECIPE.column(where), "smoke", 0
+    )
+    assert isinstance(adam, LabCell) and adam.overrides == ("onebit_adam.freeze_step=10",)
+    assert collect([field.RECIPE], place, "smoke") == (2, 0)
+    values = {(r["row"], r["column"]): float(r["value"]) for r in read_csv(place / "ours.csv")}
+    assert values == {("onebit_adam", where): 25, ("no communication", where): 100}
+    (table,) = field.page(read_csv(place / "ours.csv"), [])
+    assert table.rows == [("gpt2", "onebit_adam", *["not run"] * 2, "25.0", *["not run"] * 2)]
+
+
+def test_time_to_a_loss_is_taken_from_the_evaluations(place: Path) -> None:
+    recipe = time_to_loss.RECIPE
+    losses = {
+        time_to_loss.FIRST: (5.0, 4.5),
+        "CO2, τ = 48": (5.0, 4.6),
+        "local SGD, τ = 48": (4.4, 4.3),
+    }
+    folders = {}
+    for name, (early, late) in losses.items():
+        folder = place / name.replace(" ", "_").replace(",", "")
+        folder.mkdir()
+        folders[name] = {"folder": str(folder), "final": {"loss": late}, "train_s": 20.0}
+        evals = [
+            {"kind": "eval", "step": step, "loss": loss, "train_s": seconds}
+            for step, loss, seconds in ((24, early, 10.0), (48, late, 20.0))
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evals))
+    first = folders[time_to_loss.FIRST]
+    seconds, ratio = recipe.columns[:2]
+    values = {
+        name: (seconds.value(own, first), ratio.value(own, first)) for name, own in folders.items()
+    }
+    never = float("inf")
+    assert values == {
+        time_to_loss.FIRST: (20, 1),
+        "CO2, τ = 48": (never, never),
+        "local SGD, τ = 48": (10, 0.5),
+    }
+    cells = {row.name: cell for row, column, _, cell in recipe.cells("smoke") if column is seconds}
+    unlimited, slow = cells[time_to_loss.FIRST], cells["CO2, τ = 48"]
+    assert isinstance(unlimited, LabCell) and unlimited.trial.mbit is None
+    assert isinstance(slow, LabCell) and slow.trial.mbit == 20 and "co2.tau=48" in slow.overrides
+
+
+def test_every_experiment_renders_from_a_few_values(place: Path) -> None:
+    """One value of each recipe, and nothing else."""
+    write_ours(trial_lines())
+    places = (
+        (quality.RECIPE, "co2", "ViT, top-1 %", 97.0),
+        (field.RECIPE, "co2", field.loss("gpt2"), 5.0),
+        (field.RECIPE, "co2", field.share("gpt2", "20"), 87.0),
+        (time_to_loss.RECIPE, "CO2, τ = 48", "seconds to the loss", float("inf")),
+        (digits.RECIPE, digits.NONE, "adam, accuracy, %", 85.0),
+        (kept_progress.TRIALS, kept_progress.trials_of("slowmo")[1].name, PLACE, 5.0),
+        (kept_progress.RECIPE, kept_progress.WHOLE, PLACE, 5.3),
+        (kept_variants.RECIPE, "kept .5", "ViT", 0.502),
+    )
+    lines = [line(*where[:3], 0, where[3]) for where in places]
+    write_ours([*trial_lines(), *lines])
+    recipes = list({recipe.name: recipe for recipe, *_ in places}.values())
+    render(recipes, place / "results", "smoke")
+    for recipe, row, column, value in places:
+        shown = recipe.column(column).digits
+        words = "not reached" if value == float("inf") else f"{value:.{shown}f}"
+        text = (place / "results" / "tables" / f"{recipe.name}.md").read_text()
+        assert f"| {column} | {row} | {words} | 1 |" in text
+        assert f"python -m recipes run {recipe.name}" in text
+    figures = {path.name for path in (place / "results" / "figures").iterdir()}
+    assert figures == {"field_gpt2_20.svg"}
+    assert entries_module.NOT_REACHED in (place / "results" / "report.html").read_text()
