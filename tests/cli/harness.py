@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 import train
-from co2.app.compose import Values, composed
+from co2.app.compose import Values, composed, preflight
 from co2.config import Config
 from co2.errors import ConfigError
 from co2.record.folder import run_folder
@@ -202,11 +202,12 @@ def configured(*arguments: str, runs: Path) -> Config:
     """
     words = _completed(arguments, runs)
     others = tuple(word for word in words if word != f"runs={runs}")
-    try:
-        values = copy.deepcopy(_composed(train.APP.conf, others))
-    except ConfigError:
-        values = composed(train.APP.conf, "config", words)  # with this command line's message
-    return train.APP.validate({**values, "runs": str(runs)}, words)
+    with contextlib.suppress(ConfigError):  # which the whole way raises again, with all words
+        if not any(word.startswith("hydra") for word in words):  # that may need more checks
+            values = copy.deepcopy(_composed(train.APP.conf, others))
+            return train.APP.validate({**values, "runs": str(runs)}, words)
+    (config,) = preflight(train.APP.conf, "config", words, train.APP.validate)
+    return config
 
 
 @functools.cache
