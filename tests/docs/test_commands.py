@@ -1,4 +1,4 @@
-"""Every command of README.md and docs/ is one that its program takes, and every link leads somewhere.
+"""Every command of README.md and docs/ is one that its program takes; every link leads somewhere.
 
 The commands are parsed, composed and checked, as tests/docs/commands.py says, and not run.
 """
