@@ -1,11 +1,13 @@
 """Fixtures of the end-to-end tests."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from tests.cli.harness import STORY, Run, command, execute, spied
 from tests.server import LAUNCHER_VARIABLES, environment
+from tests.tasks.conftest import story
 
 
 @pytest.fixture(autouse=True)
@@ -14,6 +16,14 @@ def nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name in LAUNCHER_VARIABLES or name.startswith(("SLURM_", "WANDB_")):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small text; to tokenize the embedded corpus takes ten seconds of processor time."""
+    path = tmp_path_factory.mktemp("text") / "story.txt"
+    path.write_text(story(40_000))
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -191,7 +191,7 @@ def until(condition: Callable[[], bool], process: Process, limit_s: float = LIMI
     while not condition():
         assert process.poll() is None, f"ended with status {process.returncode}"
         assert time.monotonic() < deadline, f"waited for {limit_s:g} s"
-        time.sleep(0.002)
+        time.sleep(0.01)
 
 
 def configured(*arguments: str, runs: Path) -> Config:

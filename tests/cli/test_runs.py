@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from co2.train.meters import Meter
 from co2.train.schedule import learning_rate
 from tasks.toy import CLASSES, Toy
 from tests.cli.harness import (
+    LIMIT_S,
     ROOT,
     STORY,
     Run,
@@ -50,7 +50,7 @@ from tests.cli.harness import (
     weights,
 )
 from tests.cli.test_resume import METHODS
-from tests.server import environment
+from tests.server import environment, fork_program
 from tests.workers import Pool
 
 PARAMETERS = 16 * 32 + 32 + 2 * 32 + 32 * CLASSES + CLASSES
@@ -248,8 +248,7 @@ def test_other_worlds_learn(workers: Pool, tmp_path: Path, method: str, world: i
     assert (summary(run.folder)["bytes_per_step"] > 0) == (world > 1)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_signs_learn_what_adam_does(workers: Pool, tmp_path: Path, world: int) -> None:
+def test_signs_learn_what_adam_does(workers: Pool, tmp_path: Path) -> None:
     """With v frozen after a fifth of the steps. With one scale for all tensors they do not: the
     bias before batch norm, whose gradient is next to nothing, is carried away."""
     steps = 300
@@ -264,7 +263,7 @@ def test_signs_learn_what_adam_does(workers: Pool, tmp_path: Path, world: int) -
     losses = {}
     for method, own in fields.items():
         words = [f"method={method}", *own, f"train.steps={steps}", "optim.name=adamw"]
-        run = pooled(workers, world, *words, "optim.lr=0.01", runs=tmp_path / method)
+        run = pooled(workers, 2, *words, "optim.lr=0.01", runs=tmp_path / method)
         assert run.status == 0
         assert_learned(run.folder)
         losses[method] = summary(run.folder)["final"]["loss"]
@@ -354,31 +353,29 @@ class TestWhoStartsTheWorkers:
 
     def test_srun(self, tmp_path: Path, spawned: Run) -> None:
         runs, port = tmp_path / "runs", str(free_port())
-        tasks = [
-            subprocess.Popen(
-                command(*STORY, "launch.workers=7", "tag=srun", runs=runs),
-                cwd=tmp_path,
-                env=environment(
-                    SLURM_JOB_ID="77",
-                    SLURM_NTASKS="2",
-                    SLURM_PROCID=str(rank),
-                    SLURM_LOCALID=str(rank),
-                    MASTER_ADDR="127.0.0.1",
-                    MASTER_PORT=port,
-                ),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+        _, *words = command(*STORY, "launch.workers=7", "tag=srun", runs=runs)
+        logs = [tmp_path / f"log_{rank}" for rank in range(2)]
+        tasks = []
+        for rank, log in enumerate(logs):
+            env = environment(
+                SLURM_JOB_ID="77",
+                SLURM_NTASKS="2",
+                SLURM_PROCID=str(rank),
+                SLURM_LOCALID=str(rank),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=port,
             )
-            for rank in range(2)
-        ]
+            with log.open("w") as file:
+                out = file.fileno()
+                tasks.append(fork_program(words, tmp_path, env, out, out))
         try:
-            texts = [task.communicate(timeout=120) for task in tasks]
+            statuses = [task.wait(LIMIT_S) for task in tasks]
         finally:
             for task in tasks:
                 task.kill()
-        assert [task.returncode for task in tasks] == [0, 0], texts
-        assert "┌" in texts[0][0] and texts[1] == ("", "")
+        texts = [log.read_text() for log in logs]
+        assert statuses == [0, 0], texts
+        assert "┌" in texts[0] and texts[1] == ""
         (folder,) = folders(runs)
         assert folder.parent.name == "srun"
         assert summary(folder)["workers"] == 2, "launch.workers is for workers started here"
