@@ -122,8 +122,8 @@ class Classification:
                             picture = change(picture)
                         seen[row] = picture
             made = (seen, torch.from_numpy(labels))
-            keep = [self.mixing(draw, worker) for draw in draws]
-            return made if keep[0] is None else (*made, torch.cat(keep))
+            keep = [mixed for draw in draws if (mixed := self.mixing(draw, worker)) is not None]
+            return (*made, torch.cat(keep)) if keep else made
 
         size = batches_in_block(self.train.batch_size) if images.blockwise else 1
         return load_blocks(make, start, size, self.data.workers, mesh.device)

@@ -20,7 +20,7 @@ BLOCK = 256
 T = TypeVar("T")
 
 
-class _Made(Dataset):
+class _Made(Dataset[object]):
     def __init__(self, make: Callable[[int], object]) -> None:
         self.make = make
 

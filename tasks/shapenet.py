@@ -253,6 +253,7 @@ class ShapeNet:
 
     def _losses(self, model: nn.Module, batch: Batch) -> Tensor:
         """Loss of each sample, fp32 [batch_size]."""
+        assert isinstance(batch, tuple)
         clouds, beside = batch
         if not self.reconstructs:
             return F.cross_entropy(model(clouds).float(), beside, reduction="none")
@@ -299,10 +300,12 @@ class ShapeNet:
 
     def _measured(self, model: nn.Module, batch: Batch) -> Tensor:
         """Loss and features, [batch_size, 1 + features]."""
+        assert isinstance(batch, tuple)
         return torch.cat([self._losses(model, batch).unsqueeze(1), model(batch[0]).float()], 1)
 
     def _judged(self, model: nn.Module, batch: Batch) -> Tensor:
         """Loss and whether the category is right, [batch_size, 2]."""
+        assert isinstance(batch, tuple)
         clouds, kinds = batch
         logits = model(clouds).float()
         losses = F.cross_entropy(logits, kinds, reduction="none")

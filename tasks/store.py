@@ -198,7 +198,7 @@ def _write_text(path: Path, text: str) -> None:
         _to_disk(file)
 
 
-def _to_disk(file: IO) -> None:
+def _to_disk(file: IO[bytes] | IO[str]) -> None:
     """Write the data to the disk now, so that a later rename cannot arrive there before them."""
     file.flush()
     os.fsync(file.fileno())
