@@ -95,7 +95,8 @@ def check_backbone(backbone: str, weights: str | None) -> None:
 
 
 def _create(backbone: str, **more: Any) -> Any:
-    """A model of timm. `Any`: it is an nn.Module with attributes that nn.Module does not declare."""
+    """A model of timm. `Any`: it is an nn.Module with attributes that nn.Module does not
+    declare."""
     import timm
 
     if backbone == TINY:
