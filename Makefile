@@ -7,7 +7,7 @@ ARGS ?=
 .DEFAULT_GOAL := help
 TABLES := table1 table2 table3 table4 tau_sweep zero_one_adam figure1
 
-.PHONY: help train test test-gpu check format bench report wandb-sync clean $(TABLES)
+.PHONY: help train test test-fast test-slow test-gpu check format bench report wandb-sync clean $(TABLES)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,8 +23,18 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 train: $(VENV)/.ready ## the main job: GPT-2 under CO2 on embedded text, two workers (ARGS="co2.tau=24 …")
 	$(BIN)/python train.py task=gpt2 method=co2 co2.tau=12 $(ARGS)
 
-test: $(VENV)/.ready ## every test (ARGS="-k comm" picks some)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+# Two processes of tests; who has none left takes over half of what the other still has to do.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
+test: $(VENV)/.ready ## every test that needs no server: some minutes on 2 cores (ARGS="-k comm" picks some)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-fast: $(VENV)/.ready ## the quick ones of them, for every edit
+	$(PYTEST) -m "not slow and not long" $(ARGS)
+
+test-slow: $(VENV)/.ready ## those on a SLURM of one's own, one after the other, and those of peers
+	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest tests/peers $(ARGS)
 
 test-gpu: $(VENV)/.ready ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)

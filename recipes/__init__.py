@@ -1,1 +1,1 @@
-"""Which runs make a table, and tables from runs."""
+"""Experiments: which runs make a table or a figure, and tables and figures from runs."""

@@ -1,4 +1,4 @@
-"""What is trained: model, data, loss and metrics of each experiment. Knows nothing of methods."""
+"""Model, data, loss and metrics of each experiment. Tasks know nothing of methods."""
 
 from co2.task import Batch, Task
 from tasks.ade20k import ADE20K

@@ -61,13 +61,13 @@ class ADE20K:
         backbone: str = "tiny"
         """tiny, or a model of timm that gives maps of four sizes."""
         weights: str | None = None
-        """The backbone's: a file with timm's state dict, .pth or .safetensors; null for random."""
+        """File with timm's state dict of the backbone, .pth or .safetensors; null: random."""
         hidden: int = 32
         """Channels of UperNet's head; its auxiliary head has half."""
         crop: int = 32
         """Side of a training view, in pixels."""
         short_side: int = 32
-        """Of an image at scale 1, in pixels; that of validation images."""
+        """Shorter side of an image at scale 1, and of validation images; in pixels."""
         scales: tuple[float, float] = (0.5, 2.0)
         """Smallest and largest scale of training images."""
 
@@ -180,8 +180,9 @@ class ADE20K:
         return {"loss": loss / max(1, int(counts.sum())), **scores(counts)}
 
     def baselines(self) -> dict[str, float]:
-        """ "majority_miou" and "majority_pixel_accuracy": of always naming the class that most
-        validation pixels have. Reads all their labels, unless an evaluation has counted them."""
+        """ "majority_miou" and "majority_pixel_accuracy": scores of a model that always names
+        the class that most validation pixels have. Reads all their labels, unless an
+        evaluation has counted them."""
         if self._frequencies is None:
             samples = self._samples("validation")
             found = (samples.labels(n).flatten() for n in range(len(samples)))

@@ -1,4 +1,4 @@
-"""What gpt2 and transnormer share: predicting the next token of a text."""
+"""Next-token prediction on text, which gpt2 and transnormer share."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from co2.comm.mesh import Mesh
 
 PUBLIC_VOCAB_SIZE = 50257
-"""Of GPT-2's own tokenizer, in which openwebtext is kept."""
+"""Size of GPT-2's own vocabulary, whose tokens openwebtext holds."""
 
 _EVAL_TOKENS = 4096
-"""Of one evaluation batch: 0.8 GB of fp32 logits with GPT-2's vocabulary."""
+"""Tokens of one evaluation batch. With GPT-2's vocabulary their logits take 0.8 GB in fp32."""
 
 
 class CorpusName(Enum):
@@ -54,7 +54,7 @@ class CausalText:
         context: int = 128
         """Tokens that the model sees at once."""
         vocab_size: int = 4096
-        """Of the tokenizer that is learned from the text; openwebtext keeps GPT-2's 50257."""
+        """Size of the vocabulary learned from the text; openwebtext has GPT-2's 50257."""
         corpus: CorpusName = CorpusName.embedded
         """embedded: Python source that every install has. openwebtext: see tasks.prepare.
         data.path=FILE_OR_FOLDER takes the place of both."""
@@ -69,9 +69,10 @@ class CausalText:
                 require_count("eval_samples", self.eval_samples)
 
     name: str
-    """Of the task and of its node in the configuration."""
+    """Name of the task and of its node in the configuration."""
     unit = "tokens"
 
+    # `Any`, because each subclass has a Config of its own.
     def __init__(
         self, config: Any, train: TrainConfig, optim: OptimConfig, data: DataConfig
     ) -> None:
@@ -94,7 +95,7 @@ class CausalText:
         self._sampler(num_workers)
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """Scores of the token after each: [B, T, vocabulary] of tokens [B, T]."""
+        """Logits of the next token, [B, T, vocabulary], after each of the tokens [B, T]."""
         return model(tokens)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
@@ -135,7 +136,7 @@ class CausalText:
         return {"loss": loss, "perplexity": torch.tensor(loss, dtype=torch.float64).exp().item()}
 
     def baselines(self) -> dict[str, float]:
-        """ "unigram_entropy": of the whole validation part, in nats."""
+        """ "unigram_entropy" of the whole validation part, in nats."""
         return {"unigram_entropy": self._unigram_entropy}
 
     def fingerprint(self) -> dict[str, Any]:

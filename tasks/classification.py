@@ -1,4 +1,4 @@
-"""What resnet50 and vit share: naming the class of a picture."""
+"""Image classification, which resnet50 and vit share."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,9 +56,9 @@ class Classification:
         """digits: scikit-learn's. imagenet: ImageNet-1K in data.root, see tasks.prepare.
         data.path=FOLDER, with train/<class>/ and val/<class>/, takes the place of both."""
         image_size: int = 32
-        """Side in pixels of what the model sees."""
+        """Side of the pictures that the model sees, in pixels."""
         eval_resize: int = 32
-        """Evaluation brings the shorter side to this, then takes the middle."""
+        """Length of the shorter side in evaluation, before the middle is cut out; in pixels."""
         crop: float = 0.08
         """Smallest share of a picture that a training crop covers; 1 for (nearly) all of it."""
         flip: bool = True
@@ -76,12 +76,13 @@ class Classification:
             require(0 <= smooth < 1, "label_smoothing", smooth, hint)
 
     name: str
-    """Of the task and of its node in the configuration."""
+    """Name of the task and of its node in the configuration."""
     interpolation = "bilinear"
-    """Of crops, in training and evaluation."""
+    """Interpolation of the crops in training and evaluation."""
     unit = "samples"
     units_per_sample = 1
 
+    # `Any`, because each subclass has a Config of its own.
     def __init__(
         self, config: Any, train: TrainConfig, optim: OptimConfig, data: DataConfig
     ) -> None:
@@ -121,18 +122,19 @@ class Classification:
                             picture = change(picture)
                         seen[row] = picture
             made = (seen, torch.from_numpy(labels))
-            keep = [self.mixing(draw, worker) for draw in draws]
-            return made if keep[0] is None else (*made, torch.cat(keep))
+            keep = [mixed for draw in draws if (mixed := self.mixing(draw, worker)) is not None]
+            return (*made, torch.cat(keep)) if keep else made
 
         size = batches_in_block(self.train.batch_size) if images.blockwise else 1
         return load_blocks(make, start, size, self.data.workers, mesh.device)
 
     def changes(self) -> list[Augment]:
-        """What happens to each training picture after its crop, in this order."""
+        """Changes of each training picture after its crop, in this order."""
         return []
 
     def mixing(self, draw: int, worker: int) -> Tensor | None:
-        """For pictures that are mixed, see `tasks.images.mixing`."""
+        """How much of each pixel stays when pictures are mixed (see `tasks.images.mixing`), or
+        None where they are not."""
         return None
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -188,7 +190,7 @@ class Classification:
         return {"loss": loss / whole, "top1": top1 / whole, "top5": top5 / whole}
 
     def baselines(self) -> dict[str, float]:
-        """ "majority_top1": of always naming the most frequent class."""
+        """ "majority_top1": top1 of a model that always names the most frequent class."""
         counts = self._images.counts["val"]
         return {"majority_top1": counts.max().item() / counts.sum().item()}
 

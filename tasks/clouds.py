@@ -30,11 +30,11 @@ class Clouds:
     kinds: np.ndarray
     """int64 [count], from 0."""
     held: np.ndarray | None = None
-    """The clouds themselves, [count, N, 3], or"""
+    """The clouds, float32 [count, N, 3]; None where they lie in files."""
     files: tuple[Path, ...] = ()
-    """where they lie."""
+    """The file of each cloud, where they are not in memory."""
     key: str = "data.root"
-    """What a damaged file is blamed on."""
+    """Key of the configuration that an error about a damaged file names."""
 
     def __len__(self) -> int:
         return len(self.kinds)
@@ -142,7 +142,7 @@ def read_cloud(path: Path, points: int) -> np.ndarray:
 
 def drawn(cloud: np.ndarray, points: int, rng: np.random.Generator) -> np.ndarray:
     """`points` of the points, without repetition and in random order."""
-    return cloud[rng.permutation(len(cloud))[:points]]
+    return cloud.take(rng.permutation(len(cloud))[:points], axis=0)
 
 
 def normalized(clouds: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Which text files are trained on, and which of them validate."""
+"""Corpora of text files, and their division into training and validation parts."""
 
 import hashlib
 import importlib.util

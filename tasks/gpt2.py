@@ -39,7 +39,7 @@ class GPT2(CausalText):
     class Config(CausalText.Config):
         size: Size = Size.smoke
         dropout: float = 0.0
-        """Of embeddings, attention and residuals alike."""
+        """Rate of dropout in embeddings, attention and residuals."""
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -1,9 +1,9 @@
-"""Pictures for classification: where they come from, and what training does to them."""
+"""Pictures for classification: the sources, and the augmentation of training pictures."""
 
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -12,10 +12,13 @@ from torch import Tensor
 
 from tasks.randomness import Draws
 
+if TYPE_CHECKING:
+    from torchvision.transforms.v2 import InterpolationMode
+
 PARTS = ("train", "val")
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of ImageNet's colours, from 0 to 1: the usual constants, used for all pictures."""
+"""Mean and deviation of ImageNet's red, green and blue, from 0 to 1; used for all pictures."""
 
 _RATIOS, _CROP_TRIES = (3 / 4, 4 / 3), 10
 CROP_DRAWS = 2 * _CROP_TRIES + 3
@@ -25,14 +28,15 @@ _DIGITS_VAL = 5
 """One digit in so many validates."""
 
 Augment = Callable[[Tensor], Tensor]
-"""uint8 [3, height, width] to uint8 [3, size, size], by PyTorch's global CPU generator."""
+"""Changes a picture, uint8 [3, size, size]; draws from PyTorch's global CPU generator."""
 
 
 class Images(Protocol):
     """A set of labelled pictures in two parts, "train" and "val"."""
 
     counts: dict[str, np.ndarray]
-    """Pictures of each class, by part. Pictures are numbered through, class by class."""
+    """Number of pictures of each class, int64 [classes], by part. The pictures of a part are
+    numbered from 0, class by class."""
 
     @property
     def num_classes(self) -> int: ...
@@ -49,7 +53,7 @@ class Images(Protocol):
     """Whether pictures lie in memory, so that many batches can be made at once."""
 
     def facts(self) -> dict[str, Any]:
-        """Of the data, for the task's fingerprint."""
+        """What tells these pictures from others, for `Task.fingerprint`; JSON, hence `Any`."""
         ...
 
 
@@ -153,13 +157,13 @@ def _crop_boxes(shapes: np.ndarray, smallest: float, draws: Draws) -> np.ndarray
     Returns:
         Top, left, height and width, int64 [B, 4].
     """
-    ratios = torch.tensor(_RATIOS).log().tolist()
+    low, high = torch.tensor(_RATIOS).log().tolist()
     heights, widths = shapes.T
     boxes = np.empty((len(shapes), 4), np.int64)
     pending = np.ones(len(shapes), bool)
     for _ in range(_CROP_TRIES):
         area = heights * widths * draws.uniform(smallest, 1.0, pending).astype(np.float64)
-        drawn = torch.from_numpy(draws.uniform(*ratios, pending)).exp().double().numpy()
+        drawn = torch.from_numpy(draws.uniform(low, high, pending)).exp().double().numpy()
         width, height = np.rint(np.sqrt(area * drawn)), np.rint(np.sqrt(area / drawn))
         fits = pending & (width > 0) & (width <= widths) & (height > 0) & (height <= heights)
         boxes[fits, 2], boxes[fits, 3] = height[fits], width[fits]
@@ -178,7 +182,7 @@ def _crop_boxes(shapes: np.ndarray, smallest: float, draws: Draws) -> np.ndarray
     return boxes
 
 
-def _resized(pictures: Tensor, size: int, how: Any) -> Tensor:
+def _resized(pictures: Tensor, size: int, how: "InterpolationMode") -> Tensor:
     """uint8 [B, C, height, width] to [B, C, size, size]; antialiased."""
     from torchvision.transforms.v2 import functional
 
@@ -194,7 +198,7 @@ def _resized(pictures: Tensor, size: int, how: Any) -> Tensor:
 
 
 def central_crop(size: int, resize: int, interpolation: str) -> Augment:
-    """What evaluation sees: the shorter side brought to `resize`, the size×size in the middle."""
+    """Evaluation's crop: the shorter side becomes `resize`, and the middle size×size is kept."""
     from torchvision.transforms import v2
 
     how = v2.InterpolationMode(interpolation)
@@ -272,6 +276,6 @@ def normalized(images: Tensor) -> Tensor:
 
 @cache
 def _moments(device: torch.device) -> tuple[Tensor, Tensor]:
-    """`MEAN` and `STD` on the scale 0 to 255, [3, 1, 1]; kept, as copying them to a GPU waits."""
+    """`MEAN` and `STD` on the scale 0 to 255, [3, 1, 1]. Cached: a copy to a GPU would wait."""
     mean, std = (255 * torch.tensor(colours).view(3, 1, 1) for colours in (MEAN, STD))
     return mean.to(device), std.to(device)

@@ -1,8 +1,8 @@
-"""Batches made ahead of their use, by processes of their own where that is wanted."""
+"""Loading of batches, one by one or in blocks, in processes of their own where that is wanted."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
-from typing import Any
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,11 +17,14 @@ BLOCK = 256
 """Samples of a block, where making many at once costs less for each."""
 
 
-class _Made(Dataset):
-    def __init__(self, make: Callable[[int], Any]) -> None:
+T = TypeVar("T")
+
+
+class _Made(Dataset[object]):
+    def __init__(self, make: Callable[[int], object]) -> None:
         self.make = make
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> object:
         try:
             return self.make(index)
         except ConfigError as error:  # DataLoader would bring it over as pages of traceback
@@ -29,8 +32,8 @@ class _Made(Dataset):
 
 
 def load(
-    make: Callable[[int], Any], indices: Iterable[int], workers: int, device: torch.device
-) -> Iterator[Any]:
+    make: Callable[[int], T], indices: Iterable[int], workers: int, device: torch.device
+) -> Iterator[T]:
     """`make(index)` for each index, in their order.
 
     Args:
@@ -61,7 +64,7 @@ def load(
         if isinstance(batch, ConfigError):
             raise batch
         # Collating and pinning make a list of a tuple.
-        yield tuple(batch) if isinstance(batch, list) else batch
+        yield cast(T, tuple(batch) if isinstance(batch, list) else batch)
 
 
 def load_blocks(

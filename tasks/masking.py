@@ -1,4 +1,4 @@
-"""Which tokens of a window a masked language model must name, and what it sees in their place.
+"""Masks: the tokens of a window that a masked language model must name, and what replaces them.
 
 Devlin et al., "BERT" (2019), and, with a new mask in every epoch, Liu et al., "RoBERTa" (2019).
 As many ordinary tokens of a window are chosen as make 15 % of it; of the chosen, 80 % are replaced
@@ -15,7 +15,7 @@ from tasks.randomness import generator, generators
 
 SHARE = 0.15
 IGNORED = -100
-"""The target of a place that does not count, as `cross_entropy` has it."""
+"""The target of a place that does not count: PyTorch's `cross_entropy` ignores it."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from tasks.points import patches, taken
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the networks and of the patches that they see."""
+    """Sizes of the networks and of the patches that they see."""
 
     groups: int
     """Patches of one cloud."""
@@ -30,7 +30,7 @@ class Shape:
     heads: int
     decoder_depth: int
     drop_path: float
-    """Of the last block; it grows in a straight line from 0 at the first."""
+    """Rate of stochastic depth in the last block; it grows linearly from 0 in the first."""
 
 
 class PointMAE(nn.Module):

@@ -29,7 +29,8 @@ def generators(*key: int | np.ndarray) -> Iterator[np.random.Generator]:
             rows.
     """
     for state in _seed_states(4, *key):
-        yield np.random.Generator(np.random.PCG64(_Seed(state)))
+        # NumPy documents that any ISeedSequence will do; its types name SeedSequence alone.
+        yield np.random.Generator(np.random.PCG64(_Seed(state)))  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -92,7 +93,7 @@ class Draws:
         return (share * width + np.float64(np.float32(low))).astype(np.float32)
 
     def integers(self, high: np.ndarray | int, chosen: np.ndarray | bool = True) -> np.ndarray:
-        """`torch.randint(high, ())`, for a `high` (int64 [B]) below 2³²: int64 [B]."""
+        """`torch.randint(high, ())`, for a `high` (int64 [B]) below 2²⁸: int64 [B]."""
         return self._next(chosen).astype(np.int64) % high
 
     def skip(self, count: int, chosen: np.ndarray | bool = True) -> None:
@@ -153,13 +154,13 @@ def _constants(first: int, multiplier: int, count: int) -> np.ndarray:
 
 def _hashed(values: np.ndarray, constants: np.ndarray) -> np.ndarray:
     """Row n of the result hashes `values`, or their row n, with the constants n and n + 1."""
-    values = (values ^ constants[:-1]) * constants[1:]
-    return values ^ values >> np.uint32(16)
+    mixed: np.ndarray = (values ^ constants[:-1]) * constants[1:]
+    return mixed ^ (mixed >> 16)
 
 
 def _mixed(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    values = first * np.uint32(0xCA01F9DD) - second * np.uint32(0x4973F715)
-    return values ^ values >> np.uint32(16)
+    values: np.ndarray = first * np.uint32(0xCA01F9DD) - second * np.uint32(0x4973F715)
+    return values ^ (values >> 16)
 
 
 def _words(part: int | np.ndarray) -> list[np.ndarray]:

@@ -29,17 +29,19 @@ from tasks.store import Store
 from tasks.text import Window, described, num_windows, opened, unigram_entropy, windows
 
 if TYPE_CHECKING:
+    from transformers import RobertaConfig
+
     from co2.comm.mesh import Mesh
 
 PUBLIC_VOCAB_SIZE = 50265
-"""Of RoBERTa's own tokenizer, in which wikibooks is kept."""
+"""Size of RoBERTa's own vocabulary, whose tokens wikibooks holds."""
 
 _ADDED = 4
-"""Ids that RoBERTa's vocabulary has beside a learned one: <s>, <pad>, <unk> and <mask>."""
+"""<s>, <pad>, <unk> and <mask>, which a learned vocabulary lacks."""
 _EVAL_TOKENS = 4096
-"""Of one evaluation batch."""
+"""Tokens of one evaluation batch."""
 _EVAL_KEY = 1907_11692
-"""Of the masks of validation windows, whatever the seed."""
+"""First part of the key of validation masks, which do not depend on the seed."""
 
 
 class Size(Enum):
@@ -65,7 +67,7 @@ class MaskedLM(nn.Module):
     """RoBERTa, whose head reads the chosen places alone: 15 % of its work, which is most of a
     small model's with a vocabulary of 50265."""
 
-    def __init__(self, shape: Any) -> None:
+    def __init__(self, shape: "RobertaConfig") -> None:
         from transformers import RobertaForMaskedLM  # costs seconds
 
         super().__init__()
@@ -92,12 +94,12 @@ class RoBERTa:
         context: int = 32
         """Tokens that the model sees at once, <s> and </s> among them."""
         vocab_size: int = 512
-        """Of the tokenizer that is learned from the text; wikibooks keeps RoBERTa's 50265."""
+        """Size of the vocabulary learned from the text; wikibooks has RoBERTa's 50265."""
         corpus: CorpusName = CorpusName.embedded
         """embedded: Python source that every install has. wikibooks: see tasks.prepare.
         data.path=FILE_OR_FOLDER takes the place of both."""
         dropout: float = 0.0
-        """Of embeddings, attention and residuals alike."""
+        """Rate of dropout in embeddings, attention and residuals."""
         eval_samples: int | None = None
         """Validation windows of one evaluation, spread evenly; null takes all."""
 
@@ -232,7 +234,7 @@ class RoBERTa:
 
     @cached_property
     def _ids(self) -> np.ndarray:
-        """Of each token of the store, RoBERTa's id, int64.
+        """RoBERTa's id of each token of the store, int64.
 
         A learned tokenizer has words and a separator, which becomes </s>; wikibooks has RoBERTa's
         ids already.

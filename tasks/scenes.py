@@ -1,4 +1,4 @@
-"""Labelled scenes of shapes, made in memory: what semantic segmentation learns at scale=smoke.
+"""Labelled scenes of shapes, generated in memory, for semantic segmentation at scale=smoke.
 
 Up to three shapes lie on a shaded ground, later ones over earlier ones, a little turned, all in
 random colours under noise: the ground's are darker, and the class is in the shape alone. Every

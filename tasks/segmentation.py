@@ -21,13 +21,13 @@ _TRIES = 10
 VIEW_DRAWS = 1 + 2 * _TRIES + 1 + 4 * 5
 """Words that `augmented` draws at most for one sample."""
 _LARGEST_SHARE = 0.75
-"""Of one class in a crop: after ten tries a crop is taken as it is."""
+"""Largest share of one class in a crop. After ten tries a crop is taken as it is."""
 
 _LONG_SIDE = 4
-"""Of an image, at most, in short sides; beyond it the image is made smaller still."""
+"""Longest side of an image, in short sides; a longer image is made smaller still."""
 
 _MEAN, _STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
-"""Of ImageNet's pixels, which public backbones are trained with."""
+"""Mean and deviation of ImageNet's pixels, with which public backbones are trained."""
 
 
 class Samples(Protocol):
@@ -141,7 +141,7 @@ def _resized(
     samples: Sequence[tuple[Tensor, Tensor]], short_side: int, scales: list[float]
 ) -> list[tuple[Tensor, Tensor]]:
     """Each sample at its scale. Samples of one size that become another are resized together."""
-    from torchvision.transforms.v2 import InterpolationMode, functional
+    from torchvision.transforms.v2 import functional
 
     groups: dict[tuple[int, ...], list[int]] = {}
     for row, ((_, labels), scale) in enumerate(zip(samples, scales, strict=True)):
@@ -149,14 +149,20 @@ def _resized(
         size = _size(height, width, short_side, scale)
         groups.setdefault((height, width, *size), []).append(row)
     resized: list[tuple[Tensor, Tensor]] = list(samples)
-    for (_, _, *size), rows in groups.items():
+    for (_, _, *wanted), rows in groups.items():
         images, labels = (torch.stack([samples[row][part] for row in rows]) for part in (0, 1))
-        images = functional.resize(images, size, antialias=True)
-        nearest = InterpolationMode.NEAREST_EXACT
-        labels = functional.resize(labels[:, None], size, interpolation=nearest)[:, 0]
+        images = functional.resize(images, wanted, antialias=True)
+        for axis in (1, 2):
+            labels = labels.index_select(axis, _nearest(labels.shape[axis], wanted[axis - 1]))
         for row, *pair in zip(rows, images, labels, strict=True):
             resized[row] = pair[0], pair[1]
     return resized
+
+
+def _nearest(before: int, after: int) -> Tensor:
+    """The places that nearest-exact interpolation takes from an axis, int64 [after]."""
+    places = torch.arange(before, dtype=torch.float32).view(1, 1, -1)
+    return F.interpolate(places, size=after, mode="nearest-exact").flatten().long()
 
 
 def _cropped(
@@ -172,7 +178,7 @@ def _cropped(
     images = [image for image, _ in samples]
     masks = np.full((len(samples), crop, crop), IGNORED, np.uint8)
     pending = np.arange(len(samples))
-    for _ in range(_TRIES):
+    for tried in range(1, _TRIES + 1):
         chosen = np.isin(np.arange(len(samples)), pending)
         shares = np.stack([draws.uniform(0, 1, chosen) for _ in range(2)], axis=1)
         corners = (shares.astype(np.float64) * (free + 1)).astype(np.int64)
@@ -185,6 +191,10 @@ def _cropped(
         counts = np.bincount(places.ravel(), minlength=256 * len(pending)).reshape(-1, 256)
         counts = counts[:, :IGNORED]
         pending = pending[counts.max(axis=1) >= _LARGEST_SHARE * counts.sum(axis=1)]
+        # Where there is one crop only, all other tries would find the same.
+        single = ~free[pending].any(axis=1)
+        draws.skip(2 * (_TRIES - tried), np.isin(np.arange(len(samples)), pending[single]))
+        pending = pending[~single]
         if not len(pending):
             break
     return images, torch.from_numpy(masks)

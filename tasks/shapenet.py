@@ -85,7 +85,7 @@ class ShapeNet:
         """solids: generated ones of ten kinds. shapenet55: see tasks.prepare.
         data.path=FOLDER (laid out like it) takes the place of both."""
         points: int = 256
-        """Of each cloud, drawn anew in every epoch."""
+        """Points of each cloud, drawn anew in every epoch."""
         groups: int = 16
         """Patches of one cloud."""
         group_size: int = 32
@@ -252,7 +252,8 @@ class ShapeNet:
         return torch.from_numpy(whole), torch.from_numpy(self._part(part).kinds[indices])
 
     def _losses(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Of each sample, fp32 [batch_size]."""
+        """Loss of each sample, fp32 [batch_size]."""
+        assert isinstance(batch, tuple)
         clouds, beside = batch
         if not self.reconstructs:
             return F.cross_entropy(model(clouds).float(), beside, reduction="none")
@@ -299,10 +300,12 @@ class ShapeNet:
 
     def _measured(self, model: nn.Module, batch: Batch) -> Tensor:
         """Loss and features, [batch_size, 1 + features]."""
+        assert isinstance(batch, tuple)
         return torch.cat([self._losses(model, batch).unsqueeze(1), model(batch[0]).float()], 1)
 
     def _judged(self, model: nn.Module, batch: Batch) -> Tensor:
         """Loss and whether the category is right, [batch_size, 2]."""
+        assert isinstance(batch, tuple)
         clouds, kinds = batch
         logits = model(clouds).float()
         losses = F.cross_entropy(logits, kinds, reduction="none")

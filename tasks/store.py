@@ -14,16 +14,17 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from tasks.progress import progress
 
 FORMAT = 1
-"""Of the stores and of what fills them (split, tokenizer); a change makes old caches void."""
+"""Version of the stores and of their content (split, tokenizer). A new one makes caches void."""
 
 PARTS = ("train", "val")
 SEPARATOR = "<|endoftext|>"
@@ -38,6 +39,7 @@ class Store:
 
     folder: Path
     meta: dict[str, Any]
+    """The content of meta.json, hence `Any`."""
 
     def count(self, part: str) -> int:
         """Tokens of a part."""
@@ -99,8 +101,8 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
     return np.uint16 if vocab_size < 2**16 else np.uint32
 
 
-def locked(folder: Path) -> Any:
-    """A lock (context manager) that lets one process of this machine at a time make `folder`.
+def locked(folder: Path) -> AbstractContextManager[object]:
+    """A lock that lets one process of this machine at a time make `folder`.
 
     It saves work, not correctness: the rename makes two writers safe, on two machines too. It lies
     in the system's temporary folder, where file locks work and a refused run leaves no trace.
@@ -196,8 +198,8 @@ def _write_text(path: Path, text: str) -> None:
         _to_disk(file)
 
 
-def _to_disk(file: Any) -> None:
-    """The rename may reach the disk before the data do; after this it may not."""
+def _to_disk(file: IO[bytes] | IO[str]) -> None:
+    """Write the data to the disk now, so that a later rename cannot arrive there before them."""
     file.flush()
     os.fsync(file.fileno())
 

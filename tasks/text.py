@@ -40,7 +40,7 @@ lets all cores work on a single file."""
 
 @dataclass(frozen=True)
 class Window:
-    """What one sample asks of a text."""
+    """The text that one sample needs."""
 
     key: str
     """The key of the configuration that sets it, such as gpt2.context, and its value."""

@@ -36,7 +36,7 @@ class Toy:
     @dataclass
     class Config:
         samples: int = 512
-        """Of the training set; the validation set is as large again."""
+        """Samples of the training set; the validation set is as large again."""
         features: int = 16
         hidden: int = 32
         delay_s: float = 0.0

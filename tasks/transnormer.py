@@ -41,6 +41,6 @@ class TransNormer(CausalText):
             return Model(self.vocab_size, *SHAPES[self.config.size])
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """The angles of LRPE are spared weight decay: 0 would be no position at all."""
+        """See `Task.optimizer`. The angles of LRPE have no decay: 0 would mean no position."""
         angles = {name for name, _ in model.named_parameters() if name.endswith("theta")}
         return make_optimizer(model, self.optim, spared=angles)

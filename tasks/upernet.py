@@ -17,7 +17,7 @@ TINY = "tiny"
 """A ResNet for scale=smoke: the stem and three blocks, 16 to 64 channels, maps at half the size
 of the image and down to a sixteenth."""
 
-_TINY = {"layers": (1, 1, 1, 1), "channels": (16, 32, 64, 64), "stem_width": 16}
+_TINY: dict[str, Any] = {"layers": (1, 1, 1, 1), "channels": (16, 32, 64, 64), "stem_width": 16}
 _TINY_MAPS = (0, 1, 2, 3)
 _MAPS = 4
 
@@ -41,7 +41,7 @@ class UperNet(nn.Module):
         super().__init__()
         shape = UperNetConfig(
             hidden_size=hidden,
-            num_labels=num_classes,
+            num_labels=num_classes,  # type: ignore[call-arg]  # one of PreTrainedConfig's own
             auxiliary_in_channels=channels[-2],
             auxiliary_channels=max(1, hidden // 2),
         )
@@ -94,7 +94,9 @@ def check_backbone(backbone: str, weights: str | None) -> None:
         require(there == here, "weights", weights, hint)
 
 
-def _create(backbone: str, **more: Any) -> nn.Module:
+def _create(backbone: str, **more: Any) -> Any:
+    """A model of timm. `Any`: it is an nn.Module with attributes that nn.Module does not
+    declare."""
     import timm
 
     if backbone == TINY:

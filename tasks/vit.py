@@ -82,7 +82,8 @@ class ViT(Classification):
             )
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Positions and class token are spared weight decay, as timm and DeiT do."""
+        """See `Task.optimizer`. As in timm and DeiT, positions and the class token have
+        no weight decay."""
         return make_optimizer(model, self.optim, spared={"pos_embed", "cls_token"})
 
     def changes(self) -> list[Augment]:

@@ -7,18 +7,72 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.server import PRELOADED, TASK_LIBRARIES
 from tests.workers import Pool
+
+LONG = (
+    "tests/cli/test_bad_input.py::test_a_damaged_file_is_one_line_whoever_meets_it",
+    "tests/cli/test_bad_input.py::test_refused_as_a_person_sees_it",
+    "tests/cli/test_every_task.py::test_goes_on_exactly",
+    "tests/cli/test_every_task.py::test_loading_ahead_changes_nothing",
+    "tests/cli/test_installed.py",
+    "tests/cli/test_mesh.py::test_all_workers_agree_on_tau",
+    "tests/cli/test_mesh.py::test_every_task_in_parts",
+    "tests/cli/test_mesh.py::test_goes_on_exactly",
+    "tests/cli/test_mesh.py::test_killed",
+    "tests/cli/test_mesh.py::test_other_methods_go_on_exactly",
+    "tests/cli/test_mesh.py::test_trains_as_replicas_of_one_worker",
+    "tests/cli/test_optuna.py::test_every_trial_fails",
+    "tests/cli/test_optuna.py::test_search",
+    "tests/cli/test_resume.py::test_every_method_goes_on_exactly",
+    "tests/cli/test_resume.py::test_killed_ten_times",
+    "tests/cli/test_resume.py::test_one_worker_is_killed",
+    "tests/cli/test_resume.py::test_put_aside_for_a_moment",
+    "tests/cli/test_resume.py::test_told_before_there_are_workers",
+    "tests/cli/test_resume.py::test_told_to_stop",
+    "tests/cli/test_runs.py::TestFolder",  # of a run that starts interpreters of its own
+    "tests/cli/test_runs.py::TestLearningRate::test_is_what_trains",
+    "tests/cli/test_runs.py::TestWhoStartsTheWorkers",
+    "tests/cli/test_runs.py::test_a_sweep_over_methods_and_workers",
+    "tests/cli/test_runs.py::test_compile",
+    "tests/cli/test_runs.py::test_evaluation_changes_nothing",
+    "tests/cli/test_runs.py::test_finished_means_finished",
+    "tests/cli/test_runs.py::test_signs_learn_what_adam_does",
+    "tests/cli/test_runs.py::test_wandb_offline",
+    "tests/docs/test_commands.py::test_a_timeline_of_two_runs",
+    "tests/docs/test_commands.py::test_ones_own_text",
+    "tests/engine/test_example.py",
+    "tests/engine/test_lab.py",
+    "tests/engine/test_wire.py::test_bytes_are_what_the_network_device_counts",
+    "tests/methods/test_bf16_wire.py",
+    "tests/methods/test_compressed_adam.py::test_resume_at_every_step",
+    "tests/methods/test_equals_reference.py::test_equals_reference_with_adamw",
+    "tests/methods/test_replicas_of_several_workers.py",
+    "tests/methods/test_sharded_outer_state.py::test_a_peer_that_is_gone_ends_the_others",
+    "tests/methods/test_sharded_outer_state.py::test_the_thread_does_not_outlive_the_interpreter",
+    "tests/peers/test_lab.py",
+    "tests/recipes/test_cells.py",
+    "tests/tasks/test_ade20k.py::test_over_gloo",
+    "tests/tasks/test_gpt2.py::test_the_embedded_corpus",
+)
+"""What takes more than about three seconds of processor time; `make test-fast` leaves it out."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(LONG):
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Tiny models run faster on one thread, and the workers have one each."""
+    """Tiny models run fastest on one thread, and each worker of the pool has one thread too."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data.root that tests share, so that each corpus is tokenized once."""
+    """A `data.root` that all tests share, so that each corpus is tokenized once in a session."""
     base = tmp_path_factory.getbasetemp()
     parallel = "PYTEST_XDIST_WORKER" in os.environ
     return (base.parent if parallel else base) / "data"
@@ -30,3 +84,13 @@ def workers() -> Iterator[Pool]:
     pool = Pool(4)
     yield pool
     pool.close()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Where tests train real models in the pool's workers, import their libraries once for all.
+
+    Such a test takes both `workers` and `root`, the folder of the corpora.
+    """
+    names = [set(getattr(item, "fixturenames", ())) for item in session.items]
+    if any({"workers", "root"} <= taken for taken in names):
+        PRELOADED.extend(TASK_LIBRARIES)

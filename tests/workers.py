@@ -1,31 +1,32 @@
 """Gloo workers that stay up between tests: `Pool.run(fn, world, *args)`.
 
-Importing torch costs more than a test, so it is done once, by a server that the workers are forked
-from, and they stay for the session. Each case gets its own process group over a fresh file, and
-always loses it again. A case that takes too long costs its workers: they are killed and forked
-anew, so that a deadlock is a failed test.
+Importing torch takes longer than most tests, so the workers are forked from a server that has
+imported it (tests/server.py). They live until the session ends. Each case gets a process group of
+its own over a fresh file, which is always destroyed afterwards. When a case exceeds its time
+limit, its workers are killed and new ones are forked for the next case, so that a deadlock is a
+failed test and not a session that hangs.
 """
 
 import contextlib
 import gc
-import multiprocessing
+import os
 import pickle
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel"]
-"""The optimizers import the compiler at their first use, DistributedDataParallel too."""
+from tests.server import Forked, fork_function
+
 GRACE_S = 5.0
-"""How long the other ranks may take to notice that one has failed."""
+"""How long the other ranks may take to notice that one of them has failed, in seconds."""
 
 
 class WorkerError(AssertionError):
@@ -41,7 +42,7 @@ class Pool:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+        self._workers: list[tuple[Forked, Connection]] = []
 
     def run(
         self, fn: Callable[..., Any], world: int, *args: Any, time_limit_s: float = 120.0
@@ -81,16 +82,13 @@ class Pool:
             process.kill()
             connection.close()
         for process, _ in self._workers:
-            process.join()
+            process.wait()
         self._workers = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
         for _ in range(self.size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there,), daemon=True)
-            process.start()
+            here, there = Pipe()
+            process = fork_function("tests.workers:serve", there.fileno())
             there.close()
             self._workers.append((process, here))
 
@@ -118,13 +116,15 @@ class Pool:
         return replies
 
 
-def _serve(connection: Connection) -> None:
-    """A worker's life: one case after the other, until the session closes the pipe."""
+def serve(descriptor: int) -> None:
+    """Run one case after the other until the session closes the pipe, in a forked process."""
+    connection = Connection(descriptor)
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
             case = connection.recv_bytes()
             connection.send_bytes(pickle.dumps(_run_case(case)))
+    os._exit(0)  # without the seconds in which an interpreter takes down all modules
 
 
 def _run_case(case: bytes) -> tuple[bool, Any]:
@@ -143,7 +143,7 @@ def _run_case(case: bytes) -> tuple[bool, Any]:
     except BaseException:
         return False, traceback.format_exc()
     finally:
-        gc.collect()  # DDP's reducer sits in a cycle and must not outlive its group
-        gc.freeze()  # what is left are imported modules: no need to trace them every time
+        gc.collect()  # DDP's reducer is part of a cycle and must not outlive its process group
+        gc.freeze()  # what is left are imported modules, which need not be traced again
         if dist.is_initialized():
             dist.destroy_process_group()

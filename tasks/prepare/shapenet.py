@@ -13,6 +13,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -24,7 +25,7 @@ from tasks.store import locked
 NUM_CLOUDS = {"train": 41952, "test": 10518}
 NUM_CATEGORIES = 55
 NUM_POINTS = 1024
-"""That Point-MAE takes of each cloud; 8192 are in the files."""
+"""Points that Point-MAE takes of each cloud; the files have 8192."""
 _DAMAGED = zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error
 
 HELP = """\
@@ -95,7 +96,8 @@ def check(path: Path, options: argparse.Namespace) -> Iterator[str]:
 
 
 def _make(final: Path, archive: str | None, lists: str | None) -> None:
-    require(archive is not None, "--archive", "", _MISSING)
+    if archive is None:
+        raise ConfigError("--archive", "", _MISSING)
     require(Path(archive).is_file(), "--archive", archive, f"no such file; {_MISSING}")
     if lists is not None:
         for part in PARTS:
@@ -159,14 +161,20 @@ def _members(
         with zipfile.ZipFile(archive) as pack:
             for entry in pack.infolist():
                 if not entry.is_dir():
-                    yield entry.filename, entry.file_size, lambda entry=entry: pack.open(entry)
+                    yield entry.filename, entry.file_size, partial(pack.open, entry)
                 advance(entry.compress_size)
         return
     with tarfile.open(archive) as roll:
         for member in roll:
             if member.isfile():
-                yield member.name, member.size, lambda member=member: roll.extractfile(member)
+                yield member.name, member.size, partial(_content, roll, member)
             advance(member.size)
+
+
+def _content(roll: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
+    opened = roll.extractfile(member)
+    assert opened is not None, f"{member.name} is no plain file"
+    return opened
 
 
 def _names(path: Path) -> tuple[list[str], list[str]]:

@@ -1,10 +1,13 @@
 """Fixtures of the end-to-end tests."""
 
 import os
+from pathlib import Path
 
 import pytest
 
-from tests.cli.harness import LAUNCHER_VARIABLES, STORY, Run, cli, environment, spied
+from tests.cli.harness import STORY, Run, command, execute, spied
+from tests.server import LAUNCHER_VARIABLES, environment
+from tests.tasks.conftest import story
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +19,18 @@ def nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small text; to tokenize the embedded corpus takes ten seconds of processor time."""
+    path = tmp_path_factory.mktemp("text") / "story.txt"
+    path.write_text(story(40_000))
+    return path
+
+
+@pytest.fixture(scope="session")
 def spawned(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The undisturbed run of `STORY`: two workers that train.py has started. `spied` on."""
-    place = tmp_path_factory.mktemp("spawned")
-    return cli(*STORY, runs=place / "runs", env=environment(**spied(place / "spy")))
+    """The undisturbed run of `STORY`, by an interpreter of its own and the two that it starts.
+
+    Its processes are counted: see `spied`.
+    """
+    runs = tmp_path_factory.mktemp("spawned") / "runs"
+    return execute(command(*STORY, runs=runs), runs, environment(**spied(runs.parent / "spy")))

@@ -1,16 +1,21 @@
 """Runs of the toy, by the command line or inside the pool's workers, and how to compare them.
 
-A call of train.py costs seconds of imports. Whatever does not need a process of its own runs
-`train.APP.work` in the pool: the same code from the process group on.
+A call of `python train.py` takes seconds of imports. What needs no process of its own runs
+`train.APP.work` in the pool, which is the same code from the process group on. What needs one is
+forked from a process that has imported everything (`cli`, `started`). A few tests start
+interpreters of their own (`execute`), because their start is what is tested.
 """
 
 import contextlib
+import copy
+import functools
 import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -23,10 +28,12 @@ import torch
 from torch import Tensor
 
 import train
-from co2.app.compose import preflight
+from co2.app.compose import Values, composed, preflight
 from co2.config import Config
+from co2.errors import ConfigError
 from co2.record.folder import run_folder
 from tasks.toy import Toy
+from tests.server import Forked, environment, fork_program
 from tests.workers import Pool
 
 ROOT = Path(train.__file__).parent
@@ -44,10 +51,9 @@ STORY_LAG = 6
 
 LIMIT_S = 600
 """For a process that should take seconds; a busy machine may need minutes."""
+LINGER_S = 60
+"""For what a process has started: Python's helpers end when they see that all others are gone."""
 
-LAUNCHER_VARIABLES = frozenset(
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-)
 _TIMED = ("comm_s", "exposed_s", "exposed_share", "data_share", "tokens_per_s", "samples_per_s")
 _TIMED += ("train_s",)
 """Of a line of metrics.jsonl: what depends on time."""
@@ -82,25 +88,29 @@ def _completed(arguments: Sequence[str], runs: Path) -> list[str]:
     return [*(TOY[1:] if other else TOY), f"runs={runs}", *arguments]
 
 
-def environment(**more: str) -> dict[str, str]:
-    """This process's environment, as if nobody had launched it."""
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in LAUNCHER_VARIABLES and not key.startswith(("SLURM_", "WANDB_"))
-    }
-    # One worker alone would use every core, which on a busy machine makes tiny models crawl; and
-    # a narrow console folds the paths that are looked for.
-    return {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **more}
+def cli(*arguments: str, runs: Path, script: Path = ROOT / "train.py") -> Run:
+    """`python train.py …` in the parent of `runs`, to its end, without the seconds of imports.
 
-
-def cli(*arguments: str, runs: Path, env: dict[str, str] | None = None) -> Run:
-    """`python train.py …` in the parent of `runs`, to its end."""
-    return execute(command(*arguments, runs=runs), runs, env)
+    The process is forked from one that has imported everything; see tests/server.py.
+    """
+    runs.parent.mkdir(parents=True, exist_ok=True)
+    _, *words = command(*arguments, runs=runs, script=script)
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = fork_program(words, runs.parent, environment(), out.fileno(), err.fileno())
+        try:
+            status = process.wait(LIMIT_S)
+            deadline = time.monotonic() + LINGER_S
+            while alive(process.pid):
+                assert time.monotonic() < deadline, "a process outlives the run that started it"
+                time.sleep(0.01)
+        finally:
+            kill_session(process)
+        texts = [file.seek(0) or file.read().decode() for file in (out, err)]
+    return Run(status, *texts, runs)
 
 
 def execute(words: list[str], runs: Path, env: dict[str, str] | None = None) -> Run:
-    """Any command, in the parent of `runs`."""
+    """Any command, in the parent of `runs`, by an interpreter of its own."""
     runs.parent.mkdir(parents=True, exist_ok=True)
     ended = subprocess.run(
         words,
@@ -115,18 +125,27 @@ def execute(words: list[str], runs: Path, env: dict[str, str] | None = None) -> 
 
 @contextlib.contextmanager
 def started(
-    *arguments: str, runs: Path, log: Path, script: Path = ROOT / "train.py"
-) -> Iterator[subprocess.Popen]:
-    """The same, still running, in a session of its own; afterwards nothing of it is left."""
+    *arguments: str, runs: Path, log: Path, interpreter: bool = False
+) -> Iterator["Process"]:
+    """The same, still running, in a session of its own; afterwards nothing of it is left.
+
+    Args:
+        interpreter: start a new one, where its start is part of the test.
+    """
+    words, env = command(*arguments, runs=runs), environment()
+    process: Process
     with log.open("w") as file:
-        process = subprocess.Popen(
-            command(*arguments, runs=runs, script=script),
-            cwd=runs.parent,
-            env=environment(),
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        if interpreter:
+            process = subprocess.Popen(
+                words,
+                cwd=runs.parent,
+                env=env,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        else:
+            process = fork_program(words[1:], runs.parent, env, file.fileno(), file.fileno())
     try:
         yield process
     finally:
@@ -147,7 +166,10 @@ def started_processes(folder: Path) -> int:
     return len((folder / "seen").read_text().splitlines())
 
 
-def kill_session(process: subprocess.Popen) -> None:
+Process = subprocess.Popen | Forked
+
+
+def kill_session(process: Process) -> None:
     """SIGKILL to the process and to every worker that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -163,24 +185,34 @@ def alive(session: int) -> bool:
     return False
 
 
-def until(
-    condition: Callable[[], bool], process: subprocess.Popen, limit_s: float = LIMIT_S
-) -> None:
+def until(condition: Callable[[], bool], process: Process, limit_s: float = LIMIT_S) -> None:
     """Wait until the condition holds, which must be before the process ends."""
     deadline = time.monotonic() + limit_s
     while not condition():
         assert process.poll() is None, f"ended with status {process.returncode}"
         assert time.monotonic() < deadline, f"waited for {limit_s:g} s"
-        time.sleep(0.002)
+        time.sleep(0.01)
 
 
 def configured(*arguments: str, runs: Path) -> Config:
-    """The configuration that a command line makes."""
-    found: list[Config] = []
+    """The configuration that a command line makes. Raises `ConfigError`, as train.py would.
+
+    Hydra's composition takes most of the time of a short test, so what it makes of the same words
+    is kept. The folder of the runs differs between tests and is put in afterwards.
+    """
     words = _completed(arguments, runs)
-    preflight(train.APP.conf, "config", words, lambda *job: found.append(train.APP.validate(*job)))
-    (config,) = found
+    others = tuple(word for word in words if word != f"runs={runs}")
+    with contextlib.suppress(ConfigError):  # which the whole way raises again, with all words
+        if not any(word.startswith("hydra") for word in words):  # that may need more checks
+            values = copy.deepcopy(_composed(train.APP.conf, others))
+            return train.APP.validate({**values, "runs": str(runs)}, words)
+    (config,) = preflight(train.APP.conf, "config", words, train.APP.validate)
     return config
+
+
+@functools.cache
+def _composed(conf: Path, words: tuple[str, ...]) -> Values:
+    return composed(conf, "config", words)
 
 
 def pooled(

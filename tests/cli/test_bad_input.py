@@ -23,13 +23,13 @@ from tests.cli.harness import (
     command,
     configured,
     contents,
-    environment,
     execute,
     folders,
     pooled,
     spied,
     started_processes,
 )
+from tests.server import environment
 from tests.workers import Pool
 
 COUNT = "must be a whole number, 1 or more"

@@ -29,7 +29,7 @@ from tests.cli.harness import (
     weights,
 )
 from tests.cli.test_checkpoint import damage
-from tests.cli.test_every_task import SMALL
+from tests.cli.test_every_task import SMALL, small
 from tests.workers import Pool
 
 SHORT = ("train.steps=16", "train.eval_every=8", "log.every=1", "checkpoint.every=5")
@@ -131,11 +131,13 @@ def test_a_full_disk_does_not_end_the_run(workers: Pool, tmp_path: Path) -> None
     assert saved_steps(run.folder) == [] and not list(run.folder.glob("checkpoints/.step*"))
 
 
-def test_trains_as_replicas_of_one_worker(workers: Pool, tmp_path: Path, root: Path) -> None:
+def test_trains_as_replicas_of_one_worker(
+    workers: Pool, tmp_path: Path, root: Path, text: Path
+) -> None:
     """On the same samples: two workers with half a batch each are one with the whole."""
     gpt2 = (
-        *("task=gpt2", *CO2, "train.steps=7", "train.eval_every=4", "log.every=1"),
-        *("gpt2.context=32", "gpt2.eval_samples=8", f"data.root={root}", "train.clip_norm=1"),
+        *small("gpt2", root, text),
+        *(*CO2, "train.steps=7", "train.eval_every=4", "log.every=1", "train.clip_norm=1"),
     )
     plain = pooled(workers, 2, *gpt2, "train.batch_size=4", runs=tmp_path / "plain")
     assert plain.status == 0, plain.err
@@ -157,11 +159,13 @@ def test_trains_as_replicas_of_one_worker(workers: Pool, tmp_path: Path, root: P
 
 
 @pytest.mark.parametrize("task", SMALL)
-def test_every_task_in_parts(workers: Pool, tmp_path: Path, root: Path, task: str) -> None:
+def test_every_task_in_parts(
+    workers: Pool, tmp_path: Path, root: Path, text: Path, task: str
+) -> None:
     """Cut over two workers, with activations worked out twice: as where both hold all of it."""
     arguments = (
-        *(f"task={task}", *CO2, "train.steps=4", "train.batch_size=4", "log.every=1"),
-        *(f"data.root={root}", *SMALL[task]),
+        *small(task, root, text),
+        *(*CO2, "train.steps=4", "train.batch_size=4", "log.every=1"),
     )
     runs = []
     for strategy, again in (("ddp", "false"), ("zero3", "true")):

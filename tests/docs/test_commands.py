@@ -1,4 +1,7 @@
-"""Every command of README.md and docs/ can be run, and every link leads somewhere."""
+"""Every command of README.md and docs/ is one that its program takes; every link leads somewhere.
+
+The commands are parsed, composed and checked, as tests/docs/commands.py says, and not run.
+"""
 
 import os
 import re
@@ -35,7 +38,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("command", SHOWN, ids=lambda command: f"{SHOWN[command]}: {command}")
-def test_it_can_be_run(command: str) -> None:
+def test_its_program_takes_it(command: str) -> None:
     check(command)
 
 

@@ -1,8 +1,5 @@
 """The byte ledger, against the payloads handed to collectives and against the loopback device."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,6 +11,7 @@ import co2
 from co2.comm.background import BackgroundMean
 from co2.config import CommConfig, Precision
 from co2.methods import METHODS
+from tests.counted_bytes import measured_and_counted, needs_root
 from tests.methods.driver import ROUNDS_OF
 
 SIZES = (1000, 77)
@@ -92,79 +90,26 @@ def test_bytes_when_sharded(workers, world, padded):
         assert counted == rounds * (2 * (world - 1) * 4 * padded // world)
 
 
-PROGRAM = """
-import sys, torch, torch.distributed as dist, co2
-from co2.config import CommConfig, Precision
-from pathlib import Path
-
-def sent():
-    line = next(l for l in Path("/proc/net/dev").read_text().splitlines() if "lo:" in l)
-    return int(line.split(":")[1].split()[8])
-
-rank, world, name, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-dist.init_process_group("gloo", rank=rank, world_size=world, init_method="file://" + store)
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = torch.nn.Parameter(torch.zeros(1_000_000))
-        self.b = torch.nn.Parameter(torch.zeros(333_333))
-    def forward(self):
-        return self.a.sum() + self.b.sum()
-net = Model()
-compressed = name == "onebit_adam"
-fields = {"freeze_step": 1} if compressed else {"shard": True} if "shard" in sys.argv else {}
-method = co2.METHODS[name](
-    co2.METHODS[name].Config(**fields), CommConfig(dtype=Precision[sys.argv[5]])
-)
-optimizer = (torch.optim.AdamW if compressed else torch.optim.SGD)(net.parameters(), lr=0.1)
-model = method.prepare(net, optimizer, co2.Mesh.world())
-steps = 12
-dist.barrier(); before = sent(); dist.barrier()
-for _ in range(steps):
-    model().backward(); method.step()
-method.flush()
-dist.barrier()
-after = sent()
-if rank == 0:
-    print("MEASURED", after - before, world * method.stats().bytes_sent)
-dist.barrier(); dist.destroy_process_group()
-"""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace of its own needs root")
+@needs_root
 @pytest.mark.parametrize(
-    ("name", "world", "wire"),
+    ("name", "world", "wire", "fields"),
     [
-        ("co2", 2, "fp32"),
-        ("co2", 3, "fp32"),
-        ("co2", 2, "bf16"),
-        ("co2", 2, "fp32 shard"),
-        ("co2", 3, "fp32 shard"),
-        ("allreduce", 2, "fp32"),
-        ("allreduce", 2, "bf16"),
-        ("onebit_adam", 3, "fp32"),
+        ("co2", 2, "fp32", {}),
+        ("co2", 3, "fp32", {}),
+        ("co2", 2, "bf16", {}),
+        ("co2", 2, "fp32", {"shard": True}),
+        ("co2", 3, "fp32", {"shard": True}),
+        ("allreduce", 2, "fp32", {}),
+        ("allreduce", 2, "bf16", {}),
+        ("onebit_adam", 3, "fp32", {"freeze_step": 1}),
     ],
 )
-def test_bytes_are_what_the_network_device_counts(tmp_path: Path, name: str, world: int, wire: str):
+def test_bytes_are_what_the_network_device_counts(
+    tmp_path: Path, name: str, world: int, wire: str, fields: dict
+) -> None:
     """In a namespace where nothing else speaks: the ledger is within 3 % of the device's count."""
-    if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
-        pytest.skip("this system lets root make no network namespace")
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
-    ranks = " & ".join(
-        f"{sys.executable} {script} {rank} {world} {name} {tmp_path / 'store'} {wire}"
-        for rank in range(world)
-    )
-    command = f"ip link set lo up && ({ranks} & wait)"
-    root = str(Path(co2.__file__).parents[1])
-    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    run = subprocess.run(
-        ["unshare", "--net", "sh", "-c", command], capture_output=True, text=True, env=env
-    )
-    line = next((line for line in run.stdout.splitlines() if "MEASURED" in line), None)
-    assert line, run.stderr
-    measured, counted = (float(word) for word in line.split()[1:])
-    assert counted == pytest.approx(measured, rel=0.03)
+    measured, counted = measured_and_counted(tmp_path, world, name, wire, **fields)
+    assert measured > 1_000_000 and counted == pytest.approx(measured, rel=0.03)
 
 
 def test_a_mean_in_flight_must_be_waited_for():

@@ -15,7 +15,7 @@ from co2.comm.flat import FlatParams
 from co2.config import CommConfig, CommDevice
 from co2.errors import ConfigError
 from co2.methods import METHODS
-from tests.cli.harness import cli
+from tests.cli.harness import command, execute
 from tests.workers import Pool
 
 pytestmark = [
@@ -189,7 +189,8 @@ def test_train_py_shares_a_gpu(tmp_path: Path):
         "launch.backend=auto",
         "comm.device=cpu",
     )
-    run = cli(*words, "launch.workers=2", runs=tmp_path / "runs")
+    runs = tmp_path / "runs"
+    run = execute(command(*words, "launch.workers=2", runs=runs), runs)
     assert run.status == 0, run.err
     summary = json.loads((run.folder / "summary.json").read_text())
     assert summary["device"].startswith("cuda")

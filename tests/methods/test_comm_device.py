@@ -30,8 +30,11 @@ def whenever(rank: int, world: int, name: str, settings: dict[str, Any]) -> None
             assert_same(trajectory(rank, world, name, settings, comm=HOST), expected)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("name", ROUNDS_OF)
+OTHER_WORLDS = [(name, world) for name in ("co2", "streaming_diloco") for world in (1, 3)]
+"""How many replicas there are changes nothing of the copies."""
+
+
+@pytest.mark.parametrize(("name", "world"), [*((name, 2) for name in ROUNDS_OF), *OTHER_WORLDS])
 def test_copies_may_be_late_or_early(workers: Pool, name: str, world: int) -> None:
     workers.run(whenever, world, name, SETTINGS[name])
 

@@ -1,4 +1,9 @@
-"""Every method follows its single-process simulation, on 1 to 4 replicas."""
+"""Every method follows its single-process simulation, on 1 to 4 replicas.
+
+Every case runs on three replicas, where a mean has to be rounded, and with another inner optimizer
+on two. What one replica does differently, or four, no setting of a method changes: one case of each
+method runs there.
+"""
 
 from itertools import product
 from typing import Any
@@ -96,15 +101,19 @@ def assert_follows(
             )
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", CASES + SHARDED, ids=str)
+TELLING = [next(case for case in CASES if case[0] == name) for name in SETTINGS] + SHARDED[:1]
+ON_WORLDS = [(case, 3) for case in CASES + SHARDED]
+ON_WORLDS += [(case, world) for case in TELLING for world in (1, 4)]
+
+
+@pytest.mark.parametrize(("case", "world"), ON_WORLDS, ids=str)
 def test_equals_reference(workers: Pool, case: tuple[str, dict[str, Any]], world: int) -> None:
     compare(workers, case, inner(case[0]), world, torch.float64, 1e-12)
 
 
 @pytest.mark.parametrize("case", CASES + SHARDED, ids=str)
 def test_equals_reference_with_adamw(workers: Pool, case: tuple[str, dict[str, Any]]) -> None:
-    compare(workers, case, "adamw", 3, torch.float64, 1e-12)
+    compare(workers, case, "adamw", 2, torch.float64, 1e-12)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -1,9 +1,6 @@
 """CO2's sharded outer state: the same training, wherever the state lies and whenever it moves."""
 
-import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +21,7 @@ from tests.methods import problem
 from tests.methods.collectives import Recorder
 from tests.methods.driver import SETTINGS, Session, assert_same, trajectory
 from tests.methods.test_buckets import comm
+from tests.server import environment, fork_program
 from tests.workers import Pool
 
 TAU = 3
@@ -295,15 +293,15 @@ def test_without_a_schedule(workers: Pool) -> None:
 def clocked(rank: int, world: int) -> None:
     """Launch to completion, and the part of it for which somebody stood still."""
     mean = BackgroundMean(12, co2.Mesh.world())
-    for sleep_s, work_s in ((0.2, 0.0), (0.1, 0.3)):
-        before = mean.totals()
-        mean.run(lambda sleep_s=sleep_s: time.sleep(sleep_s))
-        time.sleep(work_s)
+    for works in (False, True):  # whether somebody computes until it is done
+        done, before = threading.Event(), mean.totals()
+        mean.run(lambda done=done: (time.sleep(0.1), done.set()))
+        assert not works or done.wait(60)
         assert mean.wait() is mean.buffer
         after = mean.totals()
-        assert sleep_s <= after.comm_s - before.comm_s < sleep_s + 0.1
-        exposed_s = max(0.0, sleep_s - work_s)
-        assert exposed_s - 0.01 <= after.exposed_s - before.exposed_s < exposed_s + 0.1
+        comm_s, exposed_s = after.comm_s - before.comm_s, after.exposed_s - before.exposed_s
+        assert comm_s >= 0.1 and 0 <= exposed_s <= comm_s
+        assert exposed_s < 0.1 if works else exposed_s > 0.09
         assert after.bytes_sent - before.bytes_sent == 2 * (world - 1) * 48 // world
     mean.close()
 
@@ -369,18 +367,15 @@ def test_a_peer_that_is_gone_ends_the_others(tmp_path: Path) -> None:
 
 def ended(tmp_path: Path, end: str) -> list[tuple[int, str]]:
     """Exit status and output of two processes that run the program."""
-    root = str(Path(co2.__file__).parents[1])
-    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-c", PROGRAM]
-    ranks = [
-        subprocess.Popen(
-            [*words, str(rank), str(tmp_path / "store"), end],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    logs = [tmp_path / f"log_{rank}" for rank in range(2)]
+    processes = []
+    for rank, log in enumerate(logs):
+        words = [str(script), str(rank), str(tmp_path / "store"), end]
+        with log.open("w") as file:
+            out = file.fileno()
+            processes.append(fork_program(words, tmp_path, environment(), out, out))
+    return [
+        (process.wait(300), log.read_text()) for process, log in zip(processes, logs, strict=True)
     ]
-    outs = [process.communicate(timeout=300)[0] for process in ranks]
-    return [(process.returncode, out) for process, out in zip(ranks, outs, strict=True)]

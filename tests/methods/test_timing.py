@@ -61,8 +61,7 @@ def _on_slow_network(
     return history, forced
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", OVERLAPPED)
+@pytest.mark.parametrize(("name", "world"), [*((name, 2) for name in OVERLAPPED), ("co2", 3)])
 def test_the_network_may_take_a_whole_round(workers: Pool, name: str, world: int) -> None:
     workers.run(delayed, world, name)
 

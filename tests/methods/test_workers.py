@@ -51,9 +51,7 @@ def test_an_error_comes_back_with_its_traceback(workers: Pool) -> None:
 def test_a_deadlock_is_a_failure() -> None:
     pool = Pool(2)
     pool.run(total, 2, 1)
-    began = time.monotonic()
     with pytest.raises(TimeLimit, match=r"ranks \[0\] of 2"):
         pool.run(wait_forever, 2, time_limit_s=3.0)
-    assert time.monotonic() - began < 10
     assert pool.run(total, 2, 1)[0][1].item() == 3.0
     pool.close()

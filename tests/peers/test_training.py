@@ -9,6 +9,7 @@ import pytest
 from co2.peers import PEERS
 from tests.cli.harness import (
     LIMIT_S,
+    LINGER_S,
     alive,
     assert_same_run,
     folders,
@@ -21,7 +22,6 @@ from tests.workers import Pool
 
 SHARES = {"torch_post_local_sgd": 1.0, "torchft_diloco": 1.0, "fairscale_slowmo": 1.25}
 """Bytes that one of two workers sends in a round, as a share of the model's."""
-LINGER_S = 10.0
 
 
 @pytest.fixture(params=PEERS)

@@ -1,7 +1,7 @@
 """The sbatch files, Hydra's launcher and the recipes', on a real controller.
 
-All of it is in this file: a file is tested by one process, and so with one controller. A start of
-train.py costs seconds, so that a job here lives through several things.
+`make test-slow` runs it, in one process and so with one controller. A start of train.py costs
+seconds, so that a job here lives through several things.
 """
 
 import os
@@ -34,6 +34,8 @@ from tests.cli.harness import (
     weights,
 )
 from tests.slurm.controller import LIMIT_S, NODES, Job, Slurm
+
+pytestmark = pytest.mark.slow
 
 GLOO = ("task=toy", "launch.backend=gloo")
 SLOW = ("toy.delay_s=0.1", "checkpoint.every=0")

@@ -8,6 +8,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from tasks.images import (
+    CROP_DRAWS,
     MEAN,
     STD,
     Digits,
@@ -16,9 +17,9 @@ from tasks.images import (
     mixing,
     normalized,
     rand_augment,
-    random_crop,
+    random_crops,
 )
-from tasks.randomness import generator, seeded
+from tasks.randomness import Draws, generator, resumed, seeded, seeds
 
 
 @pytest.fixture(scope="module")
@@ -51,26 +52,48 @@ def test_crops_are_those_of_pil(photo: torch.Tensor, interpolation: str) -> None
 
     how = v2.InterpolationMode(interpolation)
     picture = Image.fromarray(photo.permute(1, 2, 0).numpy())
-    crop, flip = random_crop(24, 0.3, True, interpolation)
     reference = v2.Compose(
         [v2.RandomResizedCrop(24, scale=(0.3, 1), interpolation=how), v2.RandomHorizontalFlip()]
     )
-    flipped = set()
-    for n in range(20):
-        with seeded(n):
-            ours = crop(photo)
-            ours, before = flip(ours), ours
-        flipped.add(torch.equal(ours, before))
-        with seeded(n):
+    starts = seeds(3, np.arange(20))
+    found = random_crops([photo] * 20, Draws(starts, CROP_DRAWS), 24, 0.3, True, interpolation)
+    assert found.shape == (20, 3, 24, 24) and found.dtype == torch.uint8
+    for n, ours in enumerate(found):
+        with seeded(3, n):
             theirs = v2.functional.pil_to_tensor(reference(picture))
-        assert ours.shape == (3, 24, 24) and ours.dtype == torch.uint8
         assert (ours.int() - theirs.int()).abs().max() <= 1
-    assert flipped == {True, False}
     ours = central_crop(24, 32, interpolation)(photo)
     whole = picture.resize((48, 32), getattr(Image.Resampling, interpolation.upper()))
     theirs = v2.functional.pil_to_tensor(whole.crop((12, 4, 36, 28)))
     assert (ours.int() - theirs.int()).abs().max() <= 1
-    assert len(random_crop(24, 0.3, False, interpolation)) == 1
+
+
+@pytest.mark.parametrize("shape", [(3, 60, 90), (1, 8, 8), (3, 9, 90), (3, 50, 4)])
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("flip", [True, False])
+def test_crops_are_those_of_torchvision_bit_for_bit(
+    shape: tuple[int, int, int], interpolation: str, flip: bool
+) -> None:
+    """One tensor, a list, and one by one; the shapes at the end leave no crop within ten tries."""
+    from torchvision.transforms import v2
+
+    source = torch.Generator().manual_seed(0)
+    pictures = torch.randint(0, 256, (40, *shape), dtype=torch.uint8, generator=source)
+    how = v2.InterpolationMode(interpolation)
+    crop = v2.RandomResizedCrop(17, scale=(0.1, 1), interpolation=how, antialias=True)
+    starts = seeds(1, 2, np.arange(40))
+    draws = Draws(starts, CROP_DRAWS)
+    found = random_crops(pictures, draws, 17, 0.1, flip, interpolation)
+    for row, (start, picture) in enumerate(zip(starts, pictures, strict=True)):
+        with seeded(1, 2, row):
+            expected = crop(picture)
+            expected = v2.RandomHorizontalFlip()(expected) if flip else expected
+            following = torch.rand(3)
+        assert torch.equal(found[row], expected.expand(3, -1, -1))
+        with resumed(start, int(draws.used[row])):  # where other changes go on
+            assert torch.equal(torch.rand(3), following)
+    again = random_crops(list(pictures), Draws(starts, CROP_DRAWS), 17, 0.1, flip, interpolation)
+    assert torch.equal(again, found)
 
 
 def test_rand_augment_changes_pictures_in_three_of_four_cases(photo: torch.Tensor) -> None:

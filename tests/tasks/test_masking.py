@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tasks.masking import IGNORED, Vocabulary, masked, num_chosen
+from tasks.masking import IGNORED, Vocabulary, _drawn, masked, num_chosen
 from tasks.randomness import generator
 
 WORDS = Vocabulary(1000)
@@ -20,14 +20,10 @@ def rows(number: int, length: int = 100) -> np.ndarray:
     return found
 
 
-def keys(number: int, *first: int) -> list[tuple[int, ...]]:
-    return [(*first, sample) for sample in range(number)]
-
-
 def test_a_window_loses_just_the_chosen_places() -> None:
     given = rows(50)
     before = given.copy()
-    seen, places, targets = masked(given, WORDS, keys(50, 0, 0))
+    seen, places, targets = masked(given, WORDS, 0, 0, np.arange(50))
     assert np.array_equal(given, before)
     assert places.shape == targets.shape == (50, 15)
     assert (np.diff(places, axis=1) > 0).all()
@@ -39,7 +35,7 @@ def test_a_window_loses_just_the_chosen_places() -> None:
 
 def test_only_ordinary_tokens_are_chosen_and_drawn() -> None:
     given = rows(400)
-    seen, _, targets = masked(given, WORDS, keys(400, 0, 0))
+    seen, _, targets = masked(given, WORDS, 0, 0, np.arange(400))
     assert targets.min() >= 4 and targets.max() < WORDS.mask
     special = (given < 4) | (given == WORDS.mask)
     assert np.array_equal(seen[special], given[special])
@@ -50,7 +46,7 @@ def test_only_ordinary_tokens_are_chosen_and_drawn() -> None:
 def test_the_shares_are_80_10_10() -> None:
     """Within four standard deviations of a binomial."""
     given = rows(4000)
-    seen, places, targets = masked(given, WORDS, keys(4000, 0, 0))
+    seen, places, targets = masked(given, WORDS, 0, 0, np.arange(4000))
     shown = np.take_along_axis(seen, places, axis=1)
     kinds = {0.8: shown == WORDS.mask, 0.1: shown == targets}
     kinds_random = ~(kinds[0.8] | kinds[0.1])
@@ -68,20 +64,41 @@ def test_the_shares_are_80_10_10() -> None:
 
 def test_the_key_alone_decides() -> None:
     given = rows(8)
-    first = masked(given, WORDS, keys(8, 3, 7))
+    first = masked(given, WORDS, 3, 7, np.arange(8))
     np.random.seed(1)
-    again = masked(given[4:], WORDS, keys(8, 3, 7)[4:])  # of other neighbours
+    again = masked(given[4:], WORDS, 3, 7, np.arange(4, 8))  # of other neighbours
     for whole, half in zip(first, again, strict=True):
         assert np.array_equal(whole[4:], half)
-    for other in (keys(8, 3, 8), keys(8, 4, 7)):
-        found = masked(given, WORDS, other)
+    for other in ((3, 8), (4, 7)):
+        found = masked(given, WORDS, *other, np.arange(8))
         assert (found[1] != first[1]).any(axis=1).all()
+
+
+@pytest.mark.parametrize("size", [261, 516, 50265])
+def test_numbers_are_those_of_a_generator_for_each_window(size: int) -> None:
+    vocabulary, samples = Vocabulary(size), np.arange(200)
+    rank, coin, words = _drawn(40, 7, vocabulary, 3, samples % 5, samples)
+    for row in range(200):
+        source = generator(3, row % 5, row)
+        assert np.array_equal(source.random(40), rank[row])
+        assert np.array_equal(source.random(7), coin[row])
+        assert np.array_equal(source.integers(4, vocabulary.mask, 7), words[row])
+
+
+def test_a_word_that_is_rejected_is_drawn_again() -> None:
+    """In a vocabulary just above 2³¹ every second draw is rejected."""
+    vocabulary = Vocabulary(2**31 + 100)
+    _, _, words = _drawn(4, 5, vocabulary, 1, np.arange(20))
+    for row in range(20):
+        source = generator(1, row)
+        source.random(9)
+        assert np.array_equal(source.integers(4, vocabulary.mask, 5), words[row])
 
 
 def test_windows_with_too_few_words() -> None:
     given = np.full((2, 22), Vocabulary.END)
     given[0, 5] = 9
-    seen, places, targets = masked(given, WORDS, keys(2, 0))
+    seen, places, targets = masked(given, WORDS, 0, np.arange(2))
     assert sorted(targets[0]) == [IGNORED, IGNORED, 9]
     assert places[0][targets[0] == 9].tolist() == [5]
     assert (targets[1] == IGNORED).all() and np.array_equal(seen[1], given[1])

@@ -5,9 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tasks.randomness import seeded
+from tasks.randomness import Draws, seeded, seeds
 from tasks.segmentation import (
     IGNORED,
+    VIEW_DRAWS,
     augmented,
     confusion,
     cross_entropy,
@@ -91,16 +92,29 @@ def red(image: torch.Tensor) -> torch.Tensor:
     return image[0] * 58.395 + 123.675
 
 
+def view(
+    number: int,
+    image: torch.Tensor,
+    labels: torch.Tensor,
+    crop: int,
+    short_side: int,
+    scales: tuple[float, float],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One view, of a key."""
+    draws = Draws(seeds(0, np.array([number])), VIEW_DRAWS)
+    images, masks = augmented([(image, labels)], draws, crop, short_side, scales)
+    return images[0], masks[0]
+
+
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 2.0)])
 def test_image_and_labels_stay_together(
     monkeypatch: pytest.MonkeyPatch, scales: tuple[float, float]
 ) -> None:
-    monkeypatch.setattr("tasks.segmentation._colours", lambda: lambda image: image)
+    monkeypatch.setattr("tasks.segmentation._COLOURS", ())
     seen = 0
     for number in range(20):
-        with seeded(number):
-            view, labels = augmented(*sample(64, 80), 48, 64, scales)
-        assert view.shape == (3, 48, 48) and view.dtype == torch.float32
+        found, labels = view(number, *sample(64, 80), 48, 64, scales)
+        assert found.shape == (3, 48, 48) and found.dtype == torch.float32
         assert labels.shape == (48, 48) and labels.dtype == torch.uint8
         inside = F.max_pool2d(labels[None].float(), 5, 1, 2) == labels
         inside &= -F.max_pool2d(-labels[None].float(), 5, 1, 2) == labels
@@ -108,37 +122,84 @@ def test_image_and_labels_stay_together(
         inside[0, [0, 1, -2, -1]] = False  # resizing mixes at borders, of the view too
         inside[0, :, [0, 1, -2, -1]] = False
         seen += int(inside.sum())
-        difference = red(view) - labels.float() * 10
+        difference = red(found) - labels.float() * 10
         assert (difference[inside[0]].abs() < 6).all()
     assert seen > 2000
 
 
 def test_what_the_image_does_not_fill_has_no_label() -> None:
-    with seeded(0):
-        view, labels = augmented(*sample(40, 80), 64, 40, (1.0, 1.0))
-    assert (labels[40:] == IGNORED).all() and (view[:, 40:] == 0).all()
+    found, labels = view(0, *sample(40, 80), 64, 40, (1.0, 1.0))
+    assert (labels[40:] == IGNORED).all() and (found[:, 40:] == 0).all()
     assert (labels[:40] != IGNORED).all()
 
 
 def test_views_vary_and_depend_on_the_key_alone() -> None:
-    def view(*key: int) -> torch.Tensor:
-        with seeded(*key):
-            return augmented(*sample(64, 80), 48, 64, (0.5, 2.0))[0]
-
-    assert torch.equal(view(0, 1, 2), view(0, 1, 2))
-    views = [view(0, 1, number) for number in range(10)]
+    """Not on the neighbours in a batch."""
+    given = [sample(64, 80), sample(40, 50)] * 5
+    draws = Draws(seeds(0, np.arange(10)), VIEW_DRAWS)
+    views, masks = augmented(given, draws, 48, 64, (0.5, 2.0))
     assert all(not torch.equal(a, b) for n, a in enumerate(views) for b in views[:n])
+    for number in range(10):
+        alone = view(number, *given[number], 48, 64, (0.5, 2.0))
+        assert torch.equal(alone[0], views[number]) and torch.equal(alone[1], masks[number])
+
+
+def test_views_are_those_of_torchvision_bit_for_bit() -> None:
+    """One by one, in the order of mmsegmentation, with torchvision's own changes."""
+    from torchvision.transforms import v2
+
+    jitters: list[dict[str, float]] = [
+        {"brightness": 0.125},
+        {"contrast": 0.5},
+        {"saturation": 0.5},
+        {"hue": 0.1},
+    ]
+    colours = v2.Compose([v2.RandomApply([v2.ColorJitter(**j)], 0.5) for j in jitters])
+    source = np.random.default_rng(0)
+    given = []
+    for height, width in [(64, 80), (40, 50), (33, 33)] * 10:
+        pixels = torch.from_numpy(source.integers(0, 256, (3, height, width), np.uint8))
+        given.append((pixels, sample(height, width)[1] // 12))
+    draws = Draws(seeds(5, np.arange(30)), VIEW_DRAWS)
+    views, masks = augmented(given, draws, 48, 40, (0.6, 1.6))
+
+    def uniform() -> float:
+        return torch.rand(()).item()
+
+    for number, (image, labels) in enumerate(given):
+        with seeded(5, number):
+            side = 40 * (0.6 + (1.6 - 0.6) * uniform())
+            factor = side / min(labels.shape)
+            size = [round(length * factor) for length in labels.shape]
+            nearest = v2.InterpolationMode.NEAREST_EXACT
+            image = v2.functional.resize(image, size, antialias=True)
+            labels = v2.functional.resize(labels[None], size, interpolation=nearest)[0]
+            for _ in range(10):
+                top, left = (int(uniform() * (max(0, length - 48) + 1)) for length in size)
+                cut = slice(top, top + 48), slice(left, left + 48)
+                counts = labels[cut].flatten().bincount()
+                if counts.max() < 0.75 * counts.sum():
+                    break
+            image, labels = image[:, cut[0], cut[1]], labels[cut]
+            if uniform() < 0.5:
+                image, labels = image.flip(-1), labels.flip(-1)
+            image = normalized(colours(image))
+        height, width = labels.shape
+        assert torch.equal(views[number, :, :height, :width], image)
+        assert torch.equal(masks[number, :height, :width], labels)
+        assert (masks[number, height:] == IGNORED).all()
+        assert (masks[number, :, width:] == IGNORED).all()
+        assert not views[number, :, height:].any() and not views[number, :, :, width:].any()
 
 
 def test_both_halves_of_the_coin(monkeypatch: pytest.MonkeyPatch) -> None:
     """A flip in about half of the views, and every scale between the two."""
-    monkeypatch.setattr("tasks.segmentation._colours", lambda: lambda image: image)
+    monkeypatch.setattr("tasks.segmentation._COLOURS", ())
     image = torch.zeros(3, 32, 32, dtype=torch.uint8)
     labels = torch.arange(32, dtype=torch.uint8).expand(32, 32)  # by column
     flips, filled = [], []
     for number in range(200):
-        with seeded(number):
-            _, seen = augmented(image, labels, 64, 32, (0.5, 2.0))
+        _, seen = view(number, image, labels, 64, 32, (0.5, 2.0))
         known = seen[0][seen[0] != IGNORED].int()
         flips.append(bool(known[0] > known[-1]))
         filled.append(len(known))
@@ -152,13 +213,12 @@ def test_no_class_fills_a_crop_where_that_can_be() -> None:
     image = labels.expand(3, -1, -1).contiguous()
     shares = []
     for number in range(60):
-        with seeded(number):
-            _, seen = augmented(image, labels, 64, 64, (1.0, 1.0))
+        _, seen = view(number, image, labels, 64, 64, (1.0, 1.0))
         shares.append((seen == 0).float().mean().item())
     assert max(shares) < 0.75 and max(shares) > 0.3
     bare = torch.zeros(64, 64, dtype=torch.uint8)
-    with seeded(0):  # ten tries, then as it is
-        assert (augmented(image[:, :, :64], bare, 48, 64, (1.0, 1.0))[1] == 0).all()
+    # Ten tries, then as it is.
+    assert (view(0, image[:, :, :64], bare, 48, 64, (1.0, 1.0))[1] == 0).all()
 
 
 def test_whole_images_keep_their_shape() -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError
-from tasks.clouds import normalized, scaled_and_moved
+from tasks.clouds import normalized, scale_and_shift, scaled_and_moved
 from tasks.point_mae import PointMAE
 from tasks.points import chamfer, patches, taken
 from tasks.randomness import generator
@@ -169,7 +169,8 @@ def test_normalizing_and_augmenting() -> None:
     assert np.linalg.norm(made, axis=1).max() == pytest.approx(1)
     assert not normalized(np.ones((4, 3), np.float32)).any()
     ends = np.array([[0, 0, 0], [1, 1, 1]], np.float32)
-    moved = np.stack([scaled_and_moved(ends, generator(n)) for n in range(200)])
+    drawn = [scale_and_shift(generator(n)) for n in range(200)]
+    moved = scaled_and_moved(np.stack([ends] * 200), *np.stack(drawn, axis=1))
     factors = moved[:, 1] - moved[:, 0]
     assert factors.min() > 0.66 and factors.max() < 1.51 and np.ptp(factors, axis=1).min() > 0
     assert 0.15 < np.abs(moved[:, 0]).max() <= 0.2
@@ -233,8 +234,7 @@ def test_evaluation_is_the_mean_over_the_test_clouds(folder: Path, objective: Ob
     model = task.model()
     scores = task.evaluate(model)
     assert model.training and next(iter(scores)) == "loss"
-    made = [task._sample("test", i, (1, i), augment=False) for i in range(5)]
-    clouds, orders = (torch.from_numpy(np.stack(column)) for column in zip(*made, strict=True))
+    clouds, orders = task._batch("test", np.arange(5), 1)
     model.eval()
     with torch.no_grad():
         if objective is Objective.classification:
@@ -311,8 +311,7 @@ def test_baselines() -> None:
     assert 0.2 < found["untrained_svm_accuracy"] < 1
     untrained = task.evaluate(task.model())
     assert found["untrained_svm_accuracy"] == untrained["svm_accuracy"]
-    made = [task._sample("test", int(i), (1, int(i)), False) for i in np.arange(70) * 300 // 70]
-    clouds, orders = (torch.from_numpy(np.stack(column)) for column in zip(*made, strict=True))
+    clouds, orders = task._batch("test", np.arange(70) * 300 // 70, 1)
     hidden = taken(patches(clouds, 8, 8)[0], orders[:, 4:])
     assert found["centre_loss"] == pytest.approx(hidden.square().sum(-1).mean().item(), rel=1e-5)
     assert set(ready(objective=Objective.classification).baselines()) == {"majority_accuracy"}

@@ -1,0 +1,241 @@
+"""A process that has imported torch and the suite once, and forks other processes from itself.
+
+A new interpreter needs three to five seconds of CPU time for these imports, which is more than most
+tests take. The pool's workers (tests/workers.py) and the programs of the end-to-end tests
+(tests/cli/harness.py) are therefore forked from one server, which lives as long as the session. A
+forked program runs `train.py` as the command line would: its arguments, environment, folder, output
+and session are its own, and the exit status is the interpreter's. Only its local workers are forked
+too, where the launcher would spawn new interpreters that import everything again.
+"""
+
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import multiprocessing.context
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PRELOADED = [
+    "torch._dynamo",  # imported by every optimizer at its first use
+    "torch.nn.parallel",
+    "torch.distributed.checkpoint",
+    "torch.distributed.launcher.api",
+    "tests.cli.harness",  # train.py and all that it imports
+]
+"""Modules that the server imports; what is appended before its start counts too."""
+TASK_LIBRARIES = (
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.roberta.modeling_roberta",
+    "timm",
+    "sklearn.svm",
+)
+"""What only the tasks with real models need: about four more seconds."""
+LAUNCHER_VARIABLES = frozenset(
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+)
+_LARGEST_REQUEST = 1 << 20
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment, as if no launcher had started it, with `more`."""
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in LAUNCHER_VARIABLES and not key.startswith(("SLURM_", "WANDB_"))
+    }
+    # A single worker would use every core, which makes tiny models crawl on a busy machine. A
+    # narrow console would fold the paths that tests look for.
+    return {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **more}
+
+
+class Forked:
+    """A process that the server has forked, with the methods of `subprocess.Popen` used here."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._replies = connection.makefile("r")
+        self.pid = int(self._replies.readline())
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit status, negative for a signal; None while the process runs."""
+        if self.returncode is None and select.select([self._connection], [], [], 0)[0]:
+            self._read_status()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status. Raises `subprocess.TimeoutExpired` after `timeout` seconds."""
+        if self.returncode is None:
+            if not select.select([self._connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"forked process {self.pid}", timeout or 0.0)
+            self._read_status()
+        assert self.returncode is not None
+        return self.returncode
+
+    def kill(self) -> None:
+        """SIGKILL, unless it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def _read_status(self) -> None:
+        line = self._replies.readline()
+        assert line, "the server of forked processes is gone"
+        self.returncode = int(line)
+        self._replies.close()
+        self._connection.close()
+
+
+class Server:
+    """The client's side. The server ends when this process closes its pipe or dies."""
+
+    def __init__(self, modules: Iterable[str]) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._address = f"{self._folder.name}/socket"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.server", self._address, *modules],
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the tests, which then close the pipe
+        )
+
+    def fork(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> Forked:
+        """Send a request (see `_answer`) with open files; return the new process."""
+        connection = socket.socket(socket.AF_UNIX)
+        while True:
+            try:
+                connection.connect(self._address)
+                break
+            except (FileNotFoundError, ConnectionRefusedError):
+                assert self._process.poll() is None, "the server of forked processes has failed"
+                time.sleep(0.01)
+        message = json.dumps(request).encode()
+        assert len(message) < _LARGEST_REQUEST
+        socket.send_fds(connection, [message], list(descriptors))
+        connection.shutdown(socket.SHUT_WR)
+        return Forked(connection)
+
+
+@functools.cache
+def server() -> Server:
+    """The server of this session, started at its first use."""
+    return Server(PRELOADED)
+
+
+def fork_function(name: str, descriptor: int) -> Forked:
+    """A process that calls `name`, as module:function, with an open file's descriptor."""
+    return server().fork({"function": name}, [descriptor])
+
+
+def fork_program(
+    words: Sequence[str], cwd: Path, env: Mapping[str, str], out: int, err: int
+) -> Forked:
+    """A process that runs a script of Python as `python script arguments` would.
+
+    Args:
+        words: the script and its arguments.
+        cwd, env: its working folder and its whole environment.
+        out, err: descriptors of the open files that its output goes to.
+    """
+    request = {"program": list(words), "cwd": str(cwd), "env": dict(env)}
+    return server().fork(request, [out, err])
+
+
+def _serve(address: str) -> tuple[dict[str, Any], list[int]]:
+    """Fork a process for every request, and tell the client its process id and exit status.
+
+    Returns:
+        The request and its open files, in the forked process alone. The server never returns.
+    """
+    waker, wake = os.pipe()
+    for descriptor in (waker, wake):
+        os.set_blocking(descriptor, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    clients: dict[int, socket.socket] = {}
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    while True:
+        ready, _, _ = select.select([listener, waker, sys.stdin], [], [])
+        if sys.stdin in ready:
+            os._exit(0)
+        if waker in ready:
+            os.read(waker, 4096)
+        for pid, status in _ended():
+            client = clients.pop(pid)
+            with contextlib.suppress(BrokenPipeError):
+                client.sendall(f"{status}\n".encode())
+            client.close()
+        if listener in ready:
+            client, _ = listener.accept()
+            message, descriptors, _, _ = socket.recv_fds(client, _LARGEST_REQUEST, 4)
+            while part := client.recv(_LARGEST_REQUEST):
+                message += part
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                os.setsid()  # before the client knows the process, and may kill its session
+                client.sendall(f"{os.getpid()}\n".encode())
+                for other in (client, listener, *clients.values()):
+                    other.close()
+                os.close(waker)
+                os.close(wake)
+                return json.loads(message), descriptors
+            for descriptor in descriptors:
+                os.close(descriptor)
+            clients[pid] = client
+
+
+def _ended() -> Iterable[tuple[int, int]]:
+    """Process ids and exit statuses of the children that have ended."""
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            yield found[0], os.waitstatus_to_exitcode(found[1])
+
+
+def _answer(request: dict[str, Any], descriptors: list[int]) -> None:
+    """What a forked process does: a function of a module, or a program."""
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    if "function" in request:
+        module, _, name = request["function"].partition(":")
+        getattr(importlib.import_module(module), name)(*descriptors)
+        return
+    for target, descriptor in enumerate(descriptors, start=1):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    script, *_ = sys.argv = request["program"]
+    sys.path[0] = str(Path(script).parent)
+    gc.unfreeze()  # a program that ends would report what was never collected as leaked
+    # The launcher asks for new interpreters; forked workers have imported everything already.
+    contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+    contexts["spawn"] = contexts["forkserver"] = contexts["fork"]
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    _, address, *modules = sys.argv
+    for module in modules:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # the collector of a forked process need not touch, and so copy, these pages
+    _answer(*_serve(address))
