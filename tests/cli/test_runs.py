@@ -590,7 +590,7 @@ def test_bf16(workers: Pool, tmp_path: Path) -> None:
     assert runs[0].status == 0
     assert all(value.dtype != torch.bfloat16 for value in weights(half).values())
     state = torch.load(half / "checkpoints/step_60/rank_0.pt", weights_only=True)
-    assert state["method"]["vectors"]["anchor"].dtype == torch.float32
+    assert state["method"]["tensors"]["anchor"].dtype == torch.float32
     told = [summary(folder)["final"]["loss"] for folder in (half, single)]
     assert told[0] != told[1] and told[0] == pytest.approx(told[1], abs=0.1)
     for one, other in zip(metrics(half), metrics(single), strict=True):

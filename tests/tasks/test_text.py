@@ -83,7 +83,7 @@ def test_the_tokenizer_is_deterministic_and_no_larger_than_asked() -> None:
 def test_windows_predict_every_token_but_the_first_once() -> None:
     tokens = np.arange(100, 123, dtype=np.uint16)
     count = num_windows(len(tokens), 5)
-    found = windows(tokens, range(count), 5)
+    found = windows(tokens, np.arange(count), 5)
     assert count == 4 and found.shape == (4, 6) and found.dtype.is_signed
     assert found[:, 1:].flatten().tolist() == list(range(101, 121))
     assert found[:, :-1].flatten().tolist() == list(range(100, 120))
@@ -93,7 +93,7 @@ def test_windows_predict_every_token_but_the_first_once() -> None:
 def test_windows_without_overlap_hold_every_token_once() -> None:
     tokens = np.arange(100, 120, dtype=np.uint16)
     count = num_windows(len(tokens), 5, overlap=0)
-    found = windows(tokens, range(count), 5, overlap=0)
+    found = windows(tokens, np.arange(count), 5, overlap=0)
     assert found.flatten().tolist() == list(range(100, 120))
     assert num_windows(19, 5, overlap=0) == 3
 
