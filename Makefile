@@ -23,8 +23,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 train: $(VENV)/.ready ## the main job: GPT-2 under CO2 on embedded text, two workers (ARGS="co2.tau=24 …")
 	$(BIN)/python train.py task=gpt2 method=co2 co2.tau=12 $(ARGS)
 
-# Two processes of tests; who has none left takes over half of what the other still has to do.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+# Three processes of tests on two cores, because tests wait, too, for processes that start or end.
+# One that has no test left takes over half of those that another still has.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
 test: $(VENV)/.ready ## every test that needs no server: some minutes on 2 cores (ARGS="-k comm" picks some)
 	$(PYTEST) -m "not slow" $(ARGS)
@@ -34,7 +35,7 @@ test-fast: $(VENV)/.ready ## the quick ones of them, for every edit
 
 test-slow: $(VENV)/.ready ## those on a SLURM of one's own, one after the other, and those of peers
 	$(BIN)/python -m pytest -m slow $(ARGS)
-	$(BIN)/python -m pytest tests/peers $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" tests/peers $(ARGS)
 
 test-gpu: $(VENV)/.ready ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)

@@ -3,6 +3,9 @@
 import os
 from pathlib import Path
 
+CHECKPOINT_FORMAT = 2
+"""Stands in the manifest of every checkpoint. It grows when older ones can no longer be read."""
+
 
 def write_durably(path: Path, text: str) -> None:
     """Write a small file aside, fsync it and rename it: after a crash the file is whole, or as it

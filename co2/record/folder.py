@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import os
 from collections.abc import Sequence
 from enum import Enum
@@ -12,6 +13,7 @@ import yaml
 
 from co2.config import NODES, Config, Resume
 from co2.errors import ConfigError
+from co2.record.files import CHECKPOINT_FORMAT
 from co2.record.metrics import Summary
 
 # Nodes and keys that may differ between two segments of one run.
@@ -61,7 +63,8 @@ def plain(config: Config, world: int) -> dict[str, Any]:
 
 
 def check_folder(config: Config, world: int) -> None:
-    """Refuse a folder that holds a run of another configuration. Writes nothing.
+    """Refuse a folder that holds a run of another configuration, or checkpoints that this version
+    of the suite cannot read. Writes nothing.
 
     A key that the folder does not know, because it is newer, may have its default.
 
@@ -71,6 +74,8 @@ def check_folder(config: Config, world: int) -> None:
     folder = run_folder(config)
     if config.resume is Resume.never or not (folder / "config.yaml").exists():
         return
+    if not (folder / "summary.json").exists():
+        _check_format(folder)
     there = _flat(yaml.safe_load((folder / "config.yaml").read_text()))
     here = _flat(plain(config, world))
     for key in sorted(there.keys() | here.keys()):
@@ -84,6 +89,20 @@ def check_folder(config: Config, world: int) -> None:
                 f"{os.path.relpath(folder)} holds a run with {name}={then}; "
                 "give this one a tag=NAME of its own, or start that one afresh with resume=never",
             )
+
+
+def _check_format(folder: Path) -> None:
+    """Refuse to go on from checkpoints of another format. A damaged manifest is found, and said,
+    when the checkpoint is read."""
+    for path in folder.glob("checkpoints/step_*/manifest.json"):
+        try:
+            manifest = json.loads(path.read_text())
+        except ValueError:
+            continue
+        if isinstance(manifest, dict) and manifest.get("format") != CHECKPOINT_FORMAT:
+            where = os.path.relpath(folder)
+            hint = "was saved by another version of the suite; train afresh with resume=never"
+            raise ConfigError("resume", "auto", f"{where} {hint}")
 
 
 def _default(key: tuple[str, ...]) -> Any:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from co2.comm.mesh import Mesh
-from co2.record.files import write_durably
+from co2.record.files import CHECKPOINT_FORMAT, write_durably
 from co2.train.replica import ReplicaState
 
 MANIFEST = "manifest.json"
@@ -137,7 +137,8 @@ class Checkpoints:
             (self.folder / f"step_{step}").rename(aside)
 
     def _publish(self, step: int, aside: Path, final: Path, sums: dict[str, str]) -> None:
-        manifest = {"step": step, "world": self.world, "sha256": sums}
+        head = {"format": CHECKPOINT_FORMAT, "step": step, "world": self.world}
+        manifest = {**head, "sha256": sums}
         write_durably(aside / MANIFEST, json.dumps(manifest, indent=1))
         _sync_folder(aside)
         if final.exists():

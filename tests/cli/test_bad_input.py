@@ -15,6 +15,7 @@ from co2.app.compose import preflight
 from co2.config import NODES
 from co2.errors import REFUSED, ConfigError
 from co2.methods import METHODS
+from co2.record.folder import run_folder
 from co2.train import launch
 from tasks import TASKS
 from tests.cli.harness import (
@@ -379,6 +380,22 @@ class TestFolderOfAnotherConfiguration:
         assert_names(str(caught.value), pair, there)
         assert "tag=" in str(caught.value) and "resume=never" in str(caught.value)
         assert contents(mine.runs) == before
+
+    def test_of_another_version_is_refused(self, tmp_path: Path) -> None:
+        """Its checkpoints cannot be read; a finished run and a fresh start need none of them."""
+        runs = tmp_path / "runs"
+        folder = run_folder(configured("method=co2", runs=runs))
+        manifest = folder / "checkpoints" / "step_20" / "manifest.json"
+        manifest.parent.mkdir(parents=True)
+        (folder / "config.yaml").write_text("{}")
+        for text in ('{"step": 20, "world": 2}', '{"format": 1, "step": 20}'):
+            manifest.write_text(text)
+            with pytest.raises(ConfigError, match=r"another version .* resume=never"):
+                configured("method=co2", runs=runs)
+            configured("method=co2", "resume=never", runs=runs)
+        manifest.write_text("torn")
+        with pytest.raises(ConfigError, match="holds a run with"):  # of the empty configuration
+            configured("method=co2", runs=runs)
 
     def test_unless_training_is_the_same(self, mine: Run) -> None:
         same = ("tag=mine", "co2.tau=3", "train.steps=2", "launch.workers=1")

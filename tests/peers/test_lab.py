@@ -27,6 +27,7 @@ def lab_takes(name: str) -> bool:
 
 
 @needs_root
+@pytest.mark.slow  # trainings of every peer, which want the extra `peers`
 def test_a_table_of_peers(tmp_path: Path) -> None:
     """Each in namespaces of its own: all find each other, train, and end."""
     methods = ["local_sgd", *installed(), "none"]
