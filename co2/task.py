@@ -77,5 +77,5 @@ class Task(Protocol):
         ...
 
     def fingerprint(self) -> dict[str, Any]:
-        """Of the data, for `manifest.json`: name, sha256, counts, tokenizer."""
+        """What identifies the data, for `manifest.json`: name, sha256, counts, tokenizer."""
         ...

@@ -77,7 +77,7 @@ class ImageFolder:
         return [picture for picture, _ in read], np.array([label for _, label in read])
 
     def facts(self) -> dict[str, Any]:
-        """See `Images.facts`. The sha256 is of the names alone."""
+        """See `Images.facts`. The sha256 covers the files' names only."""
         digest = hashlib.sha256()
         for part in PARTS:
             for name, files in zip(self.classes, self._names[part], strict=True):

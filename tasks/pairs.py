@@ -20,7 +20,7 @@ from co2.errors import ConfigError, require
 CLASSES = 150
 FOLDER = "ADEChallengeData2016"
 SPLITS = {"training": 20210, "validation": 2000}
-"""And how many images each has."""
+"""Each split of the data set, and how many images it has."""
 
 
 class BadPair(Exception):

@@ -56,7 +56,7 @@ def patches(clouds: Tensor, num_patches: int, size: int) -> tuple[Tensor, Tensor
 
 
 def taken(values: Tensor, indices: Tensor) -> Tensor:
-    """Of each row its own choice: values [B, N, ...] at indices [B, M] give [B, M, ...]."""
+    """Choose elements of each row: values [B, N, ...] at indices [B, M] give [B, M, ...]."""
     rows = torch.arange(len(values), device=values.device).unsqueeze(1)
     return values[rows, indices]
 

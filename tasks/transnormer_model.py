@@ -136,7 +136,8 @@ def parallel(q: Tensor, k: Tensor, v: Tensor, rates: Tensor) -> Tensor:
 
 
 def recurrent(q: Tensor, k: Tensor, v: Tensor, rates: Tensor) -> Tensor:
-    """The same, token by token: kv_t = λ kv_{t−1} + k_tᵀ v_t; o_t = q_t kv_t. For [B, H, T, ·]."""
+    """The same attention token by token: kv_t = λ kv_{t−1} + k_tᵀ v_t; o_t = q_t kv_t. For [B, H,
+    T, ·]."""
     once = _decay(rates, torch.ones(1, 1, device=q.device), q.dim())
     kv, outputs = torch.zeros((), device=q.device), []
     for t in range(q.shape[-2]):

@@ -109,7 +109,7 @@ class Staged:
         return self._side.empty(numel, self._dtype)
 
     def scratch_tensors(self) -> list[Tensor]:
-        """See `Direct`; here the longest chunk twice."""
+        """See `Direct`. These are two buffers, each as long as the longest chunk."""
         return list(self._buffers)
 
     @contextmanager

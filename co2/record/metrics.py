@@ -39,7 +39,7 @@ class Metrics:
     own: dict[str, float] = figure("1", "the method's own figures", default_factory=dict)
 
     def line(self, unit: str) -> Line:
-        """As a line of metrics.jsonl, where throughput is called `<unit>_per_s`."""
+        """These figures as a line of metrics.jsonl, where throughput is called `<unit>_per_s`."""
         values = {name: getattr(self, name) for name in _names(Metrics) if name != "throughput"}
         rate = {f"{unit}_per_s": self.throughput}
         return finite({"kind": "train", **values, **self.own, **rate})
@@ -56,7 +56,7 @@ class Evaluation:
     """Seconds of training so far, without evaluations and checkpoints."""
 
     def line(self) -> Line:
-        """As a line of metrics.jsonl."""
+        """This entry as a line of metrics.jsonl."""
         return finite({"kind": "eval", "step": self.step, **self.scores, "train_s": self.train_s})
 
 
@@ -68,7 +68,7 @@ class Notice:
     text: str
 
     def line(self) -> Line:
-        """As a line of metrics.jsonl."""
+        """This entry as a line of metrics.jsonl."""
         return {"kind": "notice", "step": self.step, "text": self.text}
 
 
@@ -124,7 +124,8 @@ class Summary:
     own: dict[str, float | None] = figure("1", "the method's own figures", default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """As summary.json holds it: the method's own figures stand beside the others."""
+        """The content of summary.json, in which the method's own figures stand beside the
+        others."""
         values = dataclasses.asdict(self)
         own = values.pop("own")
         return finite({**values, **own})
@@ -138,7 +139,7 @@ class Summary:
 
     @classmethod
     def read(cls, folder: Path) -> "Summary | None":
-        """Of the run in a folder; None where the run has not finished."""
+        """The summary of the run in a folder; None where the run has not finished."""
         path = folder / "summary.json"
         return cls.from_json(json.loads(path.read_text())) if path.exists() else None
 
@@ -188,7 +189,7 @@ and the figures that only some methods have come last, as patterns."""
 
 
 def unit_of(name: str) -> str:
-    """Of a metric, `train/loss`, or of a figure of the summary; empty for a mere number."""
+    """The unit of a metric, as in `train/loss`, or of a figure of the summary; empty for none."""
     return next((unit for pattern, unit, _ in UNITS if fnmatch(name, pattern)), "")
 
 

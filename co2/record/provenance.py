@@ -31,7 +31,7 @@ class Origin:
 
 
 UNKNOWN = Origin()
-"""Of a run that a library's user starts without a command line."""
+"""The origin of a run that is started without a command line, by a test for example."""
 
 
 def manifest(world: int, origin: Origin, fingerprint: dict[str, Any]) -> dict[str, Any]:

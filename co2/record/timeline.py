@@ -44,7 +44,7 @@ class Timeline:
     outer_steps: list[Span]
     snapshots: list[Span]
     collectives: list[Span]
-    """Of floating-point numbers: a flag is none."""
+    """Collectives of floating-point numbers; those of flags are left out."""
     still: list[Span]
     """No operator runs although a collective does."""
 

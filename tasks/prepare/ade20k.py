@@ -18,7 +18,8 @@ from tasks.store import locked
 
 URL = f"http://data.csail.mit.edu/places/ADEchallenge/{FOLDER}.zip"
 SHA1 = "sha1:219e1696abb36c8ba3a3afe7fb2f4b4606a897c7"
-"""Of that archive, as public toolkits give it (GluonCV's scripts/datasets/ade20k.py and others)."""
+"""The archive's checksum, from public toolkits (GluonCV's scripts/datasets/ade20k.py and
+others)."""
 
 HELP = f"""\
 ADE20K, 150 classes, for task=ade20k ade20k.source=ade20k.

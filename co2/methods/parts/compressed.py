@@ -135,7 +135,8 @@ class CompressedAdam(Method):
         self.mean.close()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """With Adam's own two moments, which the optimizer does not hold here."""
+        """Adam's two moments are among them, because the inner optimizer does not hold them
+        here."""
         own = {"m": self.m, "v": self.v, "buffer": self.mean.buffer}
         return {**own, **self.exchange.state_tensors()}
 
