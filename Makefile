@@ -27,13 +27,13 @@ train: $(VENV)/.ready ## the main job: GPT-2 under CO2 on embedded text, two wor
 # One that has no test left takes over half of those that another still has.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
-test: $(VENV)/.ready ## every test that needs no server: some minutes on 2 cores (ARGS="-k comm" picks some)
+test: $(VENV)/.ready ## every test that needs no more than Python: ten minutes on 2 cores (ARGS="-k comm" picks some)
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-fast: $(VENV)/.ready ## the quick ones of them, for every edit
 	$(PYTEST) -m "not slow and not long" $(ARGS)
 
-test-slow: $(VENV)/.ready ## those on a SLURM of one's own, one after the other, and those of peers
+test-slow: $(VENV)/.ready ## the others: on a SLURM of their own, the wheel, torch.compile, the laboratory, peers
 	$(BIN)/python -m pytest -m slow $(ARGS)
 	$(BIN)/python -m pytest -m "not slow" tests/peers $(ARGS)
 

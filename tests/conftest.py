@@ -15,7 +15,6 @@ LONG = (
     "tests/cli/test_bad_input.py::test_refused_as_a_person_sees_it",
     "tests/cli/test_every_task.py::test_goes_on_exactly",
     "tests/cli/test_every_task.py::test_loading_ahead_changes_nothing",
-    "tests/cli/test_installed.py",
     "tests/cli/test_mesh.py::test_all_workers_agree_on_tau",
     "tests/cli/test_mesh.py::test_every_task_in_parts",
     "tests/cli/test_mesh.py::test_goes_on_exactly",
@@ -25,7 +24,6 @@ LONG = (
     "tests/cli/test_optuna.py::test_every_trial_fails",
     "tests/cli/test_optuna.py::test_search",
     "tests/cli/test_resume.py::test_every_method_goes_on_exactly",
-    "tests/cli/test_resume.py::test_killed_ten_times",
     "tests/cli/test_resume.py::test_one_worker_is_killed",
     "tests/cli/test_resume.py::test_put_aside_for_a_moment",
     "tests/cli/test_resume.py::test_told_before_there_are_workers",
@@ -34,7 +32,6 @@ LONG = (
     "tests/cli/test_runs.py::TestLearningRate::test_is_what_trains",
     "tests/cli/test_runs.py::TestWhoStartsTheWorkers",
     "tests/cli/test_runs.py::test_a_sweep_over_methods_and_workers",
-    "tests/cli/test_runs.py::test_compile",
     "tests/cli/test_runs.py::test_evaluation_changes_nothing",
     "tests/cli/test_runs.py::test_finished_means_finished",
     "tests/cli/test_runs.py::test_signs_learn_what_adam_does",
@@ -58,8 +55,19 @@ LONG = (
 """What takes more than about three seconds of processor time; `make test-fast` leaves it out."""
 
 
+SLOW = (
+    "tests/cli/test_installed.py",  # builds the wheel, and makes environments
+    "tests/cli/test_resume.py::test_killed_ten_times",
+    "tests/cli/test_runs.py::test_compile",  # a C++ compiler's work
+    "tests/engine/test_lab.py::test_a_table",  # links of its own, as root
+)
+"""What `make test` leaves to `make test-slow`, as it does the tests marked where they stand."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.nodeid.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
         if item.nodeid.startswith(LONG):
             item.add_marker(pytest.mark.long)
 

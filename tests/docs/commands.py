@@ -33,7 +33,7 @@ from co2.simulate import __main__ as simulate
 from recipes.registry import RECIPES
 from tests.cli.harness import ROOT
 
-OURS = ("co2", "recipes", "benchmarks", "tasks")
+OURS = ("co2", "recipes", "benchmarks", "tasks", "tests")
 """Packages whose modules are commands."""
 NAMES = {"NAME": "imagenet"}
 """What a page puts in a name's place, and one that it stands for."""
