@@ -133,7 +133,6 @@ class App:
             words = [word for word in argv if word not in ("-m", "--multirun")]
             os.environ.setdefault("WANDB_RUN_GROUP", " ".join(words)[:128])
         outcomes: list[Outcome] = []
-        statuses: list[int] = []
 
         def job(composed_by_hydra: DictConfig) -> float | None:
             """Returns what a sweeper that searches makes small: see `objective`."""
@@ -141,8 +140,9 @@ class App:
             if not _in_sweep():
                 config = self.validate(plain(composed_by_hydra), overrides)
                 status = self.run(config, origin)
-                statuses.append(status)
-                return None if status else objective(status, read_summary(config))
+                if status:
+                    raise SystemExit(status)  # under a launcher's own script it decides a requeue
+                return objective(status, read_summary(config))
             summary = None
             try:
                 config = self.validate(plain(composed_by_hydra), overrides)
@@ -167,8 +167,7 @@ class App:
         finally:
             if outcomes:
                 print(sweep_table(outcomes))
-        failed = [outcome.status for outcome in outcomes if outcome.status]
-        return next(iter([*failed, *statuses]), 0)
+        return next((outcome.status for outcome in outcomes if outcome.status), 0)
 
 
 def objective(status: int, summary: Summary | None) -> float | None:
