@@ -106,7 +106,7 @@ def test_it_rises_when_the_network_stays_slow() -> None:
     [
         (GOOD, LATE, GOOD, LATE, GOOD),  # never twice in a row
         (GOOD, (1.0, 40.0, 0.04), (1.0, 40.0, 0.04)),  # little is exposed
-        (GOOD, (1.0, 2.0, 0.2), (1.0, 2.0, 0.2)),  # exposed, but no longer round would hint it
+        (GOOD, (1.0, 2.0, 0.2), (1.0, 2.0, 0.2)),  # exposed, but no longer round would help
         (LATE, GOOD, GOOD, GOOD),  # it does not fall
     ],
 )
