@@ -2,7 +2,6 @@
 
 import re
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import co2
-from co2.comm import flat
+from co2.comm import clocks, flat
 from co2.comm.background import BackgroundMean
 from tests.methods import problem
 from tests.methods.collectives import Recorder
@@ -290,18 +289,50 @@ def test_without_a_schedule(workers: Pool) -> None:
     workers.run(without_schedule, 2)
 
 
+class Clock:
+    """Stands in for the module `time`: its hand moves when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.readings = 0
+        self._read = threading.Condition()
+
+    def perf_counter(self) -> float:
+        with self._read:
+            self.readings += 1
+            self._read.notify_all()
+            return self.now
+
+    def until_readings(self, count: int) -> None:
+        with self._read:
+            assert self._read.wait_for(lambda: self.readings >= count, 60)
+
+
 def clocked(rank: int, world: int) -> None:
-    """Launch to completion, and the part of it for which somebody stood still."""
+    """Launch to completion, and the part of it for which somebody stood still.
+
+    The clock is read four times: at the launch, at the completion, and where a wait begins and
+    ends.
+    """
     mean = BackgroundMean(12, co2.Mesh.world())
-    for works in (False, True):  # whether somebody computes until it is done
-        done, before = threading.Event(), mean.totals()
-        mean.run(lambda done=done: (time.sleep(0.1), done.set()))
-        assert not works or done.wait(60)
-        assert mean.wait() is mean.buffer
+    for works, exposed in ((False, 3.0), (True, 0.0)):  # computes until it is done, or not
+        clock, before = Clock(), mean.totals()
+
+        def sequence(clock: Clock = clock, works: bool = works) -> None:
+            clock.until_readings(1 if works else 2)  # the launch; the begin of the wait
+            clock.now = 3.0
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(clocks, "time", clock)
+            mean.run(sequence)
+            if works:
+                clock.until_readings(2)
+                clock.now = 5.0
+            assert mean.wait() is mean.buffer
         after = mean.totals()
-        comm_s, exposed_s = after.comm_s - before.comm_s, after.exposed_s - before.exposed_s
-        assert comm_s >= 0.1 and 0 <= exposed_s <= comm_s
-        assert exposed_s < 0.1 if works else exposed_s > 0.09
+        assert clock.readings == 4
+        assert after.comm_s - before.comm_s == 3.0
+        assert after.exposed_s - before.exposed_s == exposed
         assert after.bytes_sent - before.bytes_sent == 2 * (world - 1) * 48 // world
     mean.close()
 
