@@ -102,6 +102,9 @@ class Classification:
 
         Where pictures are mixed, also how much of each pixel stays: see `mixing`.
         """
+        # The crops need it. Half a second that belongs to the start, not to the first step.
+        import torchvision.transforms.v2  # noqa: F401
+
         sampler, images = self._sampler(mesh.num_workers), self._images
         config, changes, worker = self.config, self.changes(), mesh.worker
 

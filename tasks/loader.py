@@ -13,7 +13,7 @@ from co2.errors import ConfigError
 _AHEAD = 2
 """Batches, or blocks of them, that each loading process keeps ready."""
 
-BLOCK = 256
+BLOCK = 1024
 """Samples of a block, where making many at once costs less for each."""
 
 

@@ -28,12 +28,13 @@ class Scenes:
 
     def __init__(self, split: str) -> None:
         self._images, self._labels = (torch.from_numpy(part) for part in scenes(split))
+        self._samples = list(zip(self._images.unbind(), self._labels.unbind(), strict=True))
 
     def __len__(self) -> int:
         return len(self._images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self._images[index], self._labels[index]
+        return self._samples[index]
 
     def labels(self, index: int) -> Tensor:
         """The labels of a sample alone, uint8 [SIZE, SIZE]."""

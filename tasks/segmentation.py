@@ -4,7 +4,9 @@ Augmentation is mmsegmentation's for ADE20K (configs/_base_/datasets/ade20k.py):
 crop that no class fills, a flip, and changes of colour.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +24,9 @@ VIEW_DRAWS = 1 + 2 * _TRIES + 1 + 4 * 5
 """Words that `augmented` draws at most for one sample."""
 _LARGEST_SHARE = 0.75
 """Largest share of one class in a crop. After ten tries a crop is taken as it is."""
+
+_AT_ONCE = 64
+"""Images that are worked on at once: so few stay in the processor's cache."""
 
 _LONG_SIDE = 4
 """Longest side of an image, in short sides; a longer image is made smaller still."""
@@ -59,18 +64,25 @@ def augmented(
     """
     low, high = scales
     scale = low + (high - low) * draws.uniform(0, 1).astype(np.float64)
-    images, masks = _cropped(_resized(samples, short_side, scale.tolist()), draws, crop)
-    for row in np.flatnonzero(draws.uniform(0, 1) < 0.5).tolist():
-        images[row] = images[row].flip(-1)
-        masks[row, :, : images[row].shape[2]] = masks[row, :, : images[row].shape[2]].flip(-1)
-    found = images[0].new_zeros(len(images), 3, crop, crop)
-    for row, image in enumerate(recoloured(images, draws)):
-        found[row, :, : image.shape[1], : image.shape[2]] = image
-    views = normalized(found)
-    for row, image in enumerate(images):
-        if image.shape[1] < crop or image.shape[2] < crop:  # 0 is the mean
-            views[row, :, image.shape[1] :], views[row, :, :, image.shape[2] :] = 0, 0
-    return views, masks
+    groups = _resized(samples, short_side, scale.tolist())
+    corners = _corners(groups, draws, crop)
+    flipped = draws.uniform(0, 1) < 0.5
+    pixels = np.zeros((len(samples), 4, crop, crop), np.uint8)
+    pixels[:, 3] = IGNORED
+    extents = np.empty((len(samples), 2), np.int64)
+    for group in groups:
+        extents[group.rows] = height, width = group.extent(crop)
+        for row, sample in zip(group.rows, group.pixels.numpy(), strict=True):
+            top, left = corners[row]
+            window = sample[:, top : top + height, left : left + width]
+            pixels[row, :, :height, :width] = window[:, :, ::-1] if flipped[row] else window
+    images, masks = pixels[:, :3].copy(), pixels[:, 3].copy()
+    recolour(images, extents, draws)
+    views = normalized(torch.from_numpy(images))
+    for row in np.flatnonzero((extents < crop).any(axis=1)).tolist():  # 0 is the mean
+        height, width = extents[row].tolist()
+        views[row, :, height:], views[row, :, :, width:] = 0, 0
+    return views, torch.from_numpy(masks)
 
 
 def whole(image: Tensor, short_side: int) -> Tensor:
@@ -85,7 +97,7 @@ def normalized(image: Tensor) -> Tensor:
     """Pixels from 0 to 255, [..., 3, H, W], with ImageNet's mean at 0 and its deviation at 1.
     Returns fp32 of the same shape."""
     mean, std = torch.tensor(_MEAN)[:, None, None], torch.tensor(_STD)[:, None, None]
-    return (image.float() - mean) / std
+    return image.to(torch.float32, copy=True).sub_(mean).div_(std)
 
 
 def enlarged(logits: Tensor, size: Sequence[int]) -> Tensor:
@@ -137,145 +149,183 @@ def _size(height: int, width: int, short_side: int, scale: float) -> tuple[int, 
     return max(1, round(height * factor)), max(1, round(width * factor))
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Samples that have one size, so that one call of PyTorch serves them all."""
+
+    rows: np.ndarray
+    """Their places in the batch, int64 [N]."""
+    pixels: Tensor
+    """Red, green, blue and the label, uint8 [N, 4, H, W]."""
+
+    def extent(self, crop: int) -> tuple[int, int]:
+        """Height and width of what these samples fill of a crop."""
+        height, width = self.pixels.shape[2:]
+        return min(crop, height), min(crop, width)
+
+
 def _resized(
     samples: Sequence[tuple[Tensor, Tensor]], short_side: int, scales: list[float]
-) -> list[tuple[Tensor, Tensor]]:
+) -> list[_Group]:
     """Each sample at its scale. Samples of one size that become another are resized together."""
     from torchvision.transforms.v2 import functional
 
-    groups: dict[tuple[int, ...], list[int]] = {}
+    sizes: dict[tuple[int, ...], list[int]] = {}
     for row, ((_, labels), scale) in enumerate(zip(samples, scales, strict=True)):
         height, width = labels.shape
         size = _size(height, width, short_side, scale)
-        groups.setdefault((height, width, *size), []).append(row)
-    resized: list[tuple[Tensor, Tensor]] = list(samples)
-    for (_, _, *wanted), rows in groups.items():
+        sizes.setdefault((height, width, *size), []).append(row)
+    groups = []
+    for (_, _, *wanted), rows in sizes.items():
         images, labels = (torch.stack([samples[row][part] for row in rows]) for part in (0, 1))
         images = functional.resize(images, wanted, antialias=True)
         for axis in (1, 2):
             labels = labels.index_select(axis, _nearest(labels.shape[axis], wanted[axis - 1]))
-        for row, *pair in zip(rows, images, labels, strict=True):
-            resized[row] = pair[0], pair[1]
-    return resized
+        groups.append(_Group(np.array(rows), torch.cat([images, labels[:, None]], dim=1)))
+    return groups
 
 
+@lru_cache(maxsize=256)
 def _nearest(before: int, after: int) -> Tensor:
     """The places that nearest-exact interpolation takes from an axis, int64 [after]."""
     places = torch.arange(before, dtype=torch.float32).view(1, 1, -1)
     return F.interpolate(places, size=after, mode="nearest-exact").flatten().long()
 
 
-def _cropped(
-    samples: list[tuple[Tensor, Tensor]], draws: Draws, crop: int
-) -> tuple[list[Tensor], Tensor]:
-    """A crop of each sample that no class fills, if ten tries suffice.
+def _corners(groups: list[_Group], draws: Draws, crop: int) -> np.ndarray:
+    """Where each sample is cropped, so that no class fills the crop if ten tries suffice.
 
     Returns:
-        The images, each as large as the crop or, where the sample is smaller, as that; and their
-        labels, uint8 [B, crop, crop], with IGNORED at the right and below of smaller samples.
+        Top and left, int64 [B, 2].
     """
-    free = np.array([[max(0, side - crop) for side in labels.shape] for _, labels in samples])
-    images = [image for image, _ in samples]
-    masks = np.full((len(samples), crop, crop), IGNORED, np.uint8)
-    pending = np.arange(len(samples))
+    count = sum(len(group.rows) for group in groups)
+    sides = np.empty((count, 2), np.int64)
+    for group in groups:
+        sides[group.rows] = group.pixels.shape[2:]
+    free = (sides - crop).clip(0)
+    # All labels in one array, at least as large as a crop.
+    labels = np.full((count, *np.maximum(sides.max(axis=0), crop)), IGNORED, np.uint8)
+    for group in groups:
+        height, width = group.pixels.shape[2:]
+        labels[group.rows, :height, :width] = group.pixels[:, 3].numpy()
+    crops = np.lib.stride_tricks.sliding_window_view(labels, (crop, crop), axis=(1, 2))
+    corners = np.zeros((count, 2), np.int64)
+    pending = np.arange(count)
     for tried in range(1, _TRIES + 1):
-        chosen = np.isin(np.arange(len(samples)), pending)
+        chosen = np.isin(np.arange(count), pending)
         shares = np.stack([draws.uniform(0, 1, chosen) for _ in range(2)], axis=1)
-        corners = (shares.astype(np.float64) * (free + 1)).astype(np.int64)
-        for row, (top, left) in zip(pending.tolist(), corners[pending].tolist(), strict=True):
-            image, labels = samples[row]
-            images[row] = image[:, top : top + crop, left : left + crop]
-            window = labels.numpy()[top : top + crop, left : left + crop]
-            masks[row, : window.shape[0], : window.shape[1]] = window
-        places = masks[pending].reshape(len(pending), -1) + 256 * np.arange(len(pending))[:, None]
-        counts = np.bincount(places.ravel(), minlength=256 * len(pending)).reshape(-1, 256)
-        counts = counts[:, :IGNORED]
-        pending = pending[counts.max(axis=1) >= _LARGEST_SHARE * counts.sum(axis=1)]
+        corners[pending] = (shares.astype(np.float64) * (free + 1)).astype(np.int64)[pending]
+        filled = [_is_filled(crops[some, *corners[some].T]) for some in _parts(pending)]
+        pending = pending[np.concatenate(filled)]
         # Where there is one crop only, all other tries would find the same.
         single = ~free[pending].any(axis=1)
-        draws.skip(2 * (_TRIES - tried), np.isin(np.arange(len(samples)), pending[single]))
+        draws.skip(2 * (_TRIES - tried), np.isin(np.arange(count), pending[single]))
         pending = pending[~single]
         if not len(pending):
             break
-    return images, torch.from_numpy(masks)
+    return corners
 
 
-def recoloured(images: list[Tensor], draws: Draws) -> list[Tensor]:
+def _is_filled(labels: np.ndarray) -> np.ndarray:
+    """Whether one class has too large a share of each crop, bool [N], of labels [N, H, W]."""
+    places = labels.reshape(len(labels), -1) + 256 * np.arange(len(labels))[:, None]
+    counts = np.bincount(places.ravel(), minlength=256 * len(labels)).reshape(-1, 256)
+    counts = counts[:, :IGNORED]
+    filled: np.ndarray = counts.max(axis=1) >= _LARGEST_SHARE * counts.sum(axis=1)
+    return filled
+
+
+def recolour(images: np.ndarray, extents: np.ndarray, draws: Draws) -> None:
     """Brightness, contrast, saturation and hue, each changed in half of the images.
 
     Numbers and pixels are those of torchvision's RandomApply of a ColorJitter for each. All images
-    that a change concerns are changed at once, as one long row of pixels.
+    that a change concerns are changed at once.
 
     Args:
-        images: uint8 [3, H, W] each, of any sizes.
+        images: uint8 [B, 3, H, W]; changed in place.
+        extents: how many rows and columns of each image hold its pixels, int64 [B, 2]. Beyond, at
+            the bottom and at the right, the image is 0; what is there afterwards has no meaning.
     """
-    rows = [image.flatten(1) for image in images]
     for change, low, high in _COLOURS:
         changed = draws.uniform(0, 1) < 0.5
         draws.skip(3, changed)  # torchvision draws an order of four changes, of which it has one
-        factors = torch.from_numpy(draws.uniform(low, high, changed))
-        chosen = np.flatnonzero(changed).tolist()
-        if chosen:
-            sizes = [rows[row].shape[1] for row in chosen]
-            each = factors[chosen].repeat_interleave(torch.tensor(sizes))
-            pixels = change(torch.cat([rows[row] for row in chosen], dim=1), each, sizes)
-            for row, part in zip(chosen, pixels.split(sizes, dim=1), strict=True):
-                rows[row] = part
-    return [row.view_as(image) for row, image in zip(rows, images, strict=True)]
+        factors = draws.uniform(low, high, changed)
+        for some in _parts(np.flatnonzero(changed)):
+            each = torch.from_numpy(factors[some])[:, None, None]
+            images[some] = change(torch.from_numpy(images[some]), each, extents[some]).numpy()
 
 
-def _brighter(pixels: Tensor, factors: Tensor, sizes: list[int]) -> Tensor:
-    return (pixels * factors).clamp_(0, 255).byte()
+def _parts(rows: np.ndarray) -> Iterator[np.ndarray]:
+    """Rows, a few at a time."""
+    for start in range(0, len(rows), _AT_ONCE):
+        yield rows[start : start + _AT_ONCE]
 
 
-def _contrasted(pixels: Tensor, factors: Tensor, sizes: list[int]) -> Tensor:
-    means = torch.stack([image.mean() for image in _grey(pixels).split(sizes)])
-    return _blended(pixels, means.repeat_interleave(torch.tensor(sizes)), factors)
+# A change takes pixels, uint8 [N, 3, H, W], factors, fp32 [N, 1, 1], and extents, int64 [N, 2].
 
 
-def _saturated(pixels: Tensor, factors: Tensor, sizes: list[int]) -> Tensor:
+def _brighter(pixels: Tensor, factors: Tensor, extents: np.ndarray) -> Tensor:
+    return (pixels * factors[:, None]).clamp_(0, 255).byte()
+
+
+def _contrasted(pixels: Tensor, factors: Tensor, extents: np.ndarray) -> Tensor:
+    # What an image does not fill is 0 as yet, and adds nothing.
+    grey, numels = _grey(pixels), torch.from_numpy(extents.prod(axis=1))
+    return _blended(pixels, (grey.flatten(1).sum(dim=1) / numels)[:, None, None], factors)
+
+
+def _saturated(pixels: Tensor, factors: Tensor, extents: np.ndarray) -> Tensor:
     return _blended(pixels, _grey(pixels), factors)
 
 
-def _turned(pixels: Tensor, factors: Tensor, sizes: list[int]) -> Tensor:
+def _turned(pixels: Tensor, factors: Tensor, extents: np.ndarray) -> Tensor:
     """The hue of each pixel turned by a share of the circle."""
     colours = pixels.float().mul_(1 / 255)
-    low, value = colours.aminmax(dim=0)
-    span = value - low
-    grey = span == 0
-    saturation = span / value.masked_fill(grey, 1)
-    red, green, blue = (value - colours) / span.masked_fill(grey, 1)
-    hue = torch.where(value == colours[1], red + 2 - blue, green + 4 - red)
-    hue = torch.where(value == colours[0], blue - green, hue)
-    hue = (hue * (1 / 6) + 1).fmod_(1)
-    sixths = (hue + factors).remainder_(1) * 6
+    red, green, blue = colours.unbind(1)
+    value = torch.maximum(torch.maximum(red, green), blue)
+    span = value - torch.minimum(torch.minimum(red, green), blue)
+    # Levels are a 255th apart, so this changes zeros only, over which zeros are divided.
+    saturation = span / value.clamp(min=1e-3)
+    away = (value[:, None] - colours).div_(span.clamp(min=1e-3)[:, None])
+    from_red, from_green, from_blue = away.unbind(1)
+    hue = torch.where(value == green, from_red + 2 - from_blue, from_green + 4 - from_red)
+    hue = torch.where(value == red, from_blue - from_green, hue)
+    hue = _fraction(hue * (1 / 6) + 1)
+    sixths = _fraction(hue + factors) * 6
     sector = sixths.floor()
     inside = saturation * (sixths - sector)
     pale = 1 - saturation
     falling, rising, least = (
         (share * value).clamp_(0, 1) for share in (1 - inside, inside + pale, pale)
     )
-    levels = torch.stack([value, least, falling, rising])
-    order = torch.tensor(_SECTORS)[:, sector.long().remainder_(6)]
-    return levels.gather(0, order).mul_(256 - 1e-3).byte()
+    levels = torch.stack([value, least, falling, rising], dim=1)
+    # PyTorch's index_select takes three times as long.
+    order = np.take(_SECTORS, sector.long().numpy(), axis=1, mode="clip")
+    return levels.gather(1, torch.from_numpy(order).transpose(0, 1)).mul_(256 - 1e-3).byte()
+
+
+def _fraction(numbers: Tensor) -> Tensor:
+    return numbers - numbers.floor()
 
 
 def _grey(pixels: Tensor) -> Tensor:
-    """Whole numbers from 0 to 255, fp32 [P], of pixels [3, P]."""
-    red, green, blue = pixels
+    """Whole numbers from 0 to 255, fp32 [N, H, W]."""
+    red, green, blue = pixels.unbind(1)
     return red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114).floor_()
 
 
 def _blended(pixels: Tensor, others: Tensor, factors: Tensor) -> Tensor:
-    """pixels · factor + others · (1 − factor), cut off at 0 and 255."""
+    """pixels · factor + others · (1 − factor), cut off at 0 and 255; others are grey."""
     # The sum is rounded once, as PyTorch's does where the factor is one number.
-    sums = (pixels * factors).double() + others.double() * (1 - factors).double()
+    sums = (pixels * factors[:, None]).double() + (others.double() * (1 - factors).double())[
+        :, None
+    ]
     return sums.float().clamp_(0, 255).byte()
 
 
-_SECTORS = [[0, 2, 1, 1, 3, 0], [3, 0, 0, 2, 1, 1], [1, 1, 3, 0, 0, 2]]
-"""For red, green and blue in each sixth of the circle of hues: 0 for the value, 1 for the least, 2
-and 3 for the falling and the rising level."""
+_SECTORS = np.array([[0, 2, 1, 1, 3, 0, 0], [3, 0, 0, 2, 1, 1, 3], [1, 1, 3, 0, 0, 2, 1]])
+"""For red, green and blue in each sixth of the circle of hues, the first of which follows the last:
+0 for the value, 1 for the least, 2 and 3 for the falling and the rising level."""
 
 _COLOURS = (
     (_brighter, 0.875, 1.125),

@@ -4,7 +4,6 @@ import hashlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import require, require_count, require_number
 from co2.task import Batch
 from tasks.evaluation import evaluating, total
+from tasks.loader import batches_in_block, load_blocks
 from tasks.optimizer import make_optimizer
 from tasks.randomness import seeded
 from tasks.sampling import Sampler
@@ -85,9 +85,13 @@ class Toy:
     def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
         """Points [batch_size, features] and their labels, int64 [batch_size]."""
         sampler = self._sampler(mesh.num_workers)
-        for draw in count(start):
-            chosen = torch.from_numpy(sampler.indices(draw, mesh.worker))
-            yield self._points[chosen], self._labels[chosen]
+
+        def make(draws: range) -> tuple[Tensor, ...]:
+            chosen = torch.from_numpy(sampler.block(draws, mesh.worker)[0])
+            return self._points[chosen], self._labels[chosen]
+
+        size = batches_in_block(self.train.batch_size)
+        return load_blocks(make, start, size, self.data.workers, mesh.device)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross-entropy in nats, fp32."""

@@ -69,6 +69,8 @@ class Session:
     def to_device(self, batch: Any) -> Any:
         """A batch where the model is. `Any`: a tensor, or a tuple or a dict of tensors."""
         device = self.run.mesh.device
+        if device.type == "cpu":  # it is there; to look at every tensor takes longer than to draw
+            return batch
         return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), batch)
 
     def save(self) -> bool:
