@@ -7,25 +7,27 @@
     always  x ← x − γ m̂/(√v̂ + ε),  m̂ = m/(1−β1^t),  v̂ = v/(1−β2^min(t, freeze_step))
 
 This method takes the place of the inner Adam or AdamW: γ, β1, β2, ε and weight decay are those of
-each of its parameter groups. All replicas hold the same x, m and v after every step.
+each of its parameter groups; the paper's β1 and β2 are .9 and .999. All replicas hold the same x, m
+and v after every step.
 Chosen here:
 - The bias corrections are PyTorch's, so that the first stage is AllReduce under AdamW. That of m
   goes on after the freeze (it is soon 1), that of v stays as it was then.
-- The signs are those of m/(√v + ε), and are multiplied by √v + ε on arrival. Without compression
-  that changes nothing; with it all elements of a tensor make steps of similar length
-  (parts/compressed.py, `average_signs`).
 - Every parameter tensor has a scale of its own, where the paper has one scale for all
   (co2/comm/exchange.py says why).
-- An element whose frozen v is 0 has a momentum of 0 from then on, and moves by weight decay alone.
-  With ± a scale, divided by ε, its steps would be huge.
+- Elements whose frozen v is 0, or next to nothing beside their tensor's, have a momentum of 0 from
+  then on, and move by weight decay alone (the mask, parts/compressed.py). The authors' code has a
+  mask too, which users fill in by hand.
+- `compress: update` sends the signs of m/(√v + ε), and multiplies by √v + ε on arrival. That is not
+  the paper's; docs/methods.md compares the two.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from co2.config import Waits
-from co2.methods.parts.compressed import CompressedAdam, check_freeze_step
+from co2.methods.parts.compressed import CompressedAdam, CompressedAdamConfig
 
 
 class OneBitAdam(CompressedAdam):
@@ -33,12 +35,8 @@ class OneBitAdam(CompressedAdam):
     name = "onebit_adam"
 
     @dataclass
-    class Config:
-        freeze_step: int = 100
-        """Steps of Adam before v is frozen: 15 to 20 % of training in the paper."""
-
-        def __post_init__(self) -> None:
-            check_freeze_step(self.freeze_step)
+    class Config(CompressedAdamConfig):
+        """The paper freezes v after 15 to 20 % of training."""
 
     @torch.no_grad()
     def step(self) -> None:
@@ -51,6 +49,9 @@ class OneBitAdam(CompressedAdam):
         if frozen:
             self.average_signs(self.m)
         self._move()
+        if self.steps == self.config.freeze_step:
+            self.set_mask()
+            self.announce_mask()
 
     def _take_in_gradients(self, frozen: bool) -> None:
         for chunk in self.flat.chunks:
@@ -71,3 +72,8 @@ class OneBitAdam(CompressedAdam):
             gamma = self.lr(chunk.group) / (1 - first**self.steps)
             x.addcdiv_(chunk.of(self.m), divisor, value=-gamma)
             chunk.write(x)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.steps >= self.config.freeze_step:
+            self.set_mask()

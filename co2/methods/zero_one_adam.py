@@ -8,10 +8,12 @@
                    m = ū/Σγ;  x = x_{t'} − ū/(√v + ε);  u = 0          Σ since t', the last of T_u
 
 T_v starts at 0; its interval doubles after every κ refreshes, and it ends before `freeze_step`.
-T_u has every step until then; after it the interval is 1, and doubles every `double_every` steps up
-to `max_interval` (the paper's H): 2^⌊(t − freeze_step)/double_every⌋ from a t in T_u to the next.
+T_u has every step until then. After it the interval is 1, and doubles whenever the learning rate
+has halved, up to `max_interval` (the paper's H): from a t in T_u to the next there are
+2^⌊log2(γ_max/γ_t)⌋ steps, γ_max being the largest rate so far; or, with `double_every`,
+2^⌊(t − freeze_step)/double_every⌋.
 κ → `kappa`. This method takes the place of the inner Adam or AdamW: γ, β1, β2, ε and weight decay
-are those of each of its parameter groups.
+are those of each of its parameter groups; the paper's β1 and β2 are .9 and .999.
 Chosen here:
 - v is refreshed before it is used, because the first step would otherwise divide by ε. It is Adam's
   bias-corrected v, because refreshes soon become too rare to outgrow the bias. m has no correction,
@@ -19,18 +21,17 @@ Chosen here:
 - At a refresh the exact mean of the gradients is known, and the replicas differ in nothing else. So
   m takes in that mean, and u needs no exchange. In the paper m takes in the replica's own gradient,
   and both travel.
-- The signs are those of u/(√v + ε), and are multiplied by √v + ε on arrival. Without compression
-  that changes nothing; with it all elements of a tensor make steps of similar length
-  (parts/compressed.py, `average_signs`).
 - Every parameter tensor has a scale of its own, where the paper has one scale for all
   (co2/comm/exchange.py says why).
-- An element whose v is 0 moves by weight decay alone, and its m and u are 0 after an exchange. With
-  ± a scale, divided by ε, its steps would be huge.
+- Elements whose v is 0, or next to nothing beside their tensor's, are moved by refreshes and by
+  weight decay alone, and their m and u are 0 after a compressed exchange (the mask,
+  parts/compressed.py). The authors' code has a mask too, which users fill in by hand.
+- `compress: update` sends the signs of u/(√v + ε), and multiplies by √v + ε on arrival. That is not
+  the paper's; docs/methods.md compares the two.
 - AdamW's decay shrinks x_{t'} by the same factors as x. If Σγ = 0, m starts from 0 again.
-- The paper doubles T_u's interval whenever the learning rate has halved; here `double_every` says
-  when.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,7 @@ from torch import Tensor, nn
 from co2.config import Waits
 from co2.errors import require_count
 from co2.methods.base import MethodStats
-from co2.methods.parts.compressed import CompressedAdam, check_freeze_step
+from co2.methods.parts.compressed import CompressedAdam, CompressedAdamConfig
 
 
 class ZeroOneAdam(CompressedAdam):
@@ -48,22 +49,24 @@ class ZeroOneAdam(CompressedAdam):
     name = "zero_one_adam"
 
     @dataclass
-    class Config:
-        freeze_step: int = 100
-        """The step from which on v is frozen and T_u's interval may grow. The paper: the end of the
-        learning rate's warm-up."""
+    class Config(CompressedAdamConfig):
+        """The paper freezes v at the end of the learning rate's warm-up, and from then on the
+        interval of T_u may grow."""
+
         kappa: int = 16
         """κ: the number of refreshes of v after which their interval doubles. The paper: 16."""
-        double_every: int = 100
-        """Steps after which the interval of T_u doubles, once v is frozen. The paper: 32,678, in
-        which its learning rate halves."""
+        double_every: int | None = None
+        """Steps after which the interval of T_u doubles, once v is frozen; null: it doubles when
+        the learning rate has halved, as in the paper."""
         max_interval: int = 16
         """Longest interval of T_u. The paper: 16."""
 
         def __post_init__(self) -> None:
-            check_freeze_step(self.freeze_step)
-            for name in ("kappa", "double_every", "max_interval"):
+            super().__post_init__()
+            for name in ("kappa", "max_interval"):
                 require_count(name, getattr(self, name))
+            if self.double_every is not None:
+                require_count("double_every", self.double_every)
 
     def set_up(self) -> nn.Module:
         model = super().set_up()
@@ -72,6 +75,7 @@ class ZeroOneAdam(CompressedAdam):
         """x_{t'}, which all replicas share."""
         self.refreshes = self.next_refresh = 0
         self.next_sync, self.interval = 0, 1
+        self.largest_lr = 0.0
         groups = len(self.optimizer.param_groups)
         self.lr_sums, self.shrunk = [0.0] * groups, [1.0] * groups
         return model
@@ -83,12 +87,15 @@ class ZeroOneAdam(CompressedAdam):
     def step(self) -> None:
         t = self.steps
         refreshing = t == self.next_refresh and t < self.config.freeze_step
+        self.largest_lr = max(self.largest_lr, self._lr_now())
         self.flat.gradients(out=self.mean.buffer)
         if refreshing:
             self.average_gradients()
         self._take_in_gradients()
         if refreshing:
             self._refresh_v(t)
+        if t == self.config.freeze_step:
+            self.announce_mask()
         self._accumulate()
         if t == self.next_sync:
             if not refreshing:
@@ -99,9 +106,18 @@ class ZeroOneAdam(CompressedAdam):
         self.steps += 1
 
     def interval_after(self, t: int) -> int:
-        """Return the steps from an exchange at step t to the next one."""
-        doublings = max(0, t - self.config.freeze_step) // self.config.double_every
-        return min(2 ** min(doublings, self.config.max_interval), self.config.max_interval)
+        """Return the steps from an exchange at step t, the newest one, to the next."""
+        if t < self.config.freeze_step:
+            return 1
+        return interval(
+            self.config.max_interval,
+            self._lr_now() / self.largest_lr if self.largest_lr > 0 else 1.0,
+            t - self.config.freeze_step,
+            self.config.double_every,
+        )
+
+    def _lr_now(self) -> float:
+        return max(self.lr(group) for group in range(len(self.lr_sums)))
 
     def _take_in_gradients(self) -> None:
         for chunk in self.flat.chunks:
@@ -117,6 +133,7 @@ class ZeroOneAdam(CompressedAdam):
             weight = (1 - second) / (1 - second**self.refreshes)
             g = chunk.of(self.mean.buffer)
             chunk.of(self.v).mul_(1 - weight).addcmul_(g, g, value=weight)
+        self.set_mask()
 
     def _accumulate(self) -> None:
         for group in range(len(self.lr_sums)):
@@ -160,6 +177,8 @@ class ZeroOneAdam(CompressedAdam):
         super().load_state_dict(state)
         for name in _SCHEDULE:
             setattr(self, name, state["schedule"][name])
+        if self.refreshes:
+            self.set_mask()
 
     def stats(self) -> MethodStats:
         """`interval`: steps from the newest exchange to the next."""
@@ -171,5 +190,31 @@ class ZeroOneAdam(CompressedAdam):
         return self.interval
 
 
-_SCHEDULE = ("refreshes", "next_refresh", "next_sync", "interval", "lr_sums", "shrunk")
+def interval(max_interval: int, lr_share: float, since: int, double_every: int | None) -> int:
+    """The steps from one exchange to the next, once v is frozen.
+
+    Args:
+        max_interval: the longest.
+        lr_share: the learning rate at the exchange, as a share of the largest so far.
+        since: steps since v was frozen.
+        double_every: see `ZeroOneAdam.Config`.
+    """
+    if double_every is not None:
+        doublings = since // double_every
+    elif lr_share > 0:
+        doublings = math.floor(-math.log2(lr_share) + 1e-9)  # a half is a half, however rounded
+    else:
+        doublings = max_interval
+    return min(2 ** min(max(0, doublings), max_interval), max_interval)
+
+
+_SCHEDULE = (
+    "refreshes",
+    "next_refresh",
+    "next_sync",
+    "interval",
+    "largest_lr",
+    "lr_sums",
+    "shrunk",
+)
 """The attributes that hold the schedules T_v and T_u, and the sums since t'."""

@@ -14,7 +14,8 @@ from co2.comm.exchange import CompressedMean
 from co2.config import CommConfig, CommDevice, Precision
 from co2.errors import ConfigError
 from co2.methods.onebit_adam import OneBitAdam
-from co2.methods.zero_one_adam import ZeroOneAdam
+from co2.methods.parts.compressed import Compress
+from co2.methods.zero_one_adam import ZeroOneAdam, interval
 from tests.methods import problem
 from tests.methods.driver import ADAM, SETTINGS, Session, assert_same, trajectory
 from tests.methods.test_resume import finish, load, save
@@ -51,25 +52,39 @@ def test_replicas_of_onebit_adam_stay_bit_for_bit_alike(workers: Pool) -> None:
             assert_same({n: state[n] for n in names}, {n: same[n] for n in names})
 
 
-def uncompressed(rank: int, world: int) -> None:
-    session = Session(rank, "zero_one_adam", SETTINGS["zero_one_adam"])
-    method = session.method
-    assert isinstance(method, ZeroOneAdam)
-    for group in session.optimizer.param_groups:
-        group["weight_decay"] = 0.0
-    start, means, apart = method.flat.copy(), [], 0
+def take_exact_means(means: list[Tensor]) -> Any:
+    """Inside, nothing is compressed or masked, and `means` gets what would have been."""
 
     def exact(self: CompressedMean, vector: Tensor, mask: Tensor) -> None:
         dist.all_reduce(vector, op=dist.ReduceOp.AVG, group=self._mean.group)
         means.append(vector.clone())
 
-    with patch.object(CompressedMean, "mean_", exact):
+    return patch.object(CompressedMean, "mean_", exact)
+
+
+def without_decay(rank: int, settings: dict[str, Any]) -> tuple[Session, ZeroOneAdam]:
+    session = Session(rank, "zero_one_adam", settings)
+    assert isinstance(session.method, ZeroOneAdam)
+    for group in session.optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    return session, session.method
+
+
+def uncompressed(rank: int, world: int, compress: Compress) -> None:
+    settings = {**SETTINGS["zero_one_adam"], "compress": compress}
+    session, method = without_decay(rank, settings)
+    eps = session.optimizer.param_groups[0]["eps"]
+    means: list[Tensor] = []
+    start, apart = method.flat.copy(), 0
+    with take_exact_means(means):
         for step in range(40):
             exchanged = len(means)
             session.step()
             now = method.flat.copy()
             if len(means) > exchanged:
-                expected = start - means[-1]  # in units of sqrt v + eps
+                # Units of √v + ε, or of the momentum; an element without gradient has neither.
+                unit = method.v.sqrt() + eps if compress is Compress.momentum else 1
+                expected = torch.where(method.v > 0, start - means[-1] / unit, start)
                 torch.testing.assert_close(now, expected, rtol=1e-12, atol=1e-12)
             if method.next_sync == step + method.interval:
                 everybody = [torch.empty_like(now) for _ in range(world)]
@@ -81,9 +96,103 @@ def uncompressed(rank: int, world: int) -> None:
     assert len(means) > 5 and apart > 20
 
 
-def test_uncompressed_replicas_move_by_the_mean(workers: Pool) -> None:
-    """Every replica equals p_start - u_mean / (sqrt v + eps) after an exchange."""
-    workers.run(uncompressed, 3)
+@pytest.mark.parametrize("compress", Compress)
+def test_uncompressed_replicas_move_by_the_mean(workers: Pool, compress: Compress) -> None:
+    """Every replica equals x_{t'} - u_mean / (sqrt v + eps) after an exchange."""
+    workers.run(uncompressed, 3, compress)
+
+
+def at_every_step(rank: int, world: int) -> None:
+    """Adam with averaged gradients, its m without bias correction, by hand."""
+    session, method = without_decay(rank, {"freeze_step": 1000, "kappa": 1000, "max_interval": 1})
+    (beta1, beta2), eps = (session.optimizer.param_groups[0][key] for key in ("betas", "eps"))
+    x, means = method.flat.copy(), list[Tensor]()
+    m, v = torch.zeros_like(x), torch.zeros_like(x)
+    shadow = Session(rank, "zero_one_adam", {})  # for its gradients, at the same weights
+    with take_exact_means(means):
+        for step in range(20):
+            shadow.net.load_state_dict(session.net.state_dict())
+            problem.backward(shadow.net, step, rank)
+            assert isinstance(shadow.method, ZeroOneAdam)
+            g = torch.empty_like(x)
+            shadow.method.flat.gradients(out=g)
+            shadow.optimizer.zero_grad()
+            dist.all_reduce(g, op=dist.ReduceOp.AVG)
+            session.step()
+            m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+            gamma = torch.cat(
+                [
+                    torch.full_like(part, session.optimizer.param_groups[group]["lr"]).flatten()
+                    for part, group in zip(method.flat.params, method.flat.group_of, strict=True)
+                ]
+            )
+            x = x - gamma * m / ((v / (1 - beta2 ** (step + 1))).sqrt() + eps)
+            torch.testing.assert_close(method.flat.copy(), x, rtol=1e-9, atol=1e-9)
+    assert means == []  # each step knows the exact mean of the gradients
+
+
+def test_refreshed_and_exchanged_at_every_step_it_is_adam(workers: Pool) -> None:
+    workers.run(at_every_step, 3)
+
+
+def test_intervals_that_the_learning_rate_drives() -> None:
+    def found(*shares: float, longest: int = 16) -> list[int]:
+        return [interval(longest, share, 0, None) for share in shares]
+
+    assert found(1, 0.51, 0.5, 0.26, 0.25, 0.1, 1 / 16, 1e-9, 0) == [1, 1, 2, 2, 4, 8, 16, 16, 16]
+    assert found(1, 0.5, 0.25, 0, longest=3) == [1, 2, 3, 3]
+    assert interval(16, 0.25, 7, 3) == 4  # a number of steps counts where there is one
+
+    def rate(step: int) -> float:  # a warm-up, then a share of .9 a step
+        return 0.25 * (step + 1) if step < 4 else 0.9 ** (step - 3)
+
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=1.0)
+    config = ZeroOneAdam.Config(freeze_step=4, max_interval=8)
+    method = ZeroOneAdam(config)
+    method.prepare(torch.nn.ParameterList([weight]), optimizer, co2.Mesh.world())
+    steps = []
+    for step in range(60):
+        optimizer.param_groups[0]["lr"] = rate(step)
+        weight.grad = torch.randn(3)
+        due = method.next_sync
+        method.step()
+        if due == step:
+            steps.append(step)
+    method.flush()
+    assert steps == [t for t in exchanges(4, None, 8, rate) if t < 60]
+    assert steps[:6] == [0, 1, 2, 3, 4, 5] and steps[-1] - steps[-2] == 8
+
+
+def masked(rank: int, world: int, name: str) -> None:
+    """The element of a tensor whose gradients are a thousandth of the others' stays where it is
+    under compressed updates, and is named."""
+    generator = torch.Generator().manual_seed(rank)
+    model = torch.nn.Module()
+    model.one, model.other = (torch.nn.Parameter(torch.ones(9)) for _ in range(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+    method = co2.METHODS[name](co2.METHODS[name].Config(freeze_step=4, mask_below=1e-4))
+    method.prepare(model, optimizer, co2.Mesh.world())
+    assert isinstance(method, OneBitAdam | ZeroOneAdam)
+    notices: list[str] = []
+    for step in range(12):
+        for weight in model.parameters():
+            weight.grad = torch.randn(9, generator=generator)
+        model.one.grad[4] *= 1e-3
+        method.step()
+        notices += method.notices()
+        if step == 4:
+            after = model.one[4].item()
+    assert model.one[4].item() == after and not model.one.eq(after).all()
+    assert method.exchange.worker_error[4] == method.m[4] == 0
+    [notice] = notices
+    assert notice.startswith("variance frozen") and "0 of 18 elements have no gradient" in notice
+    assert notice.endswith("1 have a variance below 0.0001 of their tensor's median: one (1)")
+
+
+@pytest.mark.parametrize("name", ADAM)
+def test_what_has_next_to_no_gradient_is_masked(workers: Pool, name: str) -> None:
+    workers.run(masked, 2, name)
 
 
 def sent(rank: int, world: int, name: str, settings: dict[str, Any]) -> tuple[list[float], int]:

@@ -5,14 +5,16 @@ on two. What one replica does differently, or four, no setting of a method chang
 method runs there.
 """
 
+from enum import Enum
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
+from co2.methods.parts.compressed import Compress
 from tests.methods import problem
-from tests.methods.driver import SETTINGS, Snapshot, inner, trajectory
+from tests.methods.driver import ADAM, SETTINGS, Snapshot, inner, trajectory
 from tests.reference import REFERENCES
 from tests.reference.replica import Replica
 from tests.workers import Pool
@@ -39,6 +41,7 @@ SHARDED = [(name, {**settings, "shard": True}) for name, settings in CASES if na
 DELAYS = (None, 0, 1)
 CASES += [("co2_keep", {**SETTINGS["co2_keep"], "delay": delay}) for delay in DELAYS]
 CASES += [("streaming_diloco", {**SETTINGS["streaming_diloco"], **own}) for own in STREAMING]
+CASES += [(name, {**SETTINGS[name], "compress": Compress.update}) for name in ADAM]
 
 
 def simulate(
@@ -87,7 +90,8 @@ def assert_follows(
 ) -> None:
     """Hold histories, one of each replica, against the method's reference."""
     name, settings = case
-    known = {key: value for key, value in settings.items() if key != "shard"}
+    plain = {key: v.value if isinstance(v, Enum) else v for key, v in settings.items()}
+    known = {key: value for key, value in plain.items() if key != "shard"}
     expected = simulate(name, known, optimizer, len(measured), dtype)
     for history, simulated in zip(measured, expected, strict=True):
         per_round = STEPS // (len(simulated) - 1)

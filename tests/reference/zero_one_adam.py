@@ -1,15 +1,16 @@
 """0/1 Adam (2202.06009). A round is one step.
 
 Local m, x and u; v is refreshed with averaged gradients at the steps of T_v, and m takes these in;
-the 1-bit mean of u is taken at the other steps of T_u, in units of sqrt(v) + eps. Both sets are
-worked out beforehand. Where v is 0, weights only decay, and m and u are 0 after a mean.
+the 1-bit mean of u is taken at the other steps of T_u (to compress the update, in units of
+sqrt(v) + eps). Both sets are worked out beforehand. Where v is 0, or for compressed momentum small
+beside its tensor's median, a mean is 0. Where v is 0, weights only decay.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
-from tests.reference.onebit_adam import flat_gradient, sizes
+from tests.reference.onebit_adam import flat_gradient, not_small, sizes
 from tests.reference.replica import Replica, mean
 from tests.reference.two_stages import TwoStages
 
@@ -25,18 +26,36 @@ def refreshes(freeze_step: int, kappa: int) -> list[int]:
     return steps[:-1]
 
 
-def exchanges(freeze_step: int, double_every: int, max_interval: int) -> list[int]:
-    """T_u: every step before the freeze, then intervals that double every so many steps."""
+def exchanges(
+    freeze_step: int,
+    double_every: int | None,
+    max_interval: int,
+    lr: Callable[[int], float] = lambda step: 1.0,
+) -> list[int]:
+    """T_u: every step before the freeze, then intervals that double every so many steps, or (None)
+    whenever the learning rate has halved."""
     steps = [*range(freeze_step)]
     while steps[-1] < HORIZON:
-        since = steps[-1] - freeze_step
-        interval = 1 if since < 0 else 2 ** (since // double_every)
-        steps.append(steps[-1] + min(interval, max_interval))
+        t = steps[-1]
+        interval = 1
+        if t >= freeze_step and double_every is None:
+            peak = max(lr(step) for step in range(t + 1))
+            while interval < max_interval and lr(t) <= peak / (2 * interval) * (1 + 1e-9):
+                interval *= 2
+        elif t >= freeze_step and double_every is not None:
+            interval = 2 ** ((t - freeze_step) // double_every)
+        steps.append(t + min(interval, max_interval))
     return steps
 
 
 def rounds(
-    replicas: list[Replica], freeze_step: int, kappa: int, double_every: int, max_interval: int
+    replicas: list[Replica],
+    freeze_step: int,
+    kappa: int,
+    double_every: int,
+    max_interval: int,
+    compress: str = "momentum",
+    mask_below: float = 0.01,
 ) -> Iterator[None]:
     settings = replicas[0].optimizer.param_groups[0]
     (beta1, beta2), eps = settings["betas"], settings["eps"]
@@ -63,6 +82,10 @@ def rounds(
         alive = raw_v != 0
         unit = (raw_v / (1 - beta2**done)).sqrt() + eps
         divisor = torch.where(alive, unit, torch.inf)
+        moved, scaled = alive, unit
+        if compress == "momentum":
+            moved = not_small(raw_v, sizes(replicas[0]), mask_below)
+            scaled = torch.ones_like(unit)
         gamma = replicas[0].lr_by_element()
         keep = 1 - gamma * settings["weight_decay"]
         start, lr_sum = keep * start, lr_sum + gamma
@@ -74,7 +97,7 @@ def rounds(
             if t in due_v:
                 average = mean(u)
             else:
-                average = unit * exchange.mean([own / unit for own in u], alive)
+                average = scaled * exchange.mean([own / scaled for own in u], moved)
             start = start - average / divisor
             for replica in replicas:
                 replica.set_weights(start)

@@ -5,6 +5,8 @@ but never call its step. Moments and errors are flat vectors, in the order of Fl
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
@@ -18,14 +20,57 @@ from co2.comm.exchange import CompressedMean
 from co2.comm.flat import Chunk, FlatParams
 from co2.config import CommConfig, CommDevice, OptimConfig, Precision
 from co2.config import Optimizer as OptimizerName
-from co2.errors import require, require_count
+from co2.errors import require, require_count, require_number
 from co2.methods.base import Method, MethodStats
+
+_SAMPLE = 1 << 16
+"""Elements of a tensor, evenly spread, whose median stands for that of all."""
+_PIECE = 1 << 20
+"""Elements compared at a time, which bounds the temporaries."""
+_NAMED = 5
+"""Tensors that a notice names at most."""
+
+
+class Compress(Enum):
+    """Whose signs travel."""
+
+    momentum = "momentum"
+    """The momentum's, or those of the sum of momenta: as in the papers."""
+    update = "update"
+    """Those of the same divided by √v + ε, which all replicas share, and multiplied on arrival: a
+    sign then stands for a step of the length that is usual in its tensor. Not in the papers."""
+
+
+@dataclass
+class CompressedAdamConfig:
+    freeze_step: int = 100
+    """Steps after which v stands still."""
+    compress: Compress = Compress.momentum
+    """Whose signs travel: the momentum's, as in the papers, or the update's."""
+    mask_below: float = 0.01
+    """Elements whose v lies below this share of their tensor's median v take no part in compressed
+    exchanges of momentum."""
+
+    def __post_init__(self) -> None:
+        require_count("freeze_step", self.freeze_step)
+        hint = "must be a share, 0 or more"
+        require_number("mask_below", self.mask_below, 0.0, hint)
 
 
 class CompressedAdam(Method):
-    """Adam whose replicas exchange signs. A subclass sets `name`, `Config` with `freeze_step`, and
-    `waits`, and implements `step()`; if it holds more than m and v, it makes that in `set_up` and
-    names it in `state_tensors`."""
+    """Adam whose replicas exchange signs. A subclass sets `name`, `Config`, which extends
+    `CompressedAdamConfig`, and `waits`, and implements `step()`; it calls `set_mask` where it has
+    changed v for compressed exchanges to come. If it holds more than m and v, it makes that in
+    `set_up` and names it in `state_tensors`.
+
+    The mask. A sign is never 0, and stands for the root mean square of its tensor. An element whose
+    √v is a thousandth of the others' would make steps a thousand times too long: one with a
+    gradient of rounding errors alone, like a bias before a normalization or those of keys in
+    attention, or a token that has hardly occurred. Such elements are not moved by compressed
+    updates: they do not count for the scales, and their mean and errors are 0. The masked elements
+    are those with v = 0 and, where momentum travels, those with v < `mask_below` · the median of
+    the v above 0 of their tensor (of 65,536 elements of it, evenly spread).
+    """
 
     name: str
     """The method's name in the registry, for error messages."""
@@ -70,6 +115,9 @@ class CompressedAdam(Method):
         self.exchange = CompressedMean(sizes, self.mesh, self.mean, COMPRESSORS["sign"])
         self._divisor = flat.transfer.empty(max(chunk.numel for chunk in flat.chunks))
         self.m, self.v = flat.zeros(), flat.zeros()
+        self._sizes = sizes
+        self._floors = flat.zeros()[: len(sizes)].clone()
+        self._notices: list[str] = []
         return self.model
 
     def average_gradients(self) -> None:
@@ -78,21 +126,70 @@ class CompressedAdam(Method):
         self.rounds += 1
 
     def average_signs(self, vector: Tensor) -> None:
-        """Replace a vector (numel,) by its 1-bit mean over the replicas, and by 0 where v is 0.
-
-        It travels in units of √v + ε, which all replicas share, so that a sign stands for a step of
-        the length that is usual in its tensor. If the vector were sent as it is, an element whose
-        √v is a thousandth of the others' would make steps a thousand times too long. The biases of
-        keys in GPT-2's attention, whose gradients are nothing but rounding errors, would make the
-        training diverge in this way.
-        """
-        for chunk in self.flat.chunks:
-            chunk.of(vector).div_(self._root(chunk))
-        self.exchange.start(vector, mask=self.v)
+        """Replace a vector (numel,) by its 1-bit mean over the replicas, and by 0 where the mask
+        is. Overwrites the communication buffer."""
+        update = self.config.compress is Compress.update
+        if update:
+            for chunk in self.flat.chunks:
+                chunk.of(vector).div_(self._root(chunk))
+        self.exchange.start(vector, mask=self.v if update else self._mask(self.mean.buffer))
         self.mean.wait()
-        for chunk in self.flat.chunks:
-            chunk.of(vector).mul_(self._root(chunk))
+        if update:
+            for chunk in self.flat.chunks:
+                chunk.of(vector).mul_(self._root(chunk))
         self.rounds += 1
+
+    def set_mask(self) -> None:
+        """Set the mask by v as it is now."""
+        for floor, part in zip(self._floors, self.v.split(self._sizes), strict=True):
+            sample = part[:: max(1, part.numel() // _SAMPLE)]
+            if len(sample):
+                median = sample.where(sample > 0, torch.nan).nanmedian()  # the host does not wait
+                torch.mul(median, self.config.mask_below, out=floor)
+
+    def announce_mask(self) -> None:
+        """Say in the next notice how many elements of which tensors are masked."""
+        unseen = [int((part == 0).sum()) for part in self.v.split(self._sizes)]
+        small = [0] * len(unseen)
+        if self.config.compress is Compress.momentum:
+            alive = self._mask(torch.empty_like(self.v)).split(self._sizes)
+            small = [
+                size - int(part.sum()) - none
+                for size, part, none in zip(self._sizes, alive, unseen, strict=True)
+            ]
+        found = sorted(zip(small, self.tensor_names(), strict=True), reverse=True)
+        named = [f"{name} ({count:,})" for count, name in found if count]
+        if len(named) > _NAMED:
+            named = [*named[:_NAMED], f"{len(named) - _NAMED} more tensors"]
+        of = f"of {self.flat.numel:,} elements"
+        parts = [f"{sum(unseen):,} {of} have no gradient yet"]
+        if self.config.compress is Compress.momentum:
+            where = f": {', '.join(named)}" if named else ""
+            share = f"{self.config.mask_below:g} of their tensor's median"
+            parts.append(f"{sum(small):,} have a variance below {share}{where}")
+        text = "; ".join(parts)
+        self._notices.append(f"variance frozen; compressed updates leave alone: {text}")
+
+    def tensor_names(self) -> list[str]:
+        """The names of the trained parameters, in the order of the vectors."""
+        names = {id(weight): name for name, weight in self.model.named_parameters()}
+        groups = (group["params"] for group in self.optimizer.param_groups)
+        trained = {
+            id(weight): None for params in groups for weight in params if weight.requires_grad
+        }
+        return [names[key] for key in trained]
+
+    def notices(self) -> list[str]:
+        taken, self._notices = self._notices, []
+        return taken
+
+    def _mask(self, out: Tensor) -> Tensor:
+        """Return `out` (numel,) with 1 where an element takes part, and 0 where it is masked."""
+        split = (self.v.split(self._sizes), out.split(self._sizes), self._floors)
+        for part, marks, floor in zip(*split, strict=True):
+            for v, mark in zip(part.split(_PIECE), marks.split(_PIECE), strict=True):
+                mark.copy_((v >= floor) & (v > 0))
+        return out
 
     def lr(self, group: int) -> float:
         """Return γ of a parameter group in this step."""
@@ -163,11 +260,6 @@ class CompressedAdam(Method):
     def stats(self) -> MethodStats:
         """`rounds`: how many times the replicas have exchanged anything."""
         return MethodStats.of(self.mean.totals(), {"rounds": float(self.rounds)})
-
-
-def check_freeze_step(freeze_step: int) -> None:
-    """Raise `ConfigError` unless v is refreshed at least once."""
-    require_count("freeze_step", freeze_step)
 
 
 def _is_decoupled(settings: dict[str, Any]) -> bool:
