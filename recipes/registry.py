@@ -14,6 +14,7 @@ from recipes import (
     tau_sweep,
     time_to_loss,
     zero_one_adam,
+    zero_one_volume,
 )
 from recipes.recipe import Recipe
 
@@ -26,6 +27,7 @@ RECIPES: dict[str, Recipe] = {
         table4.RECIPE,
         tau_sweep.RECIPE,
         zero_one_adam.RECIPE,
+        zero_one_volume.RECIPE,
         figure1.RECIPE,
         quality.RECIPE,
         field.RECIPE,

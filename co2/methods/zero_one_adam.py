@@ -126,7 +126,7 @@ class ZeroOneAdam(CompressedAdam):
             chunk.of(self.m).lerp_(g, 1 - self.betas(chunk.group)[0])
 
     def _refresh_v(self, t: int) -> None:
-        self.next_refresh = t + 2 ** (self.refreshes // self.config.kappa)
+        self.next_refresh = t + refresh_interval(self.refreshes, self.config.kappa)
         self.refreshes += 1
         for chunk in self.flat.chunks:
             second = self.betas(chunk.group)[1]
@@ -188,6 +188,11 @@ class ZeroOneAdam(CompressedAdam):
     @property
     def max_skew_steps(self) -> int:
         return self.interval
+
+
+def refresh_interval(refreshes: int, kappa: int) -> int:
+    """The steps from a refresh of v to the next, after so many before it."""
+    return 2 ** (refreshes // kappa)
 
 
 def interval(max_interval: int, lr_share: float, since: int, double_every: int | None) -> int:
