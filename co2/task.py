@@ -76,6 +76,6 @@ class Task(Protocol):
         """What no model should be worse than, shown beside the result. May be empty."""
         ...
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """What identifies the data, for `manifest.json`: name, sha256, counts, tokenizer."""
         ...

@@ -1,4 +1,4 @@
-"""Model, data, loss and metrics of each experiment. Tasks know nothing of methods."""
+"""The tasks: model, data, loss and metrics of each experiment. Tasks know nothing of methods."""
 
 from co2.task import Batch, Task
 from tasks.ade20k import ADE20K

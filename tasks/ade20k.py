@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -49,27 +49,27 @@ class Source(Enum):
 class ADE20K:
     """The task `ade20k`. A sample is an image with a class for each pixel.
 
-    Validation images are seen whole and one by one, with `short_side` pixels at the shorter side;
-    the logits are brought back to the size of the labels, which stay as they are on disk.
+    Validation images are evaluated whole and one by one, resized to `short_side` pixels at the
+    shorter side. The logits are resized to the labels, which keep their size on disk.
     """
 
     @dataclass
     class Config:
         source: Source = Source.scenes
         """scenes: generated. ade20k: `data.root`/ADEChallengeData2016, see tasks.prepare.
-        data.path=FOLDER, in the layout of ADE20K, takes the place of both."""
+        Where data.path=FOLDER (laid out like ADE20K) is given, it replaces either."""
         backbone: str = "tiny"
-        """tiny, or a model of timm that gives maps of four sizes."""
+        """tiny, or the name of a model of timm whose feature maps have four sizes."""
         weights: str | None = None
-        """File with timm's state dict of the backbone, .pth or .safetensors; null: random."""
+        """File with a state dict of timm for the backbone, .pth or .safetensors; null: random."""
         hidden: int = 32
-        """Channels of UperNet's head; its auxiliary head has half."""
+        """Channels of UperNet's head; the auxiliary head has half as many."""
         crop: int = 32
-        """Side of a training view, in pixels."""
+        """Side of the square training views, in pixels."""
         short_side: int = 32
-        """Shorter side of an image at scale 1, and of validation images; in pixels."""
+        """Shorter side of a training image at scale 1 and of a validation image, in pixels."""
         scales: tuple[float, float] = (0.5, 2.0)
-        """Smallest and largest scale of training images."""
+        """Smallest and largest scale of a training image."""
 
         def __post_init__(self) -> None:
             require_count("hidden", self.hidden)
@@ -94,7 +94,7 @@ class ADE20K:
         self._frequencies: Tensor | None = None
 
     def setup(self, num_workers: int) -> None:
-        """See `Task.setup`. Nothing is written; files are listed, and read when they are met."""
+        """See `Task.setup`. Nothing is written. Files are listed here, and read when needed."""
         hint = "batch norm, over pooled maps of one pixel, needs at least 2"
         require(self.train.batch_size >= 2, "train.batch_size", self.train.batch_size, hint)
         try:
@@ -105,7 +105,7 @@ class ADE20K:
         self._sampler(num_workers)
 
     def model(self) -> nn.Module:
-        """See `Task.model`. On the device meta no weights are read."""
+        """See `Task.model`. On the device "meta" the file of weights is not read."""
         config = self.config
         with seeded(self.train.seed):
             return upernet(config.backbone, config.weights, config.hidden, self.num_classes)
@@ -114,9 +114,10 @@ class ADE20K:
         return make_optimizer(model, self.optim)
 
     def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
-        """Views, fp32 [batch_size, 3, crop, crop], and labels, uint8 [batch_size, crop, crop].
+        """See `Task.batches`. A view is a pure function of (seed, epoch, sample).
 
-        A view depends on (seed, epoch, sample) alone. See `Task.batches`.
+        A batch holds views, fp32 [batch_size, 3, crop, crop], and labels, uint8 [batch_size, crop,
+        crop].
         """
         sampler, samples = self._sampler(mesh.num_workers), self._samples("training")
         config = self.config
@@ -136,8 +137,8 @@ class ADE20K:
         return load_blocks(make, start, size, self.data.workers, mesh.device)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Mean cross-entropy over labelled pixels in nats, fp32, and in training mode 0.4 times
-        that of the auxiliary head."""
+        """Mean cross-entropy over the labelled pixels in nats, fp32. In training mode the
+        auxiliary head's loss is added, times `AUXILIARY`."""
         assert isinstance(batch, tuple)
         images, labels = batch
         found = model(images)
@@ -150,12 +151,13 @@ class ADE20K:
         return losses[0] + AUXILIARY * losses[1] if len(losses) == 2 else losses[0]
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """See `Task.evaluate`. Unlabelled pixels count nowhere.
+        """See `Task.evaluate`. Unlabelled pixels are left out of every metric.
 
         Returns:
             "loss": mean cross-entropy over the pixels of all images, in nats;
-            "miou": mean intersection over union of the classes that occur, and "pixel_accuracy",
-            both of the pixels of all images taken together, from 0 to 1.
+            "miou": mean intersection over union of the classes that occur, from 0 to 1;
+            "pixel_accuracy": share of the pixels whose class is right, from 0 to 1.
+            All three are computed over the pixels of all images together.
         """
         samples = self._samples("validation")
         device = next(model.parameters()).device
@@ -180,9 +182,9 @@ class ADE20K:
         return {"loss": loss / max(1, int(counts.sum())), **scores(counts)}
 
     def baselines(self) -> dict[str, float]:
-        """ "majority_miou" and "majority_pixel_accuracy": scores of a model that always names
-        the class that most validation pixels have. Reads all their labels, unless an
-        evaluation has counted them."""
+        """See `Task.baselines`. "majority_miou" and "majority_pixel_accuracy" are the scores of a
+        model that always predicts the most frequent class of the validation pixels. All their
+        labels are read, unless an evaluation has counted them."""
         if self._frequencies is None:
             samples = self._samples("validation")
             found = (samples.labels(n).flatten() for n in range(len(samples)))
@@ -193,12 +195,13 @@ class ADE20K:
         table[:, self._frequencies.argmax()] = self._frequencies
         return {f"majority_{name}": score for name, score in scores(table).items()}
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
+        """See `Task.fingerprint`."""
         digests = [samples.digest() for samples in self._opened.values()]
         own = self.data.path is None
         return {
             "data": self.config.source.name if own else self.data.path,
-            # Of the pixels and labels of scenes; of the names and sizes of files.
+            # For scenes, of pixels and labels; for files, of their names and sizes.
             "sha256": hashlib.sha256("".join(digests).encode()).hexdigest(),
             "num_samples": {split: len(samples) for split, samples in self._opened.items()},
         }

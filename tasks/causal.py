@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from co2.comm.mesh import Mesh
 
 PUBLIC_VOCAB_SIZE = 50257
-"""Size of GPT-2's own vocabulary, whose tokens openwebtext holds."""
+"""Size of GPT-2's own vocabulary, with which openwebtext is tokenized."""
 
 _EVAL_TOKENS = 4096
-"""Tokens of one evaluation batch. With GPT-2's vocabulary their logits take 0.8 GB in fp32."""
+"""Tokens of one evaluation batch. With GPT-2's vocabulary the logits take 0.8 GB in fp32."""
 
 
 class CorpusName(Enum):
@@ -46,20 +46,20 @@ class CorpusName(Enum):
 
 
 class CausalText:
-    """A task whose sample is a window of `context` tokens and the one that follows; a subclass has
-    the model."""
+    """Base class of tasks whose sample is `context` tokens and the token that follows them. A
+    subclass adds the model."""
 
     @dataclass
     class Config:
         context: int = 128
-        """Tokens that the model sees at once."""
+        """Tokens that the model reads at once."""
         vocab_size: int = 4096
-        """Size of the vocabulary learned from the text; openwebtext has GPT-2's 50257."""
+        """Size of the vocabulary that is learned from the text; openwebtext has GPT-2's 50257."""
         corpus: CorpusName = CorpusName.embedded
-        """embedded: Python source that every install has. openwebtext: see tasks.prepare.
-        data.path=FILE_OR_FOLDER takes the place of both."""
+        """embedded: Python source that every installation has. openwebtext: see tasks.prepare.
+        Where data.path=FILE_OR_FOLDER is given, it replaces either."""
         eval_samples: int | None = None
-        """Validation windows of one evaluation, spread evenly; null takes all."""
+        """Number of validation windows in one evaluation, spread evenly; null takes all."""
 
         def __post_init__(self) -> None:
             require_count("context", self.context)
@@ -83,7 +83,7 @@ class CausalText:
         self._opened: Store | None = None
 
     def setup(self, num_workers: int) -> None:
-        """See `Task.setup`. The first run on a corpus tokenizes it: some 10 s for 16 MB."""
+        """See `Task.setup`. The first run on a corpus tokenizes it, about 10 s for 16 MB."""
         context, corpus = self.config.context, self.config.corpus.name
         window = Window(f"{self.name}.context", context, context + 1)
         key = f"{self.name}.corpus"
@@ -95,14 +95,14 @@ class CausalText:
         self._sampler(num_workers)
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """Logits of the next token, [B, T, vocabulary], after each of the tokens [B, T]."""
+        """Return logits of the next token, [B, T, vocabulary], after each of `tokens` [B, T]."""
         return model(tokens)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return make_optimizer(model, self.optim)
 
     def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
-        """Windows, int64 [batch_size, context + 1]. See `Task.batches`."""
+        """See `Task.batches`. A batch holds windows, int64 [batch_size, context + 1]."""
         sampler, tokens = self._sampler(mesh.num_workers), self._store.tokens("train")
 
         def make(draw: int) -> Tensor:
@@ -111,7 +111,7 @@ class CausalText:
         return load(make, count(start), self.data.workers, mesh.device)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Mean next-token cross-entropy in nats, worked out in fp32 whatever the autocast."""
+        """Mean next-token cross-entropy in nats, computed in fp32 even under autocast."""
         return self._cross_entropy(model, batch, "mean")
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
@@ -136,10 +136,11 @@ class CausalText:
         return {"loss": loss, "perplexity": torch.tensor(loss, dtype=torch.float64).exp().item()}
 
     def baselines(self) -> dict[str, float]:
-        """ "unigram_entropy" of the whole validation part, in nats."""
+        """See `Task.baselines`. "unigram_entropy" is that of the whole validation part, in nats."""
         return {"unigram_entropy": self._unigram_entropy}
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
+        """See `Task.fingerprint`."""
         name = self.config.corpus.name if self.data.path is None else self.data.path
         return described(self._store, name)
 
@@ -157,12 +158,12 @@ class CausalText:
         return Sampler(samples, num_workers, self.train.batch_size, self.train.seed)
 
     def _validation(self) -> np.ndarray:
-        """The validation windows of an evaluation: all, or `eval_samples` spread evenly."""
+        """Return the indices of the validation windows that an evaluation takes, int64 [N]."""
         available = num_windows(self._store.count("val"), self.config.context)
         return spread(available, self.config.eval_samples)
 
     def _cross_entropy(self, model: nn.Module, batch: Batch, reduction: str) -> Tensor:
-        """Next-token cross-entropy of windows [B, context + 1], fp32."""
+        """Return the next-token cross-entropy of windows [B, context + 1] in nats, fp32."""
         assert isinstance(batch, Tensor)
         logits = self.logits(model, batch[:, :-1])
         with torch.autocast(logits.device.type, enabled=False):

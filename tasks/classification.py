@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 IMAGENET_CLASSES = 1000
 
 _EVAL_BATCH = 100
-"""Pictures of one evaluation batch: 500 batches of ImageNet's validation part."""
+"""Images of one evaluation batch; ImageNet's validation part makes 500 batches."""
 
 
 class DatasetName(Enum):
@@ -45,24 +45,26 @@ class DatasetName(Enum):
 
 
 class Classification:
-    """A task whose samples are pictures with a label; a subclass has the model.
+    """Base class of tasks whose samples are images with a label. A subclass adds the model.
 
-    Pictures stay uint8 until they are on the model's device: a quarter of the bytes to move.
+    Images stay uint8 until they are on the model's device, because fp32 has four times the bytes
+    to copy.
     """
 
     @dataclass
     class Config:
         dataset: DatasetName = DatasetName.digits
         """digits: scikit-learn's. imagenet: ImageNet-1K in data.root, see tasks.prepare.
-        data.path=FOLDER, with train/<class>/ and val/<class>/, takes the place of both."""
+        Where data.path=FOLDER, with train/<class>/ and val/<class>/, is given, it replaces
+        either."""
         image_size: int = 32
-        """Side of the pictures that the model sees, in pixels."""
+        """Side of the square images that the model reads, in pixels."""
         eval_resize: int = 32
-        """Length of the shorter side in evaluation, before the middle is cut out; in pixels."""
+        """Length of the shorter side in evaluation, before the centre is cropped, in pixels."""
         crop: float = 0.08
-        """Smallest share of a picture that a training crop covers; 1 for (nearly) all of it."""
+        """Smallest share of an image that a training crop covers; with 1 it covers (nearly) all."""
         flip: bool = True
-        """Half of the training crops are mirrored, left and right."""
+        """Whether half of the training crops are mirrored, left to right."""
         label_smoothing: float = 0.0
 
         def __post_init__(self) -> None:
@@ -90,7 +92,7 @@ class Classification:
         self._opened: Images | None = None
 
     def setup(self, num_workers: int) -> None:
-        """See `Task.setup`. A tree is listed, no picture is read: seconds for ImageNet's."""
+        """See `Task.setup`. A folder is listed, in seconds for ImageNet, but no image is read."""
         self._opened = self._open()
         self._sampler(num_workers)
 
@@ -98,11 +100,12 @@ class Classification:
         return make_optimizer(model, self.optim)
 
     def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
-        """Pictures, uint8 [batch_size, 3, image_size, image_size], and labels, int64 [batch_size].
+        """See `Task.batches`.
 
-        Where pictures are mixed, also how much of each pixel stays: see `mixing`.
+        A batch holds images, uint8 [batch_size, 3, image_size, image_size], and labels, int64
+        [batch_size]. Where images are mixed, it also holds the weight of each pixel: see `mixing`.
         """
-        # The crops need it. Half a second that belongs to the start, not to the first step.
+        # The crops use it. The import takes half a second, which should not be in the first step.
         import torchvision.transforms.v2  # noqa: F401
 
         sampler, images = self._sampler(mesh.num_workers), self._images
@@ -132,18 +135,24 @@ class Classification:
         return load_blocks(make, start, size, self.data.workers, mesh.device)
 
     def changes(self) -> list[Augment]:
-        """Changes of each training picture after its crop, in this order."""
+        """Return what is done to each training image after its crop, in this order."""
         return []
 
     def mixing(self, draw: int, worker: int) -> Tensor | None:
-        """How much of each pixel stays when pictures are mixed (see `tasks.images.mixing`), or
-        None where they are not."""
+        """Return the weight of each pixel when images are mixed, fp32 [image_size, image_size] (see
+        `tasks.images.mixing`); None where they are not mixed.
+
+        Args:
+            draw: index of the micro-batch.
+            worker: the worker that draws it.
+        """
         return None
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Mean cross-entropy in nats, smoothed and mixed, in fp32 whatever the autocast.
+        """Mean cross-entropy in nats with label smoothing, computed in fp32 even under autocast.
 
-        Every picture of a mixed batch is mixed with the one before it, the first with the last.
+        Each image of a mixed batch is mixed with the one before it, and the first with the last;
+        the loss mixes their labels in the same shares.
         """
         assert isinstance(batch, tuple)
         images, labels, *mixed = batch
@@ -164,8 +173,8 @@ class Classification:
         """See `Task.evaluate`.
 
         Returns:
-            "loss": mean cross-entropy in nats, without smoothing; "top1" and "top5": share of the
-            pictures whose class is the first, or among the first five, that the model names.
+            "loss": mean cross-entropy in nats, without label smoothing;
+            "top1", "top5": top-1 and top-5 accuracy, from 0 to 1.
         """
         device, images = next(model.parameters()).device, self._images
         whole = int(images.counts["val"].sum())
@@ -193,18 +202,20 @@ class Classification:
         return {"loss": loss / whole, "top1": top1 / whole, "top5": top5 / whole}
 
     def baselines(self) -> dict[str, float]:
-        """ "majority_top1": top1 of a model that always names the most frequent class."""
+        """See `Task.baselines`. "majority_top1" is the top-1 accuracy of a model that always
+        predicts the most frequent class."""
         counts = self._images.counts["val"]
         return {"majority_top1": counts.max().item() / counts.sum().item()}
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
+        """See `Task.fingerprint`."""
         images = self._images
         counts = {part: int(own.sum()) for part, own in images.counts.items()}
         return {**images.facts(), "num_samples": counts, "num_classes": images.num_classes}
 
     @property
     def num_classes(self) -> int:
-        """Known before setup() but for a folder of the user's."""
+        """Number of classes. It is known before `setup` except for a folder of the user's."""
         if self._opened is None and self.data.path is None:
             own = self.config.dataset is DatasetName.imagenet
             return IMAGENET_CLASSES if own else Digits.num_classes

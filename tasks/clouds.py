@@ -1,9 +1,9 @@
-"""Sets of point clouds, from files or memory, and what is done to a cloud before a model sees it.
+"""Sets of point clouds, from files or memory, and the preparation of clouds for a model.
 
-The files lie as Point-BERT and Point-MAE publish ShapeNet-55:
+Files have the layout in which Point-BERT and Point-MAE publish ShapeNet-55:
 
     shapenet_pc/<category>-<model>.npy     points, [N, 3] or wider; 8192 points as published
-    ShapeNet-55/train.txt, test.txt        names of those files, one a line
+    ShapeNet-55/train.txt, test.txt        names of those files, one per line
 """
 
 import os
@@ -25,25 +25,25 @@ _NAME = re.compile(r"([^\s/\\-]+)-[^\s/\\]+\.npy")
 
 @dataclass(frozen=True)
 class Clouds:
-    """One part of a data set."""
+    """The clouds of one part of a data set, "train" or "test"."""
 
     kinds: np.ndarray
-    """int64 [count], from 0."""
+    """The category of each cloud, int64 [count], from 0."""
     held: np.ndarray | None = None
-    """The clouds, float32 [count, N, 3]; None where they lie in files."""
+    """The clouds, float32 [count, N, 3]; None where they are in files."""
     files: tuple[Path, ...] = ()
     """The file of each cloud, where they are not in memory."""
     key: str = "data.root"
-    """Key of the configuration that an error about a damaged file names."""
+    """Key of the configuration that an error about a damaged file refers to."""
 
     def __len__(self) -> int:
         return len(self.kinds)
 
     def cloud(self, index: int, points: int) -> np.ndarray:
-        """float32 [N, 3], where N is `points` or more.
+        """Return a cloud, float32 [N, 3], where N is `points` or more.
 
         Raises:
-            ConfigError: its file does not hold that.
+            ConfigError: its file cannot be read, or holds fewer points.
         """
         if self.held is not None:
             return self.held[index]
@@ -54,13 +54,15 @@ class Clouds:
 
 
 def open_clouds(folder: Path, key: str) -> dict[str, Clouds]:
-    """Both parts of a folder in the layout above. Lists are read, clouds are not.
+    """Open both parts of a folder in the layout above. Only the lists are read, not the clouds.
 
     Args:
-        key: of the configuration, for errors.
+        key: key of the configuration that chose the folder, for errors.
+    Returns:
+        The clouds of each of `PARTS`.
     Raises:
-        ConfigError: a list or a file is missing, a line is not understood, a list is empty, or
-            the test list has a category that the training list lacks.
+        ConfigError: a list or a file is missing, a list is empty or has a line of another form,
+            or the test list has a category that the training list lacks.
     """
     names: dict[str, list[str]] = {}
     for part in PARTS:
@@ -86,7 +88,7 @@ def open_clouds(folder: Path, key: str) -> dict[str, Clouds]:
 
 
 def listed(path: Path) -> Iterator[tuple[str, str]]:
-    """The lines of a list: what is wrong with one ("" if nothing), and the file that it names."""
+    """Yield, for each line of a list, what is wrong with it ("" if nothing) and the name in it."""
     try:
         lines = path.read_text().splitlines()
     except FileNotFoundError:
@@ -103,12 +105,12 @@ def listed(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def category(name: str) -> str:
-    """ "02691156" of "02691156-1a04e3ea.npy"."""
+    """Return the category in a file's name: "02691156" for "02691156-1a04e3ea.npy"."""
     return name.partition("-")[0]
 
 
 def files_in(folder: Path) -> set[str]:
-    """Names of the clouds that are there; one look, not one for each of 52,000 files."""
+    """Return the names of the clouds in a folder. One listing is faster than 52,000 look-ups."""
     try:
         return set(os.listdir(folder / FILES))
     except OSError:
@@ -116,10 +118,10 @@ def files_in(folder: Path) -> set[str]:
 
 
 def read_cloud(path: Path, points: int) -> np.ndarray:
-    """The first three columns of an .npy file, float32 [N, 3].
+    """Return the first three columns of an .npy file, float32 [N, 3].
 
     Raises:
-        ValueError: why they are no cloud of `points` points or more.
+        ValueError: they are not a cloud of `points` points or more; the message says why.
     """
     try:
         cloud = np.load(path, allow_pickle=False)
@@ -141,24 +143,24 @@ def read_cloud(path: Path, points: int) -> np.ndarray:
 
 
 def drawn(cloud: np.ndarray, points: int, rng: np.random.Generator) -> np.ndarray:
-    """`points` of the points, without repetition and in random order."""
+    """Return `points` of the cloud's points, drawn without repetition, in random order."""
     return cloud.take(rng.permutation(len(cloud))[:points], axis=0)
 
 
 def normalized(clouds: np.ndarray) -> np.ndarray:
-    """Clouds [..., N, 3] moved and scaled into the unit ball: the mean of each at 0, its farthest
-    point at distance 1."""
+    """Return clouds [..., N, 3] moved and scaled into the unit ball: the mean of each is at 0, its
+    farthest point at distance 1."""
     clouds = clouds - clouds.mean(axis=-2, keepdims=True)
     radius = np.sqrt(np.square(clouds).sum(axis=-1).max(axis=-1))[..., None, None]
     return clouds / np.maximum(radius, np.finfo(np.float32).tiny)
 
 
 def scaled_and_moved(clouds: np.ndarray, factors: np.ndarray, shifts: np.ndarray) -> np.ndarray:
-    """Point-MAE's augmentation of clouds [B, N, 3]: each axis scaled and moved by numbers of its
-    own, [B, 3]; see `scale_and_shift`."""
+    """Apply Point-MAE's augmentation to clouds [B, N, 3]: scale each axis by `factors` and move it
+    by `shifts`, [B, 3] each; see `scale_and_shift`."""
     return (clouds * factors[:, None] + shifts[:, None]).astype(np.float32)
 
 
 def scale_and_shift(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Point-MAE's ranges: factors from 2/3 to 3/2, shifts of up to 0.2; float64 [3] each."""
+    """Draw in Point-MAE's ranges: factors from 2/3 to 3/2, shifts up to ±0.2; float64 [3] each."""
     return rng.uniform(2 / 3, 3 / 2, 3), rng.uniform(-0.2, 0.2, 3)

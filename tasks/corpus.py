@@ -12,31 +12,31 @@ from pathlib import Path
 from co2.errors import ConfigError, require
 
 VALIDATION_SHARE = 20
-"""One part in so many validates."""
+"""One part in this many is for validation."""
 
 EMBEDDED_WITHOUT = {"tests", "benchmarks", "_antlr"}
-"""Folders of sympy left out: tests, and tables and parsers that programs have written."""
+"""Folders of sympy that are left out: tests, and tables and parsers that programs generated."""
 
 
 @dataclass(frozen=True)
 class Corpus:
     """UTF-8 text files, none of them empty.
 
-    With 20 files or more, whole files validate: the twentieth part whose paths have the smallest
-    hashes. With fewer, the last 5 % of each file do.
+    With 20 files or more, the validation part is the twentieth of the files whose paths have the
+    smallest hashes. With fewer, it is the last 5 % of each file.
     """
 
     name: str
     folder: Path
     files: tuple[str, ...]
-    """Paths relative to `folder`, with /, sorted."""
+    """Sorted paths relative to `folder`, with / as separator."""
     key: str
-    """The key of the configuration that chose this corpus, and its value, for errors."""
+    """Key of the configuration that chose this corpus, and its value; both are for errors."""
     value: str
 
     @cached_property
     def sha256(self) -> str:
-        """Over names and contents; some 0.02 s for 16 MB."""
+        """Checksum of names and contents; it takes about 0.02 s for 16 MB."""
         digest = hashlib.sha256()
         for name in self.files:
             path = self.folder / name
@@ -52,15 +52,15 @@ class Corpus:
 
     @cached_property
     def validation_files(self) -> frozenset[str]:
-        """Empty where every file is cut instead."""
+        """The files of the validation part; none where each file is divided instead."""
         ranked = sorted(self.files, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
         return frozenset(ranked[: len(ranked) // VALIDATION_SHARE])
 
     def check(self) -> None:
-        """Read everything once.
+        """Read every file once.
 
         Raises:
-            ConfigError: a file is no text, or no file holds more than white space.
+            ConfigError: a file is not text, or no file holds more than white space.
         """
         blank = True
         for name in self.files:
@@ -68,7 +68,11 @@ class Corpus:
         require(not blank, self.key, self.value, "holds no text")
 
     def text(self, name: str) -> str:
-        """The text of one file, line ends untouched."""
+        """Return the text of one file, with its line ends as they are.
+
+        Raises:
+            ConfigError: it cannot be read, or is not UTF-8 text.
+        """
         with self._readable(name):
             data = (self.folder / name).read_bytes()
         hint = "is no UTF-8 text ({}); convert or remove it"
@@ -84,7 +88,7 @@ class Corpus:
             ) from None
 
     def documents(self, part: str) -> Iterator[str]:
-        """The texts of "train" or "val", in the order of the files."""
+        """Yield the texts of "train" or "val", in the order of the files."""
         for name in self.files:
             if self.validation_files:
                 if (name in self.validation_files) == (part == "val"):
@@ -96,7 +100,7 @@ class Corpus:
                 yield piece
 
     def _called(self, name: str) -> str:
-        """How an error names a file: not at all where it is the value itself."""
+        """Return a file's name for an error, or "" where the value in the error is that file."""
         return "" if Path(self.value).name == name else f"{name} "
 
     @contextmanager
@@ -109,14 +113,14 @@ class Corpus:
 
 
 def embedded_corpus(key: str) -> Corpus:
-    """The source of the pinned dependency sympy: 16 MB of Python that every install has.
+    """Return the source of the pinned dependency sympy: 16 MB of Python in every installation.
 
     Args:
-        key: of the configuration, that chose it, such as gpt2.corpus.
+        key: key of the configuration that chose it, such as gpt2.corpus, for errors.
     Raises:
         ConfigError: sympy is not installed.
     """
-    found = importlib.util.find_spec("sympy")  # finds it without the second that importing costs
+    found = importlib.util.find_spec("sympy")  # without importing it, which takes a second
     if found is None or found.origin is None:
         hint = "reads the source of sympy, which is not installed; pip install sympy"
         raise ConfigError(key, "embedded", hint)
@@ -128,12 +132,12 @@ def embedded_corpus(key: str) -> Corpus:
 
 
 def user_corpus(path: str) -> Corpus:
-    """The user's own FILE_OR_FOLDER.
+    """Return the user's own file, or all files in a folder and below it.
 
-    Of a folder, all files in it and below, without hidden ones; empty files are left out.
+    Hidden files and empty files are left out.
 
     Raises:
-        ConfigError: nothing there, or no text in it.
+        ConfigError: the path does not exist, cannot be read or holds no text.
     """
     key, place = "data.path", Path(path).expanduser()
     require(path.strip() != "", key, path, "must be a file or a folder, or null")
@@ -150,7 +154,7 @@ def user_corpus(path: str) -> Corpus:
 
 
 def _visible(folder: Path, key: str, value: str) -> Iterator[str]:
-    """Paths of all files under `folder` that no leading dot hides, relative to it."""
+    """Yield the paths of all files under `folder`, relative to it, without hidden ones."""
 
     def unreadable(error: OSError) -> None:
         raise ConfigError(key, value, f"{error.filename} cannot be read ({error.strerror})")

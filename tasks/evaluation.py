@@ -1,4 +1,4 @@
-"""Evaluation that gives the same figure for any number of workers."""
+"""Evaluation whose figures do not depend on the number of workers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch import Tensor, distributed, nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside: eval mode, no gradients. After: every module has the mode it had before."""
+    """Use eval mode without gradients inside, and restore the mode of every module afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -21,32 +21,33 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def share(num_batches: int) -> list[int]:
-    """The batches that this worker's `compute` will be asked for, in that order."""
+    """Return the batches for which `table` calls this worker's `compute`, in that order."""
     rank, world = _place()
     return [(first + rank) % num_batches for first in range(0, num_batches, world)]
 
 
 def total(compute: Callable[[int], Tensor], num_batches: int) -> list[float]:
-    """Sums over fixed batches, shared out among the workers of the default process group.
+    """Sum over fixed batches, which the workers of the default process group divide. Collective.
 
-    Batch b belongs to worker b mod world. Its sums stand in row b of an otherwise zero matrix, so
-    the one all-reduce adds nothing but zeros to them, and every worker adds the rows in the same
-    order: the figures do not depend on the number of workers. (They do on what computes a batch:
-    another GPU or another number of CPU threads may round differently.)
+    Batch b belongs to worker b mod world. Each worker writes the sums of its batches into their
+    rows of a matrix of zeros, so that the all-reduce adds only zeros to them. Then every worker
+    adds the rows in the same order, so the result does not depend on the number of workers. (It
+    does depend on the hardware: another GPU or number of CPU threads may round differently.)
 
     Args:
-        compute: sums of batch b, float64 [K], on the device of the model. Every worker calls it
-            equally often, on batches that others own if need be, because the forward of a wrapped
-            model (DDP, FSDP) may be collective.
-        num_batches: batches of the whole validation set, 1 or more.
+        compute: returns the sums of batch b, float64 [K], on the device of the model. All workers
+            call it equally often, if need be on batches that belong to others, because the forward
+            pass of a wrapped model (DDP, FSDP) may be collective.
+        num_batches: number of batches of the whole validation set, 1 or more.
     Returns:
-        K sums over all batches, equal on all workers.
+        K sums over all batches, the same on all workers.
     """
     return [sum(column) for column in table(compute, num_batches).T.tolist()]
 
 
 def table(compute: Callable[[int], Tensor], num_batches: int) -> Tensor:
-    """The rows that `total` adds: float64 [num_batches, K], row b of batch b, on all workers."""
+    """Return the rows that `total` adds: float64 [num_batches, K], with row b for batch b, the same
+    on all workers. Collective."""
     rank, world = _place()
     rows: Tensor | None = None
     for turn, batch in enumerate(share(num_batches)):
@@ -64,16 +65,17 @@ def table(compute: Callable[[int], Tensor], num_batches: int) -> Tensor:
 def tally(
     compute: Callable[[int], tuple[Tensor, Tensor]], num_batches: int
 ) -> tuple[list[float], Tensor]:
-    """`total`, with counts beside the sums.
+    """Do what `total` does, and add up counts too. Collective.
 
-    Whole numbers add up alike in any order, so counts need no row for each batch: a confusion
-    matrix of 150 classes may be among them.
+    The sum of integers does not depend on their order, so counts need no row for each batch, and
+    may be as large as a confusion matrix of 150 classes.
 
     Args:
-        compute: of batch b: sums, float64 [K], and counts, int64 of any one shape.
+        compute: returns for batch b sums, float64 [K], and counts, int64, of the same shape for all
+            batches.
         num_batches: as for `total`.
     Returns:
-        K sums, and the counts (on the device of the model), over all batches.
+        K sums over all batches, and the counts over all batches, on the device of the model.
     """
     rank, world = _place()
     counts: Tensor | None = None
@@ -98,7 +100,7 @@ def tally(
 
 
 def _place() -> tuple[int, int]:
-    """Rank and world size; a process without a group is alone."""
+    """Return rank and world size: 0 and 1 for a process without a process group."""
     if not _together():
         return 0, 1
     return distributed.get_rank(), distributed.get_world_size()

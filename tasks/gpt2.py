@@ -1,7 +1,7 @@
 """GPT-2 from scratch: next-token prediction on text.
 
-Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), in the
-implementation of transformers, with random weights.
+Radford et al., "Language Models are Unsupervised Multitask Learners" (2019). The implementation is
+that of transformers; the weights are random at the start.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Size(Enum):
 
 SHAPES = {
     Size.smoke: (4, 4, 128),  # 1.3 M parameters with a context of 128 and a vocabulary of 4096
-    Size.small: (12, 12, 768),  # 124 M, as all below with GPT-2's context and vocabulary
+    Size.small: (12, 12, 768),  # 124 M; this and all below with GPT-2's context and vocabulary
     Size.medium: (24, 16, 1024),  # 355 M
     Size.large: (36, 20, 1280),  # 774 M
     Size.xl: (48, 25, 1600),  # 1558 M
@@ -49,8 +49,8 @@ class GPT2(CausalText):
     name = "gpt2"
 
     def model(self) -> nn.Module:
-        """See `Task.model`. Any device: `with torch.device("meta")` counts parameters for free."""
-        from transformers import GPT2Config, GPT2LMHeadModel  # costs seconds
+        """See `Task.model`. On the device "meta" it takes no memory, to count parameters."""
+        from transformers import GPT2Config, GPT2LMHeadModel  # takes seconds
 
         layers, heads, width = SHAPES[self.config.size]
         shape = GPT2Config(

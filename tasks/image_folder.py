@@ -1,4 +1,4 @@
-"""Pictures in folders: train/<class>/… and val/<class>/…, as ImageNet is commonly unpacked."""
+"""Images in folders: train/<class>/… and val/<class>/…, as ImageNet is commonly unpacked."""
 
 import hashlib
 import os
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,25 +16,26 @@ from co2.errors import ConfigError, require
 from tasks.images import PARTS
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-"""What counts as a picture, in either case; these are torchvision's. Other files are passed by."""
+"""Suffixes of images, in any case; torchvision has the same ones. Other files are ignored."""
 
 _THREADS = 8
-"""Folders listed at once: on a network file system listing is all waiting."""
+"""Folders that are listed at once, because on a network file system listing is mostly waiting."""
 
 
 class ImageFolder:
-    """A tree of pictures, listed but not read. See `tasks.images.Images`.
+    """A tree of images, which is listed but not read. See `tasks.images.Images`.
 
-    A class is a folder in train/ and in val/; pictures may lie deeper inside it. What begins with
-    a dot is passed by. Names are kept as packed bytes: 1.28 million take some 40 MB, which forked
-    loading processes share for good (Python strings would be copied as they are counted).
+    A class is a folder in train/ and in val/; its images may also lie in folders inside it. Names
+    that begin with a dot are ignored. The names are kept as packed bytes: 1.28 million take about
+    40 MB, which loading processes share after a fork (Python strings would be copied, because
+    reading them changes their reference counts).
 
     Args:
-        folder: that holds train/ and val/.
-        key, value: of the configuration that chose it, for errors.
+        folder: holds train/ and val/.
+        key, value: key of the configuration that chose the folder, and its value, for errors.
     Raises:
         ConfigError: a part is missing or holds no class, train and val differ in their classes,
-            or a class has no picture.
+            or a class has no image.
     """
 
     blockwise = False
@@ -53,7 +53,7 @@ class ImageFolder:
         return len(self.classes)
 
     def path(self, part: str, index: int) -> tuple[str, int]:
-        """Where a picture lies below `folder`, and its label."""
+        """Return the path of an image relative to `folder`, and its label."""
         label = int(np.searchsorted(self._ends[part], index, side="right"))
         first = self._ends[part][label] - self.counts[part][label]
         name = os.fsdecode(bytes(self._names[part][label][index - first]))
@@ -63,7 +63,7 @@ class ImageFolder:
         """See `Images.read`.
 
         Raises:
-            ConfigError: the file cannot be read, is damaged or is no picture.
+            ConfigError: the file cannot be read, is damaged or is not an image.
         """
         name, label = self.path(part, index)
         try:
@@ -72,11 +72,11 @@ class ImageFolder:
             raise self._error(f"{shown(name)} {error}; replace or remove it") from None
 
     def read_many(self, part: str, indices: np.ndarray) -> tuple[list[Tensor], np.ndarray]:
-        """See `Images.read_many`. Raises ConfigError as `read` does."""
+        """See `Images.read_many`. Raises `ConfigError` as `read` does."""
         read = [self.read(part, index) for index in indices.tolist()]
         return [picture for picture, _ in read], np.array([label for _, label in read])
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """See `Images.facts`. The sha256 covers the files' names only."""
         digest = hashlib.sha256()
         for part in PARTS:
@@ -104,7 +104,7 @@ class ImageFolder:
         return found["train"]
 
     def _listed(self, part: str) -> list[np.ndarray]:
-        """The pictures of each class, sorted: bytes, relative to the folder of the class."""
+        """Return the images of each class: sorted paths, bytes, relative to the class's folder."""
 
         def listed(name: str) -> np.ndarray:
             with self._readable(f"{part}/{name}"):
@@ -130,21 +130,21 @@ class ImageFolder:
 
 
 class BadImage(Exception):
-    """Why a file cannot be used, as the rest of a sentence that begins with its name."""
+    """A file cannot be used. The message continues a sentence that begins with its name."""
 
 
 def decode(path: Path) -> Tensor:
-    """A picture as RGB: uint8 [3, height, width].
+    """Decode an image to RGB: uint8 [3, height, width].
 
-    By PIL: torchvision's own decoder is hardly faster, and about to be removed.
+    PIL decodes it, because torchvision's own decoder is hardly faster and is about to be removed.
 
     Raises:
-        BadImage: with what is wrong.
+        BadImage: the file cannot be read, is damaged or is not an image.
     """
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with warnings.catch_warnings():  # about odd metadata, which a million pictures do have
+        with warnings.catch_warnings():  # about odd metadata, which some of a million images have
             warnings.simplefilter("ignore")
             with Image.open(path) as image:
                 pixels = np.array(image.convert("RGB"))
@@ -153,15 +153,15 @@ def decode(path: Path) -> Tensor:
     except OSError as error:
         what = "cannot be read" if error.errno else "is damaged"
         raise BadImage(f"{what} ({error.strerror or _first_line(error)})") from None
-    except Exception as error:  # each of PIL's decoders raises kinds of its own
+    except Exception as error:  # each of PIL's decoders raises errors of its own
         raise BadImage(f"is damaged ({_first_line(error)})") from None
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 def pictures(folder: str | Path, below: str = "") -> Iterator[str]:
-    """Pictures in `folder` and in folders below it: names relative to it, in no certain order.
+    """Yield the images in `folder` and below it: paths relative to it, in no fixed order.
 
-    The kind of an entry comes with the listing, so nothing is asked of the files themselves.
+    The listing tells files from folders, so the files themselves are not accessed.
     """
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -174,7 +174,7 @@ def pictures(folder: str | Path, below: str = "") -> Iterator[str]:
 
 
 def shown(name: str) -> str:
-    """A file's name as it can be printed, whatever its bytes."""
+    """Return a file's name as text that can be printed, whatever its bytes are."""
     return os.fsencode(name).decode(errors="replace")
 
 

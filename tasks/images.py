@@ -1,9 +1,9 @@
-"""Pictures for classification: the sources, and the augmentation of training pictures."""
+"""Images for classification: the sources, and the augmentation of training images."""
 
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -18,56 +18,58 @@ if TYPE_CHECKING:
 PARTS = ("train", "val")
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Mean and deviation of ImageNet's red, green and blue, from 0 to 1; used for all pictures."""
+"""Mean and standard deviation of ImageNet's red, green and blue, from 0 to 1. All data sets are
+normalized with them."""
 
 _RATIOS, _CROP_TRIES = (3 / 4, 4 / 3), 10
 CROP_DRAWS = 2 * _CROP_TRIES + 3
-"""Words that `random_crops` draws at most for one picture."""
+"""Words of 32 bits that `random_crops` draws at most for one image."""
 
 _DIGITS_VAL = 5
-"""One digit in so many validates."""
+"""One digit in this many is for validation."""
 
 Augment = Callable[[Tensor], Tensor]
-"""Changes a picture, uint8 [3, size, size]; draws from PyTorch's global CPU generator."""
+"""Takes and returns an image, uint8 [3, H, W]; draws from PyTorch's global CPU generator."""
 
 
 class Images(Protocol):
-    """A set of labelled pictures in two parts, "train" and "val"."""
+    """A set of labelled images in two parts, "train" and "val"."""
 
     counts: dict[str, np.ndarray]
-    """Number of pictures of each class, int64 [classes], by part. The pictures of a part are
-    numbered from 0, class by class."""
+    """Number of images of each class, int64 [classes], by part. The images of a part are numbered
+    from 0, class by class."""
 
     @property
     def num_classes(self) -> int: ...
 
     def read(self, part: str, index: int) -> tuple[Tensor, int]:
-        """One picture, uint8 [3, height, width] of any size, and its label."""
+        """Return one image, uint8 [3, height, width] of any size, and its label."""
         ...
 
     def read_many(self, part: str, indices: np.ndarray) -> tuple[list[Tensor] | Tensor, np.ndarray]:
-        """Pictures as `random_crops` takes them, and their labels, int64 [B]."""
+        """Return images as `random_crops` takes them, and their labels, int64 [B]."""
         ...
 
     blockwise: bool
-    """Whether pictures lie in memory, so that many batches can be made at once."""
+    """Whether the images are in memory, so that making many batches at once is fast."""
 
-    def facts(self) -> dict[str, Any]:
-        """What tells these pictures from others, for `Task.fingerprint`; JSON, hence `Any`."""
+    def facts(self) -> dict[str, object]:
+        """Return what identifies these images, for `Task.fingerprint`: values of JSON."""
         ...
 
 
 class Digits:
-    """scikit-learn's handwritten digits: 1797 pictures of 8×8, ten classes.
+    """scikit-learn's handwritten digits: 1797 images of 8×8 pixels in ten classes.
 
-    Of each class every fifth picture validates, in the order of the data set, whatever the seed.
+    Every fifth image of each class is for validation, in the order of the data set and whatever the
+    seed.
     """
 
     num_classes = 10
     blockwise = True
 
     def __init__(self) -> None:
-        from sklearn.datasets import load_digits  # costs a second
+        from sklearn.datasets import load_digits  # takes a second
 
         raw = load_digits()
         grey = np.rint(raw.images * (255 / 16)).astype(np.uint8)
@@ -84,14 +86,14 @@ class Digits:
             self._labels[part] = raw.target[chosen]
 
     def read(self, part: str, index: int) -> tuple[Tensor, int]:
-        """See `Images.read`: 8×8 pixels, grey."""
+        """See `Images.read`. The image is grey and has 8×8 pixels."""
         return self._images[part][index], int(self._labels[part][index])
 
     def read_many(self, part: str, indices: np.ndarray) -> tuple[Tensor, np.ndarray]:
-        """See `Images.read_many`: one channel for three alike."""
+        """See `Images.read_many`. Grey images have one channel here: uint8 [B, 1, 8, 8]."""
         return self._images[part][torch.from_numpy(indices), :1], self._labels[part][indices]
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """See `Images.facts`."""
         digest = hashlib.sha256()
         for part in PARTS:
@@ -107,17 +109,21 @@ def random_crops(
     flip: bool,
     interpolation: str,
 ) -> Tensor:
-    """The usual training crop of each picture, and a flip from left to right of half of them.
+    """Crop each image at random as usual for training, and mirror half of them, left to right.
 
     Szegedy et al., "Going deeper with convolutions" (2015): a crop covers `smallest` to all of the
-    area, has an aspect ratio of 3/4 to 4/3, and is resized to size×size. Numbers and pixels are
-    those of torchvision's RandomResizedCrop and RandomHorizontalFlip under `seeded`; here all
-    pictures are cropped at once, which is twenty times faster where they are small.
+    area, has an aspect ratio of 3/4 to 4/3, and is resized to size×size. The random numbers and the
+    pixels are those of torchvision's RandomResizedCrop and RandomHorizontalFlip under `seeded`. All
+    images are cropped at once here, which is twenty times faster where they are small.
 
     Args:
         pictures: uint8, a list of [3, height, width] of any sizes, or one tensor [B, C, height,
-            width], where C is 3, or 1 for grey pictures.
+            width], where C is 3, or 1 for grey images.
         draws: B rows of at least `CROP_DRAWS` words.
+        size: side of the result, in pixels.
+        smallest: smallest share of the area that a crop covers, above 0 and at most 1.
+        flip: whether to mirror.
+        interpolation: name of an interpolation of torchvision, such as "bilinear".
     Returns:
         uint8 [B, 3, size, size].
     """
@@ -149,11 +155,11 @@ def random_crops(
 
 
 def _crop_boxes(shapes: np.ndarray, smallest: float, draws: Draws) -> np.ndarray:
-    """Random crops as in torchvision's RandomResizedCrop.make_params.
+    """Draw random crops as torchvision's RandomResizedCrop.make_params does.
 
     Args:
-        shapes: heights and widths of the pictures, int64 [B, 2].
-        smallest: share of the area that a crop covers at least.
+        shapes: heights and widths of the images, int64 [B, 2].
+        smallest: smallest share of the area that a crop covers.
     Returns:
         Top, left, height and width, int64 [B, 4].
     """
@@ -171,7 +177,7 @@ def _crop_boxes(shapes: np.ndarray, smallest: float, draws: Draws) -> np.ndarray
         if not pending.any():
             break
     found = ~pending
-    # Ten tries in vain: all of the picture, or as much as has an allowed aspect ratio.
+    # Where ten tries fail, the crop is the whole image, or its largest part of an allowed ratio.
     (least, most), ratio = _RATIOS, widths / heights
     boxes[pending, 2] = np.where(ratio < least, np.rint(widths / least), heights)[pending]
     boxes[pending, 3] = np.where(ratio > most, np.rint(heights * most), widths)[pending]
@@ -183,13 +189,13 @@ def _crop_boxes(shapes: np.ndarray, smallest: float, draws: Draws) -> np.ndarray
 
 
 def _resized(pictures: Tensor, size: int, how: "InterpolationMode") -> Tensor:
-    """uint8 [B, C, height, width] to [B, C, size, size]; antialiased."""
+    """Resize uint8 [B, C, height, width] to [B, C, size, size], with antialiasing."""
     from torchvision.transforms.v2 import functional
 
     if pictures.shape[1] != 1:
         return functional.resize(pictures, [size, size], interpolation=how, antialias=True)
-    # PyTorch is fastest with four channels, side by side in memory. So four grey pictures become
-    # the channels of one.
+    # PyTorch is fastest with four channels, side by side in memory. So four grey images become the
+    # channels of one.
     count, _, *shape = pictures.shape
     packed = F.pad(pictures, (0, 0, 0, 0, 0, 0, 0, -count % 4)).view(-1, 4, *shape)
     packed = packed.contiguous(memory_format=torch.channels_last)
@@ -198,7 +204,8 @@ def _resized(pictures: Tensor, size: int, how: "InterpolationMode") -> Tensor:
 
 
 def central_crop(size: int, resize: int, interpolation: str) -> Augment:
-    """Evaluation's crop: the shorter side becomes `resize`, and the middle size×size is kept."""
+    """Return the crop for evaluation: resize the shorter side to `resize`, then keep the central
+    size×size pixels."""
     from torchvision.transforms import v2
 
     how = v2.InterpolationMode(interpolation)
@@ -206,26 +213,29 @@ def central_crop(size: int, resize: int, interpolation: str) -> Augment:
 
 
 def rand_augment(magnitude: int) -> list[Augment]:
-    """Two random operations one after the other, each left out in half of the cases.
+    """Return two random operations, of which each is applied with probability 1/2.
 
-    RandAugment (Cubuk et al., 2020) as DeiT takes it from timm, "rand-m9": magnitudes from 0 to
-    10, where 10 is a rotation by 30° or a shear by 0.3. The operations are torchvision's: timm's
-    also invert and add to dark pixels, posterize to fewer levels, and vary the magnitude a little.
+    This is RandAugment (Cubuk et al., 2020) as DeiT takes it from timm, "rand-m9". Magnitudes are
+    from 0 to 10, where 10 is a rotation by 30° or a shear by 0.3. The operations are torchvision's;
+    timm's differ: they also invert, brighten dark pixels, posterize to fewer levels and vary the
+    magnitude a little.
     """
     from torchvision.transforms import v2
 
     fill = [round(255 * mean) for mean in MEAN]
     how = v2.InterpolationMode.BICUBIC
     one = v2.RandAugment(1, magnitude, num_magnitude_bins=11, interpolation=how, fill=fill)
-    # As PIL pictures: tensors are turned and sheared several times slower, and not bicubically.
+    # The operations take PIL images: tensors are rotated and sheared several times slower, and not
+    # with bicubic interpolation.
     return [v2.ToPILImage(), *[v2.RandomApply([one], p=0.5)] * 2, v2.PILToTensor()]
 
 
 def erasing(chance: float) -> Augment:
-    """A random rectangle becomes noise: random erasing, Zhong et al. (2020), by pixel.
+    """Return random erasing (Zhong et al., 2020): with probability `chance`, noise replaces the
+    pixels of a random rectangle.
 
-    2 to 33 % of the area, an aspect ratio of 0.3 to 3.3. The noise has the colours' mean and
-    deviation; what falls outside of 0 to 255 is cut off there.
+    The rectangle has 2 to 33 % of the area and an aspect ratio of 0.3 to 3.3. The noise has mean
+    `MEAN` and standard deviation `STD`, and is clipped to 0 and 255.
     """
     from torchvision.transforms import RandomErasing
 
@@ -235,10 +245,10 @@ def erasing(chance: float) -> Augment:
         top, left, height, width, noise = RandomErasing.get_params(
             image, scale=(0.02, 1 / 3), ratio=(0.3, 3.3)
         )
-        if noise.is_floating_point():  # else ten rectangles in a row did not fit
+        if noise.is_floating_point():  # it is not if ten rectangles in a row did not fit
             mean, std = _moments(torch.device("cpu"))
             colours = (noise * std + mean).clamp_(0, 255).to(torch.uint8)
-            image = image.clone()  # it may still be the data set's own
+            image = image.clone()  # because it may be the data set's own tensor
             image[:, top : top + height, left : left + width] = colours
         return image
 
@@ -246,15 +256,17 @@ def erasing(chance: float) -> Augment:
 
 
 def mixing(rng: np.random.Generator, size: int, mixup: float, cutmix: float) -> Tensor:
-    """How much of each pixel stays when a picture is mixed with another one.
+    """Draw the weight that each pixel of an image has when the image is mixed with another one.
 
-    Mixup (Zhang et al., 2018): the same share everywhere, drawn from Beta(mixup, mixup). CutMix
-    (Yun et al., 2019): 0 in a square whose share of the area is drawn from Beta(cutmix, cutmix),
-    before it is cut off at the edges, and 1 elsewhere. Where both are on, a coin decides. The mean
-    is what the picture's own label weighs.
+    Mixup (Zhang et al., 2018): the same weight everywhere, drawn from Beta(mixup, mixup). CutMix
+    (Yun et al., 2019): 0 in a square and 1 elsewhere. The square's share of the area is drawn from
+    Beta(cutmix, cutmix), before it is clipped at the edges. Where both are on, each is taken with
+    probability 1/2. The mean weight is also the weight of the image's own label.
 
     Args:
-        mixup, cutmix: the parameters of the distributions; 0 is off, and one of them is on.
+        rng: draws the numbers.
+        size: side of the image, in pixels.
+        mixup, cutmix: parameters of the distributions; 0 turns one off, and one must be on.
     Returns:
         fp32 [size, size], from 0 to 1.
     """
@@ -269,13 +281,14 @@ def mixing(rng: np.random.Generator, size: int, mixup: float, cutmix: float) -> 
 
 
 def normalized(images: Tensor) -> Tensor:
-    """uint8 [..., 3, H, W] to fp32 with ImageNet's mean and deviation, on the same device."""
+    """Normalize uint8 [..., 3, H, W] with `MEAN` and `STD`: fp32 on the same device."""
     mean, std = _moments(images.device)
     return images.float().sub_(mean).div_(std)
 
 
 @cache
 def _moments(device: torch.device) -> tuple[Tensor, Tensor]:
-    """`MEAN` and `STD` on the scale 0 to 255, [3, 1, 1]. Cached: a copy to a GPU would wait."""
+    """Return `MEAN` and `STD` on the scale from 0 to 255, fp32 [3, 1, 1] each. They are cached,
+    because the host waits for a copy to a GPU."""
     mean, std = (255 * torch.tensor(colours).view(3, 1, 1) for colours in (MEAN, STD))
     return mean.to(device), std.to(device)

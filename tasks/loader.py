@@ -1,4 +1,4 @@
-"""Loading of batches, one by one or in blocks, in processes of their own where that is wanted."""
+"""Loading of batches, one by one or in blocks, here or in loading processes."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader, Dataset
 from co2.errors import ConfigError
 
 _AHEAD = 2
-"""Batches, or blocks of them, that each loading process keeps ready."""
+"""Number of batches, or of blocks, that each loading process keeps ready."""
 
 BLOCK = 1024
-"""Samples of a block, where making many at once costs less for each."""
+"""Approximate number of samples in a block, where making many at once costs less per sample."""
 
 
 T = TypeVar("T")
@@ -27,29 +27,29 @@ class _Made(Dataset[object]):
     def __getitem__(self, index: int) -> object:
         try:
             return self.make(index)
-        except ConfigError as error:  # DataLoader would bring it over as pages of traceback
+        except ConfigError as error:  # DataLoader would turn it into pages of traceback
             return error
 
 
 def load(
     make: Callable[[int], T], indices: Iterable[int], workers: int, device: torch.device
 ) -> Iterator[T]:
-    """`make(index)` for each index, in their order.
+    """Yield `make(index)` for each index, in order.
 
     Args:
-        make: a pure function of the index: tensors, or tuples or dicts of them. With workers it
-            runs in forked processes, so what it has opened (files, memory maps) it shares.
-        indices: of batches; may be endless.
-        workers: processes that work ahead; with 0, `make` runs here when a batch is asked for.
-        device: where batches go next: for a GPU, workers' batches come in pinned memory.
+        make: a pure function of the index, which returns tensors, or tuples or dicts of them. With
+            workers it runs in forked processes, which share its open files and memory maps.
+        indices: indices of batches; there may be infinitely many.
+        workers: number of loading processes; with 0, `make` runs here when a batch is asked for.
+        device: where batches go next; for a GPU, loading processes return them in pinned memory.
     Raises:
-        ConfigError: what `make` raises, from a worker too.
+        ConfigError: `make` has raised it, here or in a loading process.
     """
     if workers == 0:
         yield from map(make, indices)
         return
-    # Unbatched: the sampler's items are whole batches. A generator of its own, or the iterator
-    # would move the global one. fork: models and arrays are not copied to the workers.
+    # batch_size is None because each item is a whole batch. Without a generator of its own, the
+    # iterator would draw from the global one. A fork copies no models or arrays to the workers.
     loader = DataLoader(
         _Made(make),
         batch_size=None,
@@ -63,7 +63,7 @@ def load(
     for batch in loader:
         if isinstance(batch, ConfigError):
             raise batch
-        # Collating and pinning make a list of a tuple.
+        # Collating and pinning turn a tuple into a list.
         yield cast(T, tuple(batch) if isinstance(batch, list) else batch)
 
 
@@ -74,15 +74,16 @@ def load_blocks(
     workers: int,
     device: torch.device,
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Endless batches from number `start` on, of which `size` are made at once.
+    """Yield endless batches from number `start` on, of which `size` are made at once.
 
     Args:
-        make: tensors for a range of batches, concatenated along the first axis. A pure function;
-            the batches must not depend on how they are divided into blocks.
-        size: batches in one block. Blocks begin at its multiples.
-        workers, device: as for `load`, which makes whole blocks.
+        make: a pure function that returns the tensors of a range of batches, concatenated along the
+            first axis. A batch must not depend on how batches are divided into blocks.
+        start: index of the first batch.
+        size: number of batches in a block. Blocks begin at its multiples.
+        workers, device: as for `load`, which loads whole blocks.
     Raises:
-        ConfigError: as `load`.
+        ConfigError: `make` has raised it, here or in a loading process.
     """
     first, passed = divmod(start, size)
 
@@ -96,5 +97,5 @@ def load_blocks(
 
 
 def batches_in_block(batch_size: int) -> int:
-    """How many batches of this size make a block of about `BLOCK` samples."""
+    """Return how many batches of this size make a block of about `BLOCK` samples."""
     return max(1, BLOCK // batch_size)

@@ -1,10 +1,10 @@
-"""Masks: the tokens of a window that a masked language model must name, and what replaces them.
+"""Masks: the tokens of a window that a masked language model predicts, and what replaces them.
 
 Devlin et al., "BERT" (2019), and, with a new mask in every epoch, Liu et al., "RoBERTa" (2019).
-As many ordinary tokens of a window are chosen as make 15 % of it; of the chosen, 80 % are replaced
-by <mask>, 10 % by a random ordinary token, and 10 % are left as they are, by a coin each. Just
-15 %, not every token by a coin: in both papers' code, too, the length of a window fixes the
-number. Here it means shapes that never change, so a compiled model is compiled once.
+15 % of the tokens of a window are chosen, all of them ordinary. Each chosen token is replaced by
+<mask> with probability 0.8, by a random ordinary token with probability 0.1, and left as it is
+otherwise. The number of chosen tokens depends on the length of the window only, as in both papers'
+code. Shapes therefore never change, and a compiled model is compiled once.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from tasks.randomness import generator, generators
 
 SHARE = 0.15
 IGNORED = -100
-"""The target of a place that does not count: PyTorch's `cross_entropy` ignores it."""
+"""The target at a place that does not count: PyTorch's `cross_entropy` ignores it."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Token ids as RoBERTa lays them out: <s> 0, <pad> 1, </s> 2, <unk> 3, words, <mask> last."""
+    """Token ids in RoBERTa's order: <s> 0, <pad> 1, </s> 2, <unk> 3, words, <mask> last."""
 
     size: int
 
@@ -31,29 +31,32 @@ class Vocabulary:
         return self.size - 1
 
     def words(self, ids: np.ndarray) -> np.ndarray:
-        """Which ids are ordinary tokens: bool, of the same shape."""
+        """Return which ids are ordinary tokens: bool, of the same shape."""
         return (ids >= self.FIRST_WORD) & (ids < self.mask)
 
 
 def num_chosen(length: int) -> int:
-    """Tokens chosen in a window of `length`, <s> and </s> counted: 15 %, rounded, never none."""
+    """Return how many tokens of a window are chosen: 15 % of its `length`, which includes <s> and
+    </s>, rounded, and at least 1."""
     return max(1, round(SHARE * length))
 
 
 def masked(
     rows: np.ndarray, vocabulary: Vocabulary, *key: int | np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mask windows, each by its own key: (seed, epoch, sample).
+    """Mask windows, each with random numbers of its own key: (seed, epoch, sample).
 
-    Only ordinary tokens are chosen. A window with too few of them (a run of separators) has
-    places that do not count.
+    Only ordinary tokens are chosen. In a window with too few of them (a run of separators), some of
+    the chosen places do not count.
 
     Args:
-        rows: int64 [B, L], not changed.
+        rows: windows of token ids, int64 [B, L]; not changed.
+        vocabulary: tells ordinary tokens from special ones.
         key: as for `tasks.randomness.generators`.
     Returns:
-        What the model sees, int64 [B, L]; the chosen places in it, ascending, int64 [B, K], with
-        K = `num_chosen(L)`; and what stood there, int64 [B, K], `IGNORED` where it does not count.
+        The masked windows, int64 [B, L]; the chosen places, ascending, int64 [B, K], where K is
+        `num_chosen(L)`; and the targets, int64 [B, K]: the original tokens, or `IGNORED` at places
+        that do not count.
     """
     number = num_chosen(rows.shape[1])
     rank, coin, words = _drawn(rows.shape[1], number, vocabulary, *key)
@@ -70,18 +73,19 @@ def masked(
 def _drawn(
     length: int, number: int, vocabulary: Vocabulary, *key: int | np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What each row's generator draws: random(length), random(number), and `number` words.
+    """Return what each row's generator draws: random(length), random(number), and `number` ordinary
+    tokens.
 
-    One call draws the bits of a row, and all rows are turned into numbers together. NumPy makes
-    them in the same way; calling it for every row takes five times longer.
+    One call draws the bits of a row, and all rows are converted to numbers together, in NumPy's own
+    way. Calling NumPy's functions for every row takes five times longer.
     """
     low, count = vocabulary.FIRST_WORD, vocabulary.mask - vocabulary.FIRST_WORD
     doubles = length + number
     sources = [source.bit_generator for source in generators(*key)]
     bits = np.stack([source.random_raw(doubles + (number + 1) // 2) for source in sources])
     shares = (bits[:, :doubles] >> np.uint64(11)) * 2.0**-53
-    # An integer takes 32 bits, the lower half of 64 first: Lemire, "Fast random integer generation
-    # in an interval" (2019), whose method rejects one in 2³² / count draws.
+    # An integer takes 32 bits, the lower half of 64 first. The method is Lemire's, "Fast random
+    # integer generation in an interval" (2019); it rejects fewer than count / 2³² of the draws.
     halves = bits[:, doubles:].astype("<u8").view("<u4")[:, :number].astype(np.uint64)
     products = halves * np.uint64(count)
     words = low + (products >> np.uint64(32)).astype(np.int64)

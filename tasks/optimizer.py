@@ -1,4 +1,4 @@
-"""The inner optimizer that the tasks share."""
+"""The inner optimizers that all tasks share: AdamW and SGD."""
 
 from collections.abc import Collection
 
@@ -11,13 +11,13 @@ from co2.config import OptimConfig, Optimizer
 def make_optimizer(
     model: nn.Module, optim: OptimConfig, spared: Collection[str] = ()
 ) -> torch.optim.Optimizer:
-    """AdamW or SGD over the trainable weights of `model`.
+    """Return AdamW or SGD over the trainable weights of `model`.
 
-    Two groups, in this order: weights of two or more dimensions, with weight decay; all others
-    (biases, norms), without, because shrinking a scale or a shift regularizes nothing. So are
-    those named in `spared` (positions, class tokens). Both groups exist even if one is empty, so
-    that checkpoints look alike. Each keeps the peak rate as "initial_lr",
-    from which a schedule works out "lr".
+    It has two groups, in this order: weights of two or more dimensions, with weight decay; and all
+    others (biases, norms) without, because to shrink a scale or a shift regularizes nothing.
+    Weights named in `spared` (positions, class tokens) have no weight decay either. Both groups
+    exist even if one is empty, so that all checkpoints have the same form. Each keeps the peak
+    learning rate as "initial_lr", from which a schedule computes "lr".
     """
     trainable = {name: w for name, w in model.named_parameters() if w.requires_grad}
     assert trainable, "the model has no trainable weight"
@@ -39,7 +39,7 @@ def make_optimizer(
         return torch.optim.SGD(
             groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.nesterov
         )
-    # One kernel for all weights where there is one; PyTorch's own choice elsewhere.
+    # On GPUs one kernel updates all weights. None leaves the choice to PyTorch.
     fused = all(weight.is_cuda for weight in trainable.values()) or None
     first, second = optim.betas
     return torch.optim.AdamW(groups, lr=optim.lr, betas=(first, second), eps=optim.eps, fused=fused)

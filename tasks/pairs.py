@@ -2,7 +2,7 @@
 
     images/training/ADE_train_00000001.jpg        20210 of them
     images/validation/ADE_val_00000001.jpg        2000
-    annotations/training/ADE_train_00000001.png   one channel: 0 is unlabelled, else class + 1
+    annotations/training/ADE_train_00000001.png   one channel: 0 for unlabelled, else class + 1
     annotations/validation/ADE_val_00000001.png
 
 Zhou et al., "Scene Parsing through ADE20K Dataset" (CVPR 2017).
@@ -28,13 +28,14 @@ class BadPair(Exception):
 
 
 class Pairs:
-    """A split of such a folder: `tasks.segmentation.Samples`, read when asked for.
+    """A split of a folder in the layout above, as `tasks.segmentation.Samples`. Its files are read
+    when a sample is asked for.
 
     Args:
         folder: holds images/ and annotations/.
         split: "training" or "validation".
-        key, value: of the configuration, for errors.
-        missing: what to do if the folder is not there.
+        key, value: key of the configuration that chose the folder, and its value, for errors.
+        missing: what to do if the folder does not exist; the end of the error's line.
     Raises:
         ConfigError: a folder is missing or empty, or an image has no mask. When a sample is asked
             for: an image or a mask is damaged, they differ in size, or a class is unknown.
@@ -62,14 +63,14 @@ class Pairs:
             raise ConfigError(self._key, self._value, str(bad)) from None
 
     def labels(self, index: int) -> Tensor:
-        """The labels of a sample alone, uint8 [H, W]."""
+        """Return the labels of a sample, uint8 [H, W], without reading its image."""
         try:
             return _read_mask(self._masks[index])
         except BadPair as bad:
             raise ConfigError(self._key, self._value, str(bad)) from None
 
     def digest(self) -> str:
-        """sha256 of the names and sizes of all files: to read them all would take minutes."""
+        """Return the sha256 of all files' names and sizes; to read the files would take minutes."""
         text = hashlib.sha256()
         for file in (*self._images, *self._masks):
             text.update(f"{file.parent.parent.name}/{file.name} {file.stat().st_size}\n".encode())
@@ -77,13 +78,13 @@ class Pairs:
 
 
 def listed(folder: Path, suffix: str) -> list[Path]:
-    """The files of this kind, by name; without those that macOS hides in archives."""
+    """Return the files with this suffix, sorted; hidden ones, which macOS adds, are left out."""
     files = (file for file in folder.iterdir() if file.suffix.lower() == suffix)
     return sorted(file for file in files if not file.name.startswith("."))
 
 
 def read_pair(image: Path, mask: Path) -> tuple[Tensor, Tensor]:
-    """The image, uint8 [3, H, W], and its labels, uint8 [H, W]: class from 0, or 255 for none.
+    """Return an image, uint8 [3, H, W], and its labels, uint8 [H, W]: class from 0, 255 for none.
 
     Raises:
         BadPair: one of them is damaged, they differ in size, or a class is unknown.
@@ -105,7 +106,8 @@ def _read_mask(mask: Path) -> Tensor:
 
 
 def _read(file: Path, mode: str | None) -> np.ndarray:
-    """Pixels; of one channel as they are stored, where no mode is given."""
+    """Return the pixels of a file in a mode of PIL, for "RGB" uint8 [H, W, 3]; with None, those of
+    a single channel as they are stored, [H, W]."""
     from PIL import Image
 
     try:

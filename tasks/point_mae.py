@@ -1,12 +1,13 @@
 """Point-MAE: a masked autoencoder of point clouds, and a classifier with the same encoder.
 
 Pang et al., "Masked Autoencoders for Point Cloud Self-supervised Learning" (ECCV 2022,
-arXiv 2203.06604), sections 3.1 to 3.4. A cloud becomes patches around its farthest points; a small
-PointNet makes each visible patch a token; a transformer reads these; a lighter one is told the
-centres of the hidden patches and draws their points.
+arXiv 2203.06604), sections 3.1 to 3.4. A cloud is divided into patches around its farthest points.
+A small PointNet embeds each visible patch as a token, and a transformer encodes these tokens. A
+smaller transformer, which also gets the centres of the hidden patches, predicts their points.
 
-One thing differs from the published code: hidden patches are not embedded at all (there they are,
-and thrown away), which saves 60 % of the embedding and leaves them out of its batch statistics.
+One thing differs from the published code, which embeds the hidden patches and discards the result.
+Here they are not embedded, which saves 60 % of the embedding's work and leaves them out of its
+batch statistics.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from tasks.points import patches, taken
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the networks and of the patches that they see."""
+    """Sizes of the networks and of their patches."""
 
     groups: int
     """Patches of one cloud."""
@@ -34,7 +35,7 @@ class Shape:
 
 
 class PointMAE(nn.Module):
-    """The autoencoder; without `order`, its encoder as an extractor of features."""
+    """The autoencoder, whose encoder also extracts features."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -58,12 +59,14 @@ class PointMAE(nn.Module):
 
         Args:
             clouds: [B, N, 3].
-            order: of the patches of each cloud, int64 [B, groups]: the first `num_visible` are
-                seen, the others are to be drawn. None: all are seen, nothing is drawn.
+            order: order of the patches of each cloud, int64 [B, groups]: the first `num_visible`
+                are visible, and the others are hidden and predicted. None: extract features of all
+                patches.
+            num_visible: number of visible patches, used with `order` only.
         Returns:
-            With `order`: the hidden patches as drawn and as they are, [B, hidden, group_size, 3],
-            relative to their centres. Without: features [B, 2 * width], the largest and the mean
-            of the tokens.
+            With `order`: the hidden patches as predicted and as they are, [B, hidden, group_size,
+            3] each, relative to their centres. Without: features [B, 2 * width], the maximum and
+            the mean over the tokens.
         """
         inside, centres = self.encoder.patches(clouds, self.shape.groups, self.shape.group_size)
         if order is None:
@@ -97,7 +100,7 @@ class PointClassifier(nn.Module):
         )
 
     def forward(self, clouds: Tensor) -> Tensor:
-        """Logits [B, num_classes] of clouds [B, N, 3]."""
+        """Return logits [B, num_classes] for clouds [B, N, 3]."""
         inside, centres = self.encoder.patches(clouds, self.shape.groups, self.shape.group_size)
         tokens, positions = self.encoder.embed(inside), self.encoder.position(centres)
         tokens = torch.cat([self.class_token.to(tokens).expand_as(tokens[:, :1]), tokens], 1)
@@ -107,12 +110,12 @@ class PointClassifier(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Patches and their centres to tokens."""
+    """The encoder: from patches and their centres to tokens."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        # A compiler would unroll the loop in it. Here, not as a decorator there, because this
-        # imports the compiler, which costs a second.
+        # The compiler would unroll the loop in `patches`. It is disabled here instead of by a
+        # decorator there, because this imports the compiler, which takes a second.
         self.patches = torch.compiler.disable(patches)
         self.embed = PatchEmbedding(shape.width)
         self.position = _position(shape.width)
@@ -124,14 +127,15 @@ class Encoder(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, inside: Tensor, centres: Tensor) -> Tensor:
-        """Patches [B, G, K, 3] around centres [B, G, 3]: tokens [B, G, width]."""
+        """Return tokens [B, G, width] for patches [B, G, K, 3] around centres [B, G, 3]."""
         return self.transformer(self.embed(inside), self.position(centres))
 
 
 class PatchEmbedding(nn.Module):
-    """A small PointNet, which does not mind the order of the points of a patch.
+    """A small PointNet, whose result does not depend on the order of the points in a patch.
 
-    Its widths are the published ones (128, 256, 512) at a width of 384, and in proportion else.
+    At a width of 384, its layers have the published widths (128, 256, 512); otherwise they are
+    scaled in proportion.
     """
 
     def __init__(self, width: int) -> None:
@@ -141,7 +145,7 @@ class PatchEmbedding(nn.Module):
         self.second = _pointwise(4 * narrow, 4 * narrow, width)
 
     def forward(self, inside: Tensor) -> Tensor:
-        """Patches [B, G, K, 3] to tokens [B, G, width]."""
+        """Return tokens [B, G, width] for patches [B, G, K, 3]."""
         rows = inside.flatten(0, 1)  # [BG, K, 3]
         points = self.first(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
         whole = points.amax(1, keepdim=True).expand_as(points)
@@ -151,30 +155,30 @@ class PatchEmbedding(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Pre-norm blocks; positions are added before each of them, not only before the first."""
+    """Pre-norm blocks. Positions are added before each block, not only before the first."""
 
     def __init__(self, width: int, depth: int, heads: int, drop_path: float) -> None:
         super().__init__()
-        from timm.models.vision_transformer import Block  # costs seconds
+        from timm.models.vision_transformer import Block  # takes seconds
 
         rates = [drop_path * level / max(depth - 1, 1) for level in range(depth)]
         self.blocks = nn.ModuleList([Block(width, heads, drop_path=rate) for rate in rates])
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Tokens [B, T, width], and positions alike: tokens [B, T, width]."""
+        """Return tokens [B, T, width] for tokens and positions, [B, T, width] each."""
         for block in self.blocks:
             tokens = block(tokens + positions)
         return self.norm(tokens)
 
 
 def _position(width: int) -> nn.Module:
-    """Positions [..., width] of centres [..., 3]."""
+    """Return a module that embeds centres [..., 3] as positions [..., width]."""
     return nn.Sequential(nn.Linear(3, width // 3), nn.GELU(), nn.Linear(width // 3, width))
 
 
 def _pointwise(inputs: int, hidden: int, outputs: int) -> nn.Module:
-    """The same two layers for every point, [P, inputs] to [P, outputs]."""
+    """Return two layers that are applied to each point: from [P, inputs] to [P, outputs]."""
     return nn.Sequential(
         nn.Linear(inputs, hidden),
         nn.BatchNorm1d(hidden),

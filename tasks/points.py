@@ -1,7 +1,7 @@
-"""Point clouds in plain tensors: farthest points, patches around them, Chamfer distance.
+"""Operations on point clouds: farthest points, patches around them, Chamfer distance.
 
-Distances are sums of squared differences, not the cheaper |a|² − 2ab + |b|²: in fp32 that one
-loses the small distances between neighbours, and they are what is compared here.
+Distances are sums of squared differences, not the cheaper |a|² − 2ab + |b|², because in fp32 the
+latter loses the small distances between neighbours, which matter here.
 """
 
 import torch
@@ -9,20 +9,20 @@ from torch import Tensor
 
 
 def squared_distances(first: Tensor, second: Tensor) -> Tensor:
-    """Between all points of two sets, [..., N, 3] and [..., M, 3]: [..., N, M]."""
+    """Return the squared distances, [..., N, M], between the points [..., N, 3] and [..., M, 3]."""
     return (first.unsqueeze(-2) - second.unsqueeze(-3)).square().sum(-1)
 
 
 @torch.no_grad()
 def farthest_points(clouds: Tensor, count: int) -> Tensor:
-    """Farthest point sampling: each point is the one farthest from all that came before.
+    """Sample farthest points: each next point is the one farthest from all points taken so far.
 
-    The first is point 0, and among equals the one with the lowest index is taken, so nothing is
-    random. Where a cloud has fewer distinct points than `count`, point 0 is repeated.
+    The first is point 0, and of points equally far the one with the lowest index is taken, so
+    nothing is random. Where a cloud has fewer distinct points than `count`, point 0 is repeated.
 
     Args:
         clouds: [B, N, 3].
-        count: from 1 to N.
+        count: number of points, from 1 to N.
     Returns:
         Indices, int64 [B, count].
     """
@@ -40,14 +40,17 @@ def farthest_points(clouds: Tensor, count: int) -> Tensor:
 
 @torch.no_grad()
 def patches(clouds: Tensor, num_patches: int, size: int) -> tuple[Tensor, Tensor]:
-    """Each cloud as patches: the points nearest to its farthest points.
+    """Divide clouds into patches: the points nearest to the farthest points of each cloud.
+
+    A point may be in several patches, or in none.
 
     Args:
         clouds: [B, N, 3].
-        num_patches, size: G and K, each at most N. A point may be in several patches, or in none.
+        num_patches: G, the patches of a cloud, at most N.
+        size: K, the points of a patch, at most N.
     Returns:
-        The patches, [B, G, K, 3], each relative to its centre and with the nearest point (the
-        centre itself, or its double) first; and the centres, [B, G, 3].
+        The patches, [B, G, K, 3], relative to their centres and sorted by distance from them (the
+        first point is the centre itself or a point at the same place); and the centres, [B, G, 3].
     """
     centres = taken(clouds, farthest_points(clouds, num_patches))
     near = squared_distances(centres, clouds).topk(size, dim=-1, largest=False).indices
@@ -62,14 +65,15 @@ def taken(values: Tensor, indices: Tensor) -> Tensor:
 
 
 def chamfer(first: Tensor, second: Tensor) -> Tensor:
-    """Chamfer-L2: the mean squared distance to the nearest point of the other set, both ways.
+    """Return Chamfer-L2: the mean squared distance to the nearest point of the other set, added up
+    for both directions.
 
     Fan et al., "A Point Set Generation Network for 3D Object Reconstruction" (CVPR 2017), with
-    means in place of its sums, as Point-MAE has it. Where two points are equally near, the
-    gradient is shared between them.
+    means in place of sums, as in Point-MAE. Where two points are equally near, the gradient is
+    divided between them.
 
     Args:
-        first, second: [..., N, 3] and [..., M, 3].
+        first, second: points, [..., N, 3] and [..., M, 3].
     Returns:
         [...], in squared units of the points.
     """

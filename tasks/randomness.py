@@ -1,8 +1,8 @@
-"""Random numbers that depend on what they are for, and on nothing that happened before.
+"""Random numbers that depend only on a key, and on nothing that was drawn before.
 
-A key of whole numbers from 0, such as (seed, epoch, sample), starts every sequence. To start one
-from a key costs more than to draw the few numbers that a sample needs. Therefore batches start the
-sequences of all their samples at once; the numbers are the same as one by one.
+A key is a tuple of whole numbers from 0, such as (seed, epoch, sample), and starts a sequence. To
+start a sequence costs more than to draw the few numbers that a sample needs. Batches therefore
+start the sequences of all their samples at once; the numbers are the same as one by one.
 """
 
 from collections.abc import Iterator
@@ -17,27 +17,27 @@ _POOL = 4
 
 
 def generator(*key: int) -> np.random.Generator:
-    """NumPy's generator for a key."""
+    """Return NumPy's generator for a key."""
     return np.random.default_rng(key)
 
 
 def generators(*key: int | np.ndarray) -> Iterator[np.random.Generator]:
-    """`generator(*key)` for each row of the key, at a tenth of its cost.
+    """Yield `generator(*key)` for each row of the key, at a tenth of its cost.
 
     Args:
-        key: the parts of the key. At least one is an array, int64 [B]; the others hold for all
-            rows.
+        key: the parts of the key. At least one is an array, int64 [B]; the others are the same for
+            all rows.
     """
     for state in _seed_states(4, *key):
-        # NumPy documents that any ISeedSequence will do; its types name SeedSequence alone.
+        # NumPy documents that any ISeedSequence is accepted; its types allow only SeedSequence.
         yield np.random.Generator(np.random.PCG64(_Seed(state)))  # type: ignore[arg-type]
 
 
 @contextmanager
 def seeded(*key: int) -> Iterator[None]:
-    """Inside, PyTorch's CPU generator starts from the key; afterwards it goes on as if untouched.
+    """Start PyTorch's CPU generator from the key, and restore its state at the end.
 
-    For libraries that take no generator (torchvision's transforms, the initial weights of a
+    This is for code that takes no generator (torchvision's transforms, the initial weights of a
     model). The generators of GPUs are left alone.
     """
     with torch.random.fork_rng(devices=[]):
@@ -48,7 +48,7 @@ def seeded(*key: int) -> Iterator[None]:
 
 @contextmanager
 def resumed(seed: int, used: int) -> Iterator[None]:
-    """`seeded` by one of `seeds`, after its first `used` words have been drawn."""
+    """Do what `seeded` does with one of `seeds`, and skip its first `used` words of 32 bits."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         torch.empty(used).uniform_()
@@ -56,20 +56,21 @@ def resumed(seed: int, used: int) -> Iterator[None]:
 
 
 def seeds(*key: int | np.ndarray) -> list[int]:
-    """What `seeded` seeds PyTorch's generator with, for each row of a key as in `generators`."""
+    """Return the seed that `seeded` gives PyTorch's generator, for each row of a key as in
+    `generators`."""
     return [int(state) >> 1 for state in _seed_states(1, *key)[:, 0]]
 
 
 class Draws:
     """The first numbers that PyTorch's CPU generator draws after each of B seeds.
 
-    Each method draws the next number of every row, the same one as the named function of PyTorch
-    would, but vectorized. A row that is not `chosen` (bool [B]) draws nothing; what is returned
-    for it has no meaning.
+    Each method draws the next number of every row at once. It is the number that the function of
+    PyTorch named there would draw. A row that is not `chosen` (bool [B]) draws nothing, and the
+    number returned for it has no meaning.
 
     Args:
-        seeds: see `seeds`.
-        most: words of 32 bits that one row may need: one for a number.
+        seeds: the B seeds, as from the function `seeds`.
+        most: largest number of words of 32 bits that a row draws; a number takes one word.
     """
 
     def __init__(self, seeds: list[int], most: int) -> None:
@@ -78,26 +79,26 @@ class Draws:
         for seed, row in zip(seeds, raw.unbind(), strict=True):
             source.manual_seed(seed)
             row.random_(-(2**63), None, generator=source)
-        # PyTorch makes 64 bits of two words, the first of which is the upper half.
+        # PyTorch joins two words to 64 bits, with the first as the upper half.
         self._words = raw.numpy().view(np.uint64).astype(">u8").view(">u4").astype(np.uint32)
         self._rows = np.arange(len(seeds))
         self.used = np.zeros(len(seeds), np.int64)
-        """Words that each row has drawn, int64 [B]."""
+        """Number of words that each row has drawn, int64 [B]."""
 
     def uniform(self, low: float, high: float, chosen: np.ndarray | bool = True) -> np.ndarray:
-        """`torch.empty(()).uniform_(low, high)`: float32 [B]."""
+        """Draw as `torch.empty(()).uniform_(low, high)` does: float32 [B]."""
         share = (self._next(chosen) & np.uint32((1 << 24) - 1)).astype(np.float32)
         share *= np.float32(2**-24)
-        # PyTorch's vectorized code rounds once, after the product and the sum; exact in float64.
+        # PyTorch's vectorized code rounds once, after product and sum; in float64 both are exact.
         width = np.float64(np.float32(high) - np.float32(low))
         return (share * width + np.float64(np.float32(low))).astype(np.float32)
 
     def integers(self, high: np.ndarray | int, chosen: np.ndarray | bool = True) -> np.ndarray:
-        """`torch.randint(high, ())`, for a `high` (int64 [B]) below 2²⁸: int64 [B]."""
+        """Draw as `torch.randint(high, ())` does, for a `high` (int64 [B]) below 2²⁸: int64 [B]."""
         return self._next(chosen).astype(np.int64) % high
 
     def skip(self, count: int, chosen: np.ndarray | bool = True) -> None:
-        """Draw `count` words, for nothing."""
+        """Draw `count` words and discard them."""
         self.used += np.where(chosen, count, 0)
 
     def _next(self, chosen: np.ndarray | bool) -> np.ndarray:
@@ -107,7 +108,7 @@ class Draws:
 
 
 class _Seed(ISeedSequence):
-    """Seeds one bit generator with words that have been worked out already."""
+    """A seed sequence whose words have been computed already, for one bit generator."""
 
     def __init__(self, state: np.ndarray) -> None:
         self._state = state
@@ -118,13 +119,14 @@ class _Seed(ISeedSequence):
 
 
 def _seed_states(num_words: int, *key: int | np.ndarray) -> np.ndarray:
-    """`np.random.SeedSequence(key).generate_state(num_words, np.uint64)` of each row of a key.
+    """Return `np.random.SeedSequence(key).generate_state(num_words, np.uint64)` for each row of a
+    key.
 
-    NumPy documents that this algorithm, of M. E. O'Neill's randutils, does not change; a test
-    compares the two.
+    NumPy documents that this algorithm, which is that of M. E. O'Neill's randutils, does not
+    change. A test compares the two.
 
     Args:
-        key: see `generators`; arrays hold numbers below 2³².
+        key: as for `generators`; arrays hold numbers below 2³².
     Returns:
         uint64 [B, num_words].
     """
@@ -153,7 +155,7 @@ def _constants(first: int, multiplier: int, count: int) -> np.ndarray:
 
 
 def _hashed(values: np.ndarray, constants: np.ndarray) -> np.ndarray:
-    """Row n of the result hashes `values`, or their row n, with the constants n and n + 1."""
+    """Hash `values`, or their row n, into row n of the result, with the constants n and n + 1."""
     mixed: np.ndarray = (values ^ constants[:-1]) * constants[1:]
     return mixed ^ (mixed >> 16)
 
@@ -164,7 +166,7 @@ def _mixed(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def _words(part: int | np.ndarray) -> list[np.ndarray]:
-    """A part of a key as words of 32 bits, the lowest first."""
+    """Divide a part of a key into words of 32 bits, the lowest first."""
     if isinstance(part, np.ndarray):
         return [part.astype(np.uint32)]
     words = [part & 0xFFFFFFFF]

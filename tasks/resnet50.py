@@ -1,8 +1,8 @@
 """ResNet-50: image classification.
 
-He et al., "Deep residual learning for image recognition" (2016), in the implementation of timm
-(stride 2 in the 3×3 convolution; the last batch norm of a block starts at zero, as in Goyal et
-al., 2017), with random weights.
+He et al., "Deep residual learning for image recognition" (2016). The implementation is timm's,
+which has stride 2 in the 3×3 convolution and starts the last batch norm of each block at zero, as
+in Goyal et al. (2017). The weights are random at the start.
 """
 
 from dataclasses import dataclass
@@ -38,14 +38,14 @@ class ResNet50(Classification):
 
     def model(self) -> nn.Module:
         """See `Task.model`. ResNet-50 has 25.6 M parameters with 1000 classes."""
-        from timm import create_model  # costs seconds
+        from timm import create_model  # takes seconds
         from timm.models.resnet import BasicBlock, ResNet
 
         with seeded(self.train.seed):
             if self.config.size is Size.full:
                 return create_model("resnet50", num_classes=self.num_classes)
             return ResNet(
-                BasicBlock,  # type: ignore[arg-type]  # timm means the class
+                BasicBlock,  # type: ignore[arg-type]  # timm takes the class
                 layers=(1, 1, 1, 1),
                 channels=(16, 32, 64, 128),
                 num_classes=self.num_classes,

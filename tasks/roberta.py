@@ -1,14 +1,14 @@
 """RoBERTa from scratch: masked language modelling.
 
-Liu et al., "RoBERTa: A Robustly Optimized BERT Pretraining Approach" (2019), in the
-implementation of transformers, with random weights.
+Liu et al., "RoBERTa: A Robustly Optimized BERT Pretraining Approach" (2019). The implementation is
+that of transformers; the weights are random at the start.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from co2.comm.mesh import Mesh
 
 PUBLIC_VOCAB_SIZE = 50265
-"""Size of RoBERTa's own vocabulary, whose tokens wikibooks holds."""
+"""Size of RoBERTa's own vocabulary, with which wikibooks is tokenized."""
 
 _ADDED = 4
-"""<s>, <pad>, <unk> and <mask>, which a learned vocabulary lacks."""
+"""Number of tokens that a learned vocabulary lacks: <s>, <pad>, <unk> and <mask>."""
 _EVAL_TOKENS = 4096
 """Tokens of one evaluation batch."""
 _EVAL_KEY = 1907_11692
-"""First part of the key of validation masks, which do not depend on the seed."""
+"""First part of the key of validation masks, in place of the seed, on which they do not depend."""
 
 
 class Size(Enum):
@@ -64,17 +64,17 @@ SHAPES = {
 
 
 class MaskedLM(nn.Module):
-    """RoBERTa, whose head reads the chosen places alone: 15 % of its work, which is most of a
-    small model's with a vocabulary of 50265."""
+    """RoBERTa with its head applied to the chosen places only. That is 15 % of the head's work, and
+    with a vocabulary of 50265 the head is most of the work of a small model."""
 
     def __init__(self, shape: "RobertaConfig") -> None:
-        from transformers import RobertaForMaskedLM  # costs seconds
+        from transformers import RobertaForMaskedLM  # takes seconds
 
         super().__init__()
         self.language = RobertaForMaskedLM(shape)
 
     def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """Logits [B, K, vocabulary] of tokens [B, L] at places [B, K]."""
+        """Return logits [B, K, vocabulary] at `places` [B, K] of `tokens` [B, L]."""
         hidden = self.language.roberta(input_ids=tokens).last_hidden_state
         chosen = places.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
         return self.language.lm_head(hidden.gather(1, chosen))
@@ -83,25 +83,25 @@ class MaskedLM(nn.Module):
 class RoBERTa:
     """The task `roberta`. A sample is <s>, `context` - 2 tokens of text, and </s>.
 
-    FULL-SENTENCES of the paper's section 4.2, but for the cuts: a window is filled to its last
-    token, over the borders of sentences and of documents, with one </s> between documents. So
-    nothing is ever padded.
+    This is FULL-SENTENCES of the paper's section 4.2, except that windows also end within
+    sentences. A window is filled to its last token across the ends of sentences and documents, with
+    one </s> between documents, so nothing is padded.
     """
 
     @dataclass
     class Config:
         size: Size = Size.smoke
         context: int = 32
-        """Tokens that the model sees at once, <s> and </s> among them."""
+        """Tokens that the model reads at once, <s> and </s> included."""
         vocab_size: int = 512
-        """Size of the vocabulary learned from the text; wikibooks has RoBERTa's 50265."""
+        """Size of the vocabulary that is learned from the text; wikibooks has RoBERTa's 50265."""
         corpus: CorpusName = CorpusName.embedded
-        """embedded: Python source that every install has. wikibooks: see tasks.prepare.
-        data.path=FILE_OR_FOLDER takes the place of both."""
+        """embedded: Python source that every installation has. wikibooks: see tasks.prepare.
+        Where data.path=FILE_OR_FOLDER is given, it replaces either."""
         dropout: float = 0.0
         """Rate of dropout in embeddings, attention and residuals."""
         eval_samples: int | None = None
-        """Validation windows of one evaluation, spread evenly; null takes all."""
+        """Number of validation windows in one evaluation, spread evenly; null takes all."""
 
         def __post_init__(self) -> None:
             hint = "must be a whole number, 4 or more: <s>, </s> and text between them"
@@ -127,7 +127,7 @@ class RoBERTa:
         self._opened: Store | None = None
 
     def setup(self, num_workers: int) -> None:
-        """See `Task.setup`. The first run on a corpus tokenizes it: some 10 s for 16 MB."""
+        """See `Task.setup`. The first run on a corpus tokenizes it, about 10 s for 16 MB."""
         corpus, key = self.config.corpus.name, "roberta.corpus"
         window = Window("roberta.context", self.config.context, self._inside)
         store = opened(self.data, key, corpus, self.config.vocab_size, window)
@@ -147,13 +147,13 @@ class RoBERTa:
         self._sampler(num_workers)
 
     def model(self) -> nn.Module:
-        """See `Task.model`. Any device: `with torch.device("meta")` counts parameters for free."""
-        from transformers import RobertaConfig  # costs seconds
+        """See `Task.model`. On the device "meta" it takes no memory, to count parameters."""
+        from transformers import RobertaConfig  # takes seconds
 
         layers, heads, width = SHAPES[self.config.size]
         shape = RobertaConfig(
             vocab_size=self.vocabulary.size,
-            # Positions are counted from the id of <pad> + 1 on.
+            # Positions begin at the id of <pad> + 1.
             max_position_embeddings=self.config.context + Vocabulary.PAD + 1,
             num_hidden_layers=layers,
             num_attention_heads=heads,
@@ -176,9 +176,9 @@ class RoBERTa:
         return make_optimizer(model, self.optim)
 
     def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
-        """What `masked` returns for windows of `context` tokens. See `Task.batches`.
+        """See `Task.batches`. A batch is what `masked` returns for windows of `context` tokens.
 
-        The mask of a window is a function of (seed, epoch, window).
+        The mask of a window is a pure function of (seed, epoch, window).
         """
         sampler = self._sampler(mesh.num_workers)
 
@@ -190,12 +190,12 @@ class RoBERTa:
         return load_blocks(make, start, size, self.data.workers, mesh.device)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Mean cross-entropy of the chosen tokens in nats, in fp32 whatever the autocast."""
+        """Mean cross-entropy of the chosen tokens in nats, computed in fp32 even under autocast."""
         losses, counted = _losses(model, batch)
         return losses.sum() / counted.clamp(min=1)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """See `Task.evaluate`. The masks are the same in every evaluation of any run.
+        """See `Task.evaluate`. The masks are the same in all evaluations of all runs.
 
         Returns:
             "loss": mean cross-entropy over the chosen tokens of the validation windows, in nats;
@@ -215,10 +215,12 @@ class RoBERTa:
         return {"loss": loss, "perplexity": torch.tensor(loss, dtype=torch.float64).exp().item()}
 
     def baselines(self) -> dict[str, float]:
-        """ "unigram_entropy": of the ordinary tokens of the whole validation part, in nats."""
+        """See `Task.baselines`. "unigram_entropy" is that of the ordinary tokens of the whole
+        validation part, in nats."""
         return {"unigram_entropy": self._unigram_entropy}
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
+        """See `Task.fingerprint`."""
         name = self.config.corpus.name if self.data.path is None else self.data.path
         return described(self._store, name)
 
@@ -234,10 +236,10 @@ class RoBERTa:
 
     @cached_property
     def _ids(self) -> np.ndarray:
-        """RoBERTa's id of each token of the store, int64.
+        """RoBERTa's id of each token of the store, int64 [vocabulary of the store].
 
-        A learned tokenizer has words and a separator, which becomes </s>; wikibooks has RoBERTa's
-        ids already.
+        A learned tokenizer has ordinary tokens and a separator, which becomes </s>. The ids of
+        wikibooks are RoBERTa's already.
         """
         meta = self._store.meta
         if self._public:
@@ -250,7 +252,7 @@ class RoBERTa:
     def _batch(
         self, part: str, indices: np.ndarray, *key: int | np.ndarray
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Masked windows, each by the key (*key, window)."""
+        """Return masked windows as `masked` does, each with the key (*key, window)."""
         tokens = windows(self._store.tokens(part), indices, self._inside, overlap=0).numpy()
         rows = np.empty((len(tokens), self.config.context), np.int64)
         rows[:, 0], rows[:, -1] = Vocabulary.START, Vocabulary.END
@@ -269,13 +271,14 @@ class RoBERTa:
         return Sampler(samples, num_workers, self.train.batch_size, self.train.seed)
 
     def _validation(self) -> np.ndarray:
-        """The validation windows of an evaluation: all, or `eval_samples` spread evenly."""
+        """Return the indices of the validation windows that an evaluation takes, int64 [N]."""
         available = num_windows(self._store.count("val"), self._inside, overlap=0)
         return spread(available, self.config.eval_samples)
 
 
 def _losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Cross-entropy at the chosen places, fp32 [B * K], 0 where none counts; and how many do."""
+    """Return the cross-entropy at the chosen places, fp32 [B * K] in nats, with 0 at places that do
+    not count; and the number of places that do."""
     assert isinstance(batch, tuple)
     seen, places, targets = batch
     logits = model(seen, places)

@@ -1,4 +1,4 @@
-"""Which samples go into which micro-batch."""
+"""The choice of the samples of each micro-batch."""
 
 import numpy as np
 
@@ -6,19 +6,19 @@ from co2.errors import ConfigError
 
 
 class Sampler:
-    """The batch of (seed, draw, worker) as a pure function.
+    """Chooses the samples of a micro-batch as a pure function of (seed, draw, worker).
 
     A draw takes one micro-batch for every worker: `batch_size * num_workers` samples, the global
-    batch. An epoch has floor(num_samples / global batch) draws over a permutation of its own, so
-    within an epoch no sample is seen twice, by whichever worker; the few left over wait for
-    another permutation. The samples of a draw depend on the global batch only, not on how many
-    workers share it.
+    batch. Each epoch has a permutation of its own and floor(num_samples / global batch) draws, so
+    within an epoch no sample is used twice, by any workers; the few samples left over are not used
+    in that epoch. The samples of a draw depend on the size of the global batch only, not on the
+    number of workers that divide it.
 
     Args:
-        num_samples: samples of the training set.
-        num_workers: workers that draw at the same time.
-        batch_size: samples of one micro-batch of one worker.
-        seed: of the permutations.
+        num_samples: number of samples of the training set.
+        num_workers: number of workers that draw at the same time.
+        batch_size: number of samples in a micro-batch of one worker.
+        seed: seed of the permutations.
     Raises:
         ConfigError: the training set does not fill one global batch.
     """
@@ -42,7 +42,7 @@ class Sampler:
         self._permutation = np.empty(0, dtype=np.uint32)
 
     def indices(self, draw: int, worker: int) -> np.ndarray:
-        """Samples of one micro-batch.
+        """Return the samples of one micro-batch.
 
         Args:
             draw: index of the micro-batch, from 0, counted over all epochs.
@@ -56,7 +56,7 @@ class Sampler:
         return self._order(epoch)[start : start + self.batch_size].astype(np.int64)
 
     def block(self, draws: range, worker: int) -> tuple[np.ndarray, np.ndarray]:
-        """The samples of many micro-batches, one after the other, and the epoch of each sample.
+        """Return the samples of many micro-batches, concatenated, and the epoch of each sample.
 
         Returns:
             Both int64 [len(draws) * batch_size].
@@ -65,11 +65,11 @@ class Sampler:
         return samples, np.repeat(np.array(draws) // self.draws_per_epoch, self.batch_size)
 
     def epoch(self, draw: int) -> int:
-        """The epoch, from 0, that this draw belongs to."""
+        """Return the epoch, from 0, that this draw belongs to."""
         return draw // self.draws_per_epoch
 
     def _order(self, epoch: int) -> np.ndarray:
-        """The permutation of one epoch; 10 M samples cost 40 MB and some 0.2 s, once an epoch."""
+        """Return the permutation of an epoch. For 10 M samples, making it takes 40 MB and 0.2 s."""
         if epoch != self._epoch:
             order = np.arange(self.num_samples, dtype=np.uint32)
             np.random.default_rng((self.seed, epoch)).shuffle(order)
@@ -78,6 +78,6 @@ class Sampler:
 
 
 def spread(available: int, wanted: int | None) -> np.ndarray:
-    """Indices below `available`: all of them (null), or `wanted`, spread evenly."""
+    """Return all indices below `available`, or `wanted` of them evenly spread, int64 ascending."""
     number = min(wanted or available, available)
     return np.arange(number) * available // number

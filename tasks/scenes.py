@@ -1,8 +1,8 @@
 """Labelled scenes of shapes, generated in memory, for semantic segmentation at scale=smoke.
 
-Up to three shapes lie on a shaded ground, later ones over earlier ones, a little turned, all in
-random colours under noise: the ground's are darker, and the class is in the shape alone. Every
-second scene has a rectangle that nobody labelled, as real data sets have.
+Up to three shapes, slightly rotated, lie on a shaded ground, later ones over earlier ones. Colours
+are random, darker for the ground, and noise is added, so only the form of a shape tells its class.
+Every second scene has a rectangle without labels, as images of real data sets have.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from torch import Tensor
 from tasks.segmentation import IGNORED
 
 SIZE = 32
-"""Pixels of a side."""
+"""Side of a scene, in pixels."""
 
 CLASSES = ("ground", "disc", "square", "triangle", "ring", "cross")
 COUNTS = {"training": 1024, "validation": 256}
@@ -24,7 +24,7 @@ _NOISE = 0.05
 
 
 class Scenes:
-    """The scenes of "training" or "validation", one by one: `tasks.segmentation.Samples`."""
+    """The scenes of "training" or "validation", as `tasks.segmentation.Samples`."""
 
     def __init__(self, split: str) -> None:
         self._images, self._labels = (torch.from_numpy(part) for part in scenes(split))
@@ -37,11 +37,11 @@ class Scenes:
         return self._samples[index]
 
     def labels(self, index: int) -> Tensor:
-        """The labels of a sample alone, uint8 [SIZE, SIZE]."""
+        """Return the labels of a sample, uint8 [SIZE, SIZE]."""
         return self._labels[index]
 
     def digest(self) -> str:
-        """sha256 of all pixels and labels."""
+        """Return the sha256 of all pixels and labels."""
         return hashlib.sha256(
             self._images.numpy().tobytes() + self._labels.numpy().tobytes()
         ).hexdigest()
@@ -49,11 +49,11 @@ class Scenes:
 
 @cache
 def scenes(split: str) -> tuple[np.ndarray, np.ndarray]:
-    """All scenes of "training" or "validation"; the same in every process and at every seed.
+    """Make all scenes of "training" or "validation"; they are the same in every run.
 
     Returns:
         Images, uint8 [N, 3, SIZE, SIZE], and labels, uint8 [N, SIZE, SIZE]: an index into CLASSES,
-        or IGNORED. Nobody writes to them.
+        or IGNORED. They are cached, so nobody may write to them.
     """
     number = COUNTS[split]
     source = np.random.default_rng((2016, number))
@@ -67,7 +67,7 @@ def scenes(split: str) -> tuple[np.ndarray, np.ndarray]:
     images = ground[:, :, None, None] + shade.sum(1, keepdims=True)
     labels = np.zeros((number, SIZE, SIZE), np.uint8)
     for _ in range(_SHAPES):
-        kinds = source.integers(0, len(CLASSES), number)  # 0: one shape fewer
+        kinds = source.integers(0, len(CLASSES), number)  # 0, the ground, draws no shape
         centre, radius = draw(4, SIZE - 4, 2), draw(5, 9)[:, None, None]
         turn = draw(-0.3, 0.3)[:, None, None]
         down = (rows - centre[:, 0, None, None]) / radius
@@ -88,7 +88,7 @@ def scenes(split: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _inside(kind: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Whether points lie in a shape around 0 whose largest extent is about 1."""
+    """Return whether points are in a shape around 0 whose radius is about 1: bool, as x and y."""
     if kind in ("disc", "ring"):
         far = x * x + y * y
         return far < 1 if kind == "disc" else (far < 1) & (far > 0.3)
@@ -102,7 +102,7 @@ def _inside(kind: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _unlabel(labels: np.ndarray, source: np.random.Generator) -> None:
-    """Take the labels off a rectangle of each scene, in place."""
+    """Remove the labels of a rectangle of each scene, in place."""
     rows, columns = np.indices((SIZE, SIZE))
     top, left = source.integers(0, SIZE - 8, (2, len(labels), 1, 1))
     height, width = source.integers(6, 16, (2, len(labels), 1, 1))

@@ -1,7 +1,7 @@
-"""Semantic segmentation, whatever the model and the data: augmentation and metrics.
+"""Semantic segmentation: augmentation and metrics, for any model and any data.
 
 Augmentation is mmsegmentation's for ADE20K (configs/_base_/datasets/ade20k.py): a random scale, a
-crop that no class fills, a flip, and changes of colour.
+crop in which no class has too large a share, a flip, and changes of colour.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,22 +17,22 @@ from torch import Tensor
 from tasks.randomness import Draws
 
 IGNORED = 255
-"""The label of pixels that have none: no loss and no metric counts them."""
+"""The label of unlabelled pixels, which no loss and no metric counts."""
 
 _TRIES = 10
 VIEW_DRAWS = 1 + 2 * _TRIES + 1 + 4 * 5
-"""Words that `augmented` draws at most for one sample."""
+"""Words of 32 bits that `augmented` draws at most for one sample."""
 _LARGEST_SHARE = 0.75
-"""Largest share of one class in a crop. After ten tries a crop is taken as it is."""
+"""Largest share of one class in a crop. The crop of the last try is taken as it is."""
 
 _AT_ONCE = 64
-"""Images that are worked on at once: so few stay in the processor's cache."""
+"""Number of images that are processed at once, few enough to stay in the processor's cache."""
 
 _LONG_SIDE = 4
-"""Longest side of an image, in short sides; a longer image is made smaller still."""
+"""Largest ratio of the longer side to `short_side`; images beyond it are resized to it."""
 
 _MEAN, _STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
-"""Mean and deviation of ImageNet's pixels, with which public backbones are trained."""
+"""Mean and standard deviation of ImageNet's pixels, with which public backbones are trained."""
 
 
 class Samples(Protocol):
@@ -50,14 +50,14 @@ def augmented(
     short_side: int,
     scales: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:
-    """A random view of each sample.
+    """Make a random view of each sample.
 
     Args:
         samples: B images with their labels, see `Samples`.
         draws: B rows of at least `VIEW_DRAWS` words.
-        crop: side of the view, in pixels. What the image does not fill has the mean colour and
-            no label.
-        short_side: short side of an image at scale 1, in pixels.
+        crop: side of the views, in pixels. Where an image does not fill its view, the view has the
+            mean colour and no label.
+        short_side: shorter side of an image at scale 1, in pixels.
         scales: smallest and largest scale.
     Returns:
         The normalized views, fp32 [B, 3, crop, crop], and their labels, uint8 [B, crop, crop].
@@ -79,14 +79,15 @@ def augmented(
     images, masks = pixels[:, :3].copy(), pixels[:, 3].copy()
     recolour(images, extents, draws)
     views = normalized(torch.from_numpy(images))
-    for row in np.flatnonzero((extents < crop).any(axis=1)).tolist():  # 0 is the mean
+    for row in np.flatnonzero((extents < crop).any(axis=1)).tolist():  # 0 is the mean colour
         height, width = extents[row].tolist()
         views[row, :, height:], views[row, :, :, width:] = 0, 0
     return views, torch.from_numpy(masks)
 
 
 def whole(image: Tensor, short_side: int) -> Tensor:
-    """A whole image as it is evaluated: its short side resized, its shape kept; normalized."""
+    """Return an image as it is evaluated: resized to `short_side` pixels at its shorter side, and
+    normalized, fp32 [3, H, W]."""
     from torchvision.transforms.v2 import functional as transforms
 
     size = _size(image.shape[1], image.shape[2], short_side, 1.0)
@@ -94,32 +95,33 @@ def whole(image: Tensor, short_side: int) -> Tensor:
 
 
 def normalized(image: Tensor) -> Tensor:
-    """Pixels from 0 to 255, [..., 3, H, W], with ImageNet's mean at 0 and its deviation at 1.
+    """Normalize pixels from 0 to 255, [..., 3, H, W], to ImageNet's mean and standard deviation.
     Returns fp32 of the same shape."""
     mean, std = torch.tensor(_MEAN)[:, None, None], torch.tensor(_STD)[:, None, None]
     return image.to(torch.float32, copy=True).sub_(mean).div_(std)
 
 
 def enlarged(logits: Tensor, size: Sequence[int]) -> Tensor:
-    """Logits [B, K, h, w] at the resolution of the labels: bilinear, fp32 whatever the autocast."""
+    """Resize logits [B, K, h, w] to `size` (H, W): bilinear, in fp32 even under autocast."""
     with torch.autocast(logits.device.type, enabled=False):
         return F.interpolate(logits.float(), size=tuple(size), mode="bilinear", align_corners=False)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each pixel in nats, [B, H, W]; 0 where there is no label.
+    """Return the cross-entropy of each pixel in nats, [B, H, W]; 0 where there is no label.
 
     Args:
         logits: fp32 [B, K, H, W].
         labels: uint8 [B, H, W].
     """
-    # Summed by the caller: on a GPU, reduction="sum" adds in no fixed order.
+    # The caller adds them, because reduction="sum" adds in no fixed order on a GPU.
     with torch.autocast(logits.device.type, enabled=False):
         return F.cross_entropy(logits, labels.long(), ignore_index=IGNORED, reduction="none")
 
 
 def confusion(predicted: Tensor, labels: Tensor, num_classes: int) -> Tensor:
-    """How many labelled pixels of class t are taken for class p, at [t, p]: int64, [K, K].
+    """Return the confusion matrix, int64 [K, K]: at [t, p] the labelled pixels of class t that were
+    predicted as class p.
 
     Args:
         predicted: classes, int64 of any shape.
@@ -131,9 +133,9 @@ def confusion(predicted: Tensor, labels: Tensor, num_classes: int) -> Tensor:
 
 
 def scores(counts: Tensor) -> dict[str, float]:
-    """Metrics of a confusion matrix of the whole data: "miou" and "pixel_accuracy", 0 to 1.
+    """Return the metrics of a confusion matrix of all data: "miou" and "pixel_accuracy", 0 to 1.
 
-    The mean IoU is over the classes that occur, in truth or prediction (as in mmsegmentation).
+    The mean IoU is over the classes that occur in labels or predictions, as in mmsegmentation.
     """
     table = counts.cpu().double()
     right = table.diagonal()
@@ -151,15 +153,15 @@ def _size(height: int, width: int, short_side: int, scale: float) -> tuple[int, 
 
 @dataclass(frozen=True)
 class _Group:
-    """Samples that have one size, so that one call of PyTorch serves them all."""
+    """Samples of the same size, for which one call of PyTorch is enough."""
 
     rows: np.ndarray
-    """Their places in the batch, int64 [N]."""
+    """The rows of these samples in the batch, int64 [N]."""
     pixels: Tensor
-    """Red, green, blue and the label, uint8 [N, 4, H, W]."""
+    """Red, green, blue and label of each pixel, uint8 [N, 4, H, W]."""
 
     def extent(self, crop: int) -> tuple[int, int]:
-        """Height and width of what these samples fill of a crop."""
+        """Return height and width of the part of a crop that these samples fill."""
         height, width = self.pixels.shape[2:]
         return min(crop, height), min(crop, width)
 
@@ -167,7 +169,7 @@ class _Group:
 def _resized(
     samples: Sequence[tuple[Tensor, Tensor]], short_side: int, scales: list[float]
 ) -> list[_Group]:
-    """Each sample at its scale. Samples of one size that become another are resized together."""
+    """Resize each sample to its scale. Samples of equal old and new size are resized together."""
     from torchvision.transforms.v2 import functional
 
     sizes: dict[tuple[int, ...], list[int]] = {}
@@ -187,13 +189,14 @@ def _resized(
 
 @lru_cache(maxsize=256)
 def _nearest(before: int, after: int) -> Tensor:
-    """The places that nearest-exact interpolation takes from an axis, int64 [after]."""
+    """Return the indices that nearest-exact interpolation takes from an axis, int64 [after]."""
     places = torch.arange(before, dtype=torch.float32).view(1, 1, -1)
     return F.interpolate(places, size=after, mode="nearest-exact").flatten().long()
 
 
 def _corners(groups: list[_Group], draws: Draws, crop: int) -> np.ndarray:
-    """Where each sample is cropped, so that no class fills the crop if ten tries suffice.
+    """Choose where each sample is cropped: the first of ten tries in which no class has too large a
+    share, or else the last.
 
     Returns:
         Top and left, int64 [B, 2].
@@ -217,7 +220,7 @@ def _corners(groups: list[_Group], draws: Draws, crop: int) -> np.ndarray:
         corners[pending] = (shares.astype(np.float64) * (free + 1)).astype(np.int64)[pending]
         filled = [_is_filled(crops[some, *corners[some].T]) for some in _parts(pending)]
         pending = pending[np.concatenate(filled)]
-        # Where there is one crop only, all other tries would find the same.
+        # Where only one crop is possible, all further tries would choose it again.
         single = ~free[pending].any(axis=1)
         draws.skip(2 * (_TRIES - tried), np.isin(np.arange(count), pending[single]))
         pending = pending[~single]
@@ -227,7 +230,7 @@ def _corners(groups: list[_Group], draws: Draws, crop: int) -> np.ndarray:
 
 
 def _is_filled(labels: np.ndarray) -> np.ndarray:
-    """Whether one class has too large a share of each crop, bool [N], of labels [N, H, W]."""
+    """Return whether one class has too large a share of a crop: bool [N] for labels [N, H, W]."""
     places = labels.reshape(len(labels), -1) + 256 * np.arange(len(labels))[:, None]
     counts = np.bincount(places.ravel(), minlength=256 * len(labels)).reshape(-1, 256)
     counts = counts[:, :IGNORED]
@@ -236,19 +239,20 @@ def _is_filled(labels: np.ndarray) -> np.ndarray:
 
 
 def recolour(images: np.ndarray, extents: np.ndarray, draws: Draws) -> None:
-    """Brightness, contrast, saturation and hue, each changed in half of the images.
+    """Change brightness, contrast, saturation and hue in place, each in half of the images.
 
-    Numbers and pixels are those of torchvision's RandomApply of a ColorJitter for each. All images
-    that a change concerns are changed at once.
+    The random numbers and the pixels are those of torchvision's RandomApply of one ColorJitter for
+    each change. All images that have the same change are changed at once.
 
     Args:
         images: uint8 [B, 3, H, W]; changed in place.
-        extents: how many rows and columns of each image hold its pixels, int64 [B, 2]. Beyond, at
-            the bottom and at the right, the image is 0; what is there afterwards has no meaning.
+        extents: number of rows and columns of each image that hold its pixels, int64 [B, 2]. Beyond
+            them, at the bottom and at the right, the image is 0, and afterwards it has no meaning.
+        draws: B rows of random words.
     """
     for change, low, high in _COLOURS:
         changed = draws.uniform(0, 1) < 0.5
-        draws.skip(3, changed)  # torchvision draws an order of four changes, of which it has one
+        draws.skip(3, changed)  # torchvision draws an order of four changes, even for one
         factors = draws.uniform(low, high, changed)
         for some in _parts(np.flatnonzero(changed)):
             each = torch.from_numpy(factors[some])[:, None, None]
@@ -256,12 +260,13 @@ def recolour(images: np.ndarray, extents: np.ndarray, draws: Draws) -> None:
 
 
 def _parts(rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Rows, a few at a time."""
+    """Divide rows into parts of at most `_AT_ONCE`."""
     for start in range(0, len(rows), _AT_ONCE):
         yield rows[start : start + _AT_ONCE]
 
 
-# A change takes pixels, uint8 [N, 3, H, W], factors, fp32 [N, 1, 1], and extents, int64 [N, 2].
+# Each change takes pixels, uint8 [N, 3, H, W], factors, fp32 [N, 1, 1], extents, int64 [N, 2],
+# and returns pixels, uint8 [N, 3, H, W].
 
 
 def _brighter(pixels: Tensor, factors: Tensor, extents: np.ndarray) -> Tensor:
@@ -269,7 +274,7 @@ def _brighter(pixels: Tensor, factors: Tensor, extents: np.ndarray) -> Tensor:
 
 
 def _contrasted(pixels: Tensor, factors: Tensor, extents: np.ndarray) -> Tensor:
-    # What an image does not fill is 0 as yet, and adds nothing.
+    # Pixels that an image does not fill are still 0, and add nothing to the sum.
     grey, numels = _grey(pixels), torch.from_numpy(extents.prod(axis=1))
     return _blended(pixels, (grey.flatten(1).sum(dim=1) / numels)[:, None, None], factors)
 
@@ -279,12 +284,12 @@ def _saturated(pixels: Tensor, factors: Tensor, extents: np.ndarray) -> Tensor:
 
 
 def _turned(pixels: Tensor, factors: Tensor, extents: np.ndarray) -> Tensor:
-    """The hue of each pixel turned by a share of the circle."""
+    """Rotate the hue of each pixel by a share of the circle."""
     colours = pixels.float().mul_(1 / 255)
     red, green, blue = colours.unbind(1)
     value = torch.maximum(torch.maximum(red, green), blue)
     span = value - torch.minimum(torch.minimum(red, green), blue)
-    # Levels are a 255th apart, so this changes zeros only, over which zeros are divided.
+    # Levels are 1/255 apart, so clamping changes zeros only, and those divide zeros.
     saturation = span / value.clamp(min=1e-3)
     away = (value[:, None] - colours).div_(span.clamp(min=1e-3)[:, None])
     from_red, from_green, from_blue = away.unbind(1)
@@ -309,14 +314,14 @@ def _fraction(numbers: Tensor) -> Tensor:
 
 
 def _grey(pixels: Tensor) -> Tensor:
-    """Whole numbers from 0 to 255, fp32 [N, H, W]."""
+    """Return the grey levels of pixels: whole numbers from 0 to 255, fp32 [N, H, W]."""
     red, green, blue = pixels.unbind(1)
     return red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114).floor_()
 
 
 def _blended(pixels: Tensor, others: Tensor, factors: Tensor) -> Tensor:
-    """pixels · factor + others · (1 − factor), cut off at 0 and 255; others are grey."""
-    # The sum is rounded once, as PyTorch's does where the factor is one number.
+    """Return pixels · factor + others · (1 − factor), clipped to 0 and 255; others are grey."""
+    # The sum is rounded once, as PyTorch rounds it where the factor is a single number.
     sums = (pixels * factors[:, None]).double() + (others.double() * (1 - factors).double())[
         :, None
     ]
@@ -324,8 +329,8 @@ def _blended(pixels: Tensor, others: Tensor, factors: Tensor) -> Tensor:
 
 
 _SECTORS = np.array([[0, 2, 1, 1, 3, 0, 0], [3, 0, 0, 2, 1, 1, 3], [1, 1, 3, 0, 0, 2, 1]])
-"""For red, green and blue in each sixth of the circle of hues, the first of which follows the last:
-0 for the value, 1 for the least, 2 and 3 for the falling and the rising level."""
+"""Which level red, green and blue have in each sixth of the circle of hues, with the first repeated
+at the end: 0 is the value, 1 the least, 2 the falling and 3 the rising level."""
 
 _COLOURS = (
     (_brighter, 0.875, 1.125),
@@ -333,5 +338,5 @@ _COLOURS = (
     (_saturated, 0.5, 1.5),
     (_turned, -0.1, 0.1),
 )
-"""Changes of colour, in this order, and the ranges of their factors: mmsegmentation's 32 levels of
-255, factors of 0.5 to 1.5, and 18 of 180 degrees."""
+"""Changes of colour in their order, and the ranges of their factors. They are mmsegmentation's: up
+to 32 of 255 levels of brightness, factors from 0.5 to 1.5, and up to 18 of 180 degrees of hue."""

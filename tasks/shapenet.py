@@ -1,8 +1,8 @@
-"""Point-MAE on ShapeNet-55: hidden patches of point clouds are drawn from those that are seen.
+"""Point-MAE on ShapeNet-55: the hidden patches of point clouds are predicted from the visible ones.
 
 Pang et al., "Masked Autoencoders for Point Cloud Self-supervised Learning" (ECCV 2022,
 arXiv 2203.06604); Chang et al., "ShapeNet" (arXiv 1512.03012), in the split of PoinTr (Yu et al.,
-ICCV 2021). By option the same encoder learns to tell the categories.
+ICCV 2021). With objective=classification, the same encoder learns to classify the clouds.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ NUM_SOLIDS = {"train": 1000, "test": 300}
 _EVAL_BATCH = 64
 
 Gather = Callable[[Callable[[int], Tensor], int], Tensor]
-"""`tasks.evaluation.table`, or the same without other workers."""
+"""The type of `tasks.evaluation.table`, and of a function that needs no other workers."""
 
 
 class Objective(Enum):
@@ -69,7 +69,7 @@ SIZES = {
     Size.smoke: (96, 3, 4, 1),  # 0.5 M parameters
     Size.base: (384, 12, 6, 4),  # 29 M, the published model
 }
-"""Width, blocks of the encoder, heads, blocks of the decoder."""
+"""Width, blocks of the encoder, attention heads, blocks of the decoder."""
 
 
 class ShapeNet:
@@ -78,12 +78,12 @@ class ShapeNet:
     @dataclass
     class Config:
         objective: Objective = Objective.reconstruction
-        """reconstruction: pretraining, judged by a linear SVM on the features. classification:
+        """reconstruction: pretraining, evaluated by a linear SVM on the features. classification:
         cross-entropy on the categories, from random weights."""
         size: Size = Size.smoke
         shapes: Shapes = Shapes.solids
-        """solids: generated ones of ten kinds. shapenet55: see tasks.prepare.
-        data.path=FOLDER (laid out like it) takes the place of both."""
+        """solids: generated, of ten kinds. shapenet55: see tasks.prepare. Where data.path=FOLDER
+        (laid out like ShapeNet-55) is given, it replaces either."""
         points: int = 256
         """Points of each cloud, drawn anew in every epoch."""
         groups: int = 16
@@ -93,11 +93,11 @@ class ShapeNet:
         mask_ratio: float = 0.6
         """Share of the patches that are hidden, rounded down to whole patches."""
         drop_path: float = 0.0
-        """Stochastic depth at the last block; it grows in a straight line from 0."""
+        """Rate of stochastic depth in the last block; it grows linearly from 0 in the first."""
         eval_samples: int | None = None
-        """Test clouds of one evaluation, spread evenly; null takes all."""
+        """Number of test clouds in one evaluation, spread evenly; null takes all."""
         svm_samples: int | None = None
-        """Training clouds that the SVM is fitted to, spread evenly; null takes all."""
+        """Number of training clouds that the SVM is fitted to, spread evenly; null takes all."""
 
         def __post_init__(self) -> None:
             for name in ("points", "groups", "group_size"):
@@ -127,13 +127,13 @@ class ShapeNet:
         self._opened: dict[str, Clouds] = {}
 
     def setup(self, num_workers: int) -> None:
-        """See `Task.setup`. Of files only the lists and the names are looked at; a cloud that is
-        damaged shows when it is met, or with `python -m tasks.prepare shapenet --check`."""
+        """See `Task.setup`. Only the lists and the names of files are read. A damaged cloud is
+        found when it is used, or by `python -m tasks.prepare shapenet --check`."""
         hint = "the head of the classifier has batch norm, which needs at least 2"
         enough = self.reconstructs or self.train.batch_size >= 2
         require(enough, "train.batch_size", self.train.batch_size, hint)
         if self.generated:
-            # More points than a model sees, so that it sees others in every epoch.
+            # There are more points than a model reads, so that it reads others in every epoch.
             made = solids(sum(NUM_SOLIDS.values()), 2 * self.config.points, seed=0)
             cut = NUM_SOLIDS["train"]
             train, test = slice(0, cut), slice(cut, None)
@@ -151,7 +151,7 @@ class ShapeNet:
         self._sampler(num_workers)
 
     def model(self) -> nn.Module:
-        """See `Task.model`. Any device. The classifier needs `setup()` to know the categories."""
+        """See `Task.model`. The classifier needs `setup()` first, for the number of categories."""
         config = self.config
         width, depth, heads, decoder_depth = SIZES[config.size]
         shape = Shape(
@@ -172,9 +172,13 @@ class ShapeNet:
         return make_optimizer(model, self.optim)
 
     def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
-        """Clouds, float32 [batch_size, points, 3]; and beside them, for reconstruction, an order
-        of the patches of each, int64 [batch_size, groups], of which the first `num_visible` are
-        seen; for classification their categories, int64 [batch_size]. See `Task.batches`."""
+        """See `Task.batches`.
+
+        A batch holds clouds, float32 [batch_size, points, 3], and one more tensor. For
+        reconstruction it is an order of the patches of each cloud, int64 [batch_size, groups], of
+        which the first `num_visible` are visible; for classification, the categories, int64
+        [batch_size].
+        """
         sampler = self._sampler(mesh.num_workers)
 
         def make(draws: range) -> tuple[Tensor, ...]:
@@ -185,11 +189,12 @@ class ShapeNet:
         return load_blocks(make, start, size, self.data.workers, mesh.device)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Mean Chamfer-L2 of the hidden patches, or mean cross-entropy in nats; fp32."""
+        """Mean Chamfer-L2 of the hidden patches in squared units of the clouds, or mean
+        cross-entropy in nats; fp32."""
         return self._losses(model, batch).mean()
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """See `Task.evaluate`. Test clouds are cut down and masked alike in every evaluation.
+        """See `Task.evaluate`. Points and masks of test clouds are the same in every evaluation.
 
         Returns:
             Reconstruction: "loss", mean Chamfer-L2 of the hidden patches; "svm_accuracy", from 0
@@ -199,15 +204,17 @@ class ShapeNet:
         return self._scores(model, table, share)
 
     def baselines(self) -> dict[str, float]:
-        """ "majority_accuracy": of always naming the most frequent category of the test clouds.
-        For the reconstruction of generated solids also "centre_loss", of drawing every point at
-        the centre of its patch, and "untrained_svm_accuracy", of the model before its first step
-        (features of random weights are telling already)."""
+        """See `Task.baselines`. "majority_accuracy" is the accuracy of always predicting the most
+        frequent category of the test clouds. For the reconstruction of generated solids there are
+        two more: "centre_loss" is the loss if every point is predicted at the centre of its patch,
+        and "untrained_svm_accuracy" is that of the model before its first step (features of random
+        weights already tell the categories apart to some degree)."""
         kinds = self._part("test").kinds
         known = {"majority_accuracy": np.bincount(kinds).max().item() / len(kinds)}
         return known | (self._untrained if self.generated and self.reconstructs else {})
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
+        """See `Task.fingerprint`."""
         digest = hashlib.sha256()
         for clouds in map(self._part, PARTS):
             names = "\n".join(path.name for path in clouds.files)
@@ -215,7 +222,7 @@ class ShapeNet:
             digest.update(clouds.kinds.tobytes())
         return {
             "data": self.config.shapes.name if self.data.path is None else self.data.path,
-            # Of the names and categories; of generated solids also of their points.
+            # For files, of names and categories; for generated solids, of points and kinds.
             "sha256": digest.hexdigest(),
             "num_samples": {part: len(self._part(part)) for part in PARTS},
             "num_classes": self.num_classes,
@@ -236,7 +243,7 @@ class ShapeNet:
     def _batch(
         self, part: str, indices: np.ndarray, *key: int | np.ndarray, augment: bool = False
     ) -> tuple[Tensor, ...]:
-        """Clouds and what is beside them: each row a pure function of (*key, index)."""
+        """Return the tensors of a batch; each row is a pure function of (*key, index)."""
         clouds, scales, orders = [], [], []
         for index, rng in zip(indices.tolist(), generators(*key, indices), strict=True):
             cloud = self._part(part).cloud(index, self.config.points)
@@ -252,7 +259,7 @@ class ShapeNet:
         return torch.from_numpy(whole), torch.from_numpy(self._part(part).kinds[indices])
 
     def _losses(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Loss of each sample, fp32 [batch_size]."""
+        """Return the loss of each sample, fp32 [batch_size]."""
         assert isinstance(batch, tuple)
         clouds, beside = batch
         if not self.reconstructs:
@@ -271,7 +278,7 @@ class ShapeNet:
         device = next(model.parameters()).device
 
         def rows(part: str, compute: Callable[[Tensor, Tensor], Tensor]) -> np.ndarray:
-            """float64 [chosen, K], of `compute` on batches of clouds and what is beside them."""
+            """Return the rows of `compute` for batches of the chosen clouds, float64 [N, K]."""
             indices = chosen[part]
 
             def make(batch: int) -> tuple[Tensor, ...]:
@@ -299,12 +306,12 @@ class ShapeNet:
         return {"loss": test[:, 0].mean().item(), "svm_accuracy": accuracy}
 
     def _measured(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Loss and features, [batch_size, 1 + features]."""
+        """Return the loss and the features of each sample, [batch_size, 1 + features]."""
         assert isinstance(batch, tuple)
         return torch.cat([self._losses(model, batch).unsqueeze(1), model(batch[0]).float()], 1)
 
     def _judged(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Loss and whether the category is right, [batch_size, 2]."""
+        """Return the loss of each sample and whether its category is right, [batch_size, 2]."""
         assert isinstance(batch, tuple)
         clouds, kinds = batch
         logits = model(clouds).float()
@@ -313,7 +320,7 @@ class ShapeNet:
 
     @cached_property
     def _untrained(self) -> dict[str, float]:
-        # Without the other workers: the protocol does not say that all of them ask.
+        # This is not collective, because `Task.baselines` need not be called by all workers.
         def alone(compute: Callable[[int], Tensor], num_batches: int) -> Tensor:
             return torch.stack([compute(batch) for batch in range(num_batches)])
 
@@ -326,13 +333,13 @@ class ShapeNet:
 
 
 class _Still(nn.Module):
-    """A model that draws every point at the centre of its patch."""
+    """Wraps an autoencoder so that it predicts every point at the centre of its patch."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, *batch: Any) -> Any:
+    def forward(self, *batch: Tensor | int) -> Tensor | tuple[Tensor, Tensor]:
         made = self.model(*batch)
         return made if isinstance(made, Tensor) else (torch.zeros_like(made[1]), made[1])
 
@@ -345,19 +352,21 @@ def svm_accuracy(
     gather: Gather = table,
     device: torch.device | str = "cpu",
 ) -> float:
-    """Accuracy on the test set, from 0 to 1, of a linear SVM fitted to the training set.
+    """Return the accuracy on the test set, from 0 to 1, of a linear SVM fitted to the training set.
 
-    scikit-learn's LinearSVC as it comes (squared hinge, C = 1), as in the published code of
-    Point-BERT and Point-MAE; in the primal, where its solver draws no random numbers. One against
-    the rest: category k is one fit, and the workers share the fits out between them.
+    The SVM is scikit-learn's LinearSVC with its defaults (squared hinge, C = 1), as in the
+    published code of Point-BERT and Point-MAE. It is solved in the primal, where the solver draws
+    no random numbers. Each category is fitted against the rest, and the workers divide these fits.
 
     Args:
         train, test: features, float64 [N, F] and [M, F].
         train_kinds, test_kinds: categories, int64 [N] and [M].
+        gather: `tasks.evaluation.table`, or a function that does the same without other workers.
+        device: device on which `gather` works.
     Returns:
-        The share; NaN where a feature is not finite.
+        The accuracy; NaN where a feature is not finite.
     """
-    from sklearn.svm import LinearSVC  # costs a second
+    from sklearn.svm import LinearSVC  # takes a second
 
     if not (np.isfinite(train).all() and np.isfinite(test).all()):
         return float("nan")

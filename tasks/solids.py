@@ -1,9 +1,9 @@
-"""Generated solids of ten kinds, as point clouds: shapes to learn on where there is no data set.
+"""Generated solids of ten kinds as point clouds, for use without a data set.
 
-Every solid is a grid of vertices that wraps a surface: a profile turned about the vertical axis
-(with four sides a box or a pyramid), or a tube along a spiral. Points are drawn from the surface
-evenly by area. Proportions differ from solid to solid, and so do the lengths of the axes; all
-stand upright and, as ShapeNet's, face about the same way; every point is a little off.
+The surface of a solid is a grid of vertices: a profile rotated about the vertical axis (with four
+sides, a box or a pyramid), or a tube along a spiral. Points are drawn from the surface uniformly by
+area. Proportions differ between solids, and so do the scales of the axes. All solids stand upright
+and, like ShapeNet's, face about the same way. Noise is added to every point.
 """
 
 import numpy as np
@@ -23,18 +23,18 @@ NAMES = (
     "spring",
 )
 NOISE = 0.02
-"""Standard deviation of a point, in units of the solid's radius (about 1)."""
+"""Standard deviation of the noise, in units of the solid's radius (about 1)."""
 STRETCH = 0.7, 1.4
-"""Range of the factors of the three axes."""
+"""Range of the factors that scale the three axes."""
 TURN = 0.2
-"""Largest turn about the vertical axis, in radians."""
+"""Largest rotation about the vertical axis, in radians."""
 
 _ROUND = 24
-"""Sides of what should be round."""
+"""Number of sides of round shapes."""
 
 
 def solids(count: int, points: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """`count` solids: of each kind as many, in random order.
+    """Generate `count` solids, equally many of each kind, in random order.
 
     Returns:
         Clouds, float32 [count, points, 3], about as large as the unit ball; and kinds, int64
@@ -56,12 +56,12 @@ def solids(count: int, points: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def surface(name: str, count: int, points: int, rng: np.random.Generator) -> np.ndarray:
-    """Points on `count` solids of one kind, upright and without noise, [count, points, 3]."""
+    """Draw points on `count` solids of one kind, upright and without noise: [count, points, 3]."""
     return _spread(_grid(name, count, rng), points, rng)
 
 
 def _grid(name: str, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Vertices [count, U, V, 3] of one kind. Neighbours in both directions make a quadrilateral."""
+    """Return vertices [count, U, V, 3] of one kind. Each four neighbours span a quadrilateral."""
 
     def between(low: float, high: float) -> np.ndarray:
         return rng.uniform(low, high, (count, 1))
@@ -72,7 +72,7 @@ def _grid(name: str, count: int, rng: np.random.Generator) -> np.ndarray:
         return _tube(2 * np.pi * turns * way, rise * (way - 0.5), tube)
     if name in ("ball", "capsule"):
         straight = 0 if name == "ball" else between(0.5, 1.2)
-        arc = np.linspace(0, np.pi, 2 * _ROUND // 2)  # even: no vertex on the equator
+        arc = np.linspace(0, np.pi, 2 * _ROUND // 2)  # even, so no vertex is on the equator
         height = np.cos(arc) + straight * np.sign(np.cos(arc))
         return _turned(np.sin(arc), height, _ROUND, count)
     if name == "torus":
@@ -93,7 +93,11 @@ def _grid(name: str, count: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def _turned(radius: np.ndarray, height: np.ndarray, sides: int, count: int) -> np.ndarray:
-    """A profile, [U] or [count, U] each, turned about the vertical axis."""
+    """Rotate a profile, [U] or [count, U] each, about the vertical axis.
+
+    Returns:
+        Vertices, [count, U, sides + 1, 3].
+    """
     radius, height = (np.broadcast_to(a, (count, a.shape[-1])) for a in (radius, height))
     angle = np.linspace(0, 2 * np.pi, sides + 1)
     x, y = radius[..., None] * np.cos(angle), radius[..., None] * np.sin(angle)
@@ -101,7 +105,12 @@ def _turned(radius: np.ndarray, height: np.ndarray, sides: int, count: int) -> n
 
 
 def _tube(angle: np.ndarray, height: np.ndarray, radius: np.ndarray) -> np.ndarray:
-    """A tube around a spiral of radius 1, given as [count, U]; its own radius is [count, 1]."""
+    """Return the vertices of a tube around a spiral of radius 1: [count, U, 9, 3].
+
+    Args:
+        angle, height: the points of the spiral, [count, U] each.
+        radius: radius of the tube, [count, 1].
+    """
     around = np.linspace(0, 2 * np.pi, 9)
     out = 1 + radius[..., None] * np.cos(around)
     up = height[..., None] + radius[..., None] * np.sin(around)
@@ -110,7 +119,7 @@ def _tube(angle: np.ndarray, height: np.ndarray, radius: np.ndarray) -> np.ndarr
 
 
 def _spread(grid: np.ndarray, points: int, rng: np.random.Generator) -> np.ndarray:
-    """Points [count, points, 3] spread evenly over the surface that a grid of vertices spans."""
+    """Draw points [count, points, 3] uniformly from the surface that a grid of vertices spans."""
     a, b = grid[:, :-1, :-1], grid[:, 1:, :-1]
     c, d = grid[:, :-1, 1:], grid[:, 1:, 1:]
     corners = np.stack([np.stack([a, b, c], -2), np.stack([d, c, b], -2)], 1)
@@ -118,13 +127,13 @@ def _spread(grid: np.ndarray, points: int, rng: np.random.Generator) -> np.ndarr
     origin = corners[:, :, 0]
     first, second = corners[:, :, 1] - origin, corners[:, :, 2] - origin
     area = np.linalg.norm(np.cross(first, second), axis=-1).cumsum(1)
-    # One search for all solids: solid n looks between n and n + 1.
+    # One search serves all solids: the areas of solid n are mapped to between n and n + 1.
     row = np.arange(len(grid))[:, None]
     ladder = (area / area[:, -1:] + row).ravel()
     wanted = rng.uniform(0, 1, (len(grid), points)) + row
     chosen = np.searchsorted(ladder, wanted) - row * area.shape[1]
     chosen = chosen.clip(0, area.shape[1] - 1)
     along, across = rng.uniform(0, 1, (2, len(grid), points, 1))
-    outside = along + across > 1  # the other half of the parallelogram, folded back
+    outside = along + across > 1  # in the other half of the parallelogram, which is folded back
     along, across = np.where(outside, 1 - along, along), np.where(outside, 1 - across, across)
     return origin[row, chosen] + along * first[row, chosen] + across * second[row, chosen]

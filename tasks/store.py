@@ -1,10 +1,10 @@
 """A token store: a folder of token files that appears whole or not at all.
 
-    train.bin, val.bin    token ids, uint16 (uint32 from a vocabulary of 65536 on), nothing else
-    meta.json             written last: format, dtype, counts, checksums, where the tokens are from
-    tokenizer.json        where the store has its own
+    train.bin, val.bin    token ids, uint16 (uint32 if the vocabulary has more than 65535 tokens)
+    meta.json             written last: format, dtype, counts, checksums, origin of the tokens
+    tokenizer.json        only where the store has a tokenizer of its own
 
-A store is written aside and renamed, so a kill leaves no half of one behind.
+A store is written aside and renamed, so a killed process leaves no half-written one behind.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ import numpy as np
 from tasks.progress import progress
 
 FORMAT = 1
-"""Version of the stores and of their content (split, tokenizer). A new one makes caches void."""
+"""Version of the stores and of their content (split, tokenizer). Stores of others are not used."""
 
 PARTS = ("train", "val")
 SEPARATOR = "<|endoftext|>"
@@ -35,18 +35,18 @@ _FILES = {"train.bin", "val.bin", "meta.json", "tokenizer.json"}
 
 @dataclass(frozen=True)
 class Store:
-    """A sound store, opened."""
+    """An open store whose files are sound."""
 
     folder: Path
     meta: dict[str, Any]
-    """The content of meta.json, hence `Any`."""
+    """The content of meta.json. `Any`, because it is JSON."""
 
     def count(self, part: str) -> int:
-        """Tokens of a part."""
+        """Return the number of tokens in a part, "train" or "val"."""
         return int(self.meta["parts"][part]["tokens"])
 
     def tokens(self, part: str) -> np.ndarray:
-        """Token ids of a part, [count], mapped from disk; read-only."""
+        """Return the token ids of a part, [count], mapped from disk and read-only."""
         dtype = np.dtype(self.meta["dtype"])
         if self.count(part) == 0:  # an empty file cannot be mapped
             return np.empty(0, dtype)
@@ -54,9 +54,9 @@ class Store:
 
 
 def open_store(folder: Path) -> Store | None:
-    """The store in `folder`, or None where there is none or it is damaged.
+    """Open the store in `folder`; None where there is none or it is damaged.
 
-    Reads meta.json only; damage is a file missing or of another size than meta.json says.
+    Only meta.json is read. Damage is a missing file, or a size other than meta.json says.
     """
     try:
         meta = json.loads((folder / "meta.json").read_text())
@@ -72,7 +72,7 @@ def open_store(folder: Path) -> Store | None:
 
 
 def faults(folder: Path) -> Iterator[str]:
-    """What is wrong with a store, one line each; unlike `open_store`, reads every token."""
+    """Yield what is wrong with a store, one line each. Unlike `open_store`, it reads all tokens."""
     for name in ("meta.json", "train.bin", "val.bin"):
         if not (folder / name).is_file():
             yield f"{folder / name}: is missing"
@@ -97,15 +97,16 @@ def faults(folder: Path) -> Iterator[str]:
 
 
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
-    """The narrowest type that a store uses for a vocabulary."""
+    """Return the narrowest type that a store uses for token ids below `vocab_size`."""
     return np.uint16 if vocab_size < 2**16 else np.uint32
 
 
 def locked(folder: Path) -> AbstractContextManager[object]:
-    """A lock that lets one process of this machine at a time make `folder`.
+    """Return a lock with which only one process of this machine at a time makes `folder`.
 
-    It saves work, not correctness: the rename makes two writers safe, on two machines too. It lies
-    in the system's temporary folder, where file locks work and a refused run leaves no trace.
+    It saves work and is not needed for correctness: the rename makes two writers safe, even on two
+    machines. The lock's file is in the system's temporary folder, where file locks work, and where
+    a refused run leaves nothing behind.
     """
     from filelock import FileLock
 
@@ -118,26 +119,29 @@ def create(
     parts: Mapping[str, Iterable[np.ndarray]],
     vocab_size: int,
     separator: int,
-    meta: Mapping[str, Any],
+    meta: Mapping[str, object],
     files: Mapping[str, str] | None = None,
 ) -> Store:
-    """Write a store aside and move it to `folder`, in place of a damaged one.
+    """Write a store aside and move it to `folder`, where it replaces a damaged one.
 
-    The caller holds `locked(folder)`. If another machine was first, its store stays.
+    The caller holds `locked(folder)`. If another machine was first, its store is kept.
 
     Args:
-        parts: chunks of token ids for "train" and "val", consumed once.
-        vocab_size: every id is below it.
-        separator: the id that ends a document; documents are counted by it.
-        meta: more entries for meta.json.
-        files: more text files, by name.
+        folder: place of the store.
+        parts: chunks of token ids for "train" and "val", which are iterated once.
+        vocab_size: size of the vocabulary; every id is below it.
+        separator: the id that ends a document, by which documents are counted.
+        meta: further entries of meta.json, values of JSON.
+        files: further text files, by name.
+    Returns:
+        The new store, opened.
     Raises:
         OSError: the folder cannot be written, or holds other files.
     """
     refuse_strangers(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     mine = f".{folder.name}.{socket.gethostname()}"
-    for stale in folder.parent.glob(f"{mine}.*"):  # of a process that was killed
+    for stale in folder.parent.glob(f"{mine}.*"):  # left by a process that was killed
         _remove(stale)
     aside = folder.parent / f"{mine}.{os.getpid()}"
     aside.mkdir()
@@ -169,7 +173,7 @@ def create(
 
 
 def refuse_strangers(folder: Path) -> None:
-    """Raise FileExistsError if `folder` holds anything that no store holds."""
+    """Raise `FileExistsError` if `folder` holds a file that does not belong to a store."""
     strange = folder.exists() and (
         not folder.is_dir() or any(entry.name not in _FILES for entry in folder.iterdir())
     )
@@ -179,7 +183,7 @@ def refuse_strangers(folder: Path) -> None:
 
 def _write_tokens(
     path: Path, chunks: Iterable[np.ndarray], dtype: np.dtype, separator: int
-) -> dict[str, Any]:
+) -> dict[str, int | str]:
     digest, tokens, documents = hashlib.sha256(), 0, 0
     with path.open("wb") as file:
         for chunk in chunks:
@@ -199,7 +203,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _to_disk(file: IO[bytes] | IO[str]) -> None:
-    """Write the data to the disk now, so that a later rename cannot arrive there before them."""
+    """Flush a file to the disk, so that a later rename cannot reach the disk before the data."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -217,7 +221,7 @@ def _move(aside: Path, folder: Path) -> None:
         damaged = aside.with_name(aside.name + ".damaged")
         try:
             os.rename(folder, damaged)
-        except FileNotFoundError:  # another machine took it away
+        except FileNotFoundError:  # another machine has moved it
             continue
         _remove(damaged)
     raise FileExistsError(17, "is replaced by others again and again", str(folder))

@@ -2,14 +2,14 @@
 
 A corpus of text files is tokenized once, by a byte-level BPE learned from its training part, and
 kept under `data.root/text/` as a token store named by the sha256 of the corpus. Later runs read
-nothing but that. Public data sets come as token stores from `python -m tasks.prepare`.
+that store only. For public data sets, `python -m tasks.prepare` makes token stores.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _PIECE = 1 << 18
-"""Characters that are encoded as one; a longer text is cut after a line, which bounds memory and
-lets all cores work on a single file."""
+"""Largest number of characters that are encoded at once. A longer text is divided after a line,
+which bounds memory and lets all cores work on a single file."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """The text that one sample needs."""
+    """How much text one sample needs."""
 
     key: str
-    """The key of the configuration that sets it, such as gpt2.context, and its value."""
+    """Key of the configuration that sets it, such as gpt2.context, and its value, for errors."""
     context: int
     length: int
-    """Tokens of text in one window."""
+    """Number of tokens of text in one window."""
 
     def require(self, num_tokens: int, part: str, key: str, value: object) -> None:
-        """Raise ConfigError unless `num_tokens` of "train" or "val" fill one window."""
+        """Raise `ConfigError` unless `num_tokens` of "train" or "val" fill one window."""
         name = {"train": "training", "val": "validation"}[part]
         hint = (
             f"the {name} part holds {num_tokens} tokens, one window of {self.key}={self.context} "
@@ -59,16 +59,16 @@ class Window:
 
 
 def opened(data: DataConfig, key: str, corpus: str, vocab_size: int, window: Window) -> Store:
-    """The token store that a task trains on.
+    """Open the token store that a task trains on.
 
     Args:
-        data: `data.path`, where it is set, takes the place of the corpus.
-        key: of the configuration, that chose the corpus: for errors.
-        corpus: "embedded", or a data set of `tasks.prepare`, by name.
+        data: where `data.path` is set, it replaces the corpus.
+        key: key of the configuration that chose the corpus, for errors.
+        corpus: "embedded", or the name of a data set of `tasks.prepare`.
         vocab_size: as for `prepared`; a public data set has a tokenizer of its own.
-        window: each part must hold one.
+        window: window of the model; each part must hold one.
     Raises:
-        ConfigError: the text cannot be used, is too little, or is not there.
+        ConfigError: the text is missing, too short or cannot be used.
     """
     root = Path(data.root)
     if data.path is not None:
@@ -85,15 +85,16 @@ def opened(data: DataConfig, key: str, corpus: str, vocab_size: int, window: Win
 
 
 def prepared(corpus: Corpus, vocab_size: int, window: Window, root: Path) -> Store:
-    """The token store of a corpus, from the cache or made now.
+    """Return the token store of a corpus from the cache, or make it.
 
     Args:
-        vocab_size: tokens that the BPE may learn, the 256 bytes and the separator among them.
-        window: of the model; each part must hold one.
-        root: where caches live.
+        corpus: text files.
+        vocab_size: largest size of the vocabulary, with the 256 bytes and the separator.
+        window: window of the model; each part must hold one.
+        root: folder of the caches, `data.root`.
     Raises:
-        ConfigError: no text, or too little of it (nothing has been written then); or `root`
-            cannot be written.
+        ConfigError: there is no text or too little of it (then nothing has been written), or
+            `root` cannot be written.
     """
     folder = root / "text" / f"{corpus.name}-{corpus.sha256[:16]}-{vocab_size}-v{FORMAT}"
     store = open_store(folder)
@@ -107,12 +108,12 @@ def prepared(corpus: Corpus, vocab_size: int, window: Window, root: Path) -> Sto
     return store
 
 
-def described(store: Store, name: str) -> dict[str, Any]:
-    """A store for `manifest.json`: see `Task.fingerprint`."""
+def described(store: Store, name: str) -> dict[str, object]:
+    """Return what identifies the tokens of a store, for `Task.fingerprint`."""
     meta, parts = store.meta, store.meta["parts"]
     return {
         "data": name,
-        # Of the text files; where the text is not at hand, of the training tokens.
+        # Of the text files; for public data sets, whose text is not kept, of the training tokens.
         "sha256": meta.get("sha256", parts["train"]["sha256"]),
         "num_files": meta.get("num_files"),
         "num_documents": {part: parts[part]["documents"] for part in parts},
@@ -123,17 +124,22 @@ def described(store: Store, name: str) -> dict[str, Any]:
 
 
 def num_windows(num_tokens: int, stride: int, overlap: int = 1) -> int:
-    """Windows that `num_tokens` fill; see `windows`."""
+    """Return the number of windows that `num_tokens` fill; see `windows`."""
     return (num_tokens - overlap) // stride
 
 
 def windows(tokens: np.ndarray, indices: np.ndarray, stride: int, overlap: int = 1) -> Tensor:
-    """Windows of stride + overlap tokens, each from token index * stride on.
+    """Return windows of stride + overlap tokens; a window begins at the token index * stride.
 
-    With an overlap of 1, for next-token prediction, inputs do not overlap, nor do targets: the
-    last target of a window is the first input of the next, so that every token but the very first
-    is predicted exactly once.
+    With an overlap of 1, for next-token prediction, neither inputs nor targets overlap: the last
+    target of a window is the first input of the next, so every token but the very first is
+    predicted exactly once.
 
+    Args:
+        tokens: token ids, [count].
+        indices: indices of the windows, int64 [B].
+        stride: tokens from the beginning of a window to that of the next.
+        overlap: tokens that a window shares with the next.
     Returns:
         int64 [len(indices), stride + overlap]; with an overlap of 1, inputs are [:, :-1] and
         targets [:, 1:].
@@ -143,16 +149,17 @@ def windows(tokens: np.ndarray, indices: np.ndarray, stride: int, overlap: int =
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:
-    """Entropy of the tokens' frequencies, in nats: the loss of the best model without context."""
+    """Return the entropy of the tokens' frequencies in nats: the loss of the best model without
+    context."""
     counts = np.bincount(tokens).astype(np.float64)
     shares = counts[counts > 0] / len(tokens)
     return float(-(shares * np.log(shares)).sum())
 
 
 def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-    """A byte-level BPE: any text can be encoded, and decodes to itself. Deterministic.
+    """Learn a byte-level BPE, which encodes any text and decodes it to itself. Deterministic.
 
-    A small corpus gives fewer than `vocab_size` tokens.
+    From a small corpus it learns fewer than `vocab_size` tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -176,9 +183,9 @@ def encoded(
     dtype: type[np.unsignedinteger],
     separator: str = SEPARATOR,
 ) -> Iterator[np.ndarray]:
-    """Token ids of documents, chunk by chunk, the separator after each.
+    """Yield the token ids of documents in chunks, with the separator after each document.
 
-    A document that spells the separator out gets ordinary tokens for it.
+    Where a document contains the text of the separator, it is encoded as ordinary tokens.
     """
     tokenizer.encode_special_tokens = True
     end = [separator_id(tokenizer, separator)]
@@ -190,13 +197,14 @@ def encoded(
 
 
 def separator_id(tokenizer: "Tokenizer", separator: str = SEPARATOR) -> int:
+    """Return the id of the separator, which the tokenizer must have."""
     found = tokenizer.token_to_id(separator)
     assert found is not None, f"the tokenizer has no {separator}"
     return found
 
 
 def pieces(text: str, size: int = _PIECE) -> Iterator[str]:
-    """Cut a text into pieces of at most `size` characters, after line ends where there are any."""
+    """Divide a text into pieces of at most `size` characters, after line ends if possible."""
     start = 0
     while len(text) - start > size:
         end = text.rfind("\n", start, start + size) + 1
@@ -207,7 +215,8 @@ def pieces(text: str, size: int = _PIECE) -> Iterator[str]:
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
-    """Pieces in batches worth all cores' while; each says whether it ends its document."""
+    """Yield batches of pieces, large enough to occupy all cores. With each piece comes whether it
+    is the last of its document."""
     batch: list[tuple[str, bool]] = []
     held = 0
     for text in documents:
@@ -223,7 +232,7 @@ def _batches(documents: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
 
 
 def _prepare(corpus: Corpus, vocab_size: int, window: Window, folder: Path, root: Path) -> Store:
-    """Learn, encode, check that it is enough, and only then write."""
+    """Learn a vocabulary, encode the corpus, check that it is long enough, and only then write."""
     size = f"{corpus.value} ({corpus.num_bytes / 1e6:.1f} MB), once"
     with progress(f"learning a vocabulary from {size}", corpus.num_bytes) as advance:
         train = chain.from_iterable(pieces(text) for text in corpus.documents("train"))
@@ -231,7 +240,7 @@ def _prepare(corpus: Corpus, vocab_size: int, window: Window, folder: Path, root
     dtype = token_dtype(vocab_size)
     with progress(f"encoding {size}", corpus.num_bytes) as advance:
         chunks = {}
-        for part in reversed(PARTS):  # the validation part is the one that runs short
+        for part in reversed(PARTS):  # the smaller part first, because it is more often too short
             texts = _reported(corpus.documents(part), advance)
             chunks[part] = _checked(encoded(texts, tokenizer, dtype), window, part, corpus)
         try:
@@ -251,7 +260,7 @@ def _prepare(corpus: Corpus, vocab_size: int, window: Window, folder: Path, root
 def _checked(
     chunks: Iterator[np.ndarray], window: Window, part: str, corpus: Corpus
 ) -> Iterator[np.ndarray]:
-    """The same chunks, after a look ahead that makes sure of one window."""
+    """Return the same chunks, after checking that they fill one window."""
     ahead: list[np.ndarray] = []
     held = 0
     while held < window.length and (chunk := next(chunks, None)) is not None:

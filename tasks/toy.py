@@ -1,10 +1,10 @@
-"""A toy that trains in milliseconds: for tests, and for a first look at a method."""
+"""A toy task that trains in milliseconds, for tests and for a first look at a method."""
 
 import hashlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -28,19 +28,20 @@ _EVAL_BATCH = 64
 
 
 class Toy:
-    """The task `toy`: tell the four classes of a random linear map of Gaussian points.
+    """The task `toy`: classify Gaussian points into the four classes of a random linear map.
 
-    The model has batch norm, so that methods meet float buffers (running means) and integer ones.
+    The model has batch norm, so that methods are tested with buffers of floats (running means) and
+    of integers (counts of batches).
     """
 
     @dataclass
     class Config:
         samples: int = 512
-        """Samples of the training set; the validation set is as large again."""
+        """Number of samples in the training set, and in the validation set."""
         features: int = 16
         hidden: int = 32
         delay_s: float = 0.0
-        """Seconds that every training loss takes longer, for tests that kill a run."""
+        """Seconds by which the loss of each training step is delayed, for tests that kill a run."""
 
         def __post_init__(self) -> None:
             for name in ("samples", "features", "hidden"):
@@ -70,7 +71,7 @@ class Toy:
         self._labels = (self._points @ rule).argmax(dim=1)
 
     def model(self) -> nn.Module:
-        """See `Task.model`: features → hidden → batch norm → ReLU → classes."""
+        """See `Task.model`. The layers are features → hidden → batch norm → ReLU → classes."""
         with seeded(self.train.seed):
             return nn.Sequential(
                 nn.Linear(self.config.features, self.config.hidden),
@@ -83,7 +84,8 @@ class Toy:
         return make_optimizer(model, self.optim)
 
     def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
-        """Points [batch_size, features] and their labels, int64 [batch_size]."""
+        """See `Task.batches`. A batch holds points, fp32 [batch_size, features], and labels, int64
+        [batch_size]."""
         sampler = self._sampler(mesh.num_workers)
 
         def make(draws: range) -> tuple[Tensor, ...]:
@@ -102,7 +104,7 @@ class Toy:
         return F.cross_entropy(model(points).float(), labels)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """See `Task.evaluate`. "loss" in nats, "accuracy" from 0 to 1."""
+        """See `Task.evaluate`. "loss" is in nats, "accuracy" from 0 to 1."""
         device = next(model.parameters()).device
         points = self._points[self.config.samples :].split(_EVAL_BATCH)
         labels = self._labels[self.config.samples :].split(_EVAL_BATCH)
@@ -119,11 +121,13 @@ class Toy:
         return {"loss": loss / self.config.samples, "accuracy": right / self.config.samples}
 
     def baselines(self) -> dict[str, float]:
-        """ "majority_accuracy": of always naming the most frequent class."""
+        """See `Task.baselines`. "majority_accuracy" is that of always predicting the most frequent
+        class."""
         labels = self._labels[self.config.samples :]
         return {"majority_accuracy": labels.bincount().max().item() / len(labels)}
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
+        """See `Task.fingerprint`."""
         digest = hashlib.sha256(self._points.numpy().tobytes() + self._labels.numpy().tobytes())
         return {"data": "toy", "sha256": digest.hexdigest(), "num_samples": self.config.samples}
 

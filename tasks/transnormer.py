@@ -1,6 +1,6 @@
 """TransNormerLLM from scratch: next-token prediction on text.
 
-The CO2 paper's large models; see tasks/transnormer_model.py.
+These are the large models of the CO2 paper; see tasks/transnormer_model.py.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Size = Enum("Size", {"smoke": "smoke", "385m": "385m", "1b": "1b", "7b": "7b"})
 
 SHAPES = {
     Size["smoke"]: (4, 4, 128),  # 1.4 M parameters with a vocabulary of 4096
-    Size["385m"]: (24, 8, 1024),  # 385 M, as all below with the 50257 tokens of GPT-2's tokenizer
+    Size["385m"]: (24, 8, 1024),  # 385 M; this and all below with GPT-2's vocabulary of 50257
     Size["1b"]: (16, 16, 2048),  # 992 M
     Size["7b"]: (30, 32, 4096),  # 6875 M
 }
@@ -36,11 +36,12 @@ class TransNormer(CausalText):
     name = "transnormer"
 
     def model(self) -> nn.Module:
-        """See `Task.model`. Any device: `with torch.device("meta")` counts parameters for free."""
+        """See `Task.model`. On the device "meta" it takes no memory, to count parameters."""
         with seeded(self.train.seed):
             return Model(self.vocab_size, *SHAPES[self.config.size])
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """See `Task.optimizer`. The angles of LRPE have no decay: 0 would mean no position."""
+        """See `Task.optimizer`. The angles of LRPE have no weight decay, because an angle of 0
+        would encode no position."""
         angles = {name for name, _ in model.named_parameters() if name.endswith("theta")}
         return make_optimizer(model, self.optim, spared=angles)

@@ -1,22 +1,23 @@
-"""TransNormerLLM: a language model of linear attention with exponential decay, gated.
+"""TransNormerLLM: a language model with gated linear attention and exponential decay.
 
 Qin et al., "TransNormerLLM: A Faster and Better Large Language Model with Improved TransNormer"
-(arXiv 2307.14995). d is the width, H the heads, L the layers; of layer l = 0 … L−1:
+(arXiv 2307.14995). With width d, H heads and L layers, layer l = 0 … L−1 computes:
 
     X ← X + GLA(SRMSNorm(X));  X ← X + SGLU(SRMSNorm(X))
     GLA    O = [SRMSNorm((QKᵀ ⊙ M) V) ⊙ U] Wo;  Q, K = φ(XWq), φ(XWk);  V, U = XWv, XWu;  φ = swish
-    SGLU   O = [V ⊙ U] Wo;  V, U = XWv, XWu                                no activation function
-    SRMSNorm(x) = x / (‖x‖₂/√d)                                            nothing learned
+    SGLU   O = [V ⊙ U] Wo;  V, U = XWv, XWu                                (no activation function)
+    SRMSNorm(x) = x / (‖x‖₂/√d)                                            (nothing learned)
     M_ts = λ^(t−s) for s ≤ t, else 0;  λ = exp(−8h/H · (1 − l/L)) in head h = 1 … H
     LRPE-d, in the first layer only: q_t · k_s becomes Σ_j q_tj k_sj cos(θ_j (t−s)), with θ learned
 
-Nothing divides by the sum of a row of QKᵀ: the norm takes its place. No position is embedded.
+The attention is not divided by the sums of the rows of QKᵀ, because the norm replaces that. There
+are no position embeddings.
 
-Where the paper is silent, this follows the authors' public models: SGLU 2.75 d wide; one norm over
-all heads; one matrix for the embedding, times √d, and for the logits; no biases; weights of
-N(0, 0.02²); θ_j = 10000^(−2j/d) at first. They deviate from the paper in λ: with exp(−2^(−8h/H) ·
-(1 − l/(L−1))) most of their heads look back further than the paper's formula lets them. Here it is
-the paper's, whose ranges of h and l are our reading.
+Where the paper does not say, this follows the authors' public models: SGLU is 2.75 d wide; one norm
+is over all heads; embedding (times √d) and logits share one matrix; there are no biases; weights
+start from N(0, 0.02²), and θ_j from 10000^(−2j/d). Those models deviate from the paper in λ: with
+exp(−2^(−8h/H) · (1 − l/(L−1))) most of their heads attend to tokens further back than the paper's
+formula allows. Here λ is the paper's; the ranges of h and l are our interpretation.
 """
 
 import math
@@ -26,10 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _EPS = 1e-6
-"""Added to a mean square, so that the norm of 0 is 0."""
+"""Added to the mean square, so that 0 is normalized to 0."""
 
 
 class TransNormer(nn.Module):
+    """The language model: embedding, layers, norm and logits."""
+
     def __init__(self, vocab_size: int, layers: int, heads: int, width: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, width)
@@ -39,7 +42,7 @@ class TransNormer(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [B, T, vocabulary] of tokens [B, T], for any T."""
+        """Return logits [B, T, vocabulary] for tokens [B, T], for any T."""
         hidden = self.embedding(tokens) * math.sqrt(self.embedding.embedding_dim)
         for layer in self.layers:
             hidden = layer(hidden)
@@ -47,6 +50,8 @@ class TransNormer(nn.Module):
 
 
 class Layer(nn.Module):
+    """Attention over tokens (GLA), then a gated linear unit over channels (SGLU)."""
+
     def __init__(self, number: int, layers: int, heads: int, width: int) -> None:
         super().__init__()
         self.tokens = GatedLinearAttention(number, layers, heads, width)
@@ -58,6 +63,8 @@ class Layer(nn.Module):
 
 
 class GatedLinearAttention(nn.Module):
+    """GLA of the layer with this number, from 0; the first layer has LRPE too."""
+
     def __init__(self, number: int, layers: int, heads: int, width: int) -> None:
         super().__init__()
         assert width % heads == 0
@@ -70,19 +77,21 @@ class GatedLinearAttention(nn.Module):
             self.theta = nn.Parameter(theta.reshape(heads, width // heads))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, T, width] to the same."""
+        """Map [B, T, width] to [B, T, width]."""
         q, k, v, u = self.qkvu(hidden).chunk(4, dim=-1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
         q, k = F.silu(q), F.silu(k)
         if self.theta is not None:
             q, k = with_positions(q, self.theta), with_positions(k, self.theta)
-        # Worked out anew, so that no buffer of a constant is averaged among replicas.
+        # The rates are computed each time, because a buffer would be averaged over the replicas.
         rates = decay_rates(self.heads, self.place, hidden)
         mixed = chunked(q, k, v, rates).transpose(1, 2).flatten(2)
         return self.out(normalized(mixed) * u)
 
 
 class SimpleGLU(nn.Module):
+    """SGLU: a gated linear unit without activation function."""
+
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
         self.vu = nn.Linear(width, 2 * inner, bias=False)
@@ -94,15 +103,17 @@ class SimpleGLU(nn.Module):
 
 
 def normalized(x: Tensor) -> Tensor:
-    """SRMSNorm over the last axis; in fp32 at least, whatever the autocast."""
+    """Apply SRMSNorm over the last axis, in fp32 at least, even under autocast."""
     return F.rms_norm(_wide(x), x.shape[-1:], eps=_EPS)
 
 
 def decay_rates(heads: int, place: float, like: Tensor) -> Tensor:
-    """−log λ of every head: [H], on the device of `like`, in fp32 at least.
+    """Return −log λ of every head: [H], on the device of `like`, in fp32 at least.
 
     Args:
-        place: of the layer, l/L: 0 in the first, below 1 in the last.
+        heads: number of heads, H.
+        place: the layer's place, l/L: 0 in the first, below 1 in the last.
+        like: a tensor whose device and type are taken.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     h = torch.arange(1, heads + 1, device=like.device, dtype=dtype)
@@ -110,21 +121,22 @@ def decay_rates(heads: int, place: float, like: Tensor) -> Tensor:
 
 
 def with_positions(x: Tensor, theta: Tensor) -> Tensor:
-    """LRPE: a product of two such [B, H, T, 2D] depends on how far their places are apart.
+    """Apply LRPE. A product of two results, [B, H, T, 2D], depends on the distance of their places.
 
     Args:
         x: queries or keys [B, H, T, D].
-        theta: [H, D], the angle from one place to the next.
+        theta: angles from one place to the next, in radians, [H, D].
     """
     angles = theta[:, None, :] * torch.arange(x.shape[-2], device=x.device)[:, None]
     return torch.cat([x * angles.cos(), x * angles.sin()], dim=-1)
 
 
 def parallel(q: Tensor, k: Tensor, v: Tensor, rates: Tensor) -> Tensor:
-    """(QKᵀ ⊙ M) V as it is written: T² work and memory.
+    """Return (QKᵀ ⊙ M) V, computed as written, with work and memory of order T².
 
     Args:
-        q, k: [..., T, D], v: [..., T, E], the leading axes beginning with B, H.
+        q, k: [..., T, D]; the leading axes begin with B, H.
+        v: [..., T, E], with the same leading axes.
         rates: −log λ, [H].
     Returns:
         [..., T, E].
@@ -136,8 +148,8 @@ def parallel(q: Tensor, k: Tensor, v: Tensor, rates: Tensor) -> Tensor:
 
 
 def recurrent(q: Tensor, k: Tensor, v: Tensor, rates: Tensor) -> Tensor:
-    """The same attention token by token: kv_t = λ kv_{t−1} + k_tᵀ v_t; o_t = q_t kv_t. For [B, H,
-    T, ·]."""
+    """Return the same as `parallel`, for [B, H, T, ·], token by token:
+    kv_t = λ kv_{t−1} + k_tᵀ v_t; o_t = q_t kv_t."""
     once = _decay(rates, torch.ones(1, 1, device=q.device), q.dim())
     kv, outputs = torch.zeros((), device=q.device), []
     for t in range(q.shape[-2]):
@@ -148,15 +160,16 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, rates: Tensor) -> Tensor:
 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, rates: Tensor, size: int = 128) -> Tensor:
-    """The same again, block by block of `size` tokens: work and memory linear in T.
+    """Return the same as `parallel`, for [B, H, T, ·], in blocks of `size` tokens, with work and
+    memory linear in T.
 
-    Within a block as `parallel`, and what the blocks before it left as `recurrent`. For
-    [B, H, T, ·]. The decay and the state that is carried are fp32 at least under autocast.
+    The part within a block is computed as in `parallel`, and the part from earlier blocks as in
+    `recurrent`. The decay and the recurrent state are in fp32 at least, even under autocast.
     """
     length = q.shape[-2]
     if length <= size:
         return parallel(q, k, v, rates)
-    # Zeros at the end add nothing to what comes before them.
+    # Zeros at the end change nothing before them.
     q, k, v = (
         F.pad(part, (0, 0, 0, -length % size)).unflatten(2, (-1, size)) for part in (q, k, v)
     )
@@ -173,7 +186,8 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, rates: Tensor, size: int = 128) -> 
 
 
 def _decay(rates: Tensor, apart: Tensor, dim: int) -> Tensor:
-    """λ^apart: of apart [M, N], [H, 1 …, M, N] that fits tensors of `dim` axes, B, H first."""
+    """Return λ^apart for distances [M, N]: [H, 1 …, M, N], by which tensors of `dim` axes that
+    begin with B, H can be multiplied."""
     return torch.exp(-rates.reshape(-1, *[1] * (dim - 2)) * apart)
 
 

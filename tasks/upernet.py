@@ -1,7 +1,7 @@
-"""UperNet on a backbone of timm.
+"""UperNet with a backbone of timm.
 
 Xiao et al., "Unified Perceptual Parsing for Scene Understanding" (ECCV 2018). The heads are those
-of transformers, the backbone is any of timm's that gives four feature maps.
+of transformers, and the backbone is any model of timm with four feature maps of different sizes.
 """
 
 import difflib
@@ -14,22 +14,23 @@ from torch import Tensor, nn
 from co2.errors import ConfigError, require
 
 TINY = "tiny"
-"""A ResNet for scale=smoke: the stem and three blocks, 16 to 64 channels, maps at half the size
-of the image and down to a sixteenth."""
+"""A ResNet for scale=smoke: the stem and three blocks, with 16 to 64 channels and maps from 1/2
+down to 1/16 of the image's size."""
 
+# `Any`, because timm.create_model has options of many types; in `upernet` and `_create`, too.
 _TINY: dict[str, Any] = {"layers": (1, 1, 1, 1), "channels": (16, 32, 64, 64), "stem_width": 16}
 _TINY_MAPS = (0, 1, 2, 3)
 _MAPS = 4
 
 
 class UperNet(nn.Module):
-    """Images, fp32 [B, 3, H, W], to logits [B, num_classes, h, w] at the size of the first map;
-    in training mode those of the auxiliary head too, at the size of the third.
+    """UperNet: a backbone, a head, and an auxiliary head that is used in training only.
 
     Args:
-        backbone: gives the maps, the widest first.
-        channels: of its maps.
-        hidden: channels of the head. The auxiliary one, on the map before the last, has half.
+        backbone: returns four feature maps, the largest first.
+        channels: numbers of channels of these maps.
+        hidden: channels of the head. The auxiliary head, on the third map, has half as many.
+        num_classes: number of classes.
     """
 
     def __init__(
@@ -50,34 +51,37 @@ class UperNet(nn.Module):
         self.auxiliary_head = UperNetFCNHead(shape, channels)
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Return logits for images, fp32 [B, 3, H, W]: [B, num_classes, h, w] at the size of the
+        first map, and in training mode also those of the auxiliary head, at the size of the
+        third."""
         maps = self.backbone(images)
         logits = self.decode_head(maps)
         return (logits, self.auxiliary_head(maps)) if self.training else logits
 
 
 def upernet(backbone: str, weights: str | None, hidden: int, num_classes: int) -> UperNet:
-    """A new model on the default device; arguments as for `check_backbone` and `UperNet`. On the
-    device meta no weights are read."""
+    """Make a new model on the default device. For the arguments see `check_backbone` and `UperNet`.
+    On the device "meta" the file of weights is not read."""
     more: dict[str, Any] = {}
     if weights is not None and torch.get_default_device().type != "meta":
-        # In place of what timm would download.
+        # timm takes this state dict in place of one that it would download.
         more = {"pretrained": True, "pretrained_cfg_overlay": {"state_dict": _read(weights)}}
     features = _create(backbone, features_only=True, out_indices=_maps(backbone), **more)
     return UperNet(features, features.feature_info.channels(), hidden, num_classes)
 
 
 def check_backbone(backbone: str, weights: str | None) -> None:
-    """See that timm has the backbone, and that the weights fit it.
+    """Check that timm has the backbone, and that the weights fit it.
 
     Args:
-        backbone: "tiny", or a model of timm with maps of four different sizes.
-        weights: a file with its state dict, .pth or .safetensors; a classifier in it is passed
-            over. null: random weights.
+        backbone: "tiny", or the name of a model of timm with feature maps of four sizes.
+        weights: a file with its state dict, .pth or .safetensors, in which a classifier is ignored.
+            None: random weights.
     Raises:
-        ConfigError: with the keys "backbone" and "weights".
+        ConfigError: they cannot be used; the key is "backbone" or "weights".
     """
     if backbone == TINY and weights is None:
-        return  # nothing can be wrong, and importing timm takes a second
+        return  # nothing can be wrong, and the import of timm takes a second
     with torch.device("meta"):
         _maps(backbone)
         whole = _create(backbone, num_classes=0).state_dict()
@@ -95,8 +99,8 @@ def check_backbone(backbone: str, weights: str | None) -> None:
 
 
 def _create(backbone: str, **more: Any) -> Any:
-    """A model of timm. `Any`: it is an nn.Module with attributes that nn.Module does not
-    declare."""
+    """Make a model of timm. It is returned as `Any`, because it has attributes that nn.Module does
+    not declare."""
     import timm
 
     if backbone == TINY:
@@ -105,13 +109,17 @@ def _create(backbone: str, **more: Any) -> Any:
 
 
 def _maps(backbone: str) -> tuple[int, ...]:
-    """The indices of the maps that UperNet takes: the backbone's four smallest."""
+    """Return the indices of the feature maps that UperNet takes, which are the four smallest.
+
+    Raises:
+        ConfigError: timm has no such backbone, or it does not give such maps.
+    """
     import timm
 
     if backbone == TINY:
         return _TINY_MAPS
     if not timm.is_model(backbone):
-        # The nearest one, however far: to list more than a thousand would help nobody.
+        # Only the nearest name is shown, however far it is: there are more than a thousand.
         close = difflib.get_close_matches(backbone, [TINY, *timm.list_models()], n=1, cutoff=0)
         hint = f"timm has no such model; the nearest name is {close[0]}"
         raise ConfigError("backbone", backbone, hint)
@@ -120,7 +128,7 @@ def _maps(backbone: str) -> tuple[int, ...]:
             features = _create(backbone, features_only=True)
             channels = features.feature_info.channels()
             maps = features(torch.empty(2, 3, 256, 192))[-_MAPS:]
-        except Exception:  # each family of models has its own way to refuse
+        except Exception:  # each family of models raises errors of its own
             maps, channels = [], []
     sizes = {tuple(found.shape[2:]) for found in maps}
     good = len(sizes) == _MAPS and [found.shape[1] for found in maps] == channels[-_MAPS:]
@@ -135,6 +143,6 @@ def _read(weights: str) -> dict[str, Tensor]:
     require(Path(weights).is_file(), "weights", weights, "no such file")
     try:
         return load_state_dict(weights)
-    except Exception as error:  # pickle and safetensors raise many kinds
+    except Exception as error:  # pickle and safetensors raise errors of many types
         hint = f"is not a state dict of timm ({type(error).__name__})"
         raise ConfigError("weights", weights, hint) from None

@@ -1,7 +1,7 @@
 """Vision transformer: image classification.
 
-Dosovitskiy et al., "An image is worth 16×16 words" (2021), in the implementation of timm, with
-random weights; training as in DeiT (Touvron et al., 2021).
+Dosovitskiy et al., "An image is worth 16×16 words" (2021). The implementation is timm's, the
+weights are random at the start, and training is as in DeiT (Touvron et al., 2021).
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Size(Enum):
 
 
 SHAPES = {
-    Size.smoke: (4, 3, 4, 96),  # 0.3 M parameters with pictures of 16×16
+    Size.smoke: (4, 3, 4, 96),  # 0.3 M parameters with images of 16×16
     Size.small: (16, 12, 6, 384),  # 22 M, as DeiT-S
     Size.base: (16, 12, 12, 768),  # 87 M, ViT-B/16
 }
@@ -40,13 +40,13 @@ class ViT(Classification):
         rand_augment: int = 0
         """Magnitude of RandAugment's two operations, from 1 to 10; 0 for none."""
         random_erasing: float = 0.0
-        """Chance that a rectangle of a training picture becomes noise."""
+        """Probability that noise replaces a rectangle of a training image."""
         mixup: float = 0.0
         """Parameter of mixup's Beta distribution; 0 for none."""
         cutmix: float = 0.0
-        """Parameter of CutMix's Beta distribution; 0 for none. With both, a coin for each batch."""
+        """Parameter of CutMix's Beta distribution; 0 for none. With both, each batch draws one."""
         drop_path: float = 0.0
-        """Chance that a sample skips the last layer; less, linearly, for those before."""
+        """Probability that a sample skips the last layer; it grows linearly from 0 at the first."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -66,8 +66,8 @@ class ViT(Classification):
     interpolation = "bicubic"
 
     def model(self) -> nn.Module:
-        """See `Task.model`. Any device: `with torch.device("meta")` counts parameters for free."""
-        from timm.models.vision_transformer import VisionTransformer  # costs seconds
+        """See `Task.model`. On the device "meta" it takes no memory, to count parameters."""
+        from timm.models.vision_transformer import VisionTransformer  # takes seconds
 
         patch, layers, heads, width = SHAPES[self.config.size]
         with seeded(self.train.seed):
@@ -82,8 +82,8 @@ class ViT(Classification):
             )
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """See `Task.optimizer`. As in timm and DeiT, positions and the class token have
-        no weight decay."""
+        """See `Task.optimizer`. As in timm and DeiT, the position embeddings and the class token
+        have no weight decay."""
         return make_optimizer(model, self.optim, spared={"pos_embed", "cls_token"})
 
     def changes(self) -> list[Augment]:
@@ -94,7 +94,7 @@ class ViT(Classification):
         return steps
 
     def mixing(self, draw: int, worker: int) -> Tensor | None:
-        """See `Classification.mixing`: one share, or one square, for the whole micro-batch."""
+        """See `Classification.mixing`. All images of a micro-batch have the same weights."""
         mixup, cutmix = self.config.mixup, self.config.cutmix
         if not mixup and not cutmix:
             return None

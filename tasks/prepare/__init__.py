@@ -1,1 +1,1 @@
-"""The data sets of scale=gpu and scale=paper: made, and checked."""
+"""Preparing and checking the data sets of scale=gpu and scale=paper."""

@@ -11,27 +11,31 @@ from tasks.prepare import ade20k, imagenet, openwebtext, shapenet, wikibooks
 
 
 class DataSet(Protocol):
-    """What a module of this package offers."""
+    """The interface of a module that prepares a data set."""
 
     HELP: str
-    """What it is for, its size and licence, where it comes from and the tree that it becomes."""
+    """Help text: tasks that use the data set, size, licence, source and layout of the files. The
+    first line is the summary in the list of data sets."""
 
     @staticmethod
     def arguments(parser: argparse.ArgumentParser) -> None:
-        """Add its own options; --root and --check are there already."""
+        """Add the data set's own options; --root and --check are added for all."""
 
     @staticmethod
     def run(options: argparse.Namespace) -> str:
-        """Make `<root>/<name>`, or go on making it. Returns the closing line.
+        """Make the data set below `options.root`, or continue where an earlier call stopped.
 
+        Returns:
+            The line that is printed at the end.
         Raises:
-            ConfigError: a value that does not work, or what is missing and where to get it.
+            ConfigError: a value cannot be used, or a file is missing; the hint says where to get
+                it.
         """
         ...
 
     @staticmethod
     def check(path: Path, options: argparse.Namespace) -> Iterator[str]:
-        """One line for each fault in the finished data set at `path`; none if it is sound."""
+        """Yield one line for each fault in the finished data set at `path`."""
         ...
 
 
@@ -43,11 +47,12 @@ SETS: dict[str, type[DataSet]] = {
     "wikibooks": wikibooks,  # type: ignore[dict-item]  # a module serves as well
 }
 _SHOWN = 50
-"""Faults that are printed one by one."""
+"""Number of faults that are printed; the others are only counted."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line. Returns 0; 1 for a faulty data set; 2 for a wrong value; 130 for Ctrl-C."""
+    """Run the command line. Returns the exit status: 0; 1 for a data set with faults; 2 for a wrong
+    value; 130 for Ctrl-C."""
     options = _parser().parse_args(argv)
     chosen = SETS[options.name]
     try:

@@ -1,4 +1,4 @@
-"""ADE20K's scene parsing benchmark, for task=ade20k: downloaded, unpacked and looked through."""
+"""Downloads, unpacks and checks ADE20K's scene parsing benchmark, for task=ade20k."""
 
 import argparse
 import os
@@ -36,23 +36,24 @@ Without the network:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Its own options."""
+    """See `DataSet.arguments`."""
     parser.add_argument("--archive", metavar="FILE", help=f"an {FOLDER}.zip that you have")
 
 
 def run(options: argparse.Namespace) -> str:
-    """The command line's work; returns what to say at the end."""
+    """See `DataSet.run`."""
     folder = prepare(Path(options.root), None if options.archive is None else Path(options.archive))
     return f"{folder}: ready; train with: task=ade20k ade20k.source=ade20k"
 
 
 def prepare(root: Path, archive: Path | None = None) -> Path:
-    """Make `root/ADEChallengeData2016`, or find it made.
+    """Return the folder `root/ADEChallengeData2016`, which is made unless it exists.
 
     Args:
-        archive: the user's own; null downloads one, and removes it at the end.
+        root: folder of all data sets.
+        archive: the user's own archive; None downloads one, which is removed at the end.
     Raises:
-        ConfigError: the archive cannot be had or unpacked, or there is no room.
+        ConfigError: the archive cannot be downloaded or unpacked, or `root` cannot be written.
     """
     final = root / FOLDER
     if archive is not None:
@@ -77,7 +78,8 @@ def prepare(root: Path, archive: Path | None = None) -> Path:
 
 
 def check(path: Path, options: argparse.Namespace) -> Iterator[str]:
-    """See `DataSet.check`: numbers of files, partners, sizes and classes; reads every pixel."""
+    """See `DataSet.check`. Checks the numbers of files, that each image has a mask, and, by reading
+    all files, their sizes and classes."""
     pairs = []
     for split, expected in SPLITS.items():
         images, masks = path / "images" / split, path / "annotations" / split
@@ -94,7 +96,7 @@ def check(path: Path, options: argparse.Namespace) -> Iterator[str]:
             f"{labels[name]}: has no image" for name in sorted(labels.keys() - found.keys())
         )
         pairs += [(found[name], labels[name]) for name in sorted(found.keys() & labels.keys())]
-    # Pillow decodes outside of the interpreter's lock.
+    # Threads are enough, because Pillow decodes without holding the interpreter's lock.
     with progress("reading images and masks", len(pairs)) as advance, ThreadPoolExecutor() as pool:
         for fault in pool.map(_fault, pairs):
             advance(1)
@@ -111,8 +113,8 @@ def _fault(pair: tuple[Path, Path]) -> str | None:
 
 
 def _unpack(archive: Path, final: Path) -> None:
-    """Unpack the archive's folder beside `final` and rename it; files of an earlier, broken-off
-    run stay where their checksums fit."""
+    """Unpack the archive's folder beside `final` and rename it. Files of an earlier run that was
+    interrupted are kept where their checksums fit."""
     aside = final.with_name(f".{final.name}.unpacking")
     try:
         with zipfile.ZipFile(archive) as source:
@@ -135,10 +137,10 @@ def _unpack(archive: Path, final: Path) -> None:
 
 
 def _place(entry: zipfile.ZipInfo, archive: Path) -> Path | None:
-    """Where a file belongs, in the data set's folder; None for folders and what lies elsewhere.
+    """Return the path of an entry in the data set's folder; None for folders and for other files.
 
     Raises:
-        ConfigError: the name leads out of the folder, or the entry is a link.
+        ConfigError: the name leads out of the folder, or the entry is a symbolic link.
     """
     parts = entry.filename.replace("\\", "/").split("/")
     hint = f"holds {entry.filename!r}, which leads elsewhere; it is not ADE20K's archive"

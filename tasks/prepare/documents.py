@@ -1,8 +1,8 @@
-"""Documents of the hub or of a folder as a token store: what openwebtext and wikibooks share.
+"""Documents of the Hugging Face hub or of a folder as a token store, for openwebtext and wikibooks.
 
-Documents are tokenized shard by shard into `<root>/<name>.shards/`, one folder a shard, each
-renamed into place when it is whole; a later run goes on at the first that is missing. At the end
-the shards are joined into the token store `<root>/<name>/` and removed.
+Documents are tokenized in shards into `<root>/<name>.shards/`. Each shard is a folder that is
+renamed into place when it is complete, and a later run continues at the first that is missing. At
+the end the shards are joined into the token store `<root>/<name>/` and removed.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,26 +29,29 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _READ = 1000
-"""Rows read at once."""
+"""Number of rows that are read at once."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """The tokenizer that a data set is kept in."""
+    """Which tokenizer a data set needs."""
 
     owner: str
+    """Name of the model whose tokenizer it is, for errors."""
     hub_name: str
+    """Name of the model on the hub."""
     separator: str
+    """The token that ends every document."""
     ids: Mapping[str, int] = field(default_factory=dict)
-    """Special tokens that must have these ids; -1 is the last."""
+    """Special tokens and the ids that they must have; -1 is the last id."""
 
 
 class Documents:
-    """Documents of data sets, one data set after the other.
+    """The documents of several data sets, one data set after the other.
 
     Args:
-        sources: data sets with a column "text", and how many rows make a document.
-        keep_blank: whether documents without text count as documents.
+        sources: data sets with a column "text", and the number of rows that make a document.
+        keep_blank: whether `texts` also yields documents without text.
     """
 
     def __init__(self, sources: "Sequence[tuple[Dataset, int]]", keep_blank: bool) -> None:
@@ -59,7 +62,8 @@ class Documents:
         return sum(self._lengths)
 
     def texts(self, chosen: Sequence[int], advance: Callable[[int], None]) -> Iterator[str]:
-        """The documents with these indices, ascending."""
+        """Yield the documents with the indices `chosen`, which are ascending. `advance` is called
+        with numbers of documents read."""
         first = 0
         for (data, rows), length in zip(self.sources, self._lengths, strict=True):
             own = [index - first for index in chosen if 0 <= index - first < length]
@@ -77,7 +81,7 @@ class Documents:
 
 
 def add_arguments(parser: argparse.ArgumentParser, words: Words) -> None:
-    """The options that both data sets take."""
+    """Add the options that both data sets have."""
     parser.add_argument(
         "--tokenizer",
         default=words.hub_name,
@@ -97,21 +101,23 @@ def add_arguments(parser: argparse.ArgumentParser, words: Words) -> None:
 def prepare(
     options: argparse.Namespace,
     words: Words,
-    sources: Mapping[str, Any],
+    sources: Mapping[str, object],
     load: Callable[[], Documents],
 ) -> str:
-    """Make `<root>/<name>`, or find it made. Returns what to say of it.
+    """Make `<root>/<name>` unless it exists. Returns a line that describes it.
 
     Args:
-        options: the command line's, those of `add_arguments` among them.
-        sources: what chose the documents, by option: a folder begun with others is refused.
-        load: loads the documents; called only where they are needed.
+        options: the options of the command line, with those of `add_arguments`.
+        words: which tokenizer the data set needs.
+        sources: the options that chose the documents, by name. A folder that was begun with other
+            values is refused.
+        load: loads the documents; it is called only where they are needed.
     Raises:
-        ConfigError: a value that does not work, or other data in the way.
+        ConfigError: a value cannot be used, or other files are in the way.
     """
     from huggingface_hub.utils import logging as hub_logging
 
-    hub_logging.set_verbosity_error()  # or it announces each of many retries
+    hub_logging.set_verbosity_error()  # otherwise it prints a line for each of many retries
     share, tokenizer = options.val_share, options.tokenizer
     require(options.shards >= 1, "--shards", options.shards, "must be 1 or more")
     require(0 < share < 1, "--val-share", share, "must be between 0 and 1")
@@ -124,8 +130,7 @@ def prepare(
                 _refuse_other(store.meta, final, given)
             else:
                 refuse_strangers(final)
-                chosen = {**sources, "val_share": share, "num_shards": options.shards}
-                store = _make(final, chosen, words, tokenizer, load)
+                store = _make(final, options, words, sources, load)
     except OSError as error:
         what = f"{error.filename or final}: {error.strerror or error}"
         hint = f"{what}; make room or choose another"
@@ -136,19 +141,21 @@ def prepare(
 
 def _make(
     final: Path,
-    chosen: dict[str, Any],
+    options: argparse.Namespace,
     words: Words,
-    tokenizer: str,
+    sources: Mapping[str, object],
     load: Callable[[], Documents],
 ) -> Store:
-    loaded, documents = load_tokenizer(tokenizer, words), load()
-    num_shards, val_share = chosen["num_shards"], chosen["val_share"]
+    loaded, documents = load_tokenizer(options.tokenizer, words), load()
+    num_shards, val_share = options.shards, options.val_share
     hint = f"the data hold {len(documents)} documents; use fewer shards"
     require(num_shards <= len(documents), "--shards", num_shards, hint)
     plan = {
-        **chosen,
+        **sources,
+        "val_share": val_share,
+        "num_shards": num_shards,
         "num_documents": len(documents),
-        "tokenizer": tokenizer,
+        "tokenizer": options.tokenizer,
         "tokenizer_sha256": hashlib.sha256(loaded.to_str().encode()).hexdigest(),
     }
     work = final.with_name(final.name + ".shards")
@@ -180,12 +187,17 @@ def _make(
 
 
 def load_tokenizer(name: str, words: Words) -> "Tokenizer":
-    """A tokenizer.json, or that of a model on the hub.
+    """Load a tokenizer from a tokenizer.json, or that of a model on the hub.
 
-    Not by way of transformers: without the network its GPT-2 tokenizer comes empty, silently.
+    This does not use transformers, whose GPT-2 tokenizer is empty without the network, and without
+    an error.
 
+    Args:
+        name: path of a file, or name of a model.
+        words: what the tokenizer must fit.
     Raises:
-        ConfigError: it cannot be had, loses text, lacks the separator or has it elsewhere.
+        ConfigError: it cannot be loaded, does not decode text to itself, or lacks a special token
+            or gives it another id.
     """
     from huggingface_hub import hf_hub_download
     from tokenizers import Tokenizer
@@ -194,7 +206,7 @@ def load_tokenizer(name: str, words: Words) -> "Tokenizer":
     try:
         file = name if Path(name).is_file() else hf_hub_download(name, "tokenizer.json")
         tokenizer = Tokenizer.from_file(file)
-    except Exception as error:  # the hub's client and the parser raise many kinds
+    except Exception as error:  # the hub's client and the parser raise errors of many types
         hint = f"cannot be loaded ({_brief(error)}); without the network give a tokenizer.json"
         raise ConfigError(key, name, hint) from None
     for token in (words.separator, *words.ids):
@@ -209,22 +221,25 @@ def load_tokenizer(name: str, words: Words) -> "Tokenizer":
 
 
 def load_rows(key: str, source: str) -> "Dataset":
-    """All rows of a folder, or of a data set on the hub: NAME, or NAME:CONFIGURATION.
+    """Load all rows of a folder, or of a data set on the hub: NAME, or NAME:CONFIGURATION.
 
+    Args:
+        key: the option that chose it, for errors.
+        source: the folder or the name.
     Raises:
-        ConfigError: it cannot be had, or has no column "text".
+        ConfigError: it cannot be loaded, has no row, no split "train" or no column "text".
     """
     import datasets
 
     folder = Path(source)
     try:
         saved = any((folder / name).exists() for name in ("state.json", "dataset_dict.json"))
-        if saved:  # by save_to_disk
+        if saved:  # written by save_to_disk
             data = datasets.load_from_disk(source)
         else:
             name, _, configuration = (source, "", "") if folder.exists() else source.partition(":")
             data = datasets.load_dataset(name, configuration or None, split="train")
-    except Exception as error:  # the hub's clients raise many kinds
+    except Exception as error:  # the hub's clients raise errors of many types
         hint = (
             f"cannot be loaded ({_brief(error)}); check the name and the network, or give a "
             "folder of parquet or JSON lines files"
@@ -240,13 +255,14 @@ def load_rows(key: str, source: str) -> "Dataset":
 
 
 def validates(index: int, share: float) -> bool:
-    """Whether the document with this index validates: a fixed coin, `share` of them on average."""
+    """Return whether the document with this index is for validation. The choice is fixed, and on
+    average `share` of the documents are chosen."""
     digest = hashlib.blake2b(index.to_bytes(8, "big"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
 
-def _begin(work: Path, plan: dict[str, Any]) -> None:
-    """Make the folder of the shards, or make sure that those in it belong to the same plan."""
+def _begin(work: Path, plan: dict[str, object]) -> None:
+    """Make the folder of the shards, or check that those in it belong to the same plan."""
     path = work / "plan.json"
     if path.exists():
         try:
@@ -261,8 +277,8 @@ def _begin(work: Path, plan: dict[str, Any]) -> None:
     os.replace(aside, path)
 
 
-def _refuse_other(begun: dict[str, Any], folder: Path, plan: dict[str, Any]) -> None:
-    """Raise ConfigError if `folder` was begun or made with other values than `plan`'s."""
+def _refuse_other(begun: Mapping[str, object], folder: Path, plan: Mapping[str, object]) -> None:
+    """Raise `ConfigError` if `folder` was begun or made with other values than those of `plan`."""
     options = {"num_shards": "--shards", "num_documents": "--source"}
     for name, value in plan.items():
         if begun.get(name) != value:
@@ -307,7 +323,7 @@ def _joined(
 
 
 def _brief(error: Exception) -> str:
-    """The first line of an error, cut to a length that one line bears."""
+    """Return the first line of an error, shortened to fit into one line."""
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return text if len(text) <= 120 else text[:117] + "..."

@@ -1,4 +1,4 @@
-"""One file over HTTP: resumed where it stopped, checked, and there only when it is whole."""
+"""Download of one file over HTTP, which is resumed, verified, and appears only when complete."""
 
 import hashlib
 import http.client
@@ -15,27 +15,29 @@ from tasks.store import locked
 _CHUNK = 1 << 20
 _TIMEOUT_S = 60.0
 _ATTEMPTS = 4
-"""In a row that bring nothing, after which it gives up."""
+"""Number of attempts in a row that bring no data, after which the download fails."""
 _PAUSE_S = 2.0
 
 
 class _Broken(Exception):
-    """The network failed, or the server did; the message says how."""
+    """The network or the server failed; the message says how."""
 
 
 def download(url: str, target: Path, checksum: str, otherwise: str) -> None:
-    """Make `target` the file at `url`; nothing is done where it is there.
+    """Download `url` to `target`, unless that file exists.
 
-    What has arrived waits in `<target>.part`, and the next call asks for the rest of it (a Range
-    request; a server that knows none sends all again). The checksum tells whether the parts make
-    the file.
+    Data that has arrived is kept in `<target>.part`, and the next call requests the rest (with a
+    Range request; a server that does not support it sends the whole file again). The checksum
+    verifies the complete file.
 
     Args:
-        checksum: "sha1:…", "sha256:…" or "md5:…", of the whole file.
-        otherwise: what to do where the download does not work; ends the error's line.
+        url: address of the file.
+        target: path of the file.
+        checksum: "sha1:…", "sha256:…" or "md5:…" of the whole file.
+        otherwise: what to do where the download fails; the end of the error's line.
     Raises:
-        ConfigError: the host cannot be reached, the server refuses, the connection breaks again
-            and again, the file cannot be written, or its checksum is another (then it is removed).
+        ConfigError: the host cannot be reached, the server refuses, the connection breaks
+            repeatedly, the file cannot be written, or its checksum differs (then it is removed).
     """
     part = target.with_name(target.name + ".part")
     try:
@@ -54,7 +56,7 @@ def download(url: str, target: Path, checksum: str, otherwise: str) -> None:
 
 
 def _receive(url: str, part: Path) -> None:
-    """Try until all of it has arrived, or nothing more does."""
+    """Request the file until it is complete, or `_ATTEMPTS` requests in a row bring nothing."""
     fruitless = 0
     while True:
         had, reason = _size(part), "the connection broke"
@@ -71,13 +73,13 @@ def _receive(url: str, part: Path) -> None:
 
 
 def _fetch(url: str, part: Path) -> bool:
-    """Append what one request brings. Returns whether the file is whole, as far as lengths tell."""
+    """Append the answer to one request. Returns whether the file is complete, by its length."""
     had = _size(part)
     request = urllib.request.Request(url, headers={"Range": f"bytes={had}-"} if had else {})
     try:
         answer = urllib.request.urlopen(request, timeout=_TIMEOUT_S)
     except urllib.error.HTTPError as error:
-        if error.code == 416 and had:  # nothing lies beyond what is there
+        if error.code == 416 and had:  # the server has no data beyond what is there
             if error.headers.get("Content-Range") == f"bytes */{had}":
                 return True
             part.unlink()

@@ -1,8 +1,8 @@
-"""ImageNet-1K in folders, from the archives of ILSVRC 2012, for resnet50 and vit.
+"""Unpacks ImageNet-1K into folders from the archives of ILSVRC 2012, for resnet50 and vit.
 
-The tree grows in `<root>/imagenet.partial/`. A class of the training part appears whole, by a
-rename; a picture of the validation part that was cut short has the wrong size and is written
-again. So a later run goes on where an earlier one stopped. At the end the tree is renamed.
+The tree is made in `<root>/imagenet.partial/`, and renamed at the end. A class of the training part
+appears complete, by a rename. An image of the validation part that was not completely written has
+the wrong size and is written again. A later run therefore continues where an earlier one stopped.
 """
 
 import argparse
@@ -30,7 +30,7 @@ ARCHIVES = {
     "val": ("ILSVRC2012_img_val.tar", "29b22e2961454d5413ddabcf34fc5622"),
     "devkit": ("ILSVRC2012_devkit_t12.tar.gz", "fa75699e90414af021442c21a62c3abf"),
 }
-"""Names and MD5 sums, as torchvision.datasets.imagenet knows them."""
+"""Names and MD5 sums of the archives, the same as in torchvision.datasets.imagenet."""
 
 NUM_TRAIN, VAL_OF_CLASS = 1_281_167, 50
 _DEVKIT = "ILSVRC2012_devkit_t12/data"
@@ -45,35 +45,37 @@ Register at https://image-net.org (ILSVRC 2012), put these three files into one 
   ILSVRC2012_devkit_t12.tar.gz (2.5 MB)
 and give it as --archives FOLDER. They are verified (MD5) and unpacked to
   <root>/imagenet/{train,val}/<class, such as n01440764>/*.JPEG
-145 GB more, 1,281,167 and 50,000 pictures. The archives stay as they are. Stop it whenever you
+145 GB more, 1,281,167 and 50,000 images. The archives stay as they are. Stop it whenever you
 like; the same command goes on where it stopped.
 
---check PATH looks for missing classes and pictures, and for files that do not begin as pictures
-do; with --decode it decodes every picture, which finds damaged ones."""
+--check PATH looks for missing classes and images, and for files that do not begin as images do;
+with --decode it decodes every image, which finds damaged ones."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Its own options."""
+    """See `DataSet.arguments`."""
     parser.add_argument("--archives", metavar="FOLDER", help="where the three archives lie")
     parser.add_argument("--unverified", action="store_true", help="do not compare MD5 sums")
-    parser.add_argument("--decode", action="store_true", help="with --check: whole pictures")
+    parser.add_argument("--decode", action="store_true", help="with --check: decode every image")
 
 
 def run(options: argparse.Namespace) -> str:
-    """The command line's work; returns what to say at the end."""
+    """See `DataSet.run`."""
     archives = None if options.archives is None else Path(options.archives)
     final = prepare(Path(options.root), archives, verify=not options.unverified)
     return f"{final}: ready; train with: task=resnet50 resnet50.dataset=imagenet"
 
 
 def prepare(root: Path, archives: Path | None, verify: bool = True) -> Path:
-    """Make `root/imagenet`, or find it made.
+    """Return the folder `root/imagenet`, which is made unless it exists.
 
     Args:
+        root: folder of all data sets.
         archives: the folder of the three archives.
-        verify: compare their MD5 sums first. What has been verified is remembered until the end.
+        verify: whether to compare their MD5 sums first. A later run does not verify again what an
+            interrupted one has verified.
     Raises:
-        ConfigError: an archive is missing or damaged, or there is no room.
+        ConfigError: an archive is missing or damaged, or `root` cannot be written.
     """
     final = root / "imagenet"
     if final.exists():
@@ -99,8 +101,8 @@ def prepare(root: Path, archives: Path | None, verify: bool = True) -> Path:
 
 
 def check(path: Path, options: argparse.Namespace) -> Iterator[str]:
-    """See `DataSet.check`. Names missing and foreign classes, wrong counts and bad pictures: by
-    their beginnings, or decoded whole."""
+    """See `DataSet.check`. Finds missing and unknown classes, wrong counts and bad images. Only the
+    beginning of an image is read or, with --decode, all of it."""
     look = _decoded if options.decode else _begun
     for part in PARTS:
         if not (path / part).is_dir():
@@ -124,7 +126,7 @@ def _check_part(
         return len(files), faults
 
     whole = 0
-    # Threads: the decoder lets go of the interpreter, and so does waiting for a disk.
+    # Threads are enough: decoding and waiting for a disk release the interpreter's lock.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         with progress(f"looking through {part}", len(classes)) as advance:
             for name, (found, faults) in zip(classes, pool.map(looked, classes), strict=True):
@@ -146,7 +148,7 @@ def _begun(file: Path) -> str | None:
         with warnings.catch_warnings():  # about odd metadata
             warnings.simplefilter("ignore")
             Image.open(file).close()
-    except Exception as error:  # each of PIL's decoders raises kinds of its own
+    except Exception as error:  # each of PIL's decoders raises errors of its own
         return f"is no picture ({type(error).__name__})"
     return None
 
@@ -160,7 +162,7 @@ def _decoded(file: Path) -> str | None:
 
 
 def _classes() -> set[str]:
-    """The 1000 WordNet names, as timm has them."""
+    """Return the WordNet names of the 1000 classes, from timm."""
     from timm.data import ImageNetInfo
 
     return set(ImageNetInfo("imagenet-1k").label_names())
@@ -179,7 +181,7 @@ def _found(archives: Path | None) -> dict[str, Path]:
 
 
 def _verify(file: Path, md5: str, work: Path) -> None:
-    """Compare a file with its MD5 sum, unless this very file was found right before."""
+    """Compare a file with its MD5 sum, unless an earlier run has verified it unchanged."""
     state = file.stat()
     note, mark = work / f"{file.name}.verified", f"{state.st_size} {state.st_mtime_ns}"
     if note.exists() and note.read_text() == mark:
@@ -195,7 +197,7 @@ def _verify(file: Path, md5: str, work: Path) -> None:
 
 
 def _unpack_train(file: Path, target: Path) -> None:
-    """An archive of archives, one for each class."""
+    """Unpack the training archive, which contains an archive for each class."""
     target.mkdir(exist_ok=True)
     with progress(f"unpacking {file.name}", file.stat().st_size) as advance:
         with _tar(file) as outer:
@@ -215,7 +217,8 @@ def _unpack_train(file: Path, target: Path) -> None:
 
 
 def _unpack_val(file: Path, classes: list[str], target: Path) -> None:
-    """Pictures in one heap, numbered from 1; `classes[n - 1]` is that of number n."""
+    """Unpack the validation archive, whose images are numbered from 1 and not sorted by class;
+    `classes[n - 1]` is the class of image n."""
     for name in set(classes):
         (target / name).mkdir(parents=True, exist_ok=True)
     with progress(f"unpacking {file.name}", file.stat().st_size) as advance:
@@ -228,7 +231,7 @@ def _unpack_val(file: Path, classes: list[str], target: Path) -> None:
 
 
 def _val_classes(devkit: Path) -> list[str]:
-    """The class of each validation picture, in the order of their numbers."""
+    """Return the class of each validation image, in the order of their numbers."""
     from scipy.io import loadmat
 
     with _tar(devkit) as kit:
@@ -242,7 +245,7 @@ def _val_classes(devkit: Path) -> list[str]:
 
 @contextmanager
 def _tar(file: Path) -> Iterator[tarfile.TarFile]:
-    """An archive, opened; what is wrong with it becomes a ConfigError that names it."""
+    """Open an archive. If it is damaged, a `ConfigError` that names it is raised."""
     try:
         with tarfile.open(file) as archive:
             yield archive
@@ -252,7 +255,7 @@ def _tar(file: Path) -> Iterator[tarfile.TarFile]:
 
 
 def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
-    """One picture of an archive, unless it is there whole."""
+    """Write one image of an archive, unless it is there completely."""
     target = folder / PurePosixPath(member.name).name
     if not member.isfile() or (target.exists() and target.stat().st_size == member.size):
         return

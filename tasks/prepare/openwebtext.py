@@ -1,4 +1,4 @@
-"""OpenWebText as tokens, for gpt2 and transnormer: <root>/openwebtext/."""
+"""Prepares OpenWebText as tokens in <root>/openwebtext/, for gpt2 and transnormer."""
 
 import argparse
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ Without the network:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Its own options."""
+    """See `DataSet.arguments`."""
     parser.add_argument(
         "--source",
         default=HUB_NAME,
@@ -35,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> str:
-    """The command line's work; returns what to say at the end."""
+    """See `DataSet.run`."""
 
     def load() -> Documents:
         return Documents([(load_rows("--source", options.source), 1)], keep_blank=True)
@@ -45,5 +45,5 @@ def run(options: argparse.Namespace) -> str:
 
 
 def check(path: Path, options: argparse.Namespace) -> Iterator[str]:
-    """See `DataSet.check`."""
+    """See `DataSet.check`. Reads every token."""
     return faults(path)

@@ -1,7 +1,7 @@
-"""ShapeNet-55 as point clouds, for shapenet: unpacked from the archive that the user has.
+"""Unpacks ShapeNet-55 as point clouds from the user's archive, for shapenet.
 
-Clouds are written one by one, aside and renamed, into `<root>/shapenet55.part/`; a later run goes
-on at the first that is missing. When all are there the folder is renamed.
+Clouds are written aside and renamed, one by one, into `<root>/shapenet55.part/`, and a later run
+continues at the first that is missing. When all are there, the folder is renamed.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tasks.store import locked
 NUM_CLOUDS = {"train": 41952, "test": 10518}
 NUM_CATEGORIES = 55
 NUM_POINTS = 1024
-"""Points that Point-MAE takes of each cloud; the files have 8192."""
+"""Number of points that Point-MAE takes from each cloud; the files have 8192."""
 _DAMAGED = zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error
 
 HELP = """\
@@ -49,13 +49,13 @@ _MISSING = (
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Its own options."""
+    """See `DataSet.arguments`."""
     parser.add_argument("--archive", metavar="FILE", help="zip or tar with the clouds")
     parser.add_argument("--lists", metavar="FOLDER", help="holds train.txt and test.txt")
 
 
 def run(options: argparse.Namespace) -> str:
-    """The command line's work; returns what to say at the end."""
+    """See `DataSet.run`."""
     final = Path(options.root) / "shapenet55"
     try:
         with locked(final):
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> str:
 
 
 def check(path: Path, options: argparse.Namespace) -> Iterator[str]:
-    """See `DataSet.check`."""
+    """See `DataSet.check`. Reads the lists and all clouds."""
     there, named = files_in(path), Counter[str]()
     for part in PARTS:
         names, whole = _names(path / LISTS / f"{part}.txt")
@@ -126,7 +126,7 @@ def _make(final: Path, archive: str | None, lists: str | None) -> None:
 def _unpack(archive: Path, work: Path) -> int:
     """Write clouds and lists of an archive into `work`; returns the number of clouds.
 
-    Only the last part of a member's name counts, so nothing lands elsewhere.
+    Only the last part of a member's name is used, so no file is written outside of `work`.
     """
     found = 0
     try:
@@ -141,7 +141,7 @@ def _unpack(archive: Path, work: Path) -> int:
                 else:
                     continue
                 if target.exists() and target.stat().st_size == size:
-                    continue  # by an earlier run
+                    continue  # written by an earlier run
                 target.parent.mkdir(parents=True, exist_ok=True)
                 aside = target.with_suffix(".tmp")
                 with opened() as source, aside.open("wb") as copy:
@@ -156,7 +156,7 @@ def _unpack(archive: Path, work: Path) -> int:
 def _members(
     archive: Path, advance: Callable[[int], None]
 ) -> Iterator[tuple[str, int, Callable[[], IO[bytes]]]]:
-    """Name, size and content of the plain files of a zip or a tar, in their order."""
+    """Yield name, size and a function that opens it for each regular file of a zip or a tar."""
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as pack:
             for entry in pack.infolist():
@@ -178,6 +178,6 @@ def _content(roll: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
 
 
 def _names(path: Path) -> tuple[list[str], list[str]]:
-    """The files that a list names, and what is wrong with it."""
+    """Return the files that a list names, and what is wrong with the list."""
     lines = list(listed(path))
     return [name for fault, name in lines if not fault], [fault for fault, _ in lines if fault]

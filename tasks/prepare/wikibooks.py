@@ -1,4 +1,4 @@
-"""English Wikipedia and BookCorpus as tokens, for roberta: <root>/wikibooks/."""
+"""Prepares English Wikipedia and BookCorpus as tokens in <root>/wikibooks/, for roberta."""
 
 import argparse
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ WORDS = Words(
     {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "<mask>": -1},
 )
 JOINED = 1000
-"""Sentences that make a document: some tens of pages. The borders of books are lost."""
+"""Number of sentences that make a document, some tens of pages. Where a book ends is not known."""
 
 HELP = f"""\
 Wikipedia and BookCorpus for task=roberta roberta.corpus=wikibooks.
@@ -36,7 +36,7 @@ Without the network:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Its own options."""
+    """See `DataSet.arguments`."""
     what = "a folder or a data set of the hub (NAME or NAME:CONFIGURATION)"
     parser.add_argument(
         "--source", action="append", help=f"{what} whose rows are documents (default: {ARTICLES})"
@@ -48,7 +48,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> str:
-    """The command line's work; returns what to say at the end."""
+    """See `DataSet.run`."""
     given = options.source or options.sentences
     articles = options.source or ([] if given else [ARTICLES])
     sentences = options.sentences or ([] if given else [SENTENCES])
@@ -63,5 +63,5 @@ def run(options: argparse.Namespace) -> str:
 
 
 def check(path: Path, options: argparse.Namespace) -> Iterator[str]:
-    """See `DataSet.check`."""
+    """See `DataSet.check`. Reads every token."""
     return faults(path)
