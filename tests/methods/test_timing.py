@@ -6,9 +6,10 @@ import pytest
 
 from tests.methods.collectives import Recorder, SlowNetwork
 from tests.methods.driver import (
+    DENSE,
     OVERLAPPED,
-    ROUNDS_OF,
     SETTINGS,
+    SPARSE,
     Session,
     Snapshot,
     assert_same,
@@ -87,17 +88,26 @@ def test_ranks_issue_the_same_collectives(workers: Pool, name: str) -> None:
         assert other == first
 
 
-@pytest.mark.parametrize("name", ["allreduce", *ROUNDS_OF])
+@pytest.mark.parametrize("name", ["allreduce", *DENSE])
 def test_a_round_has_one_collective(workers: Pool, name: str) -> None:
     [first, _] = workers.run(recorded, 2, name)
     means = ("all_reduce", "allreduce_")  # as our code launches it, and as DDP does
     launched = [step for step, call, *_, background in first if call in means and background]
     due = {
         "allreduce": list(range(1, STEPS + 1)),
-        "streaming_diloco": [1, 3, 4, 6, 7, 9, 10, 12, 13, 15],
+        "streaming_diloco": [2, 3, 5, 6, 8, 9, 11, 12, 14, 15],
     }
     if name == "allreduce":
         launched = sorted(set(launched))  # a step has a collective for each of DDP's buckets
     assert launched == due.get(name, [TAU * (t + 1) for t in range(ROUNDS)])
     blocking = {step for step, *_, background in first if step and not background}
     assert blocking == {5, 10, 15}, "between rounds nothing is sent but for a consensus"
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_round_has_one_gathering(workers: Pool, name: str) -> None:
+    [first, _] = workers.run(recorded, 2, name)
+    gathered = [step for step, call, *_ in first if call == "all_gather_into_tensor"]
+    assert gathered == [TAU * (t + 1) for t in range(ROUNDS)]
+    others = {step for step, call, *_ in first if step and call != "all_gather_into_tensor"}
+    assert others == {5, 10, 15}, "of consensuses"

@@ -35,7 +35,8 @@ def rounds(
 
 def few(error: Tensor, sizes: list[int], density: float) -> Tensor:
     """What is sent of a vector that tensors of these sizes make up; 0 elsewhere."""
-    chunks = [chunk for tensor in error.split(sizes) for chunk in tensor.split(4096)]
+    tensors = [tensor for tensor in error.split(sizes) if len(tensor)]
+    chunks = [chunk for tensor in tensors for chunk in tensor.split(4096)]
     return torch.cat([of_chunk(chunk, max(1, round(density * len(chunk)))) for chunk in chunks])
 
 
