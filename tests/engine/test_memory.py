@@ -52,7 +52,6 @@ def held_beyond_the_ledger(
     """Model copies on this worker that are neither weights, gradients nor inner state, and how
     many the method tells."""
     flat._CHUNK["cpu"], exchange._PIECE = 512, 256  # scratch is no model copy either
-    sparse._PIECE = sparse.CHUNK
     before = storages()
     model, optimizer, method = build(name, wire, **(fields or {}))
     wrapped = method.prepare(model, optimizer, co2.Mesh.world())
@@ -76,7 +75,7 @@ MESSAGES = 2 * 2 * sum(4 + -(-numel // 8) for numel in HALF) / (4 * PARAMS)
 SPARSE_MESSAGES = (
     3
     * (
-        16 * (4 + 21 + 123)  # bytes of 16 chunks: magnitudes, 82 values, as many indices
+        (16 * 4 + 328 + 1968)  # bytes of 16 chunks: magnitudes, 16 · 82 values, as many indices
         + (4 + 3 + 15)  # 10 of the 513 elements that are left
         + (4 + 2 + 8)  # 5 of a bias with 257
         + (4 + 11 + 62)  # 41 of 2,056
