@@ -75,7 +75,8 @@ def cells(gpus: bool) -> Iterator[tuple[str, dict[str, Any], CommConfig]]:
         for wire in Precision:
             comm = CommConfig(dtype=wire, device=keep)
             for name in co2.METHODS:
-                if comm == CommConfig() or name not in REFUSED[keep]:
+                rounded = wire is Precision.bf16 and name in FP32_ONLY
+                if comm == CommConfig() or (name not in REFUSED[keep] and not rounded):
                     yield name, {} if name in NO_ROUNDS else {"tau": TAU}, comm
             if (wire, keep) == (Precision.fp32, CommDevice.auto):
                 yield "co2", {"tau": TAU, "shard": True}, comm
@@ -101,6 +102,8 @@ COMPRESSED = ("onebit_adam", "zero_one_adam")
 NO_ROUNDS = ("allreduce", *COMPRESSED)
 REFUSED = {CommDevice.auto: COMPRESSED, CommDevice.cpu: NO_ROUNDS}
 """By comm.device, the methods that accept nothing but the defaults of comm."""
+FP32_ONLY = ("sparseloco",)
+"""Methods that refuse comm.dtype=bf16 alone."""
 PARTS = ("parameter_bytes", "gradient_bytes", "inner_state_bytes", "extra_bytes", "scratch_bytes")
 
 

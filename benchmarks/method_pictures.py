@@ -14,7 +14,7 @@ import numpy as np
 
 from co2.simulate.methods import OVERLAPPED, SIMULATED
 from co2.simulate.network import Link, Network
-from co2.simulate.schedule import Buckets, advance_of
+from co2.simulate.schedule import advance_of, sendings
 
 TAU, WORKERS, WINDOW_S = 4, 2, 17.0
 FRAGMENTS, DELAY = 2, 1
@@ -60,7 +60,7 @@ def picture(method: str) -> str:
 
 def simulated(method: str) -> Iterator[Span]:
     """Rounds of the simulator until the window is full; each begins where the last one ended."""
-    buckets = Buckets(MODEL_BYTES, MODEL_BYTES // NUM_BUCKETS, NETWORK, WORKERS)
+    buckets = sendings(method, MODEL_BYTES, MODEL_BYTES // NUM_BUCKETS, NETWORK, WORKERS)
     advance = advance_of(method, buckets, backward_share=2 / 3)
     starts, number = np.zeros(WORKERS), 0
     while starts.min() < WINDOW_S:

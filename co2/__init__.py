@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from co2.methods.onebit_adam import OneBitAdam
     from co2.methods.overlap_local_sgd import OverlapLocalSGD
     from co2.methods.slowmo import SlowMo
+    from co2.methods.sparseloco import SparseLoCo
     from co2.methods.streaming_diloco import StreamingDiLoCo
     from co2.methods.zero_one_adam import ZeroOneAdam
 
@@ -45,6 +46,7 @@ __all__ = [
     "OneBitAdam",
     "OverlapLocalSGD",
     "SlowMo",
+    "SparseLoCo",
     "StreamingDiLoCo",
     "ZeroOneAdam",
 ]

@@ -32,6 +32,7 @@ OWN: dict[str, tuple[str, ...]] = {
     "cocod_sgd": ROUNDS,
     "streaming_diloco": ROUNDS,
     "eager_diloco": ROUNDS,
+    "sparseloco": ROUNDS,
     "co2": ROUNDS,
     "co2_keep": ROUNDS,
     "onebit_adam": ("freeze_step=6",),

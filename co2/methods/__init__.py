@@ -11,6 +11,7 @@ from co2.methods.local_sgd import LocalSGD
 from co2.methods.onebit_adam import OneBitAdam
 from co2.methods.overlap_local_sgd import OverlapLocalSGD
 from co2.methods.slowmo import SlowMo
+from co2.methods.sparseloco import SparseLoCo
 from co2.methods.streaming_diloco import StreamingDiLoCo
 from co2.methods.zero_one_adam import ZeroOneAdam
 
@@ -23,6 +24,7 @@ METHODS: dict[str, type[Method]] = {
     "cocod_sgd": CoCoDSGD,
     "streaming_diloco": StreamingDiLoCo,
     "eager_diloco": EagerDiLoCo,
+    "sparseloco": SparseLoCo,
     "co2": CO2,
     "co2_keep": CO2Keep,
     "onebit_adam": OneBitAdam,

@@ -1,7 +1,7 @@
 """Streaming DiLoCo (Douillard et al., 2025, arXiv 2501.18512). Overlapped for `delay` steps.
 
     layer l belongs to fragment l mod P; for fragment p, on every replica i:
-        its syncs: steps n ≡ (p + 1) round(τ/P)  (mod τ), counted from 1
+        its syncs: steps n ≡ ⌈(p + 1) τ/P⌉  (mod τ), counted from 1
         `delay` steps before a sync:  start d = mean_i (θ − x^i)        x^i: local weights then
         at the sync, with d arrived:  v ← β v + d                       (outer.py, nesterov)
                                       θ ← θ − α (d + β v)
@@ -20,8 +20,9 @@ With `exchange` int8 or int4 the θ − x^i are quantized, with one scale for ea
 and so is their mean. Rounding errors are kept and added the next time (co2/comm/exchange.py). d is
 then the quantized mean, equal on all replicas.
 
-Chosen here: the offsets if P does not divide τ; and uniform quantization with error feedback, where
-the paper sends floats of 4 bits.
+Chosen here: the offsets if P does not divide τ, rounded up, so that no two fragments have a sync
+in the same step; and uniform quantization with error feedback, where the paper sends floats of 4
+bits.
 """
 
 from collections.abc import Iterable
@@ -182,9 +183,8 @@ class Fragment:
             compressor = COMPRESSORS[config.exchange]
             self.exchange = CompressedMean(sizes, mesh, self.mean, compressor)
         self.outer, self.momentum = flat.copy(), flat.zeros()
-        first = (number + 1) * round(config.tau / config.fragments)
-        self.starts_at = (first - config.delay) % config.tau
-        self.syncs_at = first % config.tau
+        self.syncs_at = sync_step(number, config.tau, config.fragments)
+        self.starts_at = (self.syncs_at - config.delay) % config.tau
 
     def start(self) -> None:
         """Start the mean of θ − x^i."""
@@ -218,6 +218,12 @@ class Fragment:
     def scratch_tensors(self) -> list[Tensor]:
         quantized = [] if self.exchange is None else self.exchange.scratch_tensors()
         return [*self.flat.transfer.scratch_tensors(), *quantized]
+
+
+def sync_step(number: int, tau: int, fragments: int) -> int:
+    """Return the steps after which a fragment has its syncs, modulo τ. No two fragments share one,
+    because they are τ/P ≥ 1 apart before they are rounded."""
+    return -(-(number + 1) * tau // fragments) % tau
 
 
 def strided(model: nn.Module, optimizer: Optimizer, fragments: int) -> list[list[Tensor]]:

@@ -124,6 +124,11 @@ class Network:
             return min(time(num_bytes, workers) for time in times.values())
         return times[self.collective](num_bytes, workers)
 
+    def all_gather_s(self, num_bytes: float, workers: int) -> float:
+        """Seconds of one all-gather of `num_bytes` from each worker, all starting together: the
+        second half of an all-reduce of what they have together."""
+        return self.all_reduce_s(workers * num_bytes, workers) / 2
+
     def _flat_ring_s(self, num_bytes: float, workers: int) -> float:
         """One ring through all GPUs, server by server, so that it leaves each server once.
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from co2.errors import require, require_count, require_number
-from co2.simulate.methods import ALLREDUCE, BLOCKING, LIMIT, require_simulated
+from co2.simulate.methods import ALLREDUCE, BLOCKING, LIMIT, MESSAGE_SHARE, require_simulated
 from co2.simulate.network import Network, ring_bytes
 
 BUCKET_BYTES = 25 * 2**20
@@ -123,7 +123,8 @@ def simulate(
     Args:
         method: one of `co2.simulate.methods.SIMULATED`.
         workers: G, replicas that train alike.
-        vector_bytes: n, what one all-reduce carries: parameters × 4 for fp32, × 2 for bf16.
+        vector_bytes: n, what one all-reduce carries: parameters × 4 for fp32, × 2 for bf16. A
+            method that gathers messages has a share of n in each.
         step_s: seconds of one step's computation on one replica, on average.
         network: links and servers. `Network(Link(rate_bits, latency_s))` is a link per worker.
         steps: steps that are measured. Those beyond the last whole round are computed and not
@@ -150,8 +151,8 @@ def simulate(
     network.check(workers)
 
     replicas = Replicas(workers, step_s, noise or Noise())
-    bucket = Buckets(vector_bytes, bucket_bytes, network, workers)
-    advance = advance_of(method, bucket, backward_share)
+    sent = sendings(method, vector_bytes, bucket_bytes, network, workers)
+    advance = advance_of(method, sent, backward_share)
     length = {LIMIT: steps, ALLREDUCE: 1}.get(method, tau)
 
     rounds, rest = divmod(steps, length)
@@ -174,14 +175,15 @@ def simulate(
         exposed_s=exposed_s / steps,
         exposed_share=exposed_s / float(own_s.mean()),
         comm_s=comm_s / max(collectives, 1),
-        wire_s=bucket.wire_s if collectives else 0.0,
+        wire_s=sent.wire_s if collectives else 0.0,
         overlap=max(0.0, 1 - exposed_s / comm_s) if comm_s > 0 else None,
-        bytes_per_step=ring_bytes(vector_bytes, workers) * collectives / steps,
+        bytes_per_step=sent.num_bytes * collectives / steps,
     )
 
 
 class Buckets:
-    """A vector cut into buckets: the share of the vector and the seconds on the wire of each."""
+    """A vector cut into buckets: the share of the vector and the seconds on the wire of each, and
+    the bytes that a worker sends for all."""
 
     def __init__(self, vector_bytes: int, bucket_bytes: int, network: Network, workers: int):
         whole, last = divmod(vector_bytes, bucket_bytes)
@@ -190,6 +192,26 @@ class Buckets:
         seconds = {size: network.all_reduce_s(size, workers) for size in {sizes[0], sizes[-1]}}
         self.seconds = np.array([seconds[size] for size in sizes])
         self.wire_s = float(self.seconds.sum())
+        self.num_bytes = ring_bytes(vector_bytes, workers)
+
+
+class Messages(Buckets):
+    """A message of each worker, which all gather in one piece."""
+
+    def __init__(self, message_bytes: int, network: Network, workers: int):
+        self.shares = np.ones(1)
+        self.wire_s = network.all_gather_s(message_bytes, workers)
+        self.seconds = np.array([self.wire_s])
+        self.num_bytes = (workers - 1) * message_bytes
+
+
+def sendings(
+    method: str, vector_bytes: int, bucket_bytes: int, network: Network, workers: int
+) -> Buckets:
+    """What the collective of a round carries under this method."""
+    if method in MESSAGE_SHARE:
+        return Messages(round(MESSAGE_SHARE[method] * vector_bytes), network, workers)
+    return Buckets(vector_bytes, bucket_bytes, network, workers)
 
 
 def advance_of(method: str, buckets: Buckets, backward_share: float) -> Advance:

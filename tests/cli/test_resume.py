@@ -330,6 +330,7 @@ METHODS = {
     "cocod_sgd": ("cocod_sgd.tau=3",),
     "streaming_diloco": ("streaming_diloco.tau=3", "streaming_diloco.delay=2"),
     "eager_diloco": ("eager_diloco.tau=3",),
+    "sparseloco": ("sparseloco.tau=3",),
     "co2": (
         "co2.tau=3",
         "co2.gap_penalty=gap_aware_elementwise",

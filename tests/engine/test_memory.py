@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import co2
-from co2.comm import exchange, flat
+from co2.comm import exchange, flat, sparse
 from co2.config import CommConfig, Precision
 from co2.methods import METHODS
 from co2.train import meters
-from tests.methods.driver import ADAM, ROUNDS_OF
+from tests.methods.driver import ADAM, ROUNDS_OF, SPARSE
 
 WIDTH = 257
 PARAMS = WIDTH * WIDTH + WIDTH + WIDTH * 8
@@ -72,11 +72,23 @@ HALF = [WIDTH * WIDTH - PARAMS // 2, WIDTH, WIDTH * 8]
 """Elements of the tensors that the second half of the vector has a part in."""
 MESSAGES = 2 * 2 * sum(4 + -(-numel // 8) for numel in HALF) / (4 * PARAMS)
 """Sent and received of a 1-bit mean on two workers: scales and signs of the longer half, each."""
+SPARSE_MESSAGES = (
+    3
+    * (
+        (16 * 4 + 328 + 1968)  # bytes of 16 chunks: magnitudes, 16 · 82 values, as many indices
+        + (4 + 3 + 15)  # 10 of the 513 elements that are left
+        + (4 + 2 + 8)  # 5 of a bias with 257
+        + (4 + 11 + 62)  # 41 of 2,056
+    )
+    / (4 * PARAMS)
+)
+"""Sent and received of a sparse mean on two workers, of which the second gets two."""
 COPIES = {
     Precision.fp32: {
         "allreduce": 0,
         "local_sgd": 2,
         "eager_diloco": 4,
+        "sparseloco": 3 + SPARSE_MESSAGES,
         # Gradient, m, v, two kinds of error; and u and the start of the interval.
         "onebit_adam": 4.5 + MESSAGES,
         "zero_one_adam": 6.5 + MESSAGES,
@@ -87,7 +99,8 @@ OTHERS = {Precision.fp32: 3, Precision.bf16: 2.5}
 """The communication buffer is one of them; with bf16, half a one."""
 
 
-CELLS = [(n, w) for n in METHODS for w in Precision if n not in ADAM or w is Precision.fp32]
+PACKED = (*ADAM, *SPARSE)
+CELLS = [(n, w) for n in METHODS for w in Precision if n not in PACKED or w is Precision.fp32]
 
 
 @pytest.mark.parametrize(("name", "wire"), CELLS)
@@ -159,6 +172,18 @@ def test_the_end_of_a_round_makes_no_temporary_of_model_size(monkeypatch, name, 
     with torch.no_grad(), LargestAllocation() as seen:
         method.end_round()
     assert seen.operations > 0 and seen.largest <= 1024
+
+
+def test_a_sparse_mean_makes_none_either(monkeypatch):
+    """Its temporaries are as large as a chunk of 4,096, by a few columns."""
+    monkeypatch.setitem(flat._CHUNK, "cpu", 1024)
+    monkeypatch.setattr(sparse, "_PIECE", sparse.CHUNK)
+    model, optimizer, method = build("sparseloco")
+    method.prepare(model, optimizer, co2.Mesh.world())
+    train(model, method, 4)
+    with torch.no_grad(), LargestAllocation() as seen:
+        method.end_round()
+    assert seen.operations > 0 and seen.largest <= sparse.CHUNK < PARAMS / 10
 
 
 @pytest.mark.parametrize("kind", ["full", "int8", "int4"])

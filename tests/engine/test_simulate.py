@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import co2
 from co2.comm.background import BackgroundMean
 from co2.config import Waits
 from co2.methods import METHODS
@@ -19,7 +20,14 @@ from co2.simulate import methods as declared
 from co2.simulate import paper as paper_scaling
 from co2.simulate import schedule
 from co2.simulate.__main__ import main
-from co2.simulate.methods import BLOCKING, LEFT_OUT, OVERLAPPED, SIMULATED, declarations
+from co2.simulate.methods import (
+    BLOCKING,
+    LEFT_OUT,
+    MESSAGE_SHARE,
+    OVERLAPPED,
+    SIMULATED,
+    declarations,
+)
 from co2.simulate.models import MODELS
 from co2.simulate.network import COLLECTIVES, Link, Network, parse_link, ring_bytes, ring_s
 from co2.simulate.scaling import scaling_ratio
@@ -83,7 +91,7 @@ def test_bytes_per_step():
     sent = 2 * 3 * 10**6 // 4
     assert run("none").bytes_per_step == 0
     assert run("allreduce").bytes_per_step == sent
-    for method in BLOCKING + OVERLAPPED:
+    for method in {*BLOCKING, *OVERLAPPED} - {*MESSAGE_SHARE}:
         assert run(method).bytes_per_step == sent / 4
         assert run(method, steps=43).bytes_per_step == sent * 10 / 43, "no collective in the rest"
 
@@ -102,13 +110,33 @@ def test_a_late_mean_is_hidden_below_a_round_and_exposed_above(method):
     assert start.exposed_s * 40 == pytest.approx(9 * (twice.wire_s - 4)), "none in round 0"
 
 
-@pytest.mark.parametrize("method", BLOCKING)
+@pytest.mark.parametrize("method", sorted({*BLOCKING} - {*MESSAGE_SHARE}))
 def test_a_blocking_mean_is_exposed_whole(method):
     found = run(method)
     assert found.exposed_s * 4 == pytest.approx(found.wire_s)
     assert found.step_s == pytest.approx(1 + 1.5 / 4)
     assert found.exposed_share == pytest.approx(1.5 / 5.5)
     assert found.overlap == pytest.approx(0)
+
+
+def test_messages_are_gathered():
+    # 3 phases of a message of 9,002.7 bytes, about 9 ms each
+    found = run("sparseloco")
+    assert found.wire_s == pytest.approx(3 * 9003e-6)
+    assert found.exposed_s * 4 == pytest.approx(found.wire_s)
+    assert found.bytes_per_step == 3 * 9003 / 4
+    assert FLAT.all_gather_s(10**6, 4) == pytest.approx(3 * (0.008 + 0.001))
+
+
+@pytest.mark.parametrize("method", MESSAGE_SHARE)
+def test_the_share_of_a_message_is_the_methods(method):
+    """With its default configuration, for a model of many whole chunks."""
+    weight = torch.nn.Parameter(torch.zeros(4096, 10))
+    synchronized = METHODS[method]()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    synchronized.prepare(torch.nn.ParameterList([weight]), optimizer, co2.Mesh.world())
+    message = synchronized.exchange.messages()["sent"]
+    assert message.nbytes == pytest.approx(MESSAGE_SHARE[method] * 4 * weight.numel(), rel=1e-3)
 
 
 @pytest.mark.parametrize("buckets", [1, 2, 10, 1000])
@@ -174,6 +202,8 @@ def test_the_vector_against_loops_over_events(method, workers, megabytes):
     size = int(megabytes * 10**6)
     shares = [1 / num_buckets] * num_buckets
     wire_s = SLOW.all_reduce_s(size, workers)
+    if method in MESSAGE_SHARE:
+        wire_s = SLOW.all_gather_s(round(MESSAGE_SHARE[method] * size), workers)
     clock, exposed = events(method, seconds, wire_s, tau, rounds, shares, 0.6)
     found = simulate(
         method=method,

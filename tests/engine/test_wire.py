@@ -12,7 +12,7 @@ from co2.comm.background import BackgroundMean
 from co2.config import CommConfig, Precision
 from co2.methods import METHODS
 from tests.counted_bytes import measured_and_counted, needs_root
-from tests.methods.driver import ROUNDS_OF
+from tests.methods.driver import DENSE, SPARSE
 
 SIZES = (1000, 77)
 FP32, BF16 = Precision.fp32, Precision.bf16
@@ -45,12 +45,37 @@ def payload_and_count(rank: int, world: int, name: str, wire: Precision) -> tupl
     return payload, method.stats().bytes_sent
 
 
-@pytest.mark.parametrize("name", ROUNDS_OF)
+@pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize(("world", "wire", "width"), [(1, FP32, 4), (2, FP32, 4), (3, BF16, 2)])
 def test_bytes_are_those_of_a_ring_over_the_payload(workers, name, world, wire, width):
     for payload, counted in workers.run(payload_and_count, world, name, wire):
         assert payload == (0 if world == 1 else STEPS // TAU * width * sum(SIZES))
         assert counted == pytest.approx(2 * (world - 1) / world * payload, abs=STEPS)
+
+
+def messages_and_count(rank: int, world: int, name: str) -> tuple[int, float]:
+    """Bytes of the messages that this worker gave to all-gathers, and its own count."""
+    given, real = 0, dist.all_gather_into_tensor
+
+    def counting(output, message, **kwargs):
+        nonlocal given
+        given += message.nbytes
+        return real(output, message, **kwargs)
+
+    with patch.object(dist, "all_gather_into_tensor", counting):
+        payload, counted = payload_and_count(rank, world, name, FP32)
+    assert payload == 0
+    return given, counted
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_bytes_are_those_of_a_message_to_each_other_replica(workers, name, world):
+    for given, counted in workers.run(messages_and_count, world, name):
+        # 20 of 1,000 and 2 of 77, with 2 bits and 12; and two magnitudes for each of the tensors
+        message = (4 + 5 + 30) + (4 + 1 + 3)
+        assert given == (0 if world == 1 else STEPS // TAU * message)
+        assert counted == (world - 1) * STEPS // TAU * message
 
 
 def payloads_when_sharded(rank: int, world: int) -> tuple[dict[str, int], float]:
@@ -102,6 +127,7 @@ def test_bytes_when_sharded(workers, world, padded):
         ("allreduce", 2, "fp32", {}),
         ("allreduce", 2, "bf16", {}),
         ("onebit_adam", 3, "fp32", {"freeze_step": 1}),
+        ("sparseloco", 3, "fp32", {"tau": 1}),
     ],
 )
 def test_bytes_are_what_the_network_device_counts(

@@ -32,6 +32,7 @@ FIELDS = [
     ("streaming_diloco", {"fragments": 1, "delay": 0}),
     ("streaming_diloco", {"fragments": 1, "delay": 0, "exchange": "int8"}),
     ("eager_diloco", {}),
+    ("sparseloco", {"density": 0.3}),
     ("co2_keep", {}),
     ("co2", {"gap_penalty": "none"}),
     ("co2", {"gap_penalty": "gap_aware", "clip": 0.05}),

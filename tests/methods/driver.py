@@ -27,6 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "outer_momentum": 0.4,
     },
     "eager_diloco": {"tau": 3, "outer_lr": 0.6, "outer_momentum": 0.5},
+    "sparseloco": {"tau": 3, "density": 0.4, "outer_lr": 0.9, "error_decay": 0.8},
     "co2": {
         "tau": 3,
         "outer_lr": 0.8,
@@ -51,6 +52,12 @@ OVERLAPPED = tuple(name for name in SETTINGS if METHODS[name].waits is Waits.bey
 
 ROUNDS_OF = tuple(name for name, settings in SETTINGS.items() if "tau" in settings)
 """Methods with rounds of τ steps around any inner optimizer."""
+
+SPARSE = ("sparseloco",)
+"""Those of them that send packed messages in place of a vector."""
+
+DENSE = tuple(name for name in ROUNDS_OF if name not in SPARSE)
+"""Those that send vectors, whose type and buckets can be chosen."""
 
 ADAM = tuple(name for name in SETTINGS if issubclass(METHODS[name], CompressedAdam))
 """Methods that are an Adam: they take the place of the inner one, and refuse any other."""

@@ -42,6 +42,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         "co2_keep",
         {"tau": TAU, "delay": 1, "keep_local": 0.6, "outer_momentum": 0.6, "momentum_weight": 0.3},
     ),
+    "sparseloco": ("sparseloco", {"tau": TAU, "density": 0.4}),
 }
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {

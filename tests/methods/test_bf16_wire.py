@@ -8,7 +8,7 @@ import co2
 from co2.comm.background import BackgroundMean
 from co2.config import CommConfig, Precision
 from tests.methods import problem
-from tests.methods.driver import ADAM, SETTINGS, Snapshot, trajectory
+from tests.methods.driver import ADAM, SETTINGS, SPARSE, Snapshot, trajectory
 from tests.workers import Pool
 
 BF16 = CommConfig(dtype=Precision.bf16)
@@ -45,7 +45,7 @@ def moved(one: Snapshot, other: Snapshot) -> float:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in ADAM])
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in (*ADAM, *SPARSE)])
 def test_the_trajectory_stays_close(workers: Pool, name: str, world: int) -> None:
     """Every displacement is off by at most 2^-8 of itself for each of the G roundings, and what it
     moves passes that on: together less than 3 % of the way made."""

@@ -11,7 +11,7 @@ from co2.comm.background import BackgroundMean
 from co2.methods import METHODS
 from tests.methods import problem
 from tests.methods.collectives import Recorder
-from tests.methods.driver import ROUNDS_OF, SETTINGS, assert_same
+from tests.methods.driver import DENSE, SETTINGS, assert_same
 from tests.workers import Pool
 
 ITEM = 8
@@ -53,7 +53,7 @@ def _trained(
     return history, [numel for _, call, numel, *_ in recorder.log if call == "all_reduce"]
 
 
-@pytest.mark.parametrize("name", ROUNDS_OF)
+@pytest.mark.parametrize("name", DENSE)
 def test_buckets_change_nothing(workers: Pool, name: str) -> None:
     workers.run(cut, 2, name)
 

@@ -28,6 +28,7 @@ WAITS = {
 SENDS = {
     "2(G−1)/G · n": lambda G, n, tau: 2 * (G - 1) / G * n,
     "2(G−1)/G · n/τ": lambda G, n, tau: 2 * (G - 1) / G * n / tau,
+    "(G−1) · n/(111τ)": lambda G, n, tau: (G - 1) * n / (111 * tau),
     "2(G−1)/G · n/32": lambda G, n, tau: 2 * (G - 1) / G * n / 32,
 }
 OWN = {

@@ -129,6 +129,20 @@ CASES = [
          {"tau": 2, "outer_lr": 1.0, "outer_momentum": 0.0},
          [scalars(2, 0, 0, 0), scalars(0, 2, 0, 0)],
          [scalars(-2, -2, -4, -4), scalars(0, -4, -4, -4)]),
+    Case("a weight of one element is sent", "sparseloco",
+         {"tau": 2, "density": 0.02, "outer_lr": 1.0, "error_decay": 0.95},
+         [scalars(0.5), scalars(1.5)], [scalars(-2, -4, -6)] * 2),
+    Case("outer rate", "sparseloco",
+         {"tau": 2, "density": 0.02, "outer_lr": 0.5, "error_decay": 0.0},
+         ONE, [scalars(-0.5, -1.0, -1.5)]),
+    # bf16 has no number between 1 and 1 + 1/128: the errors 1/512, 1/256, -1/512 are sent later
+    Case("a rounding comes later", "sparseloco",
+         {"tau": 1, "density": 0.02, "outer_lr": 1.0, "error_decay": 1.0},
+         [scalars(513 / 512)], [scalars(-1, -2, -3 - 1 / 128, -4 - 1 / 128)]),
+    # halves of them: 1/512, then 1/1024 + 1/512
+    Case("half of a rounding does", "sparseloco",
+         {"tau": 1, "density": 0.02, "outer_lr": 1.0, "error_decay": 0.5},
+         [scalars(513 / 512)], [scalars(-1, -2, -3, -4)]),
     keep_case("SlowMo's starts", ONE, [scalars(-1, -2.5, -4.25, -6.125)],
               keep_local=1.0, outer_momentum=0.5, momentum_weight=0.5),
     # from round 1 on half a round stays behind

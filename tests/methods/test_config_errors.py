@@ -18,6 +18,7 @@ ROUNDS = (
     "overlap_local_sgd",
     "cocod_sgd",
     "eager_diloco",
+    "sparseloco",
     "co2",
     "co2_keep",
 )
@@ -34,7 +35,7 @@ WRONG: list[tuple[str, str, Any]] = [
     ),
     *(
         (name, "outer_lr", value)
-        for name in ("slowmo", *DILOCOS, "co2")
+        for name in ("slowmo", *DILOCOS, "sparseloco", "co2")
         for value in (-1.0, NAN, INF)
     ),
     *(("streaming_diloco", "tau", value) for value in (0, -3, "auto", 2.5)),
@@ -42,6 +43,8 @@ WRONG: list[tuple[str, str, Any]] = [
     *(("streaming_diloco", "delay", value) for value in (-1, 3, 0.5)),
     *(("streaming_diloco", "mixing", value) for value in (-0.1, 1.1, NAN)),
     *(("streaming_diloco", "exchange", value) for value in ("int2", "sign", "", None)),
+    *(("sparseloco", "density", value) for value in (0.0, -0.1, 1.1, NAN)),
+    *(("sparseloco", "error_decay", value) for value in (-0.1, 1.1, NAN)),
     *(("overlap_local_sgd", "pull", value) for value in (-0.1, 1.1, NAN)),
     *(("co2", "clip", value) for value in (-1.0, NAN)),
     *(("co2", "gap_penalty", value) for value in ("typo", 0.0, -2.0, NAN)),
@@ -56,6 +59,8 @@ RIGHT: list[tuple[str, str, Any]] = [
     *(("streaming_diloco", "delay", value) for value in (0, 2)),
     *(("streaming_diloco", "mixing", value) for value in (0.0, 1.0)),
     *(("streaming_diloco", "exchange", value) for value in ("full", "int8", "int4")),
+    *(("sparseloco", "density", value) for value in (1e-9, 1.0, 1)),
+    *(("sparseloco", "error_decay", value) for value in (0.0, 1.0)),
     *((name, "outer_momentum", 0.0) for name in ("slowmo", "overlap_local_sgd", "co2")),
     *(("co2", "clip", value) for value in (None, 0.0, 5.0)),
     *(

@@ -31,6 +31,7 @@ STREAMING: tuple[dict[str, Any], ...] = (
     {"fragments": 1, "delay": 0, "mixing": 0.0},
     {"fragments": 2, "delay": 2, "mixing": 0.5},
     {"fragments": 3, "delay": 2, "mixing": 0.25},
+    {"tau": 5, "fragments": 3, "delay": 1},
     {"exchange": "int8", "fragments": 1},
     {"exchange": "int4", "fragments": 3, "delay": 2},
 )

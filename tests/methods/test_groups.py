@@ -20,9 +20,21 @@ from tests.methods.driver import SETTINGS, inner, parts
 from tests.methods.problem import OPTIMIZERS
 from tests.workers import Pool
 
-ROLES = {"background": "training", "collectives": "consensus"}
+ROLES = {
+    "background": "training",
+    "exchange": "training",
+    "sparse": "training",
+    "collectives": "consensus",
+}
 """What the collectives of a file of co2/comm are for. Those of co2/train are for control."""
-WATCHED = ("all_reduce", "broadcast", "barrier", "all_gather_object", "broadcast_object_list")
+WATCHED = (
+    "all_reduce",
+    "all_gather_into_tensor",
+    "broadcast",
+    "barrier",
+    "all_gather_object",
+    "broadcast_object_list",
+)
 
 
 @contextmanager

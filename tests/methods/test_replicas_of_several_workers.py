@@ -22,6 +22,8 @@ from tests.methods.several_workers import SETTINGS, Block, Net, Worker
 
 STEPS = 9
 """Three rounds: what the first sends is applied in the second and penalized in the third."""
+WHOLE = ("sparseloco",)
+"""Kinds that need whole tensors on every worker."""
 ALL_STRATEGIES = ("allreduce", "streaming_diloco", "co2", "co2 in parts")
 """Kinds that hold flat vectors, buckets or fragments each in a way of its own."""
 Whole = dict[str, Tensor]
@@ -92,7 +94,12 @@ def strategies_of(kind: str) -> list[Strategy]:
     return [Strategy.zero1, Strategy.zero2]
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("kind", WHOLE)
+def test_whole_weights_on_two_workers(workers, kind):
+    compare(workers, kind, (Strategy.ddp, Strategy.zero1))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SETTINGS if kind not in WHOLE])
 def test_two_replicas_of_two_workers(workers, kind):
     strategies = strategies_of(kind)
     expected, found = compare(workers, kind, strategies)

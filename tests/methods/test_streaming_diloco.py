@@ -1,5 +1,6 @@
 """What is particular to Streaming DiLoCo: its schedule, its layers, and when it is DiLoCo."""
 
+import itertools
 import random
 import time
 from typing import Any
@@ -13,7 +14,7 @@ from torch.optim import SGD
 
 import co2
 from co2.errors import ConfigError
-from co2.methods.streaming_diloco import StreamingDiLoCo, layer, strided
+from co2.methods.streaming_diloco import StreamingDiLoCo, layer, strided, sync_step
 from tests.methods import problem
 from tests.methods.driver import SETTINGS, Session, assert_same, trajectory
 from tests.reference import REFERENCES
@@ -95,6 +96,44 @@ def test_the_table_by_the_reference(case: tuple[int, float]) -> None:
     for weights in expected(case):
         next(steps)
         assert [values(replica.model) for replica in replicas] == [weights] * 2
+
+
+def synced_after(rank: int, world: int, pairs: list[tuple[int, int]]) -> list[list[list[int]]]:
+    """By pair and fragment: the steps of two rounds after which its outer weights have changed."""
+    found = []
+    for tau, fragments in pairs:
+        model, optimizer = problem.build_drift([2] * fragments)
+        config = {"tau": tau, "fragments": fragments, "delay": 0}
+        method = StreamingDiLoCo(StreamingDiLoCo.Config(**config))
+        method.prepare(model, optimizer, co2.Mesh.world())
+        steps: list[list[int]] = [[] for _ in range(fragments)]
+        for step in range(1, 2 * tau + 1):
+            before = [fragment.outer.clone() for fragment in method.fragments]
+            problem.backward_drift(model, step, rank)
+            method.step()
+            for number, fragment in enumerate(method.fragments):
+                if not torch.equal(fragment.outer, before[number]):
+                    steps[number].append(step)
+        method.flush()
+        found.append(steps)
+    return found
+
+
+PAIRS = [(tau, fragments) for tau in range(1, 13) for fragments in range(1, tau + 1)]
+
+
+def test_no_two_fragments_share_a_step() -> None:
+    for (tau, fragments), steps in zip(PAIRS, synced_after(0, 1, PAIRS), strict=True):
+        together = [step for own in steps for step in own]
+        assert len(together) == len(set(together)) == 2 * fragments, (tau, fragments)
+        for number, (first, second) in enumerate(steps):
+            assert second == first + tau and first % tau == sync_step(number, tau, fragments)
+        firsts = [first for first, _ in steps]
+        assert firsts == sorted(firsts) and firsts[-1] == tau
+        if tau % fragments == 0:
+            assert firsts == list(range(tau // fragments, tau + 1, tau // fragments))
+        apart = {b - a for a, b in itertools.pairwise(firsts)}
+        assert apart <= {tau // fragments, -(-tau // fragments)}, "as even as whole steps can be"
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

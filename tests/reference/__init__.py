@@ -11,6 +11,7 @@ from tests.reference import (
     onebit_adam,
     overlap_local_sgd,
     slowmo,
+    sparseloco,
     streaming_diloco,
     zero_one_adam,
 )
@@ -24,6 +25,7 @@ REFERENCES = {
     "cocod_sgd": cocod_sgd.rounds,
     "streaming_diloco": streaming_diloco.rounds,
     "eager_diloco": eager_diloco.rounds,
+    "sparseloco": sparseloco.rounds,
     "co2": co2.rounds,
     "co2_keep": co2_keep.rounds,
     "onebit_adam": onebit_adam.rounds,

@@ -1,14 +1,16 @@
 """Streaming DiLoCo (2501.18512): a round is one step here.
 
 Layer l belongs to fragment l mod P. Fragment p syncs after the steps n with
-n = (p + 1) round(tau / P) modulo tau. `delay` steps earlier the mean of outer - local is started,
-if there was a step by then; at the sync DiLoCo's outer step is taken with it, and
+n = (p + 1) tau / P modulo tau, rounded up. `delay` steps earlier the mean of outer - local is
+started, if there was a step by then; at the sync DiLoCo's outer step is taken with it, and
 local <- (1 - mix) outer + mix local. Every parameter is simulated on its own, but for the mean of a
 quantized exchange: a fragment's parameters lie in the optimizer's order there.
 """
 
+import math
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 from itertools import count
 
 import torch
@@ -66,7 +68,7 @@ def rounds(
         for replica in replicas:
             replica.train(1)
         for p in range(fragments):
-            phase = (p + 1) * round(tau / fragments)
+            phase = math.ceil((p + 1) * Fraction(tau, fragments))
             if (n + delay - phase) % tau == 0:
                 apart = [{name: outer[name] - w[name] for name in members[p]} for w in local]
                 for name, d in average(apart, quantized[p]).items():

@@ -1,0 +1,93 @@
+"""SparseLoCo (Sarfi et al., 2025, arXiv 2508.15706). Blocking.
+
+    for round t, on every replica i:
+        τ inner steps from x_{t,0} to x^i_{t,τ}     the paper: AdamW
+        Δ^i = x_{t,0} − x^i_{t,τ};  e^i ← β e^i + Δ^i
+        s^i = Q(TopK of each chunk of 4,096 elements of e^i);  e^i ← e^i − s^i
+        x_{t+1,0} = x_{t,0} − α mean_i s^i          wait for it (co2/comm/sparse.py)
+
+τ → `tau` (the paper's H), K/4,096 → `density`, β → `error_decay`, α → `outer_lr`. What a replica
+has not sent stays in its error e^i, which takes the place of outer momentum. A value that is sent
+costs 14 bits, two for itself and twelve for its index; a chunk has 32 bits on top. All replicas
+hold the same x_{t,0}. The inner optimizer may be any; its state stays local and is kept.
+
+Chosen here:
+- Q has four levels in each chunk, plus or minus one of two magnitudes (sparse.py, `TwoBits`). The
+  authors' public code divides six standard deviations of a tensor's kept values into equal bins,
+  and a value becomes the mean of its bin.
+- A chunk is a part of the flattened tensor; in their code it is a square of 64 x 64 of a matrix.
+  The last chunk of a tensor is shorter. K is rounded, and at least 1.
+- Of equal sizes, the element with the smaller index is kept, so that a resumed run goes on exactly.
+- The mean is over all replicas, as in the equation; their code has one over those replicas that
+  have sent the element.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from co2.comm.sparse import SparseMean
+from co2.config import CommConfig, Precision, Waits
+from co2.errors import require, require_number
+from co2.methods.parts.local import LocalMethod, check_comm_share, check_tau
+
+_REASON = "its chunks are of whole tensors, not of parts"
+
+
+class SparseLoCo(LocalMethod):
+    waits = Waits.always
+    refused_strategies: Mapping[str, str] = MappingProxyType({"zero2": _REASON, "zero3": _REASON})
+
+    @dataclass
+    class Config:
+        tau: int | str = 12
+        """Inner steps of a round, or auto (auto_tau.py). The authors' public code: 30."""
+        density: float = 0.02
+        """Share of each chunk that a replica sends. The paper: 0.01 to 0.03."""
+        outer_lr: float = 1.0
+        """α. The paper: 1."""
+        error_decay: float = 0.95
+        """β, the share of the error that is left after a round. The paper: 0.95."""
+        comm_share: float = 0.1
+        """With τ = auto: the largest share of a round's time that communication may take."""
+
+        def __post_init__(self) -> None:
+            check_tau(self.tau)
+            check_comm_share(self.comm_share)
+            require(0 < self.density <= 1, "density", self.density, "must be above 0, at most 1")
+            hint = "must be a finite number, 0 or more"
+            require_number("outer_lr", self.outer_lr, 0.0, hint)
+            decay = self.error_decay
+            require(0 <= decay <= 1, "error_decay", decay, "must lie in [0, 1]")
+
+    def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
+        super().__init__(config, comm)
+        wire, hint = self.comm.dtype, "must be fp32 with sparseloco, which sends less already"
+        require(wire is Precision.fp32, "comm.dtype", wire.name, hint)
+
+    def init_outer_state(self) -> None:
+        self.anchor = self.flat.copy()
+        sizes = [param.numel() for param in self.flat.params]
+        density, decay = self.config.density, self.config.error_decay
+        self.exchange = SparseMean(sizes, self.mesh, self.mean, density, decay)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        own = {"anchor": self.anchor, "error": self.exchange.error}
+        return {**super().state_tensors(), **own, **self.exchange.messages()}
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """All but the buffer and the messages: nothing is in flight between two steps."""
+        return {"anchor": self.anchor, "error": self.exchange.error}
+
+    def end_round(self) -> None:
+        self.flat.displacement(self.anchor, out=self.mean.buffer)
+        self.exchange.start(self.mean.buffer)
+        mean = self.mean.wait()
+        assert mean is not None
+        for chunk in self.flat.chunks:
+            x = chunk.of(self.anchor)
+            x.sub_(chunk.of(mean), alpha=self.config.outer_lr)
+            chunk.write(x)
