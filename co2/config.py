@@ -41,6 +41,7 @@ class Schedule(Enum):
 class Optimizer(Enum):
     sgd = "sgd"
     adamw = "adamw"
+    muon = "muon"
 
 
 class Wandb(Enum):
@@ -100,14 +101,17 @@ class TrainConfig:
 @dataclass
 class OptimConfig:
     name: Optimizer = Optimizer.adamw
+    """muon: Muon for the hidden matrices, AdamW for embeddings, head, convolutions, norms and
+    biases (tasks/optimizer.py)."""
     lr: float = 1e-3
     """Peak learning rate of the inner optimizer."""
     weight_decay: float = 0.0
     """Decay of matrices. Parameters of one dimension, such as biases and norms, do not decay."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW, also of the one beside Muon; so is `eps`."""
     eps: float = 1e-8
     momentum: float = 0.9
-    """Momentum of SGD. AdamW ignores it."""
+    """Momentum of SGD. AdamW has none, and Muon's is 0.95 in Nesterov's form, its authors'."""
     nesterov: bool = False
     """Whether SGD uses Nesterov's form of momentum."""
     schedule: Schedule = Schedule.cosine

@@ -80,7 +80,7 @@ class Toy:
             )
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        return make_optimizer(model, self.optim)
+        return make_optimizer(model, self.optim, ends={"3.weight"})
 
     def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
         """Points [batch_size, features] and their labels, int64 [batch_size]."""
