@@ -9,7 +9,6 @@ is MuLoCo (Thérien et al., arXiv 2505.23725).
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
 
 
@@ -35,8 +34,3 @@ class MuonAdamW(Optimizer):
             # Both are new objects after load_state_dict.
             part.state, part.param_groups = self.state, [group]
             part.step()
-
-
-def stepped_by_muon(optimizer: MuonAdamW) -> list[Tensor]:
-    """The parameters that are Muon's."""
-    return [p for group in optimizer.param_groups if group["muon"] for p in group["params"]]

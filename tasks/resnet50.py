@@ -13,6 +13,7 @@ from torch import nn
 from co2.config import Optimizer
 from co2.errors import require
 from tasks.classification import Classification
+from tasks.optimizer import NO_MATRIX
 from tasks.randomness import seeded
 
 
@@ -43,8 +44,7 @@ class ResNet50(Classification):
 
     def setup(self, num_workers: int) -> None:
         """See `Task.setup`."""
-        hint = "a ResNet has no hidden matrix, which Muon is for; use sgd or adamw"
-        require(self.optim.name is not Optimizer.muon, "optim.name", "muon", hint)
+        require(self.optim.name is not Optimizer.muon, "optim.name", "muon", NO_MATRIX)
         hint = "batch norm needs at least 2"
         require(self.train.batch_size >= 2, "train.batch_size", self.train.batch_size, hint)
         super().setup(num_workers)

@@ -1,6 +1,5 @@
 """Muon and AdamW as one optimizer, and which weights of each task are Muon's."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,10 +9,11 @@ from torch import Tensor, nn
 from co2.config import DataConfig, OptimConfig, Optimizer, TrainConfig
 from co2.errors import ConfigError
 from tasks import TASKS
-from tasks.muon import MuonAdamW, stepped_by_muon
+from tasks.muon import MuonAdamW
 from tasks.optimizer import make_optimizer
 
 OPTIM = OptimConfig(name=Optimizer.muon, lr=0.02, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6)
+STEPS = range(6)
 
 
 class Words(nn.Module):
@@ -38,19 +38,13 @@ def built() -> Words:
     return Words()
 
 
-def gradients() -> Iterator[list[Tensor]]:
-    model = built()
-    for step in range(6):
+def train(model: nn.Module, *optimizers: torch.optim.Optimizer, steps: range = STEPS) -> None:
+    """Some steps, of a falling rate, with gradients that depend on the step alone."""
+    for step in steps:
         torch.manual_seed(step)
-        yield [torch.randn_like(weight) for weight in model.parameters()]
-
-
-def train(model: nn.Module, *optimizers: torch.optim.Optimizer, first: int = 0) -> None:
-    """Steps `first` to 5, of a falling rate, with gradients that depend on the step alone."""
-    for step, grads in enumerate(gradients()):
-        for weight, grad in zip(model.parameters(), grads, strict=True):
-            weight.grad = grad.clone()
-        for optimizer in optimizers if step >= first else ():
+        for weight in model.parameters():
+            weight.grad = torch.randn_like(weight)
+        for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = OPTIM.lr * (1 - step / 10)
             optimizer.step()
@@ -107,23 +101,14 @@ def test_it_looks_like_one_optimizer() -> None:
     assert all(weight.grad is None for weight in model.parameters())
 
 
-@pytest.mark.parametrize("stop", range(1, 6))
+@pytest.mark.parametrize("stop", STEPS[1:])
 def test_goes_on_from_its_state(stop: int) -> None:
-    whole = built()
+    whole, model = built(), built()
     train(whole, make_optimizer(whole, OPTIM))
-    model = built()
-    first = make_optimizer(model, OPTIM)
-    for step, grads in enumerate(gradients()):
-        if step == stop:
-            second = make_optimizer(model, OPTIM)
-            second.load_state_dict(first.state_dict())
-            train(model, second, first=stop)
-            break
-        for weight, grad in zip(model.parameters(), grads, strict=True):
-            weight.grad = grad.clone()
-        for group in first.param_groups:
-            group["lr"] = OPTIM.lr * (1 - step / 10)
-        first.step()
+    first, second = make_optimizer(model, OPTIM), make_optimizer(model, OPTIM)
+    train(model, first, steps=STEPS[:stop])
+    second.load_state_dict(first.state_dict())
+    train(model, second, steps=STEPS[stop:])
     for one, other in zip(model.parameters(), whole.parameters(), strict=True):
         assert torch.equal(one, other)
 
@@ -137,7 +122,7 @@ def names_of(task_name: str, **config: Any) -> tuple[set[str], set[str]]:
         model = task.model()
         optimizer = task.optimizer(model)
     assert isinstance(optimizer, MuonAdamW)
-    chosen = {id(weight) for weight in stepped_by_muon(optimizer)}
+    chosen = {id(w) for group in optimizer.param_groups if group["muon"] for w in group["params"]}
     weights = {name: w for name, w in model.named_parameters() if w.dim() > 1}
     muon = {name for name, weight in weights.items() if id(weight) in chosen}
     return muon, weights.keys() - muon
