@@ -6,6 +6,7 @@ without the suite's other packages. The schemas of tasks and methods live beside
 YAML.
 """
 
+import itertools
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -33,11 +34,14 @@ class Schedule(Enum):
     cosine = "cosine"
     poly = "poly"
     constant = "constant"
+    exponential = "exponential"
+    step = "step"
 
 
 class Optimizer(Enum):
     sgd = "sgd"
     adamw = "adamw"
+    muon = "muon"
 
 
 class Wandb(Enum):
@@ -97,19 +101,34 @@ class TrainConfig:
 @dataclass
 class OptimConfig:
     name: Optimizer = Optimizer.adamw
+    """muon: Muon for the hidden matrices, AdamW for embeddings, head, convolutions, norms and
+    biases (tasks/optimizer.py)."""
     lr: float = 1e-3
     """Peak learning rate of the inner optimizer."""
     weight_decay: float = 0.0
     """Decay of matrices. Parameters of one dimension, such as biases and norms, do not decay."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW, also of the one beside Muon; so is `eps`."""
     eps: float = 1e-8
     momentum: float = 0.9
-    """Momentum of SGD. AdamW ignores it."""
+    """Momentum of SGD. AdamW has none, and Muon's is 0.95 in Nesterov's form, its authors'."""
     nesterov: bool = False
     """Whether SGD uses Nesterov's form of momentum."""
     schedule: Schedule = Schedule.cosine
+    """cosine and poly end at min_lr_ratio; constant stays; exponential and step fall in stairs
+    (co2/train/schedule.py)."""
     power: float = 1.0
     """Exponent of the schedule poly; 1 is a straight line."""
+    decay_rate: float = 0.99
+    """Factor of one stair of the schedule exponential."""
+    decay_every: int | None = None
+    """Steps of one stair of the schedule exponential, counted from the end of the warm-up; null
+    with any other schedule."""
+    gamma: float = 0.1
+    """Factor of one stair of the schedule step."""
+    milestones: tuple[int, ...] = ()
+    """Steps at which a stair of the schedule step begins, counted from 0, the warm-up included;
+    empty with any other schedule."""
     warmup_steps: int = 0
     """Steps in which the learning rate rises linearly, from lr / warmup_steps to lr."""
     min_lr_ratio: float = 0.0
@@ -124,6 +143,28 @@ class OptimConfig:
         require(not self.nesterov or self.momentum > 0, "nesterov", self.nesterov, hint)
         good = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         require(good, "betas", list(self.betas), "must be two numbers in [0, 1)")
+        self._check_stairs()
+
+    def _check_stairs(self) -> None:
+        for name in ("decay_rate", "gamma"):
+            factor = getattr(self, name)
+            require(0 < factor <= 1, name, factor, "must be above 0 and at most 1")
+        of_exponential = self.schedule is Schedule.exponential
+        of_step = self.schedule is Schedule.step
+        hint = f"schedule={self.schedule.value} has none; use null, or schedule=exponential"
+        require(of_exponential or self.decay_every is None, "decay_every", self.decay_every, hint)
+        if of_exponential:
+            hint = "schedule=exponential needs a whole number of steps, 1 or more"
+            given = "null" if self.decay_every is None else self.decay_every
+            require((self.decay_every or 0) >= 1, "decay_every", given, hint)
+        found, value = self.milestones, list(self.milestones)
+        hint = f"schedule={self.schedule.value} has none; use [], or schedule=step"
+        require(of_step or not found, "milestones", value, hint)
+        if of_step:
+            rising = all(early < late for early, late in itertools.pairwise(found))
+            good = len(found) > 0 and rising and found[0] >= max(1, self.warmup_steps)
+            hint = "schedule=step needs rising steps, none of them in the warm-up, such as [30, 60]"
+            require(good, "milestones", value, hint)
 
 
 @dataclass

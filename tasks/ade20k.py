@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
+from co2.config import Optimizer as OptimizerName
 from co2.errors import ConfigError, require, require_count
 from co2.task import Batch
 from tasks import pairs, scenes
@@ -101,6 +102,9 @@ class ADE20K:
             check_backbone(self.config.backbone, self.config.weights)
         except ConfigError as error:
             raise error.under("ade20k") from None
+        if self.optim.name is OptimizerName.muon:
+            with torch.device("meta"):
+                self.optimizer(self.model())  # refuses a backbone of convolutions only
         self._opened = {split: self._open(split) for split in pairs.SPLITS}
         self._sampler(num_workers)
 

@@ -1,4 +1,4 @@
-"""ResNet-50: image classification.
+"""ResNet-50, and ResNet-18: image classification.
 
 He et al., "Deep residual learning for image recognition" (2016). The implementation is timm's,
 which has stride 2 in the 3×3 convolution and starts the last batch norm of each block at zero, as
@@ -10,8 +10,10 @@ from enum import Enum
 
 from torch import nn
 
+from co2.config import Optimizer
 from co2.errors import require
 from tasks.classification import Classification
+from tasks.optimizer import NO_MATRIX
 from tasks.randomness import seeded
 
 
@@ -20,30 +22,42 @@ class Size(Enum):
     full = "full"
 
 
+DEPTHS = (18, 50)  # 11.7 M and 25.6 M parameters with 1000 classes
+
+
 class ResNet50(Classification):
     """The task `resnet50`."""
 
     @dataclass
     class Config(Classification.Config):
         size: Size = Size.smoke
-        """smoke: four basic blocks of 16 to 128 channels, 0.3 M parameters. full: ResNet-50."""
+        """smoke: four basic blocks of 16 to 128 channels, 0.3 M parameters. full: the published
+        network of this depth."""
+        depth: int = 50
+        """Layers of size=full: 18 or 50. The smoke network stands for both."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            require(self.depth in DEPTHS, "depth", self.depth, "must be 18 or 50")
 
     name = "resnet50"
 
     def setup(self, num_workers: int) -> None:
         """See `Task.setup`."""
+        require(self.optim.name is not Optimizer.muon, "optim.name", "muon", NO_MATRIX)
         hint = "batch norm needs at least 2"
         require(self.train.batch_size >= 2, "train.batch_size", self.train.batch_size, hint)
         super().setup(num_workers)
 
     def model(self) -> nn.Module:
-        """See `Task.model`. ResNet-50 has 25.6 M parameters with 1000 classes."""
+        """See `Task.model`. With 1000 classes ResNet-50 has 25.6 M parameters, and ResNet-18 11.7 M.
+        Under `with torch.device("meta")` no memory is taken."""
         from timm import create_model  # takes seconds
         from timm.models.resnet import BasicBlock, ResNet
 
         with seeded(self.train.seed):
             if self.config.size is Size.full:
-                return create_model("resnet50", num_classes=self.num_classes)
+                return create_model(f"resnet{self.config.depth}", num_classes=self.num_classes)
             return ResNet(
                 BasicBlock,  # type: ignore[arg-type]  # timm takes the class
                 layers=(1, 1, 1, 1),

@@ -169,7 +169,10 @@ class ShapeNet:
             return PointClassifier(shape, self.num_classes)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        return make_optimizer(model, self.optim)
+        matrices = [(name, w) for name, w in model.named_parameters() if w.dim() == 2]
+        from_coordinates = {name for name, weight in matrices if weight.shape[1] == 3}
+        *_, last = (name for name, _ in matrices if name.startswith("head."))
+        return make_optimizer(model, self.optim, ends={*from_coordinates, last})
 
     def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
         """See `Task.batches`.

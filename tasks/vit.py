@@ -84,7 +84,8 @@ class ViT(Classification):
     def optimizer(self, model: nn.Module) -> Optimizer:
         """See `Task.optimizer`. As in timm and DeiT, the position embeddings and the class token
         have no weight decay."""
-        return make_optimizer(model, self.optim, spared={"pos_embed", "cls_token"})
+        spared = {"pos_embed", "cls_token"}
+        return make_optimizer(model, self.optim, spared, ends={"head.weight"})
 
     def changes(self) -> list[Augment]:
         """See `Classification.changes`."""

@@ -25,6 +25,8 @@ LONG = (
     "tests/cli/test_mesh.py::test_killed",
     "tests/cli/test_mesh.py::test_other_methods_go_on_exactly",
     "tests/cli/test_mesh.py::test_trains_as_replicas_of_one_worker",
+    "tests/cli/test_muon.py::test_a_replica_shares_its_state",
+    "tests/cli/test_muon.py::test_goes_on_exactly",
     "tests/cli/test_optuna.py::test_every_trial_fails",
     "tests/cli/test_optuna.py::test_search",
     "tests/cli/test_resume.py::test_a_loss_that_is_not_finite_on_another_replica",

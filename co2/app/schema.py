@@ -183,7 +183,8 @@ def _expected(kind: object) -> str:
     if isinstance(choice, type) and issubclass(choice, Enum):
         words = f"one of {', '.join(option.value for option in choice)}"
     elif typing.get_origin(choice) is tuple:
-        words = f"a list of {_COUNTS[len(typing.get_args(choice))]}"
+        kinds = typing.get_args(choice)
+        words = "a list of " + ("whole numbers" if ... in kinds else _COUNTS[len(kinds)])
     else:
         assert isinstance(choice, type)
         words = _WORDS.get(choice, choice.__name__)

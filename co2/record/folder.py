@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,11 @@ def check_folder(config: Config, world: int) -> None:
         _check_format(folder)
     there = _flat(yaml.safe_load((folder / "config.yaml").read_text()))
     here = _flat(plain(config, world))
+    own = {config.task: type(config.task_config), config.method: type(config.method_config)}
+    nodes = NODES | own
     for key in sorted(there.keys() | here.keys()):
         free = key[0] in _FREE or key[:2] in _FREE_KEYS
-        then = there.get(key, _default(key))
+        then = there.get(key, _default(key, nodes))
         if not free and then != here.get(key):
             name = ".".join(key)
             raise ConfigError(
@@ -105,11 +107,11 @@ def _check_format(folder: Path) -> None:
             raise ConfigError("resume", "auto", f"{where} {hint}")
 
 
-def _default(key: tuple[str, ...]) -> Any:
-    """The default of a key of the nodes that every run has; None for other keys."""
+def _default(key: tuple[str, ...], nodes: Mapping[str, type]) -> Any:
+    """The default of a key of a node; None for other keys."""
     node, name = key[0], key[-1]
-    known = len(key) == 2 and hasattr(NODES.get(node), name)
-    return _plain(getattr(NODES[node], name)) if known else None
+    known = len(key) == 2 and hasattr(nodes.get(node), name)
+    return _plain(getattr(nodes[node], name)) if known else None
 
 
 def read_summary(config: Config) -> Summary | None:

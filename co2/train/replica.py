@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from co2.comm.collectives import data_parallel, local, replicate
 from co2.comm.mesh import Mesh, check_replica_size
 from co2.config import CommConfig, CommDevice, Config, MeshConfig, Precision, Strategy
+from co2.config import Optimizer as OptimizerName
 from co2.errors import require
 from co2.methods.base import Method
 
@@ -52,6 +53,11 @@ def check(config: Config, world: int, method: Method) -> None:
     hint = "gloo would have to carry the gradients inside a replica too; use auto"
     require(config.comm.device is CommDevice.auto, "comm.device", "cpu", hint)
     if strategy in CUT:
+        hint = (
+            "optim.name=muon needs whole matrices, and here a worker has a part; use zero1 or ddp"
+        )
+        muon = config.optim.name is OptimizerName.muon
+        require(not muon, "mesh.strategy", strategy.value, hint)
         hint = f"mesh.strategy={strategy.value} gathers weights between the operations; use false"
         require(not config.train.compile, "train.compile", "true", hint)
         hooks = method.averages_gradients and config.comm.dtype is Precision.bf16

@@ -83,6 +83,9 @@ VALUES = [
     (f"{STREAMING}.exchange=int8 comm.dtype=bf16", "comm.dtype=bf16", "must be fp32"),
     ("method=onebit_adam", "optim.name=sgd", "onebit_adam needs adamw"),
     ("method=zero_one_adam", "optim.name=sgd", "zero_one_adam needs adamw"),
+    ("method=onebit_adam optim.name=muon", "optim.name=muon", "onebit_adam needs adamw"),
+    ("method=zero_one_adam optim.name=muon", "optim.name=muon", "zero_one_adam needs adamw"),
+    ("task=resnet50 optim.name=muon", "optim.name=muon", "no hidden matrix"),
     ("method=onebit_adam optim.name=adamw comm.dtype=bf16", "comm.dtype=bf16", "needs fp32"),
     ("method=zero_one_adam optim.name=adamw comm.device=cpu", "comm.device=cpu", "use auto"),
     ("train.steps=0", "train.steps=0", COUNT),
@@ -104,8 +107,19 @@ VALUES = [
     ("optim.lr=inf", "optim.lr=inf", FINITE),
     ("optim.lr=-1", "optim.lr=-1", FINITE),
     ("optim.lr=", "optim.lr=", "must be a number"),
-    ("optim.name=lion", "optim.name=lion", "sgd, adamw"),
-    ("optim.schedule=linear", "optim.schedule=linear", "cosine, poly, constant"),
+    ("optim.name=lion", "optim.name=lion", "sgd, adamw, muon"),
+    ("optim.schedule=linear", "optim.schedule=linear", "cosine, poly, constant, exponential, step"),
+    ("optim.decay_every=5", "optim.decay_every=5", "schedule=cosine has none; use null"),
+    ("optim.schedule=exponential", "optim.decay_every=null", "needs a whole number of steps"),
+    ("optim.schedule=exponential optim.decay_every=0", "optim.decay_every=0", "1 or more"),
+    ("optim.decay_every=1.5", "optim.decay_every=1.5", "a whole number, or null"),
+    ("optim.decay_rate=0", "optim.decay_rate=0", "above 0 and at most 1"),
+    ("optim.gamma=nan", "optim.gamma=nan", "above 0 and at most 1"),
+    ("optim.milestones=[30]", "optim.milestones=[30]", "schedule=cosine has none; use []"),
+    ("optim.schedule=step", "optim.milestones=[]", "needs rising steps"),
+    ("optim.schedule=step optim.milestones=[60,30]", "optim.milestones=[60, 30]", "rising steps"),
+    ("optim.schedule=step optim.milestones=[4,30]", "optim.milestones=[4, 30]", "in the warm-up"),
+    ("optim.schedule=step optim.milestones=[1.5]", "optim.milestones=[1.5]", "whole numbers"),
     ("optim.betas=[0.9]", "optim.betas=[0.9]", "a list of two numbers"),
     ("optim.betas=[0.9,x]", "optim.betas=[0.9, 'x']", "a list of two numbers"),
     ("optim.betas=0.9", "optim.betas=0.9", "two numbers"),
@@ -136,6 +150,7 @@ VALUES = [
     ("runs=", "runs=", ""),
     ("train=3", "train=3", "group of keys"),
     ("co2=3", "co2=3", "group of keys"),
+    ("task=resnet50 resnet50.depth=34", "resnet50.depth=34", "must be 18 or 50"),
     ("task=gpt2 gpt2.size=huge", "gpt2.size=huge", "smoke, small, medium, large, xl"),
     ("task=gpt2 gpt2.context=0", "gpt2.context=0", COUNT),
     ("task=gpt2 gpt2.vocab_size=3", "gpt2.vocab_size=3", "257"),
@@ -479,3 +494,8 @@ def test_a_key_that_is_newer_than_the_folder(workers: Pool, tmp_path: Path) -> N
     configured(*words, f"tag={run.folder.parent.name}", runs=tmp_path)
     with pytest.raises(ConfigError, match=r"^comm\.dtype=bf16: .* with comm\.dtype=fp32"):
         configured(*words, "comm.dtype=bf16", f"tag={run.folder.parent.name}", runs=tmp_path)
+    text = "".join(s for s in path.read_text().splitlines(True) if "  features:" not in s)
+    path.write_text(text)  # a key of the task's own
+    configured(*words, f"tag={run.folder.parent.name}", runs=tmp_path)
+    with pytest.raises(ConfigError, match=r"^toy\.features=8: .* with toy\.features=16"):
+        configured(*words, "toy.features=8", f"tag={run.folder.parent.name}", runs=tmp_path)

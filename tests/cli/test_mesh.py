@@ -216,6 +216,10 @@ REFUSED = [
         for name in ("onebit_adam", "zero_one_adam")
         for strategy in ("zero1", "zero2", "zero3")
     ),
+    *(
+        (("optim.name=muon", *mesh(strategy)), f"mesh.strategy={strategy}: .* whole matrices")
+        for strategy in ("zero2", "zero3")
+    ),
     (
         ("method=streaming_diloco", "streaming_diloco.exchange=int8", *mesh("zero2")),
         "mesh.strategy=zero2: method=streaming_diloco: exchange=int8 ",

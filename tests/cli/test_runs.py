@@ -659,6 +659,23 @@ class TestLearningRate:
         shares = [learning_rate(step, optim, 10) for step in (0, 1, 2, 6, 10)]
         assert shares == pytest.approx([0.5, 1, 1, 0.2 + 0.8 * 0.25, 0.2])
 
+    def test_exponential(self) -> None:
+        """0/1 Adam's recipe for BERT, with its first stairs: × .99 every 520 steps."""
+        optim = OptimConfig(
+            schedule=Schedule.exponential, warmup_steps=12500, decay_rate=0.99, decay_every=520
+        )
+        steps = (0, 12499, 12500, 13019, 13020, 13539, 13540)
+        shares = [learning_rate(step, optim, 100_000) for step in steps]
+        assert shares == pytest.approx([1 / 12500, 1, 1, 1, 0.99, 0.99, 0.9801], abs=1e-15)
+
+    def test_step(self) -> None:
+        """0/1 Adam's recipe for ImageNet: × .1 at two milestones."""
+        optim = OptimConfig(schedule=Schedule.step, milestones=(30, 60), warmup_steps=2)
+        shares = [learning_rate(step, optim, 90) for step in (0, 1, 29, 30, 59, 60, 89)]
+        assert shares == pytest.approx([0.5, 1, 1, 0.1, 0.1, 0.01, 0.01])
+        optim = OptimConfig(schedule=Schedule.step, milestones=(2, 3, 9), gamma=0.5)
+        assert [learning_rate(step, optim, 5) for step in range(5)] == [1, 1, 0.5, 0.25, 0.25]
+
     def test_warm_up_only(self) -> None:
         optim = OptimConfig(warmup_steps=10)
         assert [learning_rate(step, optim, 5) for step in (0, 4)] == [0.1, 0.5]

@@ -36,9 +36,11 @@ def num_parameters(name: str, **config) -> int:
 def test_sizes() -> None:
     own = {"dataset": DatasetName.imagenet, "image_size": 224, "eval_resize": 256}
     assert num_parameters("resnet50", size=resnet50.Size.full, **own) == 25_557_032
+    assert num_parameters("resnet50", size=resnet50.Size.full, depth=18, **own) == 11_689_512
     assert num_parameters("vit", size=vit.Size.base, **own) == 86_567_656
     assert num_parameters("vit", size=vit.Size.small, **own) == 22_050_664
     assert 0.28e6 < num_parameters("resnet50") < 0.34e6
+    assert num_parameters("resnet50", depth=18) == num_parameters("resnet50")  # smoke, for both
     assert 0.33e6 < num_parameters("vit") < 0.37e6
 
 
