@@ -199,7 +199,10 @@ class GLUE:
         task = run["task"]
         if task not in ("roberta", "glue"):
             return f"is a run of task={task}; give one of task=roberta"
-        for key, here in (("size", self.config.size.value), ("context", self.config.context)):
+        shape = {"size": self.config.size.value, "context": self.config.context}
+        if not self._public:
+            shape["vocab_size"] = self.config.vocab_size
+        for key, here in shape.items():
             there = run[task][key]
             if there != here:
                 return f"has {task}.{key}={there}, this run glue.{key}={here}; make them equal"
