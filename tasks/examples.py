@@ -37,27 +37,28 @@ class Examples:
         Returns:
             int64 [B, context].
         """
+        starts, everyone = self.starts[chosen], np.arange(len(chosen))
+        lengths = fitted(self.lengths[chosen], context - 2 * starts.shape[1])
         rows = np.full((len(chosen), context), Vocabulary.PAD, np.int64)
-        room = context - 2 * self.starts.shape[1]
-        for row, starts, lengths in zip(
-            rows, self.starts[chosen], self.lengths[chosen], strict=True
-        ):
-            place = 0
-            for start, length in zip(starts, fitted(lengths, room), strict=True):
-                row[place] = Vocabulary.END if place else Vocabulary.START
-                row[place + 1 : place + 1 + length] = ids[self.tokens[start : start + length]]
-                row[place + 1 + length] = Vocabulary.END
-                place += length + 2
+        place = np.zeros(len(chosen), np.int64)
+        for number, (start, length) in enumerate(zip(starts.T, lengths.T, strict=True)):
+            rows[everyone, place] = Vocabulary.END if number else Vocabulary.START
+            offset = np.arange(context) - place[:, None] - 1
+            inside = (offset >= 0) & (offset < length[:, None])
+            rows[inside] = ids[self.tokens[(start[:, None] + offset)[inside]]]
+            rows[everyone, place + 1 + length] = Vocabulary.END
+            place += length + 2
         return rows
 
 
-def fitted(lengths: np.ndarray, room: int) -> list[int]:
-    """The lengths of one or two pieces that together have `room` tokens at most."""
-    if len(lengths) == 1:
-        return [min(int(lengths[0]), room)]
-    first, second = map(int, lengths)
-    first = min(first, max(room - second, (room + 1) // 2))
-    return [first, min(second, room - first)]
+def fitted(lengths: np.ndarray, room: int) -> np.ndarray:
+    """The lengths, int64 [B, P], to which one or two pieces are cut to have `room` tokens at most
+    together."""
+    if lengths.shape[1] == 1:
+        return np.minimum(lengths, room)
+    first, second = lengths.T
+    first = np.minimum(first, np.maximum(room - second, (room + 1) // 2))
+    return np.stack([first, np.minimum(second, room - first)], axis=1)
 
 
 def documents(store: Store, part: str) -> tuple[np.ndarray, np.ndarray]:

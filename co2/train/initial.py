@@ -70,15 +70,19 @@ def begun(folder: Path) -> bool:
 
 def described(config: Config) -> dict[str, str] | None:
     """The folder, and the sha256 of the weights, for manifest.json. A run that goes on keeps what
-    it has recorded at its start."""
+    it has recorded at its start. Raises `ConfigError` if the weights cannot be read."""
     if config.init_from is None:
         return None
     folder = run_folder(config)
     if begun(folder) and (folder / "manifest.json").exists():
         kept: dict[str, str] | None = json.loads((folder / "manifest.json").read_text())[KEY]
         return kept
-    with _weights(config.init_from).open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with _weights(config.init_from).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        hint = f"its model.pt cannot be read ({error.strerror}); train that run to its end first"
+        raise ConfigError(KEY, config.init_from, hint) from None
     return {"folder": config.init_from, "sha256": digest}
 
 

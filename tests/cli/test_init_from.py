@@ -11,6 +11,7 @@ import torch
 import train
 from co2.app.compose import preflight
 from co2.errors import ConfigError
+from co2.train import initial
 from tests.cli.harness import (
     assert_same_run,
     cli,
@@ -183,6 +184,9 @@ def test_no_such_folder(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     assert "no such folder" in str(refused("init_from=nowhere", runs=runs))
     assert "or null" in str(refused("init_from=", runs=runs))
+    # A worker that meets it all the same, where the folder has gone meanwhile, says it too.
+    with pytest.raises(ConfigError, match=r"^init_from=nowhere: its model\.pt cannot be read"):
+        initial.described(configured("init_from=nowhere", runs=runs))
 
 
 def half(path: Path) -> None:

@@ -97,7 +97,7 @@ def test_rows() -> None:
         [0, 24, 25, 26, 27, 2],
     ]
     for first, second, kept in ((9, 9, [4, 3]), (9, 2, [5, 2]), (1, 9, [1, 6]), (3, 4, [3, 4])):
-        assert fitted(np.array([first, second]), 7) == kept
+        assert fitted(np.array([[first, second]]), 7).tolist() == [kept]
 
 
 def texts(task: GLUE, part: str) -> list[list[str]]:
