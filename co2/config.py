@@ -266,6 +266,9 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    init_from: str | None = None
+    """Folder of a finished run, from whose consensus this run starts; null starts from new
+    weights."""
     resume: Resume = Resume.auto
     trace: bool = False
     """Whether every worker writes a Chrome trace of some rounds: see co2/record/trace.py."""
@@ -278,6 +281,8 @@ class Config:
         plain = self.tag not in ("", ".", "..") and not set(self.tag) & set("/\\\0")
         require(plain, "tag", self.tag, "must be a plain folder name")
         require(bool(self.runs), "runs", self.runs, "must be a folder")
+        hint = "must be the folder of a finished run, or null"
+        require(self.init_from != "", "init_from", self.init_from, hint)
 
 
 NODES: dict[str, type] = {

@@ -1,7 +1,7 @@
 """What every task offers to the training loop."""
 
-from collections.abc import Iterator
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -78,4 +78,26 @@ class Task(Protocol):
 
     def fingerprint(self) -> dict[str, object]:
         """What identifies the data, for `manifest.json`: name, sha256, counts, tokenizer."""
+        ...
+
+
+@runtime_checkable
+class FineTuning(Protocol):
+    """What a task has beside `Task` if its runs may start from runs of other tasks (`init_from`).
+
+    Every other task may start from runs of its own, whose weights must have the same names and
+    shapes.
+    """
+
+    heads: tuple[str, ...]
+    """Beginnings of the names of weights that the two models need not share. Such weights of the
+    new model begin as they would without `init_from`."""
+
+    def objection(self, run: Mapping[str, Any], data: Mapping[str, Any]) -> str | None:
+        """Why this task, after `setup`, cannot start from a run; None if it can.
+
+        Args:
+            run: its config.yaml.
+            data: the fingerprint of its data.
+        """
         ...

@@ -2,6 +2,7 @@
 
 from co2.task import Batch, Task
 from tasks.ade20k import ADE20K
+from tasks.glue import GLUE
 from tasks.gpt2 import GPT2
 from tasks.resnet50 import ResNet50
 from tasks.roberta import RoBERTa
@@ -12,6 +13,7 @@ from tasks.vit import ViT
 
 TASKS: dict[str, type[Task]] = {
     "ade20k": ADE20K,
+    "glue": GLUE,
     "gpt2": GPT2,
     "roberta": RoBERTa,
     "shapenet": ShapeNet,

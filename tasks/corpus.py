@@ -89,15 +89,19 @@ class Corpus:
 
     def documents(self, part: str) -> Iterator[str]:
         """Yield the texts of "train" or "val", in the order of the files."""
+        return (text for _, text in self.named_documents(part))
+
+    def named_documents(self, part: str) -> Iterator[tuple[str, str]]:
+        """Yield the names of the files too, before their texts."""
         for name in self.files:
             if self.validation_files:
                 if (name in self.validation_files) == (part == "val"):
-                    yield self.text(name)
+                    yield name, self.text(name)
                 continue
             text = self.text(name)
             cut = len(text) - len(text) // VALIDATION_SHARE
             if piece := text[:cut] if part == "train" else text[cut:]:
-                yield piece
+                yield name, piece
 
     def _called(self, name: str) -> str:
         """Return a file's name for an error, or "" where the value in the error is that file."""

@@ -120,55 +120,18 @@ class RoBERTa:
     ) -> None:
         self.config, self.train, self.optim, self.data = config, train, optim, data
         self.units_per_sample = config.context
-        self._public = data.path is None and config.corpus is CorpusName.wikibooks
-        size = PUBLIC_VOCAB_SIZE if self._public else config.vocab_size + _ADDED
-        self.vocabulary = Vocabulary(size)
+        self.vocabulary = vocabulary(config, data)
         self._inside = config.context - 2
         self._opened: Store | None = None
 
     def setup(self, num_workers: int) -> None:
-        """See `Task.setup`. The first run on a corpus tokenizes it, about 10 s for 16 MB."""
-        corpus, key = self.config.corpus.name, "roberta.corpus"
-        window = Window("roberta.context", self.config.context, self._inside)
-        store = opened(self.data, key, corpus, self.config.vocab_size, window)
-        if self._public:
-            size, end = store.meta["vocab_size"], store.meta["separator"]
-            fits = size <= PUBLIC_VOCAB_SIZE and end == Vocabulary.END
-            hint = (
-                f"{store.folder} has {size} tokens, documents end with {end}; RoBERTa's tokenizer "
-                f"has {PUBLIC_VOCAB_SIZE} and ends them with {Vocabulary.END}: prepare it again"
-            )
-            require(fits, key, corpus, hint)
-        for part, facts in store.meta["parts"].items():
-            hint = f"{store.folder}: {part}.bin holds separators and no text"
-            name, value = (key, corpus) if self.data.path is None else ("data.path", self.data.path)
-            require(facts["tokens"] > facts["documents"], name, value, hint)
-        self._opened = store
+        """See `Task.setup`. The first run on a corpus tokenizes it: about 10 s for 16 MB."""
+        self._opened = text_store("roberta", self.config, self.data)
         self._sampler(num_workers)
 
     def model(self) -> nn.Module:
-        """See `Task.model`. On the device "meta" it takes no memory, to count parameters."""
-        from transformers import RobertaConfig  # takes seconds
-
-        layers, heads, width = SHAPES[self.config.size]
-        shape = RobertaConfig(
-            vocab_size=self.vocabulary.size,
-            # Positions begin at the id of <pad> + 1.
-            max_position_embeddings=self.config.context + Vocabulary.PAD + 1,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            hidden_size=width,
-            intermediate_size=4 * width,
-            type_vocab_size=1,
-            layer_norm_eps=1e-5,
-            hidden_dropout_prob=self.config.dropout,
-            attention_probs_dropout_prob=self.config.dropout,
-            bos_token_id=Vocabulary.START,
-            pad_token_id=Vocabulary.PAD,
-            eos_token_id=Vocabulary.END,
-            use_cache=False,
-            attn_implementation="sdpa",  # type: ignore[call-arg]  # one of PreTrainedConfig's own
-        )
+        """See `Task.model`. Any device: `with torch.device("meta")` counts parameters for free."""
+        shape = architecture(self.config, self.vocabulary.size)
         with seeded(self.train.seed):
             return MaskedLM(shape)
 
@@ -236,18 +199,7 @@ class RoBERTa:
 
     @cached_property
     def _ids(self) -> np.ndarray:
-        """RoBERTa's id of each token of the store, int64 [vocabulary of the store].
-
-        A learned tokenizer has ordinary tokens and a separator, which becomes </s>. The ids of
-        wikibooks are RoBERTa's already.
-        """
-        meta = self._store.meta
-        if self._public:
-            return np.arange(meta["vocab_size"])
-        others = np.delete(np.arange(meta["vocab_size"]), meta["separator"])
-        ids = np.full(meta["vocab_size"], Vocabulary.END)
-        ids[others] = Vocabulary.FIRST_WORD + np.arange(len(others))
-        return ids
+        return roberta_ids(self._store, is_public(self.config, self.data))
 
     def _batch(
         self, part: str, indices: np.ndarray, *key: int | np.ndarray
@@ -274,6 +226,82 @@ class RoBERTa:
         """Return the indices of the validation windows that an evaluation takes, int64 [N]."""
         available = num_windows(self._store.count("val"), self._inside, overlap=0)
         return spread(available, self.config.eval_samples)
+
+
+def is_public(config: RoBERTa.Config, data: DataConfig) -> bool:
+    """Whether the vocabulary is RoBERTa's own."""
+    return data.path is None and config.corpus is CorpusName.wikibooks
+
+
+def vocabulary(config: RoBERTa.Config, data: DataConfig) -> Vocabulary:
+    """The model's vocabulary."""
+    return Vocabulary(PUBLIC_VOCAB_SIZE if is_public(config, data) else config.vocab_size + _ADDED)
+
+
+def text_store(node: str, config: RoBERTa.Config, data: DataConfig) -> Store:
+    """The text that the vocabulary is of.
+
+    Args:
+        node: of the configuration that `config` is, for errors.
+    Raises:
+        ConfigError: as `opened`; the store holds no text, or other tokens than RoBERTa's.
+    """
+    corpus, key = config.corpus.name, f"{node}.corpus"
+    window = Window(f"{node}.context", config.context, config.context - 2)
+    store = opened(data, key, corpus, config.vocab_size, window)
+    if is_public(config, data):
+        size, end = store.meta["vocab_size"], store.meta["separator"]
+        fits = size <= PUBLIC_VOCAB_SIZE and end == Vocabulary.END
+        hint = (
+            f"{store.folder} has {size} tokens, documents end with {end}; RoBERTa's tokenizer "
+            f"has {PUBLIC_VOCAB_SIZE} and ends them with {Vocabulary.END}: prepare it again"
+        )
+        require(fits, key, corpus, hint)
+    for part, facts in store.meta["parts"].items():
+        hint = f"{store.folder}: {part}.bin holds separators and no text"
+        name, value = (key, corpus) if data.path is None else ("data.path", data.path)
+        require(facts["tokens"] > facts["documents"], name, value, hint)
+    return store
+
+
+def roberta_ids(store: Store, public: bool) -> np.ndarray:
+    """RoBERTa's id of each token of a store, int64 [its vocabulary].
+
+    A learned tokenizer has words and a separator, which becomes </s>; a public one has RoBERTa's
+    ids already.
+    """
+    meta = store.meta
+    if public:
+        return np.arange(meta["vocab_size"])
+    others = np.delete(np.arange(meta["vocab_size"]), meta["separator"])
+    ids = np.full(meta["vocab_size"], Vocabulary.END)
+    ids[others] = Vocabulary.FIRST_WORD + np.arange(len(others))
+    return ids
+
+
+def architecture(config: RoBERTa.Config, vocab_size: int) -> "RobertaConfig":
+    """RoBERTa of a size, for a vocabulary that counts special tokens."""
+    from transformers import RobertaConfig  # costs seconds
+
+    layers, heads, width = SHAPES[config.size]
+    return RobertaConfig(
+        vocab_size=vocab_size,
+        # Positions are counted from the id of <pad> + 1 on.
+        max_position_embeddings=config.context + Vocabulary.PAD + 1,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        type_vocab_size=1,
+        layer_norm_eps=1e-5,
+        hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=config.dropout,
+        bos_token_id=Vocabulary.START,
+        pad_token_id=Vocabulary.PAD,
+        eos_token_id=Vocabulary.END,
+        use_cache=False,
+        attn_implementation="sdpa",  # type: ignore[call-arg]  # one of PreTrainedConfig's own
+    )
 
 
 def _losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

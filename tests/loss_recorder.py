@@ -47,6 +47,7 @@ SMALL = {
     "gpt2": ("gpt2.context=32", "train.batch_size=2", "gpt2.eval_samples=8"),
     "transnormer": ("transnormer.context=32", "train.batch_size=2", "transnormer.eval_samples=8"),
     "roberta": ("roberta.context=32", "train.batch_size=2", "roberta.eval_samples=8"),
+    "glue": ("glue.name=adjoin", "train.batch_size=2", "glue.eval_samples=8"),
     "resnet50": ("train.batch_size=8",),
     "vit": ("train.batch_size=8",),
     "ade20k": ("train.batch_size=2",),

@@ -33,7 +33,7 @@ from co2.record.folder import check_folder, read_summary, tag_from
 from co2.record.metrics import Summary
 from co2.record.provenance import UNKNOWN, Origin
 from co2.task import Task
-from co2.train import launch, replica
+from co2.train import initial, launch, replica
 from co2.train.loop import train
 from co2.train.run import Run
 
@@ -70,8 +70,11 @@ class App:
         return config
 
     def prepare_data(self, config: Config) -> None:
-        """Make and check the data once, before any worker starts. Raises `ConfigError`."""
-        self.make_task(config).setup(launch.world_size(config.launch))
+        """Make and check the data, and the run to start from, once, before any worker starts.
+        Raises `ConfigError`."""
+        task = self.make_task(config)
+        task.setup(launch.world_size(config.launch))
+        initial.check(config, task)
 
     def make_task(self, config: Config) -> Task:
         """The chosen task. Nothing is read yet."""

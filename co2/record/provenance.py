@@ -34,8 +34,14 @@ UNKNOWN = Origin()
 """The origin of a run that is started without a command line, by a test for example."""
 
 
-def manifest(world: int, origin: Origin, fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """What manifest.json holds: commit, versions, hardware, number of workers, command, data.
+def manifest(
+    world: int,
+    origin: Origin,
+    fingerprint: dict[str, Any],
+    init_from: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """What manifest.json holds: commit, versions, hardware, number of workers, command, data, and
+    the folder and digest of the weights that the run started from.
 
     `Any`, because it is JSON.
     """
@@ -47,6 +53,7 @@ def manifest(world: int, origin: Origin, fingerprint: dict[str, Any]) -> dict[st
         "world_size": world,
         "command": origin.command,
         "data": fingerprint,
+        "init_from": init_from,
     }
 
 

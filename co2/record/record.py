@@ -41,6 +41,7 @@ class FolderRecord(Record):
         data: the fingerprint of the data, as JSON values.
         origin: how the run was started.
         console: where lines for a person go.
+        init_from: folder and digest of the weights that the run started from, for manifest.json.
     """
 
     def __init__(
@@ -51,13 +52,14 @@ class FolderRecord(Record):
         data: dict[str, Any],
         origin: Origin,
         console: Console,
+        init_from: dict[str, str] | None = None,
     ) -> None:
         self.folder, self._unit = run_folder(config), unit
         self._config, self._values = config, plain(config, world)
         self._origin, self._console = origin, console
         self.folder.mkdir(parents=True, exist_ok=True)
         write_durably(self.folder / "config.yaml", yaml.safe_dump(self._values, sort_keys=False))
-        text = json.dumps(manifest(world, origin, data), indent=1, default=str)
+        text = json.dumps(manifest(world, origin, data, init_from), indent=1, default=str)
         write_durably(self.folder / "manifest.json", text)
         self._metrics = self.folder / "metrics.jsonl"
         self._tracking: Tracking = Tracking()

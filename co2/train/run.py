@@ -16,6 +16,7 @@ from co2.record.provenance import Origin
 from co2.record.record import FolderRecord, Record
 from co2.record.trace import ProfilerTrace, Trace
 from co2.task import Task
+from co2.train import initial
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,13 @@ class Run:
             title = f"{config.task} · {config.method} · {config.tag}"
             console = ProgressConsole(title, config.train.steps, task.unit)
             record = FolderRecord(
-                config, mesh.num_workers, task.unit, task.fingerprint(), origin, console
+                config,
+                mesh.num_workers,
+                task.unit,
+                task.fingerprint(),
+                origin,
+                console,
+                initial.described(config),
             )
         if config.trace:
             trace = ProfilerTrace(folder / "trace" / f"rank_{mesh.worker}.json")

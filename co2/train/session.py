@@ -14,7 +14,9 @@ from torch.utils._pytree import tree_map_only
 
 from co2.comm.clocks import overlap
 from co2.config import Precision
+from co2.errors import ConfigError
 from co2.record.metrics import Evaluation, Summary
+from co2.train import initial
 from co2.train.checkpoint import Checkpoints, random_states, restore_random_states
 from co2.train.meters import Meter, ledger, peak_memory_bytes
 from co2.train.replica import Replica, checkpoint_activations, own_buffers, whole_weights
@@ -33,6 +35,9 @@ class Session:
         config, mesh = run.config, run.mesh
         self.run, self.step = run, 0
         self.module: nn.Module = run.task.model().to(mesh.device)
+        self._from_checkpoint = initial.begun(run.folder)
+        if config.init_from is not None and not self._from_checkpoint:
+            initial.load(config.init_from, self.module, run.task)
         if config.train.checkpoint_activations:
             checkpoint_activations(self.module)
         if config.train.compile:
@@ -150,6 +155,10 @@ class Session:
         """Go on from the newest sound checkpoint, if there is one; returns the meter's totals."""
         found = self.checkpoints.load()
         if found is None:
+            folder = self.run.config.init_from
+            if folder is not None and self._from_checkpoint:
+                hint = "was not read, for there were checkpoints, but all are damaged; start again"
+                raise ConfigError("init_from", folder, hint)
             return None
         self.step, state = found
         if _remembers_order(self.model):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from co2.errors import ConfigError, require
-from tasks.prepare import ade20k, imagenet, openwebtext, shapenet, wikibooks
+from tasks.prepare import ade20k, glue, imagenet, openwebtext, shapenet, wikibooks
 
 
 class DataSet(Protocol):
@@ -41,6 +41,7 @@ class DataSet(Protocol):
 
 SETS: dict[str, type[DataSet]] = {
     "ade20k": ade20k,  # type: ignore[dict-item]  # a module serves as well
+    "glue": glue,  # type: ignore[dict-item]  # a module serves as well
     "imagenet": imagenet,  # type: ignore[dict-item]  # a module serves as well
     "openwebtext": openwebtext,  # type: ignore[dict-item]  # a module serves as well
     "shapenet": shapenet,  # type: ignore[dict-item]  # a module serves as well

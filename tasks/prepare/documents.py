@@ -207,7 +207,7 @@ def load_tokenizer(name: str, words: Words) -> "Tokenizer":
         file = name if Path(name).is_file() else hf_hub_download(name, "tokenizer.json")
         tokenizer = Tokenizer.from_file(file)
     except Exception as error:  # the hub's client and the parser raise errors of many types
-        hint = f"cannot be loaded ({_brief(error)}); without the network give a tokenizer.json"
+        hint = f"cannot be loaded ({brief(error)}); without the network give a tokenizer.json"
         raise ConfigError(key, name, hint) from None
     for token in (words.separator, *words.ids):
         require(tokenizer.token_to_id(token) is not None, key, name, f"has no {token}; {take}")
@@ -241,7 +241,7 @@ def load_rows(key: str, source: str) -> "Dataset":
             data = datasets.load_dataset(name, configuration or None, split="train")
     except Exception as error:  # the hub's clients raise errors of many types
         hint = (
-            f"cannot be loaded ({_brief(error)}); check the name and the network, or give a "
+            f"cannot be loaded ({brief(error)}); check the name and the network, or give a "
             "folder of parquet or JSON lines files"
         )
         raise ConfigError(key, source, hint) from None
@@ -322,7 +322,7 @@ def _joined(
             advance(len(chunk))
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
     """Return the first line of an error, shortened to fit into one line."""
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

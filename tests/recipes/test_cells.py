@@ -36,6 +36,17 @@ def test_cells_are_the_runs_of_train_py_and_a_failed_one_loses_no_other(tmp_path
         assert_same_run(run_folder(c.config()), by_hand.folder)
 
 
+def test_a_cell_may_start_from_the_run_of_one_before_it(tmp_path: Path):
+    """And is refused where that one has failed, which stops no other."""
+    runs = tmp_path / "runs"
+    first = cell(runs, "method=co2", "launch.workers=2")
+    start = f"init_from={run_folder(first.config())}"
+    second = cell(runs, "method=allreduce", "launch.workers=2", start)
+    lost = cell(runs, "method=allreduce", "launch.workers=2", f"init_from={tmp_path / 'none'}")
+    assert run([first, second, lost], lambda _: None) == [lost]
+    assert first.summary() is not None and second.summary() is not None
+
+
 def test_a_cell_that_cannot_be_run_is_refused_before_any_is(tmp_path: Path):
     good = cell(tmp_path / "runs", "method=co2", "launch.workers=2")
     with pytest.raises(ConfigError, match="nothing"):

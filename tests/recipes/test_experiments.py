@@ -11,7 +11,16 @@ import torch
 
 from co2.record.folder import run_folder
 from co2.record.table import Table, read_csv
-from recipes import digits, field, functions, kept_progress, kept_variants, quality, time_to_loss
+from recipes import (
+    digits,
+    field,
+    functions,
+    glue,
+    kept_progress,
+    kept_variants,
+    quality,
+    time_to_loss,
+)
 from recipes import entries as entries_module
 from recipes.cells import TrainCell
 from recipes.collect import collect
@@ -324,3 +333,19 @@ def test_every_experiment_renders_from_a_few_values(place: Path) -> None:
     figures = {path.name for path in (place / "results" / "figures").iterdir()}
     assert figures == {"field_gpt2_20.svg"}
     assert entries_module.NOT_REACHED in (place / "results" / "report.html").read_text()
+
+
+def test_a_fine_tuning_starts_from_the_run_of_its_row() -> None:
+    """Which comes before it, and lies where the recipe says."""
+    made: list[str] = []
+    for row, column, seed, cell in glue.RECIPE.cells("smoke", (1,)):
+        assert isinstance(cell, TrainCell)
+        if column is glue.PRETRAINING:
+            made.append(str(glue.folder(cell)))
+            if row.name in ("AllReduce", "0/1 Adam"):
+                assert run_folder(cell.config()) == glue.folder(cell).absolute()
+            continue
+        assert "method=allreduce" in cell.overrides and f"train.seed={seed}" in cell.overrides
+        starts = [word for word in cell.overrides if word.startswith("init_from=")]
+        assert starts == ([] if row is glue.NEW else [f"init_from={made[-1]}"])
+    assert len(made) == len(set(made)) == 5

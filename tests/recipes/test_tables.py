@@ -17,6 +17,7 @@ from recipes.__main__ import main, recipe_of
 from recipes.cells import TrainCell
 from recipes.collect import collect
 from recipes.entries import Entry
+from recipes.glue import FineTuning
 from recipes.laboratory import LabCell
 from recipes.recipe import Column, Recipe, Row
 from recipes.registry import RECIPES
@@ -253,7 +254,8 @@ def test_every_cell_of_every_recipe_composes(name: str, scale: str) -> None:
         cell.check()
         if isinstance(cell, TrainCell | LabCell):
             config = cell.config()
-            assert config.scale == scale and config.method in (row.overrides[0][7:], "local_sgd")
+            other = "allreduce" if isinstance(column, FineTuning) else "local_sgd"
+            assert config.scale == scale and config.method in (row.overrides[0][7:], other)
             named = [word[5:] for word in column.overrides if word.startswith("task=")]
             assert config.task == (named or ["gpt2"])[0]
 
