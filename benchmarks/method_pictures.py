@@ -1,8 +1,8 @@
 """When two workers compute, send and wait under each method: the pictures of docs/methods.md.
 
 They show the simulator's own rounds (co2/simulate/schedule.py) with τ = 4, steps of 1 and 1.1
-seconds in turn, and a network that takes 2.4 seconds for a whole model. Streaming DiLoCo and the
-variants of Adam, which the simulator leaves out, are drawn from their equations.
+seconds in turn, and a network that takes 2.4 seconds for a whole model. Streaming DiLoCo, DES-LOC
+and the variants of Adam, which the simulator leaves out, are drawn from their equations.
 """
 
 import argparse
@@ -20,6 +20,8 @@ TAU, WORKERS, WINDOW_S = 4, 2, 17.0
 FRAGMENTS, DELAY = 2, 1
 MODEL_BYTES, NUM_BUCKETS = 3_000_000, 3
 NETWORK = Network(Link(rate_bits=10e6), server_size=1, collective="ring")
+PERIODS = {"m": 2, "v": 3}
+"""For DES-LOC: rounds of the weights from one mean of a moment to the next."""
 FREEZE, SIGNS = 2, 1 / 32
 """For the variants of Adam: steps before v is frozen, and bytes of the signs as a share of the
 model's."""
@@ -99,6 +101,24 @@ def streaming() -> Iterator[Span]:
             yield Span(2, "send", begin, begin + send_s, f"{number}{'ab'[fragment]}")
 
 
+def desynced() -> Iterator[Span]:
+    """DES-LOC: weights after every `TAU` steps, m and v after every `PERIODS` times as many."""
+    whole_s = 8 * MODEL_BYTES / NETWORK.link.rate_bits
+    starts, number = np.zeros(WORKERS), 0
+    while starts.min() < WINDOW_S:
+        ends = starts + compute_s(number, TAU)
+        parts = ["x", *(name for name, period in PERIODS.items() if (number + 1) % period == 0)]
+        begin = float(ends.max())
+        over = begin + whole_s * len(parts)
+        for worker in range(WORKERS):
+            yield Span(worker, "compute", starts[worker], ends[worker], str(number))
+            yield Span(worker, "wait", ends[worker], over)
+        for place, name in enumerate(parts):
+            start = begin + whole_s * place
+            yield Span(2, "send", start, start + whole_s, f"{number} {name}")
+        starts, number = np.full(WORKERS, over), number + 1
+
+
 def every_step() -> Iterator[Span]:
     """1-bit Adam: gradients until v is frozen, signs of the momentum after it."""
     return signs(range(20))
@@ -130,6 +150,7 @@ def signs(exchanges: Collection[int]) -> Iterator[Span]:
 
 EQUATIONS = {
     "streaming_diloco": streaming,
+    "desloc": desynced,
     "onebit_adam": every_step,
     "zero_one_adam": some_steps,
 }

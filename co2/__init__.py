@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from co2.methods.co2 import CO2
     from co2.methods.co2_keep import CO2Keep
     from co2.methods.cocod_sgd import CoCoDSGD
+    from co2.methods.desloc import DESLOC
     from co2.methods.diloco import DiLoCo
     from co2.methods.eager_diloco import EagerDiLoCo
     from co2.methods.local_sgd import LocalSGD
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CO2",
+    "DESLOC",
     "METHODS",
     "AllReduce",
     "CO2Keep",

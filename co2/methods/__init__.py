@@ -5,6 +5,7 @@ from co2.methods.base import Method
 from co2.methods.co2 import CO2
 from co2.methods.co2_keep import CO2Keep
 from co2.methods.cocod_sgd import CoCoDSGD
+from co2.methods.desloc import DESLOC
 from co2.methods.diloco import DiLoCo
 from co2.methods.eager_diloco import EagerDiLoCo
 from co2.methods.local_sgd import LocalSGD
@@ -25,6 +26,7 @@ METHODS: dict[str, type[Method]] = {
     "eager_diloco": EagerDiLoCo,
     "co2": CO2,
     "co2_keep": CO2Keep,
+    "desloc": DESLOC,
     "onebit_adam": OneBitAdam,
     "zero_one_adam": ZeroOneAdam,
 }

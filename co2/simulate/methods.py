@@ -21,6 +21,7 @@ NO_ROUNDS = (LIMIT, ALLREDUCE)
 """Have no round of τ steps."""
 LEFT_OUT = {
     "streaming_diloco": "each fragment of its model has rounds of its own",
+    "desloc": "each of the moments that it averages has a period of its own",
     "onebit_adam": "what it sends shrinks when its variance is frozen, in the midst of training",
     "zero_one_adam": "how often it sends, and how much, changes in the course of training",
 }

@@ -216,6 +216,10 @@ REFUSED = [
         for name in ("onebit_adam", "zero_one_adam")
         for strategy in ("zero1", "zero2", "zero3")
     ),
+    *(
+        ((f"method={name}", "optim.name=adamw", *own, *mesh("zero1")), "mesh.strategy=zero1: ")
+        for name, own in (("desloc", ()), ("diloco", ("diloco.average_moments=true",)))
+    ),
     (
         ("method=streaming_diloco", "streaming_diloco.exchange=int8", *mesh("zero2")),
         "mesh.strategy=zero2: method=streaming_diloco: exchange=int8 ",

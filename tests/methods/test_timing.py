@@ -6,6 +6,7 @@ import pytest
 
 from tests.methods.collectives import Recorder, SlowNetwork
 from tests.methods.driver import (
+    MOMENTS,
     OVERLAPPED,
     ROUNDS_OF,
     SETTINGS,
@@ -64,6 +65,28 @@ def _on_slow_network(
 @pytest.mark.parametrize(("name", "world"), [*((name, 2) for name in OVERLAPPED), ("co2", 3)])
 def test_the_network_may_take_a_whole_round(workers: Pool, name: str, world: int) -> None:
     workers.run(delayed, world, name)
+
+
+def moments_delayed(rank: int, world: int, name: str) -> None:
+    """The same for the means of moments, which have a collective of their own."""
+    expected = trajectory(rank, world, name, MOMENTS[name], "adamw")
+    for delay in range(TAU + 1):
+        session = Session(rank, name, MOMENTS[name], "adamw")
+        history = [session.snapshot()]
+        with SlowNetwork(lambda n, delay=delay: delay) as network:
+            for _ in range(STEPS):
+                session.step()
+                network.tick()
+                history.append(session.snapshot())
+            assert len(network.works) == 2 * ROUNDS
+            assert any(work.forced for work in network.works) == (delay == TAU)
+            session.method.flush()
+        assert_same(history, expected)
+
+
+@pytest.mark.parametrize("name", ["co2", "co2_keep"])
+def test_means_of_moments_may_take_a_whole_round(workers: Pool, name: str) -> None:
+    workers.run(moments_delayed, 2, name)
 
 
 def recorded(rank: int, world: int, name: str) -> list[tuple[int, str, int, str, bool]]:

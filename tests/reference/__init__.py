@@ -5,6 +5,7 @@ from tests.reference import (
     co2,
     co2_keep,
     cocod_sgd,
+    desloc,
     diloco,
     eager_diloco,
     local_sgd,
@@ -26,6 +27,7 @@ REFERENCES = {
     "eager_diloco": eager_diloco.rounds,
     "co2": co2.rounds,
     "co2_keep": co2_keep.rounds,
+    "desloc": desloc.rounds,
     "onebit_adam": onebit_adam.rounds,
     "zero_one_adam": zero_one_adam.rounds,
 }
