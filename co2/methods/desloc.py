@@ -7,6 +7,9 @@
 K_x → `tau`, K_u → `first_moment_every`, K_v → `second_moment_every`. What changes slowly can be
 averaged rarely: the half-life of a moment is ln ½/ln β steps. With K_u = K_v = K_x this is Local
 Adam. All three means go through one buffer, one after the other.
+Chosen here: an element whose own v is 0, say because this replica has not seen its token yet, takes
+in no mean of m, which divided by ε would be a huge step. Where v is small but not 0 a step may
+still be larger than Adam's own; with K_v = K_u it cannot. If both are due, v is averaged first.
 Deviations: pseudo-gradients travel, not parameters, as in local_sgd.py. The paper averages moments
 at the begin of a step, which is the end of the one before, and clips local gradients, which
 `train.clip_norm` does. Momentum of SGD and other optimizers are left out.
@@ -61,6 +64,8 @@ class DESLOC(LocalSGD):
     def step(self) -> None:
         super().step()
         with torch.no_grad(), record_function(OUTER_STEP):
-            for moment, period in self.periods:
-                if self.steps % period == 0:
-                    moment.average(self.mean)
+            (m, m_every), (v, v_every) = self.periods
+            if self.steps % v_every == 0:
+                v.average(self.mean)
+            if self.steps % m_every == 0:
+                m.average(self.mean, divisor=v)

@@ -76,6 +76,30 @@ def test_moments_by_hand(workers: Pool, case: tuple[str, dict[str, Any], list[li
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0, atol=1e-6)
 
 
+def seen_by_one(rank: int, world: int) -> list[Pair]:
+    """Of a weight that only replica 0 has gradients for: m and v."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, betas=(0.5, 0.5))
+    method = METHODS["desloc"](METHODS["desloc"].Config(9, 1, 3))
+    method.prepare(torch.nn.ParameterList([weight]), optimizer, co2.Mesh.world())
+    history = []
+    for _ in range(3):
+        weight.grad = torch.full_like(weight, 1.0 - rank)
+        method.step()
+        state = optimizer.state[weight]
+        history.append((state["exp_avg"].item(), state["exp_avg_sq"].item()))
+    method.flush()
+    return history
+
+
+def test_a_mean_is_not_divided_by_nothing(workers: Pool) -> None:
+    """Until replica 1 has a v it takes in no m; both come in step 3: v is the mean of ⅞ and 0, m
+    that of 21/32 and 0, because replica 0 goes on from a half of its m twice."""
+    first, second = workers.run(seen_by_one, 2)
+    assert first == [(0.25, 0.5), (0.3125, 0.75), (0.328125, 0.4375)]
+    assert second == [(0.0, 0.0), (0.0, 0.0), (0.328125, 0.4375)]
+
+
 def spread(rank: int, world: int, name: str, settings: dict[str, Any]) -> tuple[float, float]:
     """The smallest element of v in a long training on problem's data, and bytes sent."""
     session = Session(rank, name, settings, "adamw", dtype=torch.float32)

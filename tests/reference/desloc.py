@@ -20,7 +20,9 @@ def rounds(
             x = mean(replica.weights() for replica in replicas)
             for replica in replicas:
                 replica.set_weights(x)
-        for field, every in zip(FIELDS, (first_moment_every, second_moment_every), strict=True):
-            if step % every == 0:
-                average(replicas, field)
+        first, second = FIELDS
+        if step % second_moment_every == 0:
+            average(replicas, second)
+        if step % first_moment_every == 0:
+            average(replicas, first, divisor=second)
         yield

@@ -25,11 +25,13 @@ def write(replica: Replica, field: str, flat: Tensor) -> None:
         replica.optimizer.state[weight][field].copy_(part.view_as(weight))
 
 
-def average(replicas: list[Replica], field: str) -> None:
-    """Replace the moment by its mean, at once."""
+def average(replicas: list[Replica], field: str, divisor: str | None = None) -> None:
+    """Replace the moment by its mean, at once, but for where a replica's divisor is 0."""
     found = mean(read(replica, field) for replica in replicas)
     for replica in replicas:
-        write(replica, field, found)
+        own = read(replica, field)
+        still = torch.zeros_like(own) == 1 if divisor is None else read(replica, divisor) == 0
+        write(replica, field, torch.where(still, own, found))
 
 
 def correct(replicas: list[Replica], sent: State, steps: int) -> None:

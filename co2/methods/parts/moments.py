@@ -16,6 +16,7 @@ copies of the model; and because the mean overwrites what was sent, and no repli
 part from the mean, m^i and v^i of then are kept beside it, two more.
 """
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -68,17 +69,32 @@ class Moment:
             self._chunks, self._places = self.flat.chunks_of(live), places
         return self._chunks
 
-    def average(self, mean: BackgroundMean) -> None:
-        """Set the moment to its mean over the replicas, through the buffer of `mean`. Blocking."""
+    def average(self, mean: BackgroundMean, divisor: "Moment | None" = None) -> None:
+        """Set the moment to its mean over the replicas, through the buffer of `mean`. Blocking.
+
+        Args:
+            divisor: where this replica's values of that moment are 0, this one stays as it is.
+        """
         chunks = self.open()
-        with chunks[0].transfer.round():
+        others = None if divisor is None else divisor.open()
+        rounds = [chunks[0].transfer.round()]
+        if others is not None:
+            rounds.append(others[0].transfer.round())
+        with ExitStack() as stack:
+            for entered in rounds:
+                stack.enter_context(entered)
             with record_function(SNAPSHOT):
                 for chunk in chunks:
                     chunk.of(mean.buffer).copy_(chunk.local())
             found = mean.mean_now()
-            for chunk in chunks:
-                # Through the scratch: the buffer may change before a copy to a GPU is made.
-                chunk.write(chunk.local().copy_(chunk.of(found)))
+            for index, chunk in enumerate(chunks):
+                values, means = chunk.local(), chunk.of(found).to(self.flat.dtype)
+                if others is None:
+                    # Not `means` itself: the buffer may change before a copy to a GPU is made.
+                    chunk.write(values.copy_(means))
+                else:
+                    still = others[index].local() == 0
+                    chunk.write(values.copy_(torch.where(still, values, means)))
 
     def scratch_tensors(self) -> list[Tensor]:
         """One chunk, from the first use on."""
