@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from co2.simulate.methods import OVERLAPPED, SIMULATED
+from co2.simulate.methods import ACCO, NO_ROUNDS, OVERLAPPED, SIMULATED
 from co2.simulate.network import Link, Network
 from co2.simulate.schedule import Buckets, advance_of
 
@@ -66,7 +66,7 @@ def simulated(method: str) -> Iterator[Span]:
     advance = advance_of(method, buckets, backward_share=2 / 3)
     starts, number = np.zeros(WORKERS), 0
     while starts.min() < WINDOW_S:
-        compute = compute_s(number, 1 if method == "allreduce" else TAU)
+        compute = compute_s(number, 1 if method in NO_ROUNDS else TAU)
         following, exposed, comm = advance(starts, compute)
         for worker in range(WORKERS):
             end = starts[worker] + compute[worker]
@@ -74,7 +74,7 @@ def simulated(method: str) -> Iterator[Span]:
             if exposed[worker] > 1e-9:
                 yield Span(worker, "wait", end, end + exposed[worker])
         # Under allreduce no bucket waits here once the first has left: the network is the slower.
-        over = float((following + comm if method in OVERLAPPED else following).max())
+        over = float((following + comm if method in (*OVERLAPPED, ACCO) else following).max())
         yield Span(2, "send", over - buckets.wire_s, over, str(number))
         starts, number = following, number + 1
 

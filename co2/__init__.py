@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from co2.config import CommConfig
     from co2.errors import ConfigError
     from co2.methods import METHODS, Method
+    from co2.methods.acco import ACCO
     from co2.methods.allreduce import AllReduce
     from co2.methods.co2 import CO2
     from co2.methods.co2_keep import CO2Keep
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from co2.methods.zero_one_adam import ZeroOneAdam
 
 __all__ = [
+    "ACCO",
     "CO2",
     "DESLOC",
     "METHODS",

@@ -173,16 +173,31 @@ class FlatParams:
         dist.all_reduce(together, group=self._group)
         return together.unbind()
 
-    def gradients(self, out: Tensor) -> None:
-        """Write the gradients to `out`, which lies where the parameters do; zeros for a parameter
-        that has none."""
+    def gradients(self, out: Tensor, add: bool = False) -> None:
+        """Write the gradients to `out`, which lies where the parameters do, or add them to it; a
+        parameter without one has zeros."""
         parts = out.split([param.numel() for param in self.params])
         for owner, part in zip(self.owners, parts, strict=True):
             if owner.grad is None:
-                part.zero_()
+                if not add:
+                    part.zero_()
             else:
                 grad = local(owner.grad)
-                part.view(grad.shape).copy_(grad)
+                values = part.view(grad.shape)
+                if add:
+                    values.add_(grad)
+                else:
+                    values.copy_(grad)
+
+    def set_gradients(self, vector: Tensor) -> None:
+        """Set the gradients to `vector`, which lies where the parameters do; a parameter without
+        one gets one."""
+        parts = vector.split([param.numel() for param in self.params])
+        for owner, part in zip(self.owners, parts, strict=True):
+            if owner.grad is None:
+                owner.grad = torch.zeros_like(owner)
+            grad = local(owner.grad)
+            grad.copy_(part.view(grad.shape))
 
     def write(self, vector: Tensor) -> None:
         """Set the live parameters to a vector."""

@@ -1,5 +1,6 @@
 """The synchronization methods: one file for each published algorithm, and their registry."""
 
+from co2.methods.acco import ACCO
 from co2.methods.allreduce import AllReduce
 from co2.methods.base import Method
 from co2.methods.co2 import CO2
@@ -26,6 +27,7 @@ METHODS: dict[str, type[Method]] = {
     "eager_diloco": EagerDiLoCo,
     "co2": CO2,
     "co2_keep": CO2Keep,
+    "acco": ACCO,
     "desloc": DESLOC,
     "onebit_adam": OneBitAdam,
     "zero_one_adam": ZeroOneAdam,

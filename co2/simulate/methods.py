@@ -17,7 +17,9 @@ LIMIT = "none"
 """Replicas that never communicate: the limit of what any method can reach."""
 ALLREDUCE = "allreduce"
 """Averages gradients, bucket by bucket, while backward still runs: a schedule of its own."""
-NO_ROUNDS = (LIMIT, ALLREDUCE)
+ACCO = "acco"
+"""Lets the mean of every step travel during the next one."""
+NO_ROUNDS = (LIMIT, ALLREDUCE, ACCO)
 """Have no round of τ steps."""
 LEFT_OUT = {
     "streaming_diloco": "each fragment of its model has rounds of its own",

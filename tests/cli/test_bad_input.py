@@ -155,7 +155,7 @@ NAMES = [
     ("slowmo.tau=3 method=co2", "slowmo.tau=3", "did you mean co2.tau?"),
     ("+slowmo.tau=3 method=co2", "slowmo=", "co2.*"),
     ("gpt2.size=xl", "gpt2.size=xl", "there is no gpt2 here"),
-    ("method=nope", "method=nope", "allreduce, co2, co2_keep, cocod_sgd, desloc, diloco"),
+    ("method=nope", "method=nope", "acco, allreduce, co2, co2_keep, cocod_sgd, desloc, diloco"),
     ("method=slomo", "method=slomo", "did you mean slowmo?"),
     ("task=nope", "task=nope", "known: ade20k, gpt2"),
     ("scale=nope", "scale=nope", "gpu, paper, smoke"),

@@ -218,7 +218,11 @@ REFUSED = [
     ),
     *(
         ((f"method={name}", "optim.name=adamw", *own, *mesh("zero1")), "mesh.strategy=zero1: ")
-        for name, own in (("desloc", ()), ("diloco", ("diloco.average_moments=true",)))
+        for name, own in (
+            ("acco", ()),
+            ("desloc", ()),
+            ("diloco", ("diloco.average_moments=true",)),
+        )
     ),
     (
         ("method=streaming_diloco", "streaming_diloco.exchange=int8", *mesh("zero2")),

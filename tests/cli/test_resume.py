@@ -336,6 +336,7 @@ METHODS = {
         "co2.clip=0.1",
     ),
     "co2_keep": ("co2_keep.tau=3", "co2_keep.delay=2"),
+    "acco": (),
     "desloc": (
         "optim.name=adamw",
         "optim.lr=0.01",

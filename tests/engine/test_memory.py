@@ -81,6 +81,7 @@ MESSAGES = 2 * 2 * sum(4 + -(-numel // 8) for numel in HALF) / (4 * PARAMS)
 COPIES = {
     Precision.fp32: {
         "allreduce": 0,
+        "acco": 2,
         "local_sgd": 2,
         "desloc": 2,
         "eager_diloco": 4,
@@ -88,7 +89,13 @@ COPIES = {
         "onebit_adam": 4.5 + MESSAGES,
         "zero_one_adam": 6.5 + MESSAGES,
     },
-    Precision.bf16: {"allreduce": 0.5, "local_sgd": 1.5, "desloc": 1.5, "eager_diloco": 3.5},
+    Precision.bf16: {
+        "allreduce": 0.5,
+        "acco": 1.5,
+        "local_sgd": 1.5,
+        "desloc": 1.5,
+        "eager_diloco": 3.5,
+    },
 }
 OTHERS = {Precision.fp32: 3, Precision.bf16: 2.5}
 """The communication buffer is one of them; with bf16, half a one."""

@@ -35,6 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "clip": 0.05,
     },
     "co2_keep": {"tau": 3, "keep_local": 0.6, "outer_momentum": 0.6, "momentum_weight": 0.3},
+    "acco": {},
     "desloc": {"tau": 3, "first_moment_every": 2, "second_moment_every": 4},
     "onebit_adam": {"freeze_step": 4},
     "zero_one_adam": {"freeze_step": 4, "kappa": 2, "double_every": 2, "max_interval": 4},

@@ -42,6 +42,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         "co2_keep",
         {"tau": TAU, "delay": 1, "keep_local": 0.6, "outer_momentum": 0.6, "momentum_weight": 0.3},
     ),
+    "acco": ("acco", {}),
     "desloc": ("desloc", {"tau": TAU, "first_moment_every": 2, "second_moment_every": 4}),
     "co2_keep with moments": ("co2_keep", {"tau": TAU, "delay": 1, "average_moments": True}),
 }

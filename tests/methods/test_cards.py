@@ -22,7 +22,10 @@ ROWS = dict(re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|", PAGE, re.M))
 """Method → the table's entry about what it waits for."""
 WAITS = {
     Waits.always: (r"always\b", r"Blocking|Partly overlapped"),
-    Waits.beyond_delay: (r"beyond (a round|`delay` steps)$", r"Fully overlapped|Overlapped for"),
+    Waits.beyond_delay: (
+        r"beyond (a round|a step|`delay` steps)$",
+        r"Fully overlapped|Overlapped for",
+    ),
 }
 """What a method waits for → the table's words for it, and those of its card and its file."""
 SENDS = {
@@ -33,6 +36,7 @@ SENDS = {
 }
 OWN: dict[str, dict[str, int]] = {
     "allreduce": {},
+    "acco": {},
     "desloc": {"tau": 1, "first_moment_every": 3, "second_moment_every": 6},
     "onebit_adam": {"freeze_step": ROUNDS},
     "zero_one_adam": {"freeze_step": ROUNDS, "max_interval": 1},

@@ -27,10 +27,11 @@ LATE = TAU
 def delayed(rank: int, world: int, name: str) -> None:
     """Compares trajectories on slow networks with the one on the real network.
 
-    A round of Streaming DiLoCo has one collective per fragment, under way for `delay` steps only.
+    A round of Streaming DiLoCo has one collective per fragment, under way for `delay` steps only. A
+    step of ACCO has one, under way until the next.
     """
-    late = SETTINGS[name].get("delay", LATE)
-    number = ROUNDS * SETTINGS[name].get("fragments", 1)
+    late = 1 if name == "acco" else SETTINGS[name].get("delay", LATE)
+    number = STEPS if name == "acco" else ROUNDS * SETTINGS[name].get("fragments", 1)
     expected = trajectory(rank, world, name, SETTINGS[name])
     for delay in range(late + 1):
         history, forced = _on_slow_network(rank, name, lambda n, delay=delay: delay)
@@ -41,7 +42,7 @@ def delayed(rank: int, world: int, name: str) -> None:
         else:
             assert not any(forced), "nobody waits before it is due"
     # SlowNetwork runs a collective on the spot: two at once in different order would hang there.
-    apart = 2 if number == ROUNDS else 0
+    apart = 0 if "fragments" in SETTINGS[name] else 2
     uneven, _ = _on_slow_network(rank, name, lambda n: (n + apart * rank) % (late + 1))
     assert_same(uneven, expected)
 

@@ -1,6 +1,7 @@
 """Single-process simulations of every method, written from the papers' formulas alone."""
 
 from tests.reference import (
+    acco,
     allreduce,
     co2,
     co2_keep,
@@ -27,6 +28,7 @@ REFERENCES = {
     "eager_diloco": eager_diloco.rounds,
     "co2": co2.rounds,
     "co2_keep": co2_keep.rounds,
+    "acco": acco.rounds,
     "desloc": desloc.rounds,
     "onebit_adam": onebit_adam.rounds,
     "zero_one_adam": zero_one_adam.rounds,
