@@ -99,7 +99,7 @@ def row(name: str, comm: CommConfig, found: dict[str, Any], gpus: bool) -> list[
 
 
 COMPRESSED = ("onebit_adam", "zero_one_adam")
-NO_ROUNDS = ("allreduce", *COMPRESSED)
+NO_ROUNDS = ("allreduce", "acco", *COMPRESSED)
 REFUSED = {CommDevice.auto: COMPRESSED, CommDevice.cpu: NO_ROUNDS}
 """By comm.device, the methods that accept nothing but the defaults of comm."""
 FP32_ONLY = ("sparseloco",)

@@ -1,8 +1,8 @@
 """When two workers compute, send and wait under each method: the pictures of docs/methods.md.
 
 They show the simulator's own rounds (co2/simulate/schedule.py) with τ = 4, steps of 1 and 1.1
-seconds in turn, and a network that takes 2.4 seconds for a whole model. Streaming DiLoCo and the
-variants of Adam, which the simulator leaves out, are drawn from their equations.
+seconds in turn, and a network that takes 2.4 seconds for a whole model. Streaming DiLoCo, DES-LOC
+and the variants of Adam, which the simulator leaves out, are drawn from their equations.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from co2.simulate.methods import OVERLAPPED, SIMULATED
+from co2.simulate.methods import ACCO, NO_ROUNDS, OVERLAPPED, SIMULATED
 from co2.simulate.network import Link, Network
 from co2.simulate.schedule import advance_of, sendings
 
@@ -20,6 +20,8 @@ TAU, WORKERS, WINDOW_S = 4, 2, 17.0
 FRAGMENTS, DELAY = 2, 1
 MODEL_BYTES, NUM_BUCKETS = 3_000_000, 3
 NETWORK = Network(Link(rate_bits=10e6), server_size=1, collective="ring")
+PERIODS = {"m": 2, "v": 3}
+"""For DES-LOC: rounds of the weights from one mean of a moment to the next."""
 FREEZE, SIGNS = 2, 1 / 32
 """For the variants of Adam: steps before v is frozen, and bytes of the signs as a share of the
 model's."""
@@ -64,7 +66,7 @@ def simulated(method: str) -> Iterator[Span]:
     advance = advance_of(method, buckets, backward_share=2 / 3)
     starts, number = np.zeros(WORKERS), 0
     while starts.min() < WINDOW_S:
-        compute = compute_s(number, 1 if method == "allreduce" else TAU)
+        compute = compute_s(number, 1 if method in NO_ROUNDS else TAU)
         following, exposed, comm = advance(starts, compute)
         for worker in range(WORKERS):
             end = starts[worker] + compute[worker]
@@ -72,7 +74,7 @@ def simulated(method: str) -> Iterator[Span]:
             if exposed[worker] > 1e-9:
                 yield Span(worker, "wait", end, end + exposed[worker])
         # Under allreduce no bucket waits here once the first has left: the network is the slower.
-        over = float((following + comm if method in OVERLAPPED else following).max())
+        over = float((following + comm if method in (*OVERLAPPED, ACCO) else following).max())
         yield Span(2, "send", over - buckets.wire_s, over, str(number))
         starts, number = following, number + 1
 
@@ -97,6 +99,24 @@ def streaming() -> Iterator[Span]:
             sent_until[step + DELAY] = begin + send_s
             number, fragment = divmod((step + DELAY) // (TAU // FRAGMENTS) - 1, FRAGMENTS)
             yield Span(2, "send", begin, begin + send_s, f"{number}{'ab'[fragment]}")
+
+
+def desynced() -> Iterator[Span]:
+    """DES-LOC: weights after every `TAU` steps, m and v after every `PERIODS` times as many."""
+    whole_s = 8 * MODEL_BYTES / NETWORK.link.rate_bits
+    starts, number = np.zeros(WORKERS), 0
+    while starts.min() < WINDOW_S:
+        ends = starts + compute_s(number, TAU)
+        parts = ["x", *(name for name, period in PERIODS.items() if (number + 1) % period == 0)]
+        begin = float(ends.max())
+        over = begin + whole_s * len(parts)
+        for worker in range(WORKERS):
+            yield Span(worker, "compute", starts[worker], ends[worker], str(number))
+            yield Span(worker, "wait", ends[worker], over)
+        for place, name in enumerate(parts):
+            start = begin + whole_s * place
+            yield Span(2, "send", start, start + whole_s, f"{number} {name}")
+        starts, number = np.full(WORKERS, over), number + 1
 
 
 def every_step() -> Iterator[Span]:
@@ -130,6 +150,7 @@ def signs(exchanges: Collection[int]) -> Iterator[Span]:
 
 EQUATIONS = {
     "streaming_diloco": streaming,
+    "desloc": desynced,
     "onebit_adam": every_step,
     "zero_one_adam": some_steps,
 }

@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from co2.config import CommConfig
     from co2.errors import ConfigError
     from co2.methods import METHODS, Method
+    from co2.methods.acco import ACCO
     from co2.methods.allreduce import AllReduce
     from co2.methods.co2 import CO2
     from co2.methods.co2_keep import CO2Keep
     from co2.methods.cocod_sgd import CoCoDSGD
+    from co2.methods.desloc import DESLOC
     from co2.methods.diloco import DiLoCo
     from co2.methods.eager_diloco import EagerDiLoCo
     from co2.methods.local_sgd import LocalSGD
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
     from co2.methods.zero_one_adam import ZeroOneAdam
 
 __all__ = [
+    "ACCO",
     "CO2",
+    "DESLOC",
     "METHODS",
     "AllReduce",
     "CO2Keep",

@@ -15,7 +15,7 @@ METHODS = (
 """The methods of the CO2 paper's tables and ours, by the names of results/paper.csv."""
 EVERY_METHOD = tuple(Row(name, (f"method={name}",)) for name in methods.METHODS)
 """All methods with the settings of conf/method as they are, by the names of `method=`."""
-ADAM_ONLY = ("onebit_adam", "zero_one_adam")
+ADAM_ONLY = ("desloc", "onebit_adam", "zero_one_adam")
 """Rows that no task with SGD can be run with."""
 LIMIT = Row("no communication", ("method=none",), limit=True)
 """The laboratory's bound of all methods: the same training without communication."""

@@ -67,6 +67,7 @@ LONG = (
     "tests/engine/test_wire.py::test_bytes_are_what_the_network_device_counts",
     "tests/methods/test_bf16_wire.py",
     "tests/methods/test_comm_device.py::test_copies_may_be_late_or_early",
+    "tests/methods/test_comm_device.py::test_copies_of_moments_may_be_late_or_early",
     "tests/methods/test_compressed_adam.py::test_resume_at_every_step",
     "tests/methods/test_equals_reference.py::test_equals_reference_with_adamw",
     "tests/methods/test_exchange.py::test_nothing_is_lost",

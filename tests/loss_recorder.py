@@ -35,6 +35,8 @@ OWN: dict[str, tuple[str, ...]] = {
     "sparseloco": ROUNDS,
     "co2": ROUNDS,
     "co2_keep": ROUNDS,
+    "acco": (),
+    "desloc": ("tau=3", "first_moment_every=4", "second_moment_every=5"),
     "onebit_adam": ("freeze_step=6",),
     "zero_one_adam": ("freeze_step=6", "double_every=4"),
 }
@@ -124,7 +126,8 @@ def cases() -> Iterator[tuple[str, list[str]]]:
 
 def overrides(task: str, workers: int, settings: Sequence[str]) -> list[str]:
     steps = LENGTH.get(task, 10)
-    adam = task == "toy" and settings[0] in ("method=onebit_adam", "method=zero_one_adam")
+    names = [f"method={name}" for name in ("desloc", "onebit_adam", "zero_one_adam")]
+    adam = task == "toy" and settings[0] in names
     return [
         f"task={task}",
         f"launch.workers={workers}",

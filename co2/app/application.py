@@ -27,7 +27,7 @@ from co2.app.compose import (
 )
 from co2.app.schema import typed
 from co2.config import Config, Resume
-from co2.errors import DIVERGED, STOPPED, ConfigError
+from co2.errors import DIVERGED, STOPPED, ConfigError, require
 from co2.record.console import Outcome, closing_table, sweep_table
 from co2.record.folder import check_folder, read_summary, tag_from
 from co2.record.metrics import Summary
@@ -65,7 +65,11 @@ class App:
             config = replace(config, tag=tag)
         launch.check(config)
         peers.check(config, world, launch.first_device(config).type)
-        replica.check(config, world, peers.make_method(config))
+        method = peers.make_method(config)
+        inner = config.optim.name.value
+        reason = method.refused_optimizers.get(inner)
+        require(reason is None, "optim.name", inner, f"method={config.method}: {reason}")
+        replica.check(config, world, method)
         check_folder(config, world)
         return config
 

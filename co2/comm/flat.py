@@ -1,6 +1,6 @@
 """FlatParams: the trained parameters that one worker holds, as one flat vector."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -34,6 +34,7 @@ class Chunk:
     span: slice
     group: int
     transfer: Direct | Staged
+    """Copies to and from the live tensors."""
 
     @property
     def numel(self) -> int:
@@ -42,6 +43,10 @@ class Chunk:
     def of(self, vector: Tensor) -> Tensor:
         """Return this chunk of a flat vector, as a view."""
         return vector[self.span]
+
+    def local(self) -> Tensor:
+        """Return the live values of the chunk, in scratch that the next call overwrites."""
+        return self.transfer.local(self.index)
 
     def write(self, values: Tensor) -> None:
         """Set the live parameters to `values`, which is this chunk of some vector."""
@@ -78,7 +83,8 @@ class FlatParams:
         self.params: list[Tensor] = []
         self.total_numel, sharded = 0, False
         self.group_of: list[int] = []
-        self._owners: list[Tensor] = []
+        self.owners: list[Tensor] = []
+        """The parameters themselves, in the vector's order; `params` holds their local parts."""
         seen: set[int] = set()
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
@@ -86,7 +92,7 @@ class FlatParams:
                 if taken and param.requires_grad and id(param) not in seen:
                     seen.add(id(param))
                     whole = param.detach()
-                    self._owners.append(param)
+                    self.owners.append(param)
                     self.params.append(local(whole))
                     self.total_numel += whole.numel()
                     sharded = sharded or self.params[-1] is not whole
@@ -101,19 +107,23 @@ class FlatParams:
         # A process group of its own, because totals may be taken in the background.
         self._group = mesh.new_group_within_replica() if mesh is not None and sharded else None
         device = self.params[0].device
-        side = side_stream(device) if keep is CommDevice.cpu else None
-        self.device = device if side is None else torch.device("cpu")
+        self._side = side_stream(device) if keep is CommDevice.cpu else None
+        self.device = device if self._side is None else torch.device("cpu")
         """Where vectors lie."""
-        cuts = list(self._cut(chunk_numel(self.device)))
+        self.chunks = self.chunks_of(self.params)
+        self.transfer = self.chunks[0].transfer
+
+    def chunks_of(self, tensors: Sequence[Tensor]) -> list[Chunk]:
+        """Return the vector's chunks for other live tensors: one for each parameter, of its shape
+        and layout, in the same order. They read and write those, by a transfer of their own."""
+        cuts = list(self._cut(tensors, chunk_numel(self.device)))
         pieces = [live for _, _, live in cuts]
-        self.transfer: Direct | Staged
-        if side is None:
-            self.transfer = Direct(pieces, self.dtype, self.device)
+        transfer: Direct | Staged
+        if self._side is None:
+            transfer = Direct(pieces, self.dtype, self.device)
         else:
-            self.transfer = Staged(pieces, self.dtype, side)
-        self.chunks = [
-            Chunk(index, span, group, self.transfer) for index, (span, group, _) in enumerate(cuts)
-        ]
+            transfer = Staged(pieces, self.dtype, self._side)
+        return [Chunk(index, span, group, transfer) for index, (span, group, _) in enumerate(cuts)]
 
     def round(self) -> AbstractContextManager[None]:
         """Enter this around everything that reads or writes live parameters as a round ends."""
@@ -137,7 +147,7 @@ class FlatParams:
 
     def local(self, chunk: Chunk) -> Tensor:
         """Return the live parameters of a chunk, in scratch that the next call overwrites."""
-        return self.transfer.local(chunk.index)
+        return chunk.local()
 
     def displacement(self, start: Tensor, out: Tensor) -> None:
         """Write the pseudo-gradient of the steps since `start`, which is `start` minus the live
@@ -163,29 +173,44 @@ class FlatParams:
         dist.all_reduce(together, group=self._group)
         return together.unbind()
 
-    def gradients(self, out: Tensor) -> None:
-        """Write the gradients to `out`, which lies where the parameters do; zeros for a parameter
-        that has none."""
+    def gradients(self, out: Tensor, add: bool = False) -> None:
+        """Write the gradients to `out`, which lies where the parameters do, or add them to it; a
+        parameter without one has zeros."""
         parts = out.split([param.numel() for param in self.params])
-        for owner, part in zip(self._owners, parts, strict=True):
+        for owner, part in zip(self.owners, parts, strict=True):
             if owner.grad is None:
-                part.zero_()
+                if not add:
+                    part.zero_()
             else:
                 grad = local(owner.grad)
-                part.view(grad.shape).copy_(grad)
+                values = part.view(grad.shape)
+                if add:
+                    values.add_(grad)
+                else:
+                    values.copy_(grad)
+
+    def set_gradients(self, vector: Tensor) -> None:
+        """Set the gradients to `vector`, which lies where the parameters do; a parameter without
+        one gets one."""
+        parts = vector.split([param.numel() for param in self.params])
+        for owner, part in zip(self.owners, parts, strict=True):
+            if owner.grad is None:
+                owner.grad = torch.zeros_like(owner)
+            grad = local(owner.grad)
+            grad.copy_(part.view(grad.shape))
 
     def write(self, vector: Tensor) -> None:
         """Set the live parameters to a vector."""
         for chunk in self.chunks:
             chunk.write(chunk.of(vector))
 
-    def _cut(self, size: int) -> Iterator[tuple[slice, int, Live]]:
-        """Yield span, parameter group and parameters of each chunk. A chunk has at most `size`
-        elements, unless it is a single parameter that is not contiguous."""
+    def _cut(self, tensors: Sequence[Tensor], size: int) -> Iterator[tuple[slice, int, Live]]:
+        """Yield span, parameter group and tensors of each chunk. A chunk has at most `size`
+        elements, unless it is a single tensor that is not contiguous."""
         start, used, group = 0, 0, 0
         live: list[Tensor] = []
-        for param, index in zip(self.params, self.group_of, strict=True):
-            pieces = param.view(-1).split(size) if param.is_contiguous() else (param,)
+        for tensor, index in zip(tensors, self.group_of, strict=True):
+            pieces = tensor.view(-1).split(size) if tensor.is_contiguous() else (tensor,)
             for piece in pieces:
                 if live and (index != group or used + piece.numel() > size):
                     yield slice(start, start + used), group, tuple(live)

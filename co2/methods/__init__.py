@@ -1,10 +1,12 @@
 """The synchronization methods: one file for each published algorithm, and their registry."""
 
+from co2.methods.acco import ACCO
 from co2.methods.allreduce import AllReduce
 from co2.methods.base import Method
 from co2.methods.co2 import CO2
 from co2.methods.co2_keep import CO2Keep
 from co2.methods.cocod_sgd import CoCoDSGD
+from co2.methods.desloc import DESLOC
 from co2.methods.diloco import DiLoCo
 from co2.methods.eager_diloco import EagerDiLoCo
 from co2.methods.local_sgd import LocalSGD
@@ -27,6 +29,8 @@ METHODS: dict[str, type[Method]] = {
     "sparseloco": SparseLoCo,
     "co2": CO2,
     "co2_keep": CO2Keep,
+    "acco": ACCO,
+    "desloc": DESLOC,
     "onebit_adam": OneBitAdam,
     "zero_one_adam": ZeroOneAdam,
 }

@@ -54,6 +54,9 @@ class Method:
     refused_strategies: Mapping[str, str] = MappingProxyType({})
     """The values of `mesh.strategy` that it cannot be combined with, each with the reason."""
 
+    refused_optimizers: Mapping[str, str] = MappingProxyType({})
+    """The values of `optim.name` that it cannot be combined with, each with the reason."""
+
     model: nn.Module
     optimizer: Optimizer
     mesh: Mesh

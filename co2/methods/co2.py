@@ -52,6 +52,9 @@ class CO2(LocalMethod):
         """value: every element to [−φ, φ]; norm: the whole vector to norm φ."""
         shard: bool = False
         """Anchor and momentum are sharded over the G replicas: 1 + 2/G model copies, not 3."""
+        average_moments: bool = False
+        """Whether the inner Adam's moments are averaged too (parts/moments.py): three times the
+        bytes and four more copies."""
 
         def __post_init__(self) -> None:
             check_tau(self.tau)

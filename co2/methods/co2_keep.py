@@ -48,6 +48,9 @@ class CO2Keep(LocalMethod):
         """β."""
         momentum_weight: float = 0.0
         """w; with 0 the momentum is not needed, which saves a copy of the model."""
+        average_moments: bool = False
+        """Whether the inner Adam's moments are averaged too (parts/moments.py): three times the
+        bytes and four more copies."""
 
         def __post_init__(self) -> None:
             check_tau(self.tau)
@@ -106,6 +109,8 @@ class CO2Keep(LocalMethod):
             torch.sub(center, start, alpha=kept, out=x)
             chunk.write(x)
             start.add_(x)  # so that start − x is still −q^i
+        if self.moments is not None:
+            self.moments.arrive(self.steps)
 
     @property
     def max_skew_steps(self) -> int:

@@ -32,6 +32,9 @@ class DiLoCo(LocalMethod):
         """β. The paper: 0.9."""
         comm_share: float = 0.1
         """With τ = auto: the largest share of a round's time that communication may take."""
+        average_moments: bool = False
+        """Whether the inner Adam's moments are averaged too (parts/moments.py): three times the
+        bytes."""
 
         def __post_init__(self) -> None:
             check_tau(self.tau)

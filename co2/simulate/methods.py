@@ -17,7 +17,9 @@ LIMIT = "none"
 """Replicas that never communicate: the limit of what any method can reach."""
 ALLREDUCE = "allreduce"
 """Averages gradients, bucket by bucket, while backward still runs: a schedule of its own."""
-NO_ROUNDS = (LIMIT, ALLREDUCE)
+ACCO = "acco"
+"""Lets the mean of every step travel during the next one."""
+NO_ROUNDS = (LIMIT, ALLREDUCE, ACCO)
 """Have no round of τ steps."""
 MESSAGE_SHARE = {"sparseloco": (82 * 14 + 32) / (4096 * 32)}
 """Methods whose replicas gather messages and take no mean, each with the bytes of a message
@@ -25,6 +27,7 @@ as a share of an fp32 vector's. SparseLoCo with its default density sends 82 of 
 14 bits each, and 32 bits more."""
 LEFT_OUT = {
     "streaming_diloco": "each fragment of its model has rounds of its own",
+    "desloc": "each of the moments that it averages has a period of its own",
     "onebit_adam": "what it sends shrinks when its variance is frozen, in the midst of training",
     "zero_one_adam": "how often it sends, and how much, changes in the course of training",
 }

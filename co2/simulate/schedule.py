@@ -1,9 +1,9 @@
 """When each replica computes, sends and waits, round after round, under each method.
 
-A round is τ steps (one under allreduce). The replicas are a vector of clocks, so a round costs a
-few vector operations however many replicas there are; where all are alike, one clock stands for
-all. A collective begins when the last replica has launched it, and not before the previous one on
-the same group is over; its buckets run one after another.
+A round is τ steps (one under allreduce and acco). The replicas are a vector of clocks, so a round
+costs a few vector operations however many replicas there are; where all are alike, one clock stands
+for all. A collective begins when the last replica has launched it, and not before the previous one
+on the same group is over; its buckets run one after another.
 
 The simulation leaves out the arithmetic of the outer step, the slowing down of computation by the
 communication beside it, data loading, and a `delay` below a round: an overlapped mean has a whole
@@ -17,7 +17,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from co2.errors import require, require_count, require_number
-from co2.simulate.methods import ALLREDUCE, BLOCKING, LIMIT, MESSAGE_SHARE, require_simulated
+from co2.simulate.methods import (
+    ACCO,
+    ALLREDUCE,
+    BLOCKING,
+    LIMIT,
+    MESSAGE_SHARE,
+    require_simulated,
+)
 from co2.simulate.network import Network, ring_bytes
 
 BUCKET_BYTES = 25 * 2**20
@@ -129,7 +136,7 @@ def simulate(
         network: links and servers. `Network(Link(rate_bits, latency_s))` is a link per worker.
         steps: steps that are measured. Those beyond the last whole round are computed and not
             communicated.
-        tau: τ, the steps of a round. It has no meaning under `none` and `allreduce`.
+        tau: τ, the steps of a round. It has no meaning under `none`, `allreduce` and `acco`.
         warmup_rounds: rounds before those that are measured. 2 reach the steady state without
             noise; replicas that differ need more, until the fast are a round ahead of the slow.
             0 shows a run from its start, where overlapped methods wait once less.
@@ -153,7 +160,7 @@ def simulate(
     replicas = Replicas(workers, step_s, noise or Noise())
     sent = sendings(method, vector_bytes, bucket_bytes, network, workers)
     advance = advance_of(method, sent, backward_share)
-    length = {LIMIT: steps, ALLREDUCE: 1}.get(method, tau)
+    length = {LIMIT: steps, ALLREDUCE: 1, ACCO: 1}.get(method, tau)
 
     rounds, rest = divmod(steps, length)
     clocks = began = np.zeros_like(replicas.step_s)

@@ -220,6 +220,14 @@ REFUSED = [
         (("optim.name=muon", *mesh(strategy)), f"mesh.strategy={strategy}: .* whole matrices")
         for strategy in ("zero2", "zero3")
     ),
+    *(
+        ((f"method={name}", "optim.name=adamw", *own, *mesh("zero1")), "mesh.strategy=zero1: ")
+        for name, own in (
+            ("acco", ()),
+            ("desloc", ()),
+            ("diloco", ("diloco.average_moments=true",)),
+        )
+    ),
     (
         ("method=streaming_diloco", "streaming_diloco.exchange=int8", *mesh("zero2")),
         "mesh.strategy=zero2: method=streaming_diloco: exchange=int8 ",

@@ -337,6 +337,14 @@ METHODS = {
         "co2.clip=0.1",
     ),
     "co2_keep": ("co2_keep.tau=3", "co2_keep.delay=2"),
+    "acco": (),
+    "desloc": (
+        "optim.name=adamw",
+        "optim.lr=0.01",
+        "desloc.tau=3",
+        "desloc.first_moment_every=4",
+        "desloc.second_moment_every=5",
+    ),
     "onebit_adam": ("optim.name=adamw", "optim.lr=0.01", "onebit_adam.freeze_step=5"),
     "zero_one_adam": (
         "optim.name=adamw",
@@ -350,6 +358,7 @@ METHODS = {
 
 CHOICES = [(f"method={method}", *fields) for method, fields in METHODS.items()]
 CHOICES += [("method=co2", "co2.tau=3", "co2.shard=true")]
+CHOICES += [("method=co2_keep", "co2_keep.tau=3", "co2_keep.average_moments=true")]
 QUANTIZED = ("streaming_diloco.delay=2", "streaming_diloco.exchange=int4")
 CHOICES += [("method=streaming_diloco", "streaming_diloco.tau=3", *QUANTIZED)]
 

@@ -219,11 +219,13 @@ def test_every_method_brings_what_others_learn(workers: Pool, tmp_path: Path, me
 
     The recipe is the toy's but for the method; these are five rounds. Eager DiLoCo's outer momentum
     of 0.9, made for long trainings, overshoots in so few. Adam's variants need Adam; these 60 steps
-    end before they freeze v, and the next test is about what comes then.
+    end before they freeze v, and the next test is about what comes then. Under DES-LOC the idle
+    worker halves the step of the other's Adam, so its rate is larger.
     """
     adam = ["optim.name=adamw", "optim.lr=0.01"]
     fields = {
         "eager_diloco": ["eager_diloco.outer_momentum=0.5"],
+        "desloc": ["optim.name=adamw", "optim.lr=0.03"],
         "onebit_adam": adam,
         "zero_one_adam": adam,
     }

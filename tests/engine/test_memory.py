@@ -13,7 +13,7 @@ from co2.comm import exchange, flat, sparse
 from co2.config import CommConfig, Precision
 from co2.methods import METHODS
 from co2.train import meters
-from tests.methods.driver import ADAM, ROUNDS_OF, SPARSE
+from tests.methods.driver import ADAM, NEEDS_ADAM, ROUNDS_OF, SPARSE
 
 WIDTH = 257
 PARAMS = WIDTH * WIDTH + WIDTH + WIDTH * 8
@@ -35,7 +35,13 @@ def build(
 ) -> tuple[nn.Module, torch.optim.Optimizer, co2.Method]:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8, bias=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    own = {"tau": 2} if name in ROUNDS_OF else {"freeze_step": 2} if name in ADAM else {}
+    own = (
+        {"tau": 2}
+        if name in (*ROUNDS_OF, *NEEDS_ADAM)
+        else {"freeze_step": 2}
+        if name in ADAM
+        else {}
+    )
     config = METHODS[name].Config(**own, **fields)
     return model, optimizer, METHODS[name](config, CommConfig(dtype=wire))
 
@@ -86,14 +92,22 @@ SPARSE_MESSAGES = (
 COPIES = {
     Precision.fp32: {
         "allreduce": 0,
+        "acco": 2,
         "local_sgd": 2,
+        "desloc": 2,
         "eager_diloco": 4,
         "sparseloco": 3 + SPARSE_MESSAGES,
         # Gradient, m, v, two kinds of error; and u and the start of the interval.
         "onebit_adam": 4.5 + MESSAGES,
         "zero_one_adam": 6.5 + MESSAGES,
     },
-    Precision.bf16: {"allreduce": 0.5, "local_sgd": 1.5, "eager_diloco": 3.5},
+    Precision.bf16: {
+        "allreduce": 0.5,
+        "acco": 1.5,
+        "local_sgd": 1.5,
+        "desloc": 1.5,
+        "eager_diloco": 3.5,
+    },
 }
 OTHERS = {Precision.fp32: 3, Precision.bf16: 2.5}
 """The communication buffer is one of them; with bf16, half a one."""
@@ -111,6 +125,25 @@ def test_copies_held_are_those_of_the_ledger(workers, name, wire):
         assert copies < told + 0.04
         # DDP may have let go of the rounded gradients already.
         assert copies >= told or (name, wire) == ("allreduce", Precision.bf16)
+
+
+@pytest.mark.parametrize(
+    ("name", "wire", "expected"),
+    [
+        ("diloco", Precision.fp32, 3),
+        ("co2", Precision.fp32, 3 + 4),
+        ("co2_keep", Precision.fp32, 3 + 4),
+        ("co2_keep", Precision.bf16, 2.5 + 3),
+    ],
+)
+def test_averaged_moments_cost_an_overlapped_method_a_buffer_and_what_was_sent(
+    workers, name, wire, expected
+):
+    for copies, told in workers.run(
+        held_beyond_the_ledger, 2, name, wire, {"average_moments": True}
+    ):
+        assert told == pytest.approx(expected, abs=1e-9)
+        assert told <= copies < told + 0.04
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("int4", 4)])
@@ -156,6 +189,7 @@ FIELDS = [
     ("cocod_sgd", {}),
     ("eager_diloco", {}),
     ("co2_keep", {}),
+    *((name, {"average_moments": True}) for name in ("diloco", "co2", "co2_keep")),
     ("co2", {"gap_penalty": "gap_aware_elementwise", "clip": 0.1}),
     ("co2", {"clip": 0.1, "clip_mode": "norm"}),
     ("co2", {"gap_penalty": "gap_aware_elementwise", "clip": 0.1, "shard": True}),
@@ -171,6 +205,18 @@ def test_the_end_of_a_round_makes_no_temporary_of_model_size(monkeypatch, name, 
     train(model, method, 4)
     with torch.no_grad(), LargestAllocation() as seen:
         method.end_round()
+        method.average_moments()
+    assert seen.operations > 0 and seen.largest <= 1024
+
+
+def test_a_mean_of_moments_makes_none_either(monkeypatch):
+    monkeypatch.setitem(flat._CHUNK, "cpu", 1024)
+    model, optimizer, method = build("desloc")
+    method.prepare(model, optimizer, co2.Mesh.world())
+    train(model, method, 4)
+    with torch.no_grad(), LargestAllocation() as seen:
+        for moment, _ in method.periods:
+            moment.average(method.mean)
     assert seen.operations > 0 and seen.largest <= 1024
 
 

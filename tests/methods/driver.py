@@ -36,6 +36,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "clip": 0.05,
     },
     "co2_keep": {"tau": 3, "keep_local": 0.6, "outer_momentum": 0.6, "momentum_weight": 0.3},
+    "acco": {},
+    "desloc": {"tau": 3, "first_moment_every": 2, "second_moment_every": 4},
     "onebit_adam": {"freeze_step": 4, "mask_below": 0.3},
     "zero_one_adam": {
         "freeze_step": 4,
@@ -50,7 +52,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
 OVERLAPPED = tuple(name for name in SETTINGS if METHODS[name].waits is Waits.beyond_delay)
 """Methods that compute on while a collective is in flight."""
 
-ROUNDS_OF = tuple(name for name, settings in SETTINGS.items() if "tau" in settings)
+NEEDS_ADAM = ("desloc",)
+"""Methods around an inner Adam, whose moments they average."""
+
+MOMENTS: dict[str, dict[str, Any]] = {
+    name: {**SETTINGS[name], "average_moments": True} for name in ("diloco", "co2", "co2_keep")
+}
+"""Methods around any inner optimizer that can average Adam's moments too."""
+
+ROUNDS_OF = tuple(
+    name for name, settings in SETTINGS.items() if "tau" in settings and name not in NEEDS_ADAM
+)
 """Methods with rounds of τ steps around any inner optimizer."""
 
 SPARSE = ("sparseloco",)
@@ -65,7 +77,7 @@ ADAM = tuple(name for name in SETTINGS if issubclass(METHODS[name], CompressedAd
 
 def inner(name: str, optimizer: str = "sgd") -> str:
     """The inner optimizer to test a method with, where `optimizer` would do for the others."""
-    return "adamw" if name in ADAM else optimizer
+    return "adamw" if name in (*ADAM, *NEEDS_ADAM) else optimizer
 
 
 Snapshot = dict[str, Tensor]

@@ -43,7 +43,11 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"tau": TAU, "delay": 1, "keep_local": 0.6, "outer_momentum": 0.6, "momentum_weight": 0.3},
     ),
     "sparseloco": ("sparseloco", {"tau": TAU, "density": 0.4}),
+    "acco": ("acco", {}),
+    "desloc": ("desloc", {"tau": TAU, "first_moment_every": 2, "second_moment_every": 4}),
+    "co2_keep with moments": ("co2_keep", {"tau": TAU, "delay": 1, "average_moments": True}),
 }
+NEED_ADAM = ("desloc", "co2_keep with moments")
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda groups: SGD(groups, lr=0.1, momentum=0.9, nesterov=True),

@@ -8,7 +8,7 @@ import co2
 from co2.comm.background import BackgroundMean
 from co2.config import CommConfig, Precision
 from tests.methods import problem
-from tests.methods.driver import ADAM, SETTINGS, SPARSE, Snapshot, trajectory
+from tests.methods.driver import ADAM, SETTINGS, SPARSE, Snapshot, inner, trajectory
 from tests.workers import Pool
 
 BF16 = CommConfig(dtype=Precision.bf16)
@@ -34,7 +34,7 @@ def test_the_mean_of_two_is_rounded_twice(workers: Pool) -> None:
 
 
 def ends(workers: Pool, world: int, name: str, comm: CommConfig | None) -> list[Snapshot]:
-    arguments = (name, SETTINGS[name], "sgd", torch.float32, STEPS, comm)
+    arguments = (name, SETTINGS[name], inner(name), torch.float32, STEPS, comm)
     return [history[-1] for history in workers.run(trajectory, world, *arguments)]
 
 
@@ -49,7 +49,7 @@ def moved(one: Snapshot, other: Snapshot) -> float:
 def test_the_trajectory_stays_close(workers: Pool, name: str, world: int) -> None:
     """Every displacement is off by at most 2^-8 of itself for each of the G roundings, and what it
     moves passes that on: together less than 3 % of the way made."""
-    start = problem.snapshot(problem.build(0, "sgd", torch.float32)[0])
+    start = problem.snapshot(problem.build(0, inner(name), torch.float32)[0])
     for plain, rounded in zip(
         ends(workers, world, name, None), ends(workers, world, name, BF16), strict=True
     ):

@@ -14,7 +14,15 @@ from co2.config import CommConfig, CommDevice
 from co2.errors import ConfigError
 from co2.methods import METHODS
 from co2.train import meters
-from tests.methods.driver import ROUNDS_OF, SETTINGS, Session, assert_same, parts, trajectory
+from tests.methods.driver import (
+    MOMENTS,
+    ROUNDS_OF,
+    SETTINGS,
+    Session,
+    assert_same,
+    parts,
+    trajectory,
+)
 from tests.methods.late_stream import HOST, LateStream, at_once, at_random, late, no_gpu_needed
 from tests.methods.test_resume import finish, load, save
 from tests.workers import Pool
@@ -37,6 +45,24 @@ OTHER_WORLDS = [(name, world) for name in ("co2", "streaming_diloco") for world 
 @pytest.mark.parametrize(("name", "world"), [*((name, 2) for name in ROUNDS_OF), *OTHER_WORLDS])
 def test_copies_may_be_late_or_early(workers: Pool, name: str, world: int) -> None:
     workers.run(whenever, world, name, SETTINGS[name])
+
+
+def moments_whenever(rank: int, world: int, name: str, settings: dict[str, Any]) -> None:
+    with no_gpu_needed(late):
+        expected = trajectory(rank, world, name, settings, "adamw")
+    for pace in PACES.values():
+        with no_gpu_needed(pace):
+            assert_same(trajectory(rank, world, name, settings, "adamw", comm=HOST), expected)
+
+
+MOMENTS_HERE = [*MOMENTS.items(), ("desloc", SETTINGS["desloc"])]
+
+
+@pytest.mark.parametrize(("name", "settings"), MOMENTS_HERE)
+def test_copies_of_moments_may_be_late_or_early(
+    workers: Pool, name: str, settings: dict[str, Any]
+) -> None:
+    workers.run(moments_whenever, 2, name, settings)
 
 
 def test_copies_may_be_late_or_early_when_quantized(workers: Pool) -> None:

@@ -49,6 +49,8 @@ WRONG: list[tuple[str, str, Any]] = [
     *(("co2", "clip", value) for value in (-1.0, NAN)),
     *(("co2", "gap_penalty", value) for value in ("typo", 0.0, -2.0, NAN)),
     ("co2", "clip_mode", "typo"),
+    *(("desloc", "tau", value) for value in (0, -3, "auto", 2.5)),
+    *(("desloc", f"{name}_moment_every", 0) for name in ("first", "second")),
     *((name, "freeze_step", value) for name in ADAM for value in (0, -1)),
     *(("zero_one_adam", key, 0) for key in ("kappa", "double_every", "max_interval")),
 ]

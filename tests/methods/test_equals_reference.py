@@ -14,7 +14,7 @@ import torch
 
 from co2.methods.parts.compressed import Compress
 from tests.methods import problem
-from tests.methods.driver import ADAM, SETTINGS, Snapshot, inner, trajectory
+from tests.methods.driver import ADAM, MOMENTS, SETTINGS, Snapshot, inner, trajectory
 from tests.reference import REFERENCES
 from tests.reference.replica import Replica
 from tests.workers import Pool
@@ -43,6 +43,11 @@ DELAYS = (None, 0, 1)
 CASES += [("co2_keep", {**SETTINGS["co2_keep"], "delay": delay}) for delay in DELAYS]
 CASES += [("streaming_diloco", {**SETTINGS["streaming_diloco"], **own}) for own in STREAMING]
 CASES += [(name, {**SETTINGS[name], "compress": Compress.update}) for name in ADAM]
+WITH_MOMENTS = [
+    *MOMENTS.items(),
+    *(("co2_keep", {**MOMENTS["co2_keep"], "delay": d}) for d in (0, 1)),
+]
+"""These need an inner Adam."""
 
 
 def simulate(
@@ -116,9 +121,17 @@ def test_equals_reference(workers: Pool, case: tuple[str, dict[str, Any]], world
     compare(workers, case, inner(case[0]), world, torch.float64, 1e-12)
 
 
-@pytest.mark.parametrize("case", CASES + SHARDED, ids=str)
+@pytest.mark.parametrize("case", CASES + SHARDED + WITH_MOMENTS, ids=str)
 def test_equals_reference_with_adamw(workers: Pool, case: tuple[str, dict[str, Any]]) -> None:
     compare(workers, case, "adamw", 2, torch.float64, 1e-12)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("case", WITH_MOMENTS, ids=str)
+def test_averaged_moments_on_other_worlds(
+    workers: Pool, case: tuple[str, dict[str, Any]], world: int
+) -> None:
+    compare(workers, case, "adamw", world, torch.float64, 1e-12)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -134,10 +147,10 @@ def test_equals_reference_in_fp32_sharded(workers: Pool) -> None:
 def test_every_choice_shows(optimizer: str) -> None:
     """Were two configurations alike on this problem, the test above could not tell them apart."""
     ends = []
-    for name, settings in CASES:
+    for name, settings in CASES + (WITH_MOMENTS if optimizer == "adamw" else []):
         replicas = simulate(name, settings, inner(name, optimizer), 2, torch.float64)
         ends.append(
             torch.cat([replicas[0][-1][key].reshape(-1) for key in ("scale", "leave.bias")])
         )
     for i, j in product(range(len(ends)), repeat=2):
-        assert i == j or (ends[i] - ends[j]).abs().max() > 1e-5, (CASES[i], CASES[j])
+        assert i == j or (ends[i] - ends[j]).abs().max() > 1e-5, (i, j)

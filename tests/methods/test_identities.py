@@ -9,7 +9,7 @@ from torch import Tensor
 import co2
 from co2.methods import METHODS
 from tests.methods import problem
-from tests.methods.driver import SETTINGS, Session, Snapshot, assert_same, trajectory
+from tests.methods.driver import MOMENTS, SETTINGS, Session, Snapshot, assert_same, trajectory
 from tests.workers import Pool
 
 TAU = 3
@@ -86,6 +86,34 @@ def test_kept_progress_with_a_delay_of_a_round(workers: Pool) -> None:
     settings = {"tau": TAU, "keep_local": 0.6}
     named = workers.run(trajectory, 3, "co2_keep", {**settings, "delay": TAU}, "adamw")
     assert_same(named, workers.run(trajectory, 3, "co2_keep", settings, "adamw"))
+
+
+def test_moments_of_alike_replicas_are_their_mean(workers: Pool) -> None:
+    """Alone, averaging changes no bit, however late it is."""
+    for name, settings in MOMENTS.items():
+        plain = workers.run(trajectory, 1, name, SETTINGS[name], "adamw")
+        assert_same(workers.run(trajectory, 1, name, settings, "adamw"), plain)
+
+
+def test_desloc_without_moments_is_local_sgd(workers: Pool) -> None:
+    settings = {"tau": TAU, "first_moment_every": 99, "second_moment_every": 99}
+    desloc = workers.run(trajectory, 3, "desloc", settings, "adamw")
+    assert_same(desloc, workers.run(trajectory, 3, "local_sgd", {"tau": TAU}, "adamw"))
+
+
+def test_desloc_of_equal_periods_is_diloco_with_averaged_moments(workers: Pool) -> None:
+    """Both are Local Adam; DiLoCo where its outer step is the mean."""
+    settings = {"tau": TAU, "first_moment_every": TAU, "second_moment_every": TAU}
+    own = {"tau": TAU, "outer_lr": 1.0, "outer_momentum": 0.0, "average_moments": True}
+    diloco = workers.run(trajectory, 3, "diloco", own, "adamw")
+    assert_same(workers.run(trajectory, 3, "desloc", settings, "adamw"), diloco)
+
+
+def test_kept_progress_without_delay_averages_moments_at_once(workers: Pool) -> None:
+    own = {"tau": TAU, "delay": 0, "momentum_weight": 0.0, "average_moments": True}
+    kept = workers.run(trajectory, 3, "co2_keep", own, "adamw")
+    settings = {"tau": TAU, "first_moment_every": TAU, "second_moment_every": TAU}
+    assert_alike(kept, workers.run(trajectory, 3, "desloc", settings, "adamw"))
 
 
 def drifted(rank: int, world: int, name: str, settings: dict[str, Any]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from co2.train.meters import ledger
 from co2.train.replica import Replica, blocks, local_optimizer
 from tests.engine.test_memory import storages
 from tests.methods.driver import assert_same
-from tests.methods.several_workers import SETTINGS, Block, Net, Worker
+from tests.methods.several_workers import NEED_ADAM, SETTINGS, Block, Net, Worker
 
 STEPS = 9
 """Three rounds: what the first sends is applied in the second and penalized in the third."""
@@ -89,6 +89,8 @@ def strategies_of(kind: str) -> list[Strategy]:
     """Kinds that share one way take turns: one strategy with whole weights, one with parts."""
     if kind in ALL_STRATEGIES:
         return list(Strategy)
+    if kind in NEED_ADAM:
+        return [Strategy.ddp, Strategy.zero2, Strategy.zero3]
     if list(SETTINGS).index(kind) % 2:
         return [Strategy.ddp, Strategy.zero3]
     return [Strategy.zero1, Strategy.zero2]
@@ -102,7 +104,8 @@ def test_whole_weights_on_two_workers(workers, kind):
 @pytest.mark.parametrize("kind", [kind for kind in SETTINGS if kind not in WHOLE])
 def test_two_replicas_of_two_workers(workers, kind):
     strategies = strategies_of(kind)
-    expected, found = compare(workers, kind, strategies)
+    optimizer = "adamw" if kind in NEED_ADAM else "sgd"
+    expected, found = compare(workers, kind, strategies, optimizer=optimizer)
     ((_, figures, _),) = expected[0]
     if kind == "co2":
         assert any(0 < line.own["clipped"] < 1 for line in figures) and figures[-1].own["gap"] > 1

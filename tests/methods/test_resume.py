@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.methods.driver import SETTINGS, Session, Snapshot, assert_same
+from tests.methods.driver import MOMENTS, SETTINGS, Session, Snapshot, assert_same
 from tests.workers import Pool
 
 TAU = 3
@@ -16,6 +16,7 @@ SHARDED = [{**fields, "shard": True} for fields in (SETTINGS["co2"], ELEMENTWISE
 TWO_IN_FLIGHT = {**SETTINGS["streaming_diloco"], "delay": 2}
 CASES = [*SETTINGS.items(), *(("co2", fields) for fields in (ELEMENTWISE, *SHARDED))]
 QUANTIZED = [{**TWO_IN_FLIGHT, "exchange": kind} for kind in ("int8", "int4")]
+CASES += MOMENTS.items()
 CASES += [("streaming_diloco", fields) for fields in (TWO_IN_FLIGHT, *QUANTIZED)]
 
 

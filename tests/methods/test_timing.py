@@ -7,6 +7,7 @@ import pytest
 from tests.methods.collectives import Recorder, SlowNetwork
 from tests.methods.driver import (
     DENSE,
+    MOMENTS,
     OVERLAPPED,
     SETTINGS,
     SPARSE,
@@ -27,11 +28,12 @@ LATE = TAU
 def delayed(rank: int, world: int, name: str) -> None:
     """Compares trajectories on slow networks with the one on the real network.
 
-    A round of Streaming DiLoCo has one collective per fragment, under way for `delay` steps only.
+    A round of Streaming DiLoCo has one collective per fragment, under way for `delay` steps only. A
+    step of ACCO has one, under way until the next.
     """
-    late = SETTINGS[name].get("delay", LATE)
-    number = ROUNDS * SETTINGS[name].get("fragments", 1)
-    left = int(number == ROUNDS)  # of fragments none starts at the last step
+    late = 1 if name == "acco" else SETTINGS[name].get("delay", LATE)
+    number = STEPS if name == "acco" else ROUNDS * SETTINGS[name].get("fragments", 1)
+    left = int(name == "acco" or number == ROUNDS)  # of fragments none starts at the last step
     expected = trajectory(rank, world, name, SETTINGS[name])
     for delay in range(late + 1):
         history, forced = _on_slow_network(rank, name, lambda n, delay=delay: delay)
@@ -42,7 +44,7 @@ def delayed(rank: int, world: int, name: str) -> None:
         else:
             assert not any(forced), "nobody waits before it is due"
     # SlowNetwork runs a collective on the spot: two at once in different order would hang there.
-    apart = 2 if number == ROUNDS else 0
+    apart = 0 if "fragments" in SETTINGS[name] else 2
     uneven, _ = _on_slow_network(rank, name, lambda n: (n + apart * rank) % (late + 1))
     assert_same(uneven, expected)
 
@@ -66,6 +68,28 @@ def _on_slow_network(
 @pytest.mark.parametrize(("name", "world"), [*((name, 2) for name in OVERLAPPED), ("co2", 3)])
 def test_the_network_may_take_a_whole_round(workers: Pool, name: str, world: int) -> None:
     workers.run(delayed, world, name)
+
+
+def moments_delayed(rank: int, world: int, name: str) -> None:
+    """The same for the means of moments, which have a collective of their own."""
+    expected = trajectory(rank, world, name, MOMENTS[name], "adamw")
+    for delay in range(TAU + 1):
+        session = Session(rank, name, MOMENTS[name], "adamw")
+        history = [session.snapshot()]
+        with SlowNetwork(lambda n, delay=delay: delay) as network:
+            for _ in range(STEPS):
+                session.step()
+                network.tick()
+                history.append(session.snapshot())
+            assert len(network.works) == 2 * ROUNDS
+            assert any(work.forced for work in network.works) == (delay == TAU)
+            session.method.flush()
+        assert_same(history, expected)
+
+
+@pytest.mark.parametrize("name", ["co2", "co2_keep"])
+def test_means_of_moments_may_take_a_whole_round(workers: Pool, name: str) -> None:
+    workers.run(moments_delayed, 2, name)
 
 
 def recorded(rank: int, world: int, name: str) -> list[tuple[int, str, int, str, bool]]:

@@ -1,10 +1,12 @@
 """Single-process simulations of every method, written from the papers' formulas alone."""
 
 from tests.reference import (
+    acco,
     allreduce,
     co2,
     co2_keep,
     cocod_sgd,
+    desloc,
     diloco,
     eager_diloco,
     local_sgd,
@@ -28,6 +30,8 @@ REFERENCES = {
     "sparseloco": sparseloco.rounds,
     "co2": co2.rounds,
     "co2_keep": co2_keep.rounds,
+    "acco": acco.rounds,
+    "desloc": desloc.rounds,
     "onebit_adam": onebit_adam.rounds,
     "zero_one_adam": zero_one_adam.rounds,
 }

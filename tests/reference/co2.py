@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tests.reference.moments import correct, moments
 from tests.reference.replica import Replica, mean
 
 
@@ -49,12 +50,13 @@ def rounds(
     gap_penalty: str | float,
     clip: float | None = None,
     clip_mode: str = "value",
+    average_moments: bool = False,
 ) -> Iterator[None]:
     gap = Gap(elementwise=gap_penalty == "gap_aware_elementwise")
     constant = {"none": 1.0}.get(gap_penalty, gap_penalty)
     x = previous_x = replicas[0].weights()
     m = torch.zeros_like(x)
-    in_flight = None
+    in_flight = moments_in_flight = None
     while True:
         for replica in replicas:
             replica.train(tau)
@@ -68,4 +70,8 @@ def rounds(
         previous_x, x = x, x - outer_lr * m
         for replica in replicas:
             replica.set_weights(x)
+        if average_moments:
+            if moments_in_flight is not None:
+                correct(replicas, moments_in_flight, tau)
+            moments_in_flight = moments(replicas)
         yield

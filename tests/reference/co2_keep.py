@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tests.reference.moments import State, correct, moments
 from tests.reference.replica import Replica, mean
 
 
@@ -20,6 +21,7 @@ def rounds(
     momentum_weight: float,
     keep_local: float = 0.5,
     delay: int | None = None,
+    average_moments: bool = False,
 ) -> Iterator[None]:
     delay = tau if delay is None else delay
     center = replicas[0].weights()
@@ -37,7 +39,10 @@ def rounds(
         center = center + delta + momentum_weight * u
         for replica, own in zip(replicas, since, strict=True):
             replica.set_weights(center + keep_local * own)
+        if average_moments:
+            correct(replicas, sent, delay)
 
+    sent: State = []
     delta = None
     while True:
         if delta is None:
@@ -48,6 +53,8 @@ def rounds(
             rest = train(tau - delay)
             progress = [a + b for a, b in zip(since, rest, strict=True)]
         delta = mean(progress)
+        if average_moments:
+            sent = moments(replicas)
         if delay == 0:
             arrive(delta, [torch.zeros_like(center)] * len(replicas))
             delta = None

@@ -4,11 +4,16 @@ from collections.abc import Iterator
 
 import torch
 
+from tests.reference.moments import FIELDS, average
 from tests.reference.replica import Replica, mean
 
 
 def rounds(
-    replicas: list[Replica], tau: int, outer_lr: float, outer_momentum: float
+    replicas: list[Replica],
+    tau: int,
+    outer_lr: float,
+    outer_momentum: float,
+    average_moments: bool = False,
 ) -> Iterator[None]:
     start = replicas[0].weights()
     v = torch.zeros_like(start)
@@ -20,4 +25,6 @@ def rounds(
         start = start - outer_lr * (d + outer_momentum * v)
         for replica in replicas:
             replica.set_weights(start)
+        for field in FIELDS if average_moments else ():
+            average(replicas, field)
         yield

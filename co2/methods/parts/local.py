@@ -7,12 +7,14 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from co2.comm.background import BackgroundMean
+from co2.comm.clocks import CommTotals
 from co2.comm.flat import FlatParams
 from co2.comm.phases import OUTER_STEP
 from co2.config import CommConfig, Waits
 from co2.errors import require, require_number
 from co2.methods.base import Method, MethodStats
 from co2.methods.parts.auto_tau import AUTO, AutoTau
+from co2.methods.parts.moments import NEEDS_ADAM, ZERO1, LateMoments, Moments
 
 
 class LocalMethod(Method):
@@ -23,12 +25,27 @@ class LocalMethod(Method):
     - `init_outer_state()`, which makes the vectors that it holds, and `state_tensors()`, which
       names them beside the communication buffer;
     - `end_round()`.
+
+    Where `Config` has `average_moments` and it is true, the moments of the inner Adam are averaged
+    at the end of each round too (parts/moments.py). A method that takes a mean in amid a round
+    calls `moments.arrive` there.
     """
 
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         super().__init__(config, comm)
         self.round_began = 0
         """The value of `steps` when the round under way began."""
+        self.moments: Moments | None = None
+        """What averages the inner Adam's moments; None where they stay local."""
+        if self.averages_moments:
+            reason = f"average_moments=true: {ZERO1}"
+            self.refused_strategies = {**self.refused_strategies, "zero1": reason}
+            self.refused_optimizers = {"sgd": f"average_moments=true {NEEDS_ADAM}"}
+
+    @property
+    def averages_moments(self) -> bool:
+        """Whether the configuration asks for the mean of the inner moments."""
+        return bool(getattr(self.config, "average_moments", False))
 
     def init_outer_state(self) -> None:
         """Make the vectors that the method holds. `flat` and `mean` exist already."""
@@ -45,8 +62,16 @@ class LocalMethod(Method):
         if self.config.tau == AUTO:
             blocking = self.waits is Waits.always
             self.auto = AutoTau(self.mesh, self.config.comm_share if blocking else None)
+        if self.averages_moments:
+            self.moments = self._new_moments()
         self.init_outer_state()
         return self.model
+
+    def _new_moments(self) -> Moments:
+        name = type(self).__module__.rpartition(".")[2]
+        if self.waits is Waits.always:
+            return Moments(self.flat, self.optimizer, self.mean, name)
+        return LateMoments(self.flat, self.optimizer, self.mesh, self.comm, name)
 
     def new_mean(self) -> BackgroundMean:
         """Make the communication buffer."""
@@ -68,11 +93,18 @@ class LocalMethod(Method):
         if self.steps - self.round_began == self.tau:
             self.round_began = self.steps
             if self.auto is not None:
-                self.auto.round_ends(self.mean.totals())
+                self.auto.round_ends(self.totals())
             with torch.no_grad(), record_function(OUTER_STEP), self.flat.round():
                 self.end_round()
+            self.average_moments()
         if self.auto is not None:
             self.auto.step_begins()
+
+    def average_moments(self) -> None:
+        """As a round ends, when the weights are done: average the inner moments, or start to."""
+        if self.moments is not None:
+            with torch.no_grad(), record_function(OUTER_STEP):
+                self.moments.end_round(self.steps)
 
     def lr(self, group: int) -> float:
         """γ_t: the inner learning rate of a parameter group at the round's last inner step."""
@@ -80,37 +112,50 @@ class LocalMethod(Method):
 
     def flush(self) -> None:
         self.mean.close()
+        if self.moments is not None:
+            self.moments.close()
         if self.auto is not None:
             self.auto.close()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        return {"buffer": self.mean.buffer}
+        own = {} if self.moments is None else self.moments.state_tensors()
+        return {"buffer": self.mean.buffer, **own}
 
     def scratch_tensors(self) -> list[Tensor]:
-        return self.flat.transfer.scratch_tensors()
+        own = [] if self.moments is None else self.moments.scratch_tensors()
+        return [*self.flat.transfer.scratch_tensors(), *own]
 
     def saved_tensors(self) -> dict[str, Tensor]:
-        """All but the buffer, which `mean` saves, and only while a collective is in flight."""
+        """All but the buffers, which means save, and only while a collective is in flight."""
         tensors = self.state_tensors()
-        del tensors["buffer"]
+        for name in ("buffer", "moments_buffer"):
+            tensors.pop(name, None)
         return tensors
 
     def state_dict(self) -> dict[str, Any]:
         mean = self.mean.state_dict()  # first: what it waits for may still change the tensors
+        moments = {} if self.moments is None else self.moments.state_dict()
         auto = None if self.auto is None else self.auto.state_dict()
         own = {"round_began": self.round_began, "mean": mean, "auto": auto}
-        return {**super().state_dict(), **own}
+        return {**super().state_dict(), **own, **moments}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.round_began = state["round_began"]
         self.mean.load_state_dict(state["mean"])
+        if self.moments is not None:
+            self.moments.load_state_dict(state)
         if self.auto is not None:
             self.auto.load_state_dict(state["auto"])
 
     def stats(self) -> MethodStats:
         chosen = {} if self.auto is None else {"tau": float(self.auto.tau)}
-        return MethodStats.of(self.mean.totals(), chosen)
+        return MethodStats.of(self.totals(), chosen)
+
+    def totals(self) -> CommTotals:
+        """Totals of all that this worker has sent."""
+        totals = self.mean.totals()
+        return totals if self.moments is None else totals + self.moments.totals()
 
     def notices(self) -> list[str]:
         return [] if self.auto is None else self.auto.take_notices()

@@ -1,0 +1,161 @@
+"""ACCO (Nabli et al., NeurIPS 2025, arXiv 2406.02613). Fully overlapped.
+
+Every call of `step` ends one half of an update's batch. On every replica i, for update t:
+    first half   its gradient g̃^i is taken at the estimate x̃_t
+        wait for ḡ = mean_i ½ (g̃^i + g^i) of the update before;  x_t = Opt(x_{t−1}, ḡ)
+        start the mean of g̃^i;  the second half is computed at x_t
+    second half  its gradient g^i is taken at x_t
+        wait for mean_i g̃^i;  x̃_{t+1} = Opt(x_t, mean_i g̃^i), and Opt's state is put back
+        start the mean of ½ (g̃^i + g^i);  the next first half is computed at x̃_{t+1}
+
+Opt is the inner optimizer. So a mean has one half of a batch to arrive, and the gradients that x
+learns from are of x itself and of an estimate of it. x̃_0 = x_0: the first update arrives with the
+third call. All replicas hold the same weights after every call.
+Two calls make one update: `train.batch_size` is that of a half, `train.steps` counts halves, and
+each step of Opt has the learning rate of the call it is done in.
+Chosen here: after a second half it is x̃ that is evaluated and saved, which knows more batches than
+x does. To put Opt's state back, the estimate is made one parameter at a time, so that no copy of
+the whole state exists at once.
+Deviations: `train.clip_norm` clips a replica's own half, not the mean. Halves are of equal size;
+the paper lets fast workers compute more. The paper shards Opt's state over the replicas; here every
+replica has all of it. Held: communication buffer, and one vector that is g̃^i while its mean
+travels, x_t while that of both halves does.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from co2.comm.background import BackgroundMean
+from co2.comm.flat import FlatParams
+from co2.comm.phases import OUTER_STEP, SNAPSHOT
+from co2.config import CommConfig, CommDevice, Waits
+from co2.errors import require
+from co2.methods.base import Method, MethodStats
+
+
+class ACCO(Method):
+    waits = Waits.beyond_delay
+    refused_strategies: Mapping[str, str] = MappingProxyType(
+        {"zero1": "it takes back a step of the inner optimizer, whose state must be here; use ddp"}
+    )
+
+    @dataclass
+    class Config:
+        """Nothing to choose."""
+
+    def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
+        super().__init__(config, comm)
+        device = self.comm.device
+        hint = "acco updates the model at every step, where it is; use auto"
+        require(device is CommDevice.auto, "comm.device", device.name, hint)
+
+    def set_up(self) -> nn.Module:
+        self.flat = flat = FlatParams(self.optimizer)
+        self.mean = BackgroundMean(
+            flat.numel, self.mesh, self.comm, dtype=flat.dtype, device=flat.device
+        )
+        self.held = flat.zeros()
+        """g̃^i after a first half, x_t after a second one."""
+        return self.model
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        with record_function(OUTER_STEP):
+            if self.steps % 2 == 1:
+                self._first_half_ends()
+            else:
+                self._second_half_ends()
+
+    def _first_half_ends(self) -> None:
+        arrived = self.mean.wait()
+        with record_function(SNAPSHOT):
+            if arrived is not None:
+                self.flat.write(self.held)  # x_{t−1} in place of x̃_t
+            self.flat.gradients(out=self.held)
+            if arrived is not None:
+                self.flat.set_gradients(arrived)
+            self.mean.buffer.copy_(self.held)
+        self.mean.start()
+        if arrived is not None:
+            self.optimizer.step()
+
+    def _second_half_ends(self) -> None:
+        arrived = self.mean.wait()
+        assert arrived is not None
+        with record_function(SNAPSHOT):
+            self.flat.gradients(out=self.held, add=True)
+            self.flat.set_gradients(arrived)
+            torch.mul(self.held, 0.5, out=self.held)
+            self.mean.buffer.copy_(self.held)
+            self.flat.copy_to(self.held)  # x_t
+        self.mean.start()
+        self._estimate()
+
+    def _estimate(self) -> None:
+        """Do the inner optimizer's step, and put back all of its state but the weights."""
+        optimizer = self.optimizer
+        groups = optimizer.param_groups
+        try:
+            for group in groups:
+                for param in group["params"]:
+                    if param.grad is None:
+                        continue
+                    # The optimizer sees this parameter alone, with the settings of its group.
+                    optimizer.param_groups = [{**group, "params": [param]}]
+                    before = _copied(optimizer.state.get(param, {}))
+                    optimizer.step()
+                    _put_back(optimizer.state, param, before)
+        finally:
+            optimizer.param_groups = groups
+
+    def flush(self) -> None:
+        self.mean.close()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return {"buffer": self.mean.buffer, "held": self.held}
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """All but the buffer, which `mean` saves; something is in flight after every step."""
+        return {"held": self.held}
+
+    def scratch_tensors(self) -> list[Tensor]:
+        return self.flat.transfer.scratch_tensors()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "mean": self.mean.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.mean.load_state_dict(state["mean"])
+
+    def stats(self) -> MethodStats:
+        return MethodStats.of(self.mean.totals())
+
+    @property
+    def max_skew_steps(self) -> int:
+        # A replica cannot end a half before all have ended the one before.
+        return 2
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.items()}
+
+
+def _put_back(state: dict[Any, Any], param: Tensor, before: dict[str, Any]) -> None:
+    """Give the optimizer's state of a parameter the values it had, in the tensors that it has; a
+    state that was made since is dropped."""
+    if not before:
+        state.pop(param, None)
+        return
+    for key, value in before.items():
+        if isinstance(value, Tensor):
+            state[param][key].copy_(value)
+        else:
+            state[param][key] = value

@@ -1,0 +1,71 @@
+"""DES-LOC (Iacob et al., 2025, arXiv 2505.22549) around Adam or AdamW. Blocking.
+
+    after every K_x steps:  x ← mean_i x^i
+    after every K_u steps:  m ← mean_i m^i          Adam's first moment, the paper's u
+    after every K_v steps:  v ← mean_i v^i          Adam's second moment. Wait for each
+
+K_x → `tau`, K_u → `first_moment_every`, K_v → `second_moment_every`. What changes slowly can be
+averaged rarely: the half-life of a moment is ln ½/ln β steps. With K_u = K_v = K_x this is Local
+Adam. All three means go through one buffer, one after the other.
+Chosen here: an element whose own v is 0, say because this replica has not seen its token yet, takes
+in no mean of m, which divided by ε would be a huge step. Where v is small but not 0 a step may
+still be larger than Adam's own; with K_v = K_u it cannot. If both are due, v is averaged first.
+Deviations: pseudo-gradients travel, not parameters, as in local_sgd.py. The paper averages moments
+at the begin of a step, which is the end of the one before, and clips local gradients, which
+`train.clip_norm` does. Momentum of SGD and other optimizers are left out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from co2.comm.phases import OUTER_STEP
+from co2.config import Waits
+from co2.errors import require_count
+from co2.methods.local_sgd import LocalSGD
+from co2.methods.parts.moments import NEEDS_ADAM, ZERO1, Moment, require_adam
+
+
+class DESLOC(LocalSGD):
+    waits = Waits.always
+    refused_strategies: Mapping[str, str] = MappingProxyType({"zero1": ZERO1})
+    refused_optimizers: Mapping[str, str] = MappingProxyType({"sgd": f"it {NEEDS_ADAM}"})
+
+    @dataclass
+    class Config:
+        tau: int = 12
+        """K_x: steps between two means of the weights."""
+        first_moment_every: int = 36
+        """K_u: steps between two means of m. The paper: 3 K_x."""
+        second_moment_every: int = 72
+        """K_v: steps between two means of v. The paper: 6 K_x."""
+
+        def __post_init__(self) -> None:
+            for name in ("tau", "first_moment_every", "second_moment_every"):
+                require_count(name, getattr(self, name))
+
+    def init_outer_state(self) -> None:
+        require_adam(self.optimizer, "desloc")
+        super().init_outer_state()
+        periods = self.config.first_moment_every, self.config.second_moment_every
+        self.periods = [
+            (Moment(self.flat, self.optimizer, number), period)
+            for number, period in enumerate(periods)
+        ]
+
+    def scratch_tensors(self) -> list[Tensor]:
+        own = [tensor for moment, _ in self.periods for tensor in moment.scratch_tensors()]
+        return [*super().scratch_tensors(), *own]
+
+    def step(self) -> None:
+        super().step()
+        with torch.no_grad(), record_function(OUTER_STEP):
+            (m, m_every), (v, v_every) = self.periods
+            if self.steps % v_every == 0:
+                v.average(self.mean)
+            if self.steps % m_every == 0:
+                m.average(self.mean, divisor=v)

@@ -1,0 +1,236 @@
+"""The mean over the replicas of the inner Adam's two moments, m and v.
+
+Without it, every replica's m and v know its own gradients only. Blocking methods replace them:
+
+    m^i ← mean_i m^i;  v^i ← mean_i v^i
+
+Under an overlapped method the means arrive d steps late. Adam's moments are sums in which a step
+keeps the share β1 (v: β2) of what was there, so β1^d of an m that was sent is still in today's m,
+and only that share is replaced:
+
+    m^i ← m^i + β1^d (mean_i m^i − m^i)_then;  v^i ← v^i + β2^d (mean_i v^i − v^i)_then ≥ 0
+
+What it costs: a blocking method sends m and v through the communication buffer of its weights, one
+after the other, and holds nothing more. An overlapped method needs a buffer for both, which is two
+copies of the model; and because the mean overwrites what was sent, and no replica can tell its own
+part from the mean, m^i and v^i of then are kept beside it, two more.
+"""
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+from torch.profiler import record_function
+
+from co2.comm.background import BackgroundMean
+from co2.comm.clocks import CommTotals
+from co2.comm.collectives import local
+from co2.comm.flat import Chunk, FlatParams
+from co2.comm.mesh import Mesh
+from co2.comm.phases import SNAPSHOT
+from co2.config import CommConfig
+from co2.errors import require
+
+ZERO1 = "each worker of a replica has a part of Adam's moments only; use ddp, zero2 or zero3"
+"""Why moments cannot be averaged under mesh.strategy=zero1."""
+NEEDS_ADAM = "averages Adam's moments; use adamw"
+"""Why the inner optimizer cannot be another."""
+_FIELDS = ("exp_avg", "exp_avg_sq")
+
+
+class Moment:
+    """One of Adam's moments, seen as a flat vector beside that of the parameters.
+
+    The moment of a parameter that has had no gradient yet counts as 0, and is not set.
+
+    Args:
+        flat: the parameters.
+        optimizer: a plain Adam or AdamW.
+        number: 0 for m, 1 for v.
+    """
+
+    def __init__(self, flat: FlatParams, optimizer: Optimizer, number: int) -> None:
+        self.flat, self.optimizer, self.number = flat, optimizer, number
+        self._chunks: list[Chunk] = []
+        self._places: list[int] = []
+
+    def beta(self, chunk: Chunk) -> float:
+        """β1 or β2 of the chunk's parameter group."""
+        return float(self.optimizer.param_groups[chunk.group]["betas"][self.number])
+
+    def open(self) -> list[Chunk]:
+        """Return the chunks, whose live values are the moment. Call it anew for every use: the
+        optimizer makes its state in its first step, and loading a checkpoint replaces it."""
+        live = [self._live(owner, part) for owner, part in self._params()]
+        places = [tensor.data_ptr() for tensor in live]
+        if places != self._places:
+            self._chunks, self._places = self.flat.chunks_of(live), places
+        return self._chunks
+
+    def average(self, mean: BackgroundMean, divisor: "Moment | None" = None) -> None:
+        """Set the moment to its mean over the replicas, through the buffer of `mean`. Blocking.
+
+        Args:
+            divisor: where this replica's values of that moment are 0, this one stays as it is.
+        """
+        chunks = self.open()
+        others = None if divisor is None else divisor.open()
+        rounds = [chunks[0].transfer.round()]
+        if others is not None:
+            rounds.append(others[0].transfer.round())
+        with ExitStack() as stack:
+            for entered in rounds:
+                stack.enter_context(entered)
+            with record_function(SNAPSHOT):
+                for chunk in chunks:
+                    chunk.of(mean.buffer).copy_(chunk.local())
+            found = mean.mean_now()
+            for index, chunk in enumerate(chunks):
+                values, means = chunk.local(), chunk.of(found).to(self.flat.dtype)
+                if others is None:
+                    # Not `means` itself: the buffer may change before a copy to a GPU is made.
+                    chunk.write(values.copy_(means))
+                else:
+                    still = others[index].local() == 0
+                    chunk.write(values.copy_(torch.where(still, values, means)))
+
+    def scratch_tensors(self) -> list[Tensor]:
+        """One chunk, from the first use on."""
+        return self._chunks[0].transfer.scratch_tensors() if self._chunks else []
+
+    def _params(self) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(self.flat.owners, self.flat.params, strict=True))
+
+    def _live(self, owner: Tensor, part: Tensor) -> Tensor:
+        state = self.optimizer.state.get(owner, {})
+        field = state.get(_FIELDS[self.number])
+        return torch.zeros_like(part) if field is None else local(field)
+
+
+class Moments:
+    """Both moments, averaged at the end of each round of a blocking method.
+
+    Args:
+        flat: the parameters.
+        optimizer: the inner optimizer.
+        mean: the communication buffer of the weights, which is free once these are averaged.
+        name: of the method, for error messages.
+    Raises:
+        ConfigError: the inner optimizer is not a plain Adam or AdamW.
+    """
+
+    def __init__(
+        self, flat: FlatParams, optimizer: Optimizer, mean: BackgroundMean, name: str
+    ) -> None:
+        require_adam(optimizer, f"{name}.average_moments=true")
+        self.flat, self.mean = flat, mean
+        self.both = [Moment(flat, optimizer, number) for number in range(len(_FIELDS))]
+
+    def end_round(self, steps: int) -> None:
+        """Average. Call it when the round's mean of the weights needs its buffer no more.
+
+        Args:
+            steps: inner steps so far.
+        """
+        for moment in self.both:
+            moment.average(self.mean)
+
+    def arrive(self, steps: int) -> None:
+        """Take in what is under way: here nothing ever is."""
+
+    def totals(self) -> CommTotals:
+        """Totals beside those of the weights' mean."""
+        return CommTotals()
+
+    def close(self) -> None:
+        """Wait for what is in flight, and drop it."""
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Vectors that are held between steps, by name."""
+        return {}
+
+    def scratch_tensors(self) -> list[Tensor]:
+        """A chunk of each moment."""
+        return [tensor for moment in self.both for tensor in moment.scratch_tensors()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything to go on from here, beside the tensors."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+
+
+class LateMoments(Moments):
+    """Both moments, whose means arrive some steps later.
+
+    Args:
+        mesh, comm: of the replicas, and how vectors travel.
+        flat, optimizer, name: as in `Moments`.
+    """
+
+    def __init__(
+        self, flat: FlatParams, optimizer: Optimizer, mesh: Mesh, comm: CommConfig, name: str
+    ) -> None:
+        mean = BackgroundMean(2 * flat.numel, mesh, comm, dtype=flat.dtype, device=flat.device)
+        super().__init__(flat, optimizer, mean, name)
+        self.sent = [flat.zeros() for _ in self.both]
+        """m^i and v^i as they were when their means were started."""
+        self.sent_at = 0
+        """Inner steps when that was."""
+
+    def end_round(self, steps: int) -> None:
+        """Take in the mean that is under way, if `arrive` was not called before; start the next."""
+        self.arrive(steps)
+        buffers = self.mean.buffer.split(self.flat.numel)
+        for moment, sent, buffer in zip(self.both, self.sent, buffers, strict=True):
+            chunks = moment.open()
+            with record_function(SNAPSHOT), chunks[0].transfer.round():
+                for chunk in chunks:
+                    chunk.of(sent).copy_(chunk.local())
+                    chunk.of(buffer).copy_(chunk.of(sent))
+        self.sent_at = steps
+        self.mean.start()
+
+    def arrive(self, steps: int) -> None:
+        """Wait for the mean that is under way, and replace with it what has not decayed since."""
+        found = self.mean.wait()
+        if found is None:
+            return
+        delay = steps - self.sent_at
+        means = found.split(self.flat.numel)
+        for moment, sent, mean in zip(self.both, self.sent, means, strict=True):
+            chunks = moment.open()
+            with chunks[0].transfer.round():
+                for chunk in chunks:
+                    own = chunk.of(sent).sub_(chunk.of(mean))
+                    values = chunk.local().sub_(own, alpha=moment.beta(chunk) ** delay)
+                    # v is what was sent, decayed, and squares since: below 0 by rounding only.
+                    chunk.write(values.clamp_(min=0) if moment.number == 1 else values)
+
+    def totals(self) -> CommTotals:
+        return self.mean.totals()
+
+    def close(self) -> None:
+        self.mean.close()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        sent_m, sent_v = self.sent
+        return {"moments_buffer": self.mean.buffer, "sent_m": sent_m, "sent_v": sent_v}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"means": [self.mean.state_dict()], "moments_sent_at": self.sent_at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean.load_state_dict(state["means"][0])
+        self.sent_at = state["moments_sent_at"]
+
+
+def require_adam(optimizer: Optimizer, needing: str) -> None:
+    """Raise `ConfigError` unless the inner optimizer is a plain Adam or AdamW, which `needing`
+    needs."""
+    kind = type(optimizer)
+    plain = kind in (Adam, AdamW) and not any(g["amsgrad"] for g in optimizer.param_groups)
+    require(plain, "optim.name", kind.__name__, f"{needing} needs adamw, without amsgrad")
