@@ -26,28 +26,29 @@ class Examples:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def rows(self, chosen: np.ndarray, ids: np.ndarray, context: int) -> np.ndarray:
-        """<s> A </s>, or <s> A </s></s> B </s>, and <pad> to the end.
+    def rows(self, chosen: np.ndarray, ids: np.ndarray, length: int) -> np.ndarray:
+        """<s> A </s>, or <s> A </s></s> B </s>, and <pad> to a length.
 
         What does not fit is cut off at the end of the longer piece.
 
         Args:
             chosen: int64 [B].
             ids: RoBERTa's id of each token of the store.
+            length: of a row, in tokens.
         Returns:
-            int64 [B, context].
+            int64 [B, length].
         """
         starts, everyone = self.starts[chosen], np.arange(len(chosen))
-        lengths = fitted(self.lengths[chosen], context - 2 * starts.shape[1])
-        rows = np.full((len(chosen), context), Vocabulary.PAD, np.int64)
+        kept = fitted(self.lengths[chosen], length - 2 * starts.shape[1])
+        rows = np.full((len(chosen), length), Vocabulary.PAD, np.int64)
         place = np.zeros(len(chosen), np.int64)
-        for number, (start, length) in enumerate(zip(starts.T, lengths.T, strict=True)):
+        for number, (start, size) in enumerate(zip(starts.T, kept.T, strict=True)):
             rows[everyone, place] = Vocabulary.END if number else Vocabulary.START
-            offset = np.arange(context) - place[:, None] - 1
-            inside = (offset >= 0) & (offset < length[:, None])
+            offset = np.arange(length) - place[:, None] - 1
+            inside = (offset >= 0) & (offset < size[:, None])
             rows[inside] = ids[self.tokens[(start[:, None] + offset)[inside]]]
-            rows[everyone, place + 1 + length] = Vocabulary.END
-            place += length + 2
+            rows[everyone, place + 1 + size] = Vocabulary.END
+            place += size + 2
         return rows
 
 

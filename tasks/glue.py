@@ -78,7 +78,7 @@ class Classifier(nn.Module):
 
 
 class GLUE:
-    """The task `glue`. A sample is <s> A </s>, or <s> A </s></s> B </s>, and <pad> to `context`
+    """The task `glue`. A sample is <s> A </s>, or <s> A </s></s> B </s>, and <pad> to `length`
     tokens."""
 
     @dataclass
@@ -89,11 +89,16 @@ class GLUE:
         name: Name = Name.topic
         """topic, adjoin: made of the text, see tasks/passages.py. Others: GLUE's, see
         tasks.prepare."""
+        length: int | None = None
+        """Tokens of a sample, <pad> included; null stands for `context`."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
             hint = "must be 8 or more: two pieces of text and four special tokens"
             require(self.context >= 8, "context", self.context, hint)
+            if self.length is not None:
+                hint = f"must be a whole number from 8 to the context, {self.context}, or null"
+                require(8 <= self.length <= self.context, "length", self.length, hint)
 
     unit = "samples"
     units_per_sample = 1
@@ -104,13 +109,14 @@ class GLUE:
     ) -> None:
         self.config, self.train, self.optim, self.data = config, train, optim, data
         self.vocabulary = roberta.vocabulary(config, data)
+        self.length = config.length or config.context
         self._text: Store | None = None
         self._examples: dict[str, Examples] = {}
 
     def setup(self, num_workers: int) -> None:
         """See `Task.setup`."""
         self._text = roberta.text_store("glue", self.config, self.data)
-        name, context = self.config.name.value, self.config.context
+        name = self.config.name.value
         if self._of_glue:
             self._examples = self._read()
         else:
@@ -120,9 +126,9 @@ class GLUE:
             path = self.data.path
             corpus = embedded_corpus(key) if path is None else user_corpus(path)
             if self.config.name is Name.topic:
-                self._examples = passages.topic(self._text, corpus, context - 2)
+                self._examples = passages.topic(self._text, corpus, self.length - 2)
             else:
-                self._examples = passages.adjoin(self._text, corpus, (context - 4) // 2)
+                self._examples = passages.adjoin(self._text, corpus, (self.length - 4) // 2)
         self._sampler(num_workers)
 
     def model(self) -> nn.Module:
@@ -136,7 +142,7 @@ class GLUE:
         return make_optimizer(model, self.optim)
 
     def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
-        """Tokens [B, context] and labels [B]. See `Task.batches`."""
+        """Tokens [B, length] and labels [B]. See `Task.batches`."""
         sampler = self._sampler(mesh.num_workers)
 
         def make(draws: range) -> tuple[Tensor, ...]:
@@ -159,7 +165,7 @@ class GLUE:
             "loss": its mean over the validation samples; GLUE's metrics of the task, for mnli
             "accuracy" (matched) and "accuracy_mismatched", for topic and adjoin "accuracy".
         """
-        device, size = next(model.parameters()).device, max(1, _EVAL_TOKENS // self.config.context)
+        device, size = next(model.parameters()).device, max(1, _EVAL_TOKENS // self.length)
         chosen = spread(len(self._examples["val"]), self.config.eval_samples)
 
         def compute(batch: int) -> Tensor:
@@ -254,7 +260,7 @@ class GLUE:
 
     def _batch(self, part: str, chosen: np.ndarray) -> tuple[Tensor, Tensor]:
         examples = self._examples[part]
-        rows = examples.rows(chosen, self._ids, self.config.context)
+        rows = examples.rows(chosen, self._ids, self.length)
         return torch.from_numpy(rows), torch.from_numpy(examples.labels[chosen])
 
     def _losses(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -201,6 +201,19 @@ def test_every_task_of_glue(of_glue, name: str) -> None:
     assert set(task.baselines()) == {"variance" if regression else "majority_accuracy"}
 
 
+def test_samples_shorter_than_the_context(root: Path, text_file: Path) -> None:
+    """The model is the same: only the samples are shorter."""
+    task, whole = adjoin(root, text_file, length=20), adjoin(root, text_file)
+    tokens, _ = next(task.batches(mesh(), 0))
+    assert tokens.shape == (4, 20) and (tokens != Vocabulary.PAD).all()
+    shapes = [[weight.shape for weight in one.model().parameters()] for one in (task, whole)]
+    assert shapes[0] == shapes[1]
+    assert set(task.evaluate(task.model())) == {"loss", "accuracy"}
+    for length in (7, 35):
+        with pytest.raises(ConfigError, match=f"^length={length}: must be a whole number from 8"):
+            GLUE.Config(context=34, length=length)
+
+
 def test_padding_changes_nothing(root: Path, text_file: Path) -> None:
     task = adjoin(root, text_file)
     model, (tokens, _) = task.model().eval(), next(task.batches(mesh(), 0))
