@@ -179,7 +179,7 @@ NAMES = [
     ("scale=smok", "scale=smok", "did you mean smoke?"),
     ("scale=paper", "scale=paper", "it has smoke"),
     ("method=null", "method=", "allreduce, co2"),
-    ("task=null", "task=", "ade20k, gpt2"),
+    ("task=null", "task=", "ade20k, glue, gpt2"),
     ("scale=null", "scale=", "smoke"),
     ("tran.steps=3", "tran.steps=3", "did you mean train.steps?"),
     ("+tran.steps=3", "tran=", "did you mean train?"),

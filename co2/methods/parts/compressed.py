@@ -142,19 +142,20 @@ class CompressedAdam(Method):
     def set_mask(self) -> None:
         """Set the mask by v as it is now."""
         for floor, part in zip(self._floors, self.v.split(self._sizes), strict=True):
-            sample = part[:: max(1, part.numel() // _SAMPLE)]
+            sample = part[:: max(1, -(-part.numel() // _SAMPLE))]
             if len(sample):
                 median = sample.where(sample > 0, torch.nan).nanmedian()  # the host does not wait
                 torch.mul(median, self.config.mask_below, out=floor)
 
     def announce_mask(self) -> None:
-        """Say in the next notice how many elements of which tensors are masked."""
-        unseen = [int((part == 0).sum()) for part in self.v.split(self._sizes)]
+        """Say in the next notice how many elements of which tensors are masked. Overwrites the
+        communication buffer."""
+        unseen = [part.numel() - int(part.count_nonzero()) for part in self.v.split(self._sizes)]
         small = [0] * len(unseen)
         if self.config.compress is Compress.momentum:
-            alive = self._mask(torch.empty_like(self.v)).split(self._sizes)
+            alive = self._mask(self.mean.buffer).split(self._sizes)
             small = [
-                size - int(part.sum()) - none
+                size - int(part.count_nonzero()) - none
                 for size, part, none in zip(self._sizes, alive, unseen, strict=True)
             ]
         found = sorted(zip(small, self.tensor_names(), strict=True), reverse=True)
