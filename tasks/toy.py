@@ -81,7 +81,8 @@ class Toy:
             )
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        return make_optimizer(model, self.optim, ends={"3.weight"})
+        *_, head = (name for name, part in model.named_modules() if isinstance(part, nn.Linear))
+        return make_optimizer(model, self.optim, ends={f"{head}.weight"})
 
     def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
         """See `Task.batches`. A batch holds points, fp32 [batch_size, features], and labels, int64

@@ -45,6 +45,10 @@ class ACCO(Method):
         {"zero1": "it takes back a step of the inner optimizer, whose state must be here; use ddp"}
     )
 
+    refused_optimizers: Mapping[str, str] = MappingProxyType(
+        {"muon": "it steps parameter by parameter, and muon group by group; use adamw or sgd"}
+    )
+
     @dataclass
     class Config:
         """Nothing to choose."""

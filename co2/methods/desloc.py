@@ -33,7 +33,9 @@ from co2.methods.parts.moments import NEEDS_ADAM, ZERO1, Moment, require_adam
 class DESLOC(LocalSGD):
     waits = Waits.always
     refused_strategies: Mapping[str, str] = MappingProxyType({"zero1": ZERO1})
-    refused_optimizers: Mapping[str, str] = MappingProxyType({"sgd": f"it {NEEDS_ADAM}"})
+    refused_optimizers: Mapping[str, str] = MappingProxyType(
+        dict.fromkeys(("sgd", "muon"), f"it {NEEDS_ADAM}")
+    )
 
     @dataclass
     class Config:

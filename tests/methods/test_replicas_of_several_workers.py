@@ -89,7 +89,7 @@ def strategies_of(kind: str) -> list[Strategy]:
     """Kinds that share one way take turns: one strategy with whole weights, one with parts."""
     if kind in ALL_STRATEGIES:
         return list(Strategy)
-    if kind in NEED_ADAM:
+    if kind in (*NEED_ADAM, "acco"):  # refuse zero1
         return [Strategy.ddp, Strategy.zero2, Strategy.zero3]
     if list(SETTINGS).index(kind) % 2:
         return [Strategy.ddp, Strategy.zero3]

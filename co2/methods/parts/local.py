@@ -40,7 +40,8 @@ class LocalMethod(Method):
         if self.averages_moments:
             reason = f"average_moments=true: {ZERO1}"
             self.refused_strategies = {**self.refused_strategies, "zero1": reason}
-            self.refused_optimizers = {"sgd": f"average_moments=true {NEEDS_ADAM}"}
+            reason = f"average_moments=true {NEEDS_ADAM}"
+            self.refused_optimizers = dict.fromkeys(("sgd", "muon"), reason)
 
     @property
     def averages_moments(self) -> bool:
