@@ -15,6 +15,7 @@ from recipes import (
     tau_sweep,
     time_to_loss,
     zero_one_adam,
+    zero_one_training,
     zero_one_volume,
 )
 from recipes.recipe import Recipe
@@ -29,6 +30,7 @@ RECIPES: dict[str, Recipe] = {
         tau_sweep.RECIPE,
         zero_one_adam.RECIPE,
         zero_one_volume.RECIPE,
+        zero_one_training.RECIPE,
         figure1.RECIPE,
         quality.RECIPE,
         glue.RECIPE,

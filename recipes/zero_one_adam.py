@@ -37,19 +37,29 @@ sent = partial(Column, overrides=("task=gpt2",), smoke=SHORT, lower=True, curve=
 RECIPE = Recipe(
     name="zero_one_adam",
     title="What Adam sends in signs",
-    text=f"GPT-2 with AdamW, {STEPS} steps; v is frozen at step {FREEZE} in both variants, and the "
+    text="The signs are the update's (compress=update), not the momentum's as in the papers; "
+    "results/onebit_mask.md compares the two. "
+    f"GPT-2 with AdamW, {STEPS} steps; v is frozen at step {FREEZE} in both variants, and the "
     f"intervals of 0/1 Adam double every {DOUBLE} steps after it, up to 16. Volume is what one "
     "worker sends; a round is a time that the replicas exchange anything. The paper's shares are "
     "of trainings many times as long, at best.",
     rows=(
         Row("AllReduce", ("method=allreduce",)),
-        Row("1-bit Adam", ("method=onebit_adam", f"onebit_adam.freeze_step={FREEZE}")),
+        Row(
+            "1-bit Adam",
+            (
+                "method=onebit_adam",
+                f"onebit_adam.freeze_step={FREEZE}",
+                "onebit_adam.compress=update",
+            ),
+        ),
         Row(
             "0/1 Adam",
             (
                 "method=zero_one_adam",
                 f"zero_one_adam.freeze_step={FREEZE}",
                 f"zero_one_adam.double_every={DOUBLE}",
+                "zero_one_adam.compress=update",
             ),
         ),
     ),

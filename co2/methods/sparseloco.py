@@ -48,9 +48,10 @@ class SparseLoCo(LocalMethod):
         density: float = 0.02
         """Share of each chunk that a replica sends. The paper: 0.01 to 0.03."""
         outer_lr: float = 1.0
-        """α. The paper: 1."""
+        """α."""
         error_decay: float = 0.95
-        """β, the share of the error that is left after a round. The paper: 0.95."""
+        """β, the share of the error that is left after a round. The authors' public code:
+        0.95."""
         comm_share: float = 0.1
         """With τ = auto: the largest share of a round's time that communication may take."""
 
