@@ -67,8 +67,8 @@ RECIPE = Recipe(
     name="zero_one_training",
     title="0/1 Adam's own trainings",
     text="RoBERTa stands for the paper's BERT, with its schedule: a linear warm-up, then × .99 in "
-    "every stair; ResNet-18 learns with × .1 after each third. AdamW with betas of .9 and .999, and "
-    "the same learning rate for all three.",
+    "every stair; ResNet-18 learns with × .1 after each third. AdamW with betas of .9 and .999, "
+    "and the same learning rate for all three.",
     rows=(
         Row("AllReduce", ("method=allreduce",)),
         Row("1-bit Adam", ("method=onebit_adam",)),
