@@ -54,6 +54,8 @@ LONG = (
     "tests/cli/test_runs.py::test_signs_learn_what_adam_does",
     "tests/cli/test_runs.py::test_wandb_offline",
     "tests/cli/test_wandb.py::TestStopped",
+    "tests/cli/test_wandb.py::TestSync::test_not_logged_in",
+    "tests/cli/test_wandb.py::test_its_failure_is_said_and_ends_nothing",
     "tests/cli/test_wandb.py::test_its_process_ends",
     "tests/cli/test_wandb.py::test_steps_that_are_trained_again",
     "tests/docs/test_commands.py::test_a_timeline_of_two_runs",
@@ -68,10 +70,16 @@ LONG = (
     "tests/engine/test_timeline.py::test_a_real_run",
     "tests/engine/test_wire.py::test_bytes_are_what_the_network_device_counts",
     "tests/methods/test_bf16_wire.py",
+    "tests/methods/test_buckets.py::test_buckets_change_nothing",
     "tests/methods/test_comm_device.py::test_copies_may_be_late_or_early",
     "tests/methods/test_comm_device.py::test_copies_of_moments_may_be_late_or_early",
+    "tests/methods/test_comm_device.py::test_resume",
     "tests/methods/test_compressed_adam.py::test_resume_at_every_step",
+    "tests/methods/test_consensus.py::test_consensus",
+    "tests/methods/test_equals_reference.py::test_averaged_moments_on_other_worlds",
+    "tests/methods/test_equals_reference.py::test_equals_reference_in_fp32",
     "tests/methods/test_equals_reference.py::test_equals_reference_with_adamw",
+    "tests/methods/test_equals_reference.py::test_every_choice_shows",
     "tests/methods/test_exchange.py::test_nothing_is_lost",
     "tests/methods/test_groups.py::test_no_group_has_two_roles",
     "tests/methods/test_identities.py::test_kept_progress_at_its_limits",
@@ -83,8 +91,10 @@ LONG = (
     "tests/methods/test_sharded_outer_state.py::test_the_thread_does_not_outlive_the_interpreter",
     "tests/methods/test_streaming_diloco.py::test_a_quantized_exchange_may_take_its_time",
     "tests/methods/test_streaming_diloco.py::test_quantized_exchange_loses_nothing_for_good",
+    "tests/methods/test_timing.py::test_the_network_may_take_a_whole_round",
     "tests/methods/test_workers.py::test_a_deadlock_is_a_failure",
     "tests/peers/test_lab.py",
+    "tests/peers/test_training.py::test_goes_on_exactly",
     "tests/peers/test_training.py::test_trains",
     "tests/recipes/test_cells.py",
     "tests/recipes/test_experiments.py::test_a_variant_is_simulated",
@@ -95,15 +105,18 @@ LONG = (
     "tests/tasks/test_ade20k.py::test_weights_of_the_backbone",
     "tests/tasks/test_glue.py::test_evaluation_over_gloo",
     "tests/tasks/test_gpt2.py::test_importing_tasks_is_cheap",
+    "tests/tasks/test_gpt2.py::test_it_learns_a_batch_by_heart",
     "tests/tasks/test_gpt2.py::test_the_embedded_corpus",
     "tests/tasks/test_muon.py::test_convolutions_have_no_matrix",
     "tests/tasks/test_prepare.py::test_a_killed_run_goes_on_at_the_first_missing_shard",
     "tests/tasks/test_prepare_imagenet.py::test_a_killed_run_is_gone_on_with",
     "tests/tasks/test_prepare_wikibooks.py::test_a_killed_run_goes_on",
     "tests/tasks/test_roberta.py::test_evaluation_over_gloo",
+    "tests/tasks/test_shapenet.py::test_over_gloo",
     "tests/tasks/test_text.py::test_two_processes_at_once",
 )
-"""What takes two seconds of processor time or more; `make test-fast` leaves it out."""
+"""What takes two seconds of processor time or more, alone or with its cases; `make test-fast` leaves
+it out."""
 
 
 SLOW = (
