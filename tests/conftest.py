@@ -115,8 +115,8 @@ LONG = (
     "tests/tasks/test_shapenet.py::test_over_gloo",
     "tests/tasks/test_text.py::test_two_processes_at_once",
 )
-"""What takes two seconds of processor time or more, alone or with its cases; `make test-fast` leaves
-it out."""
+"""What takes two seconds of processor time or more, alone or with all its cases: `make test-fast`
+leaves it out."""
 
 
 SLOW = (
