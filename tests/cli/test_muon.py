@@ -27,7 +27,8 @@ def test_learns(workers: Pool, tmp_path: Path, method: str) -> None:
     run = pooled(workers, 2, *words, runs=tmp_path)
     assert run.status == 0, run.err
     *_, last = metrics(run.folder, "eval")
-    assert last["accuracy"] > 0.6  # to name the most frequent class gives 0.36
+    # To name the most frequent class gives 0.36. SparseLoCo sends a few elements only.
+    assert last["accuracy"] > (0.6 if method == "sparseloco" else 0.7)
 
 
 @pytest.mark.parametrize("method", ["diloco", "co2"])
