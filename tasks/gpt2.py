@@ -15,6 +15,7 @@ from tasks.randomness import seeded
 
 
 class Size(Enum):
+    tiny = "tiny"
     smoke = "smoke"
     small = "small"
     medium = "medium"
@@ -23,6 +24,7 @@ class Size(Enum):
 
 
 SHAPES = {
+    Size.tiny: (3, 4, 64),  # 0.19 M parameters with a context of 64 and a vocabulary of 512
     Size.smoke: (4, 4, 128),  # 1.3 M parameters with a context of 128 and a vocabulary of 4096
     Size.small: (12, 12, 768),  # 124 M; this and all below with GPT-2's context and vocabulary
     Size.medium: (24, 16, 1024),  # 355 M
