@@ -16,7 +16,7 @@ from typing import NoReturn
 from co2.errors import REFUSED, ConfigError, require
 from co2.simulate import paper
 from co2.simulate.figure import draw
-from co2.simulate.methods import SIMULATED
+from co2.simulate.methods import SIMULATED, WITH_MOMENTS
 from co2.simulate.models import GPUS, MODELS
 from co2.simulate.network import COLLECTIVES
 from co2.simulate.options import check
@@ -68,6 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     lists.add_argument("--method", default="allreduce,co2", help=", ".join(SIMULATED))
     lists.add_argument("--tau", default="12", help="steps of a round")
+    lists.add_argument(
+        "--average-moments",
+        action="store_true",
+        help=f"Adam's moments travel too: {', '.join(WITH_MOMENTS)}",
+    )
     model = parser.add_argument_group("the model, and what a step costs to compute")
     model.add_argument("--model", default="gpt2-small", help=", ".join(MODELS))
     model.add_argument("--units", help="tokens or images per GPU and step")

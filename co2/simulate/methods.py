@@ -25,9 +25,13 @@ MESSAGE_SHARE = {"sparseloco": (82 * 14 + 32) / (4096 * 32)}
 """Methods whose replicas gather messages and take no mean, each with the bytes of a message
 as a share of an fp32 vector's. SparseLoCo with its default density sends 82 of 4,096 elements, at
 14 bits each, and 32 bits more."""
+FURTHER_VECTORS = {"desloc": (3, 6)}
+"""Methods that average further vectors as large as the weights, each with the rounds between two
+means of every such vector. DES-LOC's moments, with its default periods."""
+WITH_MOMENTS = ("diloco", "co2", "co2_keep")
+"""Methods with `average_moments`, under which two further vectors travel in every round."""
 LEFT_OUT = {
     "streaming_diloco": "each fragment of its model has rounds of its own",
-    "desloc": "each of the moments that it averages has a period of its own",
     "onebit_adam": "what it sends shrinks when its variance is frozen, in the midst of training",
     "zero_one_adam": "how often it sends, and how much, changes in the course of training",
 }
@@ -84,3 +88,11 @@ def require_simulated(key: str, method: str) -> None:
     if method in LEFT_OUT:
         hint = f"is not simulated, because {LEFT_OUT[method]}"
     require(method in SIMULATED, key, method, hint)
+
+
+def vectors_in(method: str, number: int, average_moments: bool) -> int:
+    """The vectors as large as the weights that are averaged in round `number`, counted from 1."""
+    periods = FURTHER_VECTORS.get(method, ())
+    if average_moments and method in WITH_MOMENTS:
+        periods = (1, 1)
+    return 1 + sum(number % period == 0 for period in periods)

@@ -35,6 +35,7 @@ class Options:
     wire: str
     bucket_mb: float
     backward_share: float
+    average_moments: bool
     rounds: int
     """Rounds that are measured, after as many that settle."""
     noise: Noise
@@ -53,6 +54,7 @@ class Options:
             units_per_step=self.units,
             bucket_bytes=round(self.bucket_mb * 2**20),
             backward_share=self.backward_share,
+            average_moments=self.average_moments,
             noise=self.noise,
         )
 
@@ -106,6 +108,7 @@ def check(args: argparse.Namespace) -> Options:
         wire=_known("--wire", args.wire, WIRE_BYTES),
         bucket_mb=_number("--bucket-mb", args.bucket_mb, 0.01),
         backward_share=_number("--backward-share", args.backward_share, 0.0, 1.0),
+        average_moments=args.average_moments,
         rounds=_whole("--rounds", args.rounds),
         noise=_noise(args),
     )

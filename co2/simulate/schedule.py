@@ -24,6 +24,7 @@ from co2.simulate.methods import (
     LIMIT,
     MESSAGE_SHARE,
     require_simulated,
+    vectors_in,
 )
 from co2.simulate.network import Network, ring_bytes
 
@@ -32,9 +33,10 @@ BUCKET_BYTES = 25 * 2**20
 
 Clocks = np.ndarray
 """Seconds by replica, [G], or [1] where all replicas are alike."""
-Advance = Callable[[Clocks, Clocks], tuple[Clocks, Clocks, Clocks]]
-"""What a round does to the clocks: (starts, compute seconds) to (the next round's starts, exposed
-seconds, seconds from the launch of the round's collective to its completion)."""
+Advance = Callable[[Clocks, Clocks, int], tuple[Clocks, Clocks, Clocks]]
+"""What a round does to the clocks: (starts, compute seconds, vectors that are averaged) to (the
+next round's starts, exposed seconds, seconds from the launch of the round's collective to its
+completion)."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ class Figures:
     """Seconds per collective from a replica's own launch to completion (allreduce: from the first
     bucket's launch), the wait for slower replicas included."""
     wire_s: float
-    """Seconds that a collective takes once all replicas have launched it."""
+    """Seconds that a collective takes once all replicas have launched it; on average, where some
+    carry more than others."""
     overlap: float | None
     """1 − exposed/comm; None without communication."""
     bytes_per_step: float
@@ -123,6 +126,7 @@ def simulate(
     units_per_step: float = 1.0,
     bucket_bytes: int = BUCKET_BYTES,
     backward_share: float = 2 / 3,
+    average_moments: bool = False,
     noise: Noise | None = None,
 ) -> Figures:
     """Simulate `steps` steps of data-parallel training.
@@ -144,6 +148,7 @@ def simulate(
         bucket_bytes: the most that one collective carries.
         backward_share: share of the step during which gradients become ready, at its end; under
             allreduce they are sent meanwhile. Backward costs about twice the forward pass.
+        average_moments: whether methods that can also average Adam's two moments.
         noise: jitter and stragglers; None for neither.
 
     Raises:
@@ -165,26 +170,30 @@ def simulate(
     rounds, rest = divmod(steps, length)
     clocks = began = np.zeros_like(replicas.step_s)
     exposed_s = comm_s = 0.0
+    carried = 0
     for number in range(-warmup_rounds, rounds):
         if number == 0:
             began = clocks
-        clocks, exposed, comm = advance(clocks, replicas.seconds(length))
+        vectors = vectors_in(method, number + 1, average_moments)
+        clocks, exposed, comm = advance(clocks, replicas.seconds(length), vectors)
         if number >= 0:
             exposed_s += float(exposed.mean())
             comm_s += float(comm.mean())
+            carried += vectors
     clocks = clocks + replicas.seconds(rest)
     own_s = clocks - began
 
-    collectives = 0 if method == LIMIT else rounds
+    if method == LIMIT:
+        carried = 0
     return Figures(
         throughput=workers * units_per_step * steps * float((1 / own_s).mean()),
         step_s=float(own_s.mean()) / steps,
         exposed_s=exposed_s / steps,
         exposed_share=exposed_s / float(own_s.mean()),
-        comm_s=comm_s / max(collectives, 1),
-        wire_s=sent.wire_s if collectives else 0.0,
+        comm_s=comm_s / max(rounds, 1),
+        wire_s=sent.wire_s * carried / max(rounds, 1),
         overlap=max(0.0, 1 - exposed_s / comm_s) if comm_s > 0 else None,
-        bytes_per_step=sent.num_bytes * collectives / steps,
+        bytes_per_step=sent.num_bytes * carried / steps,
     )
 
 
@@ -231,7 +240,7 @@ def advance_of(method: str, buckets: Buckets, backward_share: float) -> Advance:
     return (_Blocking if method in BLOCKING else _Overlapped)(buckets.wire_s)
 
 
-def _silent(start: Clocks, compute: Clocks) -> tuple[Clocks, Clocks, Clocks]:
+def _silent(start: Clocks, compute: Clocks, _: int) -> tuple[Clocks, Clocks, Clocks]:
     nothing = np.zeros_like(start)
     return start + compute, nothing, nothing
 
@@ -243,9 +252,11 @@ class _Blocking:
     def __init__(self, wire_s: float) -> None:
         self.wire_s = wire_s
 
-    def __call__(self, start: Clocks, compute: Clocks) -> tuple[Clocks, Clocks, Clocks]:
+    def __call__(
+        self, start: Clocks, compute: Clocks, vectors: int
+    ) -> tuple[Clocks, Clocks, Clocks]:
         end = start + compute
-        arrived = np.full_like(end, end.max() + self.wire_s)
+        arrived = np.full_like(end, end.max() + vectors * self.wire_s)
         return arrived, arrived - end, arrived - end
 
 
@@ -257,10 +268,12 @@ class _Overlapped:
         self.wire_s = wire_s
         self.arrives = 0.0
 
-    def __call__(self, start: Clocks, compute: Clocks) -> tuple[Clocks, Clocks, Clocks]:
+    def __call__(
+        self, start: Clocks, compute: Clocks, vectors: int
+    ) -> tuple[Clocks, Clocks, Clocks]:
         end = start + compute
         launch = np.maximum(end, self.arrives)
-        self.arrives = float(launch.max()) + self.wire_s
+        self.arrives = float(launch.max()) + vectors * self.wire_s
         return launch, launch - end, self.arrives - launch
 
 
@@ -280,7 +293,7 @@ class _Bucketed:
         self.ready = 1 - backward_share + backward_share * np.cumsum(buckets.shares)
         self.remaining_s = np.cumsum(buckets.seconds[::-1])[::-1]
 
-    def __call__(self, start: Clocks, compute: Clocks) -> tuple[Clocks, Clocks, Clocks]:
+    def __call__(self, start: Clocks, compute: Clocks, _: int) -> tuple[Clocks, Clocks, Clocks]:
         end = start + compute
         over = start + (self.ready * compute.max() + self.remaining_s).max()
         return over, over - end, over - (start + self.ready[0] * compute)

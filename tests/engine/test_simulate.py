@@ -22,11 +22,14 @@ from co2.simulate import schedule
 from co2.simulate.__main__ import main
 from co2.simulate.methods import (
     BLOCKING,
+    FURTHER_VECTORS,
     LEFT_OUT,
     MESSAGE_SHARE,
     OVERLAPPED,
     SIMULATED,
+    WITH_MOMENTS,
     declarations,
+    vectors_in,
 )
 from co2.simulate.models import MODELS
 from co2.simulate.network import COLLECTIVES, Link, Network, parse_link, ring_bytes, ring_s
@@ -91,7 +94,7 @@ def test_bytes_per_step():
     sent = 2 * 3 * 10**6 // 4
     assert run("none").bytes_per_step == 0
     assert run("allreduce").bytes_per_step == sent
-    for method in {*BLOCKING, *OVERLAPPED} - {*MESSAGE_SHARE}:
+    for method in {*BLOCKING, *OVERLAPPED} - {*MESSAGE_SHARE, *FURTHER_VECTORS}:
         assert run(method).bytes_per_step == sent / 4
         assert run(method, steps=43).bytes_per_step == sent * 10 / 43, "no collective in the rest"
 
@@ -110,13 +113,39 @@ def test_a_late_mean_is_hidden_below_a_round_and_exposed_above(method):
     assert start.exposed_s * 40 == pytest.approx(9 * (twice.wire_s - 4)), "none in round 0"
 
 
-@pytest.mark.parametrize("method", sorted({*BLOCKING} - {*MESSAGE_SHARE}))
+@pytest.mark.parametrize("method", sorted({*BLOCKING} - {*MESSAGE_SHARE, *FURTHER_VECTORS}))
 def test_a_blocking_mean_is_exposed_whole(method):
     found = run(method)
     assert found.exposed_s * 4 == pytest.approx(found.wire_s)
     assert found.step_s == pytest.approx(1 + 1.5 / 4)
     assert found.exposed_share == pytest.approx(1.5 / 5.5)
     assert found.overlap == pytest.approx(0)
+
+
+def test_des_loc_averages_moments_in_rounds_of_their_own():
+    # 12 rounds: 12 means of the weights, 4 of m, 2 of v, each 1.5 s
+    found = run("desloc", steps=48, warmup_rounds=0)
+    assert found.bytes_per_step == 18 * (2 * 3 * 10**6 // 4) / 48
+    assert found.exposed_s * 48 == pytest.approx(18 * 1.5)
+    assert found.wire_s == pytest.approx(1.5 * 1.5)
+    assert run("desloc", steps=8, warmup_rounds=0).step_s == run("local_sgd", steps=8).step_s
+
+
+def test_the_periods_of_des_loc_are_its_defaults():
+    config = METHODS["desloc"].Config()
+    periods = config.first_moment_every / config.tau, config.second_moment_every / config.tau
+    assert FURTHER_VECTORS["desloc"] == periods
+
+
+@pytest.mark.parametrize("method", SIMULATED)
+def test_averaged_moments_are_two_further_vectors(method):
+    plain, averaged = run(method), run(method, average_moments=True)
+    has = method != "none" and hasattr(METHODS[method].Config, "average_moments")
+    assert (method in WITH_MOMENTS) == has
+    assert averaged.bytes_per_step == plain.bytes_per_step * (3 if has else 1)
+    # 4.5 s on the wire: an overlapped round of 4 s hides all but half a second
+    exposed = {True: 4.5, False: 0.5}[method in BLOCKING]
+    assert averaged.exposed_s == pytest.approx(exposed / 4 if has else plain.exposed_s)
 
 
 def test_messages_are_gathered():
@@ -164,7 +193,8 @@ def events(method, seconds, wire_s, tau, steps, shares, backward_share):
     clock, exposed = [0.0] * workers, [0.0] * workers
     pending = None  # the launches of the collective in flight
     network_free = 0.0
-    for durations in seconds:
+    for number, durations in enumerate(seconds, start=1):
+        own_wire_s = wire_s * vectors_in(method, number, False)
         end = [clock[i] + durations[i] for i in range(workers)]
         if method == "allreduce":
             passed = 0.0
@@ -177,7 +207,7 @@ def events(method, seconds, wire_s, tau, steps, shares, backward_share):
                 network_free = max([network_free, *ready]) + wire_s * share
             resumed = [max(end[i], network_free) for i in range(workers)]
         elif method in BLOCKING:
-            network_free = max([network_free, *end]) + wire_s
+            network_free = max([network_free, *end]) + own_wire_s
             resumed = [max(end[i], network_free) for i in range(workers)]
         else:
             if pending is not None:
@@ -217,7 +247,8 @@ def test_the_vector_against_loops_over_events(method, workers, megabytes):
         backward_share=0.6,
         noise=noise,
     )
-    assert found.wire_s == pytest.approx(wire_s)
+    vectors = sum(vectors_in(method, number, False) for number in range(1, rounds + 1))
+    assert found.wire_s == pytest.approx(wire_s * vectors / rounds)
     assert found.exposed_s * rounds * length == pytest.approx(sum(exposed) / workers)
     assert found.step_s * rounds * length == pytest.approx(sum(clock) / workers)
     assert found.throughput == pytest.approx(sum(rounds * length / own for own in clock))
