@@ -35,7 +35,8 @@ _PLUGINS = (
     (_OPTUNA, "optuna", "optuna", "chooses"),
 )
 """Override, package, extra of pyproject.toml, what it does."""
-_GROUPS = ("task", "method", "scale")
+_GROUPS = ("task", "method", "scale", "tuned")
+_TRUTH = ("true", "false")
 HYDRA_ERRORS = (HydraException, OmegaConfBaseException)
 
 
@@ -103,6 +104,15 @@ def composed(folder: Path, name: str, overrides: Sequence[str]) -> Values:
     """The configuration of one run. Raises `ConfigError`."""
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
         return _compose(name, list(overrides))
+
+
+def quoted(override: str) -> str:
+    """`tuned=true` as Hydra can read it: conf/tuned is a group, whose options have names only."""
+    key, sign, value = override.partition("=")
+    if key != "tuned":
+        return override
+    words = (f"'{word.lower()}'" if word.lower() in _TRUTH else word for word in value.split(","))
+    return key + sign + ",".join(words)
 
 
 def plain(config: DictConfig) -> Values:
@@ -191,6 +201,7 @@ def jobs(overrides: Sequence[str], multirun: bool) -> Iterator[list[str]]:
 
 
 def _compose(name: str, overrides: list[str]) -> Values:
+    overrides = [quoted(override) for override in overrides]
     try:
         config = compose(name, overrides)
     except MissingConfigException as error:
