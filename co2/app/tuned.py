@@ -60,7 +60,9 @@ def tuned_settings(conf: Path, task: str, method: str, scale: str, tau: object) 
     """
     path = tuned_file(conf, task, method, scale, tau)
     command = tune_command(conf, task, method, scale, tau)
-    hint = f"task={task} method={method} has no {path.name} in conf/tuned/{task}; make it: {command}"
+    hint = (
+        f"task={task} method={method} has no {path.name} in conf/tuned/{task}; make it: {command}"
+    )
     require(path.exists(), "tuned", "true", hint)
     nodes = OmegaConf.to_container(OmegaConf.load(path))
     return {
@@ -73,7 +75,7 @@ def tuned_settings(conf: Path, task: str, method: str, scale: str, tau: object) 
 def tuned_file(conf: Path, task: str, method: str, scale: str, tau: object = None) -> Path:
     """Where the settings of a task and method lie, whether or not there are any."""
     parts = [method]
-    parts += [f"tau{tau}"] if tau not in (None, default_tau(conf, method)) else []
+    parts += [f"tau{tau}"] if _own_tau(conf, method, tau) else []
     parts += [scale] if scale != "smoke" else []
     return conf / "tuned" / task / f"{'_'.join(parts)}.yaml"
 
@@ -83,16 +85,17 @@ def tune_command(
 ) -> str:
     """The command that writes this file."""
     words = ["python -m recipes tune", task, method]
-    words += [f"--tau {tau}"] if tau not in (None, default_tau(conf, method)) else []
+    words += [f"--tau {tau}"] if _own_tau(conf, method, tau) else []
     words += [f"--scale {scale}"] if scale != "smoke" else []
     words += [f"--trials {trials}"] if trials is not None else []
     return " ".join(words)
 
 
-def default_tau(conf: Path, method: str) -> object:
-    """The τ that conf/method has; None for a method without any."""
+def _own_tau(conf: Path, method: str, tau: object) -> bool:
+    """Whether this τ is another than that of conf/method."""
     path = conf / "method" / f"{method}.yaml"
-    return _dict(yaml.safe_load(path.read_text()).get(method)).get("tau")
+    default = _dict(yaml.safe_load(path.read_text()).get(method)).get("tau")
+    return tau is not None and str(tau) != str(default)
 
 
 def _dict(values: object) -> dict[str, object]:
