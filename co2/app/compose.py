@@ -32,7 +32,7 @@ Values = dict[str, Any]
 _OPTUNA = "hydra/sweeper=optuna"
 _PLUGINS = (
     ("hydra/launcher=submitit_slurm", "submitit", "slurm", "launches"),
-    (_OPTUNA, "optuna", "optuna", "chooses"),
+    (_OPTUNA, "hydra_plugins.hydra_optuna_sweeper", "optuna", "chooses"),
 )
 """Override, package, extra of pyproject.toml, what it does."""
 _GROUPS = ("task", "method", "scale", "tuned")
@@ -155,7 +155,9 @@ def _check_plugins(overrides: Sequence[str], multirun: bool) -> None:
         if plugin in overrides:
             key, _, value = plugin.partition("=")
             require(multirun, key, value, f"{does} the jobs of a sweep; add -m")
-            there = find_spec(package) is not None
+            # What lies in a package that is missing itself is looked for in vain, and with an error.
+            whole = package.partition(".")[0]
+            there = find_spec(whole) is not None and find_spec(package) is not None
             where = f"pip install -e '.[{extra}]', or 'co2-suite[{extra}]' outside a clone"
             require(there, key, value, f"needs an extra: {where}")
             # That a file of ours sets values of the extra's own options is what we want.
