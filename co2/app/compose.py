@@ -155,7 +155,7 @@ def _check_plugins(overrides: Sequence[str], multirun: bool) -> None:
         if plugin in overrides:
             key, _, value = plugin.partition("=")
             require(multirun, key, value, f"{does} the jobs of a sweep; add -m")
-            # What lies in a package that is missing itself is looked for in vain, and with an error.
+            # find_spec fails where the package around the one that it looks for is missing.
             whole = package.partition(".")[0]
             there = find_spec(whole) is not None and find_spec(package) is not None
             where = f"pip install -e '.[{extra}]', or 'co2-suite[{extra}]' outside a clone"
