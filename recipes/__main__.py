@@ -4,6 +4,7 @@ python -m recipes list                     every recipe, and how many of its run
 python -m recipes run table2               train what is missing; after Ctrl-C the same continues
 python -m recipes collect                  finished runs → results/ours.csv, results/evals.csv
 python -m recipes render                   → results/tables, results/figures, results/report.html
+python -m recipes tune gpt2 co2 slowmo     settings for a task, each method with as many trials
 """
 
 import argparse
@@ -27,16 +28,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("action", choices=("list", "run", "collect", "render"))
-    parser.add_argument("names", nargs="*", metavar="recipe", help="default: all")
+    parser.add_argument("action", choices=("list", "run", "collect", "render", "tune"))
+    parser.add_argument(
+        "names", nargs="*", metavar="recipe", help="default: all; of tune: TASK [METHOD …]"
+    )
     parser.add_argument("--scale", default="smoke", choices=("smoke", "gpu", "paper"))
     parser.add_argument(
         "--seeds", help="such as 0,1,2; in the laboratory, repeats; default: the recipe's own"
     )
     parser.add_argument("--launcher", default="local", choices=("local", "slurm"))
+    parser.add_argument("--trials", type=int, default=12, help="of tune: of each method, short")
+    parser.add_argument("--tau", type=int, help="of tune: τ of all methods; default: conf's")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     try:
+        if options.action == "tune":
+            return tune(options)
         chosen = [recipe_of(name, options.scale) for name in options.names]
         known = [recipe for recipe in RECIPES.values() if options.scale in recipe.scales]
         end = render.ending(options.scale)
@@ -62,6 +69,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return launch.refuse(error)
     return 0
+
+
+def tune(options: argparse.Namespace) -> int:
+    """Tune the methods of a task. Returns 0; 1 where nothing has won; 130 after Ctrl-C."""
+    from recipes.tune import tune_methods  # imports Optuna, which takes two seconds
+
+    require(bool(options.names), "task", "", "name a task, as in: python -m recipes tune gpt2 co2")
+    task, *methods = options.names
+    try:
+        return tune_methods(task, methods, options.trials, options.scale, options.tau, options.out)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on with the next run", file=sys.stderr)
+        return 130
 
 
 def recipe_of(name: str, scale: str) -> Recipe:

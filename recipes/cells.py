@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from co2.app.application import App
+from co2.app.tuned import Settings, tuned_settings
 from co2.config import Config
 from co2.errors import STOPPED
 from co2.methods import METHODS
@@ -57,7 +58,12 @@ class TrainCell:
 
     @property
     def command(self) -> str:
-        return " ".join(["python train.py", *self.overrides])
+        words = ["python train.py", *self.overrides]
+        if "tuned=true" in self.overrides:
+            # What was tuned follows as a comment: with another winner it is another run.
+            settings = self.tuned_settings().items()
+            words.append(f" # {' '.join(f'{name}={value}' for name, value in settings)}")
+        return " ".join(words)
 
     @property
     def origin(self) -> Origin:
@@ -80,6 +86,16 @@ class TrainCell:
     def source(self) -> dict[str, str]:
         folder = run_folder(self.config())
         return {**of_run(folder), "folder": os.path.relpath(folder)}
+
+    def begun(self) -> bool:
+        """Whether there is a folder of the run that tells where it comes from."""
+        return (run_folder(self.config()) / "manifest.json").exists()
+
+    def tuned_settings(self) -> Settings:
+        """What `tuned=true` stands for in this run. Raises `ConfigError` if nothing was tuned."""
+        words = dict(word.split("=", 1) for word in self.overrides)
+        task, method, scale = (words[key] for key in ("task", "method", "scale"))
+        return tuned_settings(APP.conf, task, method, scale, words.get(f"{method}.tau"))
 
 
 def own_words(words: Iterable[str]) -> tuple[str, ...]:
@@ -110,7 +126,9 @@ def read_summary(folder: Path) -> SummaryJSON | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def run(cells: Iterable[TrainCell], print_line: Callable[[str], None] = print) -> list[TrainCell]:
+def run(
+    cells: Iterable[TrainCell], print_line: Callable[[str], None] = print
+) -> dict[TrainCell, int]:
     """Train every cell that has no finished run; interrupted runs continue from their checkpoints.
 
     Cells with the same number of workers run one after the other in the same processes, which saves
@@ -118,13 +136,13 @@ def run(cells: Iterable[TrainCell], print_line: Callable[[str], None] = print) -
     therefore includes that of the runs before it.
 
     Returns:
-        The cells whose run failed. A failure does not stop the others.
+        The exit statuses of the runs that failed. A failure does not stop the others.
     Raises:
         SystemExit: after Ctrl-C, when everything is saved; the same call continues from there.
         ConfigError: if a cell cannot be run, before any is started.
     """
     missing = [cell for cell in once(cells) if cell.summary() is None]
-    failed: list[TrainCell] = []
+    failed: dict[TrainCell, int] = {}
     for workers in sorted({cell.config().launch.workers for cell in missing}):
         left = [cell for cell in missing if cell.config().launch.workers == workers]
         while left:
@@ -139,7 +157,7 @@ def run(cells: Iterable[TrainCell], print_line: Callable[[str], None] = print) -
                 raise SystemExit(status)
             if status and left:
                 print_line(f"failed with exit status {status}: {left[0].command}")
-                failed.append(left.pop(0))
+                failed[left.pop(0)] = status
     return failed
 
 

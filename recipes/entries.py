@@ -1,20 +1,45 @@
-"""The values of a measured table: mean and deviation over seeds, the best, a paired test."""
+"""The values of a measured table: mean and deviation over seeds, the best, paired differences."""
 
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from scipy.stats import ttest_rel
+from scipy.stats import t as student
 
 from co2.record.table import NOT_AVAILABLE, NOT_RUN, NOTHING, Table
 from recipes.recipe import Column, Recipe, Row, Rows
 
-_LEAST_P = 0.001
+LEVEL = 0.05
+"""Below it, a p after Holm's correction marks a difference; intervals hold the rest, 95 %."""
+LOCAL_SGD = "method=local_sgd"
+"""The first override of the row that methods are compared with beside the first one."""
 _MEASURED = 2
 """Number of the table's column with the measured values."""
 NOT_REACHED = "not reached"
 """Stands for an infinite value, such as the seconds to a loss that a run never had."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a row has more than another one, over the seeds that both have."""
+
+    mean: float
+    half_width: float | None = None
+    """Of the 95 % t interval; None where all differences are equal, as those of counted figures
+    are: then chance had no part in them."""
+    p: float | None = None
+    """Of the two-sided paired t-test; None without an interval."""
+    significant: bool = False
+    """Whether p, after the correction for all tests of the table, is below `LEVEL`."""
+
+    def text(self, digits: int) -> str:
+        """The mean, its interval, and a star where it is significant."""
+        form = f"+,.{digits}f"
+        if self.half_width is None:
+            return f"{self.mean:{form}}"
+        low, high = self.mean - self.half_width, self.mean + self.half_width
+        return f"{self.mean:{form}} [{low:{form}}, {high:{form}}]{' *' if self.significant else ''}"
 
 
 @dataclass(frozen=True)
@@ -26,8 +51,10 @@ class Entry:
     values: dict[int, float]
     """By seed."""
     paper: str
-    p: float | None
-    """The p of a paired t-test against the first row's runs of the same seeds."""
+    to_first: Difference | None = None
+    """To the first row; None for that row, and where fewer than two seeds can be compared."""
+    to_local: Difference | None = None
+    """To local SGD, likewise; None also where the recipe has no such row."""
     best: bool = False
 
     @property
@@ -50,11 +77,9 @@ class Entry:
         spread = "" if self.spread is None else f" ± {self.spread:,.{self.column.digits}f}"
         return f"{self.mean:,.{self.column.digits}f}{spread}"
 
-    @property
-    def p_text(self) -> str:
-        if self.p is None:
-            return NOTHING
-        return f"{self.p:.3f}" if self.p >= _LEAST_P else f"< {_LEAST_P}"
+    def difference(self, to: Difference | None) -> str:
+        """How a difference of this entry is shown."""
+        return NOTHING if to is None else to.text(self.column.digits)
 
 
 def entries(recipe: Recipe, ours: Rows, paper: Rows) -> list[Entry]:
@@ -68,33 +93,76 @@ def entries(recipe: Recipe, ours: Rows, paper: Rows) -> list[Entry]:
         + (f" ± {line['spread']}" if line["spread"] else "")
         for line in paper
     }
+    first, local = recipe.rows[0], local_sgd(recipe)
     found = []
     for column in recipe.columns:
-        first = values.get((recipe.rows[0].name, column.name), {})
+        of_first, of_local = (
+            values.get((row.name, column.name), {}) if row is not None else {}
+            for row in (first, local)
+        )
         same = []
-        rows = [row for row in recipe.rows if row.name not in column.without]
-        for number, row in enumerate(rows):
+        for row in (row for row in recipe.rows if row.name not in column.without):
             key = (row.name, column.name)
             own = values.get(key, {})
-            p = paired(own, first) if number else None
-            same.append(Entry(row, column, own, reported.get(key, NOT_AVAILABLE), p))
+            to_first = None if row is first else paired(own, of_first)
+            to_local = None if row in (first, local) else paired(own, of_local)
+            paper_value = reported.get(key, NOT_AVAILABLE)
+            same.append(Entry(row, column, own, paper_value, to_first, to_local))
         found += with_best(same)
-    return found
+    return with_significance(found)
 
 
-def paired(values: dict[int, float], others: dict[int, float]) -> float | None:
-    """The p of a two-sided paired t-test over the seeds that both have.
+def local_sgd(recipe: Recipe) -> Row | None:
+    """The row of local SGD, unless it is the first one."""
+    others = recipe.rows[1:]
+    return next((row for row in others if row.overrides[:1] == (LOCAL_SGD,)), None)
 
-    None for fewer than two seeds, and where all differences are equal, as those of counted figures
-    are: then chance had no part in them. None also where a seed has no number.
+
+def paired(values: dict[int, float], others: dict[int, float]) -> Difference | None:
+    """Mean, interval and p of the differences over the seeds that both have.
+
+    None for fewer than two seeds, and where a seed has no number.
     """
     seeds = sorted(values.keys() & others.keys())
     differences = [values[seed] - others[seed] for seed in seeds]
     if len(seeds) < 2 or not all(map(math.isfinite, differences)):
         return None
+    mean = statistics.mean(differences)
     if math.isclose(min(differences), max(differences), rel_tol=1e-9):
-        return None
-    return float(ttest_rel([values[s] for s in seeds], [others[s] for s in seeds]).pvalue)
+        return Difference(mean)
+    error, freedom = statistics.stdev(differences) / math.sqrt(len(seeds)), len(seeds) - 1
+    half_width = float(student.ppf(1 - LEVEL / 2, freedom)) * error
+    return Difference(mean, half_width, p=float(2 * student.sf(abs(mean) / error, freedom)))
+
+
+def with_significance(found: Sequence[Entry]) -> list[Entry]:
+    """Mark the differences that are significant among all that the table tests."""
+    pairs = [to for entry in found for to in (entry.to_first, entry.to_local) if to is not None]
+    tests = [to.p for to in pairs if to.p is not None]
+    corrected = dict(zip(tests, holm(tests), strict=True))  # equal ones are corrected alike
+
+    def marked(to: Difference | None) -> Difference | None:
+        if to is None or to.p is None:
+            return to
+        return replace(to, significant=corrected[to.p] < LEVEL)
+
+    return [
+        replace(entry, to_first=marked(entry.to_first), to_local=marked(entry.to_local))
+        for entry in found
+    ]
+
+
+def holm(tests: Sequence[float]) -> list[float]:
+    """The p of several tests, corrected by Holm's method, in the order given.
+
+    The smallest is multiplied by their number, the next by one less, and so on; none becomes
+    smaller than the one before it, or larger than 1.
+    """
+    corrected, least = [0.0] * len(tests), 0.0
+    for done, at in enumerate(sorted(range(len(tests)), key=tests.__getitem__)):
+        least = max(least, min(1.0, (len(tests) - done) * tests[at]))
+        corrected[at] = least
+    return corrected
 
 
 def with_best(column: Sequence[Entry]) -> list[Entry]:
@@ -117,15 +185,23 @@ def measured(recipe: Recipe, ours: Rows, paper: Rows, scale: str) -> Table:
     found = entries(recipe, ours, paper)
     machines = "; ".join(sorted({line["hardware"] for line in ours}))
     where = f"measured here ({scale}{', ' if machines else ''}{machines})"
+    local = local_sgd(recipe)
+    compared = [recipe.rows[0].name, *([] if local is None else [local.name])]
     return Table(
         name=recipe.name if scale == "smoke" else f"{recipe.name}_{scale}",
         title=f"{recipe.title} (scale={scale})",
         text=f"{recipe.text} Measured here: mean ± standard deviation over the seeds; bold where "
-        f"the best interval overlaps no other; p: paired t-test over the same seeds against "
-        f"{recipe.rows[0].name}. Paper: results/paper.csv, at the paper's own scale.",
-        head=("of", "method", where, "seeds", "p", "paper"),
+        f"the best interval overlaps no other; to {' and '.join(compared)}: mean difference over "
+        "the same seeds with its 95 % t interval, and a star where it is significant at 5 % after "
+        "Holm's correction for all tests of the table. Paper: results/paper.csv, at the paper's "
+        "own scale.",
+        head=("of", "method", where, "seeds", *(f"to {name}" for name in compared), "paper"),
         rows=[
-            (e.column.name, e.row.name, e.measured, str(len(e.values)), e.p_text, e.paper)
+            (
+                *(e.column.name, e.row.name, e.measured, str(len(e.values))),
+                *[e.difference(to) for to in (e.to_first, e.to_local)][: len(compared)],
+                e.paper,
+            )
             for e in found
         ],
         best=frozenset((at, _MEASURED) for at, entry in enumerate(found) if entry.best),

@@ -4,7 +4,7 @@ Recipes pick runs; the values of their settings are conf's.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,9 @@ class Recipe:
     the figures' file names, and returns the files that there are."""
     beside: Callable[[Rows, Rows], Iterable[Table]] | None = None
     """Further tables, made from this recipe's rows of results/ours.csv and of results/paper.csv."""
+    tuned: bool = False
+    """Whether runs of train.py have the settings that `python -m recipes tune` has found for their
+    task and method. A run for which there are none is refused."""
 
     def cells(
         self, scale: str, seeds: Sequence[int] | None = None
@@ -123,8 +126,12 @@ class Recipe:
                     yield row, column
 
     def cell(self, row: Row, column: Column, scale: str, seed: int) -> Cell:
-        """The run behind one value."""
-        return column.cell(self.name, row, scale, seed)
+        """The run behind one value. Raises `ConfigError` where it must be tuned first."""
+        made = column.cell(self.name, row, scale, seed)
+        if self.tuned and isinstance(made, TrainCell):
+            made = replace(made, overrides=own_words((*made.overrides, "tuned=true")))
+            made.tuned_settings()
+        return made
 
     def row(self, name: str) -> Row:
         """The row of this name."""

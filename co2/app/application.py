@@ -23,9 +23,11 @@ from co2.app.compose import (
     composed,
     plain,
     preflight,
+    quoted,
     refusal,
 )
 from co2.app.schema import typed
+from co2.app.tuned import with_tuned
 from co2.config import Config, Resume
 from co2.errors import DIVERGED, STOPPED, ConfigError, require
 from co2.record.console import Outcome, closing_table, sweep_table
@@ -57,11 +59,12 @@ class App:
     def validate(self, values: Values, overrides: list[str]) -> Config:
         """The composed configuration as a checked run. Raises `ConfigError`; writes nothing."""
         methods = peers.known_methods()
+        values, named_by = with_tuned(self.conf, values, overrides)
         config = typed(values, methods, self.tasks)
         methods[config.method].check(config.optim)
         world = launch.world_size(config.launch)
         if values.get("tag") is None:
-            tag = tag_from(overrides, world, config.launch.workers, config.method)
+            tag = tag_from(named_by, world, config.launch.workers, config.method)
             config = replace(config, tag=tag)
         launch.check(config)
         peers.check(config, world, launch.first_device(config).type)
@@ -115,6 +118,7 @@ class App:
             configs = preflight(self.conf, "config", argv, self.check)
             origin = Origin(shlex.join(["train.py", *argv]))
             if line.flags or line.hydra_runs:
+                sys.argv[1:] = argv = list(map(quoted, argv))  # where hydra.main reads it
                 return self._through_hydra(argv, line.sweep, origin)
             (config,) = configs
             return self.run(config, origin)
@@ -134,7 +138,6 @@ class App:
 
         A run of a sweep that fails loses no other. Returns the first failed run's exit status.
         """
-        assert list(argv) == sys.argv[1:], "hydra.main reads the command line itself"
         if sweep:
             # W&B's own variable: the runs of a sweep are one group, named by its command line.
             words = [word for word in argv if word not in ("-m", "--multirun")]

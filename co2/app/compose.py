@@ -32,10 +32,11 @@ Values = dict[str, Any]
 _OPTUNA = "hydra/sweeper=optuna"
 _PLUGINS = (
     ("hydra/launcher=submitit_slurm", "submitit", "slurm", "launches"),
-    (_OPTUNA, "optuna", "optuna", "chooses"),
+    (_OPTUNA, "hydra_plugins.hydra_optuna_sweeper", "optuna", "chooses"),
 )
 """Override, package, extra of pyproject.toml, what it does."""
-_GROUPS = ("task", "method", "scale")
+_GROUPS = ("task", "method", "scale", "tuned")
+_TRUTH = ("true", "false")
 HYDRA_ERRORS = (HydraException, OmegaConfBaseException)
 
 
@@ -105,6 +106,15 @@ def composed(folder: Path, name: str, overrides: Sequence[str]) -> Values:
         return _compose(name, list(overrides))
 
 
+def quoted(override: str) -> str:
+    """`tuned=true` as Hydra can read it: conf/tuned is a group, whose options have names only."""
+    key, sign, value = override.partition("=")
+    if key != "tuned":
+        return override
+    words = (f"'{word.lower()}'" if word.lower() in _TRUTH else word for word in value.split(","))
+    return key + sign + ",".join(words)
+
+
 def plain(config: DictConfig) -> Values:
     """What Hydra composed, with interpolations resolved. Raises `ConfigError`."""
     try:
@@ -145,7 +155,9 @@ def _check_plugins(overrides: Sequence[str], multirun: bool) -> None:
         if plugin in overrides:
             key, _, value = plugin.partition("=")
             require(multirun, key, value, f"{does} the jobs of a sweep; add -m")
-            there = find_spec(package) is not None
+            # find_spec fails where the package around the one that it looks for is missing.
+            whole = package.partition(".")[0]
+            there = find_spec(whole) is not None and find_spec(package) is not None
             where = f"pip install -e '.[{extra}]', or 'co2-suite[{extra}]' outside a clone"
             require(there, key, value, f"needs an extra: {where}")
             # That a file of ours sets values of the extra's own options is what we want.
@@ -191,6 +203,7 @@ def jobs(overrides: Sequence[str], multirun: bool) -> Iterator[list[str]]:
 
 
 def _compose(name: str, overrides: list[str]) -> Values:
+    overrides = [quoted(override) for override in overrides]
     try:
         config = compose(name, overrides)
     except MissingConfigException as error:

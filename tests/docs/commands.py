@@ -29,8 +29,10 @@ from co2.errors import ConfigError
 from co2.lab.plan import plan
 from co2.lab.training import trial_overrides
 from co2.lab.trial import LIMIT
+from co2.methods import METHODS
 from co2.simulate import __main__ as simulate
 from recipes.registry import RECIPES
+from tasks import TASKS
 from tests.cli.harness import ROOT
 
 OURS = ("co2", "recipes", "benchmarks", "tasks", "tests")
@@ -226,6 +228,10 @@ def simulate_means(options: Namespace, rest: list[str]) -> None:
 
 def recipes_mean(options: Namespace, rest: list[str]) -> None:
     nothing_left(options, rest)
+    if options.action == "tune":
+        task, *methods = options.names
+        assert task in TASKS and set(methods) <= METHODS.keys()
+        return
     assert set(options.names) <= RECIPES.keys()
     assert all(seed.isdigit() for seed in (options.seeds or "0").split(","))
 

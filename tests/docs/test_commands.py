@@ -96,6 +96,7 @@ unknown --program
         "python -m benchmarks.memory --nothing",
         "python -m http.server",
         "python -m recipes run nothing",
+        "python -m recipes tune gpt2 nothing",
         "python -m tasks.prepare nothing",
         "sbatch slurm/train.sbatch task=nothing",
         "sbatch --array=0-4 slurm/sweep.sbatch task=gpt2 co2.tau=1,3",

@@ -93,30 +93,55 @@ def test_mean_deviation_and_number_of_seeds(results: Path) -> None:
     assert [e.paper for e in same] == ["not available"] * 2 + ["77 ± .1"] + ["not available"]
 
 
-def test_paired_test_is_over_the_seeds_that_both_have(results: Path) -> None:
+def test_differences_are_over_the_seeds_that_both_have(results: Path) -> None:
     of = found(results)
-    assert of["AllReduce"].p is None and of["SlowMo"].p is None
-    assert of["CO2_3"].p is None, "one seed tells nothing"
+    assert of["AllReduce"].to_first is None and of["SlowMo"].to_first is None
+    assert of["CO2_3"].to_first is None and of["CO2_3"].to_local is None, "one seed tells nothing"
     # Differences -10, -11, -9: t = -10 / (1 / 3^.5) = -17.32. With two degrees of freedom
-    # p = 1 - |t| / (2 + t²)^.5.
-    assert of["Local SGD"].p == pytest.approx(1 - 17.3205 / 302**0.5, rel=1e-3)
-    assert of["Local SGD"].p_text == "0.003"
+    # p = 1 - |t| / (2 + t²)^.5, and 95 % lie within 4.3027 errors of 1 / 3^.5.
+    difference = of["Local SGD"].to_first
+    assert difference is not None and difference.mean == pytest.approx(-10)
+    assert difference.p == pytest.approx(1 - 17.3205 / 302**0.5, rel=1e-3)
+    assert difference.half_width == pytest.approx(4.3027 / 3**0.5, rel=1e-4)
+    assert difference.text(1) == "-10.0 [-12.5, -7.5] *", "the only test of its table"
+    assert of["Local SGD"].to_local is None, "itself"
 
 
-def test_pairs_are_by_seed_and_what_is_counted_has_no_p() -> None:
+def test_pairs_are_by_seed_and_what_is_counted_has_no_interval() -> None:
     # Seeds 1 and 2 alone are in both: differences 1 and 3, t = 2 / (2^.5 / 2^.5) = 2, and with one
     # degree of freedom p = 1 - 2/π · atan(2).
-    p = entries.paired({0: 9.0, 1: 2.0, 2: 5.0}, {2: 2.0, 1: 1.0, 7: 0.0})
-    assert p == pytest.approx(0.295167, abs=1e-6)
-    assert entries.paired({0: 0.9, 1: 0.91}, {0: 0.8, 1: 0.81}) is None
-    few = Entry(TOY.rows[1], TOP1, {0: 1.0}, "", 0.00049)
-    assert few.p_text == "< 0.001"
+    pair = entries.paired({0: 9.0, 1: 2.0, 2: 5.0}, {2: 2.0, 1: 1.0, 7: 0.0})
+    assert pair is not None and pair.p == pytest.approx(0.295167, abs=1e-6)
+    counted = entries.paired({0: 0.9, 1: 0.91}, {0: 0.8, 1: 0.81})
+    assert counted is not None and counted.p is None and counted.text(2) == "+0.10"
+
+
+def test_a_star_is_for_all_tests_of_a_table() -> None:
+    """Holm's worked example, and two columns, significant alone but not together."""
+    assert entries.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert entries.holm([0.5, 0.6]) == [1.0, 1.0] and entries.holm([]) == []
+
+    def stars(**gains: tuple[float, ...]) -> list[str]:
+        """The columns in which SlowMo's gains over AllReduce have a star."""
+        lines = [
+            {"row": row, "column": name, "seed": str(seed), "value": str(value)}
+            for name, own in gains.items()
+            for seed, gain in enumerate(own)
+            for row, value in (("AllReduce", 50.0), ("SlowMo", 50.0 + gain))
+        ]
+        recipe = replace(TOY, columns=tuple(replace(TOP1, name=name) for name in gains))
+        same = entries.entries(recipe, lines, [])
+        return [e.column.name for e in same if e.to_first is not None and e.to_first.significant]
+
+    strong, fair, weak = (1.0, 1.6, 1.3), (1.0, 1.9, 1.3), (1.0, 1.9, 1.2)  # p .017, .034, .038
+    assert stars(fair=fair) == ["fair"] and stars(weak=weak) == ["weak"]
+    assert stars(fair=fair, weak=weak) == [], "2 · .034 is above .05"
+    assert stars(strong=strong, fair=fair) == ["strong", "fair"], "2 · .017, then 1 · .034"
 
 
 def best_of(column: Column, rows: tuple[Row, ...], *values: tuple[float, ...]) -> list[str]:
     same = [
-        Entry(row, column, dict(enumerate(own)), "", None)
-        for row, own in zip(rows, values, strict=True)
+        Entry(row, column, dict(enumerate(own)), "") for row, own in zip(rows, values, strict=True)
     ]
     return [entry.row.name for entry in entries.with_best(same) if entry.best]
 
@@ -165,7 +190,8 @@ def test_every_value_leads_back_to_its_run(results: Path) -> None:
     )
     assert entries.origin(TOY, [], "paper").startswith("Nothing has run")
     table = entries.measured(TOY, rows, PAPER, "smoke")
-    assert table.head[2] == "measured here (smoke, a cpu, 2 cores)" and table.head[5] == "paper"
+    assert table.head[2] == "measured here (smoke, a cpu, 2 cores)"
+    assert table.head[3:] == ("seeds", "to AllReduce", "to Local SGD", "paper")
 
 
 def test_what_another_recipe_has_recorded_of_the_same_run_is_not_lost(
@@ -187,7 +213,7 @@ def test_what_another_recipe_has_recorded_of_the_same_run_is_not_lost(
 
 
 def test_what_is_never_reached_is_not_a_number() -> None:
-    never = Entry(TOY.rows[0], TOP1, {0: 1.0, 1: float("inf")}, "", None)
+    never = Entry(TOY.rows[0], TOP1, {0: 1.0, 1: float("inf")}, "")
     assert never.measured == "not reached" and never.spread is None
     assert entries.paired(never.values, {0: 1.0, 1: 2.0}) is None
 
@@ -226,7 +252,7 @@ def test_all_is_rendered(results: Path) -> None:
     render.render([TOY], results, "smoke")
     latex = (results / "tables" / "golden.tex").read_text()
     assert r"CO2\_3" in latex and r"91.0 $\pm$ 1.0" in latex and r"\toprule" in latex
-    assert "| top-1 | SlowMo | not run | 0 | — |" in (results / "tables/golden.md").read_text()
+    assert "| top-1 | SlowMo | not run | 0 | — | — |" in (results / "tables/golden.md").read_text()
     assert "top-1,SlowMo,not run,0" in (results / "tables/golden.csv").read_text()
     page = (results / "report.html").read_text()
     assert page.count("<tr>") == 5 and "<svg" in page and "http://" not in page.split("<svg")[0]

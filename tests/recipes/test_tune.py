@@ -1,0 +1,323 @@
+"""Equal tuning: as many trials for every method, a grid that widens, and what winners are for."""
+
+import dataclasses
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from co2.config import OptimConfig, Schedule
+from co2.errors import DIVERGED, ConfigError
+from co2.methods import METHODS
+from co2.record.folder import run_folder
+from co2.record.table import read_csv
+from recipes import cells, tune
+from recipes.__main__ import main
+from recipes.cells import TrainCell, composed_config
+from recipes.proposals import Proposals
+from recipes.recipe import Column, Recipe, Row
+from recipes.spaces import KNOBS, Space
+from recipes.tune import FINALISTS, schedule_words, tune_methods
+from tests.cli.harness import TOY
+
+Landscape = Callable[[TrainCell], float]
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration folder of its own, and a working folder that is empty."""
+    folder = tmp_path / "conf"
+    shutil.copytree(cells.APP.conf, folder, ignore=shutil.ignore_patterns("toy"))
+    shutil.copytree(cells.APP.conf / "task", folder / "task", dirs_exist_ok=True)
+    monkeypatch.setattr(cells, "APP", dataclasses.replace(cells.APP, conf=folder))
+    monkeypatch.setattr(tune, "TUNING_PART", ())
+    monkeypatch.chdir(tmp_path)
+    composed_config.cache_clear()
+    yield folder
+    composed_config.cache_clear()
+
+
+def words_of(cell: TrainCell) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in cell.overrides)
+
+
+class Trainer:
+    """In place of `cells.run`: a run's loss is a function of its settings. Infinity diverges."""
+
+    def __init__(self, landscape: Landscape, stop_at: int | None = None) -> None:
+        self.landscape, self.stop_at = landscape, stop_at
+        self.trained: list[TrainCell] = []
+
+    def __call__(self, wanted: Iterable[TrainCell]) -> dict[TrainCell, int]:
+        failed = {}
+        for cell in (cell for cell in wanted if cell.summary() is None):
+            if len(self.trained) == self.stop_at:
+                raise SystemExit(130)
+            self.trained.append(cell)
+            folder, loss = run_folder(cell.config()), self.landscape(cell)
+            folder.mkdir(parents=True, exist_ok=True)
+            hardware = {"cpu": "a cpu", "cores": 2, "gpus": []}
+            known = {"git": {"commit": "c" * 40, "dirty": False}, "hardware": hardware}
+            (folder / "manifest.json").write_text(json.dumps(known))
+            if math.isfinite(loss):
+                (folder / "summary.json").write_text(json.dumps({"final": {"loss": loss}}))
+            else:
+                failed[cell] = DIVERGED
+        return failed
+
+
+def rate(cell: TrainCell) -> float:
+    return float(words_of(cell)["optim.lr"])
+
+
+def far_from(best: float) -> Landscape:
+    """The loss grows with the distance, in doublings, from the best learning rate."""
+    return lambda cell: 1 + abs(math.log2(rate(cell) / best))
+
+
+def test_every_method_has_the_same_budget(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many short and whole trials, of settings that differ, conf's own first."""
+    trainer = Trainer(far_from(0.1))
+    monkeypatch.setattr(cells, "run", trainer)
+    methods = ["allreduce", "co2", "slowmo", "co2_keep"]
+    assert tune_methods("toy", methods, 6, "smoke", None, Path("results")) == 0
+    lines = read_csv(Path("results/tuning.csv"))
+    for method in methods:
+        own = [line for line in lines if line["method"] == method]
+        assert [line["rung"] for line in own] == ["15"] * 6 + ["60"] * FINALISTS
+        assert len({line["settings"] for line in own[:6]}) == 6
+        assert {line["seed"] for line in own} == {"1000"}
+        assert own[0]["settings"].startswith("optim.lr=0.1"), "conf's own"
+        short = sorted(own[:6], key=lambda line: float(line["loss"]))
+        assert {line["trial"] for line in own[6:]} == {line["trial"] for line in short[:FINALISTS]}
+    steps = [
+        sum(int(words_of(c)["train.steps"]) for c in trainer.trained if f"={m}" in c.command)
+        for m in ("allreduce", "slowmo")
+    ]
+    assert steps[0] == steps[1] == 6 * 15 + 3 * 60
+    order = [words_of(cell)["method"] for cell in trainer.trained]
+    assert order[:8] == methods * 2, "in turn"
+
+
+def test_the_grid_widens_while_the_best_sits_on_its_border(
+    conf: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """conf's rate is .1, the grid reaches to .4, and the best is above; then far above."""
+    monkeypatch.setattr(cells, "run", Trainer(far_from(0.5657)))
+    tune_methods("toy", ["allreduce"], 12, "smoke", None, Path("results"))
+    path = conf / "tuned" / "toy" / "allreduce.yaml"
+    assert yaml.safe_load(path.read_text())["optim"]["lr"] == 0.5657
+    assert "border" not in path.read_text()
+    monkeypatch.setattr(cells, "run", Trainer(far_from(100)))
+    monkeypatch.setattr(tune, "RUNS", "results/runs/others")
+    capsys.readouterr()
+    tune_methods("toy", ["allreduce"], 4, "smoke", None, Path("results"))
+    said = "at the border of its range: optim.lr"
+    assert said in path.read_text() and said in capsys.readouterr().out
+    head = path.read_text().splitlines()
+    assert head[0] == "# @package _global_"
+    assert head[1] == "# Written by: python -m recipes tune toy allreduce --trials 4"
+
+
+def test_it_widens_on_that_side_alone_and_not_for_a_failure(conf: Path) -> None:
+    for best, ends in ((4, (-4, 5)), (-4, (-5, 4)), (0, (-4, 4)), (None, (-4, 4))):
+        base = composed_config(("task=toy", "scale=smoke", "method=local_sgd"))
+        proposals = Proposals(Space.of(base))
+        for _ in range(9):
+            proposal = proposals.ask()
+            proposals.tell(proposal, math.inf if best is None else abs(proposal.rate - best))
+        proposals.widen()
+        assert (proposals.low, proposals.high) == ends
+
+
+def test_proposals_are_new_and_repeat(conf: Path) -> None:
+    """The same losses lead to the same ones; where all were tried the grid grows on both sides."""
+    base = composed_config(("task=toy", "scale=smoke", "method=local_sgd"))
+    seen = []
+    for _ in range(2):
+        proposals = Proposals(Space.of(base))
+        asked = []
+        for _ in range(13):
+            asked.append(proposals.ask())
+            proposals.tell(asked[-1], abs(asked[-1].rate))
+        seen.append([proposal.rate for proposal in asked])
+    assert seen[0] == seen[1] and seen[0][0] == 0
+    assert sorted(seen[0][:9]) == list(range(-4, 5)) and sorted(seen[0][9:11]) == [-5, 5]
+
+
+def test_every_method_has_a_space_and_every_value_is_legal(conf: Path) -> None:
+    assert KNOBS.keys() == METHODS.keys()
+    for method, knobs in KNOBS.items():
+        base = composed_config(("task=gpt2", "scale=smoke", f"method={method}"))
+        space = Space.of(base)
+        tau = getattr(base.method_config, "tau", None)
+        own = space.words(0, space.defaults, base.train.steps, tau)
+        for name, value in own.items():
+            node = base.optim if name == "optim.lr" else base.method_config
+            assert value == getattr(node, name.partition(".")[2]), f"{name} is conf's own"
+        for knob, given in zip(space.knobs, knobs, strict=True):
+            assert set(given.values) <= set(knob.values) and space.defaults[knob.key] in knob.values
+            for value in knob.values:
+                words = space.words(0, {**space.defaults, knob.key: value}, 180, tau)
+                chosen = {knob.key: words[f"{method}.{knob.key}"]}
+                dataclasses.replace(base.method_config, **chosen)  # checks its range
+    sgd = Space.of(composed_config(("task=resnet50", "scale=smoke", "method=co2_keep")))
+    assert "average_moments" not in sgd.defaults, "SGD has none"
+
+
+def test_short_trials_have_the_whole_schedule() -> None:
+    assert schedule_words(OptimConfig(warmup_steps=60), 720, 180) == [
+        *("train.steps=180", "train.eval_every=180", "optim.warmup_steps=15"),
+    ]
+    stairs = OptimConfig(schedule=Schedule.step, milestones=(30, 60), warmup_steps=10)
+    assert schedule_words(stairs, 90, 45)[2:] == [
+        "optim.warmup_steps=5",
+        "optim.milestones=[15,30]",
+    ]
+    falling = OptimConfig(schedule=Schedule.exponential, decay_every=8)
+    assert schedule_words(falling, 90, 45)[3:] == ["optim.decay_every=4"]
+    assert schedule_words(stairs, 90, 90) == ["train.steps=90", "train.eval_every=90"]
+
+
+def test_a_search_that_was_stopped_goes_on(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No run is made twice, except that one which diverged is; the result is the same."""
+
+    def landscape(cell: TrainCell) -> float:
+        return math.inf if rate(cell) > 0.3 else far_from(0.1)(cell)
+
+    whole = Trainer(landscape)
+    monkeypatch.setattr(cells, "run", whole)
+    monkeypatch.setattr(tune, "RUNS", "results/runs/whole")
+    assert tune_methods("toy", ["co2", "local_sgd"], 8, "smoke", None, Path("whole")) == 0
+    monkeypatch.setattr(tune, "RUNS", "results/runs/stopped")
+    begun, rest = Trainer(landscape, stop_at=11), Trainer(landscape)
+    monkeypatch.setattr(cells, "run", begun)
+    with pytest.raises(SystemExit):
+        tune_methods("toy", ["co2", "local_sgd"], 8, "smoke", None, Path("out"))
+    assert len(read_csv(Path("out/tuning.csv"))) == 8, "what has ended is recorded"
+    monkeypatch.setattr(cells, "run", rest)
+    assert tune_methods("toy", ["co2", "local_sgd"], 8, "smoke", None, Path("out")) == 0
+    again = [cell for cell in rest.trained if cell in begun.trained]
+    assert all(math.isinf(landscape(cell)) for cell in again)
+    assert len(rest.trained) + len(begun.trained) - len(again) == len(whole.trained)
+    lines = read_csv(Path("out/tuning.csv"))
+    assert lines == read_csv(Path("whole/tuning.csv"))
+    lost = [line for line in lines if line["outcome"] == "diverged"]
+    assert lost and all(line["loss"] == "inf" and line["rung"] == "15" for line in lost)
+
+
+def test_other_searches_lines_stay(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "run", Trainer(far_from(0.1)))
+    out = Path("results")
+    for tau in (None, 6, None):
+        tune_methods("toy", ["co2"], 2, "smoke", tau, out)
+    lines = read_csv(out / "tuning.csv")
+    assert [line["tau"] for line in lines] == ["6"] * 4 + ["12"] * 4
+    assert (conf / "tuned/toy/co2.yaml").exists() and (conf / "tuned/toy/co2_tau6.yaml").exists()
+    monkeypatch.setattr(cells, "run", Trainer(lambda cell: math.inf))
+    assert tune_methods("toy", ["slowmo"], 2, "smoke", None, out) == 1, "nothing has won"
+    assert not (conf / "tuned/toy/slowmo.yaml").exists()
+
+
+def test_a_whole_search_trains(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two methods, stopped after the short trials; with the losses of the runs themselves."""
+    run, calls = cells.run, []
+
+    def stopping(wanted: Iterable[TrainCell]) -> dict[TrainCell, int]:
+        calls.append(list(wanted))
+        if len(calls) == 2:
+            raise SystemExit(130)
+        return run(calls[-1], lambda line: None)
+
+    monkeypatch.setattr(cells, "run", stopping)
+    words = ["tune", "toy", "allreduce", "co2", "--trials", "2"]
+    with pytest.raises(SystemExit):
+        main(words)
+    made = {cell: run_folder(cell.config()) / "summary.json" for cell in calls[0]}
+    times = {cell: path.stat().st_mtime_ns for cell, path in made.items()}
+    assert len(times) == 4
+    assert main(words) == 0
+    assert times == {cell: path.stat().st_mtime_ns for cell, path in made.items()}
+    for method in ("allreduce", "co2"):
+        lines = [line for line in read_csv(Path("results/tuning.csv")) if line["method"] == method]
+        assert [line["rung"] for line in lines] == ["15", "15", "60", "60"]
+        best = min(lines[2:], key=lambda line: float(line["loss"]))
+        text = (conf / "tuned" / "toy" / f"{method}.yaml").read_text()
+        assert f"Trial {best['trial']} of 2" in text and f"{float(best['loss']):.4f}" in text
+        nodes = yaml.safe_load(text)
+        flat = {f"{node}.{key}": value for node in nodes for key, value in nodes[node].items()}
+        assert best["settings"] == " ".join(f"{name}={value}" for name, value in flat.items())
+
+
+def test_what_cannot_be_tuned_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, line in (
+        ("tune", "name a task"),
+        ("tune toi", "task=toi: did you mean toy?"),
+        ("tune toy slomo", "method=slomo: did you mean slowmo?"),
+        ("tune toy co2 --trials 0", "--trials=0: must be 1 or more"),
+        ("tune resnet50 desloc", "desloc"),
+    ):
+        assert main(words.split()) == 2
+        error = capsys.readouterr().err
+        assert line in error and error.count("\n") == 1
+
+
+WINNER = "# @package _global_\noptim:\n  lr: 0.05\nco2:\n  outer_momentum: 0.4\n  outer_lr: 0.7\n"
+
+
+@pytest.fixture
+def winner(conf: Path) -> Path:
+    """A file as `tune` writes it."""
+    path = conf / "tuned" / "toy" / "co2.yaml"
+    path.parent.mkdir()
+    path.write_text(WINNER)
+    return path
+
+
+def test_tuned_settings_win_over_conf_and_lose_to_the_users(winner: Path) -> None:
+    words = (*TOY, "method=co2", "tuned=true")
+    config = cells.APP.config(words)
+    assert (config.optim.lr, config.method_config.outer_momentum) == (0.05, 0.4)
+    assert config.optim.momentum == 0.9 and config.method_config.tau == 12, "the rest is conf's"
+    assert config.tag == "lr0.05-outer_lr0.7-outer_momentum0.4-tuned"
+    own = cells.APP.config((*words, "co2.outer_momentum=0.1", "train.steps=9"))
+    assert own.method_config.outer_momentum == 0.1 and own.method_config.outer_lr == 0.7
+    assert own.tag == "lr0.05-outer_lr0.7-outer_momentum0.1-steps9-tuned"
+    winner.write_text(WINNER.replace("0.4", "0.6"))
+    assert "outer_momentum0.6" in cells.APP.config(words).tag, "another winner is another run"
+
+
+def test_without_tuned_nothing_changes(winner: Path) -> None:
+    plain = cells.APP.config((*TOY, "method=co2"))
+    assert plain.tag == "default" and plain.optim.lr == 0.1
+    assert cells.APP.config((*TOY, "method=co2", "tuned=false")) == plain
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (("method=slowmo",), "tune toy slowmo"),
+        (("method=co2", "co2.tau=6"), "tune toy co2 --tau 6"),
+    ],
+)
+def test_what_was_not_tuned_is_refused(winner: Path, words: tuple[str, ...], command: str) -> None:
+    """In one line that names task, method and the command that mends it; τ counts, too."""
+    with pytest.raises(ConfigError, match=f"^tuned=true: task=toy method=.*recipes {command}$"):
+        cells.APP.config((*TOY, *words, "tuned=true"))
+
+
+def test_a_recipe_may_ask_for_tuned_settings(winner: Path) -> None:
+    """Its commands tell them, so that values of another winner's runs are not taken for these."""
+    column = Column("loss", ("task=toy",), "final.loss")
+    rows = (Row("CO2", ("method=co2",)), Row("SlowMo", ("method=slowmo",)))
+    recipe = Recipe("tuned", "Tuned", "", rows, (column,), tuned=True)
+    cell = recipe.cell(rows[0], column, "smoke", 0)
+    assert isinstance(cell, TrainCell) and cell.config().optim.lr == 0.05
+    told = " tuned=true  # optim.lr=0.05 co2.outer_momentum=0.4 co2.outer_lr=0.7"
+    assert cell.command.endswith(told)
+    with pytest.raises(ConfigError, match="python -m recipes tune toy slowmo"):
+        recipe.cell(rows[1], column, "smoke", 0)
