@@ -147,11 +147,12 @@ def test_evaluation_is_the_same_for_any_number_of_workers(
 def test_a_limited_evaluation_is_spread_over_the_whole_part(root: Path, text_file: Path) -> None:
     task = gpt2(root, text_file, context=32, vocab_size=300, eval_samples=10)
     task.setup(1)
-    chosen, available = task._validation(), (task._store.count("val") - 1) // 32
+    chosen, available = task._validation, (task._store.count("val") - 1) // 32
     assert len(set(chosen.tolist())) == 10
     assert chosen[0] == 0 and available * 0.85 < chosen[-1] < available
     task.config.eval_samples = 10**9
-    assert task._validation().tolist() == list(range(available))
+    task.setup(1)
+    assert task._validation.tolist() == list(range(available))
 
 
 def test_evaluation_of_broken_weights_says_so(task: GPT2) -> None:
