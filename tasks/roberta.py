@@ -56,7 +56,7 @@ class CorpusName(Enum):
 
 
 SHAPES = {
-    Size.smoke: (2, 4, 64),  # 0.1 M parameters with a context of 32 and a vocabulary of 512
+    Size.smoke: (2, 4, 64),  # 0.14 M parameters with a context of 32 and a vocabulary of 512
     Size.base: (12, 12, 768),  # 125 M parameters with RoBERTa's context and vocabulary
     Size.large: (24, 16, 1024),  # 355 M
 }

@@ -138,7 +138,7 @@ def test_mixing_differs_between_replicas_and_draws() -> None:
 
 @BOTH
 def test_evaluation_counts_every_picture_once(folder: Path, name: str) -> None:
-    own = task(name, folder, workers=1, image_size=32, eval_resize=40)
+    own = task(name, folder, workers=1, image_size=28, eval_resize=35)
     own.setup(1)
     model = own.model()
     if name == "resnet50":
@@ -148,7 +148,7 @@ def test_evaluation_counts_every_picture_once(folder: Path, name: str) -> None:
     model.eval()
     from tasks.images import central_crop
 
-    crop = central_crop(32, 40, own.interpolation)
+    crop = central_crop(28, 35, own.interpolation)
     pairs = [own._images.read("val", index) for index in range(15)]
     with torch.no_grad():
         logits = torch.cat([model(normalized(crop(image)[None])) for image, _ in pairs])
@@ -208,7 +208,7 @@ def scores(rank: int, world: int, path: Path) -> dict[str, float]:
     own = task(path=path)
     own.setup(world)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 3))
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 28 * 28, 3))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tasks.classification._EVAL_BATCH", 4)
         return own.evaluate(model)
@@ -276,7 +276,7 @@ def test_refused(tmp_path: Path, folder: Path) -> None:
     ("name", "key", "value"),
     [
         ("resnet50", "image_size", 0),
-        ("resnet50", "eval_resize", 31),
+        ("resnet50", "eval_resize", 27),
         ("resnet50", "crop", 0.0),
         ("resnet50", "crop", 1.5),
         ("resnet50", "label_smoothing", 1.0),
