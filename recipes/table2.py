@@ -6,8 +6,8 @@
 Cost: smoke, 63 runs of a minute and a half on 2 cores, two hours. Paper: GPT-2 small on
 OpenWebText takes some 4 days on 8 A100 for every run; nobody has run it here.
 The committed values are of shorter trainings: 480 steps of GPT-2 and TransNormer-LLM with 1.3 M
-parameters, .4 tokens for each, and 1,800 steps of RoBERTa. They stay until their runs are made again
-with the settings of conf: 3,600 steps, 19 tokens or more for every parameter.
+parameters, .4 tokens for each, and 1,800 steps of RoBERTa. They stay until their runs are made
+again with the settings of conf: 3,600 steps, 19 tokens or more for every parameter.
 """
 
 from recipes.methods import METHODS

@@ -5,8 +5,8 @@
 
 Cost: smoke, 27 runs of a minute and a half on 2 cores, 40 minutes.
 The committed values are of 480 steps of 1.3 M parameters, and stay until their runs are made again.
-There perplexity is lowest at τ = 6. It rises up to τ = 96, where such a training has five rounds (one
-with the settings of conf has 37), and falls again at 192, where it has two. It is high at τ = 1 too.
+There perplexity is lowest at τ = 6. It rises up to τ = 96, where such a training has five rounds
+(one of conf has 37), and falls again at 192, where it has two. It is high at τ = 1 as well.
 """
 
 from collections.abc import Iterator

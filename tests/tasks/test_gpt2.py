@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from co2.config import Validation
 from co2.errors import ConfigError
 from tasks import GPT2
 from tasks.causal import CorpusName
 from tasks.gpt2 import Size
+from tasks.text import token_bytes
 from tests.tasks.build import gpt2, mesh
 from tests.tasks.test_evaluation import as_workers
 
@@ -127,7 +129,27 @@ def test_evaluation_is_the_mean_over_all_windows(task: GPT2) -> None:
     scores = task.evaluate(model)
     assert scores["loss"] == pytest.approx(losses.item(), rel=1e-5)
     assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
+    lengths = token_bytes(task._store)
+    assert lengths is not None
+    bits = scores["loss"] * count * 32 / math.log(2)
+    assert scores["bits_per_byte"] == pytest.approx(bits / lengths[rows[1].numpy()].sum())
     assert model.training
+
+
+def test_the_halves_of_the_validation_text(root: Path, text_file: Path) -> None:
+    """They have no window in common, and the whole is their mean."""
+    found = {}
+    for part in Validation:
+        task = gpt2(root, text_file, context=32, vocab_size=300)
+        task.data.validation = part
+        task.setup(1)
+        facts = task.fingerprint()["evaluated"]
+        assert facts == {"part": part.value, "num_samples": len(task._validation)}
+        found[part] = task._validation.tolist(), task.evaluate(task.model())["loss"]
+    (whole, loss), (report, of_report), (tuning, of_tuning) = found.values()
+    assert sorted(report + tuning) == whole and of_report != of_tuning
+    mean = (len(report) * of_report + len(tuning) * of_tuning) / len(whole)
+    assert loss == pytest.approx(mean, rel=1e-6)
 
 
 @pytest.mark.parametrize("limit", [None, 50])
