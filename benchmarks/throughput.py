@@ -20,6 +20,7 @@ import torch
 from benchmarks import report
 from co2.comm.mesh import Mesh
 from co2.config import Config, Precision
+from co2.lab.training import TASK
 from co2.methods import METHODS
 from co2.record.folder import read_summary
 from co2.train import launch
@@ -28,8 +29,7 @@ from train import APP
 
 GOAL = 0.98
 BRIEF = [
-    "task=gpt2",
-    "gpt2.eval_samples=8",
+    *TASK,
     "log.wandb=disabled",
     "checkpoint.every=0",
 ]

@@ -44,6 +44,12 @@ class Optimizer(Enum):
     muon = "muon"
 
 
+class Validation(Enum):
+    all = "all"
+    report = "report"
+    tuning = "tuning"
+
+
 class Wandb(Enum):
     offline = "offline"
     online = "online"
@@ -244,6 +250,9 @@ class DataConfig:
     """A file or folder of the user's own, in place of the task's data; null for none."""
     workers: int = 0
     """Processes per worker that load data ahead; with 0, the training process loads."""
+    validation: Validation = Validation.all
+    """Which validation samples an evaluation takes. report and tuning are halves without a common
+    sample, the same for every seed: settings are chosen on one and reported on the other."""
 
     def __post_init__(self) -> None:
         require(self.workers >= 0, "workers", self.workers, "must be 0 or more processes")

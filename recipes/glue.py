@@ -2,7 +2,7 @@
 
     python -m recipes run glue                             all that is missing at scale=smoke
 
-Cost: 51 runs of one to two minutes on 2 cores, an hour and a half; the 15 pre-trainings are runs of
+Cost: 51 runs of a minute or two on 2 cores, an hour and a half; the 15 pre-trainings are runs of
 quality. A fine-tuning starts from the folder of its pre-training, which is
 trained before it; on a cluster, where all runs are queued at once, have the pre-trainings first.
 Expected: every method's encoder is better than a new one. Not yet run.

@@ -2,9 +2,10 @@
 
     python -m recipes run kept_progress                    its trials first, then what won in them
 
-Cost: 72 trials and some 240 runs of a quarter to two minutes on 2 cores, four hours.
-Expected: on the language tasks co2_keep is within 1 % of the better of DiLoCo and SlowMo, on ViT it
-is not. With a delay of a whole round it is 1 to 4 % above them on the language tasks.
+Cost: 72 trials and some 240 runs of one to two minutes on 2 cores, eight hours.
+Expected, as shorter trainings had it: on the language tasks co2_keep is within 1 % of the better of
+DiLoCo and SlowMo, on ViT it is not. With a delay of a whole round it is 1 to 4 % above them on the
+language tasks.
 
 Every method is tuned over a grid of its own, as large as the others', with seed 0 and two replicas,
 for every task and τ: that is the recipe kept_progress_trials. What wins there is trained with every
@@ -19,13 +20,13 @@ from recipes.recipe import Column, Recipe, Row, Rows
 from recipes.tuning import TunedRecipe
 
 TASKS = {
-    "gpt2": (8, 480),
-    "roberta": (64, 900),
-    "resnet50": (64, 400),
-    "vit": (64, 600),
+    "gpt2": (16, 3600),
+    "roberta": (32, 3600),
+    "resnet50": (64, 3000),
+    "vit": (64, 2400),
 }
-"""Samples in a step of all replicas together, and steps. Everything else is as conf has it at smoke
-scale, where most of these tasks are trained longer."""
+"""Samples in a step of all replicas together, and steps: those of conf at smoke scale with two
+workers, as everything else."""
 TAUS, REPLICAS = (12, 48), (2, 4)
 GRIDS = {
     "diloco": (

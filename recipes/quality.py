@@ -2,9 +2,10 @@
 
     python -m recipes run quality                          every method on every task
 
-Cost: 246 runs of half a minute to five minutes on 2 cores, six hours; runs of table1 count as
+Cost: 246 runs of one to two minutes on 2 cores, six hours; runs of table1 count as
 finished. `--seeds 0` makes a third of them.
-Expected: every method reaches every goal, except that CoCoD-SGD misses ShapeNet's with some seeds.
+Expected: every method reaches every goal. In trainings a third as long CoCoD-SGD missed ShapeNet's
+with some seeds.
 
 Methods have the settings of conf/method. 1-bit Adam and 0/1 Adam are not run where a task trains
 with SGD. Seeds differ in weights, data order, augmentation and masks, not in validation data.

@@ -42,7 +42,7 @@ def ratio_to(summary: SummaryJSON, first: SummaryJSON) -> float | None:
 
 column = partial(
     LabColumn,
-    overrides=("--workers=2", RATE, "task=gpt2", "gpt2.eval_samples=64"),
+    overrides=("--workers=2", RATE, "gpt2.eval_samples=64"),
     lower=True,
     curve=False,
 )

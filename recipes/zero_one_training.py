@@ -2,7 +2,7 @@
 
     python -m recipes run zero_one_training                all that is missing at scale=smoke
 
-Cost at smoke scale: 30 runs of a quarter of a minute on 2 cores, 7 minutes. At scale=paper it has
+Cost at smoke scale: 30 runs of half a minute on 2 cores, 15 minutes. At scale=paper it has
 the paper's schedules; what the paper does not say is as in recipes/zero_one_volume.py, which marks
 it. The smoke schedules are the same curves over fewer steps. Expected: on RoBERTa 1-bit Adam about
 1 % and 0/1 Adam about 4 % behind AllReduce (results/onebit_mask.md), on ResNet-18 no difference.
@@ -61,7 +61,7 @@ _RESNET = (
     "train.accumulate=1",
     *_imagenet(_IMAGENET.steps, _IMAGENET.freeze_step),
 )
-_RESNET_SMOKE = ("optim.lr=3e-3", *_imagenet(396, 60))
+_RESNET_SMOKE = ("optim.lr=3e-3", *_imagenet(1200, 180))
 
 RECIPE = Recipe(
     name="zero_one_training",

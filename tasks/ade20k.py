@@ -21,7 +21,7 @@ from tasks.loader import batches_in_block, load, load_blocks
 from tasks.optimizer import make_optimizer
 from tasks.pairs import Pairs
 from tasks.randomness import Draws, seeded, seeds
-from tasks.sampling import Sampler
+from tasks.sampling import Sampler, evaluated, validation_samples
 from tasks.scenes import Scenes
 from tasks.segmentation import (
     IGNORED,
@@ -92,6 +92,7 @@ class ADE20K:
         own = data.path is None and config.source is Source.scenes
         self.num_classes = len(scenes.CLASSES) if own else pairs.CLASSES
         self._opened: dict[str, Scenes | Pairs] = {}
+        self._validation: list[int] = []  # the images that an evaluation takes
         self._frequencies: Tensor | None = None
 
     def setup(self, num_workers: int) -> None:
@@ -107,6 +108,8 @@ class ADE20K:
                 self.optimizer(self.model())  # refuses a backbone of convolutions only
         self._opened = {split: self._open(split) for split in pairs.SPLITS}
         self._sampler(num_workers)
+        available, part = len(self._samples("validation")), self.data.validation
+        self._validation = validation_samples(available, None, part).tolist()
 
     def model(self) -> nn.Module:
         """See `Task.model`. On the device "meta" the file of weights is not read."""
@@ -163,16 +166,16 @@ class ADE20K:
             "pixel_accuracy": share of the pixels whose class is right, from 0 to 1.
             All three are computed over the pixels of all images together.
         """
-        samples = self._samples("validation")
+        samples, chosen = self._samples("validation"), self._validation
         device = next(model.parameters()).device
 
-        def make(sample: int) -> tuple[Tensor, ...]:
-            image, labels = samples[sample]
+        def make(number: int) -> tuple[Tensor, ...]:
+            image, labels = samples[chosen[number]]
             return whole(image, self.config.short_side), labels
 
-        loaded = load(make, share(len(samples)), self.data.workers, device)
+        loaded = load(make, share(len(chosen)), self.data.workers, device)
 
-        def compute(sample: int) -> tuple[Tensor, Tensor]:
+        def compute(number: int) -> tuple[Tensor, Tensor]:
             image, labels = (part[None].to(device) for part in next(loaded))
             logits = enlarged(model(image), labels.shape[1:])
             losses = cross_entropy(logits, labels)
@@ -181,17 +184,17 @@ class ADE20K:
 
         # Images differ in size; to compile for every size would cost more than it saves.
         with evaluating(model), torch.compiler.set_stance("force_eager"):
-            (loss,), counts = tally(compute, len(samples))
+            (loss,), counts = tally(compute, len(chosen))
         self._frequencies = counts.sum(dim=1).cpu()
         return {"loss": loss / max(1, int(counts.sum())), **scores(counts)}
 
     def baselines(self) -> dict[str, float]:
         """See `Task.baselines`. "majority_miou" and "majority_pixel_accuracy" are the scores of a
-        model that always predicts the most frequent class of the validation pixels. All their
-        labels are read, unless an evaluation has counted them."""
+        model that always predicts the most frequent class of the pixels that are evaluated. All
+        their labels are read, unless an evaluation has counted them."""
         if self._frequencies is None:
             samples = self._samples("validation")
-            found = (samples.labels(n).flatten() for n in range(len(samples)))
+            found = (samples.labels(n).flatten() for n in self._validation)
             counts = sum(torch.bincount(labels, minlength=IGNORED + 1) for labels in found)
             assert isinstance(counts, Tensor)
             self._frequencies = counts[: self.num_classes]
@@ -208,6 +211,7 @@ class ADE20K:
             # For scenes, of pixels and labels; for files, of their names and sizes.
             "sha256": hashlib.sha256("".join(digests).encode()).hexdigest(),
             "num_samples": {split: len(samples) for split, samples in self._opened.items()},
+            "evaluated": evaluated(self.data.validation, self._validation),
         }
 
     def _open(self, split: str) -> Scenes | Pairs:

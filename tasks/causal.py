@@ -1,5 +1,6 @@
 """Next-token prediction on text, which gpt2 and transnormer share."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -19,13 +20,14 @@ from co2.task import Batch
 from tasks.evaluation import evaluating, total
 from tasks.loader import load
 from tasks.optimizer import make_optimizer
-from tasks.sampling import Sampler, spread
+from tasks.sampling import Sampler, evaluated, validation_samples
 from tasks.store import Store
 from tasks.text import (
     Window,
     described,
     num_windows,
     opened,
+    token_bytes,
     unigram_entropy,
     windows,
 )
@@ -81,6 +83,7 @@ class CausalText:
         own = data.path is None and config.corpus is CorpusName.openwebtext
         self.vocab_size = PUBLIC_VOCAB_SIZE if own else config.vocab_size
         self._opened: Store | None = None
+        self._validation = np.empty(0, np.int64)  # the windows that an evaluation takes
 
     def setup(self, num_workers: int) -> None:
         """See `Task.setup`. The first run on a corpus tokenizes it, about 10 s for 16 MB."""
@@ -93,6 +96,9 @@ class CausalText:
         require(size <= self.vocab_size, key, corpus, hint)
         self._opened = store
         self._sampler(num_workers)
+        available = num_windows(store.count("val"), context)
+        part = self.data.validation
+        self._validation = validation_samples(available, self.config.eval_samples, part)
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """Return logits of the next token, [B, T, vocabulary], after each of `tokens` [B, T]."""
@@ -119,11 +125,13 @@ class CausalText:
 
         Returns:
             "loss": mean cross-entropy over the targets of the validation windows, in nats;
-            "perplexity": its exponential.
+            "perplexity": its exponential;
+            "bits_per_byte": the same loss in bits for each byte of the targets' text, which does
+            not depend on the tokenizer. Left out where the store has no tokenizer.
         """
         context, tokens = self.config.context, self._store.tokens("val")
         device = next(model.parameters()).device
-        chosen, size = self._validation(), max(1, _EVAL_TOKENS // context)
+        chosen, size = self._validation, max(1, _EVAL_TOKENS // context)
 
         def compute(batch: int) -> Tensor:
             inside = windows(tokens, chosen[batch * size : (batch + 1) * size], context)
@@ -133,16 +141,20 @@ class CausalText:
         with evaluating(model):
             (whole,) = total(compute, num_batches=-(-len(chosen) // size))
         loss = whole / (len(chosen) * context)
-        return {"loss": loss, "perplexity": torch.tensor(loss, dtype=torch.float64).exp().item()}
+        scores = {"loss": loss, "perplexity": torch.tensor(loss, dtype=torch.float64).exp().item()}
+        if self._num_bytes is not None:
+            scores["bits_per_byte"] = whole / math.log(2) / self._num_bytes
+        return scores
 
     def baselines(self) -> dict[str, float]:
-        """See `Task.baselines`. "unigram_entropy" is that of the whole validation part, in nats."""
+        """See `Task.baselines`. "unigram_entropy" is that of the whole validation text, in nats."""
         return {"unigram_entropy": self._unigram_entropy}
 
     def fingerprint(self) -> dict[str, object]:
         """See `Task.fingerprint`."""
         name = self.config.corpus.name if self.data.path is None else self.data.path
-        return described(self._store, name)
+        samples = evaluated(self.data.validation, self._validation)
+        return {**described(self._store, name), "evaluated": samples}
 
     @property
     def _store(self) -> Store:
@@ -157,10 +169,14 @@ class CausalText:
         samples = num_windows(self._store.count("train"), self.config.context)
         return Sampler(samples, num_workers, self.train.batch_size, self.train.seed)
 
-    def _validation(self) -> np.ndarray:
-        """Return the indices of the validation windows that an evaluation takes, int64 [N]."""
-        available = num_windows(self._store.count("val"), self.config.context)
-        return spread(available, self.config.eval_samples)
+    @cached_property
+    def _num_bytes(self) -> int | None:
+        """Bytes of text in the targets of an evaluation; None where the tokens' are unknown."""
+        lengths = token_bytes(self._store)
+        if lengths is None:
+            return None
+        inside = windows(self._store.tokens("val"), self._validation, self.config.context)
+        return int(lengths[inside[:, 1:].numpy()].sum())
 
     def _cross_entropy(self, model: nn.Module, batch: Batch, reduction: str) -> Tensor:
         """Return the next-token cross-entropy of windows [B, context + 1] in nats, fp32."""

@@ -6,6 +6,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,8 +19,8 @@ from tasks.evaluation import evaluating, share, total
 from tasks.image_folder import ImageFolder
 from tasks.images import (
     CROP_DRAWS,
+    MNIST,
     Augment,
-    Digits,
     Images,
     central_crop,
     normalized,
@@ -28,7 +29,7 @@ from tasks.images import (
 from tasks.loader import batches_in_block, load, load_blocks
 from tasks.optimizer import make_optimizer
 from tasks.randomness import Draws, resumed, seeds
-from tasks.sampling import Sampler
+from tasks.sampling import Sampler, evaluated, validation_samples
 
 if TYPE_CHECKING:
     from co2.comm.mesh import Mesh
@@ -40,7 +41,7 @@ _EVAL_BATCH = 100
 
 
 class DatasetName(Enum):
-    digits = "digits"
+    mnist = "mnist"
     imagenet = "imagenet"
 
 
@@ -53,13 +54,13 @@ class Classification:
 
     @dataclass
     class Config:
-        dataset: DatasetName = DatasetName.digits
-        """digits: scikit-learn's. imagenet: ImageNet-1K in data.root, see tasks.prepare.
+        dataset: DatasetName = DatasetName.mnist
+        """mnist: 5000 digits of it. imagenet: ImageNet-1K in data.root, see tasks.prepare.
         Where data.path=FOLDER, with train/<class>/ and val/<class>/, is given, it replaces
         either."""
-        image_size: int = 32
+        image_size: int = 28
         """Side of the square images that the model reads, in pixels."""
-        eval_resize: int = 32
+        eval_resize: int = 28
         """Length of the shorter side in evaluation, before the centre is cropped, in pixels."""
         crop: float = 0.08
         """Smallest share of an image that a training crop covers; with 1 it covers (nearly) all."""
@@ -90,11 +91,15 @@ class Classification:
     ) -> None:
         self.config, self.train, self.optim, self.data = config, train, optim, data
         self._opened: Images | None = None
+        self._validation = np.empty(0, np.int64)  # the images that an evaluation takes
 
     def setup(self, num_workers: int) -> None:
         """See `Task.setup`. A folder is listed, in seconds for ImageNet, but no image is read."""
         self._opened = self._open()
         self._sampler(num_workers)
+        available, part = int(self._opened.counts["val"].sum()), self.data.validation
+        # Images are sorted by class, so that each half has half of every class.
+        self._validation = validation_samples(available, None, part, alternate=True)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return make_optimizer(model, self.optim)
@@ -177,12 +182,12 @@ class Classification:
             "top1", "top5": top-1 and top-5 accuracy, from 0 to 1.
         """
         device, images = next(model.parameters()).device, self._images
-        whole = int(images.counts["val"].sum())
-        num_batches = -(-whole // _EVAL_BATCH)
+        chosen = self._validation
+        num_batches = -(-len(chosen) // _EVAL_BATCH)
         crop = central_crop(self.config.image_size, self.config.eval_resize, self.interpolation)
 
         def make(batch: int) -> tuple[Tensor, Tensor]:
-            rows = range(batch * _EVAL_BATCH, min((batch + 1) * _EVAL_BATCH, whole))
+            rows = chosen[batch * _EVAL_BATCH : (batch + 1) * _EVAL_BATCH].tolist()
             seen, labels = zip(*(images.read("val", row) for row in rows), strict=True)
             return torch.stack([crop(image) for image in seen]), torch.tensor(labels)
 
@@ -199,6 +204,7 @@ class Classification:
 
         with evaluating(model):
             loss, top1, top5 = total(compute, num_batches)
+        whole = len(chosen)
         return {"loss": loss / whole, "top1": top1 / whole, "top5": top5 / whole}
 
     def baselines(self) -> dict[str, float]:
@@ -211,14 +217,19 @@ class Classification:
         """See `Task.fingerprint`."""
         images = self._images
         counts = {part: int(own.sum()) for part, own in images.counts.items()}
-        return {**images.facts(), "num_samples": counts, "num_classes": images.num_classes}
+        return {
+            **images.facts(),
+            "num_samples": counts,
+            "num_classes": images.num_classes,
+            "evaluated": evaluated(self.data.validation, self._validation),
+        }
 
     @property
     def num_classes(self) -> int:
         """Number of classes. It is known before `setup` except for a folder of the user's."""
         if self._opened is None and self.data.path is None:
             own = self.config.dataset is DatasetName.imagenet
-            return IMAGENET_CLASSES if own else Digits.num_classes
+            return IMAGENET_CLASSES if own else MNIST.num_classes
         return self._images.num_classes
 
     @property
@@ -229,8 +240,8 @@ class Classification:
     def _open(self) -> Images:
         if self.data.path is not None:
             return ImageFolder(Path(self.data.path), "data.path", self.data.path)
-        if self.config.dataset is DatasetName.digits:
-            return Digits()
+        if self.config.dataset is DatasetName.mnist:
+            return MNIST()
         folder, key = Path(self.data.root) / "imagenet", f"{self.name}.dataset"
         command = f"python -m tasks.prepare imagenet --root {self.data.root}"
         hint = f"{folder} does not exist; {command} --archives FOLDER makes it from the archives"

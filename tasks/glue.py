@@ -31,7 +31,7 @@ from tasks.loader import batches_in_block, load_blocks
 from tasks.masking import Vocabulary
 from tasks.optimizer import make_optimizer
 from tasks.randomness import seeded
-from tasks.sampling import Sampler, spread
+from tasks.sampling import Sampler, evaluated, validation_samples
 from tasks.scores import METRICS
 from tasks.store import Store
 from tasks.text import described
@@ -112,6 +112,7 @@ class GLUE:
         self.length = config.length or config.context
         self._text: Store | None = None
         self._examples: dict[str, Examples] = {}
+        self._validation = np.empty(0, np.int64)  # the samples that an evaluation takes
 
     def setup(self, num_workers: int) -> None:
         """See `Task.setup`."""
@@ -130,6 +131,8 @@ class GLUE:
             else:
                 self._examples = passages.adjoin(self._text, corpus, (self.length - 4) // 2)
         self._sampler(num_workers)
+        available, wanted = len(self._examples["val"]), self.config.eval_samples
+        self._validation = validation_samples(available, wanted, self.data.validation)
 
     def model(self) -> nn.Module:
         """See `Task.model`. The number of topics is known after `setup`."""
@@ -166,7 +169,7 @@ class GLUE:
             "accuracy" (matched) and "accuracy_mismatched", for topic and adjoin "accuracy".
         """
         device, size = next(model.parameters()).device, max(1, _EVAL_TOKENS // self.length)
-        chosen = spread(len(self._examples["val"]), self.config.eval_samples)
+        chosen = self._validation
 
         def compute(batch: int) -> Tensor:
             inside = self._batch("val", chosen[batch * size : (batch + 1) * size])
@@ -185,7 +188,8 @@ class GLUE:
     def baselines(self) -> dict[str, float]:
         """ "majority_accuracy": of the class that is most frequent in training. "variance": the
         loss, in a regression, of the mean in training."""
-        train, val = (self._examples[part].labels for part in ("train", "val"))
+        train = self._examples["train"].labels
+        val = self._examples["val"].labels[self._validation]
         if self.num_labels == 1:
             return {"variance": float(((val - train.mean()) ** 2).mean())}
         most = np.bincount(train).argmax()
@@ -197,6 +201,7 @@ class GLUE:
             "data": self.config.name.value,
             "num_samples": {part: len(found) for part, found in self._examples.items()},
             "text": described(self._store, name),
+            "evaluated": evaluated(self.data.validation, self._validation),
         }
 
     def objection(self, run: Mapping[str, Any], data: Mapping[str, Any]) -> str | None:

@@ -31,7 +31,7 @@ class ResNet50(Classification):
     @dataclass
     class Config(Classification.Config):
         size: Size = Size.smoke
-        """smoke: four basic blocks of 16 to 128 channels, 0.3 M parameters. full: the published
+        """smoke: four basic blocks of 24 to 192 channels, 0.7 M parameters. full: the published
         network of this depth."""
         depth: int = 50
         """Layers of size=full: 18 or 50. The smoke network stands for both."""
@@ -61,6 +61,6 @@ class ResNet50(Classification):
             return ResNet(
                 BasicBlock,  # type: ignore[arg-type]  # timm takes the class
                 layers=(1, 1, 1, 1),
-                channels=(16, 32, 64, 128),
+                channels=(24, 48, 96, 192),
                 num_classes=self.num_classes,
             )

@@ -24,7 +24,7 @@ from tasks.loader import batches_in_block, load_blocks
 from tasks.masking import IGNORED, Vocabulary, masked
 from tasks.optimizer import make_optimizer
 from tasks.randomness import seeded
-from tasks.sampling import Sampler, spread
+from tasks.sampling import Sampler, evaluated, validation_samples
 from tasks.store import Store
 from tasks.text import Window, described, num_windows, opened, unigram_entropy, windows
 
@@ -56,7 +56,7 @@ class CorpusName(Enum):
 
 
 SHAPES = {
-    Size.smoke: (2, 4, 64),  # 0.1 M parameters with a context of 32 and a vocabulary of 512
+    Size.smoke: (2, 4, 64),  # 0.14 M parameters with a context of 32 and a vocabulary of 512
     Size.base: (12, 12, 768),  # 125 M parameters with RoBERTa's context and vocabulary
     Size.large: (24, 16, 1024),  # 355 M
 }
@@ -123,11 +123,15 @@ class RoBERTa:
         self.vocabulary = vocabulary(config, data)
         self._inside = config.context - 2
         self._opened: Store | None = None
+        self._validation = np.empty(0, np.int64)  # the windows that an evaluation takes
 
     def setup(self, num_workers: int) -> None:
         """See `Task.setup`. The first run on a corpus tokenizes it: about 10 s for 16 MB."""
         self._opened = text_store("roberta", self.config, self.data)
         self._sampler(num_workers)
+        available = num_windows(self._opened.count("val"), self._inside, overlap=0)
+        part = self.data.validation
+        self._validation = validation_samples(available, self.config.eval_samples, part)
 
     def model(self) -> nn.Module:
         """See `Task.model`. Any device: `with torch.device("meta")` counts parameters for free."""
@@ -165,7 +169,7 @@ class RoBERTa:
             "perplexity": its exponential.
         """
         device = next(model.parameters()).device
-        chosen, size = self._validation(), max(1, _EVAL_TOKENS // self.config.context)
+        chosen, size = self._validation, max(1, _EVAL_TOKENS // self.config.context)
 
         def compute(batch: int) -> Tensor:
             inside = self._batch("val", chosen[batch * size : (batch + 1) * size], _EVAL_KEY)
@@ -179,13 +183,14 @@ class RoBERTa:
 
     def baselines(self) -> dict[str, float]:
         """See `Task.baselines`. "unigram_entropy" is that of the ordinary tokens of the whole
-        validation part, in nats."""
+        validation text, in nats."""
         return {"unigram_entropy": self._unigram_entropy}
 
     def fingerprint(self) -> dict[str, object]:
         """See `Task.fingerprint`."""
         name = self.config.corpus.name if self.data.path is None else self.data.path
-        return described(self._store, name)
+        samples = evaluated(self.data.validation, self._validation)
+        return {**described(self._store, name), "evaluated": samples}
 
     @property
     def _store(self) -> Store:
@@ -221,11 +226,6 @@ class RoBERTa:
     def _sampler(self, num_workers: int) -> Sampler:
         samples = num_windows(self._store.count("train"), self._inside, overlap=0)
         return Sampler(samples, num_workers, self.train.batch_size, self.train.seed)
-
-    def _validation(self) -> np.ndarray:
-        """Return the indices of the validation windows that an evaluation takes, int64 [N]."""
-        available = num_windows(self._store.count("val"), self._inside, overlap=0)
-        return spread(available, self.config.eval_samples)
 
 
 def is_public(config: RoBERTa.Config, data: DataConfig) -> bool:

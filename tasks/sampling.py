@@ -1,8 +1,11 @@
 """The choice of the samples of each micro-batch."""
 
+from collections.abc import Sized
+
 import numpy as np
 
-from co2.errors import ConfigError
+from co2.config import Validation
+from co2.errors import ConfigError, require
 
 
 class Sampler:
@@ -75,6 +78,44 @@ class Sampler:
             np.random.default_rng((self.seed, epoch)).shuffle(order)
             self._epoch, self._permutation = epoch, order
         return self._permutation
+
+
+_BLOCKS = 64
+"""Blocks of neighbours into which validation samples are divided, before these are dealt in turn to
+the two halves."""
+
+
+def validation_samples(
+    available: int, wanted: int | None, part: Validation, alternate: bool = False
+) -> np.ndarray:
+    """Return the validation samples that an evaluation takes.
+
+    Args:
+        available: number of samples in the whole validation set.
+        wanted: number of samples to take, evenly spread; None takes all of the part.
+        part: `DataConfig.validation`. Samples of "report" and of "tuning" depend on nothing but
+            `available`, so no sample is ever in both.
+        alternate: whether every second sample is in the same half, for samples that are sorted by
+            class. Otherwise `_BLOCKS` blocks of neighbours are, because neighbouring pieces of a
+            text are alike.
+    Returns:
+        int64, ascending.
+    Raises:
+        ConfigError: the part is empty.
+    """
+    samples = np.arange(available)
+    if part is not Validation.all:
+        blocks = available if alternate else min(available, _BLOCKS)
+        half = samples * blocks // max(available, 1) % 2
+        samples = samples[half == (0 if part is Validation.report else 1)]
+    hint = f"the validation data hold {available} samples, too few for halves; use all"
+    require(len(samples) > 0, "data.validation", part.value, hint)
+    return samples[spread(len(samples), wanted)]
+
+
+def evaluated(part: Validation, samples: Sized) -> dict[str, object]:
+    """Return which validation samples an evaluation takes, for `Task.fingerprint`."""
+    return {"part": part.value, "num_samples": len(samples)}
 
 
 def spread(available: int, wanted: int | None) -> np.ndarray:

@@ -18,7 +18,7 @@ SIZE = 32
 """Side of a scene, in pixels."""
 
 CLASSES = ("ground", "disc", "square", "triangle", "ring", "cross")
-COUNTS = {"training": 1024, "validation": 256}
+COUNTS = {"training": 1024, "validation": 1024}
 _SHAPES = 3
 _NOISE = 0.05
 

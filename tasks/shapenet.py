@@ -37,13 +37,13 @@ from tasks.optimizer import make_optimizer
 from tasks.point_mae import PointClassifier, PointMAE, Shape
 from tasks.points import chamfer
 from tasks.randomness import generators, seeded
-from tasks.sampling import Sampler, spread
+from tasks.sampling import Sampler, evaluated, spread, validation_samples
 from tasks.solids import NAMES, solids
 
 if TYPE_CHECKING:
     from co2.comm.mesh import Mesh
 
-NUM_SOLIDS = {"train": 1000, "test": 300}
+NUM_SOLIDS = {"train": 1000, "test": 1000}
 _EVAL_BATCH = 64
 
 Gather = Callable[[Callable[[int], Tensor], int], Tensor]
@@ -125,6 +125,7 @@ class ShapeNet:
         self.reconstructs = config.objective is Objective.reconstruction
         self.generated = data.path is None and config.shapes is Shapes.solids
         self._opened: dict[str, Clouds] = {}
+        self._validation = np.empty(0, np.int64)  # the test clouds that an evaluation takes
 
     def setup(self, num_workers: int) -> None:
         """See `Task.setup`. Only the lists and the names of files are read. A damaged cloud is
@@ -149,6 +150,10 @@ class ShapeNet:
             require(folder.is_dir(), "data.root", folder, hint)
             self._opened = open_clouds(folder, "data.root")
         self._sampler(num_workers)
+        available, wanted = len(self._part("test")), self.config.eval_samples
+        # Lists of files are sorted by category, so that each half has half of every category.
+        part = self.data.validation
+        self._validation = validation_samples(available, wanted, part, alternate=True)
 
     def model(self) -> nn.Module:
         """See `Task.model`. The classifier needs `setup()` first, for the number of categories."""
@@ -208,11 +213,11 @@ class ShapeNet:
 
     def baselines(self) -> dict[str, float]:
         """See `Task.baselines`. "majority_accuracy" is the accuracy of always predicting the most
-        frequent category of the test clouds. For the reconstruction of generated solids there are
-        two more: "centre_loss" is the loss if every point is predicted at the centre of its patch,
-        and "untrained_svm_accuracy" is that of the model before its first step (features of random
-        weights already tell the categories apart to some degree)."""
-        kinds = self._part("test").kinds
+        frequent category of the clouds that are evaluated. For the reconstruction of generated
+        solids there are two more: "centre_loss" is the loss if every point is predicted at the
+        centre of its patch, and "untrained_svm_accuracy" is that of the model before its first step
+        (features of random weights already tell the categories apart to some degree)."""
+        kinds = self._part("test").kinds[self._validation]
         known = {"majority_accuracy": np.bincount(kinds).max().item() / len(kinds)}
         return known | (self._untrained if self.generated and self.reconstructs else {})
 
@@ -229,6 +234,7 @@ class ShapeNet:
             "sha256": digest.hexdigest(),
             "num_samples": {part: len(self._part(part)) for part in PARTS},
             "num_classes": self.num_classes,
+            "evaluated": evaluated(self.data.validation, self._validation),
         }
 
     @property
@@ -275,7 +281,7 @@ class ShapeNet:
         self, model: nn.Module, gather: Gather, mine: Callable[[int], list[int] | range]
     ) -> dict[str, float]:
         chosen = {
-            "test": spread(len(self._part("test")), self.config.eval_samples),
+            "test": self._validation,
             "train": spread(len(self._part("train")), self.config.svm_samples),
         }
         device = next(model.parameters()).device

@@ -5,6 +5,7 @@ kept under `data.root/text/` as a token store named by the sha256 of the corpus.
 that store only. For public data sets, `python -m tasks.prepare` makes token stores.
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -154,6 +155,23 @@ def unigram_entropy(tokens: np.ndarray) -> float:
     counts = np.bincount(tokens).astype(np.float64)
     shares = counts[counts > 0] / len(tokens)
     return float(-(shares * np.log(shares)).sum())
+
+
+def token_bytes(store: Store) -> np.ndarray | None:
+    """Return the number of bytes of text that each token stands for, int64 [vocabulary].
+
+    A byte-level BPE writes every byte of a token as one character. The separator and other special
+    tokens stand for no text. None where the store has no tokenizer of its own.
+    """
+    path = store.folder / "tokenizer.json"
+    if not path.exists():
+        return None
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    lengths = np.zeros(store.meta["vocab_size"], np.int64)
+    for token, number in tokenizer["model"]["vocab"].items():
+        lengths[number] = len(token)
+    lengths[[added["id"] for added in tokenizer["added_tokens"]]] = 0
+    return lengths
 
 
 def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> "Tokenizer":

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from tasks.evaluation import evaluating, total
 from tasks.loader import batches_in_block, load_blocks
 from tasks.optimizer import make_optimizer
 from tasks.randomness import seeded
-from tasks.sampling import Sampler
+from tasks.sampling import Sampler, evaluated, validation_samples
 
 if TYPE_CHECKING:
     from co2.comm.mesh import Mesh
@@ -56,6 +57,7 @@ class Toy:
     ) -> None:
         self.config, self.train, self.optim, self.data = config, train, optim, data
         self._points = self._labels = torch.empty(0)
+        self._validation = np.empty(0, np.int64)  # the samples that an evaluation takes
 
     def setup(self, num_workers: int) -> None:
         """See `Task.setup`. Nothing is written."""
@@ -66,6 +68,9 @@ class Toy:
         self._sampler(num_workers)
         source = torch.Generator().manual_seed(self.train.seed)
         config = self.config
+        # The second half of the samples is for validation.
+        held = validation_samples(config.samples, None, self.data.validation)
+        self._validation = config.samples + held
         self._points = torch.randn(2 * config.samples, config.features, generator=source)
         rule = torch.randn(config.features, CLASSES, generator=source)
         self._labels = (self._points @ rule).argmax(dim=1)
@@ -107,8 +112,8 @@ class Toy:
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """See `Task.evaluate`. "loss" is in nats, "accuracy" from 0 to 1."""
         device = next(model.parameters()).device
-        points = self._points[self.config.samples :].split(_EVAL_BATCH)
-        labels = self._labels[self.config.samples :].split(_EVAL_BATCH)
+        points = self._points[self._validation].split(_EVAL_BATCH)
+        labels = self._labels[self._validation].split(_EVAL_BATCH)
 
         def compute(batch: int) -> Tensor:
             truth = labels[batch].to(device)
@@ -119,18 +124,24 @@ class Toy:
 
         with evaluating(model):
             loss, right = total(compute, len(points))
-        return {"loss": loss / self.config.samples, "accuracy": right / self.config.samples}
+        whole = len(self._validation)
+        return {"loss": loss / whole, "accuracy": right / whole}
 
     def baselines(self) -> dict[str, float]:
         """See `Task.baselines`. "majority_accuracy" is that of always predicting the most frequent
         class."""
-        labels = self._labels[self.config.samples :]
+        labels = self._labels[self._validation]
         return {"majority_accuracy": labels.bincount().max().item() / len(labels)}
 
     def fingerprint(self) -> dict[str, object]:
         """See `Task.fingerprint`."""
         digest = hashlib.sha256(self._points.numpy().tobytes() + self._labels.numpy().tobytes())
-        return {"data": "toy", "sha256": digest.hexdigest(), "num_samples": self.config.samples}
+        return {
+            "data": "toy",
+            "sha256": digest.hexdigest(),
+            "num_samples": self.config.samples,
+            "evaluated": evaluated(self.data.validation, self._validation),
+        }
 
     def _sampler(self, num_workers: int) -> Sampler:
         return Sampler(self.config.samples, num_workers, self.train.batch_size, self.train.seed)

@@ -15,9 +15,10 @@ from tasks.randomness import seeded
 from tasks.transnormer_model import TransNormer as Model
 
 # A name that begins with a digit cannot be a class attribute.
-Size = Enum("Size", {"smoke": "smoke", "385m": "385m", "1b": "1b", "7b": "7b"})
+Size = Enum("Size", {"tiny": "tiny", "smoke": "smoke", "385m": "385m", "1b": "1b", "7b": "7b"})
 
 SHAPES = {
+    Size["tiny"]: (3, 4, 64),  # 0.2 M parameters with a vocabulary of 512
     Size["smoke"]: (4, 4, 128),  # 1.4 M parameters with a vocabulary of 4096
     Size["385m"]: (24, 8, 1024),  # 385 M; this and all below with GPT-2's vocabulary of 50257
     Size["1b"]: (16, 16, 2048),  # 992 M

@@ -24,7 +24,7 @@ class Size(Enum):
 
 
 SHAPES = {
-    Size.smoke: (4, 3, 4, 96),  # 0.3 M parameters with images of 16×16
+    Size.smoke: (7, 3, 4, 96),  # 0.3 M parameters with images of 28×28
     Size.small: (16, 12, 6, 384),  # 22 M, as DeiT-S
     Size.base: (16, 12, 12, 768),  # 87 M, ViT-B/16
 }

@@ -25,8 +25,19 @@ DEFAULTS = (
     "log.wandb=disabled",
 )
 """Overrides of every trial; those of the command line come later and win."""
-TASK = ("task=gpt2", "gpt2.eval_samples=8")
-"""The task where the overrides name no other."""
+TASK = (
+    "task=gpt2",
+    "gpt2.size=smoke",
+    "gpt2.context=128",
+    "gpt2.vocab_size=4096",
+    "gpt2.eval_samples=8",
+    "train.batch_size=8",
+    "optim.lr=2e-3",
+    "optim.warmup_steps=60",
+    "data.validation=all",
+)
+"""The task where the overrides name no other: GPT-2 with 1.3 M parameters, whose exchange takes a
+slow link long enough to be measured. That of conf at smoke scale is a seventh of it."""
 
 _POLL_S = 0.05
 _LAST_OUTPUT_S = 1.0

@@ -272,7 +272,10 @@ def test_unknown_key_of_a_node_without_keys(empty: Path, plus: str) -> None:
 
 @pytest.mark.parametrize("case", ["empty file", "empty folder", "binary", "latin", "short"])
 def test_text_that_cannot_be_used(tmp_path: Path, empty: Path, case: str) -> None:
-    path, mends = tmp_path / "text", {"binary": "binary", "latin": "UTF-8", "short": "128"}
+    path, mends = (
+        tmp_path / "text",
+        {"binary": "binary", "latin": "UTF-8", "short": "gpt2.context=64 needs 65"},
+    )
     if case == "empty folder":
         path.mkdir()
     else:
@@ -284,7 +287,7 @@ def test_text_that_cannot_be_used(tmp_path: Path, empty: Path, case: str) -> Non
 
 def test_short_text_says_what_would_do(tmp_path: Path, empty: Path) -> None:
     (tmp_path / "text").write_text("Three words only. " * 5)
-    assert "gpt2.context=128 needs 129" in refusal(f"task=gpt2 data.path={tmp_path}/text")
+    assert "gpt2.context=64 needs 65" in refusal(f"task=gpt2 data.path={tmp_path}/text")
 
 
 def test_too_few_gpus(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:

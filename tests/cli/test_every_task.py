@@ -22,7 +22,7 @@ SCALES = ("smoke", "gpu", "paper")
 SMALL: dict[str, tuple[str, ...]] = {
     "toy": (),
     "resnet50": (),
-    "vit": ("vit.image_size=16", "vit.eval_resize=16"),
+    "vit": (),
     "ade20k": (),
     "shapenet": ("shapenet.eval_samples=32", "shapenet.svm_samples=64"),
     "gpt2": ("gpt2.eval_samples=8", "gpt2.context=32"),

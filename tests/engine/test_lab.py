@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from co2.config import Validation
 from co2.errors import ConfigError
 from co2.lab import report, slow_network, training
 from co2.lab.__main__ import _parser, main
@@ -25,6 +26,7 @@ from co2.lab.plan import plan
 from co2.lab.slow_network import PREFIX, SlowNetwork, check_root, remove_leftovers
 from co2.lab.training import TrialFailed, train, trial_overrides
 from co2.lab.trial import Change, Conditions, Trial, trial_folder
+from recipes.cells import composed_config
 
 ROOT = Path(training.TRAIN).parent
 
@@ -321,12 +323,24 @@ def test_a_training_without_a_summary_has_failed(
 def test_what_a_trial_tells_train() -> None:
     given = ["train.steps=7", "co2.tau=4", "+co2_keep.delay=3"]
     plain = trial_overrides("co2", given)
-    assert plain[:2] == list(training.TASK) and "method=co2" in plain
+    assert plain[: len(training.TASK)] == list(training.TASK) and "method=co2" in plain
     assert plain[-2:] == given[:2], "the command line's come last, without another method's"
     assert plain.index("train.steps=60") < plain.index("train.steps=7")
     assert not set(training.TASK) & set(trial_overrides("co2", ["task=vit"]))
     limit = trial_overrides("none")
     assert "method=local_sgd" in limit and "local_sgd.tau=1000000000" in limit
+
+
+def test_the_laboratory_trains_the_model_that_it_always_did() -> None:
+    """Conf's GPT-2 may change; two measurements must not mean two models."""
+    config = composed_config(tuple(trial_overrides("co2")))
+    task = config.task_config
+    assert (task.size.value, task.context, task.vocab_size) == ("smoke", 128, 4096)
+    train, optim = config.train, config.optim
+    assert (train.batch_size, train.clip_norm) == (8, 1.0)
+    assert (optim.lr, optim.weight_decay) == (2e-3, 0.1)
+    assert (optim.warmup_steps, optim.min_lr_ratio) == (60, 0.1)
+    assert config.data.validation is Validation.all
 
 
 def test_folders_of_trials_are_where_they_were(tmp_path: Path) -> None:

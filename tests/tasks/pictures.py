@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from co2.config import DataConfig, OptimConfig, Optimizer, TrainConfig
+from co2.config import DataConfig, OptimConfig, Optimizer, TrainConfig, Validation
 from tasks import TASKS
 from tasks.classification import Classification
 
@@ -38,12 +38,13 @@ def task(
     batch_size: int = 4,
     workers: int = 0,
     lr: float = 0.05,
+    part: Validation = Validation.all,
     **config: Any,
 ) -> Classification:
     kind = TASKS[name]
-    if name == "vit":
-        config = {"image_size": 16, "eval_resize": 16, **config}
     optim = OptimConfig(lr=lr, name=Optimizer.adamw if name == "vit" else Optimizer.sgd)
-    data = DataConfig(root=root, path=None if path is None else str(path), workers=workers)
+    data = DataConfig(
+        root=root, path=None if path is None else str(path), workers=workers, validation=part
+    )
     train = TrainConfig(seed=seed, batch_size=batch_size)
     return kind(kind.Config(**config), train, optim, data)

@@ -1,4 +1,4 @@
-"""resnet50 and vit: models, batches, loss and evaluation, on digits and on folders of pictures."""
+"""resnet50 and vit: models, batches, loss and evaluation, on MNIST and on folders of pictures."""
 
 import math
 import time
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from co2.config import Validation
 from co2.errors import ConfigError
 from tasks import resnet50, vit
 from tasks.classification import DatasetName
@@ -39,7 +40,7 @@ def test_sizes() -> None:
     assert num_parameters("resnet50", size=resnet50.Size.full, depth=18, **own) == 11_689_512
     assert num_parameters("vit", size=vit.Size.base, **own) == 86_567_656
     assert num_parameters("vit", size=vit.Size.small, **own) == 22_050_664
-    assert 0.28e6 < num_parameters("resnet50") < 0.34e6
+    assert 0.68e6 < num_parameters("resnet50") < 0.74e6
     assert num_parameters("resnet50", depth=18) == num_parameters("resnet50")  # smoke, for both
     assert 0.33e6 < num_parameters("vit") < 0.37e6
 
@@ -137,7 +138,7 @@ def test_mixing_differs_between_replicas_and_draws() -> None:
 
 @BOTH
 def test_evaluation_counts_every_picture_once(folder: Path, name: str) -> None:
-    own = task(name, folder, workers=1, image_size=32, eval_resize=40)
+    own = task(name, folder, workers=1, image_size=28, eval_resize=35)
     own.setup(1)
     model = own.model()
     if name == "resnet50":
@@ -147,7 +148,7 @@ def test_evaluation_counts_every_picture_once(folder: Path, name: str) -> None:
     model.eval()
     from tasks.images import central_crop
 
-    crop = central_crop(32, 40, own.interpolation)
+    crop = central_crop(28, 35, own.interpolation)
     pairs = [own._images.read("val", index) for index in range(15)]
     with torch.no_grad():
         logits = torch.cat([model(normalized(crop(image)[None])) for image, _ in pairs])
@@ -157,6 +158,24 @@ def test_evaluation_counts_every_picture_once(folder: Path, name: str) -> None:
     assert scores["top1"] == (logits.argmax(1) == labels).double().mean().item()
     assert scores["top5"] == 1.0  # of three classes
     assert own.baselines() == {"majority_top1": 1 / 3}
+
+
+def test_the_halves_of_the_validation_images(folder: Path) -> None:
+    """Both halves of MNIST have every class equally often; the whole is their mean."""
+    scores = {}
+    for part in Validation:
+        own = task(part=part)
+        own.setup(1)
+        labels = own._images.read_many("val", own._validation)[1]
+        of_class = 200 if part is Validation.all else 100
+        assert np.bincount(labels).tolist() == [of_class] * 10
+        samples = {"part": part.value, "num_samples": 10 * of_class}
+        assert own.fingerprint()["evaluated"] == samples
+        scores[part] = own.evaluate(own.model())
+    for name, whole in scores[Validation.all].items():
+        halves = [scores[part][name] for part in (Validation.report, Validation.tuning)]
+        assert whole == pytest.approx(sum(halves) / 2, rel=1e-6)
+    assert scores[Validation.report]["loss"] != scores[Validation.tuning]["loss"]
 
 
 def test_top5_is_among_the_first_five() -> None:
@@ -176,7 +195,7 @@ def test_top5_is_among_the_first_five() -> None:
 def test_evaluation_is_the_same_for_any_number_of_workers(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    own = task(name)  # 364 digits: four batches, the last with 64
+    own = task(name, part=Validation.report)  # 1000 digits: ten batches
     own.setup(1)
     model = own.model()
     alone = own.evaluate(model)
@@ -189,7 +208,7 @@ def scores(rank: int, world: int, path: Path) -> dict[str, float]:
     own = task(path=path)
     own.setup(world)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 3))
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 28 * 28, 3))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tasks.classification._EVAL_BATCH", 4)
         return own.evaluate(model)
@@ -222,8 +241,8 @@ def test_the_same_digits_whatever_the_seed() -> None:
         own.setup(2)
         facts.append(own.fingerprint())
     assert facts[0] == facts[1]
-    assert facts[0]["data"] == "digits" and facts[0]["num_classes"] == 10
-    assert sum(facts[0]["num_samples"].values()) == 1797
+    assert facts[0]["data"] == "mnist" and facts[0]["num_classes"] == 10
+    assert sum(facts[0]["num_samples"].values()) == 5000
 
 
 def test_a_damaged_picture_ends_training_in_one_line(tmp_path: Path) -> None:
@@ -257,7 +276,7 @@ def test_refused(tmp_path: Path, folder: Path) -> None:
     ("name", "key", "value"),
     [
         ("resnet50", "image_size", 0),
-        ("resnet50", "eval_resize", 31),
+        ("resnet50", "eval_resize", 27),
         ("resnet50", "crop", 0.0),
         ("resnet50", "crop", 1.5),
         ("resnet50", "label_smoothing", 1.0),

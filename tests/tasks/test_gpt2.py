@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from co2.config import Validation
 from co2.errors import ConfigError
 from tasks import GPT2
 from tasks.causal import CorpusName
 from tasks.gpt2 import Size
+from tasks.text import token_bytes
 from tests.tasks.build import gpt2, mesh
 from tests.tasks.test_evaluation import as_workers
 
@@ -127,7 +129,27 @@ def test_evaluation_is_the_mean_over_all_windows(task: GPT2) -> None:
     scores = task.evaluate(model)
     assert scores["loss"] == pytest.approx(losses.item(), rel=1e-5)
     assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
+    lengths = token_bytes(task._store)
+    assert lengths is not None
+    bits = scores["loss"] * count * 32 / math.log(2)
+    assert scores["bits_per_byte"] == pytest.approx(bits / lengths[rows[1].numpy()].sum())
     assert model.training
+
+
+def test_the_halves_of_the_validation_text(root: Path, text_file: Path) -> None:
+    """They have no window in common, and the whole is their mean."""
+    found = {}
+    for part in Validation:
+        task = gpt2(root, text_file, context=32, vocab_size=300)
+        task.data.validation = part
+        task.setup(1)
+        facts = task.fingerprint()["evaluated"]
+        assert facts == {"part": part.value, "num_samples": len(task._validation)}
+        found[part] = task._validation.tolist(), task.evaluate(task.model())["loss"]
+    (whole, loss), (report, of_report), (tuning, of_tuning) = found.values()
+    assert sorted(report + tuning) == whole and of_report != of_tuning
+    mean = (len(report) * of_report + len(tuning) * of_tuning) / len(whole)
+    assert loss == pytest.approx(mean, rel=1e-6)
 
 
 @pytest.mark.parametrize("limit", [None, 50])
@@ -147,11 +169,12 @@ def test_evaluation_is_the_same_for_any_number_of_workers(
 def test_a_limited_evaluation_is_spread_over_the_whole_part(root: Path, text_file: Path) -> None:
     task = gpt2(root, text_file, context=32, vocab_size=300, eval_samples=10)
     task.setup(1)
-    chosen, available = task._validation(), (task._store.count("val") - 1) // 32
+    chosen, available = task._validation, (task._store.count("val") - 1) // 32
     assert len(set(chosen.tolist())) == 10
     assert chosen[0] == 0 and available * 0.85 < chosen[-1] < available
     task.config.eval_samples = 10**9
-    assert task._validation().tolist() == list(range(available))
+    task.setup(1)
+    assert task._validation.tolist() == list(range(available))
 
 
 def test_evaluation_of_broken_weights_says_so(task: GPT2) -> None:

@@ -1,17 +1,16 @@
-"""Digits, crops, RandAugment, erasing and mixing."""
+"""MNIST, crops, RandAugment, erasing and mixing."""
 
 import numpy as np
 import pytest
 import torch
 import torchvision
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from tasks.images import (
     CROP_DRAWS,
     MEAN,
+    MNIST,
     STD,
-    Digits,
     central_crop,
     erasing,
     mixing,
@@ -30,19 +29,28 @@ def photo() -> torch.Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-def test_every_digit_is_in_one_part() -> None:
-    raw, digits = load_digits(), Digits()
+def test_every_image_of_mnist_is_in_one_part() -> None:
+    mnist = MNIST()
     seen = []
-    for part in ("train", "val"):
-        for index in range(int(digits.counts[part].sum())):
-            image, label = digits.read(part, index)
-            assert image.shape == (3, 8, 8) and bool((image == image[0]).all())
-            seen.append((label, *(image[0].flatten() * 16.0 / 255).round().int().tolist()))
-        assert digits.counts[part].min() > 0.9 * digits.counts[part].max()
-    raws = [(t, *d.astype(int)) for t, d in zip(raw.target.tolist(), raw.data, strict=True)]
-    assert sorted(seen) == sorted(raws)
-    assert digits.counts["val"].sum() == pytest.approx(1797 / 5, abs=10)
-    assert digits.facts() == Digits().facts()
+    for part, number in (("train", 300), ("val", 200)):
+        assert mnist.counts[part].tolist() == [number] * 10
+        for index in range(10 * number):
+            image, label = mnist.read(part, index)
+            assert image.shape == (3, 28, 28) and bool((image == image[0]).all())
+            assert label == index // number  # class by class
+            seen.append(image[0].numpy().tobytes())
+    assert len(set(seen)) == 5000
+    assert mnist.facts() == MNIST().facts()
+
+
+def test_mnist_shows_digits() -> None:
+    """A zero has no ink in its middle, a one has; the ink lies inside, on black."""
+    mnist = MNIST()
+    of = {n: mnist.read_many("train", 300 * n + np.arange(300))[0].float() for n in (0, 1)}
+    assert of[0].max() == 255 and of[0].min() == 0
+    middle = {n: images[:, 0, 12:16, 12:16].mean().item() for n, images in of.items()}
+    assert middle[0] < 50 and middle[1] > 100
+    assert all(images[:, 0, 0].mean() < 1 for images in of.values())
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])

@@ -149,7 +149,7 @@ def test_transnormer() -> None:
 
 
 def test_vit() -> None:
-    muon, adamw = names_of("vit", image_size=16, eval_resize=16)
+    muon, adamw = names_of("vit")
     inside = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
     assert muon == {f"blocks.{n}.{part}.weight" for n in range(3) for part in inside}
     assert adamw == {"cls_token", "pos_embed", "patch_embed.proj.weight", "head.weight"}

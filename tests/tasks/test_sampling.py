@@ -5,8 +5,9 @@ import time
 import numpy as np
 import pytest
 
+from co2.config import Validation
 from co2.errors import ConfigError
-from tasks.sampling import Sampler
+from tasks.sampling import Sampler, validation_samples
 
 
 def drawn(sampler: Sampler, draws: range) -> list[np.ndarray]:
@@ -78,3 +79,37 @@ def test_too_few_samples(samples: int, replicas: int, batch: int, key: str, best
     assert caught.value.key == key
     assert str(caught.value).endswith(f"use at most {best}")
     Sampler(samples, replicas if batch > 1 else int(best), min(batch, int(best)), seed=0)
+
+
+HALVES = (Validation.report, Validation.tuning)
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+@pytest.mark.parametrize("available", [2, 3, 64, 100, 129, 4711])
+def test_the_halves_of_the_validation_samples(available: int, alternate: bool) -> None:
+    report, tuning = (validation_samples(available, None, part, alternate) for part in HALVES)
+    assert sorted([*report, *tuning]) == list(range(available))
+    assert abs(len(report) - len(tuning)) <= max(1, 0.05 * available)
+    everything = validation_samples(available, None, Validation.all, alternate)
+    assert everything.tolist() == list(range(available))
+
+
+def test_neighbours_share_a_half_unless_samples_alternate() -> None:
+    """6400 samples are 64 blocks of a hundred, and the halves take them in turn."""
+    blocks = validation_samples(6400, None, Validation.report).reshape(32, 100)
+    assert (np.diff(blocks) == 1).all() and (blocks[:, 0] == np.arange(0, 6400, 200)).all()
+    second = validation_samples(6400, None, Validation.tuning, alternate=True)
+    assert (second == np.arange(1, 6400, 2)).all()
+
+
+def test_fewer_samples_are_spread_over_their_own_half() -> None:
+    for part in HALVES:
+        whole, some = (validation_samples(6400, wanted, part) for wanted in (None, 50))
+        assert len(some) == 50 and set(some) <= set(whole)
+        assert some[0] == whole[0] and some[-1] > 0.9 * 6400
+
+
+def test_a_single_sample_has_no_halves() -> None:
+    assert validation_samples(1, None, Validation.report).tolist() == [0]
+    with pytest.raises(ConfigError, match=r"^data\.validation=tuning: .* hold 1 samples.*use all$"):
+        validation_samples(1, None, Validation.tuning)

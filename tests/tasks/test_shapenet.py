@@ -306,12 +306,13 @@ def test_evaluation_of_broken_weights_says_so() -> None:
 def test_baselines() -> None:
     task = ready()
     found = task.baselines()
-    kinds = task._part("test").kinds
-    assert found["majority_accuracy"] == np.bincount(kinds).max() / 300
+    chosen = np.arange(70) * 1000 // 70
+    kinds = task._part("test").kinds[chosen]
+    assert found["majority_accuracy"] == np.bincount(kinds).max() / 70
     assert 0.2 < found["untrained_svm_accuracy"] < 1
     untrained = task.evaluate(task.model())
     assert found["untrained_svm_accuracy"] == untrained["svm_accuracy"]
-    clouds, orders = task._batch("test", np.arange(70) * 300 // 70, 1)
+    clouds, orders = task._batch("test", chosen, 1)
     hidden = taken(patches(clouds, 8, 8)[0], orders[:, 4:])
     assert found["centre_loss"] == pytest.approx(hidden.square().sum(-1).mean().item(), rel=1e-5)
     assert set(ready(objective=Objective.classification).baselines()) == {"majority_accuracy"}

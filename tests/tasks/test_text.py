@@ -22,6 +22,7 @@ from tasks.text import (
     num_windows,
     pieces,
     prepared,
+    token_bytes,
     unigram_entropy,
     windows,
 )
@@ -57,6 +58,22 @@ def test_tokens_decode_to_the_text(tmp_path: Path) -> None:
         assert documents(store, part) == [given[name] for name in names]
         assert store.meta["parts"][part]["documents"] == len(names)
     assert store.meta["num_files"] == 25 and store.meta["sha256"] == corpus.sha256
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text(tmp_path: Path) -> None:
+    """Those of non-ASCII letters, too; separators count only where a text spells them out."""
+    given = [story(300, seed=n) + "<|endoftext|> Ω" for n in range(25)]
+    folder = tmp_path / "given"
+    folder.mkdir()
+    for n, text in enumerate(given):
+        (folder / f"{n}.txt").write_bytes(text.encode())
+    store = prepared(user_corpus(str(folder)), 300, of(16), tmp_path / "root")
+    lengths = token_bytes(store)
+    assert lengths is not None and lengths[store.meta["separator"]] == 0
+    whole = sum(int(lengths[store.tokens(part)].sum()) for part in PARTS)
+    assert whole == sum(len(text.encode()) for text in given)
+    bare = stores.create(tmp_path / "s", {part: [np.array([1])] for part in PARTS}, 257, 0, {})
+    assert token_bytes(bare) is None
 
 
 def test_long_texts_are_cut_without_loss(monkeypatch: pytest.MonkeyPatch) -> None:

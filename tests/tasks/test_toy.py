@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from co2.config import Validation
 from co2.errors import ConfigError
 from tests.tasks.build import mesh, toy
 
@@ -53,6 +54,17 @@ def test_everything_depends_on_the_seed_alone() -> None:
 def test_buffers_of_both_kinds() -> None:
     kinds = {buffer.is_floating_point() for buffer in toy().model().buffers()}
     assert kinds == {True, False}
+
+
+def test_the_halves_of_the_validation_points() -> None:
+    scores = {}
+    for part in Validation:
+        task = toy()
+        task.data.validation = part
+        task.setup(1)
+        scores[part] = task.evaluate(task.model())["loss"]
+    whole, report, tuning = scores.values()
+    assert whole == pytest.approx((report + tuning) / 2, rel=1e-6) and report != tuning
 
 
 def test_delay() -> None:
