@@ -14,6 +14,10 @@ from recipes.recipe import Column, Recipe, Row
 
 OURS = Path("results/ours.csv")
 """Where trials are looked up that were made elsewhere."""
+TUNING = ("data.validation=tuning",)
+"""Overrides of trials: the half of the validation data that no table shows."""
+TUNING_SEED = 1000
+"""The seed of trials, which no table shows."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,8 @@ class TunedRecipe(Recipe):
     grids: Mapping[str, tuple[str, ...]] = field(kw_only=True)
     """By row, the names of its trials' rows. Rows without a grid have nothing to tune."""
     tuned_in: Mapping[str, str] = field(kw_only=True)
-    """By column, the trials' column in which its settings are chosen."""
+    """By column, the trials' column in which its settings are chosen. Where a column is not named,
+    rows are as they are."""
 
     def cells(
         self, scale: str, seeds: Sequence[int] | None = None
@@ -66,7 +71,7 @@ class TunedRecipe(Recipe):
         self, row: Row, column: Column, scale: str, elsewhere: Mapping[tuple[str, str, str], float]
     ) -> Row | None:
         names = self.grids.get(row.name, ())
-        if not names:
+        if not names or column.name not in self.tuned_in:
             return row
         trials, seed = self.trials, self.trials.seeds[0]
         place = trials.column(self.tuned_in[column.name])

@@ -28,6 +28,7 @@ from recipes.functions import FunctionCell, FunctionColumn
 from recipes.laboratory import LabCell
 from recipes.recipe import Recipe, Row
 from recipes.render import render
+from recipes.tuning import TUNING_SEED
 
 PLACE = "gpt2, τ = 12, 2 replicas"
 FOUR = "gpt2, τ = 12, 4 replicas"
@@ -335,8 +336,15 @@ def test_every_experiment_renders_from_a_few_values(place: Path) -> None:
     assert entries_module.NOT_REACHED in (place / "results" / "report.html").read_text()
 
 
-def test_a_fine_tuning_starts_from_the_run_of_its_row() -> None:
-    """Which comes before it, and lies where the recipe says."""
+def test_a_fine_tuning_starts_from_the_run_of_its_row(place: Path) -> None:
+    """Which comes before it, with the rate that won, and lies where the recipe says."""
+    (trial,) = glue.TRIALS.columns
+    write_ours(
+        [
+            line(glue.TRIALS, row.name, trial.name, TUNING_SEED, 4.0 + number % 4 * (number % 2))
+            for number, row in enumerate(glue.TRIALS.rows)
+        ]
+    )
     made: list[str] = []
     for row, column, seed, cell in glue.RECIPE.cells("smoke", (1,)):
         assert isinstance(cell, TrainCell)
@@ -344,8 +352,10 @@ def test_a_fine_tuning_starts_from_the_run_of_its_row() -> None:
             made.append(str(glue.folder(cell)))
             if row.name in ("AllReduce", "0/1 Adam"):
                 assert run_folder(cell.config()) == glue.folder(cell).absolute()
+            assert "optim.lr=1e-3" in cell.overrides, "the first of the best"
             continue
         assert "method=allreduce" in cell.overrides and f"train.seed={seed}" in cell.overrides
+        assert not any(word.startswith("optim.lr=") for word in cell.overrides)
         starts = [word for word in cell.overrides if word.startswith("init_from=")]
         assert starts == ([] if row is glue.NEW else [f"init_from={made[-1]}"])
-    assert len(made) == len(set(made)) == 5
+    assert len(made) == len(set(made)) == 5, "each row has a pre-training of its own"

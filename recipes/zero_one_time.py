@@ -1,0 +1,36 @@
+"""The seconds that 1-bit Adam and 0/1 Adam take on slow links, beside AllReduce.
+
+    sudo python -m recipes run zero_one_time               in the laboratory
+
+Cost: 18 trainings of half a minute to five minutes on 2 cores, half an hour.
+Expected: 1-bit Adam takes a third of AllReduce's time on links of 20 Mbit/s, and 0/1 Adam less.
+v is frozen after 15 % of the steps in both; in longer trainings that part weighs less.
+"""
+
+from recipes.laboratory import LabColumn
+from recipes.methods import LIMIT
+from recipes.recipe import Recipe
+from recipes.zero_one_adam import ROWS, schedule
+
+STEPS = 60
+LINKS = ("20", "100")
+
+RECIPE = Recipe(
+    name="zero_one_time",
+    title="The time that signs save",
+    text=f"Seconds of {STEPS} steps of the laboratory's GPT-2, two workers, every one on a link of "
+    "its own, with the whole schedule of zero_one_adam in them. Repeats stand in for seeds.",
+    rows=(*ROWS, LIMIT),
+    columns=tuple(
+        LabColumn(
+            f"seconds, {mbit} Mbit/s",
+            ("--workers=2", f"--mbit={mbit}", *schedule(STEPS)),
+            "train_s",
+            lower=True,
+            digits=1,
+            curve=False,
+        )
+        for mbit in LINKS
+    ),
+    scales=("smoke",),
+)
