@@ -30,11 +30,8 @@ from recipes import cells
 from recipes.cells import TrainCell, own_words
 from recipes.proposals import AT_ONCE, Proposal, Proposals
 from recipes.spaces import Space, Value
+from recipes.tuning import TUNING, TUNING_SEED
 
-SEED = 1000
-"""Of all trials; never that of a table."""
-TUNING_PART = ("data.validation=tuning",)
-"""What keeps the trials off the validation data that tables report."""
 SHARE = 4
 """A short trial has one step for so many of a whole run."""
 FINALISTS = 3
@@ -133,7 +130,7 @@ class Search:
                 "settings": " ".join(words),
                 "loss": trial.loss,
                 "outcome": "finished" if math.isfinite(trial.loss) else lost,
-                "seed": SEED,
+                "seed": TUNING_SEED,
                 **source_of(trial.cell),
             }
 
@@ -155,8 +152,8 @@ class Search:
         words = [f"task={config.task}", f"scale={config.scale}", f"method={config.method}"]
         words += [f"{config.method}.tau={tau}"] if self.tau is not None and tau is not None else []
         words += [f"{name}={_text(value)}" for name, value in settings.items()]
-        words += [*schedule_words(config.optim, config.train.steps, steps), *TUNING_PART]
-        words += [f"train.seed={SEED}", f"runs={RUNS}"]
+        words += [*schedule_words(config.optim, config.train.steps, steps), *TUNING]
+        words += [f"train.seed={TUNING_SEED}", f"runs={RUNS}"]
         # Nothing is kept of a trial but its figures; stopped by Ctrl-C it saves nevertheless.
         words += ["log.wandb=disabled", "checkpoint.every=0"] if config.scale == "smoke" else []
         return Trial(number, steps, proposal, settings, TrainCell(own_words(words), ("tune",)))
@@ -257,7 +254,7 @@ def _conclude(search: Search, trials: int) -> bool:
         f"Written by: {tune_command(*place, trials)}",
         f"Trial {best.number} of {trials}, then best at the full {best.steps} steps: a loss of "
         f"{best.loss:.4f} on the tuning part of the data",
-        f"with seed {SEED}. Commit {source_of(best.cell)['commit']}.",
+        f"with seed {TUNING_SEED}. Commit {source_of(best.cell)['commit']}.",
         *([f"The winner is {at_border}."] if border else []),
     ]
     nodes: dict[str, dict[str, Value]] = {}
