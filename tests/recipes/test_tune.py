@@ -34,7 +34,7 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(cells.APP.conf, folder, ignore=shutil.ignore_patterns("toy"))
     shutil.copytree(cells.APP.conf / "task", folder / "task", dirs_exist_ok=True)
     monkeypatch.setattr(cells, "APP", dataclasses.replace(cells.APP, conf=folder))
-    monkeypatch.setattr(tune, "TUNING_PART", ())
+    monkeypatch.setattr(tune, "TUNING", ())
     monkeypatch.chdir(tmp_path)
     composed_config.cache_clear()
     yield folder
