@@ -157,7 +157,7 @@ def test_consensus(workers: Pool, case: tuple[str, dict[str, Any]], world: int) 
     check(workers, case, world)
 
 
-@pytest.mark.parametrize("case", [*MOMENTS.items()], ids=str)
+@pytest.mark.parametrize("case", MOMENTS.items(), ids=str)
 def test_consensus_beside_averaged_moments(workers: Pool, case: tuple[str, dict[str, Any]]) -> None:
     check(workers, case, 2, "adamw")
 
@@ -173,15 +173,11 @@ def test_what_was_trained_is_not_what_replicas_go_on_from(
         assert (inside["scale"] - mean_of(runs, step)["scale"]).abs() > 1e-4
 
 
-def alone(rank: int, world: int, case: tuple[str, dict[str, Any]]) -> list[Looked]:
-    return looked_at(rank, world, *case)
-
-
 @pytest.mark.parametrize("case", RESTARTS, ids=str)
 def test_a_single_replica_shows_where_its_round_ended(
     workers: Pool, case: tuple[str, dict[str, Any]]
 ) -> None:
-    [run] = workers.run(alone, 1, case)
+    [run] = workers.run(looked_at, 1, *case)
     for step, expected in enumerate(expected_of([run], *case, "sgd")):
         torch.testing.assert_close(run[step][1], expected, rtol=1e-12, atol=1e-12)
 
