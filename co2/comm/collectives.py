@@ -51,21 +51,28 @@ def data_parallel(
 
 @contextmanager
 def consensus(
-    model: nn.Module, group: dist.ProcessGroup | None, replica_group: dist.ProcessGroup | None
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    replica_group: dist.ProcessGroup | None,
+    show_trained: Callable[[], None],
 ) -> Iterator[None]:
-    """Inside, trainable parameters and floating-point buffers hold their means over the replicas.
-    Afterwards they are restored bit for bit.
+    """Inside, trainable parameters hold the mean over the replicas of what `show_trained` makes of
+    them, and floating-point buffers their mean. Afterwards both are restored bit for bit.
 
     Args:
         model: the module that was given to `prepare`, not a wrapper around it.
         group: this worker and its counterparts in the other replicas.
         replica_group: the workers of this replica. Each of them has buffers of its own, so the
             buffers are averaged over this group too.
+        show_trained: sets this replica's weights to those that training left (Method).
     """
     weights = [local(p.detach()) for p in model.parameters() if p.requires_grad]
     buffers = [b.detach() for b in model.buffers() if b.is_floating_point()]
     try:
-        with averaged([*weights, *buffers], group), averaged(buffers, replica_group):
+        with (
+            averaged([*weights, *buffers], group, show_trained),
+            averaged(buffers, replica_group),
+        ):
             _forget_gathered(model)
             yield
     finally:
@@ -73,14 +80,19 @@ def consensus(
 
 
 @contextmanager
-def averaged(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Inside, the tensors hold their means over the group. Afterwards they are restored bit for
-    bit.
+def averaged(
+    tensors: Sequence[Tensor],
+    group: dist.ProcessGroup | None,
+    begin: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
+    """Inside, the tensors hold their means over the group, taken after `begin`, which may change
+    them. Afterwards they are restored bit for bit.
 
     Blocking: all workers of the group must enter together. A copy of the tensors is kept meanwhile.
     """
     saved = [tensor.clone() for tensor in tensors]
     try:
+        begin()
         if group is not None:
             for tensor in tensors:
                 _apply(

@@ -14,8 +14,9 @@ third call. All replicas hold the same weights after every call.
 Two calls make one update: `train.batch_size` is that of a half, `train.steps` counts halves, and
 each step of Opt has the learning rate of the call it is done in.
 Chosen here: after a second half it is x̃ that is evaluated and saved, which knows more batches than
-x does. To put Opt's state back, the estimate is made one parameter at a time, so that no copy of
-the whole state exists at once.
+x does. Gradients that are under way have moved no weights, so they are not shown. To put Opt's
+state back, the estimate is made one parameter at a time, so that no copy of the whole state exists
+at once.
 Deviations: `train.clip_norm` clips a replica's own half, not the mean. Halves are of equal size;
 the paper lets fast workers compute more. The paper shards Opt's state over the replicas; here every
 replica has all of it. Held: communication buffer, and one vector that is g̃^i while its mean

@@ -108,12 +108,22 @@ class Method:
         raise NotImplementedError
 
     def consensus(self) -> AbstractContextManager[None]:
-        """Inside, the model holds the mean over the replicas: trained weights and float buffers.
+        """Inside, the model holds the mean over the replicas of the weights as training left them,
+        and that of the float buffers.
 
         Both are restored bit for bit afterwards. All replicas must enter together. A collective in
-        flight is neither waited for nor changed, so evaluating more often does not change training.
+        flight may be waited for, where it carries what was trained last, but it stays in flight,
+        so evaluating more often does not change training.
         """
-        return consensus(self.model, self.group, self.replica_group)
+        return consensus(self.model, self.group, self.replica_group, self.show_trained)
+
+    def show_trained(self) -> None:
+        """Set the live weights to those that training left on this replica: a method overrides it
+        whose outer step goes on from an older point, while what was trained last is in flight.
+
+        `consensus` calls it on all replicas, takes the mean, and puts the live weights back.
+        Nothing else may change. `BackgroundMean.join` waits for a result and leaves it in flight.
+        """
 
     def flush(self) -> None:
         """Wait for what is in flight and drop it. Call it at the end of training only."""

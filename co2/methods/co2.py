@@ -12,6 +12,9 @@ Chosen here: the exact gap, which the paper derives from Gap-Aware (arXiv 1909.1
 released code replaces by 1; see GapPenalty. Step 4 runs before step 3, because d_{t−1} lies in
 the only communication buffer; neither step reads what the other writes.
 
+x_{t+1,0} misses round t. So right after its end the consensus is mean_i x^i_{t,τ} = x_{t,0} − d_t,
+which is x_{t+1,0} + α m_t − d_t: d_t is waited for and stays in flight.
+
 `shard` keeps 1/G of the outer state on each replica: ShardedOuterStep has the same trajectory.
 """
 
@@ -21,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from co2.comm.background import BackgroundMean
 from co2.comm.flat import FlatParams
@@ -29,7 +33,7 @@ from co2.errors import require
 from co2.methods.base import MethodStats
 from co2.methods.parts.local import LocalMethod, check_outer, check_tau
 from co2.methods.parts.outer import GapPenalty, Momentum, check_clip, check_gap_penalty
-from co2.methods.parts.outer_shard import OuterShard
+from co2.methods.parts.outer_shard import OuterShard, ShardChunk
 
 
 class CO2(LocalMethod):
@@ -90,6 +94,10 @@ class CO2(LocalMethod):
 
     def end_round(self) -> None:
         self.outer.end_round()
+
+    def show_round_end(self) -> None:
+        self.mean.join()
+        self.outer.show_round_end(self.group)
 
     def largest_lr(self) -> float:
         """γ_t where parameter groups differ."""
@@ -159,13 +167,20 @@ class WholeOuterStep(OuterState):
         arrived = self.mean.wait()  # 1
         if arrived is not None:
             self.gap.update(self.momentum.norm, lr)  # 2
-            self.momentum.step(arrived, self.gap)  # 4
+            self.momentum.step(lambda chunk: chunk.of(arrived), self.gap)  # 4
         self.flat.displacement(self.anchor, out=self.mean.buffer)  # 3
         self.mean.start()
         for chunk in self.flat.chunks:  # 5
             anchor = chunk.of(self.anchor)
             anchor.sub_(chunk.of(self.momentum.vector), alpha=self.config.outer_lr)
             chunk.write(anchor)
+
+    def show_round_end(self, group: ProcessGroup | None) -> None:
+        """Show x_{t,0} − d_t, once d_t is there. Here nothing is sent for it."""
+        for chunk in self.flat.chunks:
+            x, momentum = chunk.of(self.anchor), chunk.of(self.momentum.vector)
+            trained = torch.add(x, momentum, alpha=self.config.outer_lr, out=self.flat.local(chunk))
+            chunk.write(trained.sub_(chunk.of(self.mean.buffer)))
 
     def figures(self) -> tuple[float, float]:
         """Λ and the clipped share of the newest outer step."""
@@ -186,7 +201,9 @@ class ShardedOuterStep(OuterState):
                  x_{t+2,0} = x_{t+1,0} − α m_{t+1}                               all-gather
 
     The anchor lags: between rounds it is what the round before started from, because d_t needs it,
-    and it is moved by the m_t that is still held, to the same bits that were sent.
+    and it is moved by the m_t that is still held, to the same bits that were sent. So this
+    replica's own shard of the buffer need not hold what it has sent: until the round ends it holds
+    its part of mean_i x^i_{t,τ}, which a consensus shows, and step 1 puts the sent bits back.
     Λ_{t+1} is due before γ_{t+1} has come, so the schedule has to tell it.
     """
 
@@ -209,6 +226,8 @@ class ShardedOuterStep(OuterState):
 
     def end_round(self) -> None:
         self.mean.wait()  # 1
+        for chunk in self.shard.chunks:
+            self._next_start(chunk)
         self.settled = self._newest_figures()
         self.flat.swap(self.mean.buffer)  # 2
         lr, ahead = self.largest_lr(), self.next_largest_lr()
@@ -219,18 +238,32 @@ class ShardedOuterStep(OuterState):
     @torch.no_grad()
     def outer_step(self, lr: float) -> None:
         """Step 3, with γ_{t+1} = `lr`. In the background: nothing else touches the outer state."""
-        shard, alpha = self.shard, self.config.outer_lr
-        shard.reduce_scatter()
-        for chunk in shard.chunks:
-            anchor, mean = chunk.of(self.anchor), chunk.of(shard.own)
-            torch.sub(anchor, mean, out=mean)
-            anchor.sub_(chunk.of(self.momentum.vector), alpha=alpha)
+        self.shard.reduce_scatter()
         self.gap.update(self.momentum.norm, lr)
-        self.momentum.step(shard.own, self.gap)
-        for chunk in shard.chunks:
-            anchor, momentum = chunk.of(self.anchor), chunk.of(self.momentum.vector)
-            torch.sub(anchor, momentum, alpha=alpha, out=chunk.of(shard.own))
-        shard.all_gather()
+        self.momentum.step(self._pseudo_gradient, self.gap)
+        for chunk in self.shard.chunks:
+            mean = self.shard.scratch.copy_(chunk.of(self.shard.own))
+            self._next_start(chunk)
+            self.shard.all_gather(chunk)
+            chunk.of(self.shard.own).copy_(mean)
+
+    def _pseudo_gradient(self, chunk: ShardChunk) -> Tensor:
+        """Return d_t of a chunk, and move the anchor on, by the momentum as it is before its step.
+        In scratch that the next call overwrites."""
+        anchor, mean = chunk.of(self.anchor), chunk.of(self.shard.own)
+        d = torch.sub(anchor, mean, out=self.shard.scratch)
+        anchor.sub_(chunk.of(self.momentum.vector), alpha=self.config.outer_lr)
+        return d
+
+    def _next_start(self, chunk: ShardChunk) -> None:
+        """Put what all replicas go on from into this replica's shard of the buffer."""
+        anchor, momentum = chunk.of(self.anchor), chunk.of(self.momentum.vector)
+        out = chunk.of(self.shard.own)
+        torch.sub(anchor, momentum, alpha=self.config.outer_lr, out=out)
+
+    def show_round_end(self, group: ProcessGroup | None) -> None:
+        """Show mean_i x^i_{t,τ}, once the outer step is done. `group` gathers its shards."""
+        self.flat.write(self.shard.gathered(group))
 
     def figures(self) -> tuple[float, float]:
         """Λ and the clipped share, as of the round that ended last."""

@@ -10,7 +10,8 @@
 c is equal on all replicas, bit for bit. p^i counts every step, also those whose effect on x^i was
 cut by κ, so that no progress is lost. With a delay of τ, κ = 1 and w = 0 is CoCoD-SGD, and
 κ = w = 0 is CO2 with β = 0 and Λ = 1. A delay of 0 blocks: it is local SGD for w = 0, and DiLoCo
-with α = 1 for w = β.
+with α = 1 for w = β. Right after a round's end the consensus is c + mean_i p^i_t: all that is known
+and all that was trained. The mean of the x^i lacks what κ has cut.
 
 Why κ is below 1: in a direction of such high curvature that `delay` steps undo a deviation from the
 optimum, q^i holds the same correction that the mean brings. With a delay of τ a replica's own
@@ -89,6 +90,15 @@ class CO2Keep(LocalMethod):
             torch.sub(start, x, out=buffer)  # −p^i_t
             start.copy_(x)
         self.mean.start()
+
+    def show_round_end(self) -> None:
+        """Show c + δ_t, and wait for δ_t. Without delay it is in c already."""
+        if self.config.delay == 0:
+            return
+        self.mean.join()
+        for chunk in self.flat.chunks:
+            x = self.flat.local(chunk)
+            chunk.write(torch.sub(chunk.of(self.center), chunk.of(self.mean.buffer), out=x))
 
     def arrive(self) -> None:
         """Take δ_t, which has arrived: move the center by it, and the replica to the center."""

@@ -6,7 +6,8 @@
         x^i_{t+1,0} = x^i_{t,τ} + (δ_{t−1} − p^i_{t−1})
         start the mean of p^i_t                     δ_{−1} = p^i_{−1} = 0
 
-τ → `tau`. Local progress is kept; replicas differ by one round's disagreement.
+τ → `tau`. Local progress is kept; replicas differ by one round's disagreement, which their mean is
+free of: the consensus is the mean of the x^i_{t,τ}, right after a round's end too.
 Deviation: the pseudo-gradient −p travels, as in every method here.
 """
 

@@ -6,7 +6,8 @@
 
 K_x → `tau`, K_u → `first_moment_every`, K_v → `second_moment_every`. What changes slowly can be
 averaged rarely: the half-life of a moment is ln ½/ln β steps. With K_u = K_v = K_x this is Local
-Adam. All three means go through one buffer, one after the other.
+Adam. All three means go through one buffer, one after the other. The mean of the x^i is the
+consensus, because nothing is under way between two steps.
 Chosen here: an element whose own v is 0, say because this replica has not seen its token yet, takes
 in no mean of m, which divided by ε would be a huge step. Where v is small but not 0 a step may
 still be larger than Adam's own; with K_v = K_u it cannot. If both are due, v is averaged first.

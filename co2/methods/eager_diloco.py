@@ -10,6 +10,8 @@
 
 τ → `tau`, α → `outer_lr`, β → `outer_momentum`; G replicas. Start and momentum differ between the
 replicas: each knows its own G-th part of round t at once, and that of the others one round later.
+Right after a round's end the consensus is the mean of these outer points, as DiLoCo's is the one it
+has.
 Deviation: with bf16 on the wire the rounded D^i_t, which is sent, is also what is added and, a
 round later, subtracted. If one of them were exact, the replicas would drift apart by its rounding.
 """

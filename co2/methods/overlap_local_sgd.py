@@ -6,7 +6,9 @@
         x^i ← (1−a) x^i + a z                       pull towards the anchor
         start the mean of the pulled x^i
 
-τ → `tau`, a → `pull`, β → `outer_momentum`.
+τ → `tau`, a → `pull`, β → `outer_momentum`. Right after a round's end the consensus is the mean of
+the x^i before the pull, towards a z that misses the newest round. They follow from the pulled x^i
+and z, which cost them 1/(1−a) times their rounding.
 Deviation: z − x^i travels, not x^i. The anchor does not move while it travels, so z − x̄ itself
 arrives.
 """
@@ -56,3 +58,10 @@ class OverlapLocalSGD(LocalMethod):
             chunk.write(x)
             torch.sub(z, x, out=buffer)
         self.mean.start()
+
+    def show_round_end(self) -> None:
+        """Undo the pull: x^i + a/(1−a) (x^i − z)."""
+        pull = self.config.pull
+        for chunk in self.flat.chunks:
+            x = self.flat.local(chunk)
+            chunk.write(x.lerp_(chunk.of(self.anchor), -pull / (1 - pull)))

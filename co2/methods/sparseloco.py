@@ -9,7 +9,8 @@
 τ → `tau` (the paper's H), K/4,096 → `density`, β → `error_decay`, α → `outer_lr`. What a replica
 has not sent stays in its error e^i, which takes the place of outer momentum. A value that is sent
 costs 14 bits, two for itself and twelve for its index; a chunk has 32 bits on top. All replicas
-hold the same x_{t,0}. The inner optimizer may be any; its state stays local and is kept.
+hold the same x_{t,0}, which is the consensus right after a round's end, without the errors: what
+has not been sent is owed. The inner optimizer may be any; its state stays local and is kept.
 
 Chosen here:
 - Q has four levels in each chunk, plus or minus one of two magnitudes (sparse.py, `TwoBits`). The

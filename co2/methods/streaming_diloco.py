@@ -20,6 +20,9 @@ With `exchange` int8 or int4 the θ − x^i are quantized, with one scale for ea
 and so is their mean. Rounding errors are kept and added the next time (co2/comm/exchange.py). d is
 then the quantized mean, equal on all replicas.
 
+The consensus is always the mean of the x^i. The share 1 − mix of the steps made while d was under
+way is not late but given up, and whatever else was trained is in the x^i.
+
 Chosen here: the offsets if P does not divide τ, rounded up, so that no two fragments have a sync
 in the same step; and uniform quantization with error feedback, where the paper sends floats of 4
 bits.

@@ -51,6 +51,7 @@ from tests.cli.harness import (
 )
 from tests.cli.test_resume import METHODS
 from tests.server import environment, fork_program
+from tests.tasks.build import toy
 from tests.workers import Pool
 
 PARAMETERS = 16 * 32 + 32 + 2 * 32 + 32 * CLASSES + CLASSES
@@ -118,6 +119,11 @@ class TestFolder:
         told = summary(spawned.folder)
         last = metrics(spawned.folder, "eval")[-1]
         assert told["final"] == {key: last[key] for key in ("loss", "accuracy")}
+        task = toy()  # like the run's, but for what is trained
+        task.setup(1)
+        model = task.model()
+        model.load_state_dict(weights(spawned.folder))
+        assert task.evaluate(model) == pytest.approx(told["final"], rel=1e-6)
         assert told["steps"] == 60 and told["workers"] == 2 and told["unit"] == "samples"
         assert told["extra_model_copies"] == 3
         assert told["memory"]["parameter_bytes"] == 4 * PARAMETERS

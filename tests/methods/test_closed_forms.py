@@ -1,4 +1,5 @@
-"""Round starts that fit on the back of an envelope, for every method and for its reference.
+"""Round starts, and what consensus shows at the rounds' ends, that fit on the back of an envelope,
+for every method and for its reference.
 
 The weights start at 0 and move by given displacements, through SGD without momentum on gradients
 that are set by hand. Everything expected here was typed, not computed by the code under test.
@@ -14,9 +15,11 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 import co2
+from co2.config import CommConfig, CommDevice, Precision
 from co2.methods import METHODS
+from tests.methods.late_stream import late, no_gpu_needed
 from tests.reference import REFERENCES
-from tests.reference.replica import Replica
+from tests.reference.replica import Replica, mean
 from tests.workers import Pool
 
 Vector = tuple[float, ...]
@@ -33,12 +36,19 @@ class Case:
     """By replica, by round: the weights after it."""
     lr: list[Vector] = field(default_factory=lambda: [(1.0,)])
     """By round: the inner rate of every step, or one for all. The last round's goes on."""
+    shown: list[Vector] | None = None
+    """By round: what consensus shows after it; None for the mean of the weights."""
 
     def __str__(self) -> str:
         return f"{self.method}: {self.name}"
 
     def at(self, table: list[Vector], step: int) -> Vector:
         return table[min(step // self.settings["tau"], len(table) - 1)]
+
+    def consensus(self) -> list[Vector]:
+        """By round: what consensus shows after it."""
+        means = torch.tensor(self.expected, dtype=torch.float64).mean(dim=0)
+        return self.shown or [tuple(weights) for weights in means.tolist()]
 
     def backward(self, model: nn.Module, step: int, replica: int) -> None:
         for weight, gradient in zip(
@@ -73,14 +83,16 @@ def co2_case(
 ) -> Case:
     lr = settings.pop("lr", [(1.0,)])
     plain = {"outer_lr": 1.0, "outer_momentum": 0.0, "gap_penalty": "none", "clip": None}
-    return Case(name, "co2", {"tau": 2, **plain, **settings}, gradients, expected, lr)
+    shown = settings.pop("shown")  # a displacement away from the weights of the round before
+    return Case(name, "co2", {"tau": 2, **plain, **settings}, gradients, expected, lr, shown)
 
 
 def keep_case(
     name: str, gradients: list[list[Vector]], expected: list[list[Vector]], **settings: Any
 ) -> Case:
     plain = {"tau": 2, "outer_momentum": 0.0, "momentum_weight": 0.0}
-    return Case(name, "co2_keep", {**plain, **settings}, gradients, expected)
+    shown = settings.pop("shown", None)
+    return Case(name, "co2_keep", {**plain, **settings}, gradients, expected, shown=shown)
 
 
 def slowmo_case(name: str, expected: list[list[Vector]], lr: list[Vector], alpha: float) -> Case:
@@ -100,10 +112,11 @@ CASES = [
                 [(0.1,), (0.1, 0.1, 0.1, 0.0), (0.1,)], 0.5),
     Case("no momentum", "overlap_local_sgd", {"tau": 2, "pull": 0.6, "outer_momentum": 0.0},
          [scalars(0.5), scalars(1.5)],
-         [scalars(-0.4, -1.04, -1.776), scalars(-1.2, -2.16, -3.024)]),
+         [scalars(-0.4, -1.04, -1.776), scalars(-1.2, -2.16, -3.024)],
+         shown=scalars(-2, -2.8, -3.6)),
     # means -.5, -1, -1.625; v = .5, .75, .75; z = -.5, -1.25, -2
     Case("anchor momentum", "overlap_local_sgd", {"tau": 2, "pull": 0.5, "outer_momentum": 0.5},
-         ONE, [scalars(-0.5, -1.0, -1.625, -2.3125)]),
+         ONE, [scalars(-0.5, -1.0, -1.625, -2.3125)], shown=scalars(-1, -1.5, -2, -2.625)),
     Case("two keep their disagreement of a round", "cocod_sgd", {"tau": 2},
          [scalars(0.5), scalars(1.5)],
          [scalars(-1, -3, -5, -7), scalars(-3, -5, -7, -9)]),
@@ -146,57 +159,66 @@ CASES = [
     keep_case("SlowMo's starts", ONE, [scalars(-1, -2.5, -4.25, -6.125)],
               keep_local=1.0, outer_momentum=0.5, momentum_weight=0.5),
     # from round 1 on half a round stays behind
-    keep_case("half is keep_local", ONE, [scalars(-1, -1.5, -2.5, -3.5)], keep_local=0.5),
+    keep_case("half is keep_local", ONE, [scalars(-1, -1.5, -2.5, -3.5)], keep_local=0.5,
+              shown=scalars(-1, -2, -3, -4)),
     # after step 3 at -1 - .25, after step 5 at -2 - .25
     keep_case("half is kept of one step", ONE, [scalars(-1, -1.75, -2.75, -3.75)],
-              keep_local=0.5, delay=1),
+              keep_local=0.5, delay=1, shown=scalars(-1, -2, -3, -4)),
     keep_case("all is kept of one step", ONE, [scalars(-1, -2, -3, -4)], keep_local=1.0, delay=1),
     keep_case("DiLoCo's Nesterov", ONE, [scalars(-1.5, -3.25, -5.125)],
               keep_local=0.0, delay=0, outer_momentum=0.5, momentum_weight=0.5),
     keep_case("two keep half their disagreement", [scalars(0.5), scalars(1.5)],
-              [scalars(-1, -2.5, -4.5, -6.5), scalars(-3, -3.5, -5.5, -7.5)], keep_local=0.5),
+              [scalars(-1, -2.5, -4.5, -6.5), scalars(-3, -3.5, -5.5, -7.5)], keep_local=0.5,
+              shown=scalars(-2, -4, -6, -8)),
     # u = 0, -2, -3, -3.5: CoCoD-SGD's rounds, and half of u
     keep_case("two keep their disagreement", [scalars(0.5), scalars(1.5)],
               [scalars(-1, -4, -7.5, -11.25), scalars(-3, -6, -9.5, -13.25)],
               keep_local=1.0, outer_momentum=0.5, momentum_weight=0.5),
-    co2_case("one round late", ONE, [scalars(0, -1, -2, -3)]),
-    co2_case("momentum", ONE, [scalars(0, -1, -2.5, -4.25, -6.125)], outer_momentum=0.5),
+    co2_case("one round late", ONE, [scalars(0, -1, -2, -3)], shown=scalars(-1, -1, -2, -3)),
+    co2_case("momentum", ONE, [scalars(0, -1, -2.5, -4.25, -6.125)], outer_momentum=0.5,
+             shown=scalars(-1, -1, -2, -3.5, -5.25)),
     co2_case("outer rate", ONE, [scalars(0, -0.5, -1.25, -2.125)],
-             outer_momentum=0.5, outer_lr=0.5),
-    co2_case("constant gap", ONE, [scalars(0, -0.5, -1, -1.5)], gap_penalty=2.0),
+             outer_momentum=0.5, outer_lr=0.5, shown=scalars(-1, -1, -1.5, -2.25)),
+    co2_case("constant gap", ONE, [scalars(0, -0.5, -1, -1.5)], gap_penalty=2.0,
+             shown=scalars(-1, -1, -1.5, -2)),
     co2_case("two replicas", [scalars(0.5), scalars(1.5)],
-             [scalars(0, -2, -5, -8.5, -12.25)] * 2, outer_momentum=0.5),
-    co2_case("clip", [scalars(5)], [scalars(0, -5, -10, -15)], outer_momentum=0.5, clip=5.0),
+             [scalars(0, -2, -5, -8.5, -12.25)] * 2, outer_momentum=0.5,
+             shown=scalars(-2, -2, -4, -7, -10.5)),
+    co2_case("clip", [scalars(5)], [scalars(0, -5, -10, -15)], outer_momentum=0.5, clip=5.0,
+             shown=scalars(-10, -10, -15, -20)),
     co2_case("the clipped momentum is stored", [scalars(5, 0)], [scalars(0, -5, -7.5, -8.75)],
-             outer_momentum=0.5, clip=5.0),
+             outer_momentum=0.5, clip=5.0, shown=scalars(-10, 0, -5, -7.5)),
     co2_case("clip by norm", [[(1.5, 2.0)]], [[(0, 0), (-1.5, -2), (-3, -4), (-4.5, -6)]],
-             outer_momentum=0.5, clip=2.5, clip_mode="norm"),
+             outer_momentum=0.5, clip=2.5, clip_mode="norm",
+             shown=[(-3, -4), (-3, -4), (-4.5, -6), (-6, -8)]),
     co2_case("clip by norm leaves short ones", [[(1.5, 2.0)]], [[(0, 0), (-3, -4), (-6, -8)]],
-             clip=5.5, clip_mode="norm"),
+             clip=5.5, clip_mode="norm", shown=[(-3, -4), (-3, -4), (-6, -8)]),
     # C_2 = .1/(1 - .9^2) and Lambda_2 = 1 + 1.9; C_3 = (.09 + .1 * 10/29)/(1 - .9^3)
     co2_case("gap", ONE,
              [scalars(0, -1, -1 - NEXT, -1 - NEXT - 1 / (1 + NEXT * 0.271 / (0.09 + 0.1 * NEXT)))],
-             gap_penalty="gap_aware"),
+             gap_penalty="gap_aware", shown=scalars(-1, -1, -2, -2 - NEXT)),
     # rates 1, 1, 1/2: C_2 = .1 * 2/.19, Lambda_2 = 1 + .95
     co2_case("gap at half the rate", [scalars(0.5, 0.5, 1.0)], [scalars(0, -1, -1 - 1 / 1.95)],
-             gap_penalty="gap_aware", lr=[(1.0,), (1.0,), (0.5,)]),
+             gap_penalty="gap_aware", lr=[(1.0,), (1.0,), (0.5,)], shown=scalars(-1, -1, -2)),
     # rates 1, 1/2, 1/2: the first round's rate counts too, though nothing arrives in it
     co2_case("gap after a first round at the full rate", [scalars(0.5, 1.0, 1.0)],
              [scalars(0, -1, -1 - 1 / 1.95)],
-             gap_penalty="gap_aware", lr=[(1.0,), (0.5,), (0.5,)]),
+             gap_penalty="gap_aware", lr=[(1.0,), (0.5,), (0.5,)], shown=scalars(-1, -1, -2)),
     # rate 0 ends round 2: Lambda_2 = 1 and the average waits, so Lambda_3 = 2.9
     co2_case("gap at rate 0", [scalars(0.5, 0.5, 1.0, 0.5)], [scalars(0, -1, -2, -2 - NEXT)],
-             gap_penalty="gap_aware", lr=[(1.0,), (1.0,), (1.0, 0.0), (1.0,)]),
+             gap_penalty="gap_aware", lr=[(1.0,), (1.0,), (1.0, 0.0), (1.0,)],
+             shown=scalars(-1, -1, -2, -3)),
     # disp_2 = sqrt((1 + 9)/2); C_2 = disp_2/1.9
     co2_case("gap of two elements", [[(0.5, 1.5)]],
-             [[(0, 0), (-1, -3), (-1 - 1 / 2.9, -3 - 3 / 2.9)]], gap_penalty="gap_aware"),
+             [[(0, 0), (-1, -3), (-1 - 1 / 2.9, -3 - 3 / 2.9)]], gap_penalty="gap_aware",
+             shown=[(-1, -3), (-1, -3), (-2, -6)]),
     co2_case("gap by element", [[(0.5, 1.5)]],
              [[(0, 0), (-1, -3),
                (-1 - 1 / (1 + 1.9 / sqrt(5)), -3 - 3 / (1 + 3 * 1.9 / sqrt(5)))]],
-             gap_penalty="gap_aware_elementwise"),
+             gap_penalty="gap_aware_elementwise", shown=[(-1, -3), (-1, -3), (-2, -6)]),
     # alpha scales the movement and so C, not Lambda: 0, 0, -.5, -.5 - .5/2.9
     co2_case("gap at half the outer rate", ONE, [scalars(0, -0.5, -0.5 - 0.5 / 2.9)],
-             gap_penalty="gap_aware", outer_lr=0.5),
+             gap_penalty="gap_aware", outer_lr=0.5, shown=scalars(-1, -1, -1.5)),
 ]  # fmt: skip
 SHARDED = [
     replace(case, name=f"{case.name}, sharded", settings={**case.settings, "shard": True})
@@ -209,26 +231,47 @@ def values(model: nn.Module) -> Vector:
     return tuple(weight.item() for weight in model.parameters())
 
 
-def trained(rank: int, world: int, case: Case) -> list[Vector]:
-    """One replica's weights after each round, under the method."""
+Trained = tuple[list[Vector], list[Vector]]
+"""The weights after each round, and what consensus shows there."""
+
+
+def trained(rank: int, world: int, case: Case, comm: CommConfig | None = None) -> Trained:
+    """One replica under the method."""
     model, optimizer = case.build()
-    method = METHODS[case.method](METHODS[case.method].Config(**case.settings))
-    method.prepare(model, optimizer, co2.Mesh.world(), schedule=case.rate)
-    history = []
+    with no_gpu_needed(late):
+        method = METHODS[case.method](METHODS[case.method].Config(**case.settings), comm)
+        method.prepare(model, optimizer, co2.Mesh.world(), schedule=case.rate)
+    history, shown = [], []
     for step in range(len(case.expected[0]) * case.settings["tau"]):
         case.set_lr(optimizer, step)
         case.backward(model, step, rank)
         method.step()
         if (step + 1) % case.settings["tau"] == 0:
             history.append(values(model))
+            with method.consensus():
+                shown.append(values(model))
+            assert values(model) == history[-1]
     method.flush()
-    return history
+    return history, shown
 
 
 @pytest.mark.parametrize("case", CASES + SHARDED, ids=str)
 def test_method(workers: Pool, case: Case) -> None:
-    histories = workers.run(trained, len(case.gradients), case)
-    assert_expected(histories, case)
+    assert_expected(workers.run(trained, len(case.gradients), case), case)
+
+
+WIRES = [CommConfig(dtype=Precision.bf16), CommConfig(device=CommDevice.cpu)]
+HALVES = [
+    case for case in CASES if case.name in ("two replicas", "two keep half their disagreement")
+]
+
+
+@pytest.mark.parametrize("comm", WIRES, ids=["bf16", "host"])
+@pytest.mark.parametrize("case", HALVES, ids=str)
+def test_method_over_another_wire(workers: Pool, case: Case, comm: CommConfig) -> None:
+    """bf16 holds the displacements of these cases; vectors in the host's memory, beside a model
+    that is as far as on a GPU, hold any."""
+    assert_expected(workers.run(trained, len(case.gradients), case, comm), case)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -243,15 +286,24 @@ def test_reference(case: Case) -> None:
         replicas.append(Replica(model, optimizer, backward, case.set_lr))
     rounds = REFERENCES[case.method](replicas, **case.settings)
     histories: list[list[Vector]] = [[] for _ in replicas]
+    shown: list[Vector] = []
     for _ in case.expected[0]:
-        next(rounds)
+        found = next(rounds)
+        if found is None:
+            found = mean(replica.weights() for replica in replicas)
+        shown.append(tuple(found.tolist()))
         for replica, history in zip(replicas, histories, strict=True):
             history.append(values(replica.model))
-    assert_expected(histories, case)
+    assert_expected([(history, shown) for history in histories], case)
 
 
-def assert_expected(histories: list[list[Vector]], case: Case) -> None:
-    measured, expected = (
-        torch.tensor(table, dtype=torch.float64) for table in (histories, case.expected)
-    )
-    torch.testing.assert_close(measured, expected, rtol=0, atol=1e-12)
+def assert_expected(found: list[Trained], case: Case) -> None:
+    histories = [history for history, _ in found]
+    assert_close(histories, case.expected)
+    for _, shown in found:
+        assert_close(shown, case.consensus())
+
+
+def assert_close(measured: list[Any], expected: list[Any]) -> None:
+    one, other = (torch.tensor(table, dtype=torch.float64) for table in (measured, expected))
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-12)

@@ -50,10 +50,8 @@ WITH_MOMENTS = [
 """These need an inner Adam."""
 
 
-def simulate(
-    name: str, settings: dict[str, Any], optimizer: str, world: int, dtype: torch.dtype
-) -> list[list[Snapshot]]:
-    """By replica: its state at the start of training and after each round."""
+def replicas_of(optimizer: str, world: int, dtype: torch.dtype) -> list[Replica]:
+    """Replicas of `problem`, for a reference to train."""
     replicas = []
     for rank in range(world):
         net, inner = problem.build(0, optimizer, dtype)
@@ -62,6 +60,14 @@ def simulate(
             problem.backward(model, step, rank)
 
         replicas.append(Replica(net, inner, backward, problem.set_lr))
+    return replicas
+
+
+def simulate(
+    name: str, settings: dict[str, Any], optimizer: str, world: int, dtype: torch.dtype
+) -> list[list[Snapshot]]:
+    """By replica: its state at the start of training and after each round."""
+    replicas = replicas_of(optimizer, world, dtype)
     histories = [[problem.snapshot(replica.model)] for replica in replicas]
     rounds = REFERENCES[name](replicas, **settings)
     while replicas[0].steps_done < ROUNDS * problem.TAU:

@@ -33,14 +33,15 @@ History = tuple[list[Whole], list[MethodStats], list[Whole]]
 def trajectory(
     rank: int, kind: str, strategy: Strategy, size: int, halves: int, options: dict
 ) -> History:
-    """Weights after every step, the method's figures, and two consensuses."""
+    """Weights after every step, the method's figures, and three consensuses, of which the middle
+    one is at a round's end."""
     worker = Worker(rank, kind, strategy, size, **options)
     history, figures, consensuses = [worker.whole()], [], []
     for step in range(STEPS):
         worker.step(halves)
         history.append(worker.whole())
         figures.append(worker.method.stats())
-        if step in (4, 7):
+        if step in (4, 5, 7):
             x = torch.ones(1, 5, dtype=torch.float64)
             with worker.method.consensus(), torch.no_grad():
                 buffers = {name: b.clone() for name, b in worker.net.named_buffers()}

@@ -1,4 +1,5 @@
-"""Stopping and going on, at any step, is bit for bit the same as never having stopped."""
+"""Stopping and going on, at any step, is bit for bit the same as never having stopped. What
+consensus shows there is the same too."""
 
 import io
 from typing import Any
@@ -50,19 +51,25 @@ def finish(session: Session) -> tuple[Snapshot, dict[str, Any], dict[str, Any]]:
     return session.snapshot(), session.optimizer.state_dict(), untimed
 
 
+def shown(session: Session) -> Snapshot:
+    with session.method.consensus():
+        return session.snapshot()
+
+
 def stop_everywhere(rank: int, world: int, name: str, settings: dict[str, Any]) -> None:
     expected = finish(Session(rank, name, settings, "adamw"))
     first = Session(rank, name, settings, "adamw")
     saves = []
     for _ in range(3 * TAU):
         first.step()
-        saves.append(save(first))
-    assert_same(finish(first), expected)  # saving is no disturbance either
-    for saved in saves:
+        saves.append((save(first), shown(first)))
+    assert_same(finish(first), expected)  # saving is no disturbance either, nor is looking
+    for saved, seen in saves:
         # Another seed: whatever is not loaded shows.
         again = Session(rank, name, settings, "adamw", seed=rank + 50)
         state = load(again, saved)
         assert_same(again.method.state_dict(), state["method"])
+        assert_same(shown(again), seen)
         assert_same(finish(again), expected)
 
 

@@ -36,4 +36,5 @@ REFERENCES = {
     "zero_one_adam": zero_one_adam.rounds,
 }
 """Name to `rounds(replicas, **settings)`: an endless iterator, one item a round, that trains the
-replicas in place. After item t they hold what they start round t + 1 from."""
+replicas in place. After item t they hold what they start round t + 1 from, and the item is what
+consensus shows then, as one vector; None for the mean of what they hold, as amid a round."""

@@ -2,6 +2,7 @@
 
 End of round t: d_{t-1} arrives (none at t = 0, where m stays 0), the mean of x_{t,0} - x^i_{t,tau}
 is started, m_t = clip(beta m_{t-1} + d_{t-1} / Lambda_t, phi), x_{t+1,0} = x_{t,0} - alpha m_t.
+Consensus then shows the mean of the ends, x_{t,0} - d_t.
 """
 
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ def rounds(
     clip: float | None = None,
     clip_mode: str = "value",
     average_moments: bool = False,
-) -> Iterator[None]:
+) -> Iterator[Tensor]:
     gap = Gap(elementwise=gap_penalty == "gap_aware_elementwise")
     constant = {"none": 1.0}.get(gap_penalty, gap_penalty)
     x = previous_x = replicas[0].weights()
@@ -60,6 +61,7 @@ def rounds(
     while True:
         for replica in replicas:
             replica.train(tau)
+        trained = mean(replica.weights() for replica in replicas)
         gamma = replicas[0].lr()
         gap.largest_gamma = max(gap.largest_gamma, gamma)
         arrived, in_flight = in_flight, mean(x - replica.weights() for replica in replicas)
@@ -74,4 +76,4 @@ def rounds(
             if moments_in_flight is not None:
                 correct(replicas, moments_in_flight, tau)
             moments_in_flight = moments(replicas)
-        yield
+        yield trained

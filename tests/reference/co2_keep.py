@@ -2,7 +2,8 @@
 
 delta_t is the mean of all steps of round t. When it arrives, u = beta u + delta_t and
 c = c + delta_t + w u, the same on all; replica i goes on from c + kappa q^i, where q^i is the sum
-of its own steps since round t ended. All steps count as progress, whatever kappa cut.
+of its own steps since round t ended. All steps count as progress, whatever kappa cut. Right after
+round t consensus shows c + delta_t, which is still under way unless the delay is 0.
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ def rounds(
     keep_local: float = 0.5,
     delay: int | None = None,
     average_moments: bool = False,
-) -> Iterator[None]:
+) -> Iterator[Tensor]:
     delay = tau if delay is None else delay
     center = replicas[0].weights()
     u = torch.zeros_like(center)
@@ -58,4 +59,4 @@ def rounds(
         if delay == 0:
             arrive(delta, [torch.zeros_like(center)] * len(replicas))
             delta = None
-        yield
+        yield center if delta is None else center + delta

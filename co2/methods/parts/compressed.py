@@ -1,7 +1,9 @@
 """CompressedAdam: what the two 1-bit variants of Adam have in common.
 
 Both take the place of the inner Adam: they read its parameter groups (lr, betas, eps, weight decay)
-but never call its step. Moments and errors are flat vectors, in the order of FlatParams.
+but never call its step. Moments and errors are flat vectors, in the order of FlatParams. The mean
+of the x^i is the consensus: nothing is under way between two steps, and errors have moved no
+weights.
 """
 
 from collections.abc import Mapping

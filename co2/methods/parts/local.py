@@ -24,7 +24,8 @@ class LocalMethod(Method):
     - `waits`;
     - `init_outer_state()`, which makes the vectors that it holds, and `state_tensors()`, which
       names them beside the communication buffer;
-    - `end_round()`.
+    - `end_round()`;
+    - `show_round_end()`, if it lets replicas go on from a point that misses the round just trained.
 
     Where `Config` has `average_moments` and it is true, the moments of the inner Adam are averaged
     at the end of each round too (parts/moments.py). A method that takes a mean in amid a round
@@ -55,6 +56,15 @@ class LocalMethod(Method):
     def end_round(self) -> None:
         """Do what the method's equations say for the end of a round."""
         raise NotImplementedError
+
+    def show_round_end(self) -> None:
+        """Right after `end_round`: set the live weights to those that training left. See
+        `Method.show_trained`; by default they are that already."""
+
+    def show_trained(self) -> None:
+        if 0 < self.round_began == self.steps:
+            with torch.no_grad(), self.flat.round():
+                self.show_round_end()
 
     def set_up(self) -> nn.Module:
         self.flat = FlatParams(self.optimizer, self.comm.device, mesh=self.mesh)

@@ -4,6 +4,7 @@ Everything works in place on chunks that fit the cache, so that there is no temp
 size. Figures stay on the device as scalars, so that the host never waits for a GPU.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -109,14 +110,14 @@ class Momentum:
         self.clipped = torch.zeros((), dtype=torch.float64, device=flat.device)
         """Share of the elements that the last step clipped; 1 or 0 if it clips by norm."""
 
-    def step(self, mean: Tensor, gap: GapPenalty) -> None:
-        """Do one step with d = `mean`, a vector as `flat` makes them."""
+    def step(self, mean: Callable[[Any], Tensor], gap: GapPenalty) -> None:
+        """Do one step with d, of which `mean` returns one chunk of `flat` at a time, each once."""
         by_value = self.clip if self.clip_mode == "value" else None
         by_norm = self.clip if self.clip_mode == "norm" else None
         squares = torch.zeros_like(self.norm)
         clipped = torch.zeros_like(self.norm)
         for chunk in self.flat.chunks:
-            m, d = chunk.of(self.vector), chunk.of(mean).to(self.flat.dtype)
+            m, d = chunk.of(self.vector), mean(chunk).to(self.flat.dtype)
             if gap.kind == "none":
                 m.mul_(self.beta).add_(d)
             else:

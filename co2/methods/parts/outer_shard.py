@@ -59,6 +59,8 @@ class OuterShard:
         self._rows = self.mean.buffer.view(rows, self.num_replicas * piece)
         self.own = self._rows.view(rows, self.num_replicas, piece)[:, mesh.replica]
         """This replica's shard of the buffer, (rows, piece), as a view."""
+        self.scratch = torch.empty_like(self.own[0])
+        """One chunk, for whoever works on the shard."""
         self._exchanges = self.num_replicas > 1 and padded > 0
         sorts = self.device.type == "cpu" and self._exchanges
         self._received = self._rows[0].clone() if sorts else self._rows.new_empty(0)
@@ -83,12 +85,23 @@ class OuterShard:
                 dist.all_to_all_single(self._received, row, group=self.mean.group)
                 torch.mean(self._received.view(self.num_replicas, -1), dim=0, out=own)
 
-    def all_gather(self) -> None:
-        """Set the buffer to the `own` of all replicas. Blocking."""
-        if not self._exchanges:
-            return
-        for row, own in zip(self._rows, self.own, strict=True):
+    def all_gather(self, chunk: ShardChunk) -> None:
+        """Set the chunk's row of the buffer to the `own` of all replicas. Blocking."""
+        if self._exchanges:
+            row, own = chunk.of(self._rows), chunk.of(self.own)
             dist.all_gather_into_tensor(row, own, group=self.mean.group)
+
+    def gathered(self, group: dist.ProcessGroup | None) -> Tensor:
+        """Return a new vector, as long as the buffer, of the `own` of all replicas. Blocking.
+
+        Args:
+            group: the replicas, as in `mean.group`, which may be in use or closed.
+        """
+        whole = self.mean.buffer.clone()
+        if self._exchanges:
+            for row, own in zip(whole.view_as(self._rows), self.own, strict=True):
+                dist.all_gather_into_tensor(row, own, group=group)
+        return whole
 
     def total(self, *sums: Tensor) -> tuple[Tensor, ...]:
         """Return sums over the whole vector, given the sums over this replica's shard. Blocking."""
@@ -99,5 +112,5 @@ class OuterShard:
         return self.flat.total(*sums)
 
     def scratch_tensors(self) -> list[Tensor]:
-        """At most one row."""
-        return [self._received]
+        """A chunk, and at most one row."""
+        return [self.scratch, self._received]
