@@ -119,7 +119,8 @@ def run(chosen: Sequence[Recipe], scale: str, seeds: Sequence[int] | None, launc
 
     The trials of tuned recipes come first, because they decide what else there is to train.
     """
-    trials = [recipe.trials for recipe in chosen if isinstance(recipe, TunedRecipe)]
+    tuned = [recipe.trials for recipe in chosen if isinstance(recipe, TunedRecipe)]
+    trials = [recipe for recipe in tuned if scale in recipe.scales]
     failed: list[cells.Cell] = []
     try:
         first = [cell for recipe in trials for *_, cell in recipe.cells(scale)]

@@ -101,11 +101,17 @@ class TrainCell:
 def own_words(words: Iterable[str]) -> tuple[str, ...]:
     """The `key=value` words that one run takes, each key once.
 
-    Where a key is given twice the last value counts, at the place of the first. Words of other
+    Where a key is given twice the last value counts, at the place of the first; `key=×2` doubles
+    the value given before, so that one row may stand in columns of several tasks. Words of other
     methods' nodes are dropped, so that a column may set `slowmo.tau=48` and `diloco.tau=48` for
     rows of either method.
     """
-    values = dict(word.split("=", 1) for word in words)
+    values: dict[str, str] = {}
+    for word in words:
+        key, value = word.split("=", 1)
+        if value.startswith("×"):
+            value = f"{float(values[key]) * float(value[1:]):.6g}"
+        values[key] = value
     others = {*METHODS, *PEERS} - {values.get("method")}
     return tuple(
         f"{key}={value}" for key, value in values.items() if key.partition(".")[0] not in others

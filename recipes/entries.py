@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from scipy.stats import t as student
@@ -82,12 +82,34 @@ class Entry:
         return NOTHING if to is None else to.text(self.column.digits)
 
 
-def entries(recipe: Recipe, ours: Rows, paper: Rows) -> list[Entry]:
-    """Every line of a recipe's table, column by column, from its rows of both files."""
+def by_seed(ours: Rows) -> dict[tuple[str, str], dict[int, float]]:
+    """The values of a recipe's rows of results/ours.csv: by names of row and column, by seed."""
     values: dict[tuple[str, str], dict[int, float]] = {}
     for line in ours:
         seeds = values.setdefault((line["row"], line["column"]), {})
         seeds[int(line["seed"])] = float(line["value"])
+    return values
+
+
+def percent_above(values: dict[int, float], others: dict[int, float]) -> dict[int, float]:
+    """By how many percent each value lies above the other of the same seed."""
+    return {
+        seed: 100 * (value / others[seed] - 1) for seed, value in values.items() if seed in others
+    }
+
+
+def interval_text(values: Iterable[float], digits: int = 2) -> str:
+    """Mean of differences with its 95 % t interval, or the mean alone where there is none."""
+    found = dict(enumerate(values))
+    difference = paired(found, dict.fromkeys(found, 0.0))
+    if difference is not None:
+        return difference.text(digits)
+    return f"{statistics.mean(found.values()):+,.{digits}f}" if found else NOTHING
+
+
+def entries(recipe: Recipe, ours: Rows, paper: Rows) -> list[Entry]:
+    """Every line of a recipe's table, column by column, from its rows of both files."""
+    values = by_seed(ours)
     reported = {
         (line["row"], line["column"]): line["value"]
         + (f" ± {line['spread']}" if line["spread"] else "")

@@ -1,46 +1,79 @@
-"""CO2 as τ changes: quality, overlap and throughput.
+"""CO2 and local SGD as τ changes: quality, overlap and throughput.
 
-    make tau_sweep                                         all that is missing at scale=smoke
+    make tau_sweep                                         its trials, then what won in them
     python -m recipes run tau_sweep --scale paper --launcher slurm
 
-Cost: smoke, 27 runs of a minute and a half on 2 cores, 40 minutes.
-The committed values are of 480 steps of 1.3 M parameters, and stay until their runs are made again.
-There perplexity is lowest at τ = 6. It rises up to τ = 96, where such a training has five rounds
-(one of conf has 37), and falls again at 192, where it has two. It is high at τ = 1 as well.
+Cost: smoke, 21 trials and 51 runs of a minute and a half on 2 cores, two hours.
+Not yet run. Expected: the loss of both grows with τ, CO2's faster, because its means are a round
+late. At τ = 96 a training has 37 rounds and at 192 it has 18, so these say little of long
+trainings. Throughput does not depend on τ much on the network of one machine.
+
+The learning rate is tuned at three τ, with as many trials for both methods; any other τ has the
+rate of the nearest of these. At scale=paper nothing is tuned. Weights are evaluated as training
+left them.
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from recipes import figures
 from recipes.recipe import Column, Recipe, Row, Rows
+from recipes.tuning import TUNING, TUNING_SEED, TunedRecipe, at_rates
 
 TAUS = (1, 3, 6, 12, 24, 48, 96, 192)
+TUNED_TAUS = (3, 24, 96)
+RATES = ("2e-3", "4e-3", "8e-3")
+METHODS = {"CO2": "co2", "Local SGD": "local_sgd"}
+ALLREDUCE = Row("AllReduce", ("method=allreduce",))
 GPT2 = ("task=gpt2",)
 
 COLUMNS = (
-    Column("perplexity", GPT2, "final.perplexity", lower=True),
+    Column("validation loss", GPT2, "final.loss", lower=True, digits=4),
     Column("overlap, %", GPT2, "overlap", factor=100, curve=False),
     Column("tokens/s", GPT2, "throughput", digits=0, curve=False),
 )
+TRIAL = Column("validation loss", (*GPT2, *TUNING), "final.loss", lower=True, digits=4, curve=False)
+
+
+def name(method: str, tau: int) -> str:
+    """The name of the row of this method and τ."""
+    return f"{method}, τ = {tau}"
+
+
+def row(method: str, tau: int) -> Row:
+    """A method, by its name in the table, with this τ."""
+    key = METHODS[method]
+    return Row(name(method, tau), (f"method={key}", f"{key}.tau={tau}"))
+
+
+def nearest(tau: int) -> int:
+    """The τ that was tuned and lies nearest, in factors; the smaller one of two."""
+    return min(TUNED_TAUS, key=lambda tuned: abs(math.log(tau / tuned)))
 
 
 def draw(ours: Rows, stem: Path) -> Iterator[Path]:
-    """Draw every column over τ, with AllReduce as a dashed line."""
+    """Draw every column over τ, a line for each method, with AllReduce as a dashed line."""
     for column in COLUMNS:
         found = [line for line in ours if line["column"] == column.name]
-        runs = {tau: [line for line in found if line["row"] == name(tau)] for tau in TAUS}
-        points = {tau: same for tau, same in runs.items() if same}
-        if not points:
+        if not found:
             continue
         path = figures.beside(stem, column.name)
-        with figures.panel(path, f"CO2 on GPT-2: {column.name}") as axis:
-            means = [figures.mean(same) for same in points.values()]
-            spreads = [figures.spread(same) for same in points.values()]
-            axis.errorbar(list(points), means, spreads, marker="o", capsize=3, label="CO2")
-            without = [line for line in found if line["row"] == "AllReduce"]
+        with figures.panel(path, f"GPT-2: {column.name}") as axis:
+            for number, method in enumerate(METHODS):
+                runs = {
+                    tau: [line for line in found if line["row"] == name(method, tau)]
+                    for tau in TAUS
+                }
+                points = {tau: same for tau, same in runs.items() if same}
+                if points:
+                    means = [figures.mean(same) for same in points.values()]
+                    spreads = [figures.spread(same) for same in points.values()]
+                    style = figures.style(number, method)
+                    axis.errorbar(list(points), means, spreads, capsize=3, **style)
+            without = [line for line in found if line["row"] == ALLREDUCE.name]
             if without:
-                axis.axhline(figures.mean(without), label="AllReduce", **figures.LIMIT)
+                axis.axhline(figures.mean(without), label=ALLREDUCE.name, **figures.LIMIT)
             axis.set_xscale("log", base=2)
             axis.set_xticks(TAUS, [str(tau) for tau in TAUS], minor=False)
             axis.set_xlabel("τ")
@@ -48,19 +81,39 @@ def draw(ours: Rows, stem: Path) -> Iterator[Path]:
         yield path
 
 
-def name(tau: int) -> str:
-    """The name of the row for this τ."""
-    return f"CO2, τ = {tau}"
+TUNED = (ALLREDUCE, *(row(method, tau) for method in METHODS for tau in TUNED_TAUS))
+TRIALS = Recipe(
+    name="tau_sweep_trials",
+    title="CO2 and local SGD against τ: trials",
+    text="GPT-2, validation loss with every learning rate; the recipe tau_sweep takes the best of "
+    "each method at the nearest of these τ.",
+    rows=tuple(trial for tuned in TUNED for trial in at_rates(tuned, RATES)),
+    columns=(TRIAL,),
+    seeds=(TUNING_SEED,),
+    scales=("smoke",),
+)
 
 
-RECIPE = Recipe(
+def grid(tuned: Row) -> tuple[str, ...]:
+    """The names of a row's trials."""
+    return tuple(trial.name for trial in at_rates(tuned, RATES))
+
+
+RECIPE = TunedRecipe(
     name="tau_sweep",
-    title="CO2 against τ",
-    text="GPT-2 on the local network of one machine. Tokens per second of all workers.",
-    rows=(
-        Row("AllReduce", ("method=allreduce",)),
-        *(Row(name(tau), ("method=co2", f"co2.tau={tau}")) for tau in TAUS),
-    ),
+    title="CO2 and local SGD against τ",
+    text="GPT-2 on the local network of one machine, each method at the best of three learning "
+    "rates for the nearest of τ = 3, 24 and 96 (tau_sweep_trials). Tokens per second of all "
+    "workers.",
+    rows=(ALLREDUCE, *(row(method, tau) for method in METHODS for tau in TAUS)),
     columns=COLUMNS,
     draw=draw,
+    trials=TRIALS,
+    grids={
+        ALLREDUCE.name: grid(ALLREDUCE),
+        **{
+            name(method, tau): grid(row(method, nearest(tau))) for method in METHODS for tau in TAUS
+        },
+    },
+    tuned_in={column.name: TRIAL.name for column in COLUMNS},
 )

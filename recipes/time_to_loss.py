@@ -1,31 +1,41 @@
 """Time on a slow link to the loss that AllReduce ends at on an unlimited one.
 
-    sudo python -m recipes run time_to_loss                in the laboratory
+    sudo python -m recipes run time_to_loss                in the laboratory: trials, then winners
 
-Cost: 8 trainings of one to three minutes on 2 cores, 15 minutes.
-Expected: on links of 20 Mbit/s co2_keep reaches the loss in about the time that AllReduce takes
-without a limit, with a schedule of twice the steps; no method does with as many steps.
+Cost: 55 trials and 6 trainings of 15 seconds to 6 minutes on 2 cores, one hour.
+Not yet run. Expected: on links of 20 Mbit/s AllReduce needs some ten times as long as without a
+limit. co2_keep needs about as long with a longer schedule, and blocking methods longer than that.
+
+Every method on the slow link has the same rights: the trials try for each fp32 and bf16 on the
+wire, τ = 12 and 48, and a schedule as long as that of the first row, half as long again, and twice
+as long. AllReduce has no τ. The trials' trainings have half of the steps, on a seed and on
+validation data that the table does not show; what reached the loss soonest there is trained.
 
 Every training decays its learning rate over its own steps, so a longer one is ahead of a shorter
 one at the same step of its second half.
 """
 
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from co2.lab.measurement import time_to_loss
 from recipes.cells import SummaryJSON
 from recipes.laboratory import LabColumn
 from recipes.recipe import Recipe, Row
+from recipes.tuning import TUNING, TUNING_SEED, TunedRecipe
 
-RATE = "--mbit=20"
-FIRST = "AllReduce, unlimited"
-
-
-def training(name: str, method: str, *settings: str, steps: int = 480, every: int = 24) -> Row:
-    """A row. `every` is the steps between evaluations, which find the time to within so many."""
-    words = (f"train.steps={steps}", f"train.eval_every={every}", *settings)
-    return Row(name, (f"method={method}", *words))
+FIRST = Row("AllReduce, unlimited", ("method=allreduce", "--mbit=unlimited"))
+ALLREDUCE = Row("AllReduce", ("method=allreduce",))
+METHODS = (
+    Row("Local SGD", ("method=local_sgd",)),
+    Row("DiLoCo", ("method=diloco", "diloco.outer_lr=1", "diloco.outer_momentum=0.4")),
+    Row("CO2", ("method=co2",)),
+    Row("CO2, kept progress", ("method=co2_keep",)),
+)
+STEPS = 960
+"""Of the first row."""
+LENGTHS, DTYPES, TAUS = ("1", "1.5", "2"), ("fp32", "bf16"), (12, 48)
 
 
 def seconds_to(summary: SummaryJSON, first: SummaryJSON) -> float | None:
@@ -40,51 +50,82 @@ def ratio_to(summary: SummaryJSON, first: SummaryJSON) -> float | None:
     return None if reached is None else reached / float(first["train_s"])
 
 
-column = partial(
-    LabColumn,
-    overrides=("--workers=2", RATE, "gpt2.eval_samples=64"),
-    lower=True,
-    curve=False,
-)
-"""A column that reads the same trainings."""
-KEEP = ("co2_keep.tau=12", "co2_keep.delay=8", "co2_keep.momentum_weight=0", "comm.dtype=bf16")
-"""On the slow link a mean takes fourteen steps in fp32 and seven in bf16."""
+def trials_of(row: Row) -> tuple[Row, ...]:
+    """A row for each setting that is tried of a method."""
+    method = row.overrides[0].partition("=")[2]
+    taus = [] if row == ALLREDUCE else [(f"τ = {tau}", f"{method}.tau={tau}") for tau in TAUS]
+    found = []
+    for dtype, length in product(DTYPES, LENGTHS):
+        words = (
+            f"comm.dtype={dtype}",
+            f"train.steps=×{length}",
+            f"optim.warmup_steps=×{length}",
+        )
+        for name, *tau in taus or [("no τ",)]:
+            label = f"{row.name}, {name}, {dtype}, × {length} steps"
+            found.append(Row(label, (*row.overrides, *words, *tau)))
+    return tuple(found)
 
-RECIPE = Recipe(
-    name="time_to_loss",
-    title="Time to AllReduce's loss on a slow link",
-    text=f"GPT-2, two workers, one run each. The loss is that at which {FIRST}, ends; the others "
-    "have links of 20 Mbit/s. Seconds are of training, without evaluations, which find the time to "
-    "within 24 or 40 steps. Every training decays its learning rate over its own steps. "
-    "results/field/time_to_loss.md has the figures of an earlier measurement.",
-    rows=(
-        training(FIRST, "allreduce", "--mbit=unlimited"),
-        training("local SGD, τ = 48", "local_sgd", "local_sgd.tau=48"),
-        training(
-            "DiLoCo, τ = 48",
-            "diloco",
-            *("diloco.tau=48", "diloco.outer_lr=1", "diloco.outer_momentum=0.4"),
-        ),
-        training("CO2, τ = 48", "co2", "co2.tau=48"),
-        training(
-            "co2_keep, τ = 48",
-            "co2_keep",
-            *("co2_keep.tau=48", "co2_keep.delay=16", "co2_keep.momentum_weight=0"),
-        ),
-        *(
-            training(
-                f"co2_keep, τ = 12, bf16, {steps} steps", "co2_keep", *KEEP, steps=steps, every=40
-            )
-            for steps in (680, 760, 960)
-        ),
-    ),
-    columns=(
-        column("seconds to the loss", metric="train_s", of=FIRST, compare=seconds_to, digits=0),
-        column("ratio to AllReduce's seconds", metric="train_s", of=FIRST, compare=ratio_to),
-        column("seconds of training", metric="train_s", digits=0),
-        column("exposed, % of training", metric="exposed_share", factor=100, digits=1),
-        column("validation loss", metric="final.loss", digits=3, curve=True),
-    ),
+
+def training(steps: int, *words: str) -> tuple[str, ...]:
+    """The overrides of a training whose schedule has so many steps, where a row has no longer one.
+
+    Evaluations find the time to within 24 steps.
+    """
+    return (
+        "--workers=2",
+        "--mbit=20",
+        "task=gpt2",
+        "gpt2.eval_samples=256",
+        f"train.steps={steps}",
+        f"optim.warmup_steps={steps // 24}",
+        "train.eval_every=24",
+        *words,
+    )
+
+
+column = partial(LabColumn, overrides=training(STEPS), lower=True, curve=False)
+"""A column that reads the same trainings."""
+COLUMNS = (
+    column("seconds to the loss", metric="train_s", of=FIRST.name, compare=seconds_to, digits=0),
+    column("ratio to AllReduce's seconds", metric="train_s", of=FIRST.name, compare=ratio_to),
+    column("seconds of training", metric="train_s", digits=0),
+    column("exposed, % of training", metric="exposed_share", factor=100, digits=1),
+    column("validation loss", metric="final.loss", digits=3, curve=True),
+)
+TRIAL = column(
+    "seconds to the loss",
+    overrides=training(STEPS // 2, *TUNING, f"train.seed={TUNING_SEED}"),
+    metric="train_s",
+    of=FIRST.name,
+    compare=seconds_to,
+    digits=0,
+)
+GRIDS = {row.name: trials_of(row) for row in (ALLREDUCE, *METHODS)}
+
+TRIALS = Recipe(
+    name="time_to_loss_trials",
+    title="Time to AllReduce's loss on a slow link: trials",
+    text=f"Seconds to the loss of {FIRST.name}, after {STEPS // 2} steps; the recipe time_to_loss "
+    "takes the soonest of each method.",
+    rows=(FIRST, *(trial for grid in GRIDS.values() for trial in grid)),
+    columns=(TRIAL,),
     seeds=(0,),
     scales=("smoke",),
+)
+RECIPE = TunedRecipe(
+    name="time_to_loss",
+    title="Time to AllReduce's loss on a slow link",
+    text=f"GPT-2, two workers, one run each. The loss is that at which {FIRST.name}, ends after "
+    f"{STEPS} steps; the others have links of 20 Mbit/s, and the type on the wire, τ and length of "
+    "schedule that reached it soonest in time_to_loss_trials. Seconds are of training, without "
+    "evaluations, which find the time to within 24 steps. results/field/time_to_loss.md has the "
+    "figures of an earlier measurement.",
+    rows=(FIRST, ALLREDUCE, *METHODS),
+    columns=COLUMNS,
+    seeds=(0,),
+    scales=("smoke",),
+    trials=TRIALS,
+    grids={row: tuple(trial.name for trial in grid) for row, grid in GRIDS.items()},
+    tuned_in={column.name: TRIAL.name for column in COLUMNS},
 )

@@ -20,18 +20,26 @@ TUNING_SEED = 1000
 """The seed of trials, which no table shows."""
 
 
+def at_rates(row: Row, rates: Sequence[str]) -> tuple[Row, ...]:
+    """A trial of the row with each of these learning rates."""
+    return tuple(
+        Row(f"{row.name}, rate {rate}", (*row.overrides, f"optim.lr={rate}")) for rate in rates
+    )
+
+
 @dataclass(frozen=True)
 class TunedRecipe(Recipe):
     """A recipe that trains what won in its trials.
 
     A row is tuned for a column once all its trials have a value. Until then its cells are missing
-    from `cells`.
+    from `cells`. At a scale that the trials do not have, rows are as they are.
     """
 
     trials: Recipe = field(kw_only=True)
     """Has the values to choose by, the lower the better, for its first seed."""
     grids: Mapping[str, tuple[str, ...]] = field(kw_only=True)
-    """By row, the names of its trials' rows. Rows without a grid have nothing to tune."""
+    """By row, the names of its trials' rows. Rows without a grid have nothing to tune. A trial that
+    the trials' column is `without` is not asked for there."""
     tuned_in: Mapping[str, str] = field(kw_only=True)
     """By column, the trials' column in which its settings are chosen. Where a column is not named,
     rows are as they are."""
@@ -70,13 +78,13 @@ class TunedRecipe(Recipe):
     def _chosen(
         self, row: Row, column: Column, scale: str, elsewhere: Mapping[tuple[str, str, str], float]
     ) -> Row | None:
-        names = self.grids.get(row.name, ())
-        if not names or column.name not in self.tuned_in:
-            return row
         trials, seed = self.trials, self.trials.seeds[0]
+        names = self.grids.get(row.name, ())
+        if not names or column.name not in self.tuned_in or scale not in trials.scales:
+            return row
         place = trials.column(self.tuned_in[column.name])
         values: dict[str, float] = {}
-        for name in names:
+        for name in (name for name in names if name not in place.without):
             trial = trials.row(name)
             value = trials.value(trial, place, scale, seed)
             if value is None:

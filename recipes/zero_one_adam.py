@@ -14,7 +14,7 @@ from functools import partial
 
 from recipes.cells import SummaryJSON
 from recipes.recipe import Column, Recipe, Row
-from recipes.tuning import TUNING, TUNING_SEED, TunedRecipe
+from recipes.tuning import TUNING, TUNING_SEED, TunedRecipe, at_rates
 
 MIB = 2**20
 TASKS = ("gpt2", "roberta")
@@ -63,9 +63,7 @@ def columns(task: str) -> list[Column]:
 
 def trials(row: Row) -> tuple[Row, ...]:
     """The row with every learning rate."""
-    return tuple(
-        Row(f"{row.name}, rate {rate}", (*row.overrides, f"optim.lr={rate}")) for rate in RATES
-    )
+    return at_rates(row, RATES)
 
 
 def trial_column(task: str) -> Column:
