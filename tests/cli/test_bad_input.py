@@ -37,7 +37,7 @@ COUNT = "must be a whole number, 1 or more"
 WHOLE = "must be a whole number"
 FINITE = "must be a finite number, 0 or more"
 STREAMING = "method=streaming_diloco streaming_diloco"
-GAPS = "gap_aware, gap_aware_elementwise, none"
+GAPS = "gap_aware, gap_aware_steady, gap_aware_elementwise, none"
 
 # Command line; key=value that the line names; what it must say.
 VALUES = [
