@@ -31,6 +31,9 @@ class TunedRecipe(Recipe):
     tuned_in: Mapping[str, str] = field(kw_only=True)
     """By column, the trials' column in which its settings are chosen."""
 
+    def __post_init__(self) -> None:
+        assert not self.tuned, "it has trials of its own"
+
     def cells(
         self, scale: str, seeds: Sequence[int] | None = None
     ) -> Iterator[tuple[Row, Column, int, Cell]]:
