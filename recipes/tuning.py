@@ -36,6 +36,9 @@ class TunedRecipe(Recipe):
     """By column, the trials' column in which its settings are chosen. Where a column is not named,
     rows are as they are."""
 
+    def __post_init__(self) -> None:
+        assert not self.tuned, "it has trials of its own"
+
     def cells(
         self, scale: str, seeds: Sequence[int] | None = None
     ) -> Iterator[tuple[Row, Column, int, Cell]]:
