@@ -39,10 +39,10 @@ RECIPE = Recipe(
     title="What Adam sends in signs",
     text="The signs are the update's (compress=update), not the momentum's as in the papers; "
     "results/onebit_mask.md compares the two. "
-    "GPT-2 with AdamW; v is frozen after 15 % of the steps in both variants, and the intervals of 0/1 "
-    "Adam double every 14 % of them after that, up to 16. Volume is what one worker sends; a round is "
-    "a time that the replicas exchange anything. The paper's shares are of trainings many times as "
-    "long, at best.",
+    "GPT-2 with AdamW; v is frozen after 15 % of the steps in both variants, and the intervals of "
+    "0/1 Adam double every 14 % of them after that, up to 16. Volume is what one worker sends; a "
+    "round is a time that the replicas exchange anything. The paper's shares are of trainings many "
+    "times as long, at best.",
     rows=(
         Row("AllReduce", ("method=allreduce",)),
         Row(
