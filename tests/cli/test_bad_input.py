@@ -272,10 +272,8 @@ def test_unknown_key_of_a_node_without_keys(empty: Path, plus: str) -> None:
 
 @pytest.mark.parametrize("case", ["empty file", "empty folder", "binary", "latin", "short"])
 def test_text_that_cannot_be_used(tmp_path: Path, empty: Path, case: str) -> None:
-    path, mends = (
-        tmp_path / "text",
-        {"binary": "binary", "latin": "UTF-8", "short": "gpt2.context=64 needs 65"},
-    )
+    path = tmp_path / "text"
+    mends = {"binary": "binary", "latin": "UTF-8", "short": "gpt2.context=64 needs 65"}
     if case == "empty folder":
         path.mkdir()
     else:
