@@ -48,10 +48,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def line(recipe: Recipe, row: str, column: str, seed: int, value: float) -> dict[str, object]:
     """A line of ours.csv, as if the run had been made on another machine."""
-    command = recipe.cell(recipe.row(row), recipe.column(column), "smoke", seed).command
+    cell = recipe.cell(recipe.row(row), recipe.column(column), "smoke", seed)
     source = {"commit": "abc", "hardware": "a cpu", "workers": 2, "steps": 9, "folder": "f"}
     key = {"recipe": recipe.name, "row": row, "column": column, "scale": "smoke", "seed": seed}
-    return {**key, "value": value, **source, "command": command}
+    return {**key, "value": value, **source, "command": cell.command, "digest": cell.digest}
 
 
 def write_ours(lines: Sequence[dict[str, object]]) -> None:
