@@ -89,7 +89,7 @@ def place(task: str, tau: int, replicas: int) -> str:
     return f"{task}, τ = {tau}, {replicas} replicas"
 
 
-def column(task: str, tau: int, replicas: int, shorter: int = 1, words: tuple = ()) -> Column:
+def column(task: str, tau: int, replicas: int, *words: str, shorter: int = 1) -> Column:
     """Validation loss. co2_keep has a delay of a quarter of a round, unless a row has another."""
     training = TASKS[task]
     steps = training.steps // shorter
@@ -183,7 +183,7 @@ TRIALS = Recipe(
     text="Validation loss of every setting in the grids of the recipe kept_progress, which takes "
     "the best of each method for every task and τ. Two replicas.",
     rows=tuple(trial for grid in GRIDS.values() for trial in grid),
-    columns=tuple(column(task, tau, 2, SHORTER, TUNING) for task in TASKS for tau in TAUS),
+    columns=tuple(column(task, tau, 2, *TUNING, shorter=SHORTER) for task in TASKS for tau in TAUS),
     seeds=(TUNING_SEED,),
     scales=("smoke",),
 )

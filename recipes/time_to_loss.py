@@ -53,17 +53,12 @@ def ratio_to(summary: SummaryJSON, first: SummaryJSON) -> float | None:
 def trials_of(row: Row) -> tuple[Row, ...]:
     """A row for each setting that is tried of a method."""
     method = row.overrides[0].partition("=")[2]
-    taus = [] if row == ALLREDUCE else [(f"τ = {tau}", f"{method}.tau={tau}") for tau in TAUS]
     found = []
-    for dtype, length in product(DTYPES, LENGTHS):
-        words = (
-            f"comm.dtype={dtype}",
-            f"train.steps=×{length}",
-            f"optim.warmup_steps=×{length}",
-        )
-        for name, *tau in taus or [("no τ",)]:
-            label = f"{row.name}, {name}, {dtype}, × {length} steps"
-            found.append(Row(label, (*row.overrides, *words, *tau)))
+    for tau, dtype, length in product((None,) if row == ALLREDUCE else TAUS, DTYPES, LENGTHS):
+        words = (f"comm.dtype={dtype}", f"train.steps=×{length}", f"optim.warmup_steps=×{length}")
+        name = ", ".join((row.name, *([f"τ = {tau}"] if tau else []), dtype, f"× {length} steps"))
+        own = (f"{method}.tau={tau}",) if tau else ()
+        found.append(Row(name, (*row.overrides, *words, *own)))
     return tuple(found)
 
 
