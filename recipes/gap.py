@@ -70,7 +70,7 @@ def schedule(steps: int) -> tuple[str, ...]:
 
 LOSS = Column("GPT-2", schedule(STEPS), "final.loss", lower=True, digits=4, curve=False)
 GAP = Column(
-    "Λ at the end", schedule(STEPS), "own.gap", digits=3, curve=False, without=(ALLREDUCE.name,)
+    "Λ at the end", schedule(STEPS), "gap", digits=3, curve=False, without=(ALLREDUCE.name,)
 )
 TRIAL = Column(
     "GPT-2",

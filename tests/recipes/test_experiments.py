@@ -3,7 +3,6 @@
 import copy
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from recipes import (
     time_to_loss,
 )
 from recipes import entries as entries_module
-from recipes.cells import TrainCell
+from recipes.cells import TrainCell, composed_config
 from recipes.collect import collect
 from recipes.functions import FunctionCell, FunctionColumn
 from recipes.laboratory import LabCell
@@ -30,14 +29,12 @@ from recipes.recipe import Recipe, Row
 from recipes.render import render
 from recipes.tuning import TUNING_SEED
 
+FIRST = time_to_loss.FIRST.name
 PLACE = "gpt2, τ = 12, 2 replicas"
+VIT = "vit, τ = 12, 2 replicas"
 FOUR = "gpt2, τ = 12, 4 replicas"
-LOSSES = {
-    "diloco": (5.2, 5.0, 5.1),
-    "slowmo": (5.3, 5.4, 5.5),
-    "co2_keep": (5.6, 5.5, 5.4),
-}
-"""Of the points of each grid."""
+WINNERS = {"allreduce": 10, "diloco": 9, "slowmo": 6, "co2_keep": 4, kept_progress.WHOLE: 14}
+"""By row, the place in its grid of the trial with the lowest loss."""
 
 
 @pytest.fixture
@@ -60,51 +57,52 @@ def write_ours(lines: Sequence[dict[str, object]]) -> None:
 
 def trial_lines() -> list[dict[str, object]]:
     return [
-        line(kept_progress.TRIALS, row.name, PLACE, 0, loss)
-        for method, losses in LOSSES.items()
-        for row, loss in zip(kept_progress.trials_of(method), losses, strict=True)
+        line(kept_progress.TRIALS, trial.name, PLACE, TUNING_SEED, 5.0 + 0.1 * (at != won))
+        for name, won in WINNERS.items()
+        for at, trial in enumerate(kept_progress.GRIDS[name])
     ]
 
 
 def chosen(row: str, column: str) -> tuple[str, ...]:
-    """The words of a row's run that its method's node has."""
+    """The learning rate of a row's run, and the words that its method's node has."""
     found = kept_progress.RECIPE
     cell = found.cell(found.row(row), found.column(column), "smoke", 1)
     assert isinstance(cell, TrainCell)
     node = row.partition(",")[0]
-    return tuple(word for word in cell.overrides if word.startswith(f"{node}."))
+    return tuple(word for word in cell.overrides if word.startswith((f"{node}.", "optim.lr=")))
 
 
 def test_what_won_in_the_trials_is_trained(place: Path) -> None:
     recipe = kept_progress.RECIPE
     before = recipe.undecided("smoke")
-    assert before == 4 * len(recipe.columns), "all but allreduce are tuned"
+    assert before == 5 * len(recipe.columns), "all are tuned"
     write_ours(trial_lines())
-    assert recipe.undecided("smoke") == before - 4 * 2, "of one task and τ, for 2 and 4 replicas"
+    # AllReduce's trials do not depend on τ, but are looked up by column.
+    assert recipe.undecided("smoke") == before - 5 * 2, "of one task and τ, for 2 and 4 replicas"
     for column in (PLACE, FOUR):
+        assert chosen("allreduce", column) == ("optim.lr=0.00476",), "4e-3 times a root of 2^.5"
         assert chosen("diloco", column) == (
-            *("diloco.tau=12", "diloco.outer_lr=1", "diloco.outer_momentum=0.4"),
+            *("diloco.tau=12", "optim.lr=0.004", "diloco.outer_lr=1"),
+            *("diloco.outer_momentum=0.4", "diloco.average_moments=true"),
         )
-        assert chosen("slowmo", column)[2] == "slowmo.outer_momentum=0.2"
-        settings = ("co2_keep.outer_momentum=0.8", "co2_keep.momentum_weight=0.2")
+        assert chosen("slowmo", column)[1:] == (
+            *("optim.lr=0.004", "slowmo.outer_lr=1", "slowmo.outer_momentum=0"),
+        )
+        settings = (
+            *("optim.lr=0.002", "co2_keep.keep_local=0.62", "co2_keep.momentum_weight=0"),
+            "co2_keep.average_moments=false",
+        )
         assert chosen("co2_keep", column) == ("co2_keep.tau=12", "co2_keep.delay=3", *settings)
         whole = chosen(kept_progress.WHOLE, column)
-        assert whole == ("co2_keep.tau=12", "co2_keep.delay=null", *settings)
+        assert whole[:3] == ("co2_keep.tau=12", "co2_keep.delay=null", "optim.lr=0.008")
+        assert "co2_keep.outer_momentum=0.93" in whole
     with pytest.raises(LookupError, match="trials of kept_progress_trials are missing"):
-        chosen("diloco", "vit, τ = 12, 2 replicas")
+        chosen("diloco", VIT)
 
-    (trial,) = (c for *_, c in small(kept_progress.TRIALS).cells("smoke") if is_worst(c))
-    write_summary(trial, 1.0)
-    assert chosen("diloco", PLACE)[2] == "diloco.outer_momentum=0.9", "a run here counts first"
-
-
-def small(recipe: Recipe) -> Recipe:
-    """The recipe with one column."""
-    return replace(recipe, columns=(recipe.column(PLACE),))
-
-
-def is_worst(cell: object) -> bool:
-    return isinstance(cell, TrainCell) and "diloco.outer_momentum=0.9" in cell.overrides
+    worst = kept_progress.GRIDS["diloco"][17]
+    trials = kept_progress.TRIALS
+    write_summary(trials.cell(worst, trials.column(PLACE), "smoke", TUNING_SEED), 1.0)
+    assert "diloco.outer_momentum=0.9" in chosen("diloco", PLACE), "a run here counts first"
 
 
 def write_summary(cell: object, loss: float) -> None:
@@ -118,7 +116,7 @@ def test_tuned_values_survive_a_clone_and_are_compared_seed_by_seed(place: Path)
     trials = trial_lines()
     write_ours(trials)
     recipe = kept_progress.RECIPE
-    losses = {"diloco": (5.0, 5.2), "slowmo": (5.4, 5.4), "co2_keep": (5.05, 5.25)}
+    losses = {"allreduce": (5.0, 5.2), "slowmo": (5.4, 5.4), "co2_keep": (5.01, 5.22)}
     values = [
         line(recipe, row, PLACE, seed, loss)
         for row, own in losses.items()
@@ -130,24 +128,43 @@ def test_tuned_values_survive_a_clone_and_are_compared_seed_by_seed(place: Path)
     assert len(ours) == len(trials) + 6, "although no run is here"
     (table,) = kept_progress.differences([r for r in ours if r["recipe"] == recipe.name], [])
     lines = {row[1]: row[2:] for row in table.rows}
-    assert lines["diloco"] == (
-        "outer_lr 1, outer_momentum 0.4",
-        "5.1000 ± 0.1414",
-        "2",
-        "the bound",
-    )
-    assert lines["slowmo"][3] == "+5.9% ± 2.8%"
-    assert lines["co2_keep"][::3] == ("outer_momentum 0.8, momentum_weight 0.2", "+1.0% ± 0.0%")
+    assert lines["allreduce"] == ("lr 0.00476", "5.1000 ± 0.1414", "2", "—", "—")
+    # Of 8 and 3.846 %: t of one degree of freedom is 12.706, times an error of 2.077.
+    assert lines["slowmo"][3:] == ("+5.92 [-20.47, +32.31]", "open")
+    assert lines["co2_keep"][0] == "lr 0.002, momentum_weight 0"
+    assert lines["co2_keep"][3] == "+0.29 [-0.88, +1.47]"
     assert set(lines) == set(losses), "what has no value is not listed"
 
 
+def test_the_goal_is_reached_where_the_whole_interval_is() -> None:
+    base = {0: 5.0, 1: 5.0, 2: 5.0}
+    for losses, words in (
+        ({0: 5.01, 1: 5.02, 2: 5.03}, ("+0.40 [-0.10, +0.90]", "yes")),
+        ({0: 5.11, 1: 5.12, 2: 5.13}, ("+2.40 [+1.90, +2.90]", "no")),
+        ({0: 5.05}, ("+1.00", "open")),
+        ({7: 5.05}, ("—", "—")),
+    ):
+        assert kept_progress.verdict(losses, base) == words
+
+
+def test_every_method_has_as_many_trials_around_conf(place: Path) -> None:
+    for row in kept_progress.ROWS:
+        grid = {trial.overrides for trial in kept_progress.trials_of(row)}
+        assert len(grid) == kept_progress.NUM_TRIALS
+    for name, training in kept_progress.TASKS.items():
+        conf = composed_config((f"task={name}", "method=allreduce", "scale=smoke"))
+        assert conf.optim.lr == training.rate and conf.optim.warmup_steps == training.warm_up
+        assert conf.train.steps == training.steps
+        assert conf.train.batch_size * conf.launch.workers == training.samples
+
+
 def test_the_two_replicas_and_four_see_as_many_samples() -> None:
-    for name, (samples, steps) in kept_progress.TASKS.items():
+    for name, training in kept_progress.TASKS.items():
         for replicas in (2, 4):
             words = kept_progress.column(name, 48, replicas).overrides
             batch = next(word for word in words if word.startswith("train.batch_size="))
-            assert int(batch.partition("=")[2]) * replicas == samples
-            assert f"train.steps={steps}" in words and "co2_keep.delay=12" in words
+            assert int(batch.partition("=")[2]) * replicas == training.samples
+            assert f"train.steps={training.steps}" in words and "co2_keep.delay=12" in words
 
 
 def loss_of(cells: Sequence[FunctionCell]) -> None:
@@ -276,14 +293,10 @@ def test_the_field_counts_rounds_and_takes_shares_of_the_limit(place: Path) -> N
 
 def test_time_to_a_loss_is_taken_from_the_evaluations(place: Path) -> None:
     recipe = time_to_loss.RECIPE
-    losses = {
-        time_to_loss.FIRST: (5.0, 4.5),
-        "CO2, τ = 48": (5.0, 4.6),
-        "local SGD, τ = 48": (4.4, 4.3),
-    }
+    losses = {FIRST: (5.0, 4.5), "CO2": (5.0, 4.6), "Local SGD": (4.4, 4.3)}
     folders = {}
     for name, (early, late) in losses.items():
-        folder = place / name.replace(" ", "_").replace(",", "")
+        folder = place / name
         folder.mkdir()
         folders[name] = {"folder": str(folder), "final": {"loss": late}, "train_s": 20.0}
         evals = [
@@ -291,21 +304,35 @@ def test_time_to_a_loss_is_taken_from_the_evaluations(place: Path) -> None:
             for step, loss, seconds in ((24, early, 10.0), (48, late, 20.0))
         ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evals))
-    first = folders[time_to_loss.FIRST]
+    first = folders[FIRST]
     seconds, ratio = recipe.columns[:2]
     values = {
         name: (seconds.value(own, first), ratio.value(own, first)) for name, own in folders.items()
     }
     never = float("inf")
-    assert values == {
-        time_to_loss.FIRST: (20, 1),
-        "CO2, τ = 48": (never, never),
-        "local SGD, τ = 48": (10, 0.5),
-    }
+    assert values == {FIRST: (20, 1), "CO2": (never, never), "Local SGD": (10, 0.5)}
+
+
+def test_what_reached_the_loss_soonest_is_trained(place: Path) -> None:
+    """With the type on the wire, τ and length of schedule that it had in its trial."""
+    recipe, (trial,) = time_to_loss.RECIPE, time_to_loss.TRIALS.columns
+    grid = time_to_loss.trials_of(recipe.row("CO2"))
+    assert len({row.overrides for row in grid}) == 12
+    assert len({row.overrides for row in time_to_loss.trials_of(time_to_loss.ALLREDUCE)}) == 6
+    write_ours(
+        [
+            line(time_to_loss.TRIALS, row.name, trial.name, 0, float("inf") if at != 10 else 40.0)
+            for at, row in enumerate(grid)
+        ]
+    )
+    seconds = recipe.columns[0]
     cells = {row.name: cell for row, column, _, cell in recipe.cells("smoke") if column is seconds}
-    unlimited, slow = cells[time_to_loss.FIRST], cells["CO2, τ = 48"]
+    assert set(cells) == {FIRST, "CO2"}, "the others have no trials yet"
+    unlimited, slow = cells[FIRST], cells["CO2"]
     assert isinstance(unlimited, LabCell) and unlimited.trial.mbit is None
-    assert isinstance(slow, LabCell) and slow.trial.mbit == 20 and "co2.tau=48" in slow.overrides
+    assert isinstance(slow, LabCell) and slow.trial.mbit == 20
+    own = {"co2.tau=48", "comm.dtype=bf16", "train.steps=1440", "optim.warmup_steps=60"}
+    assert own <= set(slow.overrides)
 
 
 def test_every_experiment_renders_from_a_few_values(place: Path) -> None:
@@ -315,9 +342,10 @@ def test_every_experiment_renders_from_a_few_values(place: Path) -> None:
         (quality.RECIPE, "co2", "ViT, top-1 %", 97.0),
         (field.RECIPE, "co2", field.loss("gpt2"), 5.0),
         (field.RECIPE, "co2", field.share("gpt2", "20"), 87.0),
-        (time_to_loss.RECIPE, "CO2, τ = 48", "seconds to the loss", float("inf")),
+        (time_to_loss.RECIPE, FIRST, "validation loss", 4.5),
+        (time_to_loss.TRIALS, FIRST, "seconds to the loss", float("inf")),
         (digits.RECIPE, digits.NONE, "adam, accuracy, %", 85.0),
-        (kept_progress.TRIALS, kept_progress.trials_of("slowmo")[1].name, PLACE, 5.0),
+        (kept_progress.TRIALS, kept_progress.GRIDS["slowmo"][1].name, VIT, 5.0),
         (kept_progress.RECIPE, kept_progress.WHOLE, PLACE, 5.3),
         (kept_variants.RECIPE, "kept .5", "ViT", 0.502),
     )
