@@ -2,7 +2,7 @@
 
     python -m recipes run kept_progress                    its trials first, then what won in them
 
-Cost: 486 trials of half a minute and 153 runs of one to three minutes on 2 cores, eight hours.
+Cost: 486 trials of half a minute and 162 runs of one to three minutes on 2 cores, eight hours.
 Not yet run. Expected: with a delay of a quarter of a round co2_keep is within 1 % of AllReduce on
 the language tasks, and with a delay of a whole round 1 to 3 % above it.
 
