@@ -19,7 +19,7 @@ from co2.config import Config
 from co2.errors import STOPPED
 from co2.methods import METHODS
 from co2.peers import PEERS
-from co2.record.folder import run_folder, settings_digest
+from co2.record.folder import check_folder, run_folder, settings_digest
 from co2.record.provenance import Origin, of_run
 from co2.train import launch
 from tasks import TASKS
@@ -47,7 +47,8 @@ class Cell(Protocol):
         """Raise `ConfigError` if this run cannot be made."""
 
     def summary(self) -> SummaryJSON | None:
-        """The figures of the finished run; None while there is none."""
+        """The figures of the finished run; None while there is none. Raises `ConfigError` if its
+        folder holds a run of other settings."""
 
     def source(self) -> dict[str, str]:
         """Commit, hardware and folder of the finished run."""
@@ -90,7 +91,11 @@ class TrainCell:
         words = dict(word.split("=", 1) for word in self.overrides)
         if not Path(words.get("runs", "results/runs")).exists():
             return None  # as after a clone; composing hundreds of configurations takes a minute
-        return read_summary(run_folder(self.config()))
+        config = self.config()
+        found = read_summary(run_folder(config))
+        if found is not None:
+            check_folder(config, config.launch.workers)  # conf may have changed since
+        return found
 
     def source(self) -> dict[str, str]:
         folder = run_folder(self.config())

@@ -223,9 +223,10 @@ def test_digits_train_under_every_row(tmp_path: Path) -> None:
     )
     try:
         for row in digits.RECIPE.rows:
-            words = ("optimizer=sgd", "replicas=1", "steps=24", "tau=3", *row.overrides)
+            words = ("optimizer=sgd", "replicas=1", "steps=48", "tau=3", *row.overrides)
             final = digits.train(FunctionCell("digits", words, 0, digits.train_all))
-            assert 0.1 < final["accuracy"] < 1 and 0 < final["cross_entropy"] < 2.4, row
+            assert 0.15 < final["accuracy"] < 1, row
+            assert 0 < final["cross_entropy"] < 2.2, "guessing has 2.3"
     finally:
         torch.distributed.destroy_process_group()
 
