@@ -100,6 +100,7 @@ LONG = (
     "tests/peers/test_training.py::test_trains",
     "tests/recipes/test_cells.py",
     "tests/recipes/test_experiments.py::test_a_variant_is_simulated",
+    "tests/recipes/test_studies.py::test_what_won_composes",
     "tests/recipes/test_tables.py::test_every_cell_of_every_recipe_composes",
     "tests/recipes/test_tune.py::test_a_search_that_was_stopped_goes_on",
     "tests/recipes/test_tune.py::test_a_whole_search_trains",
