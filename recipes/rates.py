@@ -2,7 +2,8 @@
 
     python -m recipes run rates                            all that is missing
 
-Cost: 80 runs of 25 seconds on 2 cores, and longer where 8 workers share them: an hour.
+Cost: 80 runs of 25 seconds on 2 cores, and longer where 8 workers share them: an hour. 8 workers
+hold 7 GB.
 Not yet run. Expected: AllReduce's best rate does not depend on the number of replicas, and that of
 local methods grows with it, at most as √G: a local replica's gradient is √G noisier, so the part of
 Adam's step that is signal is smaller at the same rate.

@@ -9,9 +9,9 @@ largest at 25 of them, because each of its means arrives a round late and the fi
 Every method takes the best of three learning rates for each number of rounds, found on a seed and
 on validation data that the table does not show. Outer settings are those of conf.
 
-The paper trains for thousands of rounds: 600,000 steps of GPT-2 (conf's guess, for the paper does
-not say) are 50,000 rounds of 12, and its 14,000 steps of ResNet-50 (90 epochs, batches of 8192) are
-1,200. What is measured here therefore has to be extrapolated before it is compared, and the table
+The paper trains for thousands of rounds: its 14,000 steps of ResNet-50 (90 epochs, batches of 8192)
+are 1,200 rounds of 12, and 600,000 steps of GPT-2 (nanoGPT's recipe; the paper does not say) are
+50,000. What is measured here therefore has to be extrapolated before it is compared, and the table
 marks what is.
 """
 
