@@ -37,7 +37,7 @@ def test_cells_are_the_runs_of_train_py_and_a_failed_one_loses_no_other(tmp_path
 
     settings = run_folder(good.config()) / "config.yaml"
     settings.write_text(settings.read_text().replace("  steps: 12\n", "  steps: 13\n"))
-    with pytest.raises(ConfigError, match="holds a run with train.steps=13"):
+    with pytest.raises(ConfigError, match=r"holds a run with train\.steps=13"):
         good.summary()
 
 
