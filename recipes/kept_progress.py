@@ -75,6 +75,7 @@ def column(task: str, tau: int, replicas: int) -> Column:
         lower=True,
         digits=4,
         curve=False,
+        part=f"{replicas} replicas",
     )
 
 

@@ -42,7 +42,7 @@ for (const button of document.querySelectorAll("th button")) {
     const at = head.cellIndex, down = head.getAttribute("aria-sort") === "ascending";
     const key = (row) => {
       const text = row.cells[at].textContent.replaceAll(",", "");
-      const number = /^([+-]?[\\d.]+)†?(?: [±[].*)?$/.exec(text);
+      const number = /^([+-]?[\\d.]+)†?(?: [%±[(].*)?$/.exec(text);
       return number ? parseFloat(number[1]) : text;
     };
     const order = (a, b) => {

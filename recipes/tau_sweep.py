@@ -63,4 +63,5 @@ RECIPE = Recipe(
     ),
     columns=COLUMNS,
     draw=draw,
+    undisturbed=True,
 )

@@ -87,4 +87,5 @@ RECIPE = Recipe(
     ),
     seeds=(0,),
     scales=("smoke",),
+    undisturbed=True,
 )
