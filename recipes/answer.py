@@ -29,7 +29,10 @@ FURTHER: Chosen = [
     ("table1", "ResNet-50", "ResNet-50, top-1 %"),
     ("table1", "ViT", "ViT, top-1 %"),
 ]
-LINKS = {"100 Mbit/s": "throughput at 100 Mbit/s", "20 Mbit/s": "at 20 Mbit/s"}
+LINKS = {
+    "100 Mbit/s": "throughput, % of the limit, 100 Mbit/s",
+    "20 Mbit/s": "throughput, % of the limit, 20 Mbit/s",
+}
 """Columns of table3, and their names in the second main table."""
 SLOWEST = "20 Mbit/s"
 TOLD = ("Local SGD", "CO2", "CO2, kept progress")
@@ -71,8 +74,8 @@ def further(ours: Rows, tuning: Rows) -> Table:
     }
     return _main(
         "Perplexity, accuracy and throughput",
-        "Throughput: of GPT-2 with two workers (table3), with its 95 % interval; ≈ is as fast as "
-        "without communication.",
+        "Throughput is that of GPT-2 with two workers (table3), with its 95 % interval; the limit "
+        "is the same training without communication, and ≈ is equivalent to it.",
         ours,
         tuning,
         FURTHER,
@@ -96,13 +99,9 @@ def _main(
     if any(entry.values for _, entry in picked):
         texts, seeds = values([entry for _, entry in picked])
         cells |= {(e.row.name, head): cell for (head, e), cell in zip(picked, texts, strict=True)}
-        words += [
-            f"Mean ± standard deviation over {seeds}; bold where the best interval overlaps no "
-            "other.",
-            settings(_lines(ours, chosen), tuning),
-        ]
-    columns = dict.fromkeys([*(head for *_, head in chosen), *(head for _, head in more)])
-    table = grid(cells, [row.name for row in METHODS], list(columns), best)
+        words += [f"{seeds[0].upper()}{seeds[1:]}", settings(_lines(ours, chosen), tuning)]
+    columns = [*(head for *_, head in chosen), *(LINKS.values() if more else ())]
+    table = grid(cells, [row.name for row in METHODS], columns, best)
     return replace(table, title=title, text=" ".join(words))
 
 
@@ -164,7 +163,7 @@ def speed(ours: Rows) -> str:
         return "Nothing has been measured on slow links yet."
     return (
         f"On links of {SLOWEST} (GPT-2, two workers) the share of the throughput without "
-        f"communication is {', '.join(told)}."
+        f"communication is {'; '.join(told)}."
     )
 
 

@@ -47,8 +47,8 @@ class Difference:
         Args:
             relative: in percent of the other row's mean, in place of the column's own unit.
         """
-        factor, unit, form = (100 / self.other, " %", ",.1f") if relative else (1.0, "", "")
-        form = form or f",.{digits}f"
+        factor, unit, digits = (100 / self.other, " %", 1) if relative else (1.0, "", digits)
+        form = f"z,.{digits}f"
         mean = f"{factor * self.mean:+{form}}{unit}"
         if self.half_width is None:
             return mean
@@ -186,4 +186,3 @@ def with_best(column: Sequence[Entry]) -> list[Entry]:
         if entry is not best
     )
     return [replace(entry, best=clear and entry is best) for entry in column]
-

@@ -94,7 +94,9 @@ def save(figure: Any, path: Path) -> None:
     for text in figure.findobj(Text):
         text.set_color(_GREY)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
+    # One name for the font, because a list of them would stand beside every word of the file.
+    font = ["DejaVu Sans"]
+    with rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none", "font.sans-serif": font}):
         figure.savefig(path, transparent=True, metadata={"Date": None})
 
 

@@ -32,23 +32,29 @@ def tables(recipe: Recipe, ours: Rows, paper: Rows, scale: str) -> list[Table]:
     papers report.
     """
     name = recipe.name if scale == "smoke" else f"{recipe.name}_{scale}"
+    places = {(row.name, column.name) for row, column in recipe.places()}
+    ours = [line for line in ours if (line["row"], line["column"]) in places]
     found = entries(recipe, ours)
     made: list[Table] = []
     not_run = []
+    explained = DIFFERENCES
     for part in dict.fromkeys(column.part for column in recipe.columns):
         own = [entry for entry in found if entry.column.part == part]
         if any(entry.values for entry in own):
             title = f"{recipe.title}: {part}" if part else recipe.title
             stem = f"{name}_{slug(part)}" if part else name
             made.append(_measured(recipe, own, ours, stem, f"{title} (scale={scale})"))
-            made += _differences(recipe, own, stem, title)
+            for table in _differences(recipe, own, stem, title):
+                made.append(replace(table, text=f"{explained} {table.text}".strip()))
+                explained = ""
         else:
             not_run.append(part)
     if not made:
         made = [Table((), (), name, f"{recipe.title} (scale={scale})")]
         not_run = []
     first = made[0]
-    notes = (first.source, _left_out(not_run), origin(recipe, ours, scale))
+    parts = f"Nothing has run of: {'; '.join(not_run)}." if not_run else ""
+    notes = (first.source, parts, origin(recipe, ours, scale))
     text = " ".join(filter(None, (recipe.text, first.text)))
     made[0] = replace(first, text=text, source=" ".join(filter(None, notes)))
     return [*made, *_reported(recipe, paper, name)]
@@ -77,7 +83,7 @@ def grid(
 
 
 def values(found: Sequence[Entry]) -> tuple[list[str], str]:
-    """Mean ± standard deviation of each entry, and words for the number of seeds behind them.
+    """Mean ± standard deviation of each entry, and words for what that is.
 
     Entries with another number of seeds than most tell it. At least one must have a value.
     """
@@ -90,7 +96,12 @@ def values(found: Sequence[Entry]) -> tuple[list[str], str]:
         for entry in found
     ]
     words = f"{usual} seeds" if usual > 1 else "one seed"
-    return texts, f"{words} (n where it is another number)" if len(set(counts)) > 1 else words
+    words += " (n where it is another number)" if len(set(counts)) > 1 else ""
+    if max(counts) == 1:
+        return texts, f"{words}."
+    return texts, (
+        f"mean ± standard deviation over {words}; bold where the best interval overlaps no other."
+    )
 
 
 def _measured(recipe: Recipe, own: Sequence[Entry], ours: Rows, name: str, title: str) -> Table:
@@ -102,22 +113,16 @@ def _measured(recipe: Recipe, own: Sequence[Entry], ours: Rows, name: str, title
     table = grid(cells, rows, columns, best)
     kept = {*table.head, *(row[0] for row in table.rows)}
     machines = sorted({line["hardware"] for line in ours})
-    refused = any(NOTHING in row for row in table.rows)
+    gone = [word for word in (*rows, *columns) if word not in kept]
+    notes = [f"Not run, and left out: {'; '.join(gone)}."] if gone else []
+    if any(NOTHING in row for row in table.rows):
+        notes.append(f"{NOTHING}: cannot be run.")
     return replace(
         table,
         name=name,
         title=title,
-        text=f"Measured here ({'; '.join(machines)}): mean ± standard deviation over {seeds}; bold "
-        "where the best interval overlaps no other.",
-        source=" ".join(
-            filter(
-                None,
-                (
-                    _left_out([word for word in (*rows, *columns) if word not in kept]),
-                    f"{NOTHING}: cannot be run." if refused else "",
-                ),
-            )
-        ),
+        text=f"Measured here ({'; '.join(machines)}): {seeds}",
+        source=" ".join(notes),
     )
 
 
@@ -138,12 +143,11 @@ def _differences(recipe: Recipe, own: Sequence[Entry], name: str, title: str) ->
             continue
         table = grid(cells, [row.name for row in recipe.rows], _heads(own))
         relative = any(entry.column.relative for entry in own)
-        unit = f" Differences of losses are in percent of {other}'s mean." if relative else ""
         yield replace(
             table,
             name=f"{name}_to_{slug(other)}",
             title=f"{title}, differences to {other}",
-            text=f"{DIFFERENCES}{unit}",
+            text=f"Differences of losses are in percent of {other}'s mean." if relative else "",
         )
 
 
@@ -158,7 +162,9 @@ def _reported(recipe: Recipe, paper: Rows, name: str) -> Iterator[Table]:
         return
     rows = dict.fromkeys([*(row.name for row in recipe.rows), *(row for row, _ in cells)])
     columns = list(dict.fromkeys(column for _, column in cells))
-    every = {(row, column): cells.get((row, column), NOT_AVAILABLE) for row in rows for column in columns}
+    every = {
+        (row, column): cells.get((row, column), NOT_AVAILABLE) for row in rows for column in columns
+    }
     yield replace(
         grid(every, list(rows), columns),
         name=f"{name}_reported",
@@ -181,10 +187,6 @@ def origin(recipe: Recipe, ours: Rows, scale: str) -> str:
         f"{runs} runs: results/ours.csv has folder and command of each. Commit "
         f"{', '.join(commits)}{mixed}. Again: {again}."
     )
-
-
-def _left_out(names: Sequence[str]) -> str:
-    return f"Not run, and left out: {'; '.join(names)}." if names else ""
 
 
 def _place(entry: Entry) -> Place:

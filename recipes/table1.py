@@ -24,8 +24,8 @@ RECIPE = Recipe(
     name="table1",
     title="Vision",
     text="Validation loss: cross-entropy, and the Chamfer distance of Point-MAE on ShapeNet. "
-    "Scores: top-1 of ResNet-50 and ViT, mean IoU of UperNet, accuracy of an SVM on frozen features "
-    "of Point-MAE.",
+    "Scores: top-1 of ResNet-50 and ViT, mean IoU of UperNet, accuracy of an SVM on frozen "
+    "features of Point-MAE.",
     rows=METHODS,
     columns=(
         loss("ResNet-50, loss", ("task=resnet50",)),

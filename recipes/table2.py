@@ -15,9 +15,7 @@ from functools import partial
 from recipes.methods import METHODS
 from recipes.recipe import Column, Recipe
 
-loss = partial(
-    Column, metric="final.loss", lower=True, digits=4, curve=False, part="loss"
-)
+loss = partial(Column, metric="final.loss", lower=True, digits=4, curve=False, part="loss")
 perplexity = partial(Column, metric="final.perplexity", lower=True, part="perplexity")
 
 RECIPE = Recipe(

@@ -2,7 +2,7 @@
 
     sudo make table3                                       all that is missing, in the laboratory
 
-Cost: 360 trainings of 20 seconds to 5 minutes on 2 cores, an hour a repeat (--seeds 0 is the first).
+Cost: 360 trainings of 20 seconds to 5 minutes on 2 cores, an hour a repeat (--seeds 0: the first).
 All methods of a repeat take turns on one link, then on the next. Only scale=smoke is measured, with
 two and four workers on one machine. The paper's 8 to 128 GPUs are simulated, in a table of its own,
 beside what the paper reports. The committed values are of three repeats, without cores for each
@@ -80,7 +80,8 @@ RECIPE = Recipe(
     text="Tokens per second of all workers together on GPT-2, every worker on a link of its own. "
     "All workers share one machine's processor, so four are no faster than two. Repeats stand in "
     "for seeds; each has every method on every link before the next begins. Trainings have 60 "
-    "steps, with τ auto 180, of which the first 60 are with τ = 12. The paper measured other networks, which the simulated table has.",
+    "steps, with τ auto 180, of which the first 60 are with τ = 12. The paper measured other "
+    "networks, which the simulated table has.",
     rows=(*METHODS, AUTO, LIMIT),
     columns=tuple(
         LabColumn(
