@@ -190,6 +190,30 @@ def test_a_quarter_of_a_core() -> None:
         assert float(process.communicate()[0]) > 0.3 / 0.25 * 0.7
 
 
+def test_each_worker_has_cores_of_its_own_where_there_are_enough(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 3, 6, 7})
+    two, six = (Trial(workers, 20.0, "co2", 0) for workers in (2, 6))
+    even, slower = Conditions(), Conditions(slow_cpus=((1, 0.5),))
+    assert even.cores(two) == slower.cores(two) == [{0, 2}, {3, 6}], "as many for each"
+    assert even.cores(six) == [] and Conditions(pin=False).cores(two) == []
+    assert Conditions(slow_cpus=((1, 2.0),)).cores(two) == [], "it may have two cores"
+    assert plan(_parser().parse_args(["--no-pin"]))[1] == Conditions(pin=False)
+    assert plan(_parser().parse_args([]))[1].pin
+    folders = {trial_folder(two, Conditions(pin=pin), tmp_path) for pin in (True, False)}
+    assert len(folders) == 2, "one does not count as the other"
+
+
+@needs_root
+def test_a_worker_keeps_to_its_cores() -> None:
+    (core, *_) = sorted(os.sched_getaffinity(0))
+    told = "import os; print(sorted(os.sched_getaffinity(0)))"
+    with SlowNetwork([None, None], None, [os.sched_getaffinity(0), {core}]) as network:
+        process = network.start(1, [sys.executable, "-c", told], os.environ)
+        assert process.communicate()[0].strip() == f"[{core}]"
+
+
 @needs_root
 def test_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A method and the limit, trained on a slow link; then the same from the trials kept."""
