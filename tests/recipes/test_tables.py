@@ -12,7 +12,7 @@ from co2.errors import ConfigError
 from co2.record.folder import run_folder
 from co2.record.table import read_csv
 from co2.simulate.paper import PAPER as SCALING
-from recipes import answer, entries, layout, readme, render
+from recipes import answer, entries, figures, layout, readme, render
 from recipes.__main__ import main, recipe_of
 from recipes.cells import TrainCell
 from recipes.collect import collect
@@ -335,6 +335,8 @@ def test_every_cell_of_every_recipe_composes(name: str, scale: str) -> None:
     recipe = RECIPES[name]
     assert len({row.name for row in recipe.rows}) == len(recipe.rows)
     assert len({column.name for column in recipe.columns}) == len(recipe.columns)
+    heads = {(figures.slug(column.part), column.head) for column in recipe.columns}
+    assert len(heads) == len(recipe.columns), "two columns of a table cannot be told apart"
     if scale not in recipe.scales:
         with pytest.raises(ConfigError, match=f"{name} can be run at scale=smoke alone"):
             recipe_of(name, scale)
