@@ -65,7 +65,8 @@ class Task(Protocol):
         ...
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Metrics on the validation data: "loss" and the task's own.
+        """Metrics on the part of the validation data that `data.validation` names: "loss" and the
+        task's own.
 
         Collective over the default process group, where there is one: all workers call it, hold
         the same weights and get the same figures. The mode of every module is restored.

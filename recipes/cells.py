@@ -7,7 +7,7 @@ links, and `FunctionCell` (functions.py) a training that a recipe's own function
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from co2.config import Config
 from co2.errors import STOPPED
 from co2.methods import METHODS
 from co2.peers import PEERS
-from co2.record.folder import run_folder
+from co2.record.folder import check_folder, run_folder, settings_digest
 from co2.record.provenance import Origin, of_run
 from co2.train import launch
 from tasks import TASKS
@@ -38,11 +38,17 @@ class Cell(Protocol):
     def command(self) -> str:
         """What makes this run. Two cells with the same command are the same run."""
 
+    @property
+    def digest(self) -> str:
+        """Of settings that the command leaves to conf: with others it would be another run. Empty
+        where the command gives all of them."""
+
     def check(self) -> None:
         """Raise `ConfigError` if this run cannot be made."""
 
     def summary(self) -> SummaryJSON | None:
-        """The figures of the finished run; None while there is none."""
+        """The figures of the finished run; None while there is none. Raises `ConfigError` if its
+        folder holds a run of other settings."""
 
     def source(self) -> dict[str, str]:
         """Commit, hardware and folder of the finished run."""
@@ -66,6 +72,10 @@ class TrainCell:
         return " ".join(words)
 
     @property
+    def digest(self) -> str:
+        return settings_digest(self.config())
+
+    @property
     def origin(self) -> Origin:
         """The run's command and tags."""
         return Origin(shlex.join(["train.py", *self.overrides]), self.recipes)
@@ -81,7 +91,11 @@ class TrainCell:
         words = dict(word.split("=", 1) for word in self.overrides)
         if not Path(words.get("runs", "results/runs")).exists():
             return None  # as after a clone; composing hundreds of configurations takes a minute
-        return read_summary(run_folder(self.config()))
+        config = self.config()
+        found = read_summary(run_folder(config))
+        if found is not None:
+            check_folder(config, config.launch.workers)  # conf may have changed since
+        return found
 
     def source(self) -> dict[str, str]:
         folder = run_folder(self.config())
@@ -96,6 +110,12 @@ class TrainCell:
         words = dict(word.split("=", 1) for word in self.overrides)
         task, method, scale = (words[key] for key in ("task", "method", "scale"))
         return tuned_settings(APP.conf, task, method, scale, words.get(f"{method}.tau"))
+
+
+def is_of(line: Mapping[str, str], cell: Cell) -> bool:
+    """Whether a line of ours.csv is of this cell's run."""
+    # The digest last: to compose a configuration takes a while.
+    return line["command"] == cell.command and line.get("digest", "") == cell.digest
 
 
 def own_words(words: Iterable[str]) -> tuple[str, ...]:

@@ -5,11 +5,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from co2.record.table import Table, read_csv
+from recipes.cells import is_of
 from recipes.recipe import Column, Recipe
 from recipes.registry import RECIPES
 
 VALUES = ("recipe", "row", "column", "scale", "seed", "value")
-SOURCES = ("commit", "hardware", "workers", "steps", "folder", "command")
+SOURCES = ("commit", "hardware", "workers", "steps", "folder", "command", "digest")
 KEY = VALUES[:5]
 EVALS = (*KEY, "step", "train_s", "loss")
 
@@ -21,8 +22,8 @@ def collect(recipes: Iterable[Recipe], out: Path, scale: str) -> tuple[int, int]
     """Write both files from the finished runs of these recipes at one scale; the rest stays.
 
     A value measured elsewhere, as in a committed file, stays as long as the recipe uses the same
-    command and no such run has finished here. It also serves other recipes that read the same
-    figure from the same run.
+    command, conf gives it the same settings, and no such run has finished here. It also serves
+    other recipes that read the same figure from the same run.
 
     Returns:
         The number of values from runs that are here, and of those from elsewhere.
@@ -44,13 +45,14 @@ def collect(recipes: Iterable[Recipe], out: Path, scale: str) -> tuple[int, int]
                 here += 1
                 source = cell.source()
                 size = {"workers": summary["workers"], "steps": summary["steps"]}
-                values.append({**key, "value": value, **source, **size, "command": cell.command})
+                run = {"command": cell.command, "digest": cell.digest}
+                values.append({**key, "value": value, **source, **size, **run})
                 if column.curve:
                     evals += [{**key, **line} for line in _evals(Path(source["folder"]))]
-            elif words in known and known[words]["command"] == cell.command:
+            elif words in known and is_of(known[words], cell):
                 values.append({**known[words]})
                 evals += [{**line} for line in known_evals.get(words, [])]
-            elif (same := shared.get(_figure(cell.command, column))) is not None:
+            elif (same := shared.get(_figure(cell.command, column))) and is_of(same, cell):
                 values.append({**same, **key})
                 if column.curve:
                     evals += [{**line, **key} for line in known_evals.get(_key(same), [])]

@@ -42,6 +42,10 @@ class LabCell:
         words += [f"--methods={self.trial.method}", f"--repeats={self.trial.repeat + 1}"]
         return " ".join(["python -m co2.lab", *words, *self.overrides])
 
+    @property
+    def digest(self) -> str:
+        return ""
+
     def config(self) -> Config:
         """The configuration of the training. Raises `ConfigError`."""
         words = trial_overrides(self.trial.method, self.overrides)

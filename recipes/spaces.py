@@ -53,8 +53,8 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
     "cocod_sgd": (),
     "acco": (),
     "slowmo": (
-        # SlowMo (1910.00643): α = 1; β by task, 0.4 to 0.8.
-        Knob("outer_lr", (0.5, 0.7, 1.0)),
+        # SlowMo (1910.00643): α = 1, and β tuned for each task.
+        Knob("outer_lr", (0.5, 0.7, 1.0, 1.4)),
         Knob("outer_momentum", (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8)),
     ),
     "diloco": _NESTEROV,
@@ -86,7 +86,7 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
     "sparseloco": (
         # SparseLoCo (2508.15706): density 0.01 to 0.03; its public code: α = 1, decay 0.95.
         Knob("density", (0.01, 0.02, 0.03)),
-        Knob("outer_lr", (0.5, 0.7, 1.0)),
+        Knob("outer_lr", (0.5, 0.7, 1.0, 1.4)),
         Knob("error_decay", (0.8, 0.9, 0.95, 0.99)),
     ),
     "desloc": (
@@ -99,7 +99,7 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
         Knob("freeze_step", (0.1, 0.15, 0.2, 0.3), Unit.steps),
     ),
     "zero_one_adam": (
-        # 0/1 Adam (2202.06009): the end of the warm-up, which is 4 to 11 % in our tasks.
+        # 0/1 Adam (2202.06009): the end of the warm-up, which is 3 to 11 % in our tasks.
         Knob("freeze_step", (0.05, 0.1, 0.15, 0.2, 0.3), Unit.steps),
     ),
 }

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from co2.record.table import read_csv
-from recipes.cells import Cell
+from recipes.cells import Cell, is_of
 from recipes.recipe import Column, Recipe, Row
 
 OURS = Path("results/ours.csv")
@@ -35,6 +35,9 @@ class TunedRecipe(Recipe):
     tuned_in: Mapping[str, str] = field(kw_only=True)
     """By column, the trials' column in which its settings are chosen. Where a column is not named,
     rows are as they are."""
+
+    def __post_init__(self) -> None:
+        assert not self.tuned, "it has trials of its own"
 
     def cells(
         self, scale: str, seeds: Sequence[int] | None = None
@@ -68,7 +71,11 @@ class TunedRecipe(Recipe):
         }
 
     def _chosen(
-        self, row: Row, column: Column, scale: str, elsewhere: Mapping[tuple[str, str, str], float]
+        self,
+        row: Row,
+        column: Column,
+        scale: str,
+        elsewhere: Mapping[tuple[str, str], dict[str, str]],
     ) -> Row | None:
         names = self.grids.get(row.name, ())
         if not names or column.name not in self.tuned_in:
@@ -80,8 +87,9 @@ class TunedRecipe(Recipe):
             trial = trials.row(name)
             value = trials.value(trial, place, scale, seed)
             if value is None:
-                command = trials.cell(trial, place, scale, seed).command
-                value = elsewhere.get((name, place.name, command))
+                cell = trials.cell(trial, place, scale, seed)
+                line = elsewhere.get((name, place.name))
+                value = float(line["value"]) if line is not None and is_of(line, cell) else None
             if value is None:
                 return None
             values[name] = value
@@ -89,10 +97,10 @@ class TunedRecipe(Recipe):
         # The row's own settings follow the trial's, and so win over them.
         return replace(row, overrides=(*won.overrides, *row.overrides[1:]))
 
-    def _elsewhere(self, scale: str) -> dict[tuple[str, str, str], float]:
-        """Recorded values of the trials, by row, column and command."""
+    def _elsewhere(self, scale: str) -> dict[tuple[str, str], dict[str, str]]:
+        """Recorded lines of the trials, by row and column."""
         return {
-            (line["row"], line["column"], line["command"]): float(line["value"])
+            (line["row"], line["column"]): line
             for line in read_csv(OURS)
             if (line["recipe"], line["scale"], line["seed"])
             == (self.trials.name, scale, str(self.trials.seeds[0]))

@@ -58,7 +58,9 @@ def columns(task: str) -> list[Column]:
     return [
         column(f"{task}: loss", metric="final.loss", digits=4),
         sent(f"{task}: volume, MiB", metric=volume, digits=1),
+        sent(f"{task}: volume, % of 1-bit Adam's", metric=volume, digits=1, of="1-bit Adam"),
         sent(f"{task}: rounds", metric=rounds, digits=0),
+        sent(f"{task}: rounds, % of 1-bit Adam's", metric=rounds, digits=1, of="1-bit Adam"),
     ]
 
 
@@ -93,8 +95,8 @@ RECIPE = TunedRecipe(
     text=f"AdamW with betas of .9 and .999, {STEPS} steps, two workers; v is frozen after 15 % of "
     "them. The intervals of 0/1 Adam follow the learning rate, up to 16. Each method has the rate "
     "that won in zero_one_adam_trials. Volume is what one worker sends; a round is a time that "
-    "the replicas exchange anything. zero_one_time has the seconds. The paper's shares are of "
-    "trainings many times as long, at best.",
+    "the replicas exchange anything. zero_one_time has the seconds, and "
+    "zero_one_volume the paper's shares: of trainings many times as long, at best.",
     rows=ROWS,
     columns=tuple(column for found in PER_TASK.values() for column in found),
     seeds=(0, 1, 2, 3, 4),

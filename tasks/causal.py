@@ -142,7 +142,7 @@ class CausalText:
             (whole,) = total(compute, num_batches=-(-len(chosen) // size))
         loss = whole / (len(chosen) * context)
         scores = {"loss": loss, "perplexity": torch.tensor(loss, dtype=torch.float64).exp().item()}
-        if self._num_bytes is not None:
+        if self._num_bytes:
             scores["bits_per_byte"] = whole / math.log(2) / self._num_bytes
         return scores
 

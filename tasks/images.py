@@ -133,7 +133,10 @@ def random_crops(
     """
     from torchvision.transforms import v2
 
-    shapes = np.array([picture.shape[1:] for picture in pictures])
+    if isinstance(pictures, Tensor):  # to take it apart would cost a seventh of the whole time
+        shapes = np.tile(np.array(pictures.shape[2:]), (len(pictures), 1))
+    else:
+        shapes = np.array([picture.shape[1:] for picture in pictures])
     boxes = _crop_boxes(shapes, smallest, draws)
     how, cropped = v2.InterpolationMode(interpolation), torch.empty(0, dtype=torch.uint8)
     sizes, groups = np.unique(boxes[:, 2:], axis=0, return_inverse=True)

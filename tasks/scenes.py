@@ -56,7 +56,7 @@ def scenes(split: str) -> tuple[np.ndarray, np.ndarray]:
         or IGNORED. They are cached, so nobody may write to them.
     """
     number = COUNTS[split]
-    source = np.random.default_rng((2016, number))
+    source = np.random.default_rng((2016, list(COUNTS).index(split)))
     rows, columns = np.indices((SIZE, SIZE), np.float32)
 
     def draw(low: float, high: float, *shape: int) -> np.ndarray:

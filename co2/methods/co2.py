@@ -49,7 +49,7 @@ class CO2(LocalMethod):
         outer_momentum: float = 0.2
         """β. The paper does not say. GPT-2 at smoke scale (τ = 12, one seed) did worse with 0.5."""
         gap_penalty: str | float = "gap_aware"
-        """gap_aware | gap_aware_elementwise | none, or a constant Λ."""
+        """gap_aware | gap_aware_steady | gap_aware_elementwise | none, or a constant Λ."""
         clip: float | None = None
         """φ of the outer momentum; null for none."""
         clip_mode: str = "value"
@@ -85,6 +85,8 @@ class CO2(LocalMethod):
         return self.shard.mean
 
     def init_outer_state(self) -> None:
+        self._warnings: list[str] = []
+        self._watches = True
         self.outer: WholeOuterStep | ShardedOuterStep
         if self.config.shard:
             rates = self.largest_lr, self.next_largest_lr
@@ -92,8 +94,24 @@ class CO2(LocalMethod):
         else:
             self.outer = WholeOuterStep(self.config, self.flat, self.mean, self.largest_lr)
 
+    def watch_stability(self) -> None:
+        """Warn, once, when the outer step is not stable in every direction (docs/choosing.md)."""
+        beta, alpha = self.config.outer_momentum, self.config.outer_lr
+        gap = self.outer.gap.usual(self.largest_lr())
+        if self._watches and beta + alpha / gap >= 1:
+            self._watches = False
+            self._warnings.append(
+                f"outer_momentum + outer_lr/Λ is now {beta:g} + {alpha:g}/{gap:.2f}, not below 1: "
+                "steep directions do not settle; gap_penalty=gap_aware_steady keeps Λ near 2"
+            )
+
+    def notices(self) -> list[str]:
+        warnings, self._warnings = self._warnings, []
+        return [*super().notices(), *warnings]
+
     def end_round(self) -> None:
         self.outer.end_round()
+        self.watch_stability()
 
     def show_round_end(self) -> None:
         self.mean.join()

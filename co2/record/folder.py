@@ -81,9 +81,8 @@ def check_folder(config: Config, world: int) -> None:
     own = {config.task: type(config.task_config), config.method: type(config.method_config)}
     nodes = NODES | own
     for key in sorted(there.keys() | here.keys()):
-        free = key[0] in _FREE or key[:2] in _FREE_KEYS
         then = there.get(key, _default(key, nodes))
-        if not free and then != here.get(key):
+        if not _is_free(key) and then != here.get(key):
             name = ".".join(key)
             raise ConfigError(
                 name,
@@ -91,6 +90,28 @@ def check_folder(config: Config, world: int) -> None:
                 f"{os.path.relpath(folder)} holds a run with {name}={then}; "
                 "give this one a tag=NAME of its own, or start that one afresh with resume=never",
             )
+
+
+def settings_digest(config: Config) -> str:
+    """Twelve hexadecimal digits of all settings that a run's figures depend on.
+
+    Settings at the default of their dataclass do not count, so that a new one changes no digest.
+    """
+    nodes = NODES | {
+        config.task: type(config.task_config),
+        config.method: type(config.method_config),
+    }
+    values = _flat(plain(config, config.launch.workers))
+    counted = {
+        ".".join(key): value
+        for key, value in values.items()
+        if not _is_free(key) and value != _default(key, nodes)
+    }
+    return _digest(json.dumps(counted, sort_keys=True))
+
+
+def _is_free(key: tuple[str, ...]) -> bool:
+    return key[0] in _FREE or key[:2] in _FREE_KEYS
 
 
 def _check_format(folder: Path) -> None:

@@ -61,8 +61,8 @@ def git() -> dict[str, Any]:
     """The commit of this source tree, and whether the tree has changes since.
 
     Empty where this file is not in a git repository: in an installed package, say. Changes in
-    results/ do not count: the code has made them, and a table that has just been written does not
-    make the next run one of changed code.
+    results/ and conf/tuned/ do not count: the code has made them, and a table or a winner that has
+    just been written does not make the next run one of changed code.
     """
 
     def ask(*words: str) -> str:
@@ -73,7 +73,8 @@ def git() -> dict[str, Any]:
 
     try:
         ask("ls-files", "--error-unmatch", __file__)
-        changed = ask("status", "--porcelain", "--", ":/", ":(top,exclude)results")
+        generated = (":(top,exclude)results", ":(top,exclude)conf/tuned")
+        changed = ask("status", "--porcelain", "--", ":/", *generated)
         return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(changed)}
     except (OSError, subprocess.CalledProcessError):
         return {}

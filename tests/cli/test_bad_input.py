@@ -37,7 +37,7 @@ COUNT = "must be a whole number, 1 or more"
 WHOLE = "must be a whole number"
 FINITE = "must be a finite number, 0 or more"
 STREAMING = "method=streaming_diloco streaming_diloco"
-GAPS = "gap_aware, gap_aware_elementwise, none"
+GAPS = "gap_aware, gap_aware_steady, gap_aware_elementwise, none"
 
 # Command line; key=value that the line names; what it must say.
 VALUES = [
@@ -272,10 +272,8 @@ def test_unknown_key_of_a_node_without_keys(empty: Path, plus: str) -> None:
 
 @pytest.mark.parametrize("case", ["empty file", "empty folder", "binary", "latin", "short"])
 def test_text_that_cannot_be_used(tmp_path: Path, empty: Path, case: str) -> None:
-    path, mends = (
-        tmp_path / "text",
-        {"binary": "binary", "latin": "UTF-8", "short": "gpt2.context=64 needs 65"},
-    )
+    path = tmp_path / "text"
+    mends = {"binary": "binary", "latin": "UTF-8", "short": "gpt2.context=64 needs 65"}
     if case == "empty folder":
         path.mkdir()
     else:

@@ -200,6 +200,10 @@ CASES = [
     # rates 1, 1, 1/2: C_2 = .1 * 2/.19, Lambda_2 = 1 + .95
     co2_case("gap at half the rate", [scalars(0.5, 0.5, 1.0)], [scalars(0, -1, -1 - 1 / 1.95)],
              gap_penalty="gap_aware", lr=[(1.0,), (1.0,), (0.5,)], shown=scalars(-1, -1, -2)),
+    # the same rates: C_2 = .1/.19 from displacements alone, Lambda_2 = 1 + 1.9
+    co2_case("steady gap at half the rate", [scalars(0.5, 0.5, 1.0)],
+             [scalars(0, -1, -1 - 1 / 2.9)], gap_penalty="gap_aware_steady",
+             lr=[(1.0,), (1.0,), (0.5,)], shown=scalars(-1, -1, -2)),
     # rates 1, 1/2, 1/2: the first round's rate counts too, though nothing arrives in it
     co2_case("gap after a first round at the full rate", [scalars(0.5, 1.0, 1.0)],
              [scalars(0, -1, -1 - 1 / 1.95)],

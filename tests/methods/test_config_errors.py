@@ -67,7 +67,7 @@ RIGHT: list[tuple[str, str, Any]] = [
     *(("co2", "clip", value) for value in (None, 0.0, 5.0)),
     *(
         ("co2", "gap_penalty", value)
-        for value in ("none", "gap_aware", "gap_aware_elementwise", 2.0)
+        for value in ("none", "gap_aware", "gap_aware_steady", "gap_aware_elementwise", 2.0)
     ),
     *(("co2", "clip_mode", value) for value in ("value", "norm")),
     *(("co2", "shard", value) for value in (True, False)),

@@ -21,7 +21,7 @@ from tests.workers import Pool
 
 ROUNDS = 5
 CO2 = {"tau": problem.TAU, "outer_lr": 0.8, "outer_momentum": 0.5}
-GAPS = ("none", "gap_aware", "gap_aware_elementwise", 1.7)
+GAPS = ("none", "gap_aware", "gap_aware_steady", "gap_aware_elementwise", 1.7)
 CLIPS: tuple[dict[str, Any], ...] = (
     {"clip": None},
     {"clip": 0.02, "clip_mode": "value"},

@@ -35,6 +35,11 @@ def test_cells_are_the_runs_of_train_py_and_a_failed_one_loses_no_other(tmp_path
         by_hand = cli(*overrides, runs=tmp_path / "by_hand" / c.config().method)
         assert_same_run(run_folder(c.config()), by_hand.folder)
 
+    settings = run_folder(good.config()) / "config.yaml"
+    settings.write_text(settings.read_text().replace("  steps: 12\n", "  steps: 13\n"))
+    with pytest.raises(ConfigError, match="holds a run with train.steps=13"):
+        good.summary()
+
 
 def test_a_cell_may_start_from_the_run_of_one_before_it(tmp_path: Path):
     """And is refused where that one has failed, which stops no other."""

@@ -49,10 +49,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def line(recipe: Recipe, row: str, column: str, seed: int, value: float) -> dict[str, object]:
     """A line of ours.csv, as if the run had been made on another machine."""
-    command = recipe.cell(recipe.row(row), recipe.column(column), "smoke", seed).command
+    cell = recipe.cell(recipe.row(row), recipe.column(column), "smoke", seed)
     source = {"commit": "abc", "hardware": "a cpu", "workers": 2, "steps": 9, "folder": "f"}
     key = {"recipe": recipe.name, "row": row, "column": column, "scale": "smoke", "seed": seed}
-    return {**key, "value": value, **source, "command": command}
+    return {**key, "value": value, **source, "command": cell.command, "digest": cell.digest}
 
 
 def write_ours(lines: Sequence[dict[str, object]]) -> None:
@@ -207,9 +207,10 @@ def test_digits_train_under_every_row(tmp_path: Path) -> None:
     )
     try:
         for row in digits.RECIPE.rows:
-            words = ("optimizer=sgd", "replicas=1", "steps=24", "tau=3", *row.overrides)
+            words = ("optimizer=sgd", "replicas=1", "steps=48", "tau=3", *row.overrides)
             final = digits.train(FunctionCell("digits", words, 0, digits.train_all))
-            assert 0.1 < final["accuracy"] < 1 and 0 < final["cross_entropy"] < 2.4, row
+            assert 0.15 < final["accuracy"] < 1, row
+            assert 0 < final["cross_entropy"] < 2.2, "guessing has 2.3"
     finally:
         torch.distributed.destroy_process_group()
 

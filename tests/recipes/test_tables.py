@@ -1,5 +1,6 @@
 """Tables from run folders: finished, unfinished, failed, missing, and of several commits."""
 
+import copy
 import csv
 import json
 from dataclasses import replace
@@ -14,7 +15,7 @@ from co2.record.table import read_csv
 from co2.simulate.paper import PAPER as SCALING
 from recipes import answer, entries, figures, layout, readme, render
 from recipes.__main__ import main, recipe_of
-from recipes.cells import TrainCell
+from recipes.cells import TrainCell, composed_config
 from recipes.collect import collect
 from recipes.entries import Entry
 from recipes.glue import FineTuning
@@ -294,7 +295,7 @@ def test_what_ran_elsewhere_stays_while_the_recipe_asks_for_it(
     results: Path, tmp_path: Path
 ) -> None:
     ours, evals = (results / "ours.csv").read_text(), (results / "evals.csv").read_text()
-    other = "other,AllReduce,top-1,smoke,0,1.0,c,h,2,60,f,python train.py"
+    other = "other,AllReduce,top-1,smoke,0,1.0,c,h,2,60,f,python train.py,0a1b"
     with (results / "ours.csv").open("a") as file:
         file.write(f"{other}\n")
     assert collect([TOY], results, "smoke") == (7, 0)
@@ -308,6 +309,18 @@ def test_what_ran_elsewhere_stays_while_the_recipe_asks_for_it(
 
     changed = replace(TOY, columns=(replace(TOP1, smoke=("train.steps=70",)),))
     assert collect([changed], results, "smoke") == (0, 0), "of another command"
+
+
+def test_what_was_measured_with_other_settings_of_conf_is_dropped(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command is the same; conf, which gives the rest of the settings, is not."""
+    (tmp_path / "results").rename(tmp_path / "gone")
+    assert collect([TOY], results, "smoke") == (0, 7)
+    other = copy.deepcopy(composed_config(()))
+    other.optim.weight_decay = 0.5
+    monkeypatch.setattr(TrainCell, "config", lambda cell: other)
+    assert collect([TOY], results, "smoke") == (0, 0)
 
 
 def test_all_is_rendered(results: Path) -> None:

@@ -15,10 +15,11 @@ from tests.reference.replica import Replica, mean
 
 
 class Gap:
-    """Lambda_t by `gap_aware` and `gap_aware_elementwise`."""
+    """Lambda_t by `gap_aware`, `gap_aware_steady` and `gap_aware_elementwise`."""
 
-    def __init__(self, elementwise: bool) -> None:
-        self.elementwise = elementwise
+    def __init__(self, kind: str | float) -> None:
+        self.elementwise = kind == "gap_aware_elementwise"
+        self.steady = kind == "gap_aware_steady"
         self.largest_gamma = 0.0
         self.average, self.count = 0.0, 0
 
@@ -28,7 +29,8 @@ class Gap:
             return 1.0
         disp = (movement.norm() / movement.numel() ** 0.5).item()
         self.count += 1
-        self.average = 0.9 * self.average + 0.1 * disp * self.largest_gamma / gamma
+        decayed = 1.0 if self.steady else self.largest_gamma / gamma
+        self.average = 0.9 * self.average + 0.1 * disp * decayed
         c = self.average / (1 - 0.9**self.count)
         if c == 0:
             return 1.0
@@ -53,7 +55,7 @@ def rounds(
     clip_mode: str = "value",
     average_moments: bool = False,
 ) -> Iterator[Tensor]:
-    gap = Gap(elementwise=gap_penalty == "gap_aware_elementwise")
+    gap = Gap(gap_penalty)
     constant = {"none": 1.0}.get(gap_penalty, gap_penalty)
     x = previous_x = replicas[0].weights()
     m = torch.zeros_like(x)

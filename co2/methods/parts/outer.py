@@ -14,7 +14,7 @@ from co2.comm.flat import FlatParams
 from co2.errors import require, require_number
 from co2.methods.parts.outer_shard import OuterShard
 
-_KINDS = ("gap_aware", "gap_aware_elementwise", "none")
+_KINDS = ("gap_aware", "gap_aware_steady", "gap_aware_elementwise", "none")
 
 
 class GapPenalty:
@@ -28,6 +28,9 @@ class GapPenalty:
     and Λ_t = 1 while C_t = 0 or γ_t = 0. The EMA counts every round in which a pseudo-gradient
     arrives, also the first, whose displacement is 0.
     `gap_aware_elementwise` puts an element's own |x_{t,0} − x_{t−1,0}| in place of disp_t.
+    `gap_aware_steady` takes C_t from displacements alone, without γ_max/γ_t. That factor makes Λ go
+    to 1 as the rate decays, where a pseudo-gradient that is one round late is not damped any more;
+    without it Λ stays near 2 (docs/choosing.md has the rule).
 
     Args:
         kind: the configuration's `gap_penalty`.
@@ -57,7 +60,20 @@ class GapPenalty:
     @property
     def measures(self) -> bool:
         """Whether the size of the last outer movement is needed."""
-        return self.kind in ("gap_aware", "gap_aware_elementwise")
+        return isinstance(self.kind, str) and self.kind != "none"
+
+    @property
+    def constant(self) -> float:
+        """Λ of a kind that does not measure."""
+        return 1.0 if self.kind == "none" else float(self.kind)
+
+    def usual(self, lr: float) -> float:
+        """Return what Λ comes to at a rate of γ_t if displacements do not change."""
+        if not self.measures:
+            return self.constant
+        if self.kind == "gap_aware_steady" or self.largest_lr == 0:
+            return 2.0
+        return 1 + lr / self.largest_lr
 
     def observe_lr(self, lr: float) -> None:
         """Take note of γ_t. Call it in every round, the first too."""
@@ -66,14 +82,15 @@ class GapPenalty:
     def update(self, momentum_norm: Tensor, lr: float) -> None:
         """Compute Λ_t from γ_t and ‖m_{t−1}‖₂, because x_{t,0} − x_{t−1,0} = −α m_{t−1}."""
         if not self.measures:
-            self.value.fill_(1.0 if self.kind == "none" else float(self.kind))
+            self.value.fill_(self.constant)
             return
         if lr == 0:
             self.value.fill_(1.0)
             self.scale.zero_()
             return
         displacement = momentum_norm * (self.outer_lr / self.sqrt_numel)
-        self.ema.mul_(0.9).add_(displacement * (self.largest_lr / lr), alpha=0.1)
+        decayed = 1.0 if self.kind == "gap_aware_steady" else self.largest_lr / lr
+        self.ema.mul_(0.9).add_(displacement * decayed, alpha=0.1)
         self.count += 1
         torch.div(self.ema, 1 - 0.9**self.count, out=self.scale)
         self.value.copy_(torch.where(self.scale > 0, 1 + displacement / self.scale, 1.0))
