@@ -1,4 +1,7 @@
-"""The values of a measured table: mean and deviation over seeds, the best, paired differences."""
+"""The values of a measured table: mean and deviation over seeds, the best, paired differences.
+
+layout.py makes tables of them.
+"""
 
 import math
 import statistics
@@ -7,15 +10,13 @@ from dataclasses import dataclass, replace
 
 from scipy.stats import t as student
 
-from co2.record.table import NOT_AVAILABLE, NOT_RUN, NOTHING, Table
+from co2.record.table import NOT_RUN, NOTHING
 from recipes.recipe import Column, Recipe, Row, Rows
 
 LEVEL = 0.05
 """Below it, a p after Holm's correction marks a difference; intervals hold the rest, 95 %."""
 LOCAL_SGD = "method=local_sgd"
 """The first override of the row that methods are compared with beside the first one."""
-_MEASURED = 2
-"""Number of the table's column with the measured values."""
 NOT_REACHED = "not reached"
 """Stands for an infinite value, such as the seconds to a loss that a run never had."""
 
@@ -25,6 +26,8 @@ class Difference:
     """What a row has more than another one, over the seeds that both have."""
 
     mean: float
+    other: float
+    """The other row's mean over these seeds."""
     half_width: float | None = None
     """Of the 95 % t interval; None where all differences are equal, as those of counted figures
     are: then chance had no part in them."""
@@ -33,24 +36,34 @@ class Difference:
     significant: bool = False
     """Whether p, after the correction for all tests of the table, is below `LEVEL`."""
 
-    def text(self, digits: int) -> str:
-        """The mean, its interval, and a star where it is significant."""
-        form = f"+,.{digits}f"
+    @property
+    def percent(self) -> float:
+        """The mean in percent of the other row's."""
+        return 100 * self.mean / self.other
+
+    def text(self, digits: int, relative: bool = False) -> str:
+        """The mean, its interval, and a star where it is significant.
+
+        Args:
+            relative: in percent of the other row's mean, in place of the column's own unit.
+        """
+        factor, unit, digits = (100 / self.other, " %", 1) if relative else (1.0, "", digits)
+        form = f"z,.{digits}f"
+        mean = f"{factor * self.mean:+{form}}{unit}"
         if self.half_width is None:
-            return f"{self.mean:{form}}"
-        low, high = self.mean - self.half_width, self.mean + self.half_width
-        return f"{self.mean:{form}} [{low:{form}}, {high:{form}}]{' *' if self.significant else ''}"
+            return mean
+        low, high = (factor * (self.mean + sign * self.half_width) for sign in (-1, 1))
+        return f"{mean} [{low:{form}}, {high:{form}}]{' *' if self.significant else ''}"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the table: the seeds' values of a row and a column, and what the paper reports."""
+    """A cell of the table: the seeds' values of a row and a column."""
 
     row: Row
     column: Column
     values: dict[int, float]
     """By seed."""
-    paper: str
     to_first: Difference | None = None
     """To the first row; None for that row, and where fewer than two seeds can be compared."""
     to_local: Difference | None = None
@@ -76,10 +89,6 @@ class Entry:
             return NOT_REACHED
         spread = "" if self.spread is None else f" ± {self.spread:,.{self.column.digits}f}"
         return f"{self.mean:,.{self.column.digits}f}{spread}"
-
-    def difference(self, to: Difference | None) -> str:
-        """How a difference of this entry is shown."""
-        return NOTHING if to is None else to.text(self.column.digits)
 
 
 def by_seed(ours: Rows) -> dict[tuple[str, str], dict[int, float]]:
@@ -107,14 +116,9 @@ def interval_text(values: Iterable[float], digits: int = 2) -> str:
     return f"{statistics.mean(found.values()):+,.{digits}f}" if found else NOTHING
 
 
-def entries(recipe: Recipe, ours: Rows, paper: Rows) -> list[Entry]:
-    """Every line of a recipe's table, column by column, from its rows of both files."""
+def entries(recipe: Recipe, ours: Rows) -> list[Entry]:
+    """Every cell of a recipe's table, column by column, from its rows of results/ours.csv."""
     values = by_seed(ours)
-    reported = {
-        (line["row"], line["column"]): line["value"]
-        + (f" ± {line['spread']}" if line["spread"] else "")
-        for line in paper
-    }
     first, local = recipe.rows[0], local_sgd(recipe)
     found = []
     for column in recipe.columns:
@@ -124,14 +128,17 @@ def entries(recipe: Recipe, ours: Rows, paper: Rows) -> list[Entry]:
         )
         same = []
         for row in (row for row in recipe.rows if row.name not in column.without):
-            key = (row.name, column.name)
-            own = values.get(key, {})
+            own = values.get((row.name, column.name), {})
             to_first = None if row is first else paired(own, of_first)
             to_local = None if row in (first, local) else paired(own, of_local)
-            paper_value = reported.get(key, NOT_AVAILABLE)
-            same.append(Entry(row, column, own, paper_value, to_first, to_local))
+            same.append(Entry(row, column, own, to_first, to_local))
         found += with_best(same)
-    return with_significance(found)
+    parts = dict.fromkeys(column.part for column in recipe.columns)
+    return [
+        entry
+        for part in parts
+        for entry in with_significance([e for e in found if e.column.part == part])
+    ]
 
 
 def local_sgd(recipe: Recipe) -> Row | None:
@@ -149,16 +156,17 @@ def paired(values: dict[int, float], others: dict[int, float]) -> Difference | N
     differences = [values[seed] - others[seed] for seed in seeds]
     if len(seeds) < 2 or not all(map(math.isfinite, differences)):
         return None
-    mean = statistics.mean(differences)
+    mean, other = statistics.mean(differences), statistics.mean(others[seed] for seed in seeds)
     if math.isclose(min(differences), max(differences), rel_tol=1e-9):
-        return Difference(mean)
+        return Difference(mean, other)
     error, freedom = statistics.stdev(differences) / math.sqrt(len(seeds)), len(seeds) - 1
     half_width = float(student.ppf(1 - LEVEL / 2, freedom)) * error
-    return Difference(mean, half_width, p=float(2 * student.sf(abs(mean) / error, freedom)))
+    p = float(2 * student.sf(abs(mean) / error, freedom))
+    return Difference(mean, other, half_width, p)
 
 
 def with_significance(found: Sequence[Entry]) -> list[Entry]:
-    """Mark the differences that are significant among all that the table tests."""
+    """Mark the differences that are significant among all that these entries test."""
     pairs = [to for entry in found for to in (entry.to_first, entry.to_local) if to is not None]
     tests = [to.p for to in pairs if to.p is not None]
     corrected = dict(zip(tests, holm(tests), strict=True))  # equal ones are corrected alike
@@ -200,46 +208,3 @@ def with_best(column: Sequence[Entry]) -> list[Entry]:
         if entry is not best
     )
     return [replace(entry, best=clear and entry is best) for entry in column]
-
-
-def measured(recipe: Recipe, ours: Rows, paper: Rows, scale: str) -> Table:
-    """The table of a recipe, from its rows of results/ours.csv at this scale and of paper.csv."""
-    found = entries(recipe, ours, paper)
-    machines = "; ".join(sorted({line["hardware"] for line in ours}))
-    where = f"measured here ({scale}{', ' if machines else ''}{machines})"
-    local = local_sgd(recipe)
-    compared = [recipe.rows[0].name, *([] if local is None else [local.name])]
-    return Table(
-        name=recipe.name if scale == "smoke" else f"{recipe.name}_{scale}",
-        title=f"{recipe.title} (scale={scale})",
-        text=f"{recipe.text} Measured here: mean ± standard deviation over the seeds; bold where "
-        f"the best interval overlaps no other; to {' and '.join(compared)}: mean difference over "
-        "the same seeds with its 95 % t interval, and a star where it is significant at 5 % after "
-        "Holm's correction for all tests of the table. Paper: results/paper.csv, at the paper's "
-        "own scale.",
-        head=("of", "method", where, "seeds", *(f"to {name}" for name in compared), "paper"),
-        rows=[
-            (
-                *(e.column.name, e.row.name, e.measured, str(len(e.values))),
-                *[e.difference(to) for to in (e.to_first, e.to_local)][: len(compared)],
-                e.paper,
-            )
-            for e in found
-        ],
-        best=frozenset((at, _MEASURED) for at, entry in enumerate(found) if entry.best),
-        source=origin(recipe, ours, scale),
-    )
-
-
-def origin(recipe: Recipe, ours: Rows, scale: str) -> str:
-    """Number and commits of the runs behind a table, and the command that repeats them."""
-    again = f"`python -m recipes run {recipe.name} --scale {scale}`"
-    if not ours:
-        return f"Nothing has run: {again}."
-    commits = sorted({line["commit"] for line in ours})
-    mixed = ", a mixture" if len(commits) > 1 else ""
-    runs = len({(line["folder"], line["command"]) for line in ours})
-    return (
-        f"{runs} runs: results/ours.csv has folder and command of each. Commit "
-        f"{', '.join(commits)}{mixed}. Again: {again}."
-    )

@@ -12,10 +12,9 @@ co2/lab/training.py; the bytes, rounds and loss are of conf's. In the laboratory
 Adam freeze v early, because its trainings have 60 steps.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from co2.record.table import Table
 from recipes import figures
 from recipes.cells import SummaryJSON, composed_config
 from recipes.entries import Entry, entries
@@ -61,6 +60,7 @@ def columns(task: str) -> Iterator[Column]:
         digits=0,
         curve=False,
         without=without,
+        part=task,
     )
     yield Column(
         f"{task}, rounds",
@@ -70,6 +70,7 @@ def columns(task: str) -> Iterator[Column]:
         digits=0,
         curve=False,
         without=without,
+        part=task,
     )
     for rate in RATES:
         yield LabColumn(
@@ -87,6 +88,7 @@ def columns(task: str) -> Iterator[Column]:
             of=LIMIT.name,
             without=refused,
             before=BEFORE[task],
+            part=task,
         )
     yield Column(
         loss(task),
@@ -95,6 +97,7 @@ def columns(task: str) -> Iterator[Column]:
         lower=True,
         digits=4,
         without=without,
+        part=task,
     )
 
 
@@ -108,32 +111,9 @@ def loss(task: str) -> str:
     return f"{task}, validation loss"
 
 
-def page(ours: Rows, _: Rows) -> Iterable[Table]:
-    """One line for each task and method, so that cost and loss stand beside each other."""
-    found = {(e.column.name, e.row.name): e for e in entries(RECIPE, ours, [])}
-    lines = []
-    for task in TASKS:
-        for row in EVERY_METHOD:
-            own = [found.get((column.name, row.name)) for column in columns(task)]
-            known = [entry for entry in own if entry is not None]
-            if any(entry.values for entry in known):
-                lines.append((task, row.name, *(entry.measured for entry in known)))
-    if not lines:
-        return []
-    of_limit = [f"{rate} Mbit/s, % of the limit" for rate in RATES]
-    table = Table(
-        name="field_page",
-        title="The field on one page",
-        text="The limit is the same training without communication.",
-        head=("task", "method", "bytes per step", "rounds", *of_limit, "validation loss"),
-        rows=lines,
-    )
-    return [table]
-
-
 def draw(ours: Rows, stem: Path) -> Iterator[Path]:
     """Draw throughput to the right and loss upwards, a panel for each task and rate."""
-    found = {(e.column.name, e.row.name): e for e in entries(RECIPE, ours, [])}
+    found = {(e.column.name, e.row.name): e for e in entries(RECIPE, ours)}
     for task in TASKS:
         for rate in RATES:
             names = (share(task, rate), loss(task))
@@ -171,5 +151,4 @@ RECIPE = Recipe(
     columns=tuple(column for task in TASKS for column in columns(task)),
     scales=("smoke",),
     draw=draw,
-    beside=page,
 )

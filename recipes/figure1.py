@@ -64,4 +64,5 @@ RECIPE = Recipe(
     ),
     scales=("smoke",),
     draw=draw,
+    undisturbed=True,
 )

@@ -16,12 +16,14 @@ _MARKERS = "os^Dv<>P*X"
 
 
 def curves(recipe: Recipe, evals: Rows, stem: Path) -> Iterator[Path]:
-    """Draw validation loss against steps and against seconds, for every column that has run."""
+    """Draw validation loss against steps for every column that has run, and against seconds where
+    they can be compared."""
     columns = [column for column in recipe.columns if column.curve]
     for column in columns:
         drawn = [line for line in evals if line["column"] == column.name]
         title = column.name if len(columns) > 1 else recipe.title
-        for against in ("step", "train_s") if drawn else ():
+        axes = ("step", "train_s") if recipe.undisturbed else ("step",)
+        for against in axes if drawn else ():
             path = beside(stem, column.name, "steps" if against == "step" else "seconds")
             _curve(recipe.rows, drawn, against, path, title)
             yield path
@@ -37,7 +39,7 @@ def _curve(rows: Sequence[Row], evals: Rows, against: str, path: Path, title: st
             if at:
                 x = [mean(same, against) for same in at]
                 axis.plot(x, [mean(same, "loss") for same in at], **style(number, row.name))
-        axis.set_xlabel("steps" if against == "step" else "seconds of training, as the machine was")
+        axis.set_xlabel("steps" if against == "step" else "seconds of training")
         axis.set_ylabel("validation loss")
 
 
@@ -92,15 +94,22 @@ def save(figure: Any, path: Path) -> None:
     for text in figure.findobj(Text):
         text.set_color(_GREY)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
+    # One name for the font, because a list of them would stand beside every word of the file.
+    font = ["DejaVu Sans"]
+    with rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none", "font.sans-serif": font}):
         figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
 def beside(stem: Path, *words: str) -> Path:
     """`<stem>_words.svg`, in small letters and digits."""
-    text = "_".join(words).lower()
-    slug = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in text)
-    return stem.with_name(f"{stem.name}_{'_'.join(filter(None, slug.split('_')))}.svg")
+    return stem.with_name(f"{stem.name}_{slug('_'.join(words))}.svg")
+
+
+def slug(text: str) -> str:
+    """A text as part of a file's name: small letters and digits, joined by `_`."""
+    lower = text.lower()
+    plain = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in lower)
+    return "_".join(filter(None, plain.split("_")))
 
 
 def mean(rows: Sequence[dict[str, str]], key: str = "value") -> float:

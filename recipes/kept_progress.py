@@ -112,6 +112,7 @@ def column(task: str, tau: int, replicas: int, *words: str, shorter: int = 1) ->
         lower=True,
         digits=4,
         curve=False,
+        part=f"{replicas} replicas",
     )
 
 

@@ -24,8 +24,6 @@ from recipes.cells import SummaryJSON, composed_config, own_words
 from recipes.recipe import Column, Row
 
 RUNS = Path("results/runs/links")
-MEASURED_BEFORE = (Path("results/lab/cells.csv"), Path("results/lab/four/cells.csv"))
-"""What `python -m co2.lab` has measured, of trainings of GPT-2 without further overrides."""
 EVEN = Conditions()
 
 
@@ -132,7 +130,7 @@ def check(cells: Iterable[LabCell]) -> None:
 
 def run(cells: Iterable[LabCell], print_line: Callable[[str], None] = print) -> list[LabCell]:
     """Measure every cell that has no finished run. Returns those that failed."""
-    missing = [cell for cell in dict.fromkeys(cells) if cell.summary() is None]
+    missing = in_turns(cell for cell in dict.fromkeys(cells) if cell.summary() is None)
     failed = []
     for number, cell in enumerate(missing, start=1):
         print_line(f"{number} of {len(missing)} in the laboratory: {cell.command}")
@@ -142,6 +140,20 @@ def run(cells: Iterable[LabCell], print_line: Callable[[str], None] = print) -> 
             print_line(f"failed: {error}")
             failed.append(cell)
     return failed
+
+
+def in_turns(cells: Iterable[LabCell]) -> list[LabCell]:
+    """Repeat by repeat; within one all methods on one kind of link, then on the next.
+
+    So what is compared within a repeat was measured within minutes.
+    """
+    wanted = list(cells)
+    links = list(dict.fromkeys((cell.trial.workers, cell.trial.mbit) for cell in wanted))
+
+    def turn(cell: LabCell) -> tuple[int, int]:
+        return cell.trial.repeat, links.index((cell.trial.workers, cell.trial.mbit))
+
+    return sorted(wanted, key=turn)
 
 
 @lru_cache

@@ -53,6 +53,7 @@ def columns() -> Iterator[Column]:
             lower=metric is of_entropy,
             curve=False,
             without=without,
+            part="metric of the task",
         )
         yield Column(
             f"{name.partition(',')[0]}, waiting for data %",
@@ -62,6 +63,7 @@ def columns() -> Iterator[Column]:
             lower=True,
             curve=False,
             without=without,
+            part="waiting for data %",
         )
 
 

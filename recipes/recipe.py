@@ -15,6 +15,9 @@ RUNS = "results/runs/recipes"
 """Where the runs of all recipes are kept: a run that two of them use is made once."""
 SEEDS = (0, 1, 2)
 SCALES = ("smoke", "gpu", "paper")
+LOSSES = ("final.loss", "final.cross_entropy", "final.perplexity")
+"""Metrics whose differences are shown in percent. Others are shares already, or counts and seconds,
+which are shown as they are."""
 
 Rows = Sequence[dict[str, str]]
 """Rows of results/ours.csv or results/paper.csv."""
@@ -55,6 +58,20 @@ class Column:
     """The value from a run's summary and that of the row `of`; by default, the ratio in percent."""
     without: tuple[str, ...] = ()
     """Names of the rows that cannot be run with it, as 1-bit Adam where a task trains with SGD."""
+    part: str = ""
+    """What the columns beside it have in common, as in its name: a task, a number of workers. Every
+    part of a recipe is printed as a table of its own, with this in its title."""
+
+    @property
+    def head(self) -> str:
+        """The name without the part, which the title of the table has."""
+        rest = self.name.replace(self.part, "") if self.part else self.name
+        return rest.strip(" ,:") or self.name
+
+    @property
+    def relative(self) -> bool:
+        """Whether differences are shown in percent: those of losses are."""
+        return self.metric in LOSSES
 
     def cell(self, recipe: str, row: Row, scale: str, seed: int) -> Cell:
         """The run of this column and a row."""
@@ -109,6 +126,9 @@ class Recipe:
     tuned: bool = False
     """Whether runs of train.py have the settings that `python -m recipes tune` has found for their
     task and method. A run for which there are none is refused."""
+    undisturbed: bool = False
+    """Whether the machine did nothing else during its runs, so that their seconds can be compared.
+    Losses are drawn over seconds only then."""
 
     def cells(
         self, scale: str, seeds: Sequence[int] | None = None

@@ -1,4 +1,4 @@
-"""results/report.html: every table and figure in one static page that fetches nothing."""
+"""results/report.html: the answer, then every table and figure, on a page that fetches nothing."""
 
 import re
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ td { white-space: nowrap; }
 th button { all: unset; cursor: pointer; font-weight: 600; }
 th button:focus-visible { outline: 2px solid; }
 tr:hover td { background: var(--shade); }
+th:first-child, td:first-child { position: sticky; left: 0; background: Canvas; }
 .none { opacity: .55; }
 .figures { display: grid; gap: 1rem; align-items: start;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
@@ -42,7 +43,7 @@ for (const button of document.querySelectorAll("th button")) {
     const at = head.cellIndex, down = head.getAttribute("aria-sort") === "ascending";
     const key = (row) => {
       const text = row.cells[at].textContent.replaceAll(",", "");
-      const number = /^([+-]?[\\d.]+)†?(?: [±[].*)?$/.exec(text);
+      const number = /^([+-]?[\\d.]+)†?(?: [%±[(].*)?$/.exec(text);
       return number ? parseFloat(number[1]) : text;
     };
     const order = (a, b) => {
@@ -70,9 +71,10 @@ class Section:
 
 
 def write(path: Path, sections: Sequence[Section]) -> None:
-    """Write the page. Makes the folder."""
+    """Write the page. The first section stands before the list of the others. Makes the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    links = "".join(f'<a href="#{s.name}">{escape(s.title)}</a> ' for s in sections)
+    first, *others = sections
+    links = "".join(f'<a href="#{s.name}">{escape(s.title)}</a> ' for s in others)
     path.write_text(
         "<!doctype html>\n"
         '<html lang="en"><head><meta charset="utf-8">\n'
@@ -82,7 +84,7 @@ def write(path: Path, sections: Sequence[Section]) -> None:
         f"<title>Ways of synchronizing replicas, compared</title>\n<style>{_STYLE}</style></head>\n"
         "<body><h1>Ways of synchronizing replicas, compared</h1>\n"
         "<p>Measured with the code of this repository. A click on a head sorts by it.</p>\n"
-        f"<nav>{links}</nav>\n{''.join(_section(s) for s in sections)}"
+        f"{_section(first)}<nav>{links}</nav>\n{''.join(map(_section, others))}"
         f"<script>{_SCRIPT}</script></body></html>\n"
     )
 
@@ -94,15 +96,20 @@ def _section(section: Section) -> str:
 
 
 def _table(table: Table) -> str:
+    """Title, text, table and source; of a table without rows its words."""
+    words = f"<h2>{escape(table.title)}</h2>\n"
+    words += f"<p>{_words(table.text)}</p>\n" if table.text else ""
+    source = f"<p><small>{_words(table.source)}</small></p>\n" if table.source else ""
+    if not table.rows:
+        return words + source
     heads = "".join(f'<th scope="col"><button>{escape(name)}</button></th>' for name in table.head)
     rows = ""
     for number, row in enumerate(table.texts()):
         cells = (_cell(cell, (number, at) in table.best) for at, cell in enumerate(row))
         rows += f"<tr>{''.join(cells)}</tr>\n"
     return (
-        f"<h2>{escape(table.title)}</h2>\n<p>{_words(table.text)}</p>\n"
-        f'<div class="wide"><table><thead><tr>{heads}</tr></thead>\n'
-        f"<tbody>{rows}</tbody></table></div>\n<p><small>{_words(table.source)}</small></p>\n"
+        f'{words}<div class="wide"><table><thead><tr>{heads}</tr></thead>\n'
+        f"<tbody>{rows}</tbody></table></div>\n{source}"
     )
 
 
@@ -118,9 +125,13 @@ def _cell(text: str, best: bool) -> str:
 
 
 def _figure(path: Path) -> str:
-    """An SVG file without what precedes its first element. A broad one may be scrolled."""
+    """An SVG file without what a page does not need: its head, its metadata, its line breaks. A
+    broad one may be scrolled."""
     text = path.read_text()
     text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r">\s+<", "><", text)
+    text = re.sub(r"\s*\n\s*", " ", text)
     found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)
     assert found is not None, path
     broad = float(found[1]) > _BROAD_POINTS

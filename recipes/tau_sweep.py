@@ -116,4 +116,5 @@ RECIPE = TunedRecipe(
         },
     },
     tuned_in={column.name: TRIAL.name for column in COLUMNS},
+    undisturbed=True,
 )

@@ -107,6 +107,7 @@ TRIALS = Recipe(
     columns=(TRIAL,),
     seeds=(0,),
     scales=("smoke",),
+    undisturbed=True,
 )
 RECIPE = TunedRecipe(
     name="time_to_loss",

@@ -52,7 +52,8 @@ def rounds(summary: SummaryJSON) -> float:
 
 def columns(task: str) -> list[Column]:
     """Loss, volume and rounds of one task, of the same runs."""
-    column = partial(Column, overrides=(f"task={task}", *schedule(STEPS)), lower=True)
+    words = (f"task={task}", *schedule(STEPS))
+    column = partial(Column, overrides=words, lower=True, part=task)
     sent = partial(column, curve=False)
     return [
         column(f"{task}: loss", metric="final.loss", digits=4),

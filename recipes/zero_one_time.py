@@ -33,4 +33,5 @@ RECIPE = Recipe(
         for mbit in LINKS
     ),
     scales=("smoke",),
+    undisturbed=True,
 )

@@ -175,7 +175,9 @@ def _columns() -> list[FunctionColumn]:
             def read(summary: SummaryJSON, key: str = f"{name} {figure}") -> float:
                 return _final(summary, key)
 
-            columns.append(_column(f"{name}: {title}", metric=read, of=of, digits=digits))
+            columns.append(
+                _column(f"{name}: {title}", metric=read, of=of, digits=digits, part=title)
+            )
     for figure, title in (("bits", "volume"), ("rounds", "rounds")):
         columns.append(
             _column(
@@ -184,6 +186,7 @@ def _columns() -> list[FunctionColumn]:
                 of="1-bit Adam",
                 compare=_least(figure),
                 digits=1,
+                part=f"{title}, % of 1-bit Adam's",
             )
         )
     return columns

@@ -78,6 +78,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--slow-link", action="append", default=[], metavar="1:10", help="worker 1: 10 Mbit/s")
     add("--slow-cpu", action="append", default=[], metavar="1:0.5", help="worker 1: half a core")
+    add(
+        "--no-pin",
+        dest="pin",
+        action="store_false",
+        help="let all workers run on all cores; by default each keeps to its own, if there are "
+        "enough",
+    )
     add("--target-loss", type=float, help="measure the time until this validation loss")
     add("--runs", default="results/runs/lab", help="folder in which the trials are kept")
     add("--out", type=Path, default=Path("results/lab"), help="folder of the table and the figure")

@@ -34,6 +34,7 @@ def plan(options: argparse.Namespace) -> tuple[list[Trial], Conditions]:
         tuple(_change(word, rates) for word in options.schedule),
         tuple(_slow("--slow-link", word) for word in options.slow_link),
         tuple(_slow("--slow-cpu", word) for word in options.slow_cpu),
+        pin=options.pin,
     )
     for key, slow in (("--slow-link", conditions.slow_links), ("--slow-cpu", conditions.slow_cpus)):
         for worker, _ in slow:

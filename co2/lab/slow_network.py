@@ -16,7 +16,8 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -70,15 +71,19 @@ class SlowNetwork:
         mbit: for each worker the rate of its link in Mbit/s, in each direction; None for no limit.
         cpus: for some workers the number of cores that they may use, as in {1: 0.5}; the others
             share all cores freely.
+        cores: each worker's own cores, by their numbers; by default all run on all.
 
     Raises:
         ConfigError: on entering, when the network cannot be built on this machine.
     """
 
     def __init__(
-        self, mbit: Sequence[float | None], cpus: Mapping[int, float] | None = None
+        self,
+        mbit: Sequence[float | None],
+        cpus: Mapping[int, float] | None = None,
+        cores: Sequence[Set[int]] = (),
     ) -> None:
-        self.mbit, self.cpus = list(mbit), dict(cpus or {})
+        self.mbit, self.cpus, self.cores = list(mbit), dict(cpus or {}), list(cores)
         self._name = f"{PREFIX}-{os.getpid()}"
         self._processes: list[subprocess.Popen[str]] = []
 
@@ -111,13 +116,14 @@ class SlowNetwork:
     ) -> subprocess.Popen[str]:
         """Run a command as this worker. It is killed when this process or the network ends."""
         words = ["ip", "netns", "exec", f"{self._name}-w{worker}", *command]
+        own = self.cores[worker] if self.cores else os.sched_getaffinity(0)
         process = subprocess.Popen(
             words,
             env=dict(env),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=partial(_prepare_child, own),
         )
         self._processes.append(process)
         if worker in self.cpus:
@@ -249,7 +255,10 @@ def _message(error: subprocess.CalledProcessError) -> str:
     return lines[-1] if lines else f"status {error.returncode}"
 
 
-def _die_with_parent() -> None:
-    """In the child: ask the kernel for a SIGKILL when the process that started it ends."""
+def _prepare_child(cores: Set[int]) -> None:
+    """In the child: keep to these cores, and ask the kernel for a SIGKILL when the process that
+    started it ends.
+    """
+    os.sched_setaffinity(0, cores)
     pdeathsig = 1
     ctypes.CDLL(None).prctl(pdeathsig, signal.SIGKILL)

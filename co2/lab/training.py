@@ -66,7 +66,8 @@ def train(
         folder = trial_folder(trial, conditions, runs)
         command = [sys.executable, str(TRAIN), *trial_overrides(trial.method, overrides)]
         command += [f"runs={folder}", f"tag={trial.method}"]
-        with SlowNetwork(conditions.rates(trial), dict(conditions.slow_cpus)) as network:
+        rates, cores = conditions.rates(trial), conditions.cores(trial)
+        with SlowNetwork(rates, dict(conditions.slow_cpus), cores) as network:
             _run_workers(network, trial, conditions, command, folder)
         summary = finished(trial, conditions, runs)
     if summary is None:

@@ -1,5 +1,6 @@
 """What the laboratory measures: trials, and the conditions under which they run."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +53,8 @@ class Conditions:
     """(worker, Mbit/s) of each worker whose link differs from the trial's rate."""
     slow_cpus: tuple[tuple[int, float], ...] = ()
     """(worker, cores) of each worker that may use only so many cores, fractions included."""
+    pin: bool = True
+    """Whether every worker keeps to cores of its own, where there is one for each."""
 
     @property
     def name(self) -> str:
@@ -60,6 +63,17 @@ class Conditions:
         words += [f"link{worker}:{rate:g}" for worker, rate in self.slow_links]
         words += [f"cpu{worker}:{cores:g}" for worker, cores in self.slow_cpus]
         return "-".join(words) or "even"
+
+    def cores(self, trial: Trial) -> list[set[int]]:
+        """Each worker's own cores, as many for all; empty where workers share all cores.
+
+        They do where they are more than the cores, or where one is to have more than one core.
+        """
+        known = sorted(os.sched_getaffinity(0))
+        each = len(known) // trial.workers
+        if not self.pin or each == 0 or any(cores > 1 for _, cores in self.slow_cpus):
+            return []
+        return [set(known[at * each :][:each]) for at in range(trial.workers)]
 
     def rates(self, trial: Trial) -> list[float | None]:
         """Each worker's link rate in Mbit/s at the start of the trial; None for no limit."""
@@ -74,7 +88,9 @@ class Conditions:
 
 def trial_folder(trial: Trial, conditions: Conditions, runs: Path) -> Path:
     """Where the trial's run lies under `runs`, so that a finished trial is found again."""
-    return runs.absolute() / conditions.name / f"{trial.workers}x{trial.rate}-{trial.repeat}"
+    pinned = "-pinned" if conditions.cores(trial) else ""
+    folder = f"{trial.workers}x{trial.rate}-{trial.repeat}{pinned}"
+    return runs.absolute() / conditions.name / folder
 
 
 def rate_name(mbit: float | None) -> str:

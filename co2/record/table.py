@@ -77,23 +77,26 @@ class Table:
         return "\n".join([head, f"|{'---|' * len(self.head)}", *rows])
 
     def page(self) -> str:
-        """A Markdown page: title, text, table and source."""
-        parts = [f"# {self.title}" if self.title else "", self.text, self.markdown(), self.source]
+        """A Markdown page: title, text, table (if it has rows) and source."""
+        table = self.markdown() if self.rows else ""
+        parts = [f"# {self.title}" if self.title else "", self.text, table, self.source]
         return "\n\n".join(filter(None, parts)) + "\n"
 
     def latex(self) -> str:
-        """For the package booktabs, with a rule wherever the first column's value changes."""
+        """For the package booktabs. Where rows share a value of the first column, a rule stands
+        wherever it changes."""
         cells = [[_escaped(text) for text in row] for row in self.texts()]
         cells = _with_best(cells, self.best, r"\textbf{{{}}}")
+        grouped = len({row[0] for row in self.rows}) < len(self.rows)
         for number in range(len(cells) - 1, 0, -1):
-            if self.rows[number][0] != self.rows[number - 1][0]:
+            if grouped and self.rows[number][0] != self.rows[number - 1][0]:
                 cells[number][0] = f"\\midrule\n{cells[number][0]}"
         shown = replace(self, head=[_escaped(name) for name in self.head], rows=cells)
         return (
             shown.frame()
             .style.hide(axis="index")
             .to_latex(
-                caption=_escaped(f"{self.title}. {self.text}"),
+                caption=_escaped(f"{self.title}. {self.text}".strip()),
                 column_format="l" * len(self.head),
                 hrules=True,
                 position_float="centering",
@@ -145,6 +148,7 @@ _LATEX = str.maketrans(
         "#": r"\#",
         "<": "$<$",
         "≥": r"$\geq$",
+        "≈": r"$\approx$",
         "±": r"$\pm$",
         "τ": r"$\tau$",
         "φ": r"$\varphi$",

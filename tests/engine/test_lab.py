@@ -190,6 +190,28 @@ def test_a_quarter_of_a_core() -> None:
         assert float(process.communicate()[0]) > 0.3 / 0.25 * 0.7
 
 
+def test_each_worker_has_cores_of_its_own_where_there_are_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 3, 6, 7})
+    two, six = (Trial(workers, 20.0, "co2", 0) for workers in (2, 6))
+    even, slower = Conditions(), Conditions(slow_cpus=((1, 0.5),))
+    assert even.cores(two) == slower.cores(two) == [{0, 2}, {3, 6}], "as many for each"
+    assert even.cores(six) == [] and Conditions(pin=False).cores(two) == []
+    assert Conditions(slow_cpus=((1, 2.0),)).cores(two) == [], "it may have two cores"
+    assert plan(_parser().parse_args(["--no-pin"]))[1] == Conditions(pin=False)
+    assert plan(_parser().parse_args([]))[1].pin
+
+
+@needs_root
+def test_a_worker_keeps_to_its_cores() -> None:
+    (core, *_) = sorted(os.sched_getaffinity(0))
+    told = "import os; print(sorted(os.sched_getaffinity(0)))"
+    with SlowNetwork([None, None], None, [os.sched_getaffinity(0), {core}]) as network:
+        process = network.start(1, [sys.executable, "-c", told], os.environ)
+        assert process.communicate()[0].strip() == f"[{core}]"
+
+
 @needs_root
 def test_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A method and the limit, trained on a slow link; then the same from the trials kept."""
@@ -343,11 +365,17 @@ def test_the_laboratory_trains_the_model_that_it_always_did() -> None:
     assert config.data.validation is Validation.all
 
 
-def test_folders_of_trials_are_where_they_were(tmp_path: Path) -> None:
-    """Changed names would lose every measurement that has been taken."""
+def test_folders_of_trials_are_where_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Changed names would lose every measurement that has been taken. Those with cores of their own
+    are new, and have names of their own."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     trial = Trial(2, 100.0, "co2", 1)
-    assert trial_folder(trial, Conditions(), tmp_path) == tmp_path / "even" / "2x100-1"
-    words = "--mbit 100,unlimited --schedule 100:20@10s --schedule unlimited@2.5s"
+    shared = Conditions(pin=False)
+    assert trial_folder(trial, shared, tmp_path) == tmp_path / "even" / "2x100-1"
+    assert trial_folder(trial, Conditions(), tmp_path) == tmp_path / "even" / "2x100-1-pinned"
+    words = "--no-pin --mbit 100,unlimited --schedule 100:20@10s --schedule unlimited@2.5s"
     words += " --slow-link 1:0.5 --slow-cpu 0:0.25"
     trials, conditions = plan(_parser().parse_args(words.split()))
     folder = trial_folder(replace(trials[-1]), conditions, tmp_path)

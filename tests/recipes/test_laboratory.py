@@ -9,7 +9,7 @@ import pytest
 from co2.lab.training import TrialFailed
 from co2.lab.trial import trial_folder
 from co2.record.table import read_csv
-from recipes import entries, figure1, laboratory, scaling, table3
+from recipes import field, figure1, laboratory, layout, scaling, shares, table3
 from recipes.__main__ import main
 from recipes.collect import collect
 from recipes.laboratory import LabCell
@@ -18,17 +18,16 @@ from recipes.render import render
 from tests.engine.test_timeline import event, mark
 
 HEAD = "workers,mbit,method,repeat,throughput,exposed_share,overlap,steps,commit,hardware\n"
-FEW = (
-    "2,20,allreduce,0,800.0,0.9,0.0,60,abc1234,a cpu\n2,20,co2,0,10500.0,0.1,0.9,60,abc1234,a cpu\n"
-)
+FEW = "2,20,none,0,12000.0,0.0,,60,abc1234,a cpu\n2,20,co2,0,10500.0,0.1,0.9,60,abc1234,a cpu\n"
+SHARE = field.share("gpt2", "20")
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The laboratory's table has two cells; the working folder is empty otherwise."""
     monkeypatch.chdir(tmp_path)
-    Path("results/lab").mkdir(parents=True)
-    Path("results/lab/cells.csv").write_text(HEAD + FEW)
+    Path("results/field/gpt2").mkdir(parents=True)
+    Path("results/field/gpt2/cells.csv").write_text(HEAD + FEW)
     return tmp_path
 
 
@@ -52,22 +51,66 @@ def write_run(of: LabCell, throughput: float) -> Path:
 
 
 def test_values_are_of_the_laboratorys_table_and_of_runs(place: Path) -> None:
-    second = cell(table3.RECIPE, "CO2", "2 workers, 20 Mbit/s", 1)
-    folder = write_run(second, 10_700.0)
-    assert collect([table3.RECIPE], place / "out", "smoke") == (3, 0)
+    write_run(cell(field.RECIPE, "co2", SHARE, 1), 9_900.0)
+    folder = write_run(cell(field.RECIPE, "no communication", SHARE, 1), 11_000.0)
+    assert collect([field.RECIPE], place / "out", "smoke") == (4, 0)
     rows = read_csv(place / "out" / "ours.csv")
-    assert [(r["row"], r["seed"], float(r["value"]), r["commit"], r["folder"]) for r in rows] == [
-        ("AllReduce", "0", 800.0, "abc1234", "results/lab/cells.csv"),
-        ("CO2", "0", 10_500.0, "abc1234", "results/lab/cells.csv"),
-        ("CO2", "1", 10_700.0, "fffffff", str(folder.relative_to(place))),
-    ]
+    before = "results/field/gpt2/cells.csv"
+    found = [(r["row"], r["seed"], float(r["value"]), r["commit"], r["folder"]) for r in rows]
+    assert found[0] == ("co2", "0", 87.5, "abc1234", before)
+    assert found[1] == ("no communication", "0", 100.0, "abc1234", before)
+    assert found[3][3:] == ("fffffff", str(folder.relative_to(place)))
+    assert found[2][:3] == ("co2", "1", pytest.approx(90))
     assert rows[2]["command"] == (
         "python -m co2.lab --workers=2 --mbit=20 --methods=co2 --repeats=2"
     )
-    table = entries.measured(table3.RECIPE, rows, [], "smoke")
-    assert table.rows[0][:4] == ("2 workers, 20 Mbit/s", "AllReduce", "800", "1")
-    assert table.rows[5][:4] == ("2 workers, 20 Mbit/s", "CO2", "10,600 ± 141", "2")
-    assert table.rows[1][2] == "not run" and not table.best
+    (table,) = layout.tables(field.RECIPE, rows, [], "smoke")[:1]
+    assert table.rows == [["co2", "88.8 ± 1.8"], ["no communication", "100.0 ± 0.0"]]
+    assert not table.best
+
+
+def test_methods_take_turns_within_a_repeat() -> None:
+    """All of them on one kind of link before the next, all links before the next repeat."""
+    cells = [made for *_, made in table3.RECIPE.cells("smoke") if isinstance(made, LabCell)]
+    turns = laboratory.in_turns(cells)
+    rows = len(table3.RECIPE.rows)
+    assert [cell.trial.repeat for cell in turns] == [n for n in range(5) for _ in range(8 * rows)]
+    assert {(cell.trial.workers, cell.trial.rate) for cell in turns[:rows]} == {(2, "20")}
+    methods = [made.trial.method for made in turns[:rows]]
+    assert methods == [made.trial.method for made in turns[rows : 2 * rows]]
+    assert set(turns) == set(cells) and len(turns) == 5 * 8 * rows
+    auto = [cell for cell in turns[:rows] if "co2.tau=auto" in cell.overrides]
+    assert len(auto) == 1 and auto[0].config().method_config.tau == "auto"
+
+
+def test_shares_are_paired_and_tested_for_equivalence() -> None:
+    # Mean 99.2, deviation .2, error .0894 of five: 95 % within 2.776 errors; the nearer bound is
+    # 98, 13.4 errors away. With mean 98.1 it is 1.118 errors away, one-sided p .163.
+    near = [99.0, 99.1, 99.2, 99.3, 99.4]
+    share = shares.share_of(near)
+    assert share.half_width == pytest.approx(2.776 * 0.15811 / 5**0.5, rel=1e-3)
+    assert share.p == pytest.approx(0.0000352, rel=0.02)
+    far = shares.share_of([value - 1.13 for value in near])
+    assert far.p == pytest.approx(0.187, abs=0.01)
+    assert shares.share_of([value + 3 for value in near]).p == pytest.approx(0.973, abs=0.01)
+    assert shares.share_of([97.0]).text() == "97.0 %"
+    assert shares.share_of([100.0, 100.0]).p == 0 and shares.share_of([97.0, 97.0]).p == 1
+
+    def lines(row: str, *values: float) -> list[dict[str, str]]:
+        place = {"row": row, "column": "2 workers, 20 Mbit/s"}
+        return [{**place, "seed": str(n), "value": str(value)} for n, value in enumerate(values)]
+
+    # The machine is half as fast from the third repeat on; the shares do not see it.
+    limit = [100.0, 100.0, 50.0, 50.0, 50.0]
+    half = [value * whole / 100 for value, whole in zip(near, limit, strict=True)]
+    ours = lines("no communication", *limit) + lines("CO2", *half) + lines("SlowMo", 60, 61)
+    (table,) = shares.tables(table3.RECIPE, ours)
+    assert table.rows == [
+        ["SlowMo", "60.5 % [54.1, 66.9]"],
+        ["CO2", "99.2 % [99.0, 99.4] ≈"],
+    ]
+    alone = lines("no communication", 100, 100) + lines("CO2", 99.4, 100.6)
+    assert " ≈" not in next(shares.tables(table3.RECIPE, alone)).rows[0][1], "two repeats"
 
 
 def test_cells_with_overrides_are_trainings_of_their_own(place: Path) -> None:
@@ -89,7 +132,7 @@ def test_without_root_it_is_one_line_and_nothing_is_trained(
     error = capsys.readouterr().err
     assert "use sudo" in error and error.count("\n") == 1
     assert not Path("results/runs").exists()
-    done = [cell(table3.RECIPE, "CO2", "2 workers, 20 Mbit/s", 0)]
+    done = [cell(field.RECIPE, "co2", SHARE, 0)]
     laboratory.check(done)
     assert laboratory.run(done) == [], "what has been measured needs nothing"
 
@@ -114,7 +157,8 @@ def test_a_failed_cell_does_not_lose_the_others(
 
 def test_figures_against_bandwidth_and_workers(place: Path) -> None:
     for workers, rate in ((2, "100"), (4, "20")):
-        write_run(cell(table3.RECIPE, "CO2", table3.name(workers, rate), 0), 9000.0)
+        for row in ("AllReduce", "CO2"):
+            write_run(cell(table3.RECIPE, row, table3.name(workers, rate), 0), 9000.0)
     collect([table3.RECIPE], place, "smoke")
     render([table3.RECIPE], place, "smoke")
     names = {path.name for path in (place / "figures").iterdir()}
@@ -149,8 +193,8 @@ def test_simulated_is_beside_the_paper_and_not_among_the_measured() -> None:
         if "—" not in line:
             ratio = float(all_of_them) / (8 * float(eight_times))
             assert float(line[5].strip("†")) == pytest.approx(ratio, abs=0.006)
-    measured = entries.measured(table3.RECIPE, [], paper, "smoke")
-    assert not any("304" in cell for row in measured.rows for cell in row)
+    measured, reported = layout.tables(table3.RECIPE, [], paper, "smoke")
+    assert not measured.rows and reported.rows == [["CO2, τ = 48", "304,736"]]
 
 
 def test_the_timeline_is_drawn_from_traces_and_stays_where_there_are_none(place: Path) -> None:

@@ -27,6 +27,7 @@ def test_a_page_shows_values_by_their_formats() -> None:
         "Source.\n"
     )
     assert Table(["a"], [[1]]).page() == "| a |\n|---|\n| 1 |\n", "no empty title"
+    assert Table([], [], text="Text.", source="Source.").page() == "Text.\n\nSource.\n"
 
 
 def test_csv_keeps_every_digit_and_type(tmp_path: Path) -> None:
@@ -64,6 +65,12 @@ def test_latex_is_escaped_and_has_a_rule_where_the_first_column_changes() -> Non
         r"\midrule",
         r"gpt2 & 2e-17 & 100\% \\",
     ]
+
+
+def test_latex_has_no_rules_where_every_row_has_a_name_of_its_own() -> None:
+    rows = Table(["method", "a"], [["x", "1 ≈"], ["y", "2"]], title="T.").latex().splitlines()
+    assert rows.count(r"\midrule") == 1, "below the head"
+    assert r"x & 1 $\approx$ \\" in rows
 
 
 def test_mean_and_deviation() -> None:

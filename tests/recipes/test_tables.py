@@ -14,7 +14,7 @@ from co2.errors import ConfigError
 from co2.record.folder import run_folder
 from co2.record.table import read_csv
 from co2.simulate.paper import PAPER as SCALING
-from recipes import entries, readme, render
+from recipes import answer, entries, figures, layout, readme, render
 from recipes.__main__ import main, recipe_of
 from recipes.cells import Cell, TrainCell, composed_config
 from recipes.collect import collect
@@ -84,7 +84,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def found(results: Path) -> dict[str, Entry]:
-    same = entries.entries(TOY, read_csv(results / "ours.csv"), PAPER)
+    same = entries.entries(TOY, read_csv(results / "ours.csv"))
     return {entry.row.name: entry for entry in same}
 
 
@@ -92,7 +92,6 @@ def test_mean_deviation_and_number_of_seeds(results: Path) -> None:
     same = found(results).values()
     assert [e.measured for e in same] == ["91.0 ± 1.0", "81.0 ± 1.0", "60.0", "not run"]
     assert [len(e.values) for e in same] == [3, 3, 1, 0], "neither begun nor failed ones count"
-    assert [e.paper for e in same] == ["not available"] * 2 + ["77 ± .1"] + ["not available"]
 
 
 def test_differences_are_over_the_seeds_that_both_have(results: Path) -> None:
@@ -106,6 +105,7 @@ def test_differences_are_over_the_seeds_that_both_have(results: Path) -> None:
     assert difference.p == pytest.approx(1 - 17.3205 / 302**0.5, rel=1e-3)
     assert difference.half_width == pytest.approx(4.3027 / 3**0.5, rel=1e-4)
     assert difference.text(1) == "-10.0 [-12.5, -7.5] *", "the only test of its table"
+    assert difference.text(1, relative=True) == "-11.0 % [-13.7, -8.3] *", "of 91"
     assert of["Local SGD"].to_local is None, "itself"
 
 
@@ -116,6 +116,8 @@ def test_pairs_are_by_seed_and_what_is_counted_has_no_interval() -> None:
     assert pair is not None and pair.p == pytest.approx(0.295167, abs=1e-6)
     counted = entries.paired({0: 0.9, 1: 0.91}, {0: 0.8, 1: 0.81})
     assert counted is not None and counted.p is None and counted.text(2) == "+0.10"
+    none = entries.paired({0: 1.0, 1: 2.0}, {0: 1.0 + 1e-12, 1: 2.0 + 1e-12})
+    assert none is not None and none.text(1) == "+0.0", "no negative zero"
 
 
 def test_a_star_is_for_all_tests_of_a_table() -> None:
@@ -123,7 +125,7 @@ def test_a_star_is_for_all_tests_of_a_table() -> None:
     assert entries.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert entries.holm([0.5, 0.6]) == [1.0, 1.0] and entries.holm([]) == []
 
-    def stars(**gains: tuple[float, ...]) -> list[str]:
+    def stars(part: str = "{}", **gains: tuple[float, ...]) -> list[str]:
         """The columns in which SlowMo's gains over AllReduce have a star."""
         lines = [
             {"row": row, "column": name, "seed": str(seed), "value": str(value)}
@@ -131,20 +133,20 @@ def test_a_star_is_for_all_tests_of_a_table() -> None:
             for seed, gain in enumerate(own)
             for row, value in (("AllReduce", 50.0), ("SlowMo", 50.0 + gain))
         ]
-        recipe = replace(TOY, columns=tuple(replace(TOP1, name=name) for name in gains))
-        same = entries.entries(recipe, lines, [])
+        columns = (replace(TOP1, name=name, part=part.format(name)) for name in gains)
+        recipe = replace(TOY, columns=tuple(columns))
+        same = entries.entries(recipe, lines)
         return [e.column.name for e in same if e.to_first is not None and e.to_first.significant]
 
     strong, fair, weak = (1.0, 1.6, 1.3), (1.0, 1.9, 1.3), (1.0, 1.9, 1.2)  # p .017, .034, .038
     assert stars(fair=fair) == ["fair"] and stars(weak=weak) == ["weak"]
-    assert stars(fair=fair, weak=weak) == [], "2 · .034 is above .05"
-    assert stars(strong=strong, fair=fair) == ["strong", "fair"], "2 · .017, then 1 · .034"
+    assert stars("one", fair=fair, weak=weak) == [], "2 · .034 is above .05"
+    assert stars("one", strong=strong, fair=fair) == ["strong", "fair"], "2 · .017, then 1 · .034"
+    assert stars("{}", fair=fair, weak=weak) == ["fair", "weak"], "tables of their own"
 
 
 def best_of(column: Column, rows: tuple[Row, ...], *values: tuple[float, ...]) -> list[str]:
-    same = [
-        Entry(row, column, dict(enumerate(own)), "") for row, own in zip(rows, values, strict=True)
-    ]
+    same = [Entry(row, column, dict(enumerate(own))) for row, own in zip(rows, values, strict=True)]
     return [entry.row.name for entry in entries.with_best(same) if entry.best]
 
 
@@ -185,15 +187,75 @@ def test_every_value_leads_back_to_its_run(results: Path) -> None:
         assert f"train.seed={row['seed']}" in row["command"]
         assert row["hardware"] == "a cpu, 2 cores"
         assert (Path(row["folder"]) / "summary.json").exists()
-    source = entries.origin(TOY, rows, "smoke")
+    source = layout.origin(TOY, rows, "smoke")
     assert (
         source.startswith("7 runs")
         and "Commit aaaaaaa, bbbbbbb, ddddddd-dirty, a mixture." in source
     )
-    assert entries.origin(TOY, [], "paper").startswith("Nothing has run")
-    table = entries.measured(TOY, rows, PAPER, "smoke")
-    assert table.head[2] == "measured here (smoke, a cpu, 2 cores)"
-    assert table.head[3:] == ("seeds", "to AllReduce", "to Local SGD", "paper")
+    assert layout.origin(TOY, [], "paper").startswith("Nothing has run")
+
+
+def test_tables_have_a_row_for_each_method_and_what_is_empty_is_named(results: Path) -> None:
+    rows = read_csv(results / "ours.csv")
+    none = replace(TOP1, name="none, of two")
+    recipe = replace(TOY, columns=(TOP1, none, replace(none, name="other", part="none")))
+    measured, differences, reported = layout.tables(recipe, rows, PAPER, "smoke")
+    assert measured.markdown().splitlines() == [
+        "| method | top-1 |",
+        "|---|---|",
+        "| AllReduce | 91.0 ± 1.0 |",
+        "| Local SGD | 81.0 ± 1.0 |",
+        "| CO2_3 | 60.0 (n = 1) |",
+    ]
+    assert measured.text == (
+        "Percent of a toy. Measured here (a cpu, 2 cores): mean ± standard deviation over 3 seeds "
+        "(n where it is another number); bold where the best interval overlaps no other."
+    )
+    assert measured.source.startswith(
+        "Not run, and left out: SlowMo; none, of two. Nothing has run of: none. 7 runs"
+    )
+    assert differences.title == "Golden, differences to AllReduce"
+    assert differences.rows == [["Local SGD", "-10.0 [-12.5, -7.5] *"]]
+    assert reported.rows == [["CO2_3", "77 ± .1"]] and "Not measured" in reported.text
+    (nothing,) = layout.tables(recipe, [], [], "paper")
+    assert "Nothing has run" in nothing.page() and "|" not in nothing.page()
+
+
+def test_columns_of_a_part_have_a_table_of_their_own() -> None:
+    """Named without it; a method that cannot be run with one of them has a dash there."""
+    names = ("4 workers, 20 Mbit/s", "4 workers, 100 Mbit/s", "2 workers, 20 Mbit/s")
+    columns = tuple(replace(TOP1, name=name, part=name[:9], digits=0) for name in names)
+    columns = (replace(columns[0], without=("SlowMo",)), *columns[1:])
+    rows = ("SlowMo", "AllReduce")
+    lines = [
+        {"row": row, "column": name, "seed": "0", "value": f"{3000 + at}", "hardware": "a cpu"}
+        | {"commit": "c", "folder": "f", "command": row}
+        for row in rows
+        for at, name in enumerate(names)
+        if (row, at) != ("SlowMo", 0)
+    ]
+    lines.append({**lines[0], "row": "a row of before"})
+    four, two = layout.tables(replace(TOY, columns=columns), lines, [], "smoke")
+    assert four.name == "golden_4_workers" and four.title == "Golden: 4 workers (scale=smoke)"
+    assert [*four.head] == ["method", "20 Mbit/s", "100 Mbit/s"]
+    assert four.rows == [["AllReduce", "3,000", "3,001"], ["SlowMo", "—", "3,001"]]
+    assert "—: cannot be run." in four.source and "one seed." in four.text
+    assert [*two.head] == ["method", "20 Mbit/s"] and "—" not in two.source
+    assert "2 runs" in four.source, "of what is shown"
+
+
+def test_losses_differ_in_percent() -> None:
+    loss = Column("loss", ("task=toy",), "final.loss", lower=True, digits=3)
+    lines = [
+        {"row": row, "column": "loss", "seed": str(seed), "value": str(value), "hardware": "a cpu"}
+        | {"commit": "c", "folder": "f", "command": row}
+        for row, values in {"AllReduce": (4.0, 4.0), "CO2_3": (4.1, 4.06)}.items()
+        for seed, value in enumerate(values)
+    ]
+    _, differences = layout.tables(replace(TOY, columns=(loss,)), lines, [], "smoke")
+    # Differences .1 and .06: 12.706 errors of .02 around .08 are .2541, of 4: 6.4 %.
+    assert differences.rows == [["CO2_3", "+2.0 % [-4.4, 8.4]"]]
+    assert "in percent of AllReduce's mean" in differences.text
 
 
 def test_what_another_recipe_has_recorded_of_the_same_run_is_not_lost(
@@ -215,7 +277,7 @@ def test_what_another_recipe_has_recorded_of_the_same_run_is_not_lost(
 
 
 def test_what_is_never_reached_is_not_a_number() -> None:
-    never = Entry(TOY.rows[0], TOP1, {0: 1.0, 1: float("inf")}, "")
+    never = Entry(TOY.rows[0], TOP1, {0: 1.0, 1: float("inf")})
     assert never.measured == "not reached" and never.spread is None
     assert entries.paired(never.values, {0: 1.0, 1: 2.0}) is None
 
@@ -266,17 +328,18 @@ def test_all_is_rendered(results: Path) -> None:
     render.render([TOY], results, "smoke")
     latex = (results / "tables" / "golden.tex").read_text()
     assert r"CO2\_3" in latex and r"91.0 $\pm$ 1.0" in latex and r"\toprule" in latex
-    assert "| top-1 | SlowMo | not run | 0 | — | — |" in (results / "tables/golden.md").read_text()
-    assert "top-1,SlowMo,not run,0" in (results / "tables/golden.csv").read_text()
+    assert "left out: SlowMo." in (results / "tables/golden.md").read_text()
+    assert "CO2_3,60.0 (n = 1)" in (results / "tables/golden.csv").read_text()
     page = (results / "report.html").read_text()
-    assert page.count("<tr>") == 5 and "<svg" in page and "http://" not in page.split("<svg")[0]
+    assert page.count("<tr>") == 6 and "<svg" in page and "http://" not in page.split("<svg")[0]
+    assert "<metadata>" not in page and page.index("The answer") < page.index("<nav>")
     names = {path.name for path in (results / "figures").iterdir()}
-    assert names == {"golden_top_1_steps.svg", "golden_top_1_seconds.svg"}
+    assert names == {"golden_top_1_steps.svg"}, "no seconds of a machine that did other things"
     first = (results / "figures" / "golden_top_1_steps.svg").read_bytes()
     render.render([TOY], results, "smoke")
     assert (results / "figures" / "golden_top_1_steps.svg").read_bytes() == first
     render.render([TOY], results, "paper")
-    assert "not run" in (results / "report_paper.html").read_text()
+    assert "Nothing has run" in (results / "report_paper.html").read_text()
     assert (results / "report.html").read_text() == page, "scales have files of their own"
 
 
@@ -296,6 +359,8 @@ def test_every_cell_of_every_recipe_composes(name: str, scale: str) -> None:
     recipe = RECIPES[name]
     assert len({row.name for row in recipe.rows}) == len(recipe.rows)
     assert len({column.name for column in recipe.columns}) == len(recipe.columns)
+    heads = {(figures.slug(column.part), column.head) for column in recipe.columns}
+    assert len(heads) == len(recipe.columns), "two columns of a table cannot be told apart"
     if scale not in recipe.scales:
         with pytest.raises(ConfigError, match=f"{name} can be run at scale=smoke alone"):
             recipe_of(name, scale)
@@ -348,6 +413,81 @@ def test_the_readme_shows_what_was_measured(tmp_path: Path) -> None:
     readme.fill(page, ours)
     assert page.read_text() == (root / "README.md").read_text(), "python -m recipes render"
     changed = tmp_path / "ours.csv"
-    changed.write_text("recipe,row,column,scale,seed,value\ntable2,CO2,GPT-2,smoke,0,123.4\n")
+    head = "recipe,row,column,scale,seed,value,command\n"
+    line = "table2,CO2,{},smoke,0,123.4,python train.py task=gpt2 method=co2\n"
+    changed.write_text(head + line.format("GPT-2") + line.format('"GPT-2, loss"'))
     readme.fill(page, changed)
-    assert "| CO2 | 123.40 (1) | not run |" in page.read_text()
+    assert "| method | GPT-2 |\n|---|---|\n| CO2 | 123.4000 |" in page.read_text()
+    assert "| method | GPT-2, perplexity ↓ |\n|---|---|\n| CO2 | 123.40 |" in page.read_text()
+    changed.write_text(head)
+    readme.fill(page, changed)
+    assert page.read_text().count("Not run yet.") == 2
+
+
+LOSSES = {
+    "AllReduce": {"GPT-2": (4.0, 4.02, 4.04), "ViT": (0.5, 0.5, 0.5)},
+    "CO2": {"GPT-2": (4.2, 4.221, 4.242), "ViT": (0.502, 0.49, 0.51)},
+}
+
+
+def compared(tuned: str = "") -> list[dict[str, str]]:
+    """Lines of ours.csv of two methods, their losses and their throughput."""
+    lines = []
+    for row, method in (("AllReduce", "allreduce"), ("CO2", "co2")):
+        for recipe, column, task in (("table2", "GPT-2", "gpt2"), ("table1", "ViT", "vit")):
+            for seed, value in enumerate(LOSSES[row][column]):
+                command = f"python train.py task={task} method={method} train.seed={seed}{tuned}"
+                lines.append((recipe, row, f"{column}, loss", seed, value, command))
+    for row, speeds in {"CO2": (90, 92), "no communication": (100, 100)}.items():
+        for seed, value in enumerate(speeds):
+            lines.append(("table3", row, "2 workers, 20 Mbit/s", seed, value, "python -m co2.lab"))
+    names = ("recipe", "row", "column", "seed", "value", "command")
+    return [{**dict(zip(names, map(str, line), strict=True)), "scale": "smoke"} for line in lines]
+
+
+def test_the_report_opens_with_what_the_values_say() -> None:
+    words, losses, further = answer.opening(compared(), [], "smoke").tables
+    # +5 % in each seed of GPT-2; on ViT +2, -10, +10 thousandths of .5.
+    assert words.text == (
+        "CO2 ends with a validation loss +0.1 % (ViT) to +5.0 % (GPT-2) from AllReduce's, a "
+        "significant difference on 1 of 2 tasks. On links of 20 Mbit/s (GPT-2, two workers) the "
+        "share of the throughput without communication is CO2 91 %."
+    )
+    assert losses.rows == [
+        ["AllReduce", "4.0200 ± 0.0200", "0.5000 ± 0.0000"],
+        ["CO2", "4.2210 ± 0.0210", "0.5007 ± 0.0101"],
+    ]
+    assert [*losses.head] == ["method", "GPT-2", "ViT"] and losses.best == {(0, 1)}
+    assert further.rows == [["CO2", "91.0 % [78.3, 103.7]"]]
+    (nothing,) = answer.opening(compared(), [], "paper").tables
+    assert "nothing is said about it" in nothing.text
+    assert "Nothing has been measured on slow links" in nothing.text
+
+
+def test_the_main_table_says_whether_its_runs_were_tuned() -> None:
+    plain, tuned = compared(), compared(" tuned=true  # optim.lr=0.1")
+    tuning = [
+        {"task": task, "method": method, "tau": "", "scale": "smoke", "trial": str(trial)}
+        for task in ("gpt2", "vit", "ade20k")
+        for method in ("allreduce", "co2")
+        for trial in (*range(20 if task == "ade20k" else 12), 3)
+    ]
+    assert "Not tuned: all methods" in answer.losses(plain, []).text
+    assert "won in 12 trials of its own on the task." in answer.losses(tuned, tuning).text
+    mixed = answer.losses([*plain[:3], *tuned[3:]], tuning)
+    assert "on the task; 3 of 12 runs are not tuned." in mixed.text
+
+
+def test_the_gap_against_rounds_stands_at_the_top(results: Path) -> None:
+    """Once, and only if a recipe has drawn it now."""
+
+    def draw(_: object, stem: Path) -> list[Path]:
+        path = stem.with_name("rounds.svg")
+        path.write_text('<svg viewBox="0 0 1 1"><!--the gap--></svg>')
+        return [path]
+
+    render.render([replace(TOY, draw=draw)], results, "smoke")
+    page = (results / "report.html").read_text()
+    assert page.count("the gap") == 1 and page.index("the gap") < page.index("<nav>")
+    render.render([TOY], results, "smoke")
+    assert "the gap" not in (results / "report.html").read_text()
