@@ -31,6 +31,7 @@ def collect(recipes: Iterable[Recipe], out: Path, scale: str) -> tuple[int, int]
     recipes = list(recipes)
     names = {recipe.name for recipe in recipes}
     old, old_evals = read_csv(out / "ours.csv"), read_csv(out / "evals.csv")
+    old = [{"digest": "", **line} for line in old]  # which lines of before have not
     known, known_evals = {_key(line): line for line in old}, _grouped(old_evals)
     shared = _shared(old)
     values: list[Line] = []

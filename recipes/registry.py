@@ -22,6 +22,7 @@ from recipes import (
     zero_one_time,
     zero_one_training,
     zero_one_volume,
+    zero_one_why,
 )
 from recipes.recipe import Recipe
 
@@ -42,6 +43,7 @@ RECIPES: dict[str, Recipe] = {
         rates.RECIPE,
         zero_one_adam.TRIALS,
         zero_one_adam.RECIPE,
+        zero_one_why.RECIPE,
         zero_one_time.RECIPE,
         zero_one_volume.RECIPE,
         zero_one_training.RECIPE,
