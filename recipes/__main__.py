@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif options.action == "run":
             return run(chosen or known, options.scale, seeds, options.launcher)
         elif options.action == "collect":
-            here, elsewhere = collect(chosen or known, options.out, options.scale)
+            wanted = [*trials_of(chosen, options.scale), *chosen] or known
+            here, elsewhere = collect(wanted, options.out, options.scale)
             print(f"{options.out}: {here} values from runs here, {elsewhere} from runs elsewhere")
         else:
             # The page always holds every recipe; the named ones are printed as well.
@@ -69,6 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return launch.refuse(error)
     return 0
+
+
+def trials_of(chosen: Sequence[Recipe], scale: str) -> list[Recipe]:
+    """The trials of the tuned ones among these recipes, where there are any at this scale."""
+    found = [recipe.trials for recipe in chosen if isinstance(recipe, TunedRecipe)]
+    return [trials for trials in found if scale in trials.scales]
 
 
 def tune(options: argparse.Namespace) -> int:
@@ -119,8 +126,7 @@ def run(chosen: Sequence[Recipe], scale: str, seeds: Sequence[int] | None, launc
 
     The trials of tuned recipes come first, because they decide what else there is to train.
     """
-    tuned = [recipe.trials for recipe in chosen if isinstance(recipe, TunedRecipe)]
-    trials = [recipe for recipe in tuned if scale in recipe.scales]
+    trials = trials_of(chosen, scale)
     failed: list[cells.Cell] = []
     try:
         first = [cell for recipe in trials for *_, cell in recipe.cells(scale)]
