@@ -6,7 +6,9 @@ Cost: 20 trials of a quarter of a minute, 15 pre-trainings of half a minute and 
 minute on 2 cores, an hour; what zero_one_adam has run counts. A fine-tuning starts from the folder
 of its pre-training, which is trained before it; on a cluster, where all runs are queued at once,
 have the pre-trainings first.
-Expected: every method's encoder is better than a new one.
+Expected: on adjoin every encoder is better than a new one, on topic those of AllReduce and of the
+local methods are, if little. The signs of 0/1 Adam leave an encoder that is worse than a new one
+there.
 
 Pre-training has the learning rate that won among as many for each method. Fine-tuning is the same
 for all: AllReduce, with the settings of conf. So a row differs by the encoder alone, and the seed

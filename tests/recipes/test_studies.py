@@ -103,7 +103,7 @@ def test_gaps_by_rounds(tmp_path: Path) -> None:
         values["Local SGD", rounds.name(r)] = (loss * 0.99,) * 3
     gaps, fit = rounds.tables(lines(values), [])
     of_co2 = next(row for row in gaps.rows if row[0] == "CO2")
-    assert of_co2[1] == "+10.00 [+7.52, +12.48]", "1 / 3^.5 times 4.3027 on either side"
+    assert of_co2[1] == "+10.00 [7.52, 12.48]", "1 / 3^.5 times 4.3027 on either side"
     found = {row[0]: row[1:] for row in fit.rows}
     assert set(found) == {"CO2", "Local SGD"}
     assert found["Local SGD"] == ("—",) * 4, "it is below AllReduce"

@@ -231,7 +231,7 @@ def test_it_learns_a_batch_by_heart(task: ADE20K) -> None:
     model, batch = task.model(), next(task.batches(mesh(), 0))
     optimizer = task.optimizer(model)
     losses = []
-    for _ in range(60):
+    for _ in range(90):
         optimizer.zero_grad()
         loss = task.loss(model, batch)
         loss.backward()
