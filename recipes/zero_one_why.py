@@ -2,7 +2,7 @@
 
     python -m recipes run zero_one_why                     all that is missing
 
-Cost: 24 runs of half a minute on 2 cores, 6 of which zero_one_adam has made; ten minutes.
+Cost: 27 runs of half a minute on 2 cores, 6 of which zero_one_adam has made; ten minutes.
 
 All have the learning rate that won for AllReduce and for 0/1 Adam in zero_one_adam_trials.
 """
@@ -37,6 +37,10 @@ RECIPE = Recipe(
         Row(
             "0/1 Adam, v frozen after 50 %",
             ("method=zero_one_adam", RATE, frozen("zero_one_adam", 0.5)),
+        ),
+        Row(
+            "0/1 Adam, masked below half of the median",
+            ("method=zero_one_adam", RATE, "zero_one_adam.mask_below=0.5"),
         ),
         Row(
             "0/1 Adam, signs of the update",
