@@ -134,7 +134,7 @@ class CompressedAdam(Method):
         if update:
             for chunk in self.flat.chunks:
                 chunk.of(vector).div_(self._root(chunk))
-        self.exchange.start(vector, mask=self.v if update else self._mask(self.mean.buffer))
+        self.exchange.start(vector, mask=self._mask(self.mean.buffer))
         self.mean.wait()
         if update:
             for chunk in self.flat.chunks:
@@ -142,7 +142,9 @@ class CompressedAdam(Method):
         self.rounds += 1
 
     def set_mask(self) -> None:
-        """Set the mask by v as it is now."""
+        """Set the mask by v as it is now. Where the update travels it is v = 0 alone."""
+        if self.config.compress is Compress.update:
+            return
         for floor, part in zip(self._floors, self.v.split(self._sizes), strict=True):
             sample = part[:: max(1, -(-part.numel() // _SAMPLE))]
             if len(sample):
@@ -153,13 +155,11 @@ class CompressedAdam(Method):
         """Say in the next notice how many elements of which tensors are masked. Overwrites the
         communication buffer."""
         unseen = [part.numel() - int(part.count_nonzero()) for part in self.v.split(self._sizes)]
-        small = [0] * len(unseen)
-        if self.config.compress is Compress.momentum:
-            alive = self._mask(self.mean.buffer).split(self._sizes)
-            small = [
-                size - int(part.count_nonzero()) - none
-                for size, part, none in zip(self._sizes, alive, unseen, strict=True)
-            ]
+        alive = self._mask(self.mean.buffer).split(self._sizes)
+        small = [
+            size - int(part.count_nonzero()) - none
+            for size, part, none in zip(self._sizes, alive, unseen, strict=True)
+        ]
         found = sorted(zip(small, self.tensor_names(), strict=True), reverse=True)
         named = [f"{name} ({count:,})" for count, name in found if count]
         if len(named) > _NAMED:
