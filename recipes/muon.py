@@ -3,8 +3,8 @@
     python -m recipes run muon                             its trials, then what won in them
 
 Cost: 40 trials of a quarter of a minute and 12 runs of half a minute on 2 cores, 20 minutes.
-Expected: DiLoCo with Muon ends a tenth below DiLoCo with AdamW, as its paper claims; AllReduce gains
-as much.
+Expected: DiLoCo with Muon ends a tenth below DiLoCo with AdamW, as its paper claims; AllReduce
+gains as much.
 
 Both optimizers have as many trials: every learning rate with every outer step for DiLoCo, and every
 learning rate for AllReduce. Under Muon the rate is that of hidden matrices too (tasks/muon.py).
