@@ -258,7 +258,11 @@ def test_in_a_run(workers: Pool, tmp_path: Path, method: str) -> None:
     run = pooled(workers, 2, *arguments, "log.every=5", runs=tmp_path)
     assert run.status == 0, run.err
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    (notice,) = [line for line in lines if line["kind"] == "notice"]
+    notices = [line for line in lines if line["kind"] == "notice"]
+    (notice,) = [line for line in notices if " → " in line["text"]]
+    unstable = [line for line in notices if "not below 1" in line["text"]]
+    assert len(notices) == 1 + (method == "co2"), "its gap fades with the learning rate"
+    assert len(unstable) == (method == "co2") and all(line["text"] in run.out for line in unstable)
     assert notice["step"] == START * (WINDOW + 2) and notice["text"] in run.out
     chosen = int(notice["text"].partition("→ ")[2].partition(":")[0])
     assert chosen in CHOICES
