@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from co2.simulate.methods import ACCO, NO_ROUNDS, OVERLAPPED, SIMULATED
+from co2.simulate.methods import ACCO, NO_ROUNDS, OVERLAPPED, SIMULATED, vectors_in
 from co2.simulate.network import Link, Network
 from co2.simulate.schedule import advance_of, sendings
 
@@ -67,7 +67,7 @@ def simulated(method: str) -> Iterator[Span]:
     starts, number = np.zeros(WORKERS), 0
     while starts.min() < WINDOW_S:
         compute = compute_s(number, 1 if method in NO_ROUNDS else TAU)
-        following, exposed, comm = advance(starts, compute)
+        following, exposed, comm = advance(starts, compute, vectors_in(method, number + 1, False))
         for worker in range(WORKERS):
             end = starts[worker] + compute[worker]
             yield Span(worker, "compute", starts[worker], end, str(number))

@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 import train
 from co2.app.compose import plain
 from co2.app.schema import typed
+from co2.app.tuned import with_tuned
 from co2.methods import METHODS
 from co2.peers import known_methods
 from co2.record.folder import run_folder
@@ -67,7 +68,8 @@ def test_composes_with_every_method_and_at_every_scale(task: str) -> None:
         for number, method in enumerate(METHODS, start=turn):
             scale = scales[number % len(scales)]
             choice = [f"task={task}", f"method={method}", f"scale={scale}"]
-            config = typed(plain(compose("config", choice)), METHODS, TASKS)
+            values, _ = with_tuned(train.APP.conf, plain(compose("config", choice)), choice)
+            config = typed(values, METHODS, TASKS)
             assert (config.task, config.method, config.scale) == (task, method, scale)
             made = train.APP.make_task(config)
             assert made.units_per_sample >= 1 and made.unit in ("tokens", "samples")
@@ -86,6 +88,7 @@ def test_no_file_depends_on_task_method_and_scale() -> None:
             "method",
             "scale",
             "hydra",
+            "tuned",
         )
         if path != conf / "config.yaml":
             assert "defaults" not in (yaml.safe_load(path.read_text()) or {}), path

@@ -28,7 +28,7 @@ def test_learns(workers: Pool, tmp_path: Path, method: str) -> None:
     assert run.status == 0, run.err
     *_, last = metrics(run.folder, "eval")
     # To name the most frequent class gives 0.36. SparseLoCo sends a few elements only.
-    assert last["accuracy"] > (0.6 if method == "sparseloco" else 0.7)
+    assert last["accuracy"] > (0.6 if method == "sparseloco" else 0.65)
 
 
 @pytest.mark.parametrize("method", ["diloco", "co2"])

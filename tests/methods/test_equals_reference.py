@@ -25,7 +25,7 @@ GAPS = ("none", "gap_aware", "gap_aware_steady", "gap_aware_elementwise", 1.7)
 CLIPS: tuple[dict[str, Any], ...] = (
     {"clip": None},
     {"clip": 0.02, "clip_mode": "value"},
-    {"clip": 0.2, "clip_mode": "norm"},
+    {"clip": 0.1, "clip_mode": "norm"},
 )
 STREAMING: tuple[dict[str, Any], ...] = (
     {"fragments": 1, "delay": 0, "mixing": 0.0},
