@@ -135,11 +135,12 @@ class CO2(LocalMethod):
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()  # first: it waits for the background
-        return {**state, "gap": self.outer.gap.state_dict()}
+        return {**state, "gap": self.outer.gap.state_dict(), "watches": self._watches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.outer.gap.load_state_dict(state["gap"])
+        self._watches = state["watches"]
 
     def stats(self) -> MethodStats:
         """`gap` is Λ, `clipped` the share of the momentum's elements that the clip changed; both
