@@ -42,8 +42,8 @@ class Knob:
 
 _NESTEROV = (
     # DiLoCo (2311.08105): 0.7 and 0.9. 1 and 0 together are local SGD.
-    Knob("outer_lr", (0.3, 0.5, 0.7, 1.0)),
-    Knob("outer_momentum", (0.0, 0.2, 0.4, 0.6, 0.8, 0.9)),
+    Knob("outer_lr", (0.5, 0.7, 1.0)),
+    Knob("outer_momentum", (0.0, 0.2, 0.4, 0.6, 0.9)),
 )
 _MOMENTS = Knob("average_moments", (False, True), needs_adam=True)
 
@@ -54,8 +54,8 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
     "acco": (),
     "slowmo": (
         # SlowMo (1910.00643): α = 1, and β tuned for each task.
-        Knob("outer_lr", (0.5, 0.7, 1.0, 1.4)),
-        Knob("outer_momentum", (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8)),
+        Knob("outer_lr", (0.7, 1.0)),
+        Knob("outer_momentum", (0.0, 0.2, 0.4, 0.5, 0.6, 0.7)),
     ),
     "diloco": _NESTEROV,
     "eager_diloco": _NESTEROV,
@@ -72,15 +72,15 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
     "co2": (
         # CO2 (2401.16265) names neither its outer rate nor its momentum. The gap of its released
         # code is a constant; 2 is stable with momentum where 1 is not.
-        Knob("gap_penalty", ("gap_aware", "none", 2.0)),
-        Knob("outer_lr", (0.5, 0.7, 1.0, 1.4)),
-        Knob("outer_momentum", (0.0, 0.2, 0.4, 0.6)),
+        Knob("gap_penalty", ("gap_aware", "gap_aware_steady", "none", 2.0)),
+        Knob("outer_lr", (0.7, 1.0)),
+        Knob("outer_momentum", (0.0, 0.2, 0.4)),
     ),
     "co2_keep": (
         # Ours: docs/co2_keep.md. With 1 and no momentum it is CoCoD-SGD.
-        Knob("keep_local", (0.25, 0.5, 0.62, 0.75, 1.0)),
-        Knob("momentum_weight", (0.0, 0.1, 0.15, 0.2, 0.3)),
-        Knob("outer_momentum", (0.5, 0.8, 0.9, 0.93)),
+        Knob("keep_local", (0.5, 0.62, 0.75, 1.0)),
+        Knob("momentum_weight", (0.0, 0.15, 0.3)),
+        Knob("outer_momentum", (0.5, 0.9)),
         _MOMENTS,
     ),
     "sparseloco": (
