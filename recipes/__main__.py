@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from co2.errors import ConfigError, nearest, require
+from co2.record.table import read_csv
 from co2.train import launch
 from recipes import cells, functions, laboratory, readme, render, slurm
 from recipes.collect import collect
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             None if options.seeds is None else [_seed(word) for word in options.seeds.split(",")]
         )
         if options.action == "list":
-            listing(chosen or known, options.scale)
+            listing(chosen or known, options.scale, options.out)
         elif options.action == "run":
             return run(chosen or known, options.scale, seeds, options.launcher)
         elif options.action == "collect":
@@ -104,14 +105,17 @@ def _seed(word: str) -> int:
     return int(word)
 
 
-def listing(chosen: Sequence[Recipe], scale: str) -> None:
-    """Print every recipe, and how many of its runs are finished."""
+def listing(chosen: Sequence[Recipe], scale: str, out: Path) -> None:
+    """Print every recipe, how many of its runs have finished here, and its values in ours.csv."""
+    lines = read_csv(out / "ours.csv")
     for recipe in chosen:
-        runs = list(dict.fromkeys(cell for *_, cell in recipe.cells(scale)))
+        cells = list(recipe.cells(scale))
+        runs = list(dict.fromkeys(cell for *_, cell in cells))
         done = sum(cell.summary() is not None for cell in runs)
+        kept = sum((line["recipe"], line["scale"]) == (recipe.name, scale) for line in lines)
         print(
-            f"{recipe.name:20}  {recipe.title:38}  {done} of {len(runs)} runs at scale={scale}"
-            f"{_waiting(recipe, scale)}"
+            f"{recipe.name:20}  {recipe.title:38}  scale={scale}: {done} of {len(runs)} runs here, "
+            f"{kept} of {len(cells)} values collected{_waiting(recipe, scale)}"
         )
 
 

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from co2.record.folder import tag_from
 from recipes.cells import TrainCell
-from recipes.recipe import RUNS, Column, Recipe, Row
-from recipes.tuning import TUNING_SEED, TunedRecipe
-from recipes.zero_one_adam import ROWS, STEPS, schedule, trial_column, trials
+from recipes.recipe import RUNS, Column, Row
+from recipes.tuning import TunedRecipe
+from recipes.zero_one_adam import ROWS, STEPS, schedule, trials, trials_on
 
 NEW = Row("no pre-training", ("method=allreduce",), limit=True)
 METHODS = (
@@ -38,7 +38,7 @@ PRETRAINING = Column(
     digits=4,
     without=(NEW.name,),
 )
-TRIAL = trial_column("roberta")
+TRIAL = trials_on("roberta")
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,6 @@ def accuracy(name: str) -> FineTuning:
     )
 
 
-TRIALS = Recipe(
-    name="glue_trials",
-    title="Fine-tuning: trials of pre-training",
-    text="Validation loss of RoBERTa with every learning rate; the recipe glue takes the best of "
-    "each method.",
-    rows=tuple(trial for row in METHODS for trial in trials(row)),
-    columns=(TRIAL,),
-    seeds=(TUNING_SEED,),
-    scales=("smoke",),
-)
 COLUMNS = (PRETRAINING, accuracy("topic"), accuracy("adjoin"))
 RECIPE = TunedRecipe(
     name="glue",
@@ -98,7 +88,6 @@ RECIPE = TunedRecipe(
     rows=(*METHODS, NEW),
     columns=COLUMNS,
     scales=("smoke",),
-    trials=TRIALS,
-    grids={row.name: tuple(trial.name for trial in trials(row)) for row in METHODS},
-    tuned_in={column.name: TRIAL.name for column in COLUMNS},
+    grids={row.name: trials(row) for row in METHODS},
+    tuned_in={column.name: TRIAL for column in COLUMNS},
 )

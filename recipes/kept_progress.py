@@ -19,8 +19,8 @@ from itertools import product
 
 from co2.record.table import NOTHING, Table, mean_text
 from recipes.entries import by_seed, paired, percent_above
-from recipes.recipe import Column, Recipe, Row, Rows
-from recipes.tuning import TUNING, TUNING_SEED, TunedRecipe
+from recipes.recipe import Column, Row, Rows
+from recipes.tuning import TunedRecipe, trial_column
 
 
 @dataclass(frozen=True)
@@ -89,25 +89,32 @@ def place(task: str, tau: int, replicas: int) -> str:
     return f"{task}, τ = {tau}, {replicas} replicas"
 
 
-def column(task: str, tau: int, replicas: int, *words: str, shorter: int = 1) -> Column:
-    """Validation loss. co2_keep has a delay of a quarter of a round, unless a row has another."""
+def words(task: str, tau: int, replicas: int, shorter: int = 1) -> tuple[str, ...]:
+    """The overrides of a training, with as many samples in a step for any number of replicas.
+
+    co2_keep has a delay of a quarter of a round, unless a row has another.
+    """
     training = TASKS[task]
     steps = training.steps // shorter
+    return (
+        f"task={task}",
+        *(f"{method}.tau={tau}" for method in ("diloco", "slowmo", "co2_keep")),
+        f"co2_keep.delay={tau // 4}",
+        f"optim.lr={training.rate}",
+        f"optim.warmup_steps={training.warm_up // shorter}",
+        f"train.batch_size={training.samples // replicas}",
+        f"train.steps={steps}",
+        f"train.eval_every={steps}",
+        f"launch.workers={replicas}",
+        "checkpoint.every=0",
+    )
+
+
+def column(task: str, tau: int, replicas: int) -> Column:
+    """Validation loss."""
     return Column(
         place(task, tau, replicas),
-        (
-            f"task={task}",
-            *(f"{method}.tau={tau}" for method in ("diloco", "slowmo", "co2_keep")),
-            f"co2_keep.delay={tau // 4}",
-            f"optim.lr={training.rate}",
-            f"optim.warmup_steps={training.warm_up // shorter}",
-            f"train.batch_size={training.samples // replicas}",
-            f"train.steps={steps}",
-            f"train.eval_every={steps}",
-            f"launch.workers={replicas}",
-            "checkpoint.every=0",
-            *words,
-        ),
+        words(task, tau, replicas),
         "final.loss",
         lower=True,
         digits=4,
@@ -177,17 +184,6 @@ def settings(ours: Rows, row: str, column_name: str) -> str:
     return ", ".join(word.replace("=", " ") for word in words if word.startswith(names)) or NOTHING
 
 
-GRIDS = {row.name: trials_of(row) for row in ROWS}
-TRIALS = Recipe(
-    name="kept_progress_trials",
-    title="Kept progress: trials",
-    text="Validation loss of every setting in the grids of the recipe kept_progress, which takes "
-    "the best of each method for every task and τ. Two replicas.",
-    rows=tuple(trial for grid in GRIDS.values() for trial in grid),
-    columns=tuple(column(task, tau, 2, *TUNING, shorter=SHORTER) for task in TASKS for tau in TAUS),
-    seeds=(TUNING_SEED,),
-    scales=("smoke",),
-)
 RECIPE = TunedRecipe(
     name="kept_progress",
     title="Kept progress beside AllReduce and blocking methods",
@@ -202,10 +198,9 @@ RECIPE = TunedRecipe(
     ),
     scales=("smoke",),
     beside=differences,
-    trials=TRIALS,
-    grids={row: tuple(trial.name for trial in grid) for row, grid in GRIDS.items()},
+    grids={row.name: trials_of(row) for row in ROWS},
     tuned_in={
-        place(task, tau, replicas): place(task, tau, 2)
+        place(task, tau, replicas): trial_column(place(task, tau, 2), words(task, tau, 2, SHORTER))
         for task in TASKS
         for tau in TAUS
         for replicas in REPLICAS

@@ -10,8 +10,8 @@ Both optimizers have as many trials: every learning rate with every outer step f
 learning rate for AllReduce. Under Muon the rate is that of hidden matrices too (tasks/muon.py).
 """
 
-from recipes.recipe import Column, Recipe, Row
-from recipes.tuning import TUNING, TUNING_SEED, TunedRecipe
+from recipes.recipe import Column, Row
+from recipes.tuning import TunedRecipe, trial_column
 
 STEPS = 1800
 TAU = 36
@@ -40,42 +40,24 @@ def allreduce(optimizer: str) -> str:
     return f"AllReduce, {optimizer}"
 
 
-def trials(optimizer: str) -> dict[str, list[Row]]:
+def trials(optimizer: str) -> dict[str, tuple[Row, ...]]:
     """The rows of trials of each row with this optimizer."""
-    found: dict[str, list[Row]] = {allreduce(optimizer): [], diloco(optimizer): []}
+    whole: list[Row] = []
+    local: list[Row] = []
     for rate in RATES:
         own = (f"optim.name={OPTIMIZERS[optimizer]}", f"optim.lr={rate}")
         name = allreduce(optimizer)
-        found[name].append(Row(f"{name}, rate {rate}", ("method=allreduce", *own)))
+        whole.append(Row(f"{name}, rate {rate}", ("method=allreduce", *own)))
         name = diloco(optimizer)
         for lr, momentum in OUTER:
             outer = (f"diloco.outer_lr={lr}", f"diloco.outer_momentum={momentum}")
             words = ("method=diloco", *own, *outer)
-            found[name].append(Row(f"{name}, rate {rate}, α {lr}, β {momentum}", words))
-    return found
+            local.append(Row(f"{name}, rate {rate}, α {lr}, β {momentum}", words))
+    return {allreduce(optimizer): tuple(whole), diloco(optimizer): tuple(local)}
 
 
-GRIDS = {name: rows for optimizer in OPTIMIZERS for name, rows in trials(optimizer).items()}
 GPT2 = ("task=gpt2", f"diloco.tau={TAU}")
-TRIALS = Recipe(
-    name="muon_trials",
-    title="Muon inside DiLoCo: trials",
-    text=f"GPT-2, validation loss after {STEPS // 2} steps with every setting; the recipe muon "
-    "takes the best of each row.",
-    rows=tuple(row for rows in GRIDS.values() for row in rows),
-    columns=(
-        Column(
-            "GPT-2",
-            (*GPT2, *schedule(STEPS // 2), *TUNING),
-            "final.loss",
-            lower=True,
-            digits=4,
-            curve=False,
-        ),
-    ),
-    seeds=(TUNING_SEED,),
-    scales=("smoke",),
-)
+TRIAL = trial_column("GPT-2", (*GPT2, *schedule(STEPS // 2)))
 
 RECIPE = TunedRecipe(
     name="muon",
@@ -89,7 +71,6 @@ RECIPE = TunedRecipe(
     ),
     columns=(Column("GPT-2", (*GPT2, *schedule(STEPS)), "final.loss", lower=True, digits=4),),
     scales=("smoke",),
-    trials=TRIALS,
-    grids={name: tuple(row.name for row in rows) for name, rows in GRIDS.items()},
-    tuned_in={"GPT-2": "GPT-2"},
+    grids=trials("AdamW") | trials("Muon"),
+    tuned_in={TRIAL.name: TRIAL},
 )

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from co2.record.table import Table, read_csv
-from recipes import answer, figures, layout, report
+from recipes import answer, figures, layout, report, rounds
 from recipes.recipe import Recipe
 
 PAPERS = Path(__file__).parents[1] / "results" / "paper.csv"
@@ -32,7 +32,7 @@ def render(recipes: Sequence[Recipe], out: Path, scale: str) -> None:
         drawn += recipe.draw(ours, stem) if recipe.draw else ()
         sections.append(report.Section(recipe.name, recipe.title, tables, drawn))
     opening = answer.opening(known[0], read_csv(out / "tuning.csv"), scale)
-    gap = out / "figures" / f"rounds{end}.svg"
+    gap = rounds.figure(out / "figures" / f"rounds{end}")
     report.write(out / f"report{end}.html", _with_gap(opening, sections, gap))
 
 

@@ -13,8 +13,8 @@ changes one thing. It favours that row; the recipe gap gives every setting a rat
 """
 
 from recipes.gap import STEADY
-from recipes.recipe import Column, Recipe, Row
-from recipes.tuning import TUNING, TUNING_SEED, TunedRecipe, at_rates
+from recipes.recipe import Column, Row
+from recipes.tuning import TunedRecipe, at_rates, trial_column
 
 PHI = (0.001, 0.003, 0.01, 0.03, 0.1)
 RATES = ("2e-3", "4e-3", "8e-3")
@@ -34,19 +34,7 @@ ROWS = (
     *(Row(f"CO2, φ = {phi}", ("method=co2", f"co2.clip={phi}")) for phi in PHI),
 )
 COLUMN = Column("GPT-2", ("task=gpt2",), "final.perplexity", lower=True)
-TRIAL = Column("GPT-2", ("task=gpt2", *TUNING), "final.perplexity", lower=True, curve=False)
-GRID = at_rates(CO2, RATES)
 
-TRIALS = Recipe(
-    name="table4_trials",
-    title="Ablation: trials",
-    text="GPT-2, validation perplexity of CO2 with every learning rate; the recipe table4 trains "
-    "all its rows with the best.",
-    rows=GRID,
-    columns=(TRIAL,),
-    seeds=(TUNING_SEED,),
-    scales=("smoke",),
-)
 RECIPE = TunedRecipe(
     name="table4",
     title="Ablation: gap penalty and clip",
@@ -55,7 +43,6 @@ RECIPE = TunedRecipe(
     "(docs/choosing.md); without one it is 1.2. φ bounds every element of the outer momentum.",
     rows=ROWS,
     columns=(COLUMN,),
-    trials=TRIALS,
-    grids={row.name: tuple(trial.name for trial in GRID) for row in ROWS},
-    tuned_in={COLUMN.name: TRIAL.name},
+    grids={row.name: at_rates(CO2, RATES) for row in ROWS},
+    tuned_in={COLUMN.name: trial_column("GPT-2", ("task=gpt2",))},
 )

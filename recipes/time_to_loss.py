@@ -22,7 +22,7 @@ from pathlib import Path
 from co2.lab.measurement import time_to_loss
 from recipes.cells import SummaryJSON
 from recipes.laboratory import LabColumn
-from recipes.recipe import Recipe, Row
+from recipes.recipe import Row
 from recipes.tuning import TUNING, TUNING_SEED, TunedRecipe
 
 FIRST = Row("AllReduce, unlimited", ("method=allreduce", "--mbit=unlimited"))
@@ -96,19 +96,6 @@ TRIAL = column(
     compare=seconds_to,
     digits=0,
 )
-GRIDS = {row.name: trials_of(row) for row in (ALLREDUCE, *METHODS)}
-
-TRIALS = Recipe(
-    name="time_to_loss_trials",
-    title="Time to AllReduce's loss on a slow link: trials",
-    text=f"Seconds to the loss of {FIRST.name}, after {STEPS // 2} steps; the recipe time_to_loss "
-    "takes the soonest of each method.",
-    rows=(FIRST, *(trial for grid in GRIDS.values() for trial in grid)),
-    columns=(TRIAL,),
-    seeds=(0,),
-    scales=("smoke",),
-    undisturbed=True,
-)
 RECIPE = TunedRecipe(
     name="time_to_loss",
     title="Time to AllReduce's loss on a slow link",
@@ -121,7 +108,7 @@ RECIPE = TunedRecipe(
     columns=COLUMNS,
     seeds=(0,),
     scales=("smoke",),
-    trials=TRIALS,
-    grids={row: tuple(trial.name for trial in grid) for row, grid in GRIDS.items()},
-    tuned_in={column.name: TRIAL.name for column in COLUMNS},
+    grids={row.name: trials_of(row) for row in (ALLREDUCE, *METHODS)},
+    tuned_in={column.name: TRIAL for column in COLUMNS},
+    trial_seed=0,  # the repeat's
 )

@@ -6,6 +6,7 @@ them; the choice is made again from these whenever the recipe is used.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from co2.record.table import read_csv
@@ -27,6 +28,19 @@ def at_rates(row: Row, rates: Sequence[str]) -> tuple[Row, ...]:
     )
 
 
+def trial_column(name: str, overrides: Sequence[str], without: tuple[str, ...] = ()) -> Column:
+    """A column of trials: the validation loss on the half of the data that no table shows."""
+    return Column(
+        name,
+        (*overrides, *TUNING),
+        "final.loss",
+        lower=True,
+        digits=4,
+        curve=False,
+        without=without,
+    )
+
+
 @dataclass(frozen=True)
 class TunedRecipe(Recipe):
     """A recipe that trains what won in its trials.
@@ -35,17 +49,34 @@ class TunedRecipe(Recipe):
     from `cells`. At a scale that the trials do not have, rows are as they are.
     """
 
-    trials: Recipe = field(kw_only=True)
-    """Has the values to choose by, the lower the better, for its first seed."""
-    grids: Mapping[str, tuple[str, ...]] = field(kw_only=True)
-    """By row, the names of its trials' rows. Rows without a grid have nothing to tune. A trial that
-    the trials' column is `without` is not asked for there."""
-    tuned_in: Mapping[str, str] = field(kw_only=True)
-    """By column, the trials' column in which its settings are chosen. Where a column is not named,
-    rows are as they are."""
+    grids: Mapping[str, tuple[Row, ...]] = field(kw_only=True)
+    """By row, its trials. Rows without a grid have nothing to tune."""
+    tuned_in: Mapping[str, Column] = field(kw_only=True)
+    """By column, the column of trials in which its settings are chosen, by the lowest value. A
+    trial that it is `without` is not asked for. Where a column is not named, rows are as they are.
+    """
+    trial_seed: int = field(default=TUNING_SEED, kw_only=True)
 
     def __post_init__(self) -> None:
         assert not self.tuned, "it has trials of its own"
+
+    @cached_property
+    def trials(self) -> Recipe:
+        """The recipe of the trials, with the rows that they are compared with."""
+        columns = tuple(dict.fromkeys(self.tuned_in.values()))
+        bases = [self.row(column.of) for column in columns if column.of is not None]
+        rows = dict.fromkeys((*bases, *(trial for grid in self.grids.values() for trial in grid)))
+        return Recipe(
+            name=f"{self.name}_trials",
+            title=f"{self.title}: trials",
+            text=f"The settings that the recipe {self.name} chooses from, on a seed and validation "
+            "data that its table does not show.",
+            rows=tuple(rows),
+            columns=columns,
+            seeds=(self.trial_seed,),
+            scales=("smoke",),
+            undisturbed=self.undisturbed,
+        )
 
     def cells(
         self, scale: str, seeds: Sequence[int] | None = None
@@ -85,23 +116,21 @@ class TunedRecipe(Recipe):
         scale: str,
         elsewhere: Mapping[tuple[str, str], dict[str, str]],
     ) -> Row | None:
-        trials, seed = self.trials, self.trials.seeds[0]
-        names = self.grids.get(row.name, ())
-        if not names or column.name not in self.tuned_in or scale not in trials.scales:
+        trials, seed = self.trials, self.trial_seed
+        grid, place = self.grids.get(row.name, ()), self.tuned_in.get(column.name)
+        if not grid or place is None or scale not in trials.scales:
             return row
-        place = trials.column(self.tuned_in[column.name])
-        values: dict[str, float] = {}
-        for name in (name for name in names if name not in place.without):
-            trial = trials.row(name)
+        values: dict[Row, float] = {}
+        for trial in (trial for trial in grid if trial.name not in place.without):
             value = trials.value(trial, place, scale, seed)
             if value is None:
                 cell = trials.cell(trial, place, scale, seed)
-                line = elsewhere.get((name, place.name))
+                line = elsewhere.get((trial.name, place.name))
                 value = float(line["value"]) if line is not None and is_of(line, cell) else None
             if value is None:
                 return None
-            values[name] = value
-        won = trials.row(min(values, key=values.__getitem__))
+            values[trial] = value
+        won = min(values, key=values.__getitem__)
         # The row's own settings follow the trial's, and so win over them.
         return replace(row, overrides=(*won.overrides, *row.overrides[1:]))
 
@@ -111,5 +140,5 @@ class TunedRecipe(Recipe):
             (line["row"], line["column"]): line
             for line in read_csv(OURS)
             if (line["recipe"], line["scale"], line["seed"])
-            == (self.trials.name, scale, str(self.trials.seeds[0]))
+            == (self.trials.name, scale, str(self.trial_seed))
         }

@@ -13,12 +13,12 @@ that of the tokens' frequencies for hundreds of steps, the trials of the signs i
 freeze: zero_one_why shows that it is what matters there.
 """
 
-from dataclasses import replace
 from functools import partial
 
 from recipes.cells import SummaryJSON
-from recipes.recipe import Column, Recipe, Row
-from recipes.tuning import TUNING, TUNING_SEED, TunedRecipe, at_rates
+from recipes.field import rounds
+from recipes.recipe import Column, Row
+from recipes.tuning import TunedRecipe, at_rates, trial_column
 
 MIB = 2**20
 TASKS = ("gpt2", "roberta")
@@ -51,11 +51,6 @@ def volume(summary: SummaryJSON) -> float:
     return summary["bytes_per_step"] * summary["steps"] / MIB
 
 
-def rounds(summary: SummaryJSON) -> float:
-    """Exchanges of a training. AllReduce has one at every step and does not count them."""
-    return float(summary["rounds"] if "rounds" in summary else summary["steps"])
-
-
 def columns(task: str) -> list[Column]:
     """Loss, volume and rounds of one task, of the same runs."""
     words = (f"task={task}", *schedule(STEPS))
@@ -86,26 +81,17 @@ def further_trials(row: Row) -> tuple[Row, ...]:
     )
 
 
-def trial_column(task: str, without: tuple[str, ...] = ()) -> Column:
+def trials_on(task: str, without: tuple[str, ...] = ()) -> Column:
     """Validation loss of a trial of this task."""
-    words = (f"task={task}", *schedule(STEPS // 2), *TUNING)
-    found = Column(task, words, "final.loss", lower=True, digits=4, curve=False)
-    return replace(found, without=without)
+    return trial_column(task, (f"task={task}", *schedule(STEPS // 2)), without)
 
 
 PER_TASK = {task: columns(task) for task in TASKS}
 FURTHER = tuple(trial for row in ROWS for trial in further_trials(row))
-TRIALS = Recipe(
-    name="zero_one_adam_trials",
-    title="What Adam sends in signs: trials",
-    text=f"Validation loss after {STEPS // 2} steps; the recipe zero_one_adam takes the best of "
-    "each method. v is frozen after 15 % of the steps, or later after 30 %.",
-    rows=(*(trial for row in ROWS for trial in trials(row)), *FURTHER),
-    columns=(trial_column("gpt2", tuple(trial.name for trial in FURTHER)), trial_column("roberta")),
-    seeds=(TUNING_SEED,),
-    scales=("smoke",),
-)
-
+TRIALS = {
+    "gpt2": trials_on("gpt2", tuple(trial.name for trial in FURTHER)),
+    "roberta": trials_on("roberta"),
+}
 RECIPE = TunedRecipe(
     name="zero_one_adam",
     title="What Adam sends in signs",
@@ -119,10 +105,6 @@ RECIPE = TunedRecipe(
     columns=tuple(column for found in PER_TASK.values() for column in found),
     seeds=(0, 1, 2, 3, 4),
     scales=("smoke",),
-    trials=TRIALS,
-    grids={
-        row.name: tuple(trial.name for trial in (*trials(row), *further_trials(row)))
-        for row in ROWS
-    },
-    tuned_in={column.name: task for task, found in PER_TASK.items() for column in found},
+    grids={row.name: (*trials(row), *further_trials(row)) for row in ROWS},
+    tuned_in={column.name: TRIALS[task] for task, found in PER_TASK.items() for column in found},
 )

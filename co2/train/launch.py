@@ -5,6 +5,7 @@ torch.distributed's elastic launcher.
 """
 
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
@@ -194,6 +195,9 @@ def _process_group(config: Config, me: Identity) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # What the run has left in cycles keeps gloo's threads. One that lets go of a tensor while
+        # the interpreter ends takes the process with it.
+        gc.collect()
 
 
 def _guarded(worker: Worker, config: Config, rank: int) -> int:

@@ -58,9 +58,9 @@ def write_ours(lines: Sequence[dict[str, object]]) -> None:
 
 def trial_lines() -> list[dict[str, object]]:
     return [
-        line(kept_progress.TRIALS, trial.name, PLACE, TUNING_SEED, 5.0 + 0.1 * (at != won))
+        line(kept_progress.RECIPE.trials, trial.name, PLACE, TUNING_SEED, 5.0 + 0.1 * (at != won))
         for name, won in WINNERS.items()
-        for at, trial in enumerate(kept_progress.GRIDS[name])
+        for at, trial in enumerate(kept_progress.RECIPE.grids[name])
     ]
 
 
@@ -100,8 +100,8 @@ def test_what_won_in_the_trials_is_trained(place: Path) -> None:
     with pytest.raises(LookupError, match="trials of kept_progress_trials are missing"):
         chosen("diloco", VIT)
 
-    worst = kept_progress.GRIDS["diloco"][17]
-    trials = kept_progress.TRIALS
+    worst = kept_progress.RECIPE.grids["diloco"][17]
+    trials = kept_progress.RECIPE.trials
     write_summary(trials.cell(worst, trials.column(PLACE), "smoke", TUNING_SEED), 1.0)
     assert "diloco.outer_momentum=0.9" in chosen("diloco", PLACE), "a run here counts first"
 
@@ -318,13 +318,19 @@ def test_time_to_a_loss_is_taken_from_the_evaluations(place: Path) -> None:
 
 def test_what_reached_the_loss_soonest_is_trained(place: Path) -> None:
     """With the type on the wire, τ and length of schedule that it had in its trial."""
-    recipe, (trial,) = time_to_loss.RECIPE, time_to_loss.TRIALS.columns
+    recipe, (trial,) = time_to_loss.RECIPE, time_to_loss.RECIPE.trials.columns
     grid = time_to_loss.trials_of(recipe.row("CO2"))
     assert len({row.overrides for row in grid}) == 12
     assert len({row.overrides for row in time_to_loss.trials_of(time_to_loss.ALLREDUCE)}) == 6
     write_ours(
         [
-            line(time_to_loss.TRIALS, row.name, trial.name, 0, float("inf") if at != 10 else 40.0)
+            line(
+                time_to_loss.RECIPE.trials,
+                row.name,
+                trial.name,
+                0,
+                float("inf") if at != 10 else 40.0,
+            )
             for at, row in enumerate(grid)
         ]
     )
@@ -346,9 +352,9 @@ def test_every_experiment_renders_from_a_few_values(place: Path) -> None:
         (field.RECIPE, "co2", field.loss("gpt2"), 5.0),
         (field.RECIPE, "co2", field.share("gpt2", "20"), 87.0),
         (time_to_loss.RECIPE, FIRST, "validation loss", 4.5),
-        (time_to_loss.TRIALS, FIRST, "seconds to the loss", float("inf")),
+        (time_to_loss.RECIPE.trials, FIRST, "seconds to the loss", float("inf")),
         (digits.RECIPE, digits.NONE, "adam, accuracy, %", 85.0),
-        (kept_progress.TRIALS, kept_progress.GRIDS["slowmo"][1].name, VIT, 5.0),
+        (kept_progress.RECIPE.trials, kept_progress.RECIPE.grids["slowmo"][1].name, VIT, 5.0),
         (kept_progress.RECIPE, kept_progress.WHOLE, PLACE, 5.3),
         (kept_variants.RECIPE, "kept .5", "ViT", 0.502),
     )
@@ -371,11 +377,17 @@ def test_every_experiment_renders_from_a_few_values(place: Path) -> None:
 
 def test_a_fine_tuning_starts_from_the_run_of_its_row(place: Path) -> None:
     """Which comes before it, with the rate that won, and lies where the recipe says."""
-    (trial,) = glue.TRIALS.columns
+    (trial,) = glue.RECIPE.trials.columns
     write_ours(
         [
-            line(glue.TRIALS, row.name, trial.name, TUNING_SEED, 4.0 + number % 4 * (number % 2))
-            for number, row in enumerate(glue.TRIALS.rows)
+            line(
+                glue.RECIPE.trials,
+                row.name,
+                trial.name,
+                TUNING_SEED,
+                4.0 + number % 4 * (number % 2),
+            )
+            for number, row in enumerate(glue.RECIPE.trials.rows)
         ]
     )
     made: list[str] = []

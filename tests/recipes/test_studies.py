@@ -117,9 +117,9 @@ def test_gaps_by_rounds(tmp_path: Path) -> None:
 
 
 def test_the_longest_training_has_lower_rates(place: Path) -> None:
-    write_trials(rounds.TRIALS, {"CO2, rate 4e-3": 3.0}, ("CO2, rate", "DiLoCo"))
+    write_trials(rounds.RECIPE.trials, {"CO2, rate 4e-3": 3.0}, ("CO2, rate", "DiLoCo"))
     assert rounds.RECIPE.undecided("smoke") == 3 * len(rounds.ROUNDS), "two methods are tuned"
-    trials = [cell for *_, cell in rounds.TRIALS.cells("smoke")]
+    trials = [cell for *_, cell in rounds.RECIPE.trials.cells("smoke")]
     assert len(trials) == len(rounds.ROWS) * len(rounds.ROUNDS) * 3, "three rates each"
     for r in rounds.ROUNDS:
         own = words(rounds.RECIPE, "CO2", rounds.name(r))
@@ -194,7 +194,7 @@ def test_every_number_of_replicas_has_the_same_total_batch() -> None:
 def test_a_tau_has_the_rate_of_the_nearest_that_was_tuned(place: Path) -> None:
     assert [tau_sweep.nearest(tau) for tau in tau_sweep.TAUS] == [3, 3, 3, 24, 24, 24, 96, 96]
     lowest = {"CO2, τ = 24, rate 8e-3": 3.0, "CO2, τ = 96, rate 4e-3": 3.0}
-    write_trials(tau_sweep.TRIALS, lowest, ("CO2",))
+    write_trials(tau_sweep.RECIPE.trials, lowest, ("CO2",))
     found = words(tau_sweep.RECIPE, "CO2, τ = 12", "overlap, %")
     assert "co2.tau=12" in found and "optim.lr=8e-3" in found and "co2.tau=24" not in found
     assert "optim.lr=4e-3" in words(tau_sweep.RECIPE, "CO2, τ = 192", "overlap, %")
@@ -212,7 +212,7 @@ def test_the_tau_sweep_is_drawn(tmp_path: Path) -> None:
 
 
 def test_an_ablation_has_one_rate_and_at_the_paper_s_scale_conf_s(place: Path) -> None:
-    write_trials(table4.TRIALS, {"CO2, rate 8e-3": 3.0})
+    write_trials(table4.RECIPE.trials, {"CO2, rate 8e-3": 3.0})
     for row in table4.ROWS:
         assert "optim.lr=8e-3" in words(table4.RECIPE, row.name, "GPT-2")
     at_paper = words(table4.RECIPE, "CO2 without gap penalty", "GPT-2", "paper")

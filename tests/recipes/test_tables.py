@@ -14,7 +14,7 @@ from co2.errors import ConfigError
 from co2.record.folder import run_folder
 from co2.record.table import read_csv
 from co2.simulate.paper import PAPER as SCALING
-from recipes import answer, entries, figures, layout, readme, render
+from recipes import answer, entries, figures, layout, readme, render, rounds
 from recipes.__main__ import main, recipe_of
 from recipes.cells import Cell, TrainCell, composed_config
 from recipes.collect import collect
@@ -482,7 +482,7 @@ def test_the_gap_against_rounds_stands_at_the_top(results: Path) -> None:
     """Once, and only if a recipe has drawn it now."""
 
     def draw(_: object, stem: Path) -> list[Path]:
-        path = stem.with_name("rounds.svg")
+        path = rounds.figure(stem.with_name("rounds"))
         path.write_text('<svg viewBox="0 0 1 1"><!--the gap--></svg>')
         return [path]
 
