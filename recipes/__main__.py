@@ -121,8 +121,9 @@ def listing(chosen: Sequence[Recipe], scale: str, out: Path) -> None:
 
 def _waiting(recipe: Recipe, scale: str) -> str:
     """What a tuned recipe waits for."""
-    places = recipe.undecided(scale) if isinstance(recipe, TunedRecipe) else 0
-    return f", {places} table values wait for {recipe.name}'s trials" if places else ""
+    places = recipe.undecided(scale)
+    trials = f"{recipe.name}'s trials" if isinstance(recipe, TunedRecipe) else "recipes tune"
+    return f", {places} table values wait for {trials}" if places else ""
 
 
 def run(chosen: Sequence[Recipe], scale: str, seeds: Sequence[int] | None, launcher: str) -> int:
@@ -151,7 +152,7 @@ def run(chosen: Sequence[Recipe], scale: str, seeds: Sequence[int] | None, launc
     for recipe in chosen:
         waiting = _waiting(recipe, scale)
         if waiting:
-            print(f"{recipe.name}{waiting}; the same command goes on when they have ended")
+            print(f"{recipe.name}{waiting}; the same command goes on when these have ended")
     return status
 
 

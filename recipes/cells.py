@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from co2.app.application import App
-from co2.app.tuned import Settings, tuned_settings
+from co2.app.tuned import Settings, tuned_file, tuned_settings
 from co2.config import Config
 from co2.errors import STOPPED
 from co2.methods import METHODS
@@ -105,11 +105,18 @@ class TrainCell:
         """Whether there is a folder of the run that tells where it comes from."""
         return (run_folder(self.config()) / "manifest.json").exists()
 
+    def is_tuned(self) -> bool:
+        """Whether there are the settings that this run asks for, if it has `tuned=true`."""
+        return "tuned=true" not in self.overrides or tuned_file(*self._tuned_place()).exists()
+
     def tuned_settings(self) -> Settings:
         """What `tuned=true` stands for in this run. Raises `ConfigError` if nothing was tuned."""
+        return tuned_settings(*self._tuned_place())
+
+    def _tuned_place(self) -> tuple[Path, str, str, str, str | None]:
         words = dict(word.split("=", 1) for word in self.overrides)
         task, method, scale = (words[key] for key in ("task", "method", "scale"))
-        return tuned_settings(APP.conf, task, method, scale, words.get(f"{method}.tau"))
+        return APP.conf, task, method, scale, words.get(f"{method}.tau")
 
 
 def is_of(line: Mapping[str, str], cell: Cell) -> bool:

@@ -125,7 +125,7 @@ class Recipe:
     """Further tables, made from this recipe's rows of results/ours.csv and of results/paper.csv."""
     tuned: bool = False
     """Whether runs of train.py have the settings that `python -m recipes tune` has found for their
-    task and method. A run for which there are none is refused."""
+    task and method at scale=smoke. Runs for which there are none yet are left out."""
     undisturbed: bool = False
     """Whether the machine did nothing else during its runs, so that their seconds can be compared.
     Losses are drawn over seconds only then."""
@@ -136,7 +136,8 @@ class Recipe:
         """Every seed of every value; all have their first seed before any has its second."""
         for seed in self.seeds if seeds is None else seeds:
             for row, column in self.places():
-                yield row, column, seed, self.cell(row, column, scale, seed)
+                if self.decided(row, column, scale):
+                    yield row, column, seed, self.cell(row, column, scale, seed)
 
     def places(self) -> Iterator[tuple[Row, Column]]:
         """Every row with every column that it can be run with."""
@@ -146,12 +147,20 @@ class Recipe:
                     yield row, column
 
     def cell(self, row: Row, column: Column, scale: str, seed: int) -> Cell:
-        """The run behind one value. Raises `ConfigError` where it must be tuned first."""
+        """The run behind one value."""
         made = column.cell(self.name, row, scale, seed)
-        if self.tuned and isinstance(made, TrainCell):
+        if self.tuned and scale == "smoke" and isinstance(made, TrainCell):
             made = replace(made, overrides=own_words((*made.overrides, "tuned=true")))
-            made.tuned_settings()
         return made
+
+    def decided(self, row: Row, column: Column, scale: str) -> bool:
+        """Whether the settings of a row and column are known, or have to be tuned first."""
+        made = self.cell(row, column, scale, self.seeds[0])
+        return not isinstance(made, TrainCell) or made.is_tuned()
+
+    def undecided(self, scale: str) -> int:
+        """The number of places in the table whose settings have to be tuned first."""
+        return sum(not self.decided(*place, scale) for place in self.places())
 
     def row(self, name: str) -> Row:
         """The row of this name."""

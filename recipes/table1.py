@@ -37,4 +37,5 @@ RECIPE = Recipe(
         score("ADE20K", ("task=ade20k",), "final.miou"),
         score("ShapeNet", ("task=shapenet",), "final.svm_accuracy"),
     ),
+    tuned=True,
 )

@@ -31,4 +31,6 @@ RECIPE = Recipe(
         perplexity("TransNormer-LLM", ("task=transnormer",)),
         perplexity("RoBERTa", ("task=roberta",)),
     ),
+    seeds=(0, 1, 2, 3, 4),
+    tuned=True,
 )

@@ -97,6 +97,10 @@ class TunedRecipe(Recipe):
             )
         return column.cell(self.name, tuned, scale, seed)
 
+    def decided(self, row: Row, column: Column, scale: str) -> bool:
+        """Whether the trials of a row and column are complete."""
+        return self._chosen(row, column, scale, self._elsewhere(scale)) is not None
+
     def undecided(self, scale: str) -> int:
         """The number of places in the table whose trials are not complete."""
         return sum(tuned is None for tuned in self.chosen(scale).values())

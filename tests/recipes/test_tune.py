@@ -319,5 +319,7 @@ def test_a_recipe_may_ask_for_tuned_settings(winner: Path) -> None:
     assert isinstance(cell, TrainCell) and cell.config().optim.lr == 0.05
     told = " tuned=true  # optim.lr=0.05 co2.outer_momentum=0.4 co2.outer_lr=0.7"
     assert cell.command.endswith(told)
-    with pytest.raises(ConfigError, match="python -m recipes tune toy slowmo"):
-        recipe.cell(rows[1], column, "smoke", 0)
+    assert [row for row, *_ in recipe.cells("smoke", [0])] == [rows[0]], "SlowMo has to be tuned"
+    assert recipe.undecided("smoke") == 1 and recipe.undecided("paper") == 0
+    plain = recipe.cell(rows[0], column, "paper", 0)
+    assert "tuned" not in plain.command, "larger scales have conf's settings"
