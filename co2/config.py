@@ -182,9 +182,25 @@ class LaunchConfig:
     """auto trains on GPUs under nccl where every local worker has a GPU of its own; with
     comm.device=cpu, on GPUs under gloo where there is any; otherwise on the CPU under gloo. gloo
     trains on the CPU, whatever GPUs there are. nccl trains on GPUs, one for each worker."""
+    elastic: bool = False
+    """Whether replicas may be lost and come back while the others train on (docs/elastic.md)."""
+    min_replicas: int = 1
+    """With fewer replicas than these an elastic run saves and waits."""
+    wait_s: float = 600.0
+    """How long it waits for more, in seconds, before it ends to be started again."""
+    silent_s: float = 10.0
+    """Seconds without a sign of life after which a replica counts as lost."""
+    restarts: int = 0
+    """How often an elastic run starts workers again that were lost."""
 
     def __post_init__(self) -> None:
         require_count("workers", self.workers)
+        require_count("min_replicas", self.min_replicas)
+        hint = f"must be at most launch.workers, which is {self.workers}"
+        require(self.min_replicas <= self.workers, "min_replicas", self.min_replicas, hint)
+        for name in ("wait_s", "silent_s"):
+            require_number(name, getattr(self, name), 0.5, "must be half a second or more")
+        require(self.restarts >= 0, "restarts", self.restarts, "must be 0 or more")
         hint = "must be auto, gloo or nccl"
         require(self.backend in ("auto", "gloo", "nccl"), "backend", self.backend, hint)
 

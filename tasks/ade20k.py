@@ -21,7 +21,7 @@ from tasks.loader import batches_in_block, load, load_blocks
 from tasks.optimizer import make_optimizer
 from tasks.pairs import Pairs
 from tasks.randomness import Draws, seeded, seeds
-from tasks.sampling import Sampler, evaluated, validation_samples
+from tasks.sampling import Sampler, Stretches, evaluated, validation_samples
 from tasks.scenes import Scenes
 from tasks.segmentation import (
     IGNORED,
@@ -126,7 +126,10 @@ class ADE20K:
         A batch holds views, fp32 [batch_size, 3, crop, crop], and labels, uint8 [batch_size, crop,
         crop].
         """
-        sampler, samples = self._sampler(mesh.num_workers), self._samples("training")
+        sampler, samples = (
+            self._sampler(mesh.num_workers, mesh.stretches),
+            self._samples("training"),
+        )
         config = self.config
 
         def make(draws: range) -> tuple[Tensor, ...]:
@@ -228,6 +231,6 @@ class ADE20K:
         assert self._opened, "call setup() first"
         return self._opened[split]
 
-    def _sampler(self, num_workers: int) -> Sampler:
+    def _sampler(self, num_workers: int, stretches: Stretches = ()) -> Sampler:
         samples = len(self._samples("training"))
-        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed)
+        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed, stretches)

@@ -20,7 +20,7 @@ from co2.task import Batch
 from tasks.evaluation import evaluating, total
 from tasks.loader import load
 from tasks.optimizer import make_optimizer
-from tasks.sampling import Sampler, evaluated, validation_samples
+from tasks.sampling import Sampler, Stretches, evaluated, validation_samples
 from tasks.store import Store
 from tasks.text import (
     Window,
@@ -109,7 +109,10 @@ class CausalText:
 
     def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
         """See `Task.batches`. A batch holds windows, int64 [batch_size, context + 1]."""
-        sampler, tokens = self._sampler(mesh.num_workers), self._store.tokens("train")
+        sampler, tokens = (
+            self._sampler(mesh.num_workers, mesh.stretches),
+            self._store.tokens("train"),
+        )
 
         def make(draw: int) -> Tensor:
             return windows(tokens, sampler.indices(draw, mesh.worker), self.config.context)
@@ -165,9 +168,9 @@ class CausalText:
     def _unigram_entropy(self) -> float:
         return unigram_entropy(self._store.tokens("val"))
 
-    def _sampler(self, num_workers: int) -> Sampler:
+    def _sampler(self, num_workers: int, stretches: Stretches = ()) -> Sampler:
         samples = num_windows(self._store.count("train"), self.config.context)
-        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed)
+        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed, stretches)
 
     @cached_property
     def _num_bytes(self) -> int | None:

@@ -29,7 +29,7 @@ from tasks.images import (
 from tasks.loader import batches_in_block, load, load_blocks
 from tasks.optimizer import make_optimizer
 from tasks.randomness import Draws, resumed, seeds
-from tasks.sampling import Sampler, evaluated, validation_samples
+from tasks.sampling import Sampler, Stretches, evaluated, validation_samples
 
 if TYPE_CHECKING:
     from co2.comm.mesh import Mesh
@@ -113,7 +113,7 @@ class Classification:
         # The crops use it. The import takes half a second, which should not be in the first step.
         import torchvision.transforms.v2  # noqa: F401
 
-        sampler, images = self._sampler(mesh.num_workers), self._images
+        sampler, images = self._sampler(mesh.num_workers, mesh.stretches), self._images
         config, changes, worker = self.config, self.changes(), mesh.worker
 
         def make(draws: range) -> tuple[Tensor, ...]:
@@ -253,6 +253,6 @@ class Classification:
             raise ConfigError(key, "imagenet", f"{hint}; {look}")
         return tree
 
-    def _sampler(self, num_workers: int) -> Sampler:
+    def _sampler(self, num_workers: int, stretches: Stretches = ()) -> Sampler:
         samples = int(self._images.counts["train"].sum())
-        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed)
+        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed, stretches)

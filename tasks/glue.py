@@ -31,7 +31,7 @@ from tasks.loader import batches_in_block, load_blocks
 from tasks.masking import Vocabulary
 from tasks.optimizer import make_optimizer
 from tasks.randomness import seeded
-from tasks.sampling import Sampler, evaluated, validation_samples
+from tasks.sampling import Sampler, Stretches, evaluated, validation_samples
 from tasks.scores import METRICS
 from tasks.store import Store
 from tasks.text import described
@@ -146,7 +146,7 @@ class GLUE:
 
     def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
         """Tokens [B, length] and labels [B]. See `Task.batches`."""
-        sampler = self._sampler(mesh.num_workers)
+        sampler = self._sampler(mesh.num_workers, mesh.stretches)
 
         def make(draws: range) -> tuple[Tensor, ...]:
             samples, _ = sampler.block(draws, mesh.worker)
@@ -295,6 +295,6 @@ class GLUE:
             if of.any()
         }
 
-    def _sampler(self, num_workers: int) -> Sampler:
+    def _sampler(self, num_workers: int, stretches: Stretches = ()) -> Sampler:
         samples = len(self._examples["train"])
-        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed)
+        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed, stretches)

@@ -79,21 +79,18 @@ def load_blocks(
     Args:
         make: a pure function that returns the tensors of a range of batches, concatenated along the
             first axis. A batch must not depend on how batches are divided into blocks.
-        start: index of the first batch.
-        size: number of batches in a block. Blocks begin at its multiples.
+        start: index of the first batch, where the first block begins.
+        size: number of batches in a block.
         workers, device: as for `load`, which loads whole blocks.
     Raises:
         ConfigError: `make` has raised it, here or in a loading process.
     """
-    first, passed = divmod(start, size)
 
-    def block(number: int) -> tuple[Tensor, ...]:
-        return make(range(number * size, (number + 1) * size))
+    def block(first: int) -> tuple[Tensor, ...]:
+        return make(range(first, first + size))
 
-    for made in load(block, count(first), workers, device):
-        batches = list(zip(*(part.chunk(size) for part in made), strict=True))
-        yield from batches[passed:]
-        passed = 0
+    for made in load(block, count(start, size), workers, device):
+        yield from zip(*(part.chunk(size) for part in made), strict=True)
 
 
 def batches_in_block(batch_size: int) -> int:

@@ -24,7 +24,7 @@ from tasks.loader import batches_in_block, load_blocks
 from tasks.masking import IGNORED, Vocabulary, masked
 from tasks.optimizer import make_optimizer
 from tasks.randomness import seeded
-from tasks.sampling import Sampler, evaluated, validation_samples
+from tasks.sampling import Sampler, Stretches, evaluated, validation_samples
 from tasks.store import Store
 from tasks.text import Window, described, num_windows, opened, unigram_entropy, windows
 
@@ -147,7 +147,7 @@ class RoBERTa:
 
         The mask of a window is a pure function of (seed, epoch, window).
         """
-        sampler = self._sampler(mesh.num_workers)
+        sampler = self._sampler(mesh.num_workers, mesh.stretches)
 
         def make(draws: range) -> tuple[Tensor, ...]:
             samples, epochs = sampler.block(draws, mesh.worker)
@@ -223,9 +223,9 @@ class RoBERTa:
         seen, places, targets = map(torch.from_numpy, made)
         return seen, places, targets
 
-    def _sampler(self, num_workers: int) -> Sampler:
+    def _sampler(self, num_workers: int, stretches: Stretches = ()) -> Sampler:
         samples = num_windows(self._store.count("train"), self._inside, overlap=0)
-        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed)
+        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed, stretches)
 
 
 def is_public(config: RoBERTa.Config, data: DataConfig) -> bool:

@@ -1,11 +1,28 @@
 """The choice of the samples of each micro-batch."""
 
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
+from typing import NamedTuple
 
 import numpy as np
 
 from co2.config import Validation
 from co2.errors import ConfigError, require
+
+Stretches = Sequence[tuple[int, int]]
+"""From which draw on how many workers drew: `Mesh.stretches`."""
+
+
+class _Stretch(NamedTuple):
+    """Draws of one global batch."""
+
+    draw: int
+    """The first one."""
+    global_batch: int
+    """Samples of a draw, of all workers together."""
+    epoch: int
+    """That of the first draw."""
+    first: int
+    """Where in its permutation the first draw begins."""
 
 
 class Sampler:
@@ -17,16 +34,28 @@ class Sampler:
     in that epoch. The samples of a draw depend on the size of the global batch only, not on the
     number of workers that divide it.
 
+    Where workers have come or gone, the epoch under way goes on from the sample that it had come
+    to, in the same permutation: within it, too, no sample is used twice.
+
     Args:
         num_samples: number of samples of the training set.
         num_workers: number of workers that draw at the same time.
         batch_size: number of samples in a micro-batch of one worker.
         seed: seed of the permutations.
+        stretches: from which draw on how many workers drew, the last entry being these; empty where
+            there were always as many.
     Raises:
         ConfigError: the training set does not fill one global batch.
     """
 
-    def __init__(self, num_samples: int, num_workers: int, batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        num_samples: int,
+        num_workers: int,
+        batch_size: int,
+        seed: int,
+        stretches: Stretches = (),
+    ) -> None:
         if num_workers > num_samples:
             hint = f"the training data hold {num_samples} samples, fewer than workers"
             raise ConfigError("launch.workers", num_workers, f"{hint}; use at most {num_samples}")
@@ -41,6 +70,11 @@ class Sampler:
         self.batch_size = batch_size
         self.seed = seed
         self.draws_per_epoch = num_samples // (batch_size * num_workers)
+        """Of an epoch that these workers begin."""
+        self._stretches: list[_Stretch] = []
+        for draw, workers in stretches or ((0, num_workers),):
+            place = self._place(draw) if self._stretches else (0, 0)
+            self._stretches.append(_Stretch(draw, batch_size * workers, *place))
         self._epoch = -1
         self._permutation = np.empty(0, dtype=np.uint32)
 
@@ -54,8 +88,8 @@ class Sampler:
             int64 [batch_size], each from 0 to num_samples - 1.
         """
         assert draw >= 0 and 0 <= worker < self.num_workers
-        epoch, position = divmod(draw, self.draws_per_epoch)
-        start = (position * self.num_workers + worker) * self.batch_size
+        epoch, first = self._place(draw)
+        start = first + worker * self.batch_size
         return self._order(epoch)[start : start + self.batch_size].astype(np.int64)
 
     def block(self, draws: range, worker: int) -> tuple[np.ndarray, np.ndarray]:
@@ -65,11 +99,23 @@ class Sampler:
             Both int64 [len(draws) * batch_size].
         """
         samples = np.concatenate([self.indices(draw, worker) for draw in draws])
-        return samples, np.repeat(np.array(draws) // self.draws_per_epoch, self.batch_size)
+        epochs = np.array([self.epoch(draw) for draw in draws])
+        return samples, np.repeat(epochs, self.batch_size)
 
     def epoch(self, draw: int) -> int:
         """Return the epoch, from 0, that this draw belongs to."""
-        return draw // self.draws_per_epoch
+        return self._place(draw)[0]
+
+    def _place(self, draw: int) -> tuple[int, int]:
+        """Return the epoch of a draw, and where in its permutation the draw begins."""
+        stretch = next(s for s in reversed(self._stretches) if s.draw <= draw)
+        left = (self.num_samples - stretch.first) // stretch.global_batch
+        passed = draw - stretch.draw
+        if passed < left:
+            return stretch.epoch, stretch.first + passed * stretch.global_batch
+        per_epoch = self.num_samples // stretch.global_batch
+        epochs, position = divmod(passed - left, per_epoch)
+        return stretch.epoch + 1 + epochs, position * stretch.global_batch
 
     def _order(self, epoch: int) -> np.ndarray:
         """Return the permutation of an epoch. For 10 M samples, making it takes 40 MB and 0.2 s."""

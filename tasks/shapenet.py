@@ -37,7 +37,7 @@ from tasks.optimizer import make_optimizer
 from tasks.point_mae import PointClassifier, PointMAE, Shape
 from tasks.points import chamfer
 from tasks.randomness import generators, seeded
-from tasks.sampling import Sampler, evaluated, spread, validation_samples
+from tasks.sampling import Sampler, Stretches, evaluated, spread, validation_samples
 from tasks.solids import NAMES, solids
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class ShapeNet:
         which the first `num_visible` are visible; for classification, the categories, int64
         [batch_size].
         """
-        sampler = self._sampler(mesh.num_workers)
+        sampler = self._sampler(mesh.num_workers, mesh.stretches)
 
         def make(draws: range) -> tuple[Tensor, ...]:
             samples, epochs = sampler.block(draws, mesh.worker)
@@ -245,9 +245,9 @@ class ShapeNet:
         assert self._opened, "call setup() first"
         return self._opened[part]
 
-    def _sampler(self, num_workers: int) -> Sampler:
+    def _sampler(self, num_workers: int, stretches: Stretches = ()) -> Sampler:
         samples = len(self._part("train"))
-        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed)
+        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed, stretches)
 
     def _batch(
         self, part: str, indices: np.ndarray, *key: int | np.ndarray, augment: bool = False

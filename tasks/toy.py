@@ -19,7 +19,7 @@ from tasks.evaluation import evaluating, total
 from tasks.loader import batches_in_block, load_blocks
 from tasks.optimizer import make_optimizer
 from tasks.randomness import seeded
-from tasks.sampling import Sampler, evaluated, validation_samples
+from tasks.sampling import Sampler, Stretches, evaluated, validation_samples
 
 if TYPE_CHECKING:
     from co2.comm.mesh import Mesh
@@ -92,7 +92,7 @@ class Toy:
     def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
         """See `Task.batches`. A batch holds points, fp32 [batch_size, features], and labels, int64
         [batch_size]."""
-        sampler = self._sampler(mesh.num_workers)
+        sampler = self._sampler(mesh.num_workers, mesh.stretches)
 
         def make(draws: range) -> tuple[Tensor, ...]:
             chosen = torch.from_numpy(sampler.block(draws, mesh.worker)[0])
@@ -143,5 +143,7 @@ class Toy:
             "evaluated": evaluated(self.data.validation, self._validation),
         }
 
-    def _sampler(self, num_workers: int) -> Sampler:
-        return Sampler(self.config.samples, num_workers, self.train.batch_size, self.train.seed)
+    def _sampler(self, num_workers: int, stretches: Stretches = ()) -> Sampler:
+        return Sampler(
+            self.config.samples, num_workers, self.train.batch_size, self.train.seed, stretches
+        )

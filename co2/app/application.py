@@ -35,7 +35,7 @@ from co2.record.folder import check_folder, read_summary, tag_from
 from co2.record.metrics import Summary
 from co2.record.provenance import UNKNOWN, Origin
 from co2.task import Task
-from co2.train import initial, launch, replica
+from co2.train import elastic, initial, launch, replica
 from co2.train.loop import train
 from co2.train.run import Run
 
@@ -73,6 +73,9 @@ class App:
         reason = method.refused_optimizers.get(inner)
         require(reason is None, "optim.name", inner, f"method={config.method}: {reason}")
         replica.check(config, world, method)
+        elastic.check(
+            config, method, launch.identity() is not None, launch.first_device(config).type
+        )
         check_folder(config, world)
         return config
 

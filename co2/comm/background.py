@@ -2,6 +2,9 @@
 
 No collective touches live parameters. Nothing here decides when to communicate: the method calls
 `start` and `wait` at steps that are the same on every worker.
+
+Where replicas may come and go (co2/comm/members.py), a mean counts only once all members have it.
+Of one that is under way what was sent is kept, so that those who are left can take it again.
 """
 
 from collections.abc import Callable
@@ -15,6 +18,7 @@ from torch.profiler import record_function
 
 from co2.comm.clocks import CommTotals, CudaStopwatch, HostStopwatch
 from co2.comm.collectives import carries
+from co2.comm.members import MemberLost, Members, Ticket
 from co2.comm.mesh import Mesh
 from co2.comm.phases import WAIT
 from co2.config import CommConfig, Precision
@@ -57,6 +61,15 @@ class BackgroundMean:
         bucket = max(1, int(config.bucket_mb * 2**20) // self.buffer.element_size())
         self._buckets = self.buffer.split(bucket)
         self._lane = _CudaLane() if self.buffer.is_cuda else _HostLane()
+        self.members = mesh.members
+        self._ticket: Ticket | None = None
+        """Of what is in flight; None where nothing was sent."""
+        self._sent: Tensor | None = None
+        """What was sent in it, where members may be lost; None where the caller sends again."""
+        self._sends = True
+        """Whether this replica has a part in what is in flight: a newcomer has none."""
+        self._again = False
+        """Whether what is in flight does not count, and waits for `launch_again`."""
         self._comm_s = self._exposed_s = 0.0
         self._bytes_sent = 0
 
@@ -68,8 +81,25 @@ class BackgroundMean:
         self._depart()
         if vector is not None:
             self.buffer.copy_(vector)
+        if self.members is not None:
+            self._keep()
+        self._sends = True
+        self._launch()
+
+    def _keep(self) -> None:
+        """Keep what is sent."""
+        if self._sent is None:
+            self._sent = torch.empty_like(self.buffer)
+        self._sent.copy_(self.buffer)
+
+    def _launch(self) -> None:
+        members, ticket = self.members, None
+        if members is not None:
+            ticket = self._ticket = members.open()
         if self.num_replicas > 1 and self.buffer.numel() > 0:
-            self._lane.launch(self._buckets, self.group)
+            self._lane.launch(self._buckets, self.group, lambda well: _told(members, ticket, well))
+        else:
+            _told(members, ticket, True)
 
     def run(self, sequence: Callable[[], None], num_bytes: int | None = None) -> None:
         """Launch `sequence` in place of a mean: blocking collectives of `group`, with arithmetic
@@ -94,20 +124,72 @@ class BackgroundMean:
         self._depart(num_bytes=0)
 
     def mean_now(self) -> Tensor:
-        """Take the mean of what `buffer` holds, and wait for it: the blocking mean."""
-        self.start()
-        mean = self.wait()
+        """Take the mean of what `buffer` holds, and wait for it: the blocking mean. If a member is
+        lost, `buffer` has to be written again."""
+        self._depart()
+        self._launch()
+        try:
+            mean = self.wait()
+        except MemberLost:
+            self.in_flight = False
+            raise
         assert mean is not None
         return mean
 
     def wait(self) -> Tensor | None:
-        """Wait for what was started last and return it, in `buffer`; None if nothing was."""
+        """Wait for what was started last and return it, in `buffer`; None if nothing was.
+
+        Raises:
+            MemberLost: it does not count. It stays in flight: `regroup` and `launch_again` follow.
+        """
         if not self.in_flight:
             return None
         with record_function(WAIT):
-            self._lane.wait()
+            self._wait()
         self.in_flight = False
         return self.buffer
+
+    def _wait(self, count: bool = True) -> None:
+        try:
+            self._lane.wait(count)
+        except RuntimeError as error:
+            if self.members is None or self._ticket is None:
+                raise
+            self.members.failed(self._ticket, error)
+        if self.members is not None and self._ticket is not None:
+            self.members.settle(self._ticket)
+
+    def regroup(self, mesh: Mesh) -> None:
+        """Make the process group of other members. Collective. What was under way has arrived, if
+        it counts, or has to be launched again."""
+        assert self.members is not None
+        if self.in_flight and self._ticket is not None:
+            if self.members.counts(self._ticket):
+                self._lane.wait(count=False)
+            else:
+                assert self._sent is not None, "a mean that blocks is not in flight here"
+                self.buffer.copy_(self._sent)
+                self._again = True
+        self._ticket = None
+        self._lane.forget()
+        self.num_replicas = mesh.num_replicas
+        self.group = mesh.new_group_across_replicas(
+            None if self.buffer.device.type == mesh.device.type else "gloo"
+        )
+
+    def launch_again(self) -> None:
+        """After `regroup`: take the mean anew that does not count, of those who were there when it
+        was sent. Collective."""
+        if not self._again:
+            return
+        self._again = False
+        senders = torch.tensor(float(self._sends))
+        if self.group is not None:
+            dist.all_reduce(senders, group=self.group)
+        if senders not in (0, self.num_replicas):
+            self.buffer.mul_(self.num_replicas / float(senders))
+        self._bytes_sent += self.bytes_per_mean()
+        self._launch()
 
     def close(self) -> None:
         """Wait for what is in flight and release the process group; nothing starts after it.
@@ -117,6 +199,8 @@ class BackgroundMean:
         """
         try:
             self.wait()
+        except MemberLost:
+            self._lane.forget()  # nobody needs it any more
         finally:
             self._lane.close()
             self.group = None
@@ -135,7 +219,8 @@ class BackgroundMean:
     def join(self) -> None:
         """Wait until what is in flight is over, without taking it: the next `wait` still returns
         it. This wait does not count as exposed."""
-        self._lane.wait(count=False)
+        if not self._again:
+            self._wait(count=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything to go on from here. Joins what is in flight, and has the buffer only then."""
@@ -143,6 +228,7 @@ class BackgroundMean:
         totals = self.totals()
         return {
             "in_flight": self.in_flight,
+            "again": self._again,
             "buffer": self.buffer if self.in_flight else None,
             "comm_s": totals.comm_s,
             "exposed_s": totals.exposed_s,
@@ -153,13 +239,18 @@ class BackgroundMean:
         self.in_flight = state["in_flight"]
         if self.in_flight:
             self.buffer.copy_(state["buffer"])
+        self._again = state["again"]
+        if self._again:
+            self.buffer.zero_()
+            self._keep()
+            self._sends = False
         self._comm_s, self._exposed_s = state["comm_s"], state["exposed_s"]
         self._bytes_sent = state["bytes_sent"]
 
     def _depart(self, num_bytes: int | None = None) -> None:
         assert not self.in_flight, "the previous mean was not waited for"
         assert self.num_replicas == 1 or self.group is not None, "closed by flush"
-        self.in_flight = True
+        self.in_flight, self._ticket = True, None
         self._bytes_sent += self.bytes_per_mean() if num_bytes is None else num_bytes
 
 
@@ -174,11 +265,20 @@ class _HostLane:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="co2")
         self._carried: Future[None] | None = None
 
-    def launch(self, buckets: tuple[Tensor, ...], group: dist.ProcessGroup | None) -> None:
+    def launch(
+        self,
+        buckets: tuple[Tensor, ...],
+        group: dist.ProcessGroup | None,
+        ended: Callable[[bool], None],
+    ) -> None:
+        def stop_clock(futures: torch.futures.Future[Any]) -> None:
+            self.comm.end()
+            ended(_well(futures))
+
         self.comm.begin()
         self._works = [_all_reduce(bucket, group) for bucket in buckets]
         futures = [work.get_future() for work in self._works]
-        self._clocked = torch.futures.collect_all(futures).then(lambda _: self.comm.end())
+        self._clocked = torch.futures.collect_all(futures).then(stop_clock)
 
     def run(self, sequence: Callable[[], None]) -> None:
         self.comm.begin()
@@ -204,6 +304,10 @@ class _HostLane:
         if count:
             self.exposed.end()
 
+    def forget(self) -> None:
+        """What was launched has failed."""
+        self._works, self._clocked = [], None
+
     def close(self) -> None:
         self._thread.shutdown()  # joins: like gloo's, ours must not meet the exit in a collective
 
@@ -216,7 +320,13 @@ class _CudaLane:
         self._stream = torch.cuda.Stream()
         self._arrived: torch.cuda.Event | None = None
 
-    def launch(self, buckets: tuple[Tensor, ...], group: dist.ProcessGroup | None) -> None:
+    def launch(
+        self,
+        buckets: tuple[Tensor, ...],
+        group: dist.ProcessGroup | None,
+        ended: Callable[[bool], None],
+    ) -> None:
+        # `ended` is for members that may be lost, whose collectives are gloo's (launch.elastic).
         def mean() -> None:
             works = [_all_reduce(bucket, group) for bucket in buckets]
             for work in works:
@@ -242,8 +352,25 @@ class _CudaLane:
         if count:
             self.exposed.end()
 
+    def forget(self) -> None:
+        """What was launched has failed: not here, where members cannot be lost."""
+
     def close(self) -> None:
         """No thread is held."""
+
+
+def _told(members: Members | None, ticket: Ticket | None, well: bool) -> None:
+    """Tell the members, if they can change, how this one's part of a collective has ended."""
+    if members is not None and ticket is not None:
+        members.ended(ticket, well)
+
+
+def _well(futures: torch.futures.Future[Any]) -> bool:
+    """Whether futures that have ended did so without an error."""
+    try:
+        return all(future.value() is not None for future in futures.value())
+    except RuntimeError:
+        return False
 
 
 def _all_reduce(bucket: Tensor, group: dist.ProcessGroup | None) -> dist.Work:

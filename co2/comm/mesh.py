@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+from co2.comm.members import FORMING, Members
 from co2.errors import require, require_count
 
 
@@ -27,11 +28,21 @@ class Mesh:
     """Index of this worker in its replica."""
     replica_size: int = 1
     """How many workers share one replica."""
+    members: Members | None = field(default=None, compare=False)
+    """What agrees on who trains, where replicas may come and go; None where they may not."""
+    stretches: tuple[tuple[int, int], ...] = ()
+    """Where workers have come or gone: from which micro-batch on how many of them drew samples.
+    Empty: as many as now, from the first one on."""
 
     @property
     def worker(self) -> int:
         """Index of this worker among all workers."""
         return self.replica * self.replica_size + self.rank_in_replica
+
+    @property
+    def newcomer(self) -> bool:
+        """Whether this worker has come to others who train already."""
+        return self.members is not None and self.members.joined == (self.members.me,)
 
     @property
     def num_workers(self) -> int:
@@ -78,18 +89,29 @@ class Mesh:
         """
         size = self.replica_size
         parts = [range(rank, self.num_workers, size) for rank in range(size)]
-        return _own(parts, self.rank_in_replica, backend) if self.num_replicas > 1 else None
+        own = self.rank_in_replica
+        return self._own(parts, own, backend) if self.num_replicas > 1 else None
 
     def new_group_within_replica(self, backend: str | None = None) -> dist.ProcessGroup | None:
         """Make a process group of this replica's workers; None if it has only one."""
         size = self.replica_size
         parts = [range(first, first + size) for first in range(0, self.num_workers, size)]
-        return _own(parts, self.replica, backend) if size > 1 else None
+        return self._own(parts, self.replica, backend) if size > 1 else None
 
     def new_group_of_workers(self, backend: str | None = None) -> dist.ProcessGroup | None:
         """Make a process group of all workers; None if there is only one."""
         workers = self.num_workers
-        return _own([range(workers)], 0, backend) if workers > 1 else None
+        return self._own([range(workers)], 0, backend) if workers > 1 else None
+
+    def _own(
+        self, parts: Sequence[Iterable[int]], mine: int, backend: str | None
+    ) -> dist.ProcessGroup | None:
+        """Make a group of each part, which every worker must do, and return the one at `mine`."""
+        timeout = None if self.members is None else FORMING
+        groups = [dist.new_group(list(ranks), timeout, backend) for ranks in parts]
+        group = groups[mine]
+        assert isinstance(group, dist.ProcessGroup), "this worker is a member"
+        return group
 
 
 def check_replica_size(replica_size: int, workers: int) -> None:
@@ -97,13 +119,3 @@ def check_replica_size(replica_size: int, workers: int) -> None:
     require_count("mesh.replica_size", replica_size)
     hint = f"must divide the {workers} workers"
     require(workers % replica_size == 0, "mesh.replica_size", replica_size, hint)
-
-
-def _own(
-    parts: Sequence[Iterable[int]], mine: int, backend: str | None
-) -> dist.ProcessGroup | None:
-    """Make a group of each part, which every worker must do, and return the one at `mine`."""
-    groups = [dist.new_group(list(ranks), backend=backend) for ranks in parts]
-    group = groups[mine]
-    assert isinstance(group, dist.ProcessGroup), "this worker is a member"
-    return group

@@ -1,6 +1,6 @@
 """Method: the base class of every way of keeping the replicas in step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from co2.comm.background import BackgroundMean
 from co2.comm.clocks import CommTotals
 from co2.comm.collectives import consensus, local, replicate
 from co2.comm.mesh import Mesh
@@ -57,6 +58,9 @@ class Method:
     refused_optimizers: Mapping[str, str] = MappingProxyType({})
     """The values of `optim.name` that it cannot be combined with, each with the reason."""
 
+    refused_elastic: str | None = "has no rounds at whose end replicas could come and go"
+    """Why replicas cannot come and go; None where they can (`means`, `go_on`)."""
+
     model: nn.Module
     optimizer: Optimizer
     mesh: Mesh
@@ -79,6 +83,7 @@ class Method:
         optimizer: Optimizer,
         mesh: Mesh,
         schedule: Schedule | None = None,
+        fresh: bool = True,
     ) -> nn.Module:
         """Give every replica the weights of replica 0, and return the module to train. Collective.
 
@@ -90,13 +95,16 @@ class Method:
             schedule: step index → largest inner learning rate, for methods that prepare an outer
                 step while its round is still being trained (CO2 with `shard`). None: they take the
                 rate of the round before, which is exact for constant rates.
+            fresh: False for a replica that comes to others which train already: nobody's weights
+                are sent. It gets everything by `load_state_dict`.
         Raises:
             ConfigError: the method cannot train this model with this optimizer on this mesh.
         """
         self.model, self.optimizer, self.mesh, self.schedule = model, optimizer, mesh, schedule
         self.group = mesh.new_group_across_replicas()
         self.replica_group = mesh.new_group_within_replica()
-        replicate(model, self.group)
+        if fresh:
+            replicate(model, self.group)
         return self.set_up()
 
     def set_up(self) -> nn.Module:
@@ -106,6 +114,26 @@ class Method:
     def step(self) -> None:
         """Do the inner optimizer's step and the synchronization due now. Gradients are ready."""
         raise NotImplementedError
+
+    def go_on(self) -> None:
+        """Do the rest of a `step` that has raised `MemberLost`, with the members that are left."""
+
+    def means(self) -> Sequence[BackgroundMean]:
+        """Everything that sends, in the order in which it was made."""
+        return ()
+
+    def regroup(self, mesh: Mesh) -> None:
+        """Make all process groups anew, of the replicas of another mesh. Collective."""
+        self.mesh = mesh
+        self.group = mesh.new_group_across_replicas()
+        self.replica_group = mesh.new_group_within_replica()
+        for mean in self.means():
+            mean.regroup(mesh)
+
+    def launch_again(self) -> None:
+        """Send again what was in flight when the replicas changed. Collective."""
+        for mean in self.means():
+            mean.launch_again()
 
     def consensus(self) -> AbstractContextManager[None]:
         """Inside, the model holds the mean over the replicas of the weights as training left them,

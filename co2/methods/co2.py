@@ -69,6 +69,7 @@ class CO2(LocalMethod):
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         super().__init__(config, comm)
         if self.config.shard:
+            self.refused_elastic = "co2.shard=true leaves each replica a part of the outer state"
             wire, device = self.comm.dtype, self.comm.device
             hint = (
                 "must be fp32 with co2.shard=true: parameters travel, and bf16 loses their changes"

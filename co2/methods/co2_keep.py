@@ -25,9 +25,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
-from co2.comm.phases import OUTER_STEP
 from co2.config import Waits
 from co2.errors import require, require_number
 from co2.methods.parts.auto_tau import AUTO
@@ -78,12 +76,11 @@ class CO2Keep(LocalMethod):
     def step(self) -> None:
         super().step()
         if self.mean.in_flight and self.steps - self.round_began == self.config.delay:
-            with torch.no_grad(), record_function(OUTER_STEP), self.flat.round():
-                self.arrive()
+            self._due = [lambda: self.with_weights(self.arrive)]
+            self.go_on()
 
     def end_round(self) -> None:
-        if self.mean.in_flight:  # with a delay of a whole round
-            self.arrive()
+        self.arrive()  # with a delay of a whole round
         for chunk in self.flat.chunks:
             start, buffer = chunk.of(self.start), chunk.of(self.mean.buffer)
             x = self.flat.local(chunk)
@@ -101,16 +98,19 @@ class CO2Keep(LocalMethod):
             chunk.write(torch.sub(chunk.of(self.center), chunk.of(self.mean.buffer), out=x))
 
     def arrive(self) -> None:
-        """Take δ_t, which has arrived: move the center by it, and the replica to the center."""
+        """Take δ_t, if it is under way: move the center by it, and the replica to the center."""
         beta, w, kept = (
             self.config.outer_momentum,
             self.config.momentum_weight,
             self.config.keep_local,
         )
         mean = self.mean.wait()
-        assert mean is not None
-        for chunk in self.flat.chunks:
-            d, center, start = chunk.of(mean), chunk.of(self.center), chunk.of(self.start)
+        for chunk in self.flat.chunks if mean is not None else ():
+            d, center, start = (
+                chunk.of(self.mean.buffer),
+                chunk.of(self.center),
+                chunk.of(self.start),
+            )
             center.sub_(d)
             if self.momentum is not None:
                 center.sub_(chunk.of(self.momentum).mul_(beta).add_(d), alpha=w)

@@ -20,11 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import torch
 from torch import Tensor
-from torch.profiler import record_function
 
-from co2.comm.phases import OUTER_STEP
 from co2.config import Waits
 from co2.errors import require_count
 from co2.methods.local_sgd import LocalSGD
@@ -66,9 +63,9 @@ class DESLOC(LocalSGD):
 
     def step(self) -> None:
         super().step()
-        with torch.no_grad(), record_function(OUTER_STEP):
-            (m, m_every), (v, v_every) = self.periods
-            if self.steps % v_every == 0:
-                v.average(self.mean)
-            if self.steps % m_every == 0:
-                m.average(self.mean, divisor=v)
+        (m, m_every), (v, v_every) = self.periods
+        if self.steps % v_every == 0:
+            self._due.append(lambda: v.average(self.mean))
+        if self.steps % m_every == 0:
+            self._due.append(lambda: m.average(self.mean, divisor=v))
+        self.go_on()

@@ -17,6 +17,7 @@ round later, subtracted. If one of them were exact, the replicas would drift apa
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ class EagerDiLoCo(LocalMethod):
         self.start = self.flat.copy()
         self.momentum = self.flat.zeros()
         self.sent = self.flat.zeros()  # D^i of the last round
+        self.share = 1 / self.mean.num_replicas  # the 1/G with which it was added
 
     def state_tensors(self) -> dict[str, Tensor]:
         own = {"start": self.start, "momentum": self.momentum, "sent": self.sent}
@@ -54,11 +56,11 @@ class EagerDiLoCo(LocalMethod):
     def end_round(self) -> None:
         arrived = self.mean.wait()
         alpha, beta = self.config.outer_lr, self.config.outer_momentum
-        share = 1 / self.mean.num_replicas
+        share, shared = 1 / self.mean.num_replicas, self.share
         for chunk in self.flat.chunks:
             start, delta = chunk.of(self.start), chunk.of(self.sent)
             buffer = chunk.of(self.mean.buffer)
-            delta.mul_(-share)
+            delta.mul_(-shared)
             if arrived is not None:
                 delta.add_(buffer)
             torch.sub(start, self.flat.local(chunk), out=buffer)  # D^i_t, as it travels
@@ -66,4 +68,12 @@ class EagerDiLoCo(LocalMethod):
             nesterov(start, chunk.of(self.momentum), delta, alpha, beta)
             chunk.write(start)
             delta.copy_(buffer)
+        self.share = share
         self.mean.start()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "share": self.share}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.share = state["share"]

@@ -69,6 +69,7 @@ class SparseLoCo(LocalMethod):
         super().__init__(config, comm)
         wire, hint = self.comm.dtype, "must be fp32 with sparseloco, which sends less already"
         require(wire is Precision.fp32, "comm.dtype", wire.name, hint)
+        self.refused_elastic = "what a replica has not sent yet cannot be handed to a newcomer"
 
     def init_outer_state(self) -> None:
         self.anchor = self.flat.copy()

@@ -28,7 +28,7 @@ in the same step; and uniform quantization with error feedback, where the paper 
 bits.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -90,7 +90,11 @@ class StreamingDiLoCo(Method):
         wire, kind = self.comm.dtype, self.config.exchange
         hint = f"must be fp32 with streaming_diloco.exchange={kind}, which is less already"
         require(kind == "full" or wire is Precision.fp32, "comm.dtype", wire.name, hint)
+        self._due: list[Callable[[], None]] = []
+        """What the step under way still has to do."""
+        self.refused_elastic = None
         if kind != "full":
+            self.refused_elastic = f"exchange={kind} has rounding errors that a newcomer lacks"
             reason = f"exchange={kind} has scales of whole tensors, not of parts"
             self.refused_strategies = {"zero2": reason, "zero3": reason}
 
@@ -114,12 +118,17 @@ class StreamingDiLoCo(Method):
         now = self.steps % self.config.tau
         starting = [fragment for fragment in self.fragments if fragment.starts_at == now]
         syncing = [fragment for fragment in self.fragments if fragment.syncs_at == now]
-        if starting or syncing:
+        self._due = [*(one.start for one in starting), *(one.sync for one in syncing)]
+        self.go_on()
+
+    def go_on(self) -> None:
+        while self._due:
             with torch.no_grad(), record_function(OUTER_STEP):
-                for fragment in starting:
-                    fragment.start()
-                for fragment in syncing:
-                    fragment.sync()
+                self._due[0]()
+            self._due.pop(0)
+
+    def means(self) -> list[BackgroundMean]:
+        return [fragment.mean for fragment in self.fragments]
 
     def flush(self) -> None:
         for fragment in self.fragments:

@@ -18,6 +18,9 @@ from co2.record.metrics import Summary
 
 # Nodes and keys that may differ between two segments of one run.
 _FREE = ("log", "checkpoint", "resume", "trace", "runs", "tag")
+_ELASTIC = tuple(
+    f"launch.{key}" for key in ("elastic", "min_replicas", "wait_s", "silent_s", "restarts")
+)
 _FREE_KEYS = (("data", "root"), ("data", "workers"), ("launch", "backend"))
 
 
@@ -37,15 +40,21 @@ def tag_from(overrides: Sequence[str], world: int, workers: int, method: str) ->
         method: the chosen one, whose keys are written without its name.
     """
     parts = []
+    elastic = "launch.elastic=true" in overrides
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         node = key.partition(".")[0]
         elsewhere = ("task", "method", "train.seed", "data.root", "data.workers", "launch.backend")
-        if key in elsewhere or node in (*_FREE, "hydra"):
+        if (
+            key in elsewhere
+            or key in _ELASTIC
+            or (elastic and key == "launch.workers")
+            or node in (*_FREE, "hydra")
+        ):
             continue
         label = key.removeprefix(f"{method}.").rpartition(".")[2]
         parts.append(_safe(value) if "." not in key else label + _safe(value))
-    if world != workers:
+    if world != workers and not elastic:
         parts.append(f"workers{world}")
     tag = "-".join(sorted(parts)) or "default"
     return tag if len(tag) <= 120 else f"{tag[:100]}-{_digest(tag)}"
@@ -82,7 +91,8 @@ def check_folder(config: Config, world: int) -> None:
     nodes = NODES | own
     for key in sorted(there.keys() | here.keys()):
         then = there.get(key, _default(key, nodes))
-        if not _is_free(key) and then != here.get(key):
+        free = _is_free(key) or (config.launch.elastic and key[0] == "launch")
+        if not free and then != here.get(key):
             name = ".".join(key)
             raise ConfigError(
                 name,

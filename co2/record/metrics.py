@@ -73,6 +73,39 @@ class Notice:
 
 
 @dataclass(frozen=True)
+class Change:
+    """Replicas have come or gone."""
+
+    step: int
+    """The last step that all of them have trained."""
+    generation: int
+    members: tuple[int, ...]
+    """By their numbers, which are never given twice in a run."""
+    lost: dict[int, str]
+    """Who is gone, and why."""
+    joined: tuple[int, ...]
+    seconds: float
+    """From noticing it until training went on."""
+
+    def line(self) -> Line:
+        """This entry as a line of metrics.jsonl."""
+        return {"kind": "members", **dataclasses.asdict(self)}
+
+    @classmethod
+    def of(cls, line: Line) -> "Change":
+        """The reverse of `line`."""
+        lost = {int(one): why for one, why in line["lost"].items()}
+        lists = {name: tuple(line[name]) for name in ("members", "joined")}
+        return cls(line["step"], line["generation"], lost=lost, seconds=line["seconds"], **lists)
+
+    def text(self) -> str:
+        """This entry for a person."""
+        parts = [f"worker {one} is lost ({why})" for one, why in self.lost.items()]
+        parts += [f"worker {one} has joined" for one in self.joined]
+        return f"{', '.join(parts) or 'a connection broke'}; {len(self.members)} train on"
+
+
+@dataclass(frozen=True)
 class Ledger:
     """Bytes that one worker holds between steps, its gradients included."""
 
@@ -121,6 +154,7 @@ class Summary:
     memory: Ledger = figure("bytes", "held by one worker between steps")
     device: str = figure("", "where worker 0 computed")
     folder: str = figure("", "of the run, relative to where it was started")
+    members: list[Line] = figure("", "how replicas came and went", default_factory=list)
     own: dict[str, float | None] = figure("1", "the method's own figures", default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:

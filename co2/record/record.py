@@ -10,7 +10,7 @@ from co2.config import Config, Wandb
 from co2.record.console import Console
 from co2.record.files import write_durably
 from co2.record.folder import plain, run_folder
-from co2.record.metrics import Evaluation, Metrics, Notice, Summary
+from co2.record.metrics import Change, Evaluation, Metrics, Notice, Summary
 from co2.record.provenance import Origin, manifest
 from co2.record.wandb import Tracking, WandbTracking
 
@@ -21,7 +21,7 @@ class Record:
     def begin(self, step: int) -> None:
         """Training goes on from `step`: metrics of later steps, of a segment cut off, go."""
 
-    def log(self, entry: Metrics | Evaluation | Notice) -> None:
+    def log(self, entry: Metrics | Evaluation | Notice | Change) -> None:
         """Keep one line of figures."""
 
     def finish(self, summary: Summary) -> None:
@@ -73,7 +73,7 @@ class FolderRecord(Record):
                 self._config, self._values, self.folder, step, self._origin.tags, self._console
             )
 
-    def log(self, entry: Metrics | Evaluation | Notice) -> None:
+    def log(self, entry: Metrics | Evaluation | Notice | Change) -> None:
         line = entry.line(self._unit) if isinstance(entry, Metrics) else entry.line()
         with self._metrics.open("a") as file:
             file.write(json.dumps(line) + "\n")

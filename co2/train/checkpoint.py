@@ -10,6 +10,7 @@ it is used.
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import random
@@ -40,6 +41,7 @@ class Checkpoints:
         print_line: prints a line for a person; worker 0 calls it.
         shared: the state that the workers of a replica save together; None where every worker is
             a replica.
+        elastic: whether another number of workers may go on from a checkpoint.
     """
 
     def __init__(
@@ -50,10 +52,16 @@ class Checkpoints:
         keep: int,
         print_line: Callable[[str], None],
         shared: ReplicaState | None = None,
+        elastic: bool = False,
     ) -> None:
         self.folder, self.rank, self.world = folder, mesh.worker, mesh.num_workers
-        self.mesh, self.shared = mesh, shared
+        self.mesh, self.shared, self.elastic = mesh, shared, elastic
         self.group, self.keep, self.print_line = group, keep, print_line
+
+    def regroup(self, mesh: Mesh, group: dist.ProcessGroup | None) -> None:
+        """Go on with other workers."""
+        self.mesh, self.group = mesh, group
+        self.rank, self.world = mesh.worker, mesh.num_workers
 
     def save(self, step: int, state: dict[str, Any]) -> bool:
         """Save this worker's state. Collective. Returns False, after a line for a person, where any
@@ -77,7 +85,8 @@ class Checkpoints:
         return not errors
 
     def load(self) -> tuple[int, dict[str, Any]] | None:
-        """The newest step whose checkpoint is sound on every worker, and this worker's state.
+        """From the newest step whose checkpoint is sound on every worker: by how many workers it
+        was saved, and this worker's state; that of the first one, if it is one too many.
 
         None where there is no such checkpoint. The state that the workers of a replica share is
         loaded into place.
@@ -89,8 +98,9 @@ class Checkpoints:
                 folder = self.folder / f"step_{step}"
                 if self.shared is not None:
                     self.shared.read(folder / self._replica)
-                path = folder / self._name(self.rank)
-                return step, torch.load(path, map_location="cpu", weights_only=True)
+                saved_by = int(json.loads((folder / MANIFEST).read_text())["world"])
+                path = folder / self._name(self.rank if self.rank < saved_by else 0)
+                return saved_by, torch.load(path, map_location="cpu", weights_only=True)
             if self.rank == 0:
                 self.print_line(
                     f"checkpoint step_{step} is damaged ({found[0]}); trying the one before"
@@ -153,8 +163,9 @@ class Checkpoints:
         folder, name = self.folder / f"step_{step}", self._name(self.rank)
         try:
             manifest = json.loads((folder / MANIFEST).read_text())
-            if manifest["world"] != self.world:
+            if manifest["world"] != self.world and not self.elastic:
                 return f"saved by {manifest['world']} workers"
+            name = self._name(self.rank if self.rank < manifest["world"] else 0)
             sums = manifest["sha256"]
             for own in (name, *self._mine(sums)):
                 if _sha256(folder / own) != sums[own]:
@@ -190,6 +201,22 @@ class Checkpoints:
         if self.world > 1:
             dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
+
+
+def broadcast_state(state: dict[str, Any] | None, group: dist.ProcessGroup | None) -> Any:
+    """Give all workers of a CPU group what its first worker passes. Collective. `Any`: nested dicts
+    and lists of tensors and numbers, as in a checkpoint."""
+    content = io.BytesIO()
+    if state is not None:
+        torch.save(state, content)
+    length = torch.tensor(content.tell())
+    dist.broadcast(length, group_src=0, group=group)
+    payload = torch.frombuffer(bytearray(content.getvalue() or int(length)), dtype=torch.uint8)
+    dist.broadcast(payload, group_src=0, group=group)
+    if state is not None:
+        return state
+    read = io.BytesIO(payload.numpy().tobytes())
+    return torch.load(read, map_location="cpu", weights_only=True)
 
 
 def random_states() -> dict[str, Any]:

@@ -16,7 +16,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import resource_tracker
 
 import torch
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from co2.comm.mesh import Mesh
 from co2.config import CommDevice, Config, LaunchConfig, Precision
 from co2.errors import REFUSED, ConfigError, require
+from co2.train import elastic
 
 _PEER_S = 1.0
 """A worker whose peer is gone ends this many seconds later, so that the run gets the peer's
@@ -139,6 +141,9 @@ def run(worker: Worker, config: Config) -> int:
     me = identity()
     if me is not None:
         return _as_worker(worker, config, me)
+    if config.launch.elastic:
+        with _forwarded(STOP_SIGNALS):
+            return elastic.launch(partial(_guarded, worker, config), config.launch)
     if config.launch.workers == 1:
         return _guarded(worker, config, 0)
     return _spawn(worker, config)
@@ -167,7 +172,7 @@ def mesh(config: Config) -> Mesh:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device, _ = placement(config, local, local_world)
-    return Mesh.world(config.mesh.replica_size, device)
+    return replace(Mesh.world(config.mesh.replica_size, device), members=elastic.members())
 
 
 def _as_worker(worker: Worker, config: Config, me: Identity) -> int:

@@ -21,23 +21,22 @@ def train(run: Run) -> None:
         SystemExit: `PREEMPTED` when the run was told to stop and has saved, 1 when it could not
             save; `DIVERGED` when a loss is not finite.
     """
-    config, mesh, task, method = run.config, run.mesh, run.task, run.method
+    config, task, method = run.config, run.task, run.method
     steps, accumulate, due = config.train.steps, config.train.accumulate, config.checkpoint.every
-    seed_everything(config.train.seed, mesh.worker)
+    seed_everything(config.train.seed, run.mesh.worker)
     with run:
         session = Session(run)
         module, model, optimizer = session.module, session.model, session.optimizer
         meter, losses = session.meter, LossWatch(run, session.checkpoints, session.step)
         run.record.begin(session.step)
         run.trace.begin(method.round_steps)
-        batches = task.batches(mesh, session.step * accumulate)
-        with StopVote(mesh, run.control, lambda: method.max_skew_steps, STOP_SIGNALS) as stop:
+        with StopVote(run.mesh, run.control, lambda: method.max_skew_steps, STOP_SIGNALS) as stop:
             while session.step < steps:
                 set_lr(optimizer, config.optim, session.step, steps)
-                loss = torch.zeros((), device=mesh.device)
+                loss = torch.zeros((), device=run.mesh.device)
                 for micro in range(accumulate):
                     with meter.waiting():
-                        batch = session.to_device(next(batches))
+                        batch = session.next_batch()
                     with accumulating(model, last=micro == accumulate - 1):
                         with session.autocast():
                             part = task.loss(model, batch) / accumulate
@@ -46,10 +45,11 @@ def train(run: Run) -> None:
                 if config.train.clip_norm is not None:
                     nn.utils.clip_grad_norm_(module.parameters(), config.train.clip_norm)
                 losses.add(loss)  # on a CPU this ends a bad step before it reaches the others
-                method.step()
+                session.synchronize()
                 optimizer.zero_grad(set_to_none=True)
                 session.step += 1
                 meter.step()
+                session.change_members()
 
                 step, last = session.step, session.step == steps
                 for text in method.notices():
@@ -82,5 +82,5 @@ def train(run: Run) -> None:
             stop.drain()
         summary = session.summary(session.evaluate())
         method.flush()
-        run.barrier()
+        session.together(run.barrier)
         run.record.finish(summary)

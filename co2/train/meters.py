@@ -57,6 +57,10 @@ class Meter:
         self._waited_s = self._interval_data_s = 0.0
         self._before = self._stats()
 
+    def regroup(self, num_workers: int) -> None:
+        """Other workers train on."""
+        self._workers = num_workers
+
     def step(self) -> None:
         """A step has ended. The first of a segment allocates and compiles, so it is not timed."""
         now = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Run: everything about one training that is decided before its first step."""
+"""Run: everything about one training that is decided before its first step, and who takes part."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,12 @@ from co2.task import Task
 from co2.train import initial
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Run:
-    """One training, on one worker. Used as a context manager it closes what it has opened."""
+    """One training, on one worker. Used as a context manager it closes what it has opened.
+
+    Nothing of it changes after `open`, unless replicas come and go (`regroup`).
+    """
 
     config: Config
     folder: Path
@@ -35,6 +38,7 @@ class Run:
     control: dist.ProcessGroup | None
     """A CPU group of all workers for flags, barriers and final figures, which no collective of the
     training can hold up. None for one worker."""
+    origin: Origin
 
     @classmethod
     def open(cls, config: Config, task: Task, method: Method, mesh: Mesh, origin: Origin) -> "Run":
@@ -47,29 +51,44 @@ class Run:
             mesh: of the workers.
             origin: how the run was started.
         """
-        first = mesh.worker == 0
-        control = mesh.new_group_of_workers("gloo")
+        first, control = mesh.worker == 0, mesh.new_group_of_workers("gloo")
         folder = run_folder(config)
         if first and config.resume is Resume.never and folder.exists():
             _move_aside(folder)
-        if control is not None:
+        if control is not None and not mesh.newcomer:
             dist.barrier(group=control)
-        console, record, trace = Console(), Record(), Trace()
-        if first:
-            title = f"{config.task} · {config.method} · {config.tag}"
-            console = ProgressConsole(title, config.train.steps, task.unit)
-            record = FolderRecord(
-                config,
-                mesh.num_workers,
-                task.unit,
-                task.fingerprint(),
-                origin,
-                console,
-                initial.described(config),
-            )
+        trace = Trace()
         if config.trace:
             trace = ProfilerTrace(folder / "trace" / f"rank_{mesh.worker}.json")
-        return cls(config, folder, mesh, task, method, console, record, trace, control)
+        silent = Console(), Record()
+        made = cls(config, folder, mesh, task, method, *silent, trace, control, origin)
+        if first:
+            made._speak()
+        return made
+
+    def regroup(self, mesh: Mesh, step: int) -> None:
+        """Go on with other workers, after this step. Collective. The first of them speaks and
+        writes for the run from now on."""
+        spoke = self.is_first
+        self.mesh, self.control = mesh, mesh.new_group_of_workers("gloo")
+        if self.is_first and not spoke:
+            self._speak()
+            self.record.begin(step)
+
+    def _speak(self) -> None:
+        """Make what prints and writes for the run."""
+        config, task = self.config, self.task
+        title = f"{config.task} · {config.method} · {config.tag}"
+        self.console = ProgressConsole(title, config.train.steps, task.unit)
+        self.record = FolderRecord(
+            config,
+            config.launch.workers if config.launch.elastic else self.mesh.num_workers,
+            task.unit,
+            task.fingerprint(),
+            self.origin,
+            self.console,
+            initial.described(config),
+        )
 
     @property
     def is_first(self) -> bool:

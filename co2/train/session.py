@@ -3,7 +3,10 @@
 import contextlib
 import os
 import random
-from typing import Any
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,15 +16,27 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from co2.comm.clocks import overlap
+from co2.comm.members import MemberLost, Members
+from co2.comm.mesh import Mesh
 from co2.config import Precision
-from co2.errors import ConfigError
-from co2.record.metrics import Evaluation, Summary
+from co2.errors import PREEMPTED, ConfigError
+from co2.record.metrics import Change, Evaluation, Summary
 from co2.train import initial
-from co2.train.checkpoint import Checkpoints, random_states, restore_random_states
+from co2.train.checkpoint import (
+    Checkpoints,
+    broadcast_state,
+    random_states,
+    restore_random_states,
+)
 from co2.train.meters import Meter, ledger, peak_memory_bytes
 from co2.train.replica import Replica, checkpoint_activations, own_buffers, whole_weights
 from co2.train.run import Run
 from co2.train.schedule import largest_lr
+
+T = TypeVar("T")
+_WAIT_S = 1.0
+"""Between two looks whether somebody has come."""
+_FAILURES = 5
 
 
 class Session:
@@ -45,7 +60,8 @@ class Session:
         replica = Replica(config.mesh, mesh, run.method.averages_gradients)
         replica.shard(self.module)
         self.optimizer = replica.optimizer(run.task.optimizer(self.module))
-        prepared = run.method.prepare(self.module, self.optimizer, mesh, self.largest_lr)
+        fresh = not mesh.newcomer
+        prepared = run.method.prepare(self.module, self.optimizer, mesh, self.largest_lr, fresh)
         self.model = replica.wrap(prepared, config.comm)
         self.shared = replica.state(self.module, self.optimizer)
         self.checkpoints = Checkpoints(
@@ -55,8 +71,19 @@ class Session:
             config.checkpoint.keep,
             run.console.print_line,
             self.shared,
+            config.launch.elastic,
         )
-        totals = self._resume()
+        self.draws = 0
+        """Micro-batches that this worker has drawn, or others before it came."""
+        self.changes: list[Change] = []
+        """How replicas came and went."""
+        self._failures = 0
+        """Errors in making groups anew, one after the other."""
+        members = mesh.members
+        if members is not None:
+            members.formed()
+        totals = self._join() if mesh.newcomer else self._resume()
+        self._batches = run.task.batches(run.mesh, self.draws)
         units = config.train.batch_size * config.train.accumulate * run.task.units_per_sample
         self.meter = Meter(units, mesh.num_workers, run.method.stats, totals)
 
@@ -71,6 +98,129 @@ class Session:
             return contextlib.nullcontext()
         return torch.autocast(self.run.mesh.device.type, dtype=torch.bfloat16)
 
+    def next_batch(self) -> Any:
+        """The next micro-batch, where the model is."""
+        self.draws += 1
+        return self.to_device(next(self._batches))
+
+    def synchronize(self) -> None:
+        """The inner step, and the synchronization due now; with the replicas that are left, if some
+        are lost in it."""
+        method = self.run.method
+        try:
+            method.step()
+        except MemberLost:
+            self._renew()
+            self._again(method.go_on)
+
+    def together(self, act: Callable[[], T]) -> T:
+        """Do what all workers do together and may do twice; where replicas may be lost, until all
+        that are left have done it."""
+        members = self.run.mesh.members
+        if members is None:
+            return act()
+
+        def agreed() -> T:
+            try:
+                done = act()
+            except MemberLost:
+                raise
+            except RuntimeError as error:
+                members.failed(members.open(), error)
+            members.agree()
+            return done
+
+        return self._again(agreed)
+
+    def _again(self, act: Callable[[], T]) -> T:
+        while True:
+            try:
+                return act()
+            except MemberLost:
+                self._renew()
+
+    def change_members(self) -> None:
+        """At the end of a step: let those in who wait. With too few replicas save, and wait.
+
+        Raises:
+            SystemExit: `PREEMPTED`, where nobody has come in time.
+        """
+        members, launch = self.run.mesh.members, self.run.config.launch
+        if members is None:
+            return
+        if members.change_due:
+            self._renew(admit=True)
+        if len(members.ids) >= launch.min_replicas:
+            return
+        self.save()
+        text = f"fewer than launch.min_replicas={launch.min_replicas}; saved, and waiting"
+        self.run.console.print_line(f"step {self.step}: {len(members.ids)} replicas, {text}")
+        began = time.monotonic()
+        while len(members.ids) < launch.min_replicas:
+            if time.monotonic() - began > launch.wait_s:
+                members.ask_to_stop()
+            time.sleep(_WAIT_S)
+            self.together(lambda: None)
+            if members.stop_due:
+                raise SystemExit(PREEMPTED)
+            if members.change_due:
+                self._renew(admit=True)
+
+    def _renew(self, admit: bool = False) -> None:
+        """Go on with the members that are left, and with newcomers if `admit`."""
+        run, began = self.run, time.perf_counter()
+        members = run.mesh.members
+        assert members is not None
+        lost: dict[int, str] = {}
+        while True:
+            members.renew(admit)
+            lost |= members.lost
+            try:
+                self._regroup(members)
+                break
+            except MemberLost:
+                continue
+            except RuntimeError as error:
+                members.give_up(members.store, members.generation)
+                self._fruitless(error)
+        self._failures, seconds = 0, time.perf_counter() - began
+        self.changes.append(
+            Change(self.step, members.generation, members.ids, lost, members.joined, seconds)
+        )
+        run.record.log(self.changes[-1])
+        run.console.print_line(f"step {self.step}: {self.changes[-1].text()} ({seconds:.2f} s)")
+
+    def _fruitless(self, error: RuntimeError) -> None:
+        """An error that comes back although nobody is lost is no loss of a connection."""
+        self._failures += 1
+        if self._failures >= _FAILURES:
+            raise error
+
+    def _regroup(self, members: Members) -> None:
+        """Make all groups anew, tell newcomers everything, and send again what was in flight."""
+        run = self.run
+        before = run.mesh.stretches or ((0, run.mesh.num_workers),)
+        mesh = Mesh.world(1, run.mesh.device)
+        kept = tuple(one for one in before if one[0] < self.draws)
+        stretches = (*kept, (self.draws, mesh.num_workers))
+        run.regroup(replace(mesh, members=members, stretches=stretches), self.step)
+        run.method.regroup(run.mesh)
+        members.formed()
+        self.checkpoints.regroup(run.mesh, run.control)
+        self.meter.regroup(run.mesh.num_workers)
+        self._batches = run.task.batches(run.mesh, self.draws)
+        if members.joined:
+            broadcast_state(self._state() if run.is_first else None, run.control)
+        run.method.launch_again()
+
+    def _join(self) -> dict[str, Any]:
+        """Get everything from the first of those who train already; returns the meter's totals."""
+        run = self.run
+        state = broadcast_state(None, run.control)
+        self._load(state)
+        run.method.launch_again()
+        return state["totals"]
+
     def to_device(self, batch: Any) -> Any:
         """A batch where the model is. `Any`: a tensor, or a tuple or a dict of tensors."""
         device = self.run.mesh.device
@@ -81,37 +231,67 @@ class Session:
     def save(self) -> bool:
         """Write a checkpoint. Collective. False, with a line for a person, where that failed."""
         with self.meter.paused():
-            state: dict[str, Any] = {
-                "method": self.run.method.state_dict(),
-                "totals": self.meter.state_dict(),
-                "random": random_states(),
-            }
-            if self.shared is None:
-                state["model"] = self.module.state_dict()
-                state["optimizer"] = self.optimizer.state_dict()
-            else:
-                state["buffers"] = own_buffers(self.module)
-            return self.checkpoints.save(self.step, state)
+            return self.together(lambda: self.checkpoints.save(self.step, self._state()))
+
+    def _state(self) -> dict[str, Any]:
+        """Everything of this worker that a checkpoint holds."""
+        state: dict[str, Any] = {
+            "step": self.step,
+            "draws": self.draws,
+            "stretches": list(map(list, self.run.mesh.stretches)),
+            "changes": [change.line() for change in self.changes],
+            "method": self.run.method.state_dict(),
+            "totals": self.meter.state_dict(),
+            "random": random_states(),
+        }
+        if self.shared is None:
+            state["model"] = self.module.state_dict()
+            state["optimizer"] = self.optimizer.state_dict()
+        else:
+            state["buffers"] = own_buffers(self.module)
+        return state
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """Go on from what `_state` returned, with the random generators as they are."""
+        self.step, self.draws = state["step"], state["draws"]
+        self.changes = [Change.of(line) for line in state["changes"]]
+        stretches = tuple((draw, workers) for draw, workers in state["stretches"])
+        self.run.mesh = replace(self.run.mesh, stretches=stretches)
+        if self.shared is None:
+            self.module.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        else:
+            self.module.load_state_dict(state["buffers"], strict=False)
+        self.run.method.load_state_dict(state["method"])
 
     def evaluate(self) -> dict[str, float]:
         """The task's metrics of the consensus; at the run's end its weights are saved too.
         Collective."""
         run, steps = self.run, self.run.config.train.steps
-        with self.meter.paused(), run.method.consensus(), torch.no_grad():
-            with self.autocast():
-                scores = run.task.evaluate(self.module)
-            if run.mesh.replica == 0 and self.step == steps:
-                weights = whole_weights(self.module)
-                if run.is_first:
-                    torch.save(weights, run.folder / "model.pt")
+        with self.meter.paused():
+            scores = self.together(self._scores)
         run.record.log(Evaluation(self.step, scores, self.meter.totals.train_s))
         text = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
         run.console.print_line(f"step {self.step}/{steps}  validation {text}")
         return scores
 
+    def _scores(self) -> dict[str, float]:
+        run = self.run
+        with run.method.consensus(), torch.no_grad():
+            with self.autocast():
+                scores = run.task.evaluate(self.module)
+            if run.mesh.replica == 0 and self.step == run.config.train.steps:
+                weights = whole_weights(self.module)
+                if run.is_first:
+                    torch.save(weights, run.folder / "model.pt")
+        return scores
+
     def summary(self, scores: dict[str, float]) -> Summary:
         """The final figures. Collective: communication and bytes are means over the workers,
         training time and with it throughput are those of the slowest."""
+        return self.together(lambda: self._summary(scores))
+
+    def _summary(self, scores: dict[str, float]) -> Summary:
         run, totals, stats = self.run, self.meter.state_dict(), self.run.method.stats()
         config, steps = run.config, max(totals["steps"], 1)
         means = torch.tensor([stats.comm_s, stats.exposed_s, stats.bytes_sent], dtype=torch.float64)
@@ -148,11 +328,13 @@ class Session:
             memory=ledger(self.module, self.optimizer, run.method),
             device=str(run.mesh.device),
             folder=os.path.relpath(run.folder),
+            members=[change.line() for change in self.changes],
             own={**stats.own},
         )
 
     def _resume(self) -> dict[str, Any] | None:
-        """Go on from the newest sound checkpoint, if there is one; returns the meter's totals."""
+        """Go on from the newest sound checkpoint, if there is one; returns the meter's totals. Of
+        an elastic run other replicas may have written it: one too many goes on from the first's."""
         found = self.checkpoints.load()
         if found is None:
             folder = self.run.config.init_from
@@ -160,16 +342,16 @@ class Session:
                 hint = "was not read, for there were checkpoints, but all are damaged; start again"
                 raise ConfigError("init_from", folder, hint)
             return None
-        self.step, state = found
+        saved_by, state = found
         if _remembers_order(self.model):
             self._rehearse()
-        if self.shared is None:
-            self.module.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-        else:
-            self.module.load_state_dict(state["buffers"], strict=False)
-        self.run.method.load_state_dict(state["method"])
-        restore_random_states(state["random"])
+        self._load(state)
+        mesh = self.run.mesh
+        if mesh.worker < saved_by:
+            restore_random_states(state["random"])
+        if mesh.num_workers != saved_by:
+            before = mesh.stretches or ((0, saved_by),)
+            self.run.mesh = replace(mesh, stretches=(*before, (self.draws, mesh.num_workers)))
         steps = self.run.config.train.steps
         self.run.console.print_line(f"resumed at step {self.step} of {steps}")
         return state["totals"]

@@ -17,7 +17,8 @@ class StopVote:
     After each step every worker sends one flag, which says whether it has received a signal, and
     reads the outcome of the flags that were sent `max_skew_steps` steps before. One replica may run
     that far ahead of another anyway, so no worker ever waits for a flag. A stop takes effect
-    `max_skew_steps` steps after the signal.
+    `max_skew_steps` steps after the signal. Where replicas may come and go they agree as a round
+    ends (co2/comm/members.py).
 
     Used as a context manager it puts back the signals' former handlers and mask at its end.
 
@@ -36,7 +37,7 @@ class StopVote:
         signals: Iterable[signal.Signals],
     ) -> None:
         self.received = False
-        self._alone = mesh.num_workers == 1
+        self._alone, self._members = mesh.num_workers == 1, mesh.members
         self._group, self._signals = group, tuple(signals)
         self._max_skew_steps = max_skew_steps
         self._pending: deque[tuple[torch.Tensor, dist.Work]] = deque()
@@ -61,6 +62,10 @@ class StopVote:
 
     def __call__(self) -> bool:
         """Whether to stop now. Called once after every step, on every worker."""
+        if self._members is not None:
+            if self.received:
+                self._members.ask_to_stop()
+            return self._members.stop_due
         if self._alone:
             return self.received
         flag = torch.tensor([int(self.received)])

@@ -1,5 +1,6 @@
 """LocalMethod: what the methods with τ local steps in a round have in common."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ class LocalMethod(Method):
     - `waits`;
     - `init_outer_state()`, which makes the vectors that it holds, and `state_tensors()`, which
       names them beside the communication buffer;
-    - `end_round()`;
+    - `end_round()`, in which everything before the mean has arrived may be done twice;
     - `show_round_end()`, if it lets replicas go on from a point that misses the round just trained.
 
     Where `Config` has `average_moments` and it is true, the moments of the inner Adam are averaged
@@ -36,6 +37,8 @@ class LocalMethod(Method):
         super().__init__(config, comm)
         self.round_began = 0
         """The value of `steps` when the round under way began."""
+        self._due: list[Callable[[], None]] = []
+        """What the step under way still has to do."""
         self.moments: Moments | None = None
         """What averages the inner Adam's moments; None where they stay local."""
         if self.averages_moments:
@@ -43,6 +46,8 @@ class LocalMethod(Method):
             self.refused_strategies = {**self.refused_strategies, "zero1": reason}
             reason = f"average_moments=true {NEEDS_ADAM}"
             self.refused_optimizers = dict.fromkeys(("sgd", "muon"), reason)
+        auto = self.config.tau == AUTO
+        self.refused_elastic = "tau=auto times rounds of the same replicas" if auto else None
 
     @property
     def averages_moments(self) -> bool:
@@ -105,17 +110,30 @@ class LocalMethod(Method):
             self.round_began = self.steps
             if self.auto is not None:
                 self.auto.round_ends(self.totals())
-            with torch.no_grad(), record_function(OUTER_STEP), self.flat.round():
-                self.end_round()
-            self.average_moments()
+            self._due = [lambda: self.with_weights(self.end_round), self.average_moments]
+        self.go_on()
         if self.auto is not None:
             self.auto.step_begins()
+
+    def go_on(self) -> None:
+        while self._due:
+            with torch.no_grad(), record_function(OUTER_STEP):
+                self._due[0]()
+            self._due.pop(0)
+
+    def with_weights(self, act: Callable[[], None]) -> None:
+        """Do what reads or writes live weights."""
+        with self.flat.round():
+            act()
+
+    def means(self) -> list[BackgroundMean]:
+        late = self.moments is not None and self.moments.mean is not self.mean
+        return [self.mean, *([self.moments.mean] if self.moments is not None and late else [])]
 
     def average_moments(self) -> None:
         """As a round ends, when the weights are done: average the inner moments, or start to."""
         if self.moments is not None:
-            with torch.no_grad(), record_function(OUTER_STEP):
-                self.moments.end_round(self.steps)
+            self.moments.end_round(self.steps)
 
     def lr(self, group: int) -> float:
         """γ_t: the inner learning rate of a parameter group at the round's last inner step."""

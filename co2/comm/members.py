@@ -1,0 +1,421 @@
+"""Members: which replicas train together now, agreed upon through a store that outlives them all.
+
+Replicas come and go, so the process groups of a run are made anew for every *generation* of its
+members. What PyTorch offers for that (`init_process_group(enable_reconfigure=True)`) is younger
+than the versions that we support and renews a group in place; making all groups anew takes tens of
+milliseconds, works for every group that a method has, and is the code that a run starts with.
+
+Two things have to be agreed, and neither can be had from the groups that may just have failed:
+
+**Whether a collective counts.** A ring may end well on one replica and fail on another. Every
+collective therefore has a *ticket*, by which each replica tells the store when its own part has
+ended well. When all have, the first to see that writes the decision `ok`; a replica whose part has
+failed tries to write `lost`. The store keeps what was written first, and everybody obeys that. A
+mean that is `lost` is taken again by those who are left, from what they had sent. So all survivors
+are at the same place of the same step, and none repeats one.
+
+**Who is left.** Every member gives a sign of life several times a second. A member is lost once it
+has been silent for `silent_s` seconds, or once what started it says that it is gone. The next
+generation has the members that report for it; newcomers are let in only where a decision says so,
+because that is where all replicas are at the end of a step.
+
+A thread of ours gives the signs of life, watches those of the others and tells the store what has
+ended. It decides nothing about training: a replica acts on a decision when it comes to the place
+where it needs the collective, which is a function of the step alone.
+"""
+
+import gc
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from co2.comm.sockets import Sockets
+
+OK, LOST, STOP, JOIN = "ok", "lost", "stop", "join"
+Ticket = tuple[int, int]
+"""Generation, and number in it."""
+
+FORMING = timedelta(seconds=20)
+"""To connect the members of a generation. One that is lost just then costs so long."""
+_AGES = timedelta(days=1)
+"""For collectives, which end with an error when the connections are cut."""
+_TICK_S = 0.1
+_POLL_S = 0.005
+_ASK = timedelta(milliseconds=200)
+_START_S = 600.0
+"""A process that has given no sign of life yet may still be importing."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Who is in a generation, as its first complete report has it."""
+
+    ids: tuple[int, ...]
+    """In the order of their ranks."""
+    lost: dict[int, str]
+    """Those of the generation before who are not, and why."""
+    admitted: int
+    """How many of those who ever asked to join have been let in, or given up."""
+
+    def text(self) -> str:
+        """For the store."""
+        return json.dumps([self.ids, list(self.lost.items()), self.admitted])
+
+    @classmethod
+    def of(cls, text: bytes) -> "Record":
+        """The reverse of `text`."""
+        ids, lost, admitted = json.loads(text)
+        return cls(tuple(ids), dict(lost), admitted)
+
+
+class MemberLost(RuntimeError):
+    """A collective did not end well, because a member is lost. The others have to go on."""
+
+
+class Expelled(Exception):
+    """The others have gone on without this process, which was silent for too long."""
+
+
+class StoreLost(Exception):
+    """The store cannot be reached, so that nothing can be agreed upon."""
+
+
+class Members:
+    """The members of a run as this process knows them. Its methods are called by the thread that
+    trains, unless they say otherwise.
+
+    Args:
+        address: host and port of the store.
+        me: a number that no other process of the run has, or had.
+        silent_s: seconds without a sign of life after which a member counts as lost.
+    """
+
+    def __init__(self, address: tuple[str, int], me: int, silent_s: float) -> None:
+        self.me, self.silent_s = me, silent_s
+        self.store, watching = (dist.TCPStore(*address, is_master=False) for _ in range(2))
+        self.ids: tuple[int, ...] = ()
+        """Members of this generation, in the order of their ranks."""
+        self.generation = -1
+        self.lost: dict[int, str] = {}
+        """Whom the last change of members has lost, and why."""
+        self.joined: tuple[int, ...] = ()
+        """Who came in with the last change of members."""
+        self.stop_due = False
+        """Whether all members have agreed to stop after this step."""
+        self.change_due = False
+        """Whether all members have agreed to let newcomers in after this step."""
+        self._admitted = self._next = 0
+        self.broken = False
+        """Whether this generation has ended for all, because one of them is lost."""
+        self._sockets = Sockets()
+        self._turning = threading.Lock()
+        """Held while this generation becomes the next."""
+        self._watch = _Watch(self, watching)
+
+    # Tickets.
+
+    def open(self) -> Ticket:
+        """Number a collective that starts now. All members open theirs in the same order."""
+        self._next += 1
+        return self.generation, self._next
+
+    def ended(self, ticket: Ticket, well: bool) -> None:
+        """This member's part of a collective has ended. Any thread may call it."""
+        self._watch.ended(ticket, well)
+
+    def settle(self, ticket: Ticket) -> None:
+        """Wait for the decision about a collective whose own part has ended well.
+
+        Raises:
+            MemberLost: it does not count.
+        """
+        while not self.broken:
+            try:
+                self.store.wait([_key("decided", *ticket)], _ASK)
+                break
+            except dist.DistStoreError:
+                self._watch.check()
+        words = self._decide(self.store, ticket, LOST).split()
+        if LOST in words:
+            raise MemberLost(f"a collective of generation {ticket[0]} was given up")
+        self.stop_due = self.stop_due or STOP in words
+        self.change_due = self.change_due or JOIN in words
+
+    def failed(self, ticket: Ticket, error: Exception) -> None:
+        """This member's part has failed. Raises `MemberLost`."""
+        self._decide(self.store, ticket, LOST)
+        self.give_up(self.store, ticket[0])
+        raise MemberLost(str(error).splitlines()[0]) from error
+
+    def counts(self, ticket: Ticket) -> bool:
+        """Whether a collective counts, now that members change. The same for all of them."""
+        return LOST not in self._decide(self.store, ticket, LOST).split()
+
+    def agree(self) -> None:
+        """Wait until all members have come here. Raises `MemberLost`."""
+        ticket = self.open()
+        self.tell(self.store, ticket)
+        self.settle(ticket)
+
+    def ask_to_stop(self) -> None:
+        """Have all members stop together, at the end of a round. A signal's handler may call it."""
+        self._watch.stop_asked = True
+
+    def tell(self, store: dist.Store, ticket: Ticket) -> None:
+        """Say that this member's part has ended well; the last one to say so decides."""
+        if store.add(_key("done", *ticket), 1) == len(self.ids):
+            words = [OK]
+            words += [STOP] if store.check([STOP]) else []
+            words += [JOIN] if store.add("joiners", 0) > self._admitted else []
+            self._decide(store, ticket, " ".join(words))
+
+    def give_up(self, store: dist.Store, generation: int) -> None:
+        """End a generation, for all members. Any thread may call it."""
+        store.set(_key("broken", generation), "1")
+        self.cut(generation)
+
+    def cut(self, generation: int) -> None:
+        """End all collectives of a generation, if it is still this one, with an error. Any thread
+        may call it."""
+        with self._turning:
+            if generation == self.generation:
+                self.broken = True
+                self._sockets.cut()
+
+    def _decide(self, store: dist.Store, ticket: Ticket, words: str) -> str:
+        """Write a decision unless there is one. Returns what is decided."""
+        found: bytes = store.compare_set(_key("decided", *ticket), "", words)
+        return found.decode()
+
+    # Generations.
+
+    def first(self, ids: Iterable[int]) -> None:
+        """Form the first generation, of the processes that a run starts with."""
+        self._form(tuple(ids), admit=False)
+
+    def join(self) -> None:
+        """Wait to be let in by the members of a run that goes on, and be one of them."""
+        while True:
+            number = self.store.add("joiners", 1)
+            self.store.set(f"joiner/{number}", str(self.me))
+            while not self.store.check([f"invited/{number}"]):
+                self._watch.check()
+                time.sleep(_TICK_S)
+            self._break_up()
+            self.generation = int(self.store.get(f"invited/{number}"))
+            self.store.set(_key("here", self.generation, self.me), "1")
+            try:
+                self._enter(self._record(()))
+            except (Expelled, RuntimeError):  # somebody was lost just then: ask again
+                continue
+            self.joined = (self.me,)
+            return
+
+    def renew(self, admit: bool) -> None:
+        """Form the next generation, of those members that are left.
+
+        Args:
+            admit: let in those who wait, too.
+        Raises:
+            Expelled: the others have gone on without this process.
+        """
+        self._form(self.ids, admit)
+
+    def formed(self) -> None:
+        """Call it when all process groups of this generation have been made."""
+        for group in dist.distributed_c10d._world.pg_map:
+            group._get_backend(torch.device("cpu"))._set_default_timeout(_AGES)
+        self._sockets.freeze()
+
+    def leave(self) -> None:
+        """The run has ended well on all members."""
+        self._watch.close()
+        self._break_up()
+
+    def _form(self, old: tuple[int, ...], admit: bool) -> None:
+        lost: dict[int, str] = {}
+        newcomers: tuple[int, ...] = ()
+        while True:
+            self._break_up()
+            if admit:
+                newcomers = tuple(dict.fromkeys((*newcomers, *self._invite())))
+            candidates = (*old, *newcomers)
+            self._watch.candidates(candidates)
+            self.store.set(_key("here", self.generation, self.me), "1")
+            record = self._record(candidates)
+            lost = {**record.lost, **lost}
+            try:
+                self._enter(record)
+            except Expelled:
+                raise
+            except RuntimeError:  # one of them was lost since it reported
+                self.give_up(self.store, self.generation)
+                continue
+            self.lost = {one: why for one, why in lost.items() if one in old}
+            self.joined = tuple(one for one in newcomers if one in self.ids)
+            return
+
+    def _invite(self) -> list[int]:
+        """Those who wait to be let in, told when to report."""
+        found = []
+        asked = self.store.add("joiners", 0)
+        for number in range(self._admitted + 1, asked + 1):
+            found.append(int(self.store.get(f"joiner/{number}")))
+            self.store.set(f"invited/{number}", str(self.generation))
+        self._admitted = asked
+        return found
+
+    def _record(self, candidates: tuple[int, ...]) -> Record:
+        """Wait until it is known who is in this generation. Those who join have no candidates, and
+        leave it to the others to say so."""
+        key = _key("members", self.generation)
+        while not self.store.check([key]):
+            self._watch.check()
+            away = {
+                one: self._watch.silence(one)
+                for one in candidates
+                if not self.store.check([_key("here", self.generation, one)])
+            }
+            if candidates and all(away.values()):
+                here = tuple(sorted(one for one in candidates if one not in away))
+                self.store.compare_set(key, "", Record(here, away, self._admitted).text())
+            else:
+                time.sleep(_POLL_S)
+        return Record.of(self.store.get(key))
+
+    def _enter(self, record: Record) -> None:
+        """Connect with the members of a record. Raises `Expelled`, or `RuntimeError` if one of them
+        is not there."""
+        if self.me not in record.ids:
+            raise Expelled(f"worker {self.me} was silent; the others have gone on without it")
+        self._admitted = record.admitted
+        self._watch.candidates(record.ids)
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(_key("groups", self.generation), self.store),
+            rank=record.ids.index(self.me),
+            world_size=len(record.ids),
+            timeout=FORMING,
+        )
+        self.ids = record.ids
+
+    def _break_up(self) -> None:
+        """Leave the groups of this generation, which is over."""
+        self._sockets.cut()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()  # joins the threads of groups that nobody holds any more
+        with self._turning:
+            self.generation += 1
+            self.ids, self.broken = (), False
+            self._sockets = Sockets()
+        self.stop_due = self.change_due = False
+        self._next = 0
+
+
+class _Watch:
+    """The thread that gives signs of life, watches those of the others, and tells the store what
+    has ended. `store` is its own connection: one answers one question at a time."""
+
+    def __init__(self, members: Members, store: dist.Store) -> None:
+        self.members, self.store = members, store
+        self.stop_asked = False
+        self._error: Exception | None = None
+        self._ended: deque[tuple[Ticket, bool]] = deque()
+        self._signs: dict[int, tuple[str, float]] = {}
+        """By member: its last sign of life, and when it was new; "" while there was none."""
+        self._gone: set[int] = set()
+        self._departures = self._beats = 0
+        self._looked = time.monotonic()
+        self._wake, self._closed = threading.Event(), False
+        self._beat()
+        self._thread = threading.Thread(target=self._run, name="members", daemon=True)
+        self._thread.start()
+
+    def candidates(self, ids: Iterable[int]) -> None:
+        """Watch these, and nobody else."""
+        now = time.monotonic()
+        self._signs = {one: self._signs.get(one, ("", now)) for one in ids}
+
+    def ended(self, ticket: Ticket, well: bool) -> None:
+        self._ended.append((ticket, well))
+        self._wake.set()
+
+    def silence(self, one: int) -> str:
+        """Why a candidate counts as lost; empty while it does not."""
+        if one in self._gone:
+            return "gone"
+        sign, since = self._signs[one]
+        silent = time.monotonic() - since
+        limit = self.members.silent_s if sign else _START_S
+        return f"silent for {silent:.0f} s" if silent > limit else ""
+
+    def check(self) -> None:
+        """Raise what has ended the thread: without the store nothing can be agreed."""
+        if self._error is not None:
+            raise StoreLost("the store of the run's members is gone") from self._error
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed = True
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._wake.wait(_TICK_S)
+                self._wake.clear()
+                while self._ended:
+                    ticket, well = self._ended.popleft()
+                    if ticket[0] != self.members.generation:
+                        continue
+                    if well:
+                        self.members.tell(self.store, ticket)
+                    else:
+                        self.members.give_up(self.store, ticket[0])
+                if time.monotonic() - self._looked >= _TICK_S:
+                    self._beat()
+                    self._look()
+        except RuntimeError as error:  # the connection to the store
+            self._error = error
+            self.members.cut(self.members.generation)
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self.store.set(_key("alive", self.members.me), str(self._beats))
+        if self.stop_asked:
+            self.store.set(STOP, "1")
+
+    def _look(self) -> None:
+        now, members = time.monotonic(), self.members
+        generation, ids = members.generation, members.ids
+        stopped = now - self._looked > members.silent_s / 2
+        self._looked = now
+        signs = dict(self._signs)
+        for one, (sign, since) in signs.items():
+            key = _key("alive", one)
+            new = self.store.get(key).decode() if sign or self.store.check([key]) else ""
+            # After this process itself was stopped, what it knows of the others is too old.
+            fresh = new != sign or stopped
+            if one in self._signs:
+                self._signs[one] = (new, now if fresh else since)
+        departures = self.store.add("departures", 0)
+        if departures != self._departures:
+            self._departures = departures
+            self._gone |= {one for one in signs if self.store.check([_key("gone", one)])}
+        if ids and not members.broken:
+            told = self.store.check([_key("broken", generation)])
+            if told or any(self.silence(one) for one in ids if one in signs):
+                members.give_up(self.store, generation)
+
+
+def _key(*parts: object) -> str:
+    return "/".join(map(str, parts))
