@@ -92,9 +92,11 @@ class App:
 
     def work(self, config: Config, origin: Origin = UNKNOWN) -> None:
         """What every worker of a run does."""
-        mesh = launch.mesh(config)
         task = self.make_task(config)
-        task.setup(mesh.num_workers)
+        task.setup(launch.world_size(config.launch))
+        if elastic.is_newcomer():
+            task.optimizer(task.model())  # imports what the others should not wait for
+        mesh = launch.mesh(config)
         train(Run.open(config, task, peers.make_method(config), mesh, origin))
 
     def run(self, config: Config, origin: Origin = UNKNOWN) -> int:

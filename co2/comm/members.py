@@ -251,6 +251,8 @@ class Members:
             self.store.set(_key("here", self.generation, self.me), "1")
             record = self._record(candidates)
             lost = {**record.lost, **lost}
+            for one, why in record.lost.items():
+                self.store.set(_key(LOST, one), why)
             try:
                 self._enter(record)
             except Expelled:
@@ -259,7 +261,7 @@ class Members:
                 self.give_up(self.store, self.generation)
                 continue
             self.lost = {one: why for one, why in lost.items() if one in old}
-            self.joined = tuple(one for one in newcomers if one in self.ids)
+            self.joined = tuple(sorted(one for one in newcomers if one in self.ids))
             return
 
     def _invite(self) -> list[int]:

@@ -1,6 +1,7 @@
 """Record: writes one run's folder, and hands W&B the same figures."""
 
 import json
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,27 @@ from co2.config import Config, Wandb
 from co2.record.console import Console
 from co2.record.files import write_durably
 from co2.record.folder import plain, run_folder
-from co2.record.metrics import Change, Evaluation, Metrics, Notice, Summary
+from co2.record.metrics import Change, Evaluation, Line, Metrics, Notice, Summary
 from co2.record.provenance import Origin, manifest
 from co2.record.wandb import Tracking, WandbTracking
 
+Entry = Metrics | Evaluation | Notice | Change
+_RECENT = 256
+
 
 class Record:
-    """What is kept of a run. This one keeps nothing: it is that of every worker but the first."""
+    """What is kept of a run. This one writes nothing: it is that of every worker but the first. It
+    remembers the last entries, for the case that the first worker is lost."""
+
+    def __init__(self) -> None:
+        self.recent: deque[Entry] = deque(maxlen=_RECENT)
 
     def begin(self, step: int) -> None:
         """Training goes on from `step`: metrics of later steps, of a segment cut off, go."""
 
-    def log(self, entry: Metrics | Evaluation | Notice | Change) -> None:
+    def log(self, entry: Entry) -> None:
         """Keep one line of figures."""
+        self.recent.append(entry)
 
     def finish(self, summary: Summary) -> None:
         """Keep the final figures, whose presence means that the run has finished."""
@@ -54,6 +63,7 @@ class FolderRecord(Record):
         console: Console,
         init_from: dict[str, str] | None = None,
     ) -> None:
+        super().__init__()
         self.folder, self._unit = run_folder(config), unit
         self._config, self._values = config, plain(config, world)
         self._origin, self._console = origin, console
@@ -73,11 +83,22 @@ class FolderRecord(Record):
                 self._config, self._values, self.folder, step, self._origin.tags, self._console
             )
 
-    def log(self, entry: Metrics | Evaluation | Notice | Change) -> None:
-        line = entry.line(self._unit) if isinstance(entry, Metrics) else entry.line()
+    def take_over(self, before: Record) -> None:
+        """Add what the worker that wrote before was lost with."""
+        lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
+        told = {(line["kind"], line["step"]) for line in map(json.loads, lines)}
+        for entry in before.recent:
+            if (self._line(entry)["kind"], entry.step) not in told:
+                self.log(entry)
+
+    def log(self, entry: Entry) -> None:
+        line = self._line(entry)
         with self._metrics.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self._tracking.log(line)
+
+    def _line(self, entry: Entry) -> Line:
+        return entry.line(self._unit) if isinstance(entry, Metrics) else entry.line()
 
     def finish(self, summary: Summary) -> None:
         write_durably(self.folder / "summary.json", json.dumps(summary.as_json(), indent=1))

@@ -5,12 +5,11 @@ starts the workers holds the store in which they agree who trains (co2/comm/memb
 the others there when one is gone, sooner than its silence would.
 """
 
-import contextlib
 import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
@@ -23,14 +22,31 @@ from co2.errors import DIVERGED, REFUSED, STOPPED, require
 from co2.methods.base import Method
 
 _HOST = "127.0.0.1"
+_LOOK_S = 0.5
 _FINAL = (REFUSED, DIVERGED, *STOPPED)
 """Exit statuses of workers that another attempt would have, too."""
+_place: tuple[tuple[str, int], int, tuple[int, ...], float] | None = None
+"""In a worker: address of the store, the worker's number, with whom it begins, and `silent_s`."""
 _current: Members | None = None
 
 
 def members() -> Members | None:
-    """The members of the elastic run that this process is a worker of; None if it is of none."""
+    """The members of the elastic run that this process is a worker of; None if it is of none. The
+    first call waits until they train together: what takes long should be done before."""
+    global _current
+    if _current is None and _place is not None:
+        address, number, first, silent_s = _place
+        _current = Members(address, number, silent_s)
+        if first:
+            _current.first(first)
+        else:
+            _current.join()
     return _current
+
+
+def is_newcomer() -> bool:
+    """Whether this process will come to others who train already."""
+    return _place is not None and not _place[2]
 
 
 def check(config: Config, method: Method, started: bool, device: str) -> None:
@@ -75,10 +91,13 @@ def launch(worker: Callable[[int], int], config: LaunchConfig) -> int:
         start(number, begins=True)
     next_number, restarts, statuses = config.workers, config.restarts, []
     while running:
-        wait([process.sentinel for process in running.values()])
+        wait([process.sentinel for process in running.values()], _LOOK_S)
         for number, process in list(running.items()):
             status = process.exitcode
             if status is None:
+                # One that the others have given up, because it was silent, must not come back.
+                if store.check([f"lost/{number}"]):
+                    process.kill()
                 continue
             del running[number]
             statuses.append(status)
@@ -104,8 +123,11 @@ def _work(
     """What a started process does."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(1, len(first))))
     try:
-        with _as_member(address, number, first, silent_s):
-            status = worker(number)
+        global _place
+        _place = address, number, first, silent_s
+        status = worker(number)
+        if _current is not None:
+            _current.leave()
     except (Expelled, StoreLost) as ended:
         print(f"error: {ended}", file=sys.stderr, flush=True)
         status = 1
@@ -116,17 +138,3 @@ def _work(
     sys.stderr.flush()
     if status:
         os._exit(status)  # threads of lost groups may still wait for somebody
-
-
-@contextlib.contextmanager
-def _as_member(
-    address: tuple[str, int], number: int, first: tuple[int, ...], silent_s: float
-) -> Iterator[None]:
-    global _current
-    _current = Members(address, number, silent_s)
-    if first:
-        _current.first(first)
-    else:
-        _current.join()
-    yield
-    _current.leave()

@@ -172,7 +172,8 @@ def mesh(config: Config) -> Mesh:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device, _ = placement(config, local, local_world)
-    return replace(Mesh.world(config.mesh.replica_size, device), members=elastic.members())
+    members = elastic.members()
+    return replace(Mesh.world(config.mesh.replica_size, device), members=members)
 
 
 def _as_worker(worker: Worker, config: Config, me: Identity) -> int:

@@ -49,7 +49,6 @@ def train(run: Run) -> None:
                 optimizer.zero_grad(set_to_none=True)
                 session.step += 1
                 meter.step()
-                session.change_members()
 
                 step, last = session.step, session.step == steps
                 for text in method.notices():
@@ -79,6 +78,7 @@ def train(run: Run) -> None:
                     text = f"stopped and saved at step {step}; the same command goes on from here"
                     run.console.print_line(text)
                     raise SystemExit(PREEMPTED)
+                session.change_members()
             stop.drain()
         summary = session.summary(session.evaluate())
         method.flush()

@@ -72,15 +72,17 @@ class Run:
         spoke = self.is_first
         self.mesh, self.control = mesh, mesh.new_group_of_workers("gloo")
         if self.is_first and not spoke:
-            self._speak()
-            self.record.begin(step)
+            before = self.record
+            record = self._speak()
+            record.begin(step)
+            record.take_over(before)
 
-    def _speak(self) -> None:
+    def _speak(self) -> FolderRecord:
         """Make what prints and writes for the run."""
         config, task = self.config, self.task
         title = f"{config.task} · {config.method} · {config.tag}"
         self.console = ProgressConsole(title, config.train.steps, task.unit)
-        self.record = FolderRecord(
+        self.record = record = FolderRecord(
             config,
             config.launch.workers if config.launch.elastic else self.mesh.num_workers,
             task.unit,
@@ -89,6 +91,7 @@ class Run:
             self.console,
             initial.described(config),
         )
+        return record
 
     @property
     def is_first(self) -> bool:
