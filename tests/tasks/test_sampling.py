@@ -113,3 +113,30 @@ def test_a_single_sample_has_no_halves() -> None:
     assert validation_samples(1, None, Validation.report).tolist() == [0]
     with pytest.raises(ConfigError, match=r"^data\.validation=tuning: .* hold 1 samples.*use all$"):
         validation_samples(1, None, Validation.tuning)
+
+
+@pytest.mark.parametrize("changes", [((0, 3), (4, 2)), ((0, 2), (3, 4), (5, 1)), ((0, 1), (30, 3))])
+def test_where_workers_come_and_go_an_epoch_sees_no_sample_twice(
+    changes: tuple[tuple[int, int], ...],
+) -> None:
+    """And none is left out but those that do not fill a global batch at the epoch's end."""
+    samples, batch, draws = 50, 2, 60
+    seen: dict[int, list[int]] = {}
+    for number, (first, workers) in enumerate(changes):
+        sampler = Sampler(samples, workers, batch, seed=3, stretches=changes[: number + 1])
+        end = changes[number + 1][0] if number + 1 < len(changes) else draws
+        for draw in range(first, end):
+            for worker in range(workers):
+                found = sampler.indices(draw, worker).tolist()
+                assert len(found) == batch
+                seen.setdefault(sampler.epoch(draw), []).extend(found)
+    assert sorted(seen) == list(range(len(seen))), "no epoch is skipped"
+    *whole, _ = seen.values()
+    for found in whole:
+        assert len(set(found)) == len(found)
+        assert len(found) > samples - batch * max(workers for _, workers in changes)
+    later = Sampler(samples, changes[-1][1], batch, seed=3, stretches=changes)
+    assert all(
+        later.indices(draw, 0).tolist() == sampler.indices(draw, 0).tolist()
+        for draw in range(changes[-1][0], draws)
+    ), "what is known of earlier stretches is enough"

@@ -1,0 +1,245 @@
+"""Replicas that are lost and come back: the others train on, and repeat no step."""
+
+import itertools
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from co2.errors import PREEMPTED, ConfigError
+from tests.cli.harness import (
+    Process,
+    assert_same_run,
+    cli,
+    configured,
+    folder_of,
+    metrics,
+    saved_steps,
+    started,
+    story,
+    until,
+    weights,
+)
+
+STEPS, TAU = 120, 6
+SHARED = (
+    *("launch.workers=3", f"train.steps={STEPS}", "train.eval_every=30", "log.every=1"),
+    "checkpoint.every=0",
+)
+SLOW = "toy.delay_s=0.01"
+ELASTIC = (*SHARED, "launch.elastic=true", "launch.silent_s=3")
+METHODS = {
+    "local_sgd": (),
+    "co2": ("co2.outer_momentum=0.1",),
+    "co2_keep": ("co2_keep.average_moments=true", "optim.name=adamw", "optim.lr=1e-2"),
+    "streaming_diloco": ("streaming_diloco.delay=2",),
+    "eager_diloco": ("eager_diloco.outer_momentum=0.2",),
+    "desloc": (
+        *("optim.name=adamw", "optim.lr=1e-2", "desloc.first_moment_every=6"),
+        "desloc.second_moment_every=12",
+    ),
+}
+
+
+def words(method: str) -> tuple[str, ...]:
+    return (f"method={method}", f"{method}.tau={TAU}", *METHODS[method])
+
+
+def workers(run: Process) -> list[int]:
+    """Processes of the workers that a run has now, in the order of their numbers."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        tracker = b"resource_tracker" in path.with_name("cmdline").read_bytes()
+        if int(fields[1]) == run.pid and fields[0] != "Z" and not tracker:
+            found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def disturbed(
+    tmp_path: Path, *arguments: str, at: int, victims: tuple[int, ...], number: int
+) -> tuple[int, Path, str]:
+    """A run whose victims get a signal after a step: its exit status, folder and output."""
+    runs, log = tmp_path / "runs", tmp_path / "log"
+    folder = folder_of(*arguments, runs=runs)
+    with started(*arguments, runs=runs, log=log) as run:
+        until(lambda: bool(metrics(folder)) and metrics(folder)[-1]["step"] >= at, run)
+        pids = workers(run)
+        for victim in victims:
+            os.kill(pids[victim], number)
+        status = run.wait()
+    return status, folder, log.read_text()
+
+
+def changes(folder: Path) -> list[dict[str, Any]]:
+    return metrics(folder, "members")
+
+
+def assert_no_step_is_missing(folder: Path) -> None:
+    steps = [line["step"] for line in metrics(folder, "train")]
+    assert steps == list(range(1, STEPS + 1)), "every step once"
+    assert [line["step"] for line in metrics(folder, "eval")] == [30, 60, 90, 120]
+
+
+@pytest.mark.parametrize("method", ["co2", "co2_keep", "streaming_diloco"])
+def test_a_run_that_loses_nobody_is_the_same_run(tmp_path: Path, method: str) -> None:
+    plain, elastic = (*SHARED, *words(method)), (*ELASTIC, *words(method))
+    for name, arguments in (("plain", plain), ("elastic", elastic)):
+        ended = cli(*arguments, runs=tmp_path / name)
+        assert ended.status == 0, ended.err
+    one = folder_of(*elastic, runs=tmp_path / "elastic")
+    other = folder_of(*plain, runs=tmp_path / "plain")
+    assert other.parent.name == f"{one.parent.name}-workers3", "it may go on with another number"
+    assert_same_run(one, other)
+
+
+@pytest.mark.parametrize(
+    ("method", "victims"),
+    [
+        *(("local_sgd", (1,)), ("co2", (0,)), ("co2_keep", (2,)), ("streaming_diloco", (0,))),
+        *(("eager_diloco", (1,)), ("desloc", (0, 2))),
+    ],
+)
+def test_those_that_are_left_go_on(tmp_path: Path, method: str, victims: tuple[int, ...]) -> None:
+    """SIGKILL amid a round, also to the worker that writes, and to two at once."""
+    status, folder, text = disturbed(
+        tmp_path, *ELASTIC, SLOW, *words(method), at=32, victims=victims, number=signal.SIGKILL
+    )
+    assert status == 0, text
+    assert_no_step_is_missing(folder)
+    lost = {int(one) for change in changes(folder) for one in change["lost"]}
+    assert lost == set(victims) and changes(folder)[-1]["members"] == sorted({0, 1, 2} - lost)
+    summary = read_summary(folder)
+    assert summary["members"] == changes(folder), "the summary says when and who"
+    assert math.isfinite(summary["final"]["loss"]) and summary["final"]["accuracy"] > 0.6
+    assert all(value.isfinite().all() for value in weights(folder).values())
+    assert all(f"worker {one} is lost (gone)" in text for one in victims)
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def test_one_that_stands_still_is_given_up_and_replaced(tmp_path: Path) -> None:
+    """SIGSTOP for longer than `silent_s`; another worker is started in its place, and joins."""
+    more = ("launch.restarts=1", "toy.delay_s=0.04")
+    status, folder, text = disturbed(
+        tmp_path, *ELASTIC, *words("co2"), *more, at=20, victims=(1,), number=signal.SIGSTOP
+    )
+    assert status == 0, text
+    assert_no_step_is_missing(folder)
+    (lost, joined) = changes(folder)
+    assert list(lost["lost"]) == ["1"] and "silent for" in lost["lost"]["1"]
+    assert joined["joined"] == [3] and joined["members"] == [0, 2, 3]
+    assert joined["step"] % TAU == 0, "at a round's end"
+
+
+def test_with_too_few_a_run_saves_and_ends_to_be_started_again(tmp_path: Path) -> None:
+    arguments = (*ELASTIC, SLOW, *words("local_sgd"), "launch.min_replicas=2", "launch.wait_s=1")
+    status, folder, text = disturbed(
+        tmp_path, *arguments, at=32, victims=(0, 1), number=signal.SIGKILL
+    )
+    assert status == PREEMPTED, text
+    (step,) = saved_steps(folder)
+    assert step >= 32 and f"step {step}: 1 replicas, fewer than launch.min_replicas=2" in text
+    again = cli(*arguments, runs=tmp_path / "runs")
+    assert again.status == 0, again.err
+    assert f"resumed at step {step} of {STEPS}" in again.out
+    assert_no_step_is_missing(folder)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+def test_resumed_with_another_number_of_replicas(tmp_path: Path, before: int, after: int) -> None:
+    arguments = ("launch.elastic=true", "train.steps=60", "log.every=1", "train.eval_every=60")
+    arguments = (*arguments, *words("co2"), "checkpoint.every=20")
+    runs, log = tmp_path / "runs", tmp_path / "log"
+    first = (*arguments, f"launch.workers={before}", "toy.delay_s=0.01", "tag=one")
+    folder = folder_of(*first, runs=runs)
+    with started(*first, runs=runs, log=log) as run:
+        until(lambda: 40 in saved_steps(folder), run)
+        for pid in workers(run):
+            os.kill(pid, signal.SIGKILL)
+        assert run.wait() != 0
+    step = max(saved_steps(folder))
+    ended = cli(*first, f"launch.workers={after}", runs=runs)
+    assert ended.status == 0, ended.err
+    assert f"resumed at step {step} of 60" in ended.out
+    assert read_summary(folder)["workers"] == after
+    assert [line["step"] for line in metrics(folder, "train")] == list(range(1, 61))
+
+
+def test_told_to_stop_all_stop_at_the_same_step(tmp_path: Path) -> None:
+    arguments = (*ELASTIC, SLOW, *words("co2"))
+    status, folder, text = disturbed(
+        tmp_path, *arguments, at=20, victims=(2,), number=signal.SIGTERM
+    )
+    assert status == PREEMPTED, text
+    (step,) = saved_steps(folder)
+    assert step < STEPS and step % TAU == 0
+    ended = cli(*arguments, runs=tmp_path / "runs")
+    assert ended.status == 0, ended.err
+    whole = cli(*ELASTIC, *words("co2"), runs=tmp_path / "whole")
+    assert whole.status == 0, whole.err
+    undisturbed = whole.folder
+    assert story(folder) == story(undisturbed), "resumed by as many, it is the same run"
+    assert all(
+        torch.equal(weights(folder)[name], value) for name, value in weights(undisturbed).items()
+    )
+
+
+@pytest.mark.slow  # new interpreters: a forked worker would hold the store's own connection
+def test_workers_end_when_what_started_them_is_killed(tmp_path: Path) -> None:
+    """The store in which they agree is gone with it; the next start goes on from a checkpoint."""
+    arguments = (*ELASTIC, *words("co2"), "checkpoint.every=10", "toy.delay_s=0.05")
+    runs, log = tmp_path / "runs", tmp_path / "log"
+    folder = folder_of(*arguments, runs=runs)
+    with started(*arguments, runs=runs, log=log, interpreter=True) as run:
+        until(lambda: 20 in saved_steps(folder), run)
+        pids = workers(run)
+        os.kill(run.pid, signal.SIGKILL)
+        run.wait()
+        for pid in pids:
+            for _ in itertools.count():
+                if not Path(f"/proc/{pid}").exists():
+                    break
+    assert log.read_text().count("the store of the run's members is gone") == 3
+    ended = cli(*arguments, runs=runs)
+    assert ended.status == 0 and "resumed at step" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("method=allreduce",), "method=allreduce: has no rounds at whose end"),
+        (("method=sparseloco",), "method=sparseloco: what a replica has not sent yet"),
+        (("method=co2", "co2.tau=auto"), "method=co2: tau=auto times rounds"),
+        (("method=co2", "co2.shard=true"), "method=co2: co2.shard=true leaves each replica"),
+        (
+            ("method=co2", "launch.workers=4", "mesh.replica_size=2"),
+            "a replica of several workers ends with any of them",
+        ),
+        (("method=co2", "launch.min_replicas=3"), "must be at most launch.workers, which is 2"),
+    ],
+)
+def test_what_cannot_be_elastic_is_refused(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configured("launch.elastic=true", *arguments, runs=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_under_torchrun_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="starts the workers of an elastic run itself"):
+        configured("launch.elastic=true", "method=co2", runs=tmp_path / "runs")

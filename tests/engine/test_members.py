@@ -1,0 +1,209 @@
+"""Members agree on what counts and who is left, and a mean is then one of those who took part."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from co2.comm.members import Expelled, MemberLost, Members
+from co2.comm.mesh import Mesh
+from co2.methods import METHODS
+from tests.workers import Pool
+
+TAU, ROUNDS, RATE = 3, 5, 0.1
+CONFIGS: dict[str, dict[str, Any]] = {
+    "local_sgd": {},
+    "co2": {"gap_penalty": "none", "outer_momentum": 0.3},
+}
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def member(rank: int, port: int, silent_s: float = 30.0) -> Members:
+    dist.destroy_process_group()  # the pool's own
+    return Members(("127.0.0.1", port), rank, silent_s)
+
+
+def vanish(members: Members) -> None:
+    """As if this process were killed; what started it says so."""
+    members._watch.close()
+    members._sockets.cut()
+    members.store.set(f"gone/{members.me}", "-9")
+    members.store.add("departures", 1)
+
+
+def target(rank: int) -> torch.Tensor:
+    return torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64) * (rank + 1)
+
+
+def train(rank: int, world: int, port: int, name: str, victim: int, at: int) -> list[float] | None:
+    """Replicas with a quadratic loss each. The victim vanishes before its step `at`."""
+    members = member(rank, port)
+    members.first(range(world))
+    mesh = replace(Mesh.world(), members=members)
+    model = nn.Linear(3, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    cls = METHODS[name]
+    method = cls(cls.Config(tau=TAU, **CONFIGS[name]))
+    method.prepare(model, optimizer, mesh)
+    members.formed()
+    for step in range(TAU * ROUNDS):
+        if rank == victim and step == at:
+            time.sleep(0.5)  # so that the mean of the round before has arrived everywhere
+            vanish(members)
+            return None
+        loss = 0.5 * (model.weight.flatten() - target(rank)).square().sum()
+        loss.backward()
+        try:
+            method.step()
+        except MemberLost:
+            while True:
+                members.renew(admit=False)
+                try:
+                    method.regroup(replace(Mesh.world(), members=members))
+                    members.formed()
+                    method.launch_again()
+                    method.go_on()
+                    break
+                except MemberLost:
+                    continue
+        optimizer.zero_grad()
+    method.flush()
+    assert members.ids == tuple(one for one in range(world) if one != victim)
+    members.agree()
+    members.leave()
+    return model.weight.flatten().tolist()
+
+
+def simulated(world: int, name: str, victim: int, at: int) -> np.ndarray:
+    """The same in one process: the mean of a round is that of those who have ended it."""
+    targets = [np.array([1.0, -2.0, 0.5]) * (rank + 1) for rank in range(world)]
+    anchor, momentum, late = np.zeros(3), np.zeros(3), None
+    for number in range(ROUNDS):
+        there = [r for r in range(world) if r != victim or (number + 1) * TAU <= at]
+        ends = []
+        for rank in there:
+            x = anchor.copy()
+            for _ in range(TAU):
+                x -= RATE * (x - targets[rank])
+            ends.append(anchor - x)
+        mean = np.mean(ends, axis=0)
+        if name == "local_sgd":
+            anchor = anchor - mean
+        else:
+            momentum = CONFIGS["co2"]["outer_momentum"] * momentum + (0 if late is None else late)
+            anchor, late = anchor - momentum, mean
+    return anchor
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("world", "victim", "at"), [(2, 1, 4), (3, 0, 7), (3, 1, 6)])
+def test_a_mean_is_that_of_those_who_are_left(
+    workers: Pool, store: dist.TCPStore, name: str, world: int, victim: int, at: int
+) -> None:
+    """Equal to a simulation in one process, for a loss amid a round and one at its begin."""
+    ended = workers.run(train, world, store.port, name, victim, at)
+    expected = simulated(world, name, victim, at)
+    for rank, weights in enumerate(ended):
+        if rank == victim:
+            assert weights is None
+        else:
+            np.testing.assert_allclose(weights, expected, rtol=1e-12)
+
+
+def decide(rank: int, world: int, port: int) -> str:
+    """A collective ends well on every member but the last, which finds it failed."""
+    members = member(rank, port)
+    members.first(range(world))
+    members.formed()
+    ticket = members.open()
+    try:
+        if rank == world - 1:
+            time.sleep(0.2)
+            members.failed(ticket, RuntimeError("connection closed"))
+        members.ended(ticket, well=True)
+        members.settle(ticket)
+        found = "counts"
+    except MemberLost:
+        found = "lost"
+    assert members.counts(ticket) == (found == "counts"), "asked again it is the same"
+    members.renew(admit=False)
+    assert members.ids == tuple(range(world)), "nobody is gone"
+    members.formed()
+    members.agree()
+    members.leave()
+    return found
+
+
+def test_what_failed_on_one_member_counts_for_none(workers: Pool, store: dist.TCPStore) -> None:
+    assert set(workers.run(decide, 3, store.port)) == {"lost"}
+
+
+def stand_still(rank: int, world: int, port: int) -> str:
+    """The last one gives no sign of life for a while, and then wants to go on."""
+    members = member(rank, port, silent_s=1.0)
+    members.first(range(world))
+    members.formed()
+    members.agree()
+    if rank == world - 1:
+        members._watch.close()
+        time.sleep(3.0)
+        try:
+            members.renew(admit=False)
+        except Expelled as ended:
+            return str(ended)
+        return "let in again"
+    try:
+        members.agree()
+    except MemberLost:
+        members.renew(admit=False)
+        members.formed()
+        members.agree()
+    found = f"{members.ids} without {list(members.lost)}"
+    time.sleep(3.0)
+    members.leave()
+    return found
+
+
+def test_who_was_silent_for_too_long_is_not_let_in_again(
+    workers: Pool, store: dist.TCPStore
+) -> None:
+    *others, last = workers.run(stand_still, 3, store.port)
+    assert set(others) == {"(0, 1) without [2]"}
+    assert last == "worker 2 was silent; the others have gone on without it"
+
+
+def come(rank: int, world: int, port: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The last one comes to the others, who find in a decision that somebody waits."""
+    members = member(rank, port)
+    if rank == world - 1:
+        members.join()
+        members.formed()
+        members.agree()
+        members.leave()
+        return members.joined, ()
+    members.first(range(world - 1))
+    members.formed()
+    while not members.change_due:
+        members.agree()
+        time.sleep(0.02)
+    members.renew(admit=True)
+    ids = members.ids
+    members.formed()
+    members.agree()
+    members.leave()
+    return members.joined, ids
+
+
+def test_newcomers_are_let_in_where_all_have_agreed(workers: Pool, store: dist.TCPStore) -> None:
+    *others, (own, _) = workers.run(come, 4, store.port)
+    assert others == [((3,), (0, 1, 2, 3))] * 3 and own == (3,)
