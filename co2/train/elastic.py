@@ -8,6 +8,7 @@ the others there when one is gone, sooner than its silence would.
 import multiprocessing
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
@@ -70,9 +71,11 @@ def check(config: Config, method: Method, started: bool, device: str) -> None:
     require(gloo, key, value, hint)
 
 
-def launch(worker: Callable[[int], int], config: LaunchConfig) -> int:
+def launch(worker: Callable[[int], int], config: LaunchConfig, killed: threading.Event) -> int:
     """Run `worker(number)` in `config.workers` processes, and in others where some are lost.
 
+    Args:
+        killed: set when a person has had all workers killed: then no other is started.
     Returns:
         The exit status: 0 if any worker has ended well, which only all that are left can do.
     """
@@ -105,7 +108,8 @@ def launch(worker: Callable[[int], int], config: LaunchConfig) -> int:
                 continue
             store.set(f"gone/{number}", str(status))
             store.add("departures", 1)
-            if running and restarts > 0 and status not in _FINAL:
+            again = running and restarts > 0 and status not in _FINAL
+            if again and not killed.is_set():
                 restarts -= 1
                 start(next_number, begins=False)
                 next_number += 1

@@ -142,8 +142,8 @@ def run(worker: Worker, config: Config) -> int:
     if me is not None:
         return _as_worker(worker, config, me)
     if config.launch.elastic:
-        with _forwarded(STOP_SIGNALS):
-            return elastic.launch(partial(_guarded, worker, config), config.launch)
+        with _forwarded(STOP_SIGNALS) as killed:
+            return elastic.launch(partial(_guarded, worker, config), config.launch, killed)
     if config.launch.workers == 1:
         return _guarded(worker, config, 0)
     return _spawn(worker, config)
@@ -271,8 +271,9 @@ def _spawn(worker: Worker, config: Config) -> int:
 
 
 @contextlib.contextmanager
-def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
-    """Inside, these signals are handed on to the workers. A second Ctrl-C kills the workers.
+def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[threading.Event]:
+    """Inside, these signals are handed on to the workers. A second Ctrl-C kills the workers, and
+    sets the event.
 
     The signals are blocked in this process, and so in the workers that it starts, which unblock
     them when they train (StopVote). A signal that comes before that waits, and is not lost.
@@ -281,18 +282,20 @@ def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
     # Python's resource tracker must start with them blocked, too; starting it unblocks some here.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    done = threading.Event()
-    thread = threading.Thread(target=_forward, args=(signals, done), daemon=True)
+    done, killed = threading.Event(), threading.Event()
+    thread = threading.Thread(target=_forward, args=(signals, done, killed), daemon=True)
     thread.start()
     try:
-        yield
+        yield killed
     finally:
         done.set()
         thread.join()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _forward(signals: tuple[signal.Signals, ...], done: threading.Event) -> None:
+def _forward(
+    signals: tuple[signal.Signals, ...], done: threading.Event, killed: threading.Event
+) -> None:
     received: list[int] = []
     reached: set[tuple[int, int]] = set()
     while not done.wait(0.1):
@@ -302,6 +305,8 @@ def _forward(signals: tuple[signal.Signals, ...], done: threading.Event) -> None
         if not received:
             continue
         number = signal.SIGKILL if received.count(signal.SIGINT) > 1 else received[-1]
+        if number == signal.SIGKILL:
+            killed.set()
         for child in multiprocessing.active_children():
             if child.pid is not None and (child.pid, number) not in reached:
                 reached.add((child.pid, number))
