@@ -30,6 +30,8 @@ PARTS = ("train", "val")
 SEPARATOR = "<|endoftext|>"
 """The token that ends every document."""
 
+_WIDTHS = {"uint16": 2, "uint32": 4}
+"""Bytes of a token id, by the type that meta.json names."""
 _FILES = {"train.bin", "val.bin", "meta.json", "tokenizer.json"}
 
 
@@ -60,14 +62,16 @@ def open_store(folder: Path) -> Store | None:
     """
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        width = np.dtype(meta["dtype"]).itemsize
+        if meta["dtype"] not in _WIDTHS:
+            return None
+        width = _WIDTHS[meta["dtype"]]
         for part in PARTS:
             size = (folder / f"{part}.bin").stat().st_size
             if size != meta["parts"][part]["tokens"] * width:
                 return None
-        whole = all((folder / name).exists() for name in meta["files"])
+        whole = set(meta["files"]) <= _FILES and all((folder / n).exists() for n in meta["files"])
         return Store(folder, meta) if whole and meta["format"] == FORMAT else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

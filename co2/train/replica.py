@@ -164,12 +164,20 @@ class ReplicaState:
             first = next(iter(failed.failures.values()))[0]
             raise OSError(str(first)) from None
 
+    def check(self, folder: Path) -> None:
+        """Raise an error of some kind where the description of what is saved cannot be read."""
+        from co2.train.shards import Reader
+
+        Reader(folder).read_metadata()
+
     def read(self, folder: Path) -> None:
         """Load into place. Collective in the replica."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-        reader = dcp.FileSystemReader(folder)
+        from co2.train.shards import Planner, Reader
+
+        reader = Reader(folder)
         order = [param for group in self.inner.param_groups for param in group["params"]]
         numbers = {param: number for number, param in enumerate(order)}
         state: dict[str, Any] = self._weights()
@@ -182,7 +190,7 @@ class ReplicaState:
                 state[key] = None
                 if isinstance(saved, TensorStorageMetadata):
                     state[key] = _empty(saved.size, saved.properties.dtype, self.params[name])
-        dcp.load(state, storage_reader=reader, process_group=self.group)
+        dcp.load(state, storage_reader=reader, planner=Planner(), process_group=self.group)
         packed = self.inner.state_dict()
         packed["state"] = {}
         for number, field, key in fields:
