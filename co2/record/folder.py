@@ -72,7 +72,7 @@ def check_folder(config: Config, world: int) -> None:
         ConfigError: names the first key that differs.
     """
     folder = run_folder(config)
-    _check_place(config, folder)
+    _check_place(config.runs)
     if config.resume is Resume.never or not (folder / "config.yaml").exists():
         return
     if not (folder / "summary.json").exists():
@@ -93,15 +93,16 @@ def check_folder(config: Config, world: int) -> None:
             )
 
 
-def _check_place(config: Config, folder: Path) -> None:
-    """Refuse a place where no folder can be made."""
+def _check_place(runs: str) -> None:
+    """Refuse a place where no folder of runs can be made."""
+    place = Path(runs).absolute()
     try:
-        there = next(path for path in (folder, *folder.parents) if path.exists())
+        there = next(path for path in (place, *place.parents) if path.exists())
     except OSError as error:
-        raise ConfigError("runs", config.runs, f"cannot be used ({error.strerror})") from None
-    hint = f"must be a folder that can be written; {there} is "
-    require(there.is_dir(), "runs", config.runs, hint + "no folder")
-    require(os.access(there, os.W_OK | os.X_OK), "runs", config.runs, hint + "none")
+        raise ConfigError("runs", runs, f"cannot be used ({error.strerror})") from None
+    require(there.is_dir(), "runs", runs, f"{there} is no folder; give one that can be written")
+    writable = os.access(there, os.W_OK | os.X_OK)
+    require(writable, "runs", runs, f"{there} cannot be written; give a folder that can")
 
 
 def _kept(folder: Path) -> dict[str, Any]:
@@ -170,7 +171,7 @@ def read_summary(config: Config) -> Summary | None:
     folder = run_folder(config)
     try:
         return Summary.read(folder)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise _damaged(folder / "summary.json") from None
 
 

@@ -158,8 +158,9 @@ class Checkpoints:
             if manifest["step"] != step:
                 return f"it is of step {manifest['step']}"
             sums = manifest["sha256"]
+            files = {own: self._inside(folder / own) for own in (name, *sums)}
             for own in (name, *self._mine(sums)):
-                if _sha256(self._inside(folder / own)) != sums[own]:
+                if _sha256(files[own]) != sums[own]:
                     return f"{own}: checksum differs"
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failed:
             return f"{MANIFEST} or {name}: {failed}"

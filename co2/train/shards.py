@@ -38,7 +38,7 @@ class Reader(dcp.FileSystemReader):
         if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
             raise pickle.UnpicklingError("it describes no checkpoint")
         names = {str(place.relative_path) for place in found.storage_data.values()}
-        elsewhere = [name for name in names if Path(name).name != name]
+        elsewhere = [name for name in names if Path(name).name != name or name in ("", "..")]
         if elsewhere:
             raise pickle.UnpicklingError(f"it names a file elsewhere: {min(elsewhere)}")
         return found

@@ -1,0 +1,458 @@
+"""Files that are damaged, or made by somebody who means harm.
+
+Nothing in them is run, no file elsewhere is read or removed, and what is said of them is one line.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import yaml
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+import train
+from co2.app.application import App
+from co2.record.folder import plain, run_folder
+from co2.train import checkpoint, launch
+from co2.train.checkpoint import MANIFEST
+from co2.train.shards import Planner, Reader
+from tasks import TASKS
+from tests.cli.harness import TOY, configured
+from tests.cli.refused import MARK, Payload, files, pickled, refused, tagged
+from tests.cli.test_checkpoint import assert_state, checkpoints, state
+
+Spoil = Callable[[Path], object]
+DEEP = "[" * 100_000
+"""JSON that exhausts the reader's stack."""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, in which no worker is started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "run", lambda *_: pytest.fail("workers were started"))
+    return tmp_path
+
+
+def test_the_payloads_work(tmp_path: Path) -> None:
+    """Or the tests below would prove nothing: who loads them without care runs them."""
+    pickle.loads(pickled(tmp_path))
+    assert (tmp_path / MARK).exists()
+    (tmp_path / MARK).rmdir()
+    yaml.load(tagged(tmp_path), yaml.UnsafeLoader)
+    assert (tmp_path / MARK).exists()
+
+
+def manifest(**changes: Any) -> Spoil:
+    """Other values in a checkpoint's manifest."""
+
+    def spoil(folder: Path) -> None:
+        path = folder / MANIFEST
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return spoil
+
+
+def whole_manifest(text: str) -> Spoil:
+    return lambda folder: (folder / MANIFEST).write_text(text)
+
+
+def rank_file(make: Callable[[Path], bytes], summed: bool = True) -> Spoil:
+    """Another file of worker 0, and its checksum in the manifest."""
+
+    def spoil(folder: Path) -> None:
+        data = make(folder)
+        (folder / "rank_0.pt").write_bytes(data)
+        if summed:
+            manifest(sha256={"rank_0.pt": hashlib.sha256(data).hexdigest()})(folder)
+
+    return spoil
+
+
+def of_torch(make: Callable[[Path], object]) -> Callable[[Path], bytes]:
+    """The file that torch.save makes of an object."""
+
+    def data(folder: Path) -> bytes:
+        torch.save(make(folder), path := folder / "made")
+        return path.read_bytes()
+
+    return data
+
+
+def also_named(name: str) -> Spoil:
+    """A further file in the manifest: one that is elsewhere, with its own checksum."""
+
+    def spoil(folder: Path) -> None:
+        sums = json.loads((folder / MANIFEST).read_text())["sha256"]
+        place = name.replace("ROOT", str(folder.parents[1]))
+        digest = hashlib.sha256((folder.parents[1] / "secret").read_bytes()).hexdigest()
+        manifest(sha256={**sums, place: digest})(folder)
+
+    return spoil
+
+
+def linked(name: str) -> Spoil:
+    """A file of the checkpoint lies elsewhere, behind a link, and is sound."""
+
+    def spoil(folder: Path) -> None:
+        shutil.copy(folder / name, target := folder.parents[1] / "elsewhere")
+        (folder / name).unlink()
+        (folder / name).symlink_to(target)
+
+    return spoil
+
+
+def folder_linked(folder: Path) -> None:
+    folder.rename(target := folder.parents[1] / "moved")
+    folder.symlink_to(target)
+
+
+def a_pipe(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
+    os.mkfifo(folder / MANIFEST)
+
+
+def of_here(folder: Path) -> Path:
+    """Where a payload in a checkpoint leaves its mark."""
+    return folder.parents[1]
+
+
+CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
+    "torch.save of a payload": (rank_file(of_torch(lambda f: Payload(of_here(f)))), "be read"),
+    "payload amid the state": (
+        rank_file(of_torch(lambda f: {**state(2), "more": Payload(of_here(f))})),
+        "cannot be read",
+    ),
+    "a bare pickle": (rank_file(lambda f: pickled(of_here(f))), "cannot be read"),
+    "a bare pickle, not summed": (rank_file(lambda f: pickled(of_here(f)), False), "checksum"),
+    "empty, and summed": (rank_file(lambda f: b""), "cannot be read"),
+    "cut, and summed": (rank_file(lambda f: (f / "rank_0.pt").read_bytes()[:-99]), "be read"),
+    "no state": (rank_file(of_torch(lambda f: [1, 2])), "holds no state"),
+    "a file by a link": (linked("rank_0.pt"), "lies elsewhere"),
+    "a manifest by a link": (linked(MANIFEST), "lies elsewhere"),
+    "a folder by a link": (folder_linked, "lies elsewhere"),
+    "a manifest that is a pipe": (a_pipe, "is no file"),
+    "step": (manifest(step=9), "it is of step 9"),
+    "step as a text": (manifest(step="2"), "it is of step 2"),
+    "no step": (manifest(step=None), "it is of step None"),
+    "world": (manifest(world=7), "saved by 7 workers"),
+    "world as a list": (manifest(world=[1]), "saved by [1] workers"),
+    "world with a line end": (manifest(world="1\nerror"), r"saved by 1\nerror workers"),
+    "no checksums": (manifest(sha256=None), MANIFEST),
+    "checksums as a list": (manifest(sha256=["rank_0.pt"]), MANIFEST),
+    "another's checksums": (manifest(sha256={"rank_1.pt": "0"}), MANIFEST),
+    "a name with ..": (also_named("../../secret"), "lies elsewhere"),
+    "a shared name with ..": (also_named("replica_0/../../../secret"), "lies elsewhere"),
+    "an absolute name": (also_named("ROOT/secret"), "lies elsewhere"),
+    "a name with NUL": (manifest(sha256={"rank_0.pt": "0", "a\0b": "0"}), MANIFEST),
+    "a list": (whole_manifest("[]"), MANIFEST),
+    "null": (whole_manifest("null"), MANIFEST),
+    "a deep list": (whole_manifest(DEEP), MANIFEST),
+    "no UTF-8": (lambda folder: (folder / MANIFEST).write_bytes(b"\xff\xfe{"), MANIFEST),
+}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_checkpoint(tmp_path: Path, kind: str) -> None:
+    """It is said in one line and set aside, and the one before is used."""
+    spoil, says = CHECKPOINTS[kind]
+    (tmp_path / "secret").write_text("not a checkpoint's")
+    lines: list[str] = []
+    saver = checkpoints(tmp_path / "checkpoints", lines=lines)
+    for step in (1, 2):
+        assert saver.save(step, state(step))
+    spoil(tmp_path / "checkpoints" / "step_2")
+    before = {n: d for n, d in files(tmp_path).items() if not n.startswith("checkpoints")}
+    assert_state(saver.load(), 1)
+    (line,) = lines
+    assert line.startswith("checkpoint step_2 is damaged (") and says in line
+    assert line.isprintable()
+    assert saver.steps() == [1]
+    for step in (2, 3, 4):  # what was set aside goes, too, and nothing else
+        assert saver.save(step, state(step))
+    assert {n: d for n, d in files(tmp_path).items() if not n.startswith("checkpoints")} == before
+    assert not (tmp_path / MARK).exists()
+
+
+@pytest.mark.parametrize("name", ["step_²", "step_٣", "step_-1", "step_1e3", "step_"])
+def test_names_that_are_no_step(tmp_path: Path, name: str) -> None:
+    saver = checkpoints(tmp_path)
+    (tmp_path / name).mkdir()
+    assert saver.steps() == [] and saver.load() is None
+    assert (tmp_path / name).exists()
+
+
+def parts(folder: Path, state: dict[str, Any]) -> Path:
+    """What the workers of a replica save together, by a single one."""
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    return folder
+
+
+def described(folder: Path, change: Callable[[Any], object]) -> None:
+    """Another description of what is saved."""
+    path = folder / ".metadata"
+    found = pickle.loads(path.read_bytes())
+    change(found)
+    path.write_bytes(pickle.dumps(found))
+
+
+class TestParts:
+    def test_sound_ones_are_read(self, tmp_path: Path) -> None:
+        saved = {"weight/a": torch.arange(6.0), "inner/a/step": 3, "inner/a/none": None}
+        folder = parts(tmp_path / "replica_0", saved)
+        found = {"weight/a": torch.zeros(6), "inner/a/step": 0, "inner/a/none": 1}
+        dcp.load(found, storage_reader=Reader(folder), planner=Planner(), no_dist=True)
+        assert torch.equal(found.pop("weight/a"), saved.pop("weight/a"))  # type: ignore[arg-type]
+        assert found == saved
+
+    def test_a_payload_is_not_run(self, tmp_path: Path) -> None:
+        folder = parts(tmp_path / "replica_0", {"weight/a": torch.zeros(3)})
+        described(folder, lambda found: setattr(found, "planner_data", Payload(tmp_path)))
+        with pytest.raises(pickle.UnpicklingError, match="is no part of a checkpoint"):
+            Reader(folder).read_metadata()
+        (folder / ".metadata").write_bytes(pickled(tmp_path))
+        with pytest.raises(pickle.UnpicklingError):
+            Reader(folder).read_metadata()
+        assert not (tmp_path / MARK).exists()
+
+    @pytest.mark.parametrize("place", ["../secret", "/etc/passwd", "..", "a/../../secret"])
+    def test_a_file_elsewhere_is_not_read(self, tmp_path: Path, place: str) -> None:
+        folder = parts(tmp_path / "replica_0", {"weight/a": torch.zeros(3)})
+
+        def change(found: Any) -> None:
+            for info in found.storage_data.values():
+                info.relative_path = place
+
+        described(folder, change)
+        with pytest.raises(pickle.UnpicklingError, match="names a file elsewhere"):
+            Reader(folder).read_metadata()
+
+    def test_a_tensor_that_is_called_a_value(self, tmp_path: Path) -> None:
+        """PyTorch itself would load it as any pickle."""
+        torch.save(Payload(tmp_path), tmp_path / "payload")
+        folder = parts(tmp_path / "replica_0", {"weight/a": "a value"})
+        data = (tmp_path / "payload").read_bytes()
+        (file,) = folder.glob("*.distcp")
+        file.write_bytes(data)
+
+        def change(found: Any) -> None:
+            assert found.state_dict_metadata == {"weight/a": BytesStorageMetadata()}
+            for info in found.storage_data.values():
+                info.offset, info.length = 0, len(data)
+
+        described(folder, change)
+        own = {"storage_reader": Reader(folder), "no_dist": True}
+        with pytest.raises(CheckpointException, match="UnpicklingError: Weights only"):
+            dcp.load({"weight/a": ""}, planner=Planner(), **own)
+        assert not (tmp_path / MARK).exists()
+        dcp.load({"weight/a": ""}, **own)  # PyTorch's own planner
+        assert (tmp_path / MARK).exists()
+
+
+@pytest.fixture
+def run(here: Path) -> Path:
+    """The folder of a run that has begun, as far as a start looks at it."""
+    config = configured("method=co2", runs=here / "runs")
+    folder = run_folder(config)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(plain(config, 2)))
+    return folder
+
+
+def text(name: str, make: Callable[[Path], str] | str) -> Spoil:
+    """Another text in a file of the run's folder."""
+
+    def spoil(folder: Path) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(make if isinstance(make, str) else make(Path.cwd()))
+
+    return spoil
+
+
+def a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("no folder")
+
+
+SAVED = "checkpoints/step_2/manifest.json"
+RUNS: dict[str, tuple[Spoil, str]] = {
+    "config with code": (text("config.yaml", tagged), "config.yaml is damaged"),
+    "config with code in a value": (
+        text("config.yaml", lambda here: f"train:\n  steps: {tagged(here)}"),
+        "config.yaml is damaged",
+    ),
+    "config that is a list": (text("config.yaml", "[1, 2]"), "config.yaml is damaged"),
+    "config that is empty": (text("config.yaml", ""), "config.yaml is damaged"),
+    "config that is torn": (text("config.yaml", "train: {steps:"), "config.yaml is damaged"),
+    "config that is deep": (text("config.yaml", DEEP), "config.yaml is damaged"),
+    "config of another run": (text("config.yaml", "co2: {tau: 99}"), "holds a run with"),
+    "config that is no text": (
+        lambda folder: (folder / "config.yaml").write_bytes(b"\xff\0"),
+        "config.yaml is damaged",
+    ),
+    "summary that is torn": (text("summary.json", '{"title": '), "summary.json is damaged"),
+    "summary that is a list": (text("summary.json", "[]"), "summary.json is damaged"),
+    "summary without figures": (text("summary.json", "{}"), "summary.json is damaged"),
+    "summary that is deep": (text("summary.json", DEEP), "summary.json is damaged"),
+    "format of the past": (text(SAVED, '{"format": 1}'), "another version"),
+    "format of the future": (text(SAVED, '{"format": 99}'), "another version"),
+    "no format": (text(SAVED, "{}"), "another version"),
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_run_folder(run: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    spoil, says = RUNS[kind]
+    spoil(run)
+    here = Path.cwd()
+    before = files(here)
+    words = [*TOY, "method=co2", f"runs={here / 'runs'}"]
+    assert says in refused(train.APP.main, words, capsys)
+    assert files(here) == before and MARK not in before
+
+
+@pytest.fixture
+def start(here: Path) -> Path:
+    """A finished run of the toy, as far as `init_from` looks at it."""
+    folder = here / "start"
+    folder.mkdir()
+    config = configured("method=co2", runs=here / "runs")
+    torch.save(train.APP.make_task(config).model().state_dict(), folder / "model.pt")
+    (folder / "config.yaml").write_text(yaml.safe_dump(plain(config, 2)))
+    (folder / "manifest.json").write_text('{"data": {}}')
+    (folder / "summary.json").write_text("{}")
+    return folder
+
+
+def model(change: Callable[[dict[str, Any], Path], object]) -> Spoil:
+    """Other weights."""
+
+    def spoil(folder: Path) -> None:
+        weights = torch.load(folder / "model.pt", weights_only=True)
+        torch.save(change(weights, folder.parent) or weights, folder / "model.pt")
+
+    return spoil
+
+
+def first(weights: dict[str, Any], value: float | None = None) -> str:
+    """The name of the first weight, which gets a value in one place."""
+    name = next(iter(weights))
+    if value is not None:
+        weights[name].view(-1)[-1] = value
+    return name
+
+
+def gone(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+STARTS: dict[str, tuple[Spoil, str]] = {
+    "no folder": (gone, "no such folder"),
+    "a file": (a_file, "no such folder"),
+    "no finished run": (lambda f: (f / "summary.json").unlink(), "no summary.json"),
+    "no weights": (lambda f: (f / "model.pt").unlink(), "no model.pt"),
+    "a payload": (model(lambda w, here: Payload(here)), "model.pt cannot be read"),
+    "a payload amid the weights": (
+        model(lambda w, here: w.update(more=Payload(here))),
+        "model.pt cannot be read",
+    ),
+    "a bare pickle": (
+        lambda f: (f / "model.pt").write_bytes(pickled(f.parent)),
+        "model.pt cannot be read",
+    ),
+    "cut": (
+        lambda f: (f / "model.pt").write_bytes((f / "model.pt").read_bytes()[:-99]),
+        "model.pt cannot be read",
+    ),
+    "empty": (lambda f: (f / "model.pt").write_bytes(b""), "model.pt cannot be read"),
+    "a list": (model(lambda w, _: list(w.values())), "holds no weights by name"),
+    "a number among them": (model(lambda w, _: w.update(more=3)), "holds no weights by name"),
+    "NaN": (model(lambda w, _: first(w, float("nan")) and None), "is not finite"),
+    "infinity": (model(lambda w, _: first(w, float("-inf")) and None), "is not finite"),
+    "another shape": (
+        model(lambda w, _: w.update({first(w): torch.zeros(3, 3, 3)})),
+        "has the shape (3, 3, 3) there",
+    ),
+    "one is missing": (model(lambda w, _: w.pop(first(w)) is None or w), "the shape none there"),
+    "one too many": (model(lambda w, _: w.update(more=torch.zeros(2))), "and none here"),
+    "config with code": (text("config.yaml", tagged), "missing or damaged"),
+    "config of another task": (text("config.yaml", "task: gpt2"), "is a run of task=gpt2"),
+    "config that is a number": (text("config.yaml", "7"), "missing or damaged"),
+    "manifest that is torn": (text("manifest.json", '{"data"'), "missing or damaged"),
+    "manifest that is deep": (text("manifest.json", DEEP), "missing or damaged"),
+    "manifest without data": (text("manifest.json", "{}"), "missing or damaged"),
+}
+
+
+@pytest.mark.parametrize("kind", STARTS)
+def test_init_from(start: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    spoil, says = STARTS[kind]
+    spoil(start)
+    before = files(start.parent)
+    words = [*TOY, "method=co2", f"runs={start.parent / 'runs'}", f"init_from={start}"]
+    line = refused(train.APP.main, words, capsys)
+    assert line.startswith(f"init_from={start}: ") and says in line
+    assert files(start.parent) == before and MARK not in before
+
+
+def test_init_from_a_sound_run(start: Path) -> None:
+    config = configured("method=co2", f"init_from={start}", runs=start.parent / "runs")
+    train.APP.prepare_data(config)
+
+
+CONFIGURATIONS: dict[str, tuple[str, Callable[[Path], str], str]] = {
+    "code in a method": ("method/co2.yaml", lambda here: f"co2: {tagged(here)}", "co2.yaml, line"),
+    "code in a task": ("task/toy.yaml", lambda here: f"toy: {tagged(here)}", "toy.yaml, line"),
+    "code in the root": ("config.yaml", tagged, "config.yaml, line"),
+    "code in tuned settings": ("tuned/toy/co2.yaml", tagged, "co2.yaml, line 1"),
+    "torn tuned settings": ("tuned/toy/co2.yaml", lambda _: "co2: {tau:", "tuned=true"),
+    "an unknown tuned key": ("tuned/toy/co2.yaml", lambda _: "co2: {tua: 3}", "co2.tua=3"),
+    "a wrong tuned value": ("tuned/toy/co2.yaml", lambda _: "co2: {outer_lr: x}", "co2.outer_lr"),
+    "interpolation in tuned settings": (
+        "tuned/toy/co2.yaml",
+        lambda _: "co2: {outer_lr: '${oc.env:HOME}'}",
+        "co2.outer_lr=${oc.env:HOME}: must be a number",
+    ),
+    "a target in tuned settings": (
+        "tuned/toy/co2.yaml",
+        lambda here: f"co2: {{_target_: os.mkdir, _args_: ['{here / MARK}']}}",
+        "co2._target_=os.mkdir",
+    ),
+    "a target in a method": (
+        "method/co2.yaml",
+        lambda here: (train.APP.conf / "method/co2.yaml").read_text() + "  _target_: os.mkdir\n",
+        "co2._target_=os.mkdir",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGURATIONS)
+def test_configuration(here: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    name, make, says = CONFIGURATIONS[kind]
+    conf = shutil.copytree(train.APP.conf, here / "conf")
+    (conf / name).parent.mkdir(exist_ok=True)
+    (conf / name).write_text(make(here))
+    before = files(here)
+    app = App(conf, TASKS)
+    words = ["task=toy", "method=co2", *(["tuned=true"] if name.startswith("tuned") else [])]
+    assert says in refused(app.main, words, capsys)
+    assert files(here) == before and MARK not in before
+
+
+def test_unread_files_are_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that is refused by its manifest is not even opened."""
+    saver = checkpoints(tmp_path)
+    assert saver.save(1, state(1))
+    manifest(world=2)(tmp_path / "step_1")
+    monkeypatch.setattr(checkpoint, "_sha256", lambda path: pytest.fail(f"{path} was read"))
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    assert saver.load() is None
