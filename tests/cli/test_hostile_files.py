@@ -24,6 +24,7 @@ from co2.app.application import App
 from co2.record.folder import plain, run_folder
 from co2.train import checkpoint, launch
 from co2.train.checkpoint import MANIFEST
+from co2.train.replica import ReplicaState
 from co2.train.shards import Planner, Reader
 from tasks import TASKS
 from tests.cli.harness import TOY, configured
@@ -205,6 +206,28 @@ def described(folder: Path, change: Callable[[Any], object]) -> None:
     path.write_bytes(pickle.dumps(found))
 
 
+def elsewhere(found: Any) -> dict[Any, Any]:
+    """What is saved lies outside the folder."""
+    for info in found.storage_data.values():
+        info.relative_path = "../../../secret"
+    return found.storage_data
+
+
+class Shared:
+    """What the workers of a replica save together, without workers."""
+
+    check = ReplicaState.check
+
+    def __init__(self) -> None:
+        self.read_from: list[Path] = []
+
+    def write(self, folder: Path) -> None:
+        parts(folder, {"weight/a": torch.zeros(3)})
+
+    def read(self, folder: Path) -> None:
+        self.read_from.append(folder)
+
+
 class TestParts:
     def test_sound_ones_are_read(self, tmp_path: Path) -> None:
         saved = {"weight/a": torch.arange(6.0), "inner/a/step": 3, "inner/a/none": None}
@@ -222,6 +245,33 @@ class TestParts:
         (folder / ".metadata").write_bytes(pickled(tmp_path))
         with pytest.raises(pickle.UnpicklingError):
             Reader(folder).read_metadata()
+        assert not (tmp_path / MARK).exists()
+
+    @pytest.mark.parametrize("kind", ["payload", "elsewhere", "by a link", "cut"])
+    def test_they_cost_one_checkpoint(self, tmp_path: Path, kind: str) -> None:
+        """Their checksums are right."""
+        lines: list[str] = []
+        saver = checkpoints(tmp_path / "checkpoints", lines=lines)
+        saver.shared = Shared()  # type: ignore[assignment]
+        for step in (1, 2):
+            assert saver.save(step, state(step))
+        folder = tmp_path / "checkpoints" / "step_2"
+        path = folder / "replica_0" / ".metadata"
+        if kind == "payload":
+            described(path.parent, lambda found: setattr(found, "planner_data", Payload(tmp_path)))
+        elif kind == "elsewhere":
+            described(path.parent, lambda found: setattr(found, "storage_data", elsewhere(found)))
+        elif kind == "cut":
+            path.write_bytes(path.read_bytes()[:-9])
+        else:
+            path.rename(tmp_path / "metadata")
+            path.symlink_to(tmp_path / "metadata")
+        sums = json.loads((folder / MANIFEST).read_text())["sha256"]
+        sums["replica_0/.metadata"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        manifest(sha256=sums)(folder)
+        assert_state(saver.load(), 1)
+        assert len(lines) == 1 and "step_2 is damaged" in lines[0] and lines[0].isprintable()
+        assert saver.shared.read_from == [tmp_path / "checkpoints" / "step_1" / "replica_0"]
         assert not (tmp_path / MARK).exists()
 
     @pytest.mark.parametrize("place", ["../secret", "/etc/passwd", "..", "a/../../secret"])
