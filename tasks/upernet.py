@@ -5,6 +5,7 @@ of transformers, and the backbone is any model of timm with four feature maps of
 """
 
 import difflib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,9 @@ def _read(weights: str) -> dict[str, Tensor]:
 
     require(Path(weights).is_file(), "weights", weights, "no such file")
     try:
-        found = load_state_dict(weights, weights_only=True)
+        with warnings.catch_warnings():  # torch's, before it refuses a pickle
+            warnings.simplefilter("ignore")
+            found = load_state_dict(weights, weights_only=True)
     except Exception as error:  # pickle and safetensors raise errors of many types
         hint = f"is not a state dict of timm ({type(error).__name__})"
         raise ConfigError("weights", weights, hint) from None

@@ -15,6 +15,7 @@ import os
 import random
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,9 @@ class Checkpoints:
         try:
             if self.shared is not None:
                 self.shared.check(self._inside(folder / self._replica / ".metadata").parent)
-            state = torch.load(folder / name, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings():  # torch's, before it refuses a pickle
+                warnings.simplefilter("ignore")
+                state = torch.load(folder / name, map_location="cpu", weights_only=True)
         except Exception as failed:  # torch and pickle raise many kinds
             return {}, f"it cannot be read ({type(failed).__name__})"
         return (state, "") if isinstance(state, dict) else ({}, f"{name} holds no state")

@@ -1,6 +1,7 @@
 """What a refusal looks like, and what a hostile file would do if anybody ran what is in it."""
 
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,14 @@ def refused(
 ) -> str:
     """What a program says of a command line: one line after `error: `, with status 2."""
     capsys.readouterr()
-    try:
-        status = program(words)
-    except SystemExit as ended:
-        status = ended.code
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            status = program(words)
+        except SystemExit as ended:
+            status = ended.code
+    shown = [found for found in warned if issubclass(found.category, UserWarning)]
+    assert shown == [], "which a person would see as well"
     printed = capsys.readouterr()
     assert status == REFUSED, printed
     assert printed.out == ""
