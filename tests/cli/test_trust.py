@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 import train
-from tests.cli import test_bad_data, test_bad_input, test_bad_surroundings, test_hostile_files
+from tests.cli import (
+    test_bad_data,
+    test_bad_input,
+    test_bad_surroundings,
+    test_hostile_checkpoints,
+    test_hostile_files,
+)
 
 ROOT = Path(train.__file__).parent
 SOURCES = [
@@ -141,7 +147,7 @@ def test_a_hundred_bad_inputs_and_more() -> None:
     around += [f"{name} {words}" for name, _, words, _ in test_bad_surroundings.PROGRAMS]
     hostile, data = test_hostile_files, test_bad_data
     tables = {
-        "checkpoint": hostile.CHECKPOINTS,
+        "checkpoint": test_hostile_checkpoints.CHECKPOINTS,
         "run": hostile.RUNS,
         "start": hostile.STARTS,
         "configuration": hostile.CONFIGURATIONS,
