@@ -7,11 +7,17 @@ YAML.
 """
 
 import itertools
+import os
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from co2.errors import require, require_count, require_number
+
+LONGEST_NAME = 200
+"""Bytes of a folder's name. File systems allow 255."""
+MOST_LOADERS = 512
+"""Loading processes of one worker."""
 
 
 class Waits(Enum):
@@ -98,7 +104,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulate", "eval_every"):
             require_count(name, getattr(self, name))
-        require(self.seed >= 0, "seed", self.seed, "must be 0 or more")
+        require(0 <= self.seed < 2**32, "seed", self.seed, "must be 0 or more, and below 2³²")
         if self.clip_norm is not None:
             hint = "must be above 0, or null for no clipping"
             require_number("clip_norm", self.clip_norm, 1e-30, hint)
@@ -144,6 +150,9 @@ class OptimConfig:
         require_number("lr", self.lr, 0.0, "must be a finite number, 0 or more")
         for name in ("weight_decay", "eps", "momentum", "power", "min_lr_ratio"):
             require_number(name, getattr(self, name), 0.0, "must be a finite number, 0 or more")
+        require(self.momentum < 1, "momentum", self.momentum, "must be at least 0 and below 1")
+        hint = "must be at least 0, and 1 at most"
+        require(self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, hint)
         require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "must be 0 or more")
         hint = "needs optim.momentum above 0"
         require(not self.nesterov or self.momentum > 0, "nesterov", self.nesterov, hint)
@@ -271,7 +280,9 @@ class DataConfig:
     sample, the same for every seed: settings are chosen on one and reported on the other."""
 
     def __post_init__(self) -> None:
-        require(self.workers >= 0, "workers", self.workers, "must be 0 or more processes")
+        require(self.root.strip() != "", "root", self.root, "must be a folder")
+        hint = f"must be 0 or more processes, and at most {MOST_LOADERS}"
+        require(0 <= self.workers <= MOST_LOADERS, "workers", self.workers, hint)
 
 
 @dataclass
@@ -303,9 +314,11 @@ class Config:
     """Folder of all runs. This run's is `<task>/<method>/<tag>/seed<k>` in it."""
 
     def __post_init__(self) -> None:
-        plain = self.tag not in ("", ".", "..") and not set(self.tag) & set("/\\\0")
-        require(plain, "tag", self.tag, "must be a plain folder name")
-        require(bool(self.runs), "runs", self.runs, "must be a folder")
+        plain = self.tag.strip() not in ("", ".", "..") and not set(self.tag) & set("/\\")
+        good = plain and self.tag.isprintable() and len(os.fsencode(self.tag)) <= LONGEST_NAME
+        hint = f"must be a plain folder name of {LONGEST_NAME} bytes at most"
+        require(good, "tag", self.tag, hint)
+        require(bool(self.runs) and self.runs.isprintable(), "runs", self.runs, "must be a folder")
         hint = "must be the folder of a finished run, or null"
         require(self.init_from != "", "init_from", self.init_from, hint)
 

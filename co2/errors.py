@@ -18,7 +18,8 @@ STOPPED = (PREEMPTED, 130)
 
 
 class ConfigError(ValueError):
-    """A value that no run can have. As a text it is one line: `key=value: hint`.
+    """A value that no run can have. As a text it is one line: `key=value: hint`, whatever the value
+    is made of.
 
     Args:
         key: the value's full name in the configuration; inside a schema, without its node.
@@ -27,7 +28,7 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, key: str, value: object, hint: str) -> None:
-        super().__init__(f"{key}={value}: {hint}")
+        super().__init__(printable(f"{key}={value}: {hint}"))
         self.key, self.value, self.hint = key, value, hint
 
     def under(self, node: str) -> "ConfigError":
@@ -54,6 +55,11 @@ def require_count(key: str, value: int) -> None:
     """Raise `ConfigError` unless `value` is a whole number of 1 or more."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     require(whole and value >= 1, key, value, "must be a whole number, 1 or more")
+
+
+def printable(text: str) -> str:
+    """A text in one line, which no terminal acts upon: control characters are spelt out."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

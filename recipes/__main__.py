@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from co2.arguments import Parser
 from co2.errors import ConfigError, nearest, require
 from co2.record.table import read_csv
 from co2.train import launch
@@ -24,7 +25,7 @@ from recipes.tuning import TunedRecipe
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns 0; 1 when a run failed; 2 for a wrong value."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m recipes",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from co2.app.application import App
 from co2.app.tuned import Settings, tuned_file, tuned_settings
 from co2.config import Config
-from co2.errors import STOPPED
+from co2.errors import STOPPED, require
 from co2.methods import METHODS
 from co2.peers import PEERS
 from co2.record.folder import check_folder, run_folder, settings_digest
@@ -154,9 +154,16 @@ def once(cells: Iterable[TrainCell]) -> list[TrainCell]:
 
 
 def read_summary(folder: Path) -> SummaryJSON | None:
-    """The summary of a run's folder; None while the run has not finished."""
+    """The summary of a run's folder; None while the run has not finished. Raises `ConfigError` if
+    it is damaged."""
     path = folder / "summary.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    try:
+        found = json.loads(path.read_text()) if path.exists() else None
+    except (OSError, ValueError, RecursionError):
+        found = ""
+    hint = "is damaged; move the folder away, and the same command trains it again"
+    require(found is None or isinstance(found, dict), "summary", path, hint)
+    return found
 
 
 def run(

@@ -125,7 +125,7 @@ def read_cloud(path: Path, points: int) -> np.ndarray:
     """
     try:
         cloud = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, SyntaxError, MemoryError) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"is not an .npy file that can be read ({why})") from None
     if not isinstance(cloud, np.ndarray) or cloud.dtype.kind not in "fiu":

@@ -98,9 +98,15 @@ def read_split(folder: Path, name: str, split: str) -> "Table":
     table = table.select(wanted)
     if len(table) == 0 or any(column.null_count for column in table.columns):
         raise BadTable(f"{folder}: {split} has no rows, or empty fields")
+    for column in task.columns:
+        kind = table[column].type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise BadTable(f"{folder}: {split} has {kind} values, not texts, in {column}")
     labels = table["label"].to_numpy()
+    if labels.dtype.kind not in ("iuf" if task.num_labels == 1 else "iu"):
+        raise BadTable(f"{folder}: {split} has labels that are no numbers, or not whole ones")
     low, high = (0, 5) if task.num_labels == 1 else (0, task.num_labels - 1)
-    if labels.min() < low or labels.max() > high:
+    if not (labels.min() >= low and labels.max() <= high):  # nor a NaN
         raise BadTable(f"{folder}: {split} has labels that are not from {low} to {high}")
     return table
 

@@ -18,6 +18,10 @@ from tasks.images import PARTS
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """Suffixes of images, in any case; torchvision has the same ones. Other files are ignored."""
 
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""What is decoded, whatever a file's name says. For others PIL starts programs, or may: PostScript
+goes to Ghostscript."""
+
 _THREADS = 8
 """Folders that are listed at once, because on a network file system listing is mostly waiting."""
 
@@ -146,7 +150,7 @@ def decode(path: Path) -> Tensor:
     try:
         with warnings.catch_warnings():  # about odd metadata, which some of a million images have
             warnings.simplefilter("ignore")
-            with Image.open(path) as image:
+            with Image.open(path, formats=FORMATS) as image:
                 pixels = np.array(image.convert("RGB"))
     except UnidentifiedImageError:
         raise BadImage("is no picture") from None

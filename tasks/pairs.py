@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from co2.errors import ConfigError, require
+from tasks.image_folder import FORMATS
 
 CLASSES = 150
 FOLDER = "ADEChallengeData2016"
@@ -99,9 +100,12 @@ def read_pair(image: Path, mask: Path) -> tuple[Tensor, Tensor]:
 
 def _read_mask(mask: Path) -> Tensor:
     classes = _read(mask, None)
-    highest = int(classes.max())
-    if highest > CLASSES:
-        raise BadPair(f"{mask}: has class {highest}; ADE20K's are 1 to {CLASSES}, 0 is unlabelled")
+    if classes.dtype.kind not in "bui":
+        raise BadPair(f"{mask}: holds {classes.dtype} values; a mask holds whole numbers")
+    for label in (int(classes.max()), int(classes.min())):
+        if not 0 <= label <= CLASSES:
+            kinds = f"ADE20K's are 1 to {CLASSES}, 0 is unlabelled"
+            raise BadPair(f"{mask}: has class {label}; {kinds}")
     return torch.from_numpy(classes.astype(np.uint8) - np.uint8(1))  # 0 becomes 255
 
 
@@ -111,7 +115,7 @@ def _read(file: Path, mode: str | None) -> np.ndarray:
     from PIL import Image
 
     try:
-        with Image.open(file) as opened:
+        with Image.open(file, formats=FORMATS) as opened:
             if mode is None and len(opened.getbands()) != 1:
                 raise BadPair(f"{file}: has {len(opened.getbands())} channels; a mask has one")
             return np.array(opened.convert(mode) if mode else opened)

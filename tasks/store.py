@@ -30,6 +30,10 @@ PARTS = ("train", "val")
 SEPARATOR = "<|endoftext|>"
 """The token that ends every document."""
 
+_LOOKED_AT = 1 << 22
+"""Tokens of each part that are held against the vocabulary at every start, in milliseconds."""
+_WIDTHS = {"uint16": 2, "uint32": 4}
+"""Bytes of a token id, by the type that meta.json names."""
 _FILES = {"train.bin", "val.bin", "meta.json", "tokenizer.json"}
 
 
@@ -56,18 +60,24 @@ class Store:
 def open_store(folder: Path) -> Store | None:
     """Open the store in `folder`; None where there is none or it is damaged.
 
-    Only meta.json is read. Damage is a missing file, or a size other than meta.json says.
+    Damage is a missing file, a size other than meta.json says, or an id beyond the vocabulary, for
+    which the first tokens of each part are looked at; `faults` looks at all.
     """
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        width = np.dtype(meta["dtype"]).itemsize
+        if meta["dtype"] not in _WIDTHS:
+            return None
+        width = _WIDTHS[meta["dtype"]]
         for part in PARTS:
             size = (folder / f"{part}.bin").stat().st_size
             if size != meta["parts"][part]["tokens"] * width:
                 return None
-        whole = all((folder / name).exists() for name in meta["files"])
-        return Store(folder, meta) if whole and meta["format"] == FORMAT else None
-    except (OSError, ValueError, KeyError, TypeError):
+        whole = set(meta["files"]) <= _FILES and all((folder / n).exists() for n in meta["files"])
+        store = Store(folder, meta)
+        first = (store.tokens(part)[:_LOOKED_AT] for part in PARTS)
+        known = all(not len(ids) or ids.max() < meta["vocab_size"] for ids in first)
+        return store if whole and known and meta["format"] == FORMAT else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

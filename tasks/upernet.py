@@ -5,6 +5,7 @@ of transformers, and the backbone is any model of timm with four feature maps of
 """
 
 import difflib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,14 @@ def _read(weights: str) -> dict[str, Tensor]:
 
     require(Path(weights).is_file(), "weights", weights, "no such file")
     try:
-        return load_state_dict(weights)
+        with warnings.catch_warnings():  # torch's, before it refuses a pickle
+            warnings.simplefilter("ignore")
+            found = load_state_dict(weights, weights_only=True)
     except Exception as error:  # pickle and safetensors raise errors of many types
         hint = f"is not a state dict of timm ({type(error).__name__})"
         raise ConfigError("weights", weights, hint) from None
+    bad = [name for name, weight in found.items() if not isinstance(weight, Tensor)]
+    require(not bad, "weights", weights, f"{''.join(bad[:1])} is no weight; give a state dict")
+    for name, weight in found.items():
+        require(bool(weight.isfinite().all()), "weights", weights, f"{name} is not finite")
+    return found

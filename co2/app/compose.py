@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -37,6 +38,15 @@ _PLUGINS = (
 """Override, package, extra of pyproject.toml, what it does."""
 _GROUPS = ("task", "method", "scale", "tuned")
 _TRUTH = ("true", "false")
+_ASKS = (
+    *("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "--resolve", "-p", "--package"),
+    *("-i", "--info", "-sc", "--shell-completion"),
+)
+"""Flags that Hydra answers itself. With its others it reads a configuration, or a pickle, from
+elsewhere."""
+_OF_HYDRA = ("launcher", "sweeper", "sweep", "run", "job", "verbose")
+"""Groups of Hydra's own options that a command line may set. Its others name code: callbacks,
+handlers of logs, search paths."""
 HYDRA_ERRORS = (HydraException, OmegaConfBaseException)
 
 
@@ -57,7 +67,14 @@ class CommandLine:
 
 
 def command_line(arguments: Sequence[str]) -> CommandLine:
-    """Read the arguments of train.py. Raises `ConfigError` for a flag amid the overrides."""
+    """Read the arguments of train.py.
+
+    Raises:
+        ConfigError: a flag amid the overrides or one that is not known, or an override that would
+            have Hydra read or run what is not this program's.
+    """
+    for word in arguments:
+        _require_harmless(word)
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("-r", "--run", action="store_true")  # what happens without it, too
@@ -70,6 +87,29 @@ def command_line(arguments: Sequence[str]) -> CommandLine:
         together = list(arguments[first : first + len(others)]) == others
         require(together, "command line", "", "flags such as -m stand before the overrides")
     return CommandLine(tuple(others), known.multirun, ())
+
+
+def _require_harmless(word: str) -> None:
+    """Raise `ConfigError` for an argument by which Hydra would read or run what is elsewhere."""
+    key, _, value = word.lstrip("+~").partition("=")
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(key, value, "is no UTF-8 text") from None
+    if word.startswith("-"):
+        good = key in (*_ASKS, "-m", "--multirun", "-r", "--run")
+        hint = (
+            "no such flag; a configuration is read from conf/ only, and keys are given as key=value"
+        )
+        require(good and (key in _ASKS or not value), key, value, hint)
+    within = re.match(r"hydra(?:[./@]([\w-]*)|$)", key)
+    if within:
+        hint = f"of Hydra's own options only these can be set: {', '.join(_OF_HYDRA)}"
+        require(within.group(1) in _OF_HYDRA, key, value, hint)
+    hint = "names code to run; a launcher or a sweeper is chosen by hydra/launcher=NAME"
+    require("_target_" not in word or not _of_hydra(word), key, value, hint)
+    hint = "differs between the workers, and between a run and its next start; give a name"
+    require("${now:" not in word or within is not None, key, value, hint)
 
 
 def preflight(
@@ -138,6 +178,14 @@ def refusal(error: Exception) -> ConfigError:
         hint = "no such option; " + nearest(option, error.options or [])
         return ConfigError(group or "config", option, hint)
     return ConfigError("configuration", "", str(error).splitlines()[0])
+
+
+def unreadable(key: str, value: object, error: yaml.YAMLError) -> ConfigError:
+    """A YAML file that holds no plain values as one line; nothing of it has been made."""
+    place = getattr(error, "problem_mark", None)
+    where = f"{place.name}, line {place.line + 1}: " if place else ""
+    problem = getattr(error, "problem", None) or "cannot be read"
+    return ConfigError(key, value, f"{where}{problem}; YAML of plain values is needed")
 
 
 def _of_hydra(override: str) -> bool:
@@ -210,6 +258,8 @@ def _compose(name: str, overrides: list[str]) -> Values:
         raise refusal(error) from None
     except HYDRA_ERRORS as error:
         raise _unknown_key(name, overrides, error) from None
+    except yaml.YAMLError as error:
+        raise unreadable("configuration", "", error) from None
     except ValueError as error:  # Hydra, where a group is given something that is no option
         for override in overrides:
             key, _, value = override.partition("=")

@@ -138,7 +138,11 @@ def _require_every_key(name: str, schema: type, values: object) -> None:
     if isinstance(values, dict):
         for field in dataclasses.fields(schema):
             hint = "is missing; conf/ has a value for it, so leave it"
-            require(field.name in values, f"{name}.{field.name}", "", hint)
+            key = f"{name}.{field.name}"
+            require(field.name in values, key, "", hint)
+            value = values[field.name]
+            huge = isinstance(value, int) and abs(value) >= 2**63
+            require(not huge, key, _short(value), "must be a whole number below 2⁶³")
 
 
 def _refusal(

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 from omegaconf import OmegaConf
 
-from co2.app.compose import Values
+from co2.app.compose import Values, unreadable
 from co2.errors import require
 
 Settings = dict[str, object]
@@ -64,7 +64,10 @@ def tuned_settings(conf: Path, task: str, method: str, scale: str, tau: object) 
         f"task={task} method={method} has no {path.name} in conf/tuned/{task}; make it: {command}"
     )
     require(path.exists(), "tuned", "true", hint)
-    nodes = OmegaConf.to_container(OmegaConf.load(path))
+    try:
+        nodes = OmegaConf.to_container(OmegaConf.load(path))
+    except yaml.YAMLError as error:
+        raise unreadable("tuned", "true", error) from None
     return {
         f"{node}.{key}": value
         for node, keys in _dict(nodes).items()

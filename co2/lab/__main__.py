@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from co2.arguments import Parser
 from co2.errors import REFUSED, ConfigError, require
 from co2.lab import report
 from co2.lab.measurement import measure
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m co2.lab",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from co2.config import NODES, Config, Resume
-from co2.errors import ConfigError
+from co2.errors import ConfigError, require
 from co2.record.files import CHECKPOINT_FORMAT
 from co2.record.metrics import Summary
 
@@ -81,11 +81,12 @@ def check_folder(config: Config, world: int) -> None:
         ConfigError: names the first key that differs.
     """
     folder = run_folder(config)
+    _check_place(config.runs)
     if config.resume is Resume.never or not (folder / "config.yaml").exists():
         return
     if not (folder / "summary.json").exists():
         _check_format(folder)
-    there = _flat(yaml.safe_load((folder / "config.yaml").read_text()))
+    there = _flat(_kept(folder))
     here = _flat(plain(config, world))
     own = {config.task: type(config.task_config), config.method: type(config.method_config)}
     nodes = NODES | own
@@ -100,6 +101,35 @@ def check_folder(config: Config, world: int) -> None:
                 f"{os.path.relpath(folder)} holds a run with {name}={then}; "
                 "give this one a tag=NAME of its own, or start that one afresh with resume=never",
             )
+
+
+def _check_place(runs: str) -> None:
+    """Refuse a place where no folder of runs can be made."""
+    place = Path(runs).absolute()
+    try:
+        there = next(path for path in (place, *place.parents) if path.exists())
+    except OSError as error:
+        raise ConfigError("runs", runs, f"cannot be used ({error.strerror})") from None
+    require(there.is_dir(), "runs", runs, f"{there} is no folder; give one that can be written")
+    writable = os.access(there, os.W_OK | os.X_OK)
+    require(writable, "runs", runs, f"{there} cannot be written; give a folder that can")
+
+
+def _kept(folder: Path) -> dict[str, Any]:
+    """The configuration of the run in a folder. Raises `ConfigError` if it is damaged. `Any`: it is
+    as YAML holds it."""
+    try:
+        values = yaml.safe_load((folder / "config.yaml").read_text())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        values = None
+    if not isinstance(values, dict):
+        raise _damaged(folder / "config.yaml")
+    return values
+
+
+def _damaged(path: Path) -> ConfigError:
+    hint = f"{os.path.relpath(path)} is damaged; train afresh with resume=never"
+    return ConfigError("resume", "auto", hint)
 
 
 def settings_digest(config: Config) -> str:
@@ -130,7 +160,7 @@ def _check_format(folder: Path) -> None:
     for path in folder.glob("checkpoints/step_*/manifest.json"):
         try:
             manifest = json.loads(path.read_text())
-        except ValueError:
+        except (OSError, ValueError, RecursionError):
             continue
         if isinstance(manifest, dict) and manifest.get("format") != CHECKPOINT_FORMAT:
             where = os.path.relpath(folder)
@@ -146,8 +176,13 @@ def _default(key: tuple[str, ...], nodes: Mapping[str, type]) -> Any:
 
 
 def read_summary(config: Config) -> Summary | None:
-    """The figures of a finished run; None where the run has not finished."""
-    return Summary.read(run_folder(config))
+    """The figures of a finished run; None where the run has not finished. Raises `ConfigError` if
+    they are damaged."""
+    folder = run_folder(config)
+    try:
+        return Summary.read(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise _damaged(folder / "summary.json") from None
 
 
 def _plain(value: Any) -> Any:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from co2.arguments import Parser
 from co2.comm.phases import OUTER_STEP, SNAPSHOT, WAIT
 from co2.errors import ConfigError, require
 
@@ -63,7 +64,7 @@ class Timeline:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns 0, or 2 for a run that holds no trace."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m co2.record.timeline",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from co2.arguments import Parser
 from co2.record.wandb import is_open
 
 _HEAD_BYTES = 7
@@ -21,7 +22,7 @@ _HEAD_BYTES = 7
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns 0; 1 when something is not synced in the end."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m co2.record.wandb_sync",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

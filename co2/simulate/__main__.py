@@ -11,8 +11,8 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
+from co2.arguments import Parser
 from co2.errors import REFUSED, ConfigError, require
 from co2.simulate import paper
 from co2.simulate.figure import draw
@@ -47,19 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(REFUSED, f"error: {message}\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m co2.simulate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     lists = parser.add_argument_group("what is compared; lists are separated by commas")
     lists.add_argument("--gpus", default="8..1024", help="8..1024: powers of two from 8; 8,24,100")

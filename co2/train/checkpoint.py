@@ -5,7 +5,7 @@
 inner state lie in a folder `replica_<r>` in the format of torch.distributed.checkpoint, and the
 workers' files hold the rest. A checkpoint is written aside, fsynced and renamed, so that its folder
 is whole or absent. Damage that the disk does later is found by checksum, and the checkpoint before
-it is used.
+it is used. Whatever a checkpoint holds, nothing in it is run, and no file outside it is read.
 """
 
 import contextlib
@@ -14,7 +14,9 @@ import io
 import json
 import os
 import random
+import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from co2.comm.mesh import Mesh
+from co2.errors import printable
 from co2.record.files import CHECKPOINT_FORMAT, write_durably
 from co2.train.replica import ReplicaState
 
@@ -85,22 +88,19 @@ class Checkpoints:
         return not errors
 
     def load(self) -> tuple[int, dict[str, Any]] | None:
-        """From the newest step whose checkpoint is sound on every worker: by how many workers it
-        was saved, and this worker's state; that of the first one, if it is one too many.
+        """The newest step whose checkpoint is sound on every worker, and this worker's state; that
+        of the first one, for a worker more than those that saved it.
 
         None where there is no such checkpoint. The state that the workers of a replica share is
         loaded into place.
         """
         for step in self._from_first(self.steps()):
-            reasons = self._gather(self._damage(step))
-            found = [reason for reason in reasons if reason]
+            state, own = self._read(step)
+            found = [reason for reason in self._gather(own) if reason]
             if not found:
-                folder = self.folder / f"step_{step}"
                 if self.shared is not None:
-                    self.shared.read(folder / self._replica)
-                saved_by = int(json.loads((folder / MANIFEST).read_text())["world"])
-                path = folder / self._name(self.rank if self.rank < saved_by else 0)
-                return saved_by, torch.load(path, map_location="cpu", weights_only=True)
+                    self.shared.read(self.folder / f"step_{step}" / self._replica)
+                return step, state
             if self.rank == 0:
                 self.print_line(
                     f"checkpoint step_{step} is damaged ({found[0]}); trying the one before"
@@ -110,8 +110,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints, newest first."""
-        names = [path.name for path in self.folder.glob("step_*")]
-        return sorted((int(name[5:]) for name in names if name[5:].isdigit()), reverse=True)
+        names = [path.name[5:] for path in self.folder.glob("step_*")]
+        return sorted((int(name) for name in names if re.fullmatch("[0-9]+", name)), reverse=True)
 
     def _write_own(self, folder: Path, state: dict[str, Any]) -> tuple[dict[str, str], str]:
         """Returns the checksums of the files that this worker writes or checks, and an error
@@ -162,17 +162,48 @@ class Checkpoints:
         """Why this worker's part of a checkpoint cannot be used; empty if it can."""
         folder, name = self.folder / f"step_{step}", self._name(self.rank)
         try:
-            manifest = json.loads((folder / MANIFEST).read_text())
+            manifest = json.loads(self._inside(folder / MANIFEST).read_text())
             if manifest["world"] != self.world and not self.elastic:
                 return f"saved by {manifest['world']} workers"
-            name = self._name(self.rank if self.rank < manifest["world"] else 0)
+            name = self._own(manifest["world"])
+            if manifest["step"] != step:
+                return f"it is of step {manifest['step']}"
             sums = manifest["sha256"]
+            files = {own: self._inside(folder / own) for own in (name, *sums)}
             for own in (name, *self._mine(sums)):
-                if _sha256(folder / own) != sums[own]:
+                if _sha256(files[own]) != sums[own]:
                     return f"{own}: checksum differs"
-        except (OSError, ValueError, KeyError) as failed:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failed:
             return f"{MANIFEST} or {name}: {failed}"
         return ""
+
+    def _read(self, step: int) -> tuple[dict[str, Any], str]:
+        """This worker's state of a checkpoint, and why it cannot be used; empty if it can."""
+        folder, reason = self.folder / f"step_{step}", self._damage(step)
+        if reason:
+            return {}, printable(reason)
+        name = self._own(json.loads((folder / MANIFEST).read_text())["world"])
+        try:
+            if self.shared is not None:
+                self.shared.check(self._inside(folder / self._replica / ".metadata").parent)
+            with warnings.catch_warnings():  # torch's, before it refuses a pickle
+                warnings.simplefilter("ignore")
+                state = torch.load(folder / name, map_location="cpu", weights_only=True)
+        except Exception as failed:  # torch and pickle raise many kinds
+            return {}, f"it cannot be read ({type(failed).__name__})"
+        return (state, "") if isinstance(state, dict) else ({}, f"{name} holds no state")
+
+    def _inside(self, path: Path) -> Path:
+        """The same path. Raises `ValueError` if it is no file, or leads out of the checkpoints."""
+        if not path.resolve().is_relative_to(self.folder.resolve()):
+            raise ValueError(f"{path.name} lies elsewhere")
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path.name} is no file")
+        return path
+
+    def _own(self, world: int) -> str:
+        """The file that this worker reads, of those that so many workers have written."""
+        return self._name(self.rank if self.rank < world else 0)
 
     @property
     def _replica(self) -> str:

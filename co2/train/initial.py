@@ -45,19 +45,22 @@ def check(config: Config, task: Task) -> None:
         run: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
         data = json.loads((folder / "manifest.json").read_text())["data"]
         reason = _objection(config, task, run, data)
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
         hint = "its config.yaml or manifest.json is missing or damaged; train that run again"
         raise ConfigError(KEY, value, hint) from None
     if reason is not None:
         raise ConfigError(KEY, value, reason)
     with torch.device("meta"):
         model = task.model()
-    _agreeing(model.state_dict(), _saved(value, "meta"), value, task)
+    saved = _saved(value)
+    for name in _agreeing(model.state_dict(), saved, value, task):
+        hint = f"model.pt has a weight that is not finite, in {name}; give a run that has learned"
+        require(bool(saved[name].isfinite().all()), KEY, value, hint)
 
 
 def load(value: str, module: nn.Module, task: Task) -> None:
     """Copy the weights of the run in folder `value`. Raises `ConfigError` as `check` does."""
-    own, saved = module.state_dict(), _saved(value, "cpu")
+    own, saved = module.state_dict(), _saved(value)
     with torch.no_grad():
         for name in _agreeing(own, saved, value, task):
             own[name].copy_(saved[name])
@@ -116,15 +119,16 @@ def _shape(weight: Tensor | None) -> str:
     return "none" if weight is None else f"({', '.join(map(str, weight.shape))})"
 
 
-def _saved(value: str, device: str) -> dict[str, Tensor]:
+def _saved(value: str) -> dict[str, Tensor]:
+    """The weights, mapped from the file: what is not looked at is not read."""
     try:
-        saved: dict[str, Tensor] = torch.load(
-            _weights(value), map_location=device, weights_only=True
-        )
-        return saved
+        saved = torch.load(_weights(value), map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch and pickle raise many kinds
         hint = f"model.pt cannot be read ({type(error).__name__}); train that run again"
         raise ConfigError(KEY, value, hint) from None
+    good = isinstance(saved, dict) and all(isinstance(part, Tensor) for part in saved.values())
+    require(good, KEY, value, "model.pt holds no weights by name; train that run again")
+    return {str(name): weight for name, weight in saved.items()}
 
 
 def _weights(value: str) -> Path:

@@ -54,32 +54,52 @@ def identity(env: Mapping[str, str] = os.environ) -> Identity | None:
     """The place that torchrun (RANK, …) or srun (SLURM_PROCID, …) gives this process.
 
     None where neither has started it.
+
+    Raises:
+        ConfigError: the variables are no numbers, or contradict each other.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
-        world = int(env["WORLD_SIZE"])
+        world = _number(env, "WORLD_SIZE", "", 1)
+        local_world = _number(env, "LOCAL_WORLD_SIZE", "1", 1, world)
         return Identity(
-            rank=int(env["RANK"]),
+            rank=_number(env, "RANK", "", 0, world - 1),
             world=world,
-            local_rank=int(env.get("LOCAL_RANK", "0")),
-            local_world=int(env.get("LOCAL_WORLD_SIZE", "1")),
+            local_rank=_number(env, "LOCAL_RANK", "0", 0, local_world - 1),
+            local_world=local_world,
             address=env.get("MASTER_ADDR", "127.0.0.1"),
-            port=int(env.get("MASTER_PORT", "29500")),
+            port=_number(env, "MASTER_PORT", "29500", 0, 65535),
         )
-    if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
-        world = int(env["SLURM_NTASKS"])
+    if "SLURM_PROCID" in env and _number(env, "SLURM_NTASKS", "1", 1) > 1:
+        world = _number(env, "SLURM_NTASKS", "", 1)
         per_node = re.match(r"\d+", env.get("SLURM_TASKS_PER_NODE", str(world)))
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "127.0.0.1")
         return Identity(
-            rank=int(env["SLURM_PROCID"]),
+            rank=_number(env, "SLURM_PROCID", "", 0, world - 1),
             world=world,
-            local_rank=int(env.get("SLURM_LOCALID", "0")),
+            local_rank=_number(env, "SLURM_LOCALID", "0", 0, world - 1),
             local_world=int(per_node.group()) if per_node else 1,
             address=env.get("MASTER_ADDR", first_host(nodes)),
             # All tasks of a job must use the same port. Ports from 32768 on are ephemeral: the
             # kernel may have given one to another process.
-            port=int(env.get("MASTER_PORT", 20000 + int(env.get("SLURM_JOB_ID", "0")) % 12000)),
+            port=_number(env, "MASTER_PORT", str(_port_of_job(env)), 0, 65535),
         )
     return None
+
+
+def _port_of_job(env: Mapping[str, str]) -> int:
+    return 20000 + _number(env, "SLURM_JOB_ID", "0", 0) % 12000
+
+
+def _number(
+    env: Mapping[str, str], name: str, default: str, low: int, high: int | None = None
+) -> int:
+    """A variable that torchrun or srun has set. Raises `ConfigError` unless it is in the range."""
+    text = env.get(name, default)
+    good = text.isdecimal() and low <= int(text) and (high is None or int(text) <= high)
+    most = f"{low} or more" if high is None else f"from {low} to {high}"
+    hint = f"must be a whole number, {most}; torchrun and srun set it, so unset it without them"
+    require(good, name, text, hint)
+    return int(text)
 
 
 def first_host(nodelist: str) -> str:
@@ -96,7 +116,10 @@ def world_size(config: LaunchConfig) -> int:
 
 def is_first() -> bool:
     """Whether this process prints for the run: it is worker 0, or it starts the workers."""
-    me = identity()
+    try:
+        me = identity()
+    except ConfigError:  # whoever it is: nobody else may be there to say so
+        return True
     return me is None or me.rank == 0
 
 

@@ -33,7 +33,7 @@ from co2.comm.collectives import data_parallel, local, replicate
 from co2.comm.mesh import Mesh, check_replica_size
 from co2.config import CommConfig, CommDevice, Config, MeshConfig, Precision, Strategy
 from co2.config import Optimizer as OptimizerName
-from co2.errors import require
+from co2.errors import ConfigError, require
 from co2.methods.base import Method
 
 CUT = (Strategy.zero2, Strategy.zero3)
@@ -164,12 +164,22 @@ class ReplicaState:
             first = next(iter(failed.failures.values()))[0]
             raise OSError(str(first)) from None
 
+    def check(self, folder: Path) -> None:
+        """Raise an error of some kind where the description of what is saved cannot be read."""
+        from co2.train.shards import Reader
+
+        Reader(folder).read_metadata()
+
     def read(self, folder: Path) -> None:
-        """Load into place. Collective in the replica."""
+        """Load into place. Collective in the replica. Raises `ConfigError` if a value cannot be
+        read: then nobody may go on with what has been loaded."""
         import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-        reader = dcp.FileSystemReader(folder)
+        from co2.train.shards import Planner, Reader
+
+        reader = Reader(folder)
         order = [param for group in self.inner.param_groups for param in group["params"]]
         numbers = {param: number for number, param in enumerate(order)}
         state: dict[str, Any] = self._weights()
@@ -182,7 +192,13 @@ class ReplicaState:
                 state[key] = None
                 if isinstance(saved, TensorStorageMetadata):
                     state[key] = _empty(saved.size, saved.properties.dtype, self.params[name])
-        dcp.load(state, storage_reader=reader, process_group=self.group)
+        try:
+            dcp.load(state, storage_reader=reader, planner=Planner(), process_group=self.group)
+        except CheckpointException as failed:
+            first = next(iter(failed.failures.values()))[0]
+            why = f"{folder.parent} cannot be read ({type(first).__name__})"
+            hint = f"{why}; move it away, and the one before is used"
+            raise ConfigError("resume", "auto", hint) from None
         packed = self.inner.state_dict()
         packed["state"] = {}
         for number, field, key in fields:

@@ -237,6 +237,7 @@ class Session:
         """Everything of this worker that a checkpoint holds."""
         state: dict[str, Any] = {
             "step": self.step,
+            "workers": self.run.mesh.num_workers,
             "draws": self.draws,
             "stretches": list(map(list, self.run.mesh.stretches)),
             "changes": [change.line() for change in self.changes],
@@ -342,11 +343,12 @@ class Session:
                 hint = "was not read, for there were checkpoints, but all are damaged; start again"
                 raise ConfigError("init_from", folder, hint)
             return None
-        saved_by, state = found
+        _, state = found
         if _remembers_order(self.model):
             self._rehearse()
         self._load(state)
         mesh = self.run.mesh
+        saved_by = state["workers"]
         if mesh.worker < saved_by:
             restore_random_states(state["random"])
         if mesh.num_workers != saved_by:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from co2.arguments import Parser
 from co2.errors import ConfigError, require
 from tasks.prepare import ade20k, glue, imagenet, openwebtext, shapenet, wikibooks
 
@@ -83,7 +84,7 @@ def _report(chosen: type[DataSet], path: Path, options: argparse.Namespace) -> i
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m tasks.prepare",
         description=__doc__.splitlines()[0],
         epilog="docs/data.md has sizes, licences and trees.",

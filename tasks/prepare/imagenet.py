@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from co2.errors import ConfigError, require
-from tasks.image_folder import BadImage, decode, pictures, shown
+from tasks.image_folder import FORMATS, BadImage, decode, pictures, shown
 from tasks.images import PARTS
 from tasks.progress import progress
 from tasks.store import locked
@@ -147,7 +147,7 @@ def _begun(file: Path) -> str | None:
     try:
         with warnings.catch_warnings():  # about odd metadata
             warnings.simplefilter("ignore")
-            Image.open(file).close()
+            Image.open(file, formats=FORMATS).close()
     except Exception as error:  # each of PIL's decoders raises errors of its own
         return f"is no picture ({type(error).__name__})"
     return None

@@ -36,6 +36,7 @@ from tests.workers import Pool
 COUNT = "must be a whole number, 1 or more"
 WHOLE = "must be a whole number"
 FINITE = "must be a finite number, 0 or more"
+ZERO2 = "mesh.replica_size=2 mesh.strategy=zero2"
 STREAMING = "method=streaming_diloco streaming_diloco"
 GAPS = "gap_aware, gap_aware_steady, gap_aware_elementwise, none"
 
@@ -55,7 +56,20 @@ VALUES = [
     ),
     ("co2.tau", "co2.tau=", "not an override"),
     ("co2.tau=${nope}", "co2.tau=", "nope"),
+    ("co2.tau=inf", "co2.tau=inf", WHOLE),
+    ("co2.tau=nan", "co2.tau=nan", WHOLE),
+    ("co2.tau=1e400", "co2.tau=inf", WHOLE),
+    ("co2.tau=1000000000000000000000", "co2.tau=1000000000000000000000", "below 2⁶³"),
+    ("co2.tau={a:1}", "co2.tau={'a': 1}", WHOLE),
+    ("co2.tau=${oc.env:PWD}", "co2.tau=/", COUNT),
+    ("co2.tau=${oc.env:NOT_THERE_AT_ALL}", "co2.tau=", "NOT_THERE_AT_ALL"),
+    ("co2.tau=${train.nope}", "co2.tau=", "train.nope"),
+    ("co2.tau=${co2.tau}", "co2.tau=", "Recursive"),
+    ("co2.tau=${", "co2.tau=${", "Hydra can read"),
     ("co2.outer_lr=-1", "co2.outer_lr=-1", FINITE),
+    ("co2.outer_lr=inf", "co2.outer_lr=inf", FINITE),
+    ("co2.outer_momentum=nan", "co2.outer_momentum=nan", "below 1"),
+    ("co2.gap_penalty=inf", "co2.gap_penalty=inf", GAPS),
     ("co2.outer_momentum=1", "co2.outer_momentum=1", "below 1"),
     ("co2.clip=-1", "co2.clip=-1", "0 or more, or null"),
     ("co2.clip=nan", "co2.clip=nan", "0 or more, or null"),
@@ -96,6 +110,11 @@ VALUES = [
     ("train.steps=0", "train.steps=0", COUNT),
     ("train.steps=1e3", "train.steps=1000.0", WHOLE),
     ("train.seed=-1", "train.seed=-1", "0 or more"),
+    ("train.seed=4294967296", "train.seed=4294967296", "below 2³²"),
+    ("train.steps=-5", "train.steps=-5", COUNT),
+    ("train.steps=9223372036854775808", "train.steps=9223372036854775808", "below 2⁶³"),
+    ("train.clip_norm=inf", "train.clip_norm=inf", "null for no clipping"),
+    ("train.checkpoint_activations=2", "train.checkpoint_activations=2", "true or false"),
     ("train.batch_size=1", "train.batch_size=1", "at least 2"),
     ("train.accumulate=0", "train.accumulate=0", COUNT),
     ("train.eval_every=0", "train.eval_every=0", COUNT),
@@ -129,14 +148,40 @@ VALUES = [
     ("optim.betas=[0.9,x]", "optim.betas=[0.9, 'x']", "a list of two numbers"),
     ("optim.betas=0.9", "optim.betas=0.9", "two numbers"),
     ("optim.betas=[0.9,1.0]", "optim.betas=[0.9, 1.0]", "two numbers in [0, 1)"),
+    ("optim.betas=[nan,0.9]", "optim.betas=[nan, 0.9]", "two numbers in [0, 1)"),
+    ("optim.eps=nan", "optim.eps=nan", FINITE),
+    ("optim.weight_decay=-1", "optim.weight_decay=-1", FINITE),
+    ("optim.power=inf", "optim.power=inf", FINITE),
+    ("optim.momentum=1.5", "optim.momentum=1.5", "below 1"),
+    ("optim.min_lr_ratio=2", "optim.min_lr_ratio=2", "1 at most"),
+    ("optim.milestones=5 optim.schedule=step", "optim.milestones=5", "a list of whole numbers"),
+    ("optim.warmup_steps=1.5", "optim.warmup_steps=1.5", WHOLE),
     ("optim.warmup_steps=-1", "optim.warmup_steps=-1", "0 or more"),
     ("optim.nesterov=true optim.momentum=0", "optim.", "momentum"),
     ("launch.workers=0", "launch.workers=0", COUNT),
+    ("launch.workers=true", "launch.workers=True", WHOLE),
+    ("launch.workers=two", "launch.workers=two", WHOLE),
+    ("mesh.replica_size=0", "mesh.replica_size=0", COUNT),
+    ("mesh.replica_size=3", "mesh.replica_size=3", "divide the 2 workers"),
+    ("mesh.strategy=zero9", "mesh.strategy=zero9", "ddp, zero1, zero2, zero3"),
+    ("mesh.strategy=zero3", "mesh.strategy=zero3", "mesh.replica_size to 2 or more"),
+    (f"{ZERO2} optim.name=muon", "mesh.strategy=zero2", "use zero1 or ddp"),
+    (f"{ZERO2} train.compile=true", "train.compile=true", "use false"),
+    (f"{ZERO2} comm.device=cpu", "comm.device=cpu", "use auto"),
+    (f"{ZERO2} method=onebit_adam optim.name=adamw", "mesh.strategy=zero2", "use ddp"),
+    ("method=acco mesh.replica_size=2 mesh.strategy=zero1", "mesh.strategy=zero1", "use ddp"),
+    ("method=diloco diloco.outer_lr=nan", "diloco.outer_lr=nan", FINITE),
+    ("method=eager_diloco eager_diloco.tau=0", "eager_diloco.tau=0", COUNT),
+    ("method=sparseloco sparseloco.density=2", "sparseloco.density=2", "at most 1"),
+    ("method=co2_keep co2_keep.keep_local=2", "co2_keep.keep_local=2", "[0, 1]"),
+    ("method=desloc optim.name=adamw desloc.tau=0", "desloc.tau=0", COUNT),
     ("launch.workers=600", "launch.workers=600", "use at most 512"),
     ("launch.workers=100", "train.batch_size=16", "use at most 5"),
     ("train.batch_size=1000", "train.batch_size=1000", "use at most 256"),
     ("launch.backend=mpi", "launch.backend=mpi", "auto, gloo or nccl"),
     ("comm.bucket_mb=0", "comm.bucket_mb=0", "above 0"),
+    ("comm.bucket_mb=nan", "comm.bucket_mb=nan", "above 0"),
+    ("comm.dtype=fp8", "comm.dtype=fp8", "fp32, bf16"),
     ("comm.device=cuda", "comm.device=cuda", "auto, cpu"),
     ("comm.device=cpu method=allreduce", "comm.device=cpu", "use auto"),
     ("checkpoint.every=-1", "checkpoint.every=-1", "0 or more"),
@@ -153,6 +198,24 @@ VALUES = [
     ("resume=maybe", "resume=maybe", "auto, never"),
     ("tag=a/b", "tag=a/b", "folder name"),
     ("tag=..", "tag=..", "folder name"),
+    ("tag='a\x00b'", r"tag=a\x00b", "folder name"),
+    (f"tag={'a' * 201}", "tag=aaa", "200 bytes"),
+    ("tag='\x1b[2J'", r"tag=\x1b[2J", "folder name"),
+    ("tag=${now:%S}", "tag=${now:%S}", "give a name"),
+    ("tag=${oc.env:PWD}", "tag=/", "folder name"),
+    ("tag=[a]", "tag=['a']", "a text"),
+    ("runs=/dev/null/runs", "runs=/dev/null/runs", "/dev/null is no folder"),
+    ("runs=${now:%S}", "runs=${now:%S}", "give a name"),
+    ("trace=maybe", "trace=maybe", "true or false"),
+    ("data.root=", "data.root=", "a folder"),
+    ("data.workers=-1", "data.workers=-1", "0 or more"),
+    ("data.workers=1000000", "data.workers=1000000", "512"),
+    ("data.validation=none", "data.validation=none", "all, report, tuning"),
+    ("toy.delay_s=inf", "toy.delay_s=inf", "0 or more"),
+    ("task=resnet50 data.path=missing", "data.path=missing", "no such folder"),
+    ("task=ade20k data.path=missing", "data.path=missing", "no such folder"),
+    ("task=shapenet data.path=missing", "data.path=missing", "no such folder"),
+    ("task=gpt2 data.path=/dev/zero", "data.path=/dev/zero", "a file or a folder"),
     ("runs=null", "runs=", ""),
     ("runs=", "runs=", ""),
     ("train=3", "train=3", "group of keys"),
@@ -199,6 +262,27 @@ NAMES = [
         "new name: co2_keep.momentum_weight",
     ),
     ("hydra/launcher=nope", "hydra/launcher=nope", "basic"),
+    ("tuned=true", "tuned=true", "python -m recipes tune toy co2"),
+    ("tuned=perhaps", "tuned=perhaps", "false, true"),
+    ("task=../../etc/passwd", "task/../../etc=passwd", "known: ade20k"),
+    ("method=../co2", "method/..=co2", "did you mean co2?"),
+    ("tag=\udcff", "tag=", "no UTF-8 text"),
+    ("a=b=c", "command line=", "Hydra can read"),
+    # What would have Hydra run code, or read a configuration or a pickle from elsewhere.
+    ("+_target_=os.system", "_target_=os.system", "unknown key"),
+    ("+co2._target_=os.system", "co2._target_=os.system", "unknown key"),
+    ("hydra.launcher._target_=os.mkdir", "hydra.launcher._target_=os.mkdir", "names code"),
+    ("-m hydra.sweeper={_target_:os.mkdir}", "hydra.sweeper={_target_", "names code"),
+    ("+hydra.callbacks.x._target_=os.mkdir", "hydra.callbacks.x._target_=os", "launcher, sweeper"),
+    ("hydra.searchpath=[file:///tmp]", "hydra.searchpath=[file:///tmp]", "launcher, sweeper"),
+    ("hydra.mode=MULTIRUN", "hydra.mode=MULTIRUN", "launcher, sweeper"),
+    ("+hydra/job_logging@hydra.x=stdout", "hydra/job_logging@hydra.x=stdout", "launcher, sweeper"),
+    ("--config-dir=/tmp", "--config-dir=/tmp", "conf/ only"),
+    ("--config-path=/tmp", "--config-path=/tmp", "conf/ only"),
+    ("--config-name=mine", "--config-name=mine", "conf/ only"),
+    ("--experimental-rerun=config.pickle", "--experimental-rerun=config.pickle", "conf/ only"),
+    ("--multirun=3", "--multirun=3", "no such flag"),
+    ("--nonsense", "--nonsense=", "no such flag"),
     # conf/ is the only place of hyper-parameters: without a key there would be none to use.
     ("~co2.tau", "co2.tau", ""),
     ("~co2", "co2", ""),
@@ -235,9 +319,9 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def refusal(arguments: str) -> str:
     """The line that refuses a command line; `task=toy` goes before it."""
     words = arguments.split()
-    flags = [word for word in words if word == "-m"]
+    flags = [word for word in words if word.startswith("-")]
     task = [] if any(word.startswith("task=") for word in words) else ["task=toy"]
-    others = [word for word in words if word != "-m"]
+    others = [word for word in words if not word.startswith("-")]
     with pytest.raises(ConfigError) as caught:
         preflight(train.APP.conf, "config", [*flags, *task, *others], train.APP.check)
     return str(caught.value)
@@ -245,7 +329,7 @@ def refusal(arguments: str) -> str:
 
 def assert_names(line: str, pair: str, hint: str) -> None:
     """One line: `key=value: hint`. A number may be spelt as a float."""
-    assert "\n" not in line
+    assert line.isprintable()
     assert line.removeprefix("~").startswith(pair)
     assert line.partition(": ")[2] and hint in line.partition(": ")[2]
 

@@ -1,0 +1,161 @@
+"""Bad environments, and bad command lines of the programs beside train.py: one line, status 2."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import co2.__main__
+import recipes.__main__
+import tasks.prepare.__main__
+import train
+from co2.app.sweep_job import sweep_job
+from co2.errors import ConfigError
+from co2.lab import __main__ as lab
+from co2.lab import slow_network
+from co2.record import timeline, wandb_sync
+from co2.simulate import __main__ as simulate
+from co2.train import launch
+from tests.cli.refused import files, refused
+
+NUMBER = "must be a whole number"
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+SRUN = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
+
+# Variables beside those of a good start; what the line begins with; what it must say.
+ENVIRONMENTS = [
+    (TORCHRUN, "WORLD_SIZE", "two", NUMBER),
+    (TORCHRUN, "WORLD_SIZE", "", NUMBER),
+    (TORCHRUN, "WORLD_SIZE", "0", "1 or more"),
+    (TORCHRUN, "WORLD_SIZE", "-1", NUMBER),
+    (TORCHRUN, "WORLD_SIZE", "1.5", NUMBER),
+    (TORCHRUN, "RANK", "x", NUMBER),
+    (TORCHRUN, "RANK", "2", "from 0 to 1"),
+    (TORCHRUN, "RANK", "-1", "from 0 to 1"),
+    (TORCHRUN, "LOCAL_RANK", "2", "from 0 to 1"),
+    (TORCHRUN, "LOCAL_WORLD_SIZE", "3", "from 1 to 2"),
+    (TORCHRUN, "LOCAL_WORLD_SIZE", "0", "from 1 to 2"),
+    (TORCHRUN, "MASTER_PORT", "99999", "from 0 to 65535"),
+    (TORCHRUN, "MASTER_PORT", "http\n", NUMBER),
+    (SRUN, "SLURM_NTASKS", "many", NUMBER),
+    (SRUN, "SLURM_PROCID", "2", "from 0 to 1"),
+    (SRUN, "SLURM_LOCALID", "x", "from 0 to 1"),
+    (SRUN, "SLURM_JOB_ID", "x", NUMBER),
+]
+
+RECIPES, LAB, SIMULATE = recipes.__main__.main, lab.main, simulate.main
+PROGRAMS: list[tuple[str, Callable[..., object], str, str]] = [
+    ("recipes", RECIPES, "nosuch", "invalid choice: 'nosuch' (choose from 'list', 'run'"),
+    ("recipes", RECIPES, "run nosuch", "recipe=nosuch: no such recipe"),
+    ("recipes", RECIPES, "run tabel2", "did you mean table2?"),
+    ("recipes", RECIPES, "run table2 --seeds x", "--seeds=x: must be whole numbers"),
+    ("recipes", RECIPES, "run table2 --seeds -1", "--seeds=-1: must be whole numbers"),
+    ("recipes", RECIPES, "run table2 --seeds 1,,2", "--seeds=: must be whole numbers"),
+    ("recipes", RECIPES, "run table2 --seeds", "--seeds: expected one argument"),
+    ("recipes", RECIPES, "run table2 --scale huge", "choose from 'smoke', 'gpu', 'paper'"),
+    ("recipes", RECIPES, "run digits --scale paper", "--scale=paper: digits can be run at"),
+    ("recipes", RECIPES, "run table2 --launcher moon", "choose from 'local', 'slurm'"),
+    ("recipes", RECIPES, "run table2 --seed 3", "unrecognized arguments: --seed"),
+    ("recipes", RECIPES, "collect nosuch", "recipe=nosuch: no such recipe"),
+    ("recipes", RECIPES, "tune", "task=: name a task"),
+    ("recipes", RECIPES, "tune nosuch", "task=nosuch: known: ade20k"),
+    ("recipes", RECIPES, "tune gpt2 nosuch", "method=nosuch: known: acco"),
+    ("recipes", RECIPES, "tune gpt2 co2 --trials 0", "--trials=0: must be 1 or more"),
+    ("recipes", RECIPES, "tune gpt2 co2 --trials x", "--trials: invalid int value: 'x'"),
+    ("recipes", RECIPES, "tune gpt2 co2 --tau -2", "--tau=-2: must be 1 or more steps"),
+    ("lab", LAB, "--workers 0", "--workers=0: " + NUMBER),
+    ("lab", LAB, "--workers two", "--workers=two: " + NUMBER),
+    ("lab", LAB, "--mbit -3", "--mbit=-3: must be Mbit/s above 0"),
+    ("lab", LAB, "--mbit nan", "--mbit=nan: must be Mbit/s above 0"),
+    ("lab", LAB, "--methods nosuch", "--methods=nosuch: known: acco"),
+    ("lab", LAB, "--repeats 0", "--repeats=0: " + NUMBER),
+    ("lab", LAB, "--schedule 1:2", "--schedule=1:2: must be RATE@SECONDSs"),
+    ("lab", LAB, "--slow-cpu 9:1", "--slow-cpu=9: workers are counted from 0 to 1"),
+    ("lab", LAB, "--target-loss x", "--target-loss: invalid float value: 'x'"),
+    ("lab", LAB, "--nosuch", "option=--nosuch: unknown"),
+    ("lab", LAB, "nonsense", "option=nonsense: unknown"),
+    ("simulate", SIMULATE, "--gpus 0", "--gpus=0: " + NUMBER),
+    ("simulate", SIMULATE, "--gpus 64..8", "--gpus=64..8: must end at its start"),
+    ("simulate", SIMULATE, "--method nosuch", "--method=nosuch"),
+    ("simulate", SIMULATE, "--link x", "--link=x"),
+    ("simulate", SIMULATE, "--jitter nan", "--jitter=nan: must be a number of 0"),
+    ("simulate", SIMULATE, "--tau 0", "--tau=0: " + NUMBER),
+    ("simulate", SIMULATE, "--rounds x\ny", r"--rounds=x\ny: " + NUMBER),
+    ("timeline", timeline.main, "nowhere", "nowhere"),
+    ("timeline", timeline.main, "nowhere --rank x", "--rank: invalid int value: 'x'"),
+    ("wandb-sync", wandb_sync.main, "--everything", "unrecognized arguments: --everything"),
+    ("prepare", tasks.prepare.__main__.main, "nosuch", "invalid choice: 'nosuch'"),
+    ("prepare", tasks.prepare.__main__.main, "ade20k --check nowhere", "--check=nowhere: no such"),
+    ("co2", co2.__main__.main, "trian", "co2 trian: no such command; did you mean train?"),
+]
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, in which nobody may write; and no worker and no network is made."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(launch, "run", lambda *_: pytest.fail("workers were started"))
+    for module in (lab, slow_network):
+        monkeypatch.setattr(module, "check_root", lambda: pytest.fail("a network was begun"))
+    monkeypatch.setattr(sys, "argv", ["program"])
+    return here
+
+
+@pytest.mark.parametrize(("good", "name", "value", "hint"), ENVIRONMENTS)
+def test_environment(
+    empty: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    good: dict[str, str],
+    name: str,
+    value: str,
+    hint: str,
+) -> None:
+    for key, text in {**good, name: value}.items():
+        monkeypatch.setenv(key, text)
+    line = refused(train.APP.main, ["task=toy"], capsys)
+    assert line.startswith(f"{name}={value.strip()}") and hint in line
+    assert "unset it" in line
+    assert files(empty) == {}
+
+
+def test_good_environments_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    for good in (TORCHRUN, SRUN):
+        me = launch.identity(good)
+        assert me is not None and (me.rank, me.world, me.local_world) == (0, 2, 2)
+    assert launch.identity({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+
+
+def test_nccl_without_enough_gpus(
+    empty: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for count in (0, 1):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        line = refused(train.APP.main, ["task=toy", "launch.backend=nccl"], capsys)
+        assert line == f"launch.backend=nccl: 2 GPUs needed, {count} here"
+    assert files(empty) == {}
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "says"),
+    [pytest.param(main, words, says, id=f"{n} {words}") for n, main, words, says in PROGRAMS],
+)
+def test_program(
+    empty: Path,
+    capsys: pytest.CaptureFixture[str],
+    program: Callable[[list[str]], object],
+    words: str,
+    says: str,
+) -> None:
+    assert says in refused(program, words.split(" "), capsys)
+    assert files(empty) == {}
+
+
+@pytest.mark.parametrize("index", ["2", "-1", "x", "", "1e9"])
+def test_job_of_a_sweep(index: str) -> None:
+    with pytest.raises(ConfigError, match=r"^SLURM_ARRAY_TASK_ID=.* has the jobs 0 to 1"):
+        sweep_job(index, ["co2.tau=1,2"])
