@@ -2,6 +2,7 @@
 
 from recipes import (
     digits,
+    faults,
     field,
     figure1,
     gap,
@@ -57,6 +58,7 @@ RECIPES: dict[str, Recipe] = {
         time_to_loss.RECIPE.trials,
         time_to_loss.RECIPE,
         digits.RECIPE,
+        faults.RECIPE,
         kept_progress.RECIPE.trials,
         kept_progress.RECIPE,
         kept_variants.RECIPE,

@@ -2,6 +2,7 @@
 
 import gc
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -58,13 +59,14 @@ def held_beyond_the_ledger(
 ) -> tuple[float, float]:
     """Model copies on this worker that are neither weights, gradients nor inner state, and how
     many the method tells."""
-    flat._CHUNK["cpu"], exchange._PIECE = 512, 256  # scratch is no model copy either
-    before = storages()
-    model, optimizer, method = build(name, wire, **(fields or {}))
-    wrapped = method.prepare(model, optimizer, co2.Mesh.world())
-    train(wrapped, method, 5)
-    method.state_dict()  # brings in what is in flight
-    now = storages()
+    # Scratch is no model copy either.
+    with patch.dict(flat._CHUNK, cpu=512), patch.object(exchange, "_PIECE", 256):
+        before = storages()
+        model, optimizer, method = build(name, wire, **(fields or {}))
+        wrapped = method.prepare(model, optimizer, co2.Mesh.world())
+        train(wrapped, method, 5)
+        method.state_dict()  # brings in what is in flight
+        now = storages()
     params = list(model.parameters())
     own = params + [p.grad for p in params if p.grad is not None]
     own += [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]

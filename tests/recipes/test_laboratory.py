@@ -114,11 +114,12 @@ def test_shares_are_paired_and_tested_for_equivalence() -> None:
 
 
 def test_cells_with_overrides_are_trainings_of_their_own(place: Path) -> None:
-    kept = cell(table3.RECIPE, "CO2, kept progress", "2 workers, 20 Mbit/s", 0)
+    chosen = cell(table3.RECIPE, "CO2, τ auto", "2 workers, 20 Mbit/s", 0)
     traced = cell(figure1.RECIPE, "CO2", "overlap, %", 0)
     plain = cell(table3.RECIPE, "CO2", "2 workers, 100 Mbit/s", 0)
-    assert kept.overrides == ("co2_keep.delay=3",) and traced.overrides == ("trace=true",)
-    assert kept.config().method_config.delay == 3 and traced.config().trace
+    assert chosen.overrides == ("co2.tau=auto", "train.steps=180")
+    assert chosen.config().method_config.tau == "auto"
+    assert traced.overrides == ("trace=true",) and traced.config().trace
     assert traced.trial == plain.trial and not plain.config().trace
     write_run(plain, 1.0)
     assert plain.summary() is not None and traced.summary() is None and traced.folder() is None

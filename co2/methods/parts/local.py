@@ -110,7 +110,9 @@ class LocalMethod(Method):
             self.round_began = self.steps
             if self.auto is not None:
                 self.auto.round_ends(self.totals())
-            self._due = [lambda: self.with_weights(self.end_round), self.average_moments]
+            self._due = [lambda: self.with_weights(self.end_round)]
+            if self.moments is not None:
+                self._due.append(self.average_moments)
         self.go_on()
         if self.auto is not None:
             self.auto.step_begins()
