@@ -313,6 +313,9 @@ class Members:
         self._sockets.cut()
         if dist.is_initialized():
             dist.destroy_process_group()
+        # Names of groups have a number that only a group which was made well resets; with another
+        # one than the others' nobody would be found.
+        dist.distributed_c10d._world.group_count = 0
         gc.collect()  # joins the threads of groups that nobody holds any more
         with self._turning:
             self.generation += 1

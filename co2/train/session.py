@@ -78,7 +78,7 @@ class Session:
         self.changes: list[Change] = []
         """How replicas came and went."""
         self._failures = 0
-        """Errors in making groups anew, one after the other."""
+        """Errors of what all do together, one after the other."""
         members = mesh.members
         if members is not None:
             members.formed()
@@ -126,8 +126,10 @@ class Session:
             except MemberLost:
                 raise
             except RuntimeError as error:
+                self._fruitless(error)
                 members.failed(members.open(), error)
             members.agree()
+            self._failures = 0
             return done
 
         return self._again(agreed)
@@ -183,7 +185,7 @@ class Session:
             except RuntimeError as error:
                 members.give_up(members.store, members.generation)
                 self._fruitless(error)
-        self._failures, seconds = 0, time.perf_counter() - began
+        seconds = time.perf_counter() - began
         self.changes.append(
             Change(self.step, members.generation, members.ids, lost, members.joined, seconds)
         )
@@ -191,7 +193,7 @@ class Session:
         run.console.print_line(f"step {self.step}: {self.changes[-1].text()} ({seconds:.2f} s)")
 
     def _fruitless(self, error: RuntimeError) -> None:
-        """An error that comes back although nobody is lost is no loss of a connection."""
+        """Raise an error that comes back again and again: it is no loss of a connection."""
         self._failures += 1
         if self._failures >= _FAILURES:
             raise error
@@ -206,6 +208,7 @@ class Session:
         run.regroup(replace(mesh, members=members, stretches=stretches), self.step)
         run.method.regroup(run.mesh)
         members.formed()
+        members.agree()  # nobody leaves while another one still connects
         self.checkpoints.regroup(run.mesh, run.control)
         self.meter.regroup(run.mesh.num_workers)
         self._batches = run.task.batches(run.mesh, self.draws)
@@ -216,6 +219,8 @@ class Session:
     def _join(self) -> dict[str, Any]:
         """Get everything from the first of those who train already; returns the meter's totals."""
         run = self.run
+        assert run.mesh.members is not None
+        run.mesh.members.agree()
         state = broadcast_state(None, run.control)
         self._load(state)
         run.method.launch_again()

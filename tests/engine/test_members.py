@@ -2,7 +2,9 @@
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 from co2.comm.members import Expelled, MemberLost, Members
 from co2.comm.mesh import Mesh
 from co2.methods import METHODS
+from co2.train.session import Session
 from tests.workers import Pool
 
 TAU, ROUNDS, RATE = 3, 5, 0.1
@@ -207,3 +210,36 @@ def come(rank: int, world: int, port: int) -> tuple[tuple[int, ...], tuple[int, 
 def test_newcomers_are_let_in_where_all_have_agreed(workers: Pool, store: dist.TCPStore) -> None:
     *others, (own, _) = workers.run(come, 4, store.port)
     assert others == [((3,), (0, 1, 2, 3))] * 3 and own == (3,)
+
+
+def hopeless(rank: int, world: int, port: int) -> str:
+    """What all do together has a bug, which is no loss of anybody."""
+
+    def act() -> None:
+        raise RuntimeError("a bug")
+
+    def renew() -> None:
+        members.renew(admit=False)
+        members.formed()
+        members.agree()
+
+    members = member(rank, port)
+    members.first(range(world))
+    members.formed()
+    session = Session.__new__(Session)
+    session.run = SimpleNamespace(mesh=SimpleNamespace(members=members))  # type: ignore[assignment]
+    session._failures = 0
+    with patch.object(session, "_renew", renew):
+        try:
+            session.together(act)
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            vanish(members)
+    return "went on"
+
+
+def test_an_error_that_comes_back_is_not_taken_for_a_loss(
+    workers: Pool, store: dist.TCPStore
+) -> None:
+    assert workers.run(hopeless, 2, store.port) == ["a bug"] * 2
