@@ -30,8 +30,6 @@ PARTS = ("train", "val")
 SEPARATOR = "<|endoftext|>"
 """The token that ends every document."""
 
-_LOOKED_AT = 1 << 22
-"""Tokens of each part that are held against the vocabulary at every start, in milliseconds."""
 _WIDTHS = {"uint16": 2, "uint32": 4}
 """Bytes of a token id, by the type that meta.json names."""
 _FILES = {"train.bin", "val.bin", "meta.json", "tokenizer.json"}
@@ -60,8 +58,7 @@ class Store:
 def open_store(folder: Path) -> Store | None:
     """Open the store in `folder`; None where there is none or it is damaged.
 
-    Damage is a missing file, a size other than meta.json says, or an id beyond the vocabulary, for
-    which the first tokens of each part are looked at; `faults` looks at all.
+    Only meta.json is read. Damage is a missing file, or a size other than meta.json says.
     """
     try:
         meta = json.loads((folder / "meta.json").read_text())
@@ -73,10 +70,7 @@ def open_store(folder: Path) -> Store | None:
             if size != meta["parts"][part]["tokens"] * width:
                 return None
         whole = set(meta["files"]) <= _FILES and all((folder / n).exists() for n in meta["files"])
-        store = Store(folder, meta)
-        first = (store.tokens(part)[:_LOOKED_AT] for part in PARTS)
-        known = all(not len(ids) or ids.max() < meta["vocab_size"] for ids in first)
-        return store if whole and known and meta["format"] == FORMAT else None
+        return Store(folder, meta) if whole and meta["format"] == FORMAT else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 

@@ -54,15 +54,10 @@ def of_parts(**changes: Any) -> Spoil:
     return meta(parts={part: {"tokens": 300, **changes} for part in store.PARTS})
 
 
-def a_token(folder: Path) -> None:
-    np.memmap(folder / "train.bin", np.uint16, mode="r+")[7] = 400
-
-
 STORES: dict[str, Spoil] = {
     "gone": shutil.rmtree,
     "no part": lambda folder: (folder / "val.bin").unlink(),
     "cut": lambda folder: os.truncate(folder / "train.bin", 99),
-    "a token beyond the vocabulary": a_token,
     "meta.json that is torn": lambda folder: (folder / "meta.json").write_text('{"format": 1,'),
     "meta.json that is a list": lambda folder: (folder / "meta.json").write_text("[]"),
     "meta.json that is deep": lambda folder: (folder / "meta.json").write_text("[" * 100_000),
