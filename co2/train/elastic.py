@@ -132,8 +132,12 @@ def _work(
         status = worker(number)
         if _current is not None:
             _current.leave()
-    except (Expelled, StoreLost) as ended:
+    except Expelled as ended:
         print(f"error: {ended}", file=sys.stderr, flush=True)
+        status = 1
+    except (StoreLost, dist.DistNetworkError):
+        text = "what started it is gone; the same command goes on from the last checkpoint"
+        print(f"error: worker {number}: {text}", file=sys.stderr, flush=True)
         status = 1
     except Exception:  # a bug
         traceback.print_exc()

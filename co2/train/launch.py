@@ -240,7 +240,8 @@ def _guarded(worker: Worker, config: Config, rank: int) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return REFUSED
     except RuntimeError as error:
-        if not re.search(r"(?i)closed by peer|reset by peer|connection refused", str(error)):
+        lost = re.search(r"(?i)closed by peer|reset by peer|connection refused", str(error))
+        if config.launch.elastic or not lost:
             raise
         print(f"worker {rank}: a peer is gone, stopping", file=sys.stderr, flush=True)
         time.sleep(_PEER_S)

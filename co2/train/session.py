@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from co2.comm.clocks import overlap
-from co2.comm.members import MemberLost, Members
+from co2.comm.members import Expelled, MemberLost, Members
 from co2.comm.mesh import Mesh
 from co2.config import Precision
 from co2.errors import PREEMPTED, ConfigError
@@ -220,10 +220,16 @@ class Session:
         """Get everything from the first of those who train already; returns the meter's totals."""
         run = self.run
         assert run.mesh.members is not None
-        run.mesh.members.agree()
-        state = broadcast_state(None, run.control)
-        self._load(state)
-        run.method.launch_again()
+        try:
+            run.mesh.members.agree()
+            state = broadcast_state(None, run.control)
+            self._load(state)
+            run.method.launch_again()
+        except (
+            RuntimeError
+        ) as error:  # the others go on without this process, which knows too little
+            me = run.mesh.members.me
+            raise Expelled(f"worker {me}: one of the others was lost as it joined") from error
         return state["totals"]
 
     def to_device(self, batch: Any) -> Any:

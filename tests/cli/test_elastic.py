@@ -211,7 +211,8 @@ def test_workers_end_when_what_started_them_is_killed(tmp_path: Path) -> None:
             for _ in itertools.count():
                 if not Path(f"/proc/{pid}").exists():
                     break
-    assert log.read_text().count("the store of the run's members is gone") == 3
+    assert log.read_text().count("what started it is gone; the same command goes on") == 3
+    assert "Traceback" not in log.read_text()
     ended = cli(*arguments, runs=runs)
     assert ended.status == 0 and "resumed at step" in ended.out
 
