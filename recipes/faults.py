@@ -34,7 +34,7 @@ from recipes.recipe import Recipe, Row, Rows
 STEPS, TAU, WORKERS = 240, 6, 4
 METHODS = ("local_sgd", "diloco", "co2", "co2_keep")
 SETTINGS = {"diloco": ("diloco.outer_lr=1", "diloco.outer_momentum=0.2")}
-SILENT_S = 3.0
+SILENT_S = 5.0
 LIMIT_S = 180.0
 """A run that has not ended by then never will."""
 UNDISTURBED = "nothing"

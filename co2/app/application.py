@@ -94,8 +94,9 @@ class App:
         """What every worker of a run does."""
         task = self.make_task(config)
         task.setup(launch.world_size(config.launch))
-        if elastic.is_newcomer():
-            task.optimizer(task.model())  # imports what the others should not wait for
+        if config.launch.elastic:
+            # Imports what would keep this worker from giving signs of life.
+            task.optimizer(task.model())
         mesh = launch.mesh(config)
         train(Run.open(config, task, peers.make_method(config), mesh, origin))
 

@@ -296,7 +296,7 @@ class Members:
         """Connect with the members of a record. Raises `Expelled`, or `RuntimeError` if one of them
         is not there."""
         if self.me not in record.ids:
-            raise Expelled(f"worker {self.me} was silent; the others have gone on without it")
+            raise Expelled("it was silent for too long; the others have gone on without it")
         self._admitted = record.admitted
         self._watch.candidates(record.ids)
         dist.init_process_group(

@@ -42,12 +42,8 @@ def members() -> Members | None:
             _current.first(first)
         else:
             _current.join()
+            _current.store.set(f"joined/{number}", "1")
     return _current
-
-
-def is_newcomer() -> bool:
-    """Whether this process will come to others who train already."""
-    return _place is not None and not _place[2]
 
 
 def check(config: Config, method: Method, started: bool, device: str) -> None:
@@ -92,7 +88,8 @@ def launch(worker: Callable[[int], int], config: LaunchConfig, killed: threading
 
     for number in first:
         start(number, begins=True)
-    next_number, restarts, statuses = config.workers, config.restarts, []
+    next_number, restarts = config.workers, config.restarts
+    statuses: dict[int, int] = {}
     while running:
         wait([process.sentinel for process in running.values()], _LOOK_S)
         for number, process in list(running.items()):
@@ -103,7 +100,7 @@ def launch(worker: Callable[[int], int], config: LaunchConfig, killed: threading
                     process.kill()
                 continue
             del running[number]
-            statuses.append(status)
+            statuses[number] = status
             if status == 0:
                 continue
             store.set(f"gone/{number}", str(status))
@@ -113,8 +110,16 @@ def launch(worker: Callable[[int], int], config: LaunchConfig, killed: threading
                 restarts -= 1
                 start(next_number, begins=False)
                 next_number += 1
-    ended = [status for status in statuses if status >= 0]
-    return 0 if 0 in statuses else max(ended, default=128 - min(statuses))
+        if not any(number in first or store.check([f"joined/{number}"]) for number in running):
+            for process in running.values():  # nobody is left who could let them in
+                process.kill()
+    if 0 in statuses.values():
+        return 0
+    how = ", ".join(f"{number} with status {status}" for number, status in statuses.items())
+    ended = [status for status in statuses.values() if status >= 0]
+    if not ended:
+        print(f"error: all workers were lost: {how}", file=sys.stderr, flush=True)
+    return max(ended, default=128 - min(statuses.values()))
 
 
 def _work(
@@ -126,23 +131,31 @@ def _work(
 ) -> None:
     """What a started process does."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(1, len(first))))
+    global _place
+    _place = address, number, first, silent_s
     try:
-        global _place
-        _place = address, number, first, silent_s
         status = worker(number)
         if _current is not None:
             _current.leave()
-    except Expelled as ended:
-        print(f"error: {ended}", file=sys.stderr, flush=True)
-        status = 1
-    except (StoreLost, dist.DistNetworkError):
-        text = "what started it is gone; the same command goes on from the last checkpoint"
-        print(f"error: worker {number}: {text}", file=sys.stderr, flush=True)
-        status = 1
-    except Exception:  # a bug
-        traceback.print_exc()
+    except Exception as error:
+        text = _reason(error)
+        if text is None:  # a bug
+            traceback.print_exc()
+        else:
+            print(f"error: worker {number}: {text}", file=sys.stderr, flush=True)
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
     if status:
         os._exit(status)  # threads of lost groups may still wait for somebody
+
+
+def _reason(error: Exception) -> str | None:
+    """What has ended a worker, in one line; None where that is no loss of others."""
+    if isinstance(error, Expelled):
+        return str(error)
+    if isinstance(error, StoreLost | dist.DistNetworkError):
+        return "what started it is gone; the same command goes on from the last checkpoint"
+    if isinstance(error, RuntimeError) and "closed by peer" in str(error):
+        return "others were lost before training began; start it again"
+    return None

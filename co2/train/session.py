@@ -228,8 +228,7 @@ class Session:
         except (
             RuntimeError
         ) as error:  # the others go on without this process, which knows too little
-            me = run.mesh.members.me
-            raise Expelled(f"worker {me}: one of the others was lost as it joined") from error
+            raise Expelled("one of the others was lost as it joined") from error
         return state["totals"]
 
     def to_device(self, batch: Any) -> Any:

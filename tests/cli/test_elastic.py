@@ -32,7 +32,7 @@ SHARED = (
     "checkpoint.every=0",
 )
 SLOW = "toy.delay_s=0.01"
-ELASTIC = (*SHARED, "launch.elastic=true", "launch.silent_s=3")
+ELASTIC = (*SHARED, "launch.elastic=true", "launch.silent_s=20")
 METHODS = {
     "local_sgd": (),
     "co2": ("co2.outer_momentum=0.1",),
@@ -131,7 +131,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 def test_one_that_stands_still_is_given_up_and_replaced(tmp_path: Path) -> None:
     """SIGSTOP for longer than `silent_s`; another worker is started in its place, and joins."""
-    more = ("launch.restarts=1", "toy.delay_s=0.04")
+    more = ("launch.restarts=1", "launch.silent_s=4", "toy.delay_s=0.04")
     status, folder, text = disturbed(
         tmp_path, *ELASTIC, *words("co2"), *more, at=20, victims=(1,), number=signal.SIGSTOP
     )
