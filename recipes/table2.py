@@ -5,9 +5,9 @@
 
 Cost: smoke, 105 runs of a minute on 2 cores, two hours. Paper: GPT-2 small on
 OpenWebText takes some 4 days on 8 A100 for every run; nobody has run it here.
-Every method has what won in 12 trials of its own (`python -m recipes tune`). Run so far: GPT-2. There
-kept progress, fully overlapped, ends 2.0 % above AllReduce and below blocking Local SGD (4.5 %); CO2
-ends 15 % above, and its seeds spread most.
+Every method has what won in 12 trials of its own (`python -m recipes tune`). Run so far: GPT-2.
+There kept progress, fully overlapped, ends 2.0 % above AllReduce and below blocking Local SGD
+(4.5 %); CO2 ends 15 % above, and its seeds spread most.
 """
 
 from functools import partial
