@@ -300,12 +300,12 @@ class _HostLane:
         if self._clocked is not None:
             # gloo's thread must be out of Python: one caught there at exit aborts the process.
             self._clocked.wait()
-        self._works, self._clocked = [], None
+        self.forget()
         if count:
             self.exposed.end()
 
     def forget(self) -> None:
-        """What was launched has failed."""
+        """What was launched is over, or has failed."""
         self._works, self._clocked = [], None
 
     def close(self) -> None:

@@ -9,11 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.profiler import record_function
 
 from co2.comm.background import BackgroundMean
 from co2.comm.clocks import CommTotals
 from co2.comm.collectives import consensus, local, replicate
 from co2.comm.mesh import Mesh
+from co2.comm.phases import OUTER_STEP
 from co2.config import CommConfig, OptimConfig, Waits
 
 Schedule = Callable[[int], float]
@@ -72,6 +74,8 @@ class Method:
         self.schedule: Schedule | None = None
         self.steps = 0
         """Calls of `step` so far, over all segments of a resumed run."""
+        self._due: list[Callable[[], None]] = []
+        """What the step under way still has to do."""
 
     @classmethod
     def check(cls, optim: OptimConfig) -> None:
@@ -116,7 +120,11 @@ class Method:
         raise NotImplementedError
 
     def go_on(self) -> None:
-        """Do the rest of a `step` that has raised `MemberLost`, with the members that are left."""
+        """Do what is due in this step; after `MemberLost` again, with the members that are left."""
+        while self._due:
+            with torch.no_grad(), record_function(OUTER_STEP):
+                self._due[0]()
+            self._due.pop(0)
 
     def means(self) -> Sequence[BackgroundMean]:
         """Everything that sends, in the order in which it was made."""

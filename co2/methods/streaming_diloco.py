@@ -28,15 +28,13 @@ in the same step; and uniform quantization with error feedback, where the paper 
 bits.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.profiler import record_function
 
 from co2.comm.background import BackgroundMean
 from co2.comm.clocks import CommTotals
@@ -44,7 +42,6 @@ from co2.comm.compress import COMPRESSORS
 from co2.comm.exchange import CompressedMean
 from co2.comm.flat import FlatParams
 from co2.comm.mesh import Mesh
-from co2.comm.phases import OUTER_STEP
 from co2.config import CommConfig, Precision, Waits
 from co2.errors import require, require_count
 from co2.methods.base import Method, MethodStats
@@ -90,8 +87,6 @@ class StreamingDiLoCo(Method):
         wire, kind = self.comm.dtype, self.config.exchange
         hint = f"must be fp32 with streaming_diloco.exchange={kind}, which is less already"
         require(kind == "full" or wire is Precision.fp32, "comm.dtype", wire.name, hint)
-        self._due: list[Callable[[], None]] = []
-        """What the step under way still has to do."""
         self.refused_elastic = None
         if kind != "full":
             self.refused_elastic = f"exchange={kind} has rounding errors that a newcomer lacks"
@@ -120,12 +115,6 @@ class StreamingDiLoCo(Method):
         syncing = [fragment for fragment in self.fragments if fragment.syncs_at == now]
         self._due = [*(one.start for one in starting), *(one.sync for one in syncing)]
         self.go_on()
-
-    def go_on(self) -> None:
-        while self._due:
-            with torch.no_grad(), record_function(OUTER_STEP):
-                self._due[0]()
-            self._due.pop(0)
 
     def means(self) -> list[BackgroundMean]:
         return [fragment.mean for fragment in self.fragments]

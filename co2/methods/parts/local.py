@@ -5,12 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from co2.comm.background import BackgroundMean
 from co2.comm.clocks import CommTotals
 from co2.comm.flat import FlatParams
-from co2.comm.phases import OUTER_STEP
 from co2.config import CommConfig, Waits
 from co2.errors import require, require_number
 from co2.methods.base import Method, MethodStats
@@ -37,8 +35,6 @@ class LocalMethod(Method):
         super().__init__(config, comm)
         self.round_began = 0
         """The value of `steps` when the round under way began."""
-        self._due: list[Callable[[], None]] = []
-        """What the step under way still has to do."""
         self.moments: Moments | None = None
         """What averages the inner Adam's moments; None where they stay local."""
         if self.averages_moments:
@@ -116,12 +112,6 @@ class LocalMethod(Method):
         self.go_on()
         if self.auto is not None:
             self.auto.step_begins()
-
-    def go_on(self) -> None:
-        while self._due:
-            with torch.no_grad(), record_function(OUTER_STEP):
-                self._due[0]()
-            self._due.pop(0)
 
     def with_weights(self, act: Callable[[], None]) -> None:
         """Do what reads or writes live weights."""
