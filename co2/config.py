@@ -8,6 +8,7 @@ YAML.
 
 import itertools
 import os
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -89,6 +90,9 @@ class TrainConfig:
     """Samples in one micro-batch of one worker."""
     accumulate: int = 1
     """Micro-batches whose gradients make one step."""
+    keep_global_batch: bool = False
+    """Whether an elastic run makes more or fewer micro-batches a step as replicas come and go, so
+    that all together train on about as many samples as before."""
     precision: Precision = Precision.fp32
     """With bf16, forward pass and loss run under autocast; weights and outer state stay fp32."""
     compile: bool = False
@@ -200,13 +204,32 @@ class LaunchConfig:
     silent_s: float = 10.0
     """Seconds without a sign of life after which a replica counts as lost."""
     restarts: int = 0
-    """How often an elastic run starts workers again that were lost."""
+    """How often an elastic run starts workers again that were lost, on each machine."""
+    quorum: int | None = None
+    """How many replicas set the pace of an elastic run: one that is slower than so many others
+    makes fewer steps of a round (co2/train/quorum.py). null: all make all."""
+    store: str | None = None
+    """Of an elastic run on several machines: host:port of `python -m co2.train.store`."""
+
+    @property
+    def store_address(self) -> tuple[str, int]:
+        """Host and port of `store`."""
+        host, _, port = (self.store or "").rpartition(":")
+        return host.strip("[]"), int(port)
 
     def __post_init__(self) -> None:
         require_count("workers", self.workers)
-        require_count("min_replicas", self.min_replicas)
-        hint = f"must be at most launch.workers, which is {self.workers}"
-        require(self.min_replicas <= self.workers, "min_replicas", self.min_replicas, hint)
+        replicas = {"min_replicas": self.min_replicas}
+        replicas |= {} if self.quorum is None else {"quorum": self.quorum}
+        for name, number in replicas.items():
+            require_count(name, number)
+            hint = f"must be at most launch.workers, which is {self.workers}"
+            require(number <= self.workers or self.store is not None, name, number, hint)
+        if self.store is not None:
+            good = re.fullmatch(r".+:\d{1,5}", self.store) is not None
+            require(good, "store", self.store, "must be host:port, such as node1:29400")
+            hint = "only an elastic run has one; set launch.elastic=true"
+            require(self.elastic, "store", self.store, hint)
         for name in ("wait_s", "silent_s"):
             require_number(name, getattr(self, name), 0.5, "must be half a second or more")
         require(self.restarts >= 0, "restarts", self.restarts, "must be 0 or more")

@@ -56,7 +56,7 @@ class Task(Protocol):
         """Endless micro-batches of `mesh.worker`, from the micro-batch with index `start` on.
 
         Micro-batch number n is a pure function of (seed, n, worker), so training resumes
-        exactly with `start = step * accumulate`.
+        exactly with `start` = the number of those that were drawn.
         """
         ...
 

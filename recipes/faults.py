@@ -1,13 +1,15 @@
 """A hundred faults: does an elastic run end by itself, and what does it lose?
 
-    python -m recipes run faults                           all that is missing
+    sudo python -m recipes run faults                      all that is missing
 
-Cost: 120 runs of 20 seconds on 2 cores, 40 minutes.
+Cost: 180 runs of 20 to 40 seconds on 2 cores, 90 minutes. Disks and links want root.
 Not yet run as a whole. Expected: all runs end by themselves; no step is missing or repeated; the
 loss is within the spread of undisturbed runs; training goes on within a second of noticing.
 
 Every cell is a run of train.py on the toy with four workers, to which one thing happens at a step,
-and to a worker, drawn from its seed. A run that had to end is started again by the same command.
+and to a worker, drawn from its seed. Where links are cut each worker is a machine of its own, and
+where the disk is full the run's folder lies on a small one. A run that had to end is started again
+by the same command.
 """
 
 import contextlib
@@ -22,19 +24,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from co2.errors import PREEMPTED
+from co2.lab.slow_network import SlowNetwork
 from co2.record.table import NOTHING, Table
 from recipes.entries import by_seed
-from recipes.functions import FunctionCell, FunctionColumn
+from recipes.functions import FunctionCell, FunctionColumn, Trainer
 from recipes.recipe import Recipe, Row, Rows
 
 STEPS, TAU, WORKERS = 240, 6, 4
 METHODS = ("local_sgd", "diloco", "co2", "co2_keep")
 SETTINGS = {"diloco": ("diloco.outer_lr=1", "diloco.outer_momentum=0.2")}
 SILENT_S = 5.0
+RESTARTS = 4
+PORT = 29400
+"""Of the store, where workers are on machines of their own."""
 LIMIT_S = 180.0
 """A run that has not ended by then never will."""
 UNDISTURBED = "nothing"
@@ -44,29 +51,37 @@ SEEDS = (0, 1, 2)
 class Trouble:
     """One run, and what is done to it."""
 
+    launch: tuple[str, ...] = (
+        *(f"launch.workers={WORKERS}", "launch.elastic=true", f"launch.silent_s={SILENT_S}"),
+        f"launch.restarts={RESTARTS}",
+    )
+    started_by = b"spawn_main"
+    """Stands in the command of every worker's process."""
+
     def __init__(self, cell: FunctionCell) -> None:
         method, seed = str(cell.settings["method"]), cell.seed
         self.random = random.Random(f"{method} {cell.settings['fault']} {seed}")
         self.place = cell.folder / "run"
         shutil.rmtree(self.place, ignore_errors=True)
         self.words = (
-            *("task=toy", f"method={method}", f"{method}.tau={TAU}", *SETTINGS.get(method, ())),
+            *("task=toy", f"method={method}", *SETTINGS.get(method, ())),
+            *([] if method == "allreduce" else [f"{method}.tau={TAU}"]),
             *(f"train.steps={STEPS}", f"train.seed={seed}", "train.eval_every=1000", "log.every=1"),
             *("checkpoint.every=30", "log.wandb=disabled", "toy.delay_s=0.02", "tag=run"),
-            *(f"launch.workers={WORKERS}", "launch.elastic=true", f"launch.silent_s={SILENT_S}"),
-            *("launch.restarts=4", f"runs={self.place}"),
+            *(*self.launch, f"runs={self.place}"),
         )
         self.folder = self.place / "toy" / method / "run" / f"seed{seed}"
-        self.starts = 0
+
+    def command(self) -> list[str]:
+        """What starts the run."""
+        return [sys.executable, "train.py", *self.words]
 
     def start(self) -> None:
         """Start the run, or start it again."""
-        self.starts += 1
-        command = [sys.executable, "train.py", *self.words]
         self.place.mkdir(parents=True, exist_ok=True)
-        with (self.place / "log").open("a") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        with self.log().open("a") as log:
+            self.process: subprocess.Popen[Any] = subprocess.Popen(
+                self.command(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -80,7 +95,11 @@ class Trouble:
     def until_some_step(self) -> None:
         """Wait for a step drawn from the middle of the training."""
         step = self.random.randrange(40, STEPS // 2)
-        self.until(lambda: max((line["step"] for line in self.lines()), default=0) >= step)
+        self.until(lambda: self.step() >= step)
+
+    def step(self) -> int:
+        """How far the training is."""
+        return max((line["step"] for line in self.lines("train")), default=0)
 
     def lines(self, *kinds: str) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl. Any: JSON."""
@@ -95,10 +114,14 @@ class Trouble:
         for path in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 fields = path.read_text().rpartition(")")[2].split()
-                own = b"spawn_main" in path.with_name("cmdline").read_bytes()
+                own = self.started_by in path.with_name("cmdline").read_bytes()
                 if int(fields[1]) == self.process.pid and own and fields[0] != "Z":
                     found.append(int(path.parent.name))
         return sorted(found)
+
+    def log(self) -> Path:
+        """Where the run's output goes."""
+        return self.place / "log"
 
     def hit(self, number: int, count: int = 1) -> list[int]:
         """Send a signal to workers drawn at random."""
@@ -109,13 +132,70 @@ class Trouble:
 
     def kill_all(self) -> None:
         """As when the machine goes down."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def checkpoints(self) -> list[Path]:
         """Newest first."""
         found = (self.folder / "checkpoints").glob("step_*")
         return sorted(found, key=lambda path: -int(path.name[5:]))
+
+
+class SmallDisk(Trouble):
+    """One run whose folder lies on a disk of its own."""
+
+    def start(self) -> None:
+        self.place.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", self.place], check=True)
+        super().start()
+
+    def log(self) -> Path:
+        return self.place.with_name("log")
+
+    def fill(self) -> Path:
+        """A file that takes all the room there is."""
+        filler = self.place / "filler"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        return filler
+
+    def kill_all(self) -> None:
+        super().kill_all()
+        subprocess.run(["umount", "--lazy", self.place], check=True)
+
+
+class Machines(Trouble):
+    """One run on as many machines as workers, each a network namespace, and a store on one more."""
+
+    def start(self) -> None:
+        self.network = SlowNetwork([None] * (WORKERS + 1))
+        self.network.__enter__()
+        words = ("-m", "co2.train.store", f"--nodes={WORKERS}", f"--port={PORT}")
+        self.process = self.network.start(WORKERS, [sys.executable, *words], os.environ)
+        self.machines = [self.begin(machine) for machine in range(WORKERS)]
+
+    def begin(self, machine: int) -> "subprocess.Popen[str]":
+        """Start a machine's part of the run."""
+        store = f"launch.store={self.network.address(WORKERS)}:{PORT}"
+        words = [*self.command(), "launch.workers=1", store]
+        return self.network.start(machine, words, os.environ)
+
+    def cut_off(self, count: int) -> None:
+        """Part some machines from the others until these have given them up; then mend the links,
+        and start them again."""
+        chosen = self.random.sample(range(WORKERS), count)
+        self.network.part(chosen)
+        self.until(lambda: sum(len(line["lost"]) for line in self.lines("members")) >= count)
+        self.network.join(chosen)
+        for machine in chosen:
+            self.machines[machine].kill()
+            self.machines[machine].wait()
+            self.machines[machine] = self.begin(machine)
+
+    def kill_all(self) -> None:
+        self.network.__exit__(None, None, None)
 
 
 def nothing(run: Trouble) -> None:
@@ -192,39 +272,74 @@ def torn_checkpoint(run: Trouble) -> None:
     run.start()
 
 
-FAULTS: dict[str, Callable[[Trouble], None]] = {
-    UNDISTURBED: nothing,
-    "a worker killed": killed,
-    "the writer killed": writer_killed,
-    "two killed at once": two_killed,
-    "another killed amid recovery": killed_amid_recovery,
-    "another killed amid joining": killed_amid_joining,
-    "a worker stopped": stopped,
-    "a worker paused": paused,
-    "told to stop, started again": told_to_stop,
-    "the starter killed, started again": starter_killed,
-    "checkpoint torn, started again": torn_checkpoint,
+def disk_full(run: SmallDisk) -> None:
+    """The disk is full until a save has failed."""
+    filler = run.fill()
+    run.until(lambda: "could not be saved" in run.log().read_text())
+    filler.unlink()
+
+
+def cut_briefly(run: Machines) -> None:
+    """The link of a machine is cut for a third of the time after which it counts as lost."""
+    chosen = [run.random.randrange(WORKERS)]
+    run.network.part(chosen)
+    time.sleep(SILENT_S / 3)
+    run.network.join(chosen)
+
+
+def cut_off(run: Machines) -> None:
+    """The link of a machine is cut until the others have given it up."""
+    run.cut_off(1)
+
+
+def parted(run: Machines) -> None:
+    """Two machines are cut off together: the network falls in two."""
+    run.cut_off(2)
+
+
+Fault = tuple[type[Trouble], Callable[[Any], None]]
+"""A kind of run, and what happens to it. Any: such a run."""
+FAULTS: dict[str, Fault] = {
+    UNDISTURBED: (Trouble, nothing),
+    "a worker killed": (Trouble, killed),
+    "the writer killed": (Trouble, writer_killed),
+    "two killed at once": (Trouble, two_killed),
+    "another killed amid recovery": (Trouble, killed_amid_recovery),
+    "another killed amid joining": (Trouble, killed_amid_joining),
+    "a worker stopped": (Trouble, stopped),
+    "a worker paused": (Trouble, paused),
+    "told to stop, started again": (Trouble, told_to_stop),
+    "the starter killed, started again": (Trouble, starter_killed),
+    "checkpoint torn, started again": (Trouble, torn_checkpoint),
+    "disk full during a save": (SmallDisk, disk_full),
+    "a link cut for a moment": (Machines, cut_briefly),
+    "a link cut, mended": (Machines, cut_off),
+    "the network in two, mended": (Machines, parted),
 }
-TOKENS = {name: function.__name__ for name, function in FAULTS.items()}
-BY_TOKEN = {function.__name__: function for function in FAULTS.values()}
+TOKENS = {name: function.__name__ for name, (_, function) in FAULTS.items()}
+
+
+def trouble(cell: FunctionCell) -> tuple[Trouble, Callable[[], None]]:
+    """The run of a cell, and what is done to it."""
+    (name,) = (name for name, token in TOKENS.items() if token == cell.settings["fault"])
+    kind, fault = FAULTS[name]
+    run = kind(cell)
+    return run, partial(fault, run)
 
 
 def train(cells: Sequence[FunctionCell]) -> None:
     """Make these runs, one after the other."""
     for number, cell in enumerate(cells, start=1):
-        fault = BY_TOKEN[str(cell.settings["fault"])]
-        run = Trouble(cell)
+        run, fault = trouble(cell)
         run.start()
         try:
             run.until_some_step()
-            fault(run)
+            fault()
             status = run.process.wait(LIMIT_S)
         except (TimeoutError, subprocess.TimeoutExpired):
             status = 1
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(run.process.pid, signal.SIGKILL)
-            run.process.wait()
+            run.kill_all()
         cell.finish(figures(run, status), WORKERS, STEPS)
         print(f"{number} of {len(cells)}: {' '.join(cell.overrides)}, seed {cell.seed}: {status}")
 
@@ -250,7 +365,7 @@ def row(name: str, method: str) -> Row:
     return Row(f"{name}: {method}", (f"method={method}", f"fault={TOKENS[name]}"))
 
 
-def column(name: str, metric: str, digits: int) -> FunctionColumn:
+def column(name: str, metric: str, digits: int, train: Trainer = train) -> FunctionColumn:
     """One of the figures of a run."""
     return FunctionColumn(
         name,
@@ -276,7 +391,7 @@ def tables(ours: Rows, _: Rows) -> Iterator[Table]:
         for method in METHODS
     }
     lines = []
-    for name in FAULTS:
+    for name in TOKENS:
 
         def of(where: FunctionColumn, fault: str = name) -> list[float]:
             found = (values.get((f"{fault}: {method}", where.name), {}) for method in METHODS)
@@ -324,7 +439,7 @@ RECIPE = Recipe(
     text=f"Toy, {WORKERS} workers on 2 cores, {STEPS} steps, τ = {TAU}, launch.elastic=true with "
     f"four restarts and launch.silent_s={SILENT_S:g}. What happens, and at which step and to whom, "
     "is drawn from the seed.",
-    rows=tuple(row(name, method) for name in FAULTS for method in METHODS),
+    rows=tuple(row(name, method) for name in TOKENS for method in METHODS),
     columns=(ENDED, WRONG, LOST, SECONDS, LOSS),
     seeds=SEEDS,
     scales=("smoke",),

@@ -29,8 +29,8 @@ STEADY: tuple[str, ...] = ("gap_aware_steady",)
 GAPS = ("none", "1.5", "2", "3", "gap_aware", "gap_aware_elementwise", *STEADY)
 OUTER_STEPS = (("0", "1"), ("0.2", "1"), ("0.4", "1"), ("0.2", "0.7"))
 """β and α."""
-RATES = ("3e-3", "6e-3")
-"""On either side of conf's 4e-3: unstable settings want less, and local methods more."""
+RATES = ("4e-3", "8e-3")
+"""conf's, and twice as much: unstable settings want less, and others more."""
 STEPS = 1200
 ALLREDUCE = Row("AllReduce", ("method=allreduce",))
 

@@ -23,7 +23,7 @@ from recipes.entries import by_seed
 from recipes.recipe import Column, Recipe, Row, Rows
 from recipes.tuning import TUNING, TUNING_SEED, at_rates
 
-RATES = ("1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2")
+RATES = ("2e-3", "4e-3", "8e-3", "1.6e-2", "3.2e-2")
 REPLICAS = (1, 2, 4, 8)
 SAMPLES = 16
 """In a step of all replicas together."""

@@ -3,6 +3,7 @@
 from recipes import (
     digits,
     faults,
+    faults_elsewhere,
     field,
     figure1,
     gap,
@@ -59,7 +60,7 @@ RECIPES: dict[str, Recipe] = {
         time_to_loss.RECIPE,
         digits.RECIPE,
         faults.RECIPE,
-        kept_progress.RECIPE.trials,
+        faults_elsewhere.RECIPE,
         kept_progress.RECIPE,
         kept_variants.RECIPE,
     )

@@ -35,7 +35,7 @@ WARM_UP = 0.04
 TUNED_ROUNDS = {25: 25, 100: 100, 300: 300, 1000: 300}
 """By number of rounds: that of the trials whose learning rate it takes."""
 ROUNDS = tuple(TUNED_ROUNDS)
-RATES = ("2e-3", "4e-3", "8e-3")
+RATES = ("4e-3", "8e-3", "1.6e-2")
 GOAL = 1.0
 """Percent above AllReduce's loss that count as matching it."""
 ALLREDUCE = "AllReduce"

@@ -77,10 +77,9 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
         Knob("outer_momentum", (0.0, 0.2, 0.4)),
     ),
     "co2_keep": (
-        # Ours: docs/co2_keep.md. With 1 and no momentum it is CoCoD-SGD.
-        Knob("keep_local", (0.5, 0.62, 0.75, 1.0)),
-        Knob("momentum_weight", (0.0, 0.15, 0.3)),
-        Knob("outer_momentum", (0.5, 0.9)),
+        # Ours: docs/co2_keep.md has why κ lies there. β is conf's.
+        Knob("keep_local", (0.5, 0.62, 0.75)),
+        Knob("momentum_weight", (0.0, 0.15)),
         _MOMENTS,
     ),
     "sparseloco": (

@@ -17,7 +17,7 @@ from recipes.recipe import Column, Row
 from recipes.tuning import TunedRecipe, at_rates, trial_column
 
 PHI = (0.001, 0.003, 0.01, 0.03, 0.1)
-RATES = ("2e-3", "4e-3", "8e-3")
+RATES = ("4e-3", "8e-3", "1.6e-2")
 CO2 = Row("CO2", ("method=co2",))
 ROWS = (
     CO2,

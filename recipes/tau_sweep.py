@@ -23,7 +23,7 @@ from recipes.tuning import TunedRecipe, at_rates, trial_column
 
 TAUS = (1, 3, 6, 12, 24, 48, 96, 192)
 TUNED_TAUS = (3, 24, 96)
-RATES = ("2e-3", "4e-3", "8e-3")
+RATES = ("4e-3", "8e-3", "1.6e-2")
 METHODS = {"CO2": "co2", "Local SGD": "local_sgd"}
 ALLREDUCE = Row("AllReduce", ("method=allreduce",))
 GPT2 = ("task=gpt2",)

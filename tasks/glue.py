@@ -69,6 +69,8 @@ class Classifier(nn.Module):
         super().__init__()
         # The name is that of roberta.MaskedLM's, so that the encoders' weights are namesakes.
         self.language = RobertaForSequenceClassification(shape)
+        positions = self.language.roberta.embeddings.position_embeddings
+        roberta.begin_as_waves(positions, shape)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [B, classes] of tokens [B, L]; of a regression, [B, 1]."""

@@ -1,7 +1,7 @@
 """GPT-2 from scratch: next-token prediction on text.
 
 Radford et al., "Language Models are Unsupervised Multitask Learners" (2019). The implementation is
-that of transformers; the weights are random at the start.
+that of transformers; the weights are random at the start, as in GPT-2 (see `initial_std`).
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from co2.errors import require
 from tasks.causal import CausalText
-from tasks.randomness import seeded
+from tasks.randomness import initial_std, seeded
 
 
 class Size(Enum):
@@ -64,6 +64,8 @@ class GPT2(CausalText):
             resid_pdrop=self.config.dropout,
             embd_pdrop=self.config.dropout,
             attn_pdrop=self.config.dropout,
+            activation_function="gelu_pytorch_tanh",  # GPT-2's own, "gelu_new", as one operation
+            initializer_range=initial_std(width),
             use_cache=False,
             bos_token_id=None,
             eos_token_id=None,

@@ -43,11 +43,15 @@ class Toy:
         hidden: int = 32
         delay_s: float = 0.0
         """Seconds by which the loss of each training step is delayed, for tests that kill a run."""
+        late_s: float = 0.0
+        """Seconds by which each batch of the last worker is late, for tests of slow replicas."""
 
         def __post_init__(self) -> None:
             for name in ("samples", "features", "hidden"):
                 require_count(name, getattr(self, name))
-            require_number("delay_s", self.delay_s, 0.0, "must be a number of seconds, 0 or more")
+            for name in ("delay_s", "late_s"):
+                hint = "must be a number of seconds, 0 or more"
+                require_number(name, getattr(self, name), 0.0, hint)
 
     unit = "samples"
     units_per_sample = 1
@@ -99,7 +103,9 @@ class Toy:
             return self._points[chosen], self._labels[chosen]
 
         size = batches_in_block(self.train.batch_size)
-        return load_blocks(make, start, size, self.data.workers, mesh.device)
+        batches = load_blocks(make, start, size, self.data.workers, mesh.device)
+        late = self.config.late_s and mesh.worker == mesh.num_workers - 1
+        return _late(batches, self.config.late_s) if late else batches
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross-entropy in nats, fp32."""
@@ -147,3 +153,9 @@ class Toy:
         return Sampler(
             self.config.samples, num_workers, self.train.batch_size, self.train.seed, stretches
         )
+
+
+def _late(batches: Iterator[Batch], seconds: float) -> Iterator[Batch]:
+    for batch in batches:
+        time.sleep(seconds)
+        yield batch

@@ -8,6 +8,7 @@ and session are its own, and the exit status is the interpreter's. Only its loca
 too, where the launcher would spawn new interpreters that import everything again.
 """
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -22,10 +23,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = [
@@ -225,11 +228,30 @@ def _answer(request: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.update(request["env"])
     script, *_ = sys.argv = request["program"]
     sys.path[0] = str(Path(script).parent)
-    gc.unfreeze()  # a program that ends would report what was never collected as leaked
     # The launcher asks for new interpreters; forked workers have imported everything already.
     contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
     contexts["spawn"] = contexts["forkserver"] = contexts["fork"]
-    runpy.run_path(script, run_name="__main__")
+    _end(functools.partial(runpy.run_path, script, run_name="__main__"))
+
+
+def _end(program: Callable[[], object]) -> NoReturn:
+    """Run a program and end as the interpreter would, but for taking all its modules apart: to
+    touch each object that was imported takes a second."""
+    status: str | int | None = 1
+    try:
+        program()
+        status = 0
+    except SystemExit as ended:
+        status = ended.code
+    except BaseException:
+        traceback.print_exc()
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    if isinstance(status, str):
+        print(status, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else int(status is not None))
 
 
 if __name__ == "__main__":

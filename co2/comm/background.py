@@ -4,11 +4,15 @@ No collective touches live parameters. Nothing here decides when to communicate:
 `start` and `wait` at steps that are the same on every worker.
 
 Where replicas may come and go (co2/comm/members.py), a mean counts only once all members have it.
-Of one that is under way what was sent is kept, so that those who are left can take it again.
+Of one that is under way what was sent is kept, so that those who are left can take it again. Where
+replicas make unequal numbers of steps in a round, they weigh as much as they have made.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +27,31 @@ from co2.comm.mesh import Mesh
 from co2.comm.phases import WAIT
 from co2.config import CommConfig, Precision
 from co2.errors import require
+
+_ARRIVING = ContextVar("arriving", default=False)
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """In a state: a buffer that a collective still writes."""
+
+    buffer: Tensor
+    copy_to: Callable[[Tensor], Callable[[], object]]
+    """Copies the buffer into a tensor of its size and type as soon as the collective is over, and
+    before anybody else can change it. Called by the thread that trains, while the state is new.
+    What it returns waits for the copy, in any thread, and raises `RuntimeError` if the collective
+    has failed."""
+
+
+@contextmanager
+def without_joining() -> Iterator[None]:
+    """Inside, states are taken without waiting for a mean that is under way: `Arriving` stands for
+    its buffer. For a sequence (`BackgroundMean.run`) they wait, because it may change more."""
+    before = _ARRIVING.set(True)
+    try:
+        yield
+    finally:
+        _ARRIVING.reset(before)
 
 
 class BackgroundMean:
@@ -66,10 +95,12 @@ class BackgroundMean:
         """Of what is in flight; None where nothing was sent."""
         self._sent: Tensor | None = None
         """What was sent in it, where members may be lost; None where the caller sends again."""
-        self._sends = True
-        """Whether this replica has a part in what is in flight: a newcomer has none."""
+        self._weights: Mapping[int, int] = {}
+        """What the part of each member who has one in what is in flight weighs."""
         self._again = False
         """Whether what is in flight does not count, and waits for `launch_again`."""
+        self._sequence = False
+        """Whether what is in flight is more than a mean."""
         self._comm_s = self._exposed_s = 0.0
         self._bytes_sent = 0
 
@@ -83,7 +114,7 @@ class BackgroundMean:
             self.buffer.copy_(vector)
         if self.members is not None:
             self._keep()
-        self._sends = True
+        self._weigh()
         self._launch()
 
     def _keep(self) -> None:
@@ -91,6 +122,19 @@ class BackgroundMean:
         if self._sent is None:
             self._sent = torch.empty_like(self.buffer)
         self._sent.copy_(self.buffer)
+
+    def _weigh(self) -> None:
+        """Multiply what is sent, so that the mean is weighted by steps."""
+        if self.members is not None:
+            self._weights = self.members.weights()
+            self._scale(self.members)
+
+    def _scale(self, members: Members) -> None:
+        """Multiply what is sent by G times this replica's share of the weight of all."""
+        together = sum(self._weights.get(one, 0) for one in members.ids)
+        own = self._weights.get(members.me, 0)
+        if own * self.num_replicas != together:
+            self.buffer.mul_(own * self.num_replicas / together)
 
     def _launch(self) -> None:
         members, ticket = self.members, None
@@ -113,6 +157,7 @@ class BackgroundMean:
             num_bytes: what this worker sends in it; None: as much as for a mean.
         """
         self._depart(num_bytes)
+        self._sequence = True
         if self.num_replicas > 1:
             self._lane.run(sequence)
         else:
@@ -127,6 +172,7 @@ class BackgroundMean:
         """Take the mean of what `buffer` holds, and wait for it: the blocking mean. If a member is
         lost, `buffer` has to be written again."""
         self._depart()
+        self._weigh()
         self._launch()
         try:
             mean = self.wait()
@@ -182,12 +228,9 @@ class BackgroundMean:
         was sent. Collective."""
         if not self._again:
             return
+        assert self.members is not None
         self._again = False
-        senders = torch.tensor(float(self._sends))
-        if self.group is not None:
-            dist.all_reduce(senders, group=self.group)
-        if senders not in (0, self.num_replicas):
-            self.buffer.mul_(self.num_replicas / float(senders))
+        self._scale(self.members)
         self._bytes_sent += self.bytes_per_mean()
         self._launch()
 
@@ -223,13 +266,20 @@ class BackgroundMean:
             self._wait(count=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything to go on from here. Joins what is in flight, and has the buffer only then."""
-        self.join()
+        """Everything to go on from here. Joins what is in flight, and has the buffer only then.
+
+        Inside `without_joining` it does not join a mean, and `comm_s` lacks what is under way.
+        """
+        buffer: Tensor | Arriving = self.buffer
+        if _ARRIVING.get() and not self._sequence:
+            buffer = Arriving(self.buffer, lambda target: self._lane.copy(self.buffer, target))
+        else:
+            self.join()
         totals = self.totals()
         return {
             "in_flight": self.in_flight,
             "again": self._again,
-            "buffer": self.buffer if self.in_flight else None,
+            "buffer": buffer if self.in_flight else None,
             "comm_s": totals.comm_s,
             "exposed_s": totals.exposed_s,
             "bytes_sent": self._bytes_sent,
@@ -243,14 +293,14 @@ class BackgroundMean:
         if self._again:
             self.buffer.zero_()
             self._keep()
-            self._sends = False
+            self._weights = {}
         self._comm_s, self._exposed_s = state["comm_s"], state["exposed_s"]
         self._bytes_sent = state["bytes_sent"]
 
     def _depart(self, num_bytes: int | None = None) -> None:
         assert not self.in_flight, "the previous mean was not waited for"
         assert self.num_replicas == 1 or self.group is not None, "closed by flush"
-        self.in_flight, self._ticket = True, None
+        self.in_flight, self._sequence, self._ticket = True, False, None
         self._bytes_sent += self.bytes_per_mean() if num_bytes is None else num_bytes
 
 
@@ -261,6 +311,7 @@ class _HostLane:
     def __init__(self) -> None:
         self.comm, self.exposed = HostStopwatch(), HostStopwatch()
         self._works: list[dist.Work] = []
+        self._collected: torch.futures.Future[Any] | None = None
         self._clocked: torch.futures.Future[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="co2")
         self._carried: Future[None] | None = None
@@ -278,7 +329,24 @@ class _HostLane:
         self.comm.begin()
         self._works = [_all_reduce(bucket, group) for bucket in buckets]
         futures = [work.get_future() for work in self._works]
-        self._clocked = torch.futures.collect_all(futures).then(stop_clock)
+        self._collected = torch.futures.collect_all(futures)
+        self._clocked = self._collected.then(stop_clock)
+
+    def copy(self, buffer: Tensor, target: Tensor) -> Callable[[], object]:
+        """Copy the buffer when what was launched is over. See `Arriving.copy_to`."""
+        collected, clocked = self._collected, self._clocked
+        if collected is None or clocked is None:
+            target.copy_(buffer)
+            return lambda: None
+
+        def copy(_: torch.futures.Future[None]) -> None:
+            for future in collected.value():
+                future.value()  # raises what has ended the collective
+            target.copy_(buffer)
+
+        copied = clocked.then(copy)
+        self._clocked = copied
+        return copied.wait
 
     def run(self, sequence: Callable[[], None]) -> None:
         self.comm.begin()
@@ -306,7 +374,7 @@ class _HostLane:
 
     def forget(self) -> None:
         """What was launched is over, or has failed."""
-        self._works, self._clocked = [], None
+        self._works, self._collected, self._clocked = [], None, None
 
     def close(self) -> None:
         self._thread.shutdown()  # joins: like gloo's, ours must not meet the exit in a collective
@@ -333,6 +401,17 @@ class _CudaLane:
                 work.wait()  # orders this stream behind the collective; the host goes on
 
         self.run(mean)
+
+    def copy(self, buffer: Tensor, target: Tensor) -> Callable[[], object]:
+        """Copy the buffer, into pinned memory, when what was launched is over. See
+        `Arriving.copy_to`."""
+        under_way = self._arrived is not None
+        with torch.cuda.stream(self._stream if under_way else torch.cuda.current_stream()):
+            target.copy_(buffer, non_blocking=True)
+            copied = torch.cuda.current_stream().record_event()
+        if under_way:
+            self._arrived = copied
+        return copied.synchronize
 
     def run(self, sequence: Callable[[], None]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())  # the snapshot comes first

@@ -2,8 +2,8 @@
 
 Replicas come and go, so the process groups of a run are made anew for every *generation* of its
 members. What PyTorch offers for that (`init_process_group(enable_reconfigure=True)`) is younger
-than the versions that we support and renews a group in place; making all groups anew takes tens of
-milliseconds, works for every group that a method has, and is the code that a run starts with.
+than the versions that we support and renews a group in place; making all groups anew works for
+every group that a method has, and is the code that a run starts with.
 
 Two things have to be agreed, and neither can be had from the groups that may just have failed:
 
@@ -19,6 +19,9 @@ has been silent for `silent_s` seconds, or once what started it says that it is 
 generation has the members that report for it; newcomers are let in only where a decision says so,
 because that is where all replicas are at the end of a step.
 
+A decision also carries what each replica has told of its pace, so that all draw the same conclusion
+from the same figures (co2/train/quorum.py).
+
 A thread of ours gives the signs of life, watches those of the others and tells the store what has
 ended. It decides nothing about training: a replica acts on a decision when it comes to the place
 where it needs the collective, which is a function of the step alone.
@@ -29,7 +32,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -38,12 +41,16 @@ import torch.distributed as dist
 
 from co2.comm.sockets import Sockets
 
-OK, LOST, STOP, JOIN = "ok", "lost", "stop", "join"
+OK, LOST, STOP, JOIN, PACES = "ok", "lost", "stop", "join", "paces="
 Ticket = tuple[int, int]
 """Generation, and number in it."""
 
 FORMING = timedelta(seconds=20)
 """To connect the members of a generation. One that is lost just then costs so long."""
+STORE_ANSWERS_S = 30.0
+"""The store's machine is gone once it has not confirmed for so long that anything has arrived."""
+_ATTEMPTS = 5
+"""To connect the same members."""
 _AGES = timedelta(days=1)
 """For collectives, which end with an error when the connections are cut."""
 _TICK_S = 0.1
@@ -83,6 +90,10 @@ class Expelled(Exception):
     """The others have gone on without this process, which was silent for too long."""
 
 
+class Unreachable(Exception):
+    """Members who all give signs of life cannot connect with each other."""
+
+
 class StoreLost(Exception):
     """The store cannot be reached, so that nothing can be agreed upon."""
 
@@ -99,7 +110,9 @@ class Members:
 
     def __init__(self, address: tuple[str, int], me: int, silent_s: float) -> None:
         self.me, self.silent_s = me, silent_s
+        sockets = Sockets()
         self.store, watching = (dist.TCPStore(*address, is_master=False) for _ in range(2))
+        sockets.give_up_after(STORE_ANSWERS_S)
         self.ids: tuple[int, ...] = ()
         """Members of this generation, in the order of their ranks."""
         self.generation = -1
@@ -111,6 +124,12 @@ class Members:
         """Whether all members have agreed to stop after this step."""
         self.change_due = False
         """Whether all members have agreed to let newcomers in after this step."""
+        self.paces: tuple[float, ...] = ()
+        """Seconds that each member needs for a step, in the order of ranks, as the newest decision
+        has them; empty while none has."""
+        self.steps: Mapping[int, int] = {}
+        """How many steps each member makes in the round under way; empty where all make as many."""
+        self._pace: float | None = None
         self._admitted = self._next = 0
         self.broken = False
         """Whether this generation has ended for all, because one of them is lost."""
@@ -147,6 +166,9 @@ class Members:
             raise MemberLost(f"a collective of generation {ticket[0]} was given up")
         self.stop_due = self.stop_due or STOP in words
         self.change_due = self.change_due or JOIN in words
+        for word in words:
+            if word.startswith(PACES):
+                self.paces = tuple(map(float, word.removeprefix(PACES).split(",")))
 
     def failed(self, ticket: Ticket, error: Exception) -> None:
         """This member's part has failed. Raises `MemberLost`."""
@@ -170,11 +192,32 @@ class Members:
 
     def tell(self, store: dist.Store, ticket: Ticket) -> None:
         """Say that this member's part has ended well; the last one to say so decides."""
+        if self._pace is not None:
+            store.set(_key("pace", *ticket, self.me), repr(self._pace))
         if store.add(_key("done", *ticket), 1) == len(self.ids):
             words = [OK]
             words += [STOP] if store.check([STOP]) else []
             words += [JOIN] if store.add("joiners", 0) > self._admitted else []
+            told = [_key("pace", *ticket, one) for one in self.ids]
+            if self._pace is not None and store.check(told):
+                words += [PACES + ",".join(store.get(key).decode() for key in told)]
             self._decide(store, ticket, " ".join(words))
+
+    # Steps.
+
+    def measured(self, seconds: float) -> None:
+        """Tell with all that ends from now on how long this member needs for a step."""
+        self._pace = seconds
+
+    def share_out(self, steps: Mapping[int, int]) -> None:
+        """Take note of how many steps each member makes in the round that begins, or is under way.
+        All members note the same; empty: all make as many."""
+        self.steps = steps
+
+    def weights(self) -> Mapping[int, int]:
+        """What each member's part in a mean weighs: the steps of the round, or one where all make
+        as many."""
+        return {one: self.steps.get(one, 1) for one in self.ids}
 
     def give_up(self, store: dist.Store, generation: int) -> None:
         """End a generation, for all members. Any thread may call it."""
@@ -225,6 +268,7 @@ class Members:
             admit: let in those who wait, too.
         Raises:
             Expelled: the others have gone on without this process.
+            Unreachable: there are others, but no connections.
         """
         self._form(self.ids, admit)
 
@@ -242,6 +286,7 @@ class Members:
     def _form(self, old: tuple[int, ...], admit: bool) -> None:
         lost: dict[int, str] = {}
         newcomers: tuple[int, ...] = ()
+        tried: list[tuple[int, ...]] = []
         while True:
             self._break_up()
             if admit:
@@ -257,8 +302,12 @@ class Members:
                 self._enter(record)
             except Expelled:
                 raise
-            except RuntimeError:  # one of them was lost since it reported
+            except RuntimeError as error:  # one of them was lost since it reported
                 self.give_up(self.store, self.generation)
+                tried.append(record.ids)
+                if tried.count(record.ids) == _ATTEMPTS:
+                    text = str(error).splitlines()[0]
+                    raise Unreachable(f"members cannot connect with each other ({text})") from error
                 continue
             self.lost = {one: why for one, why in lost.items() if one in old}
             self.joined = tuple(sorted(one for one in newcomers if one in self.ids))
@@ -322,6 +371,7 @@ class Members:
             self.ids, self.broken = (), False
             self._sockets = Sockets()
         self.stop_due = self.change_due = False
+        self.paces = ()
         self._next = 0
 
 

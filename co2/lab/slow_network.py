@@ -16,7 +16,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,8 @@ from co2.errors import ConfigError, require
 
 PREFIX = "co2lab"
 _SUBNET = "10.99.0"
+_BRIDGE, _APART = "bridge", "apart"
+"""What joins the workers, and those who are cut off from them."""
 _BUCKET_S = 0.005
 """Seconds' worth of traffic that may pass at once; a shaper that wakes a few hundred times a second
 needs as much."""
@@ -140,6 +142,18 @@ class SlowNetwork:
             else:
                 _inside(place, "tc", *_shaper(device, mbit))
 
+    def part(self, workers: Iterable[int]) -> None:
+        """Cut these workers off from all others, but not from one another."""
+        self._plug(workers, _APART)
+
+    def join(self, workers: Iterable[int]) -> None:
+        """Mend the links that `part` has cut."""
+        self._plug(workers, _BRIDGE)
+
+    def _plug(self, workers: Iterable[int], bridge: str) -> None:
+        for worker in workers:
+            _inside(self._switch, "ip", "link", "set", f"port{worker}", "master", bridge)
+
     @property
     def _switch(self) -> str:
         return f"{self._name}-switch"
@@ -147,15 +161,16 @@ class SlowNetwork:
     def _build(self) -> None:
         switch = self._switch
         _run("ip", "netns", "add", switch)
-        _inside(switch, "ip", "link", "add", "bridge", "type", "bridge")
-        _inside(switch, "ip", "link", "set", "bridge", "up")
+        for bridge in (_BRIDGE, _APART):
+            _inside(switch, "ip", "link", "add", bridge, "type", "bridge")
+            _inside(switch, "ip", "link", "set", bridge, "up")
         for worker, mbit in enumerate(self.mbit):
             place, port = f"{self._name}-w{worker}", f"port{worker}"
             _run("ip", "netns", "add", place)
             _inside(place, "ip", "link", "set", "lo", "up")
             ends = ("peer", "name", "eth0", "netns", place)
             _inside(switch, "ip", "link", "add", port, "type", "veth", *ends)
-            _inside(switch, "ip", "link", "set", port, "master", "bridge", "up")
+            _inside(switch, "ip", "link", "set", port, "master", _BRIDGE, "up")
             _inside(place, "ip", "addr", "add", f"{self.address(worker)}/24", "dev", "eth0")
             _inside(place, "ip", "link", "set", "eth0", "up")
             if mbit is not None:

@@ -63,6 +63,10 @@ class Method:
     refused_elastic: str | None = "has no rounds at whose end replicas could come and go"
     """Why replicas cannot come and go; None where they can (`means`, `go_on`)."""
 
+    refused_quorum: str | None = "has no means at the end of each round in which steps could weigh"
+    """Why replicas cannot make unequal numbers of steps in a round (co2/train/quorum.py); None
+    where they can."""
+
     model: nn.Module
     optimizer: Optimizer
     mesh: Mesh

@@ -43,7 +43,7 @@ class CO2Keep(LocalMethod):
         """Inner steps that a collective may take without anybody waiting, at most τ; null: τ."""
         keep_local: float = 0.5
         """κ: the share of the progress made while the mean was under way that is kept."""
-        outer_momentum: float = 0.5
+        outer_momentum: float = 0.9
         """β."""
         momentum_weight: float = 0.0
         """w; with 0 the momentum is not needed, which saves a copy of the model."""

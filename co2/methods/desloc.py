@@ -34,6 +34,7 @@ class DESLOC(LocalSGD):
     refused_optimizers: Mapping[str, str] = MappingProxyType(
         dict.fromkeys(("sgd", "muon"), f"it {NEEDS_ADAM}")
     )
+    refused_quorum = "moments of unequal numbers of steps have no common mean"
 
     @dataclass
     class Config:

@@ -51,6 +51,7 @@ from co2.methods.parts.outer import nesterov
 
 class StreamingDiLoCo(Method):
     waits = Waits.beyond_delay
+    refused_quorum = "its fragments meet amid the round, when a slow replica is behind"
 
     @dataclass
     class Config:

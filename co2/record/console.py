@@ -102,6 +102,8 @@ def closing_table(summary: Summary) -> str:
         hidden = "no communication" if summary.overlap is None else f"{summary.overlap:.4f}"
     table.add_row("exposed communication", exposed)
     table.add_row("waiting for data", f"{summary.data_share:.2%} of training time")
+    if summary.saving_s is not None:
+        table.add_row("stood still for checkpoints", f"{summary.saving_s:.2f} s")
     table.add_row("overlap", hidden)
     table.add_row("bytes sent per step and worker", f"{summary.bytes_per_step:,.0f}")
     place = ", in the host's memory" if summary.memory.host_bytes else ""

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-CHECKPOINT_FORMAT = 3
+CHECKPOINT_FORMAT = 4
 """Stands in the manifest of every checkpoint. It grows when older ones can no longer be read."""
 
 

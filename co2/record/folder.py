@@ -19,7 +19,8 @@ from co2.record.metrics import Summary
 # Nodes and keys that may differ between two segments of one run.
 _FREE = ("log", "checkpoint", "resume", "trace", "runs", "tag")
 _ELASTIC = tuple(
-    f"launch.{key}" for key in ("elastic", "min_replicas", "wait_s", "silent_s", "restarts")
+    f"launch.{key}"
+    for key in ("elastic", "min_replicas", "wait_s", "silent_s", "restarts", "store")
 )
 _FREE_KEYS = (("data", "root"), ("data", "workers"), ("launch", "backend"))
 

@@ -28,7 +28,7 @@ class Metrics:
     """What training did since the previous line of metrics.jsonl, on worker 0."""
 
     step: int = figure("steps", "optimizer steps of every replica; the axis of all charts")
-    loss: float = figure("nats", "training loss of worker 0 in this step")
+    loss: float = figure("nats", "training loss of worker 0 in the newest step that it has made")
     lr: float = figure("1", "learning rate of the inner optimizer's first parameter group")
     throughput: float = figure("units/s", "tokens or samples of all workers together")
     comm_s: float = figure("s", "collectives, from launch to completion")
@@ -106,6 +106,33 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Shares:
+    """Replicas make other numbers of steps in a round than before (launch.quorum)."""
+
+    step: int
+    """The last one before that."""
+    round_steps: int
+    """τ: steps of a round."""
+    steps: dict[int, int]
+    """By the numbers of the members: how many of them each makes."""
+    fewer: tuple[int, ...]
+    """Who has made all until now, and makes fewer."""
+    again: tuple[int, ...]
+    """Who makes all again."""
+
+    def line(self) -> Line:
+        """This entry as a line of metrics.jsonl."""
+        return {"kind": "steps", **dataclasses.asdict(self)}
+
+    def text(self) -> str:
+        """This entry for a person; empty where somebody's few steps only become a few others."""
+        steps = f"of {self.round_steps} steps in a round"
+        parts = [f"worker {one} makes {self.steps[one]} {steps}" for one in self.fewer]
+        parts += [f"worker {one} makes all steps again" for one in self.again]
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
 class Ledger:
     """Bytes that one worker holds between steps, its gradients included."""
 
@@ -123,7 +150,7 @@ class Summary:
     """The figures of a finished run, as summary.json keeps them. None where a figure is not known.
 
     Times, bytes and shares of communication are means over the workers; `train_s` and with it
-    `throughput` are those of the slowest worker.
+    `throughput` are those of the slowest worker, `saving_s` of the one that stood still longest.
     """
 
     title: str
@@ -154,7 +181,11 @@ class Summary:
     memory: Ledger = figure("bytes", "held by one worker between steps")
     device: str = figure("", "where worker 0 computed")
     folder: str = figure("", "of the run, relative to where it was started")
+    saving_s: float | None = figure("s", "training stood still for checkpoints", default=None)
     members: list[Line] = figure("", "how replicas came and went", default_factory=list)
+    steps_made: list[int] = figure(
+        "", "steps that each replica has made, with launch.quorum", default_factory=list
+    )
     own: dict[str, float | None] = figure("1", "the method's own figures", default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:

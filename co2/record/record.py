@@ -1,6 +1,8 @@
 """Record: writes one run's folder, and hands W&B the same figures."""
 
+import contextlib
 import json
+import os
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,11 @@ from co2.config import Config, Wandb
 from co2.record.console import Console
 from co2.record.files import write_durably
 from co2.record.folder import plain, run_folder
-from co2.record.metrics import Change, Evaluation, Line, Metrics, Notice, Summary
+from co2.record.metrics import Change, Evaluation, Line, Metrics, Notice, Shares, Summary
 from co2.record.provenance import Origin, manifest
 from co2.record.wandb import Tracking, WandbTracking
 
-Entry = Metrics | Evaluation | Notice | Change
+Entry = Metrics | Evaluation | Notice | Change | Shares
 _RECENT = 256
 
 
@@ -72,6 +74,8 @@ class FolderRecord(Record):
         text = json.dumps(manifest(world, origin, data, init_from), indent=1, default=str)
         write_durably(self.folder / "manifest.json", text)
         self._metrics = self.folder / "metrics.jsonl"
+        self._unwritten: list[str] = []
+        """Lines for which the disk had no room."""
         self._tracking: Tracking = Tracking()
         self._summary: Summary | None = None
 
@@ -93,14 +97,34 @@ class FolderRecord(Record):
 
     def log(self, entry: Entry) -> None:
         line = self._line(entry)
-        with self._metrics.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        waiting = len(self._unwritten) > 0
+        self._unwritten.append(json.dumps(line) + "\n")
+        try:
+            self._write()
+        except OSError as error:
+            if not waiting:
+                why = f"metrics.jsonl cannot be written ({error.strerror})"
+                text = f"step {entry.step}: {why}; its lines wait in memory until it can be"
+                self._console.print_line(text)
         self._tracking.log(line)
+
+    def _write(self) -> None:
+        """Add all lines that are not written yet, or none. Raises `OSError`."""
+        before = self._metrics.stat().st_size if self._metrics.exists() else 0
+        try:
+            with self._metrics.open("a") as file:
+                file.writelines(self._unwritten)
+        except OSError:
+            with contextlib.suppress(OSError):  # the error above is the one to tell
+                os.truncate(self._metrics, before)
+            raise
+        self._unwritten.clear()
 
     def _line(self, entry: Entry) -> Line:
         return entry.line(self._unit) if isinstance(entry, Metrics) else entry.line()
 
     def finish(self, summary: Summary) -> None:
+        self._write()
         write_durably(self.folder / "summary.json", json.dumps(summary.as_json(), indent=1))
         self._summary = summary
 

@@ -1,4 +1,4 @@
-"""The simulator: step time, exposed communication and scaling of a cluster that you do not have.
+"""The simulator: step time, communication, scaling and goodput of a cluster that you do not have.
 
 network.py   links, servers, and how long an all-reduce takes
 methods.py   which methods are simulated, read from their declarations
@@ -6,6 +6,9 @@ schedule.py  when each replica computes, sends and waits, round after round
 models.py    the sizes of models, and what a step of them costs to compute
 options.py   the command line's words, checked
 scaling.py   figures against the number of GPUs
+failures.py  goodput where nodes fail, in closed forms
+drawn.py     the same by drawing failures
+goodput.py   goodput against the number of GPUs
 paper.py     the CO2 paper's scaling figures beside simulated ones
 report.py    console, CSV and Markdown
 figure.py    the picture

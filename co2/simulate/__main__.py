@@ -2,9 +2,10 @@
 
 python -m co2.simulate --model gpt2-small --gpus 8..131072 --method allreduce,co2 --tau 12,48
 python -m co2.simulate --model transnormer-7b --link 80gbps-tcp,1gbit@50us --jitter 0.1
+python -m co2.simulate --goodput --gpus 8..131072       what is left of that where nodes fail
 python -m co2.simulate --paper          the CO2 paper's scaling figures, beside simulated ones
 
-The arithmetic is in network.py (links, collectives) and schedule.py (rounds).
+The arithmetic is in network.py (links, collectives), schedule.py (rounds) and failures.py.
 """
 
 import argparse
@@ -15,12 +16,15 @@ from collections.abc import Sequence
 from co2.arguments import Parser
 from co2.errors import REFUSED, ConfigError, require
 from co2.simulate import paper
-from co2.simulate.figure import draw
+from co2.simulate.failures import LLAMA_MTBF_HOURS
+from co2.simulate.figure import Panel, draw
+from co2.simulate.goodput import goodput_panels, goodput_points, goodput_report
 from co2.simulate.methods import SIMULATED, WITH_MOMENTS
 from co2.simulate.models import GPUS, MODELS
 from co2.simulate.network import COLLECTIVES
 from co2.simulate.options import check
-from co2.simulate.scaling import scaling_points, scaling_report
+from co2.simulate.report import Report
+from co2.simulate.scaling import scaling_panels, scaling_points, scaling_report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,22 +33,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     command = shlex.join(["python", "-m", "co2.simulate", *words])
     try:
-        if args.paper:
-            require(args.figure is None, "--figure", args.figure, "is not drawn with --paper")
-            report = paper.report()
-            report.save(command, args.csv, args.markdown)
-        else:
-            options = check(args)
-            points = scaling_points(options)
-            report = scaling_report(options, points)
-            report.save(command, args.csv, args.markdown)
-            if args.figure:
-                draw(points, report.title, args.figure)
+        report, panels = _simulated(args)
+        report.save(command, args.csv, args.markdown)
+        if args.figure:
+            draw(panels, report.title, args.figure)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return REFUSED
     report.show()
     return 0
+
+
+def _simulated(args: argparse.Namespace) -> tuple[Report, list[Panel]]:
+    """What the command line asks for, and the panels of its picture."""
+    if args.paper:
+        require(args.figure is None, "--figure", args.figure, "is not drawn with --paper")
+        require(not args.goodput, "--goodput", "true", "is not simulated with --paper")
+        return paper.report(), []
+    options = check(args)
+    if args.goodput:
+        losses = goodput_points(options)
+        return goodput_report(options, losses), goodput_panels(losses)
+    points = scaling_points(options)
+    return scaling_report(options, points), scaling_panels(points)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,13 +96,29 @@ def _parser() -> argparse.ArgumentParser:
     noise.add_argument("--jitter", default="0", help="coefficient of variation of a step's time")
     noise.add_argument("--stragglers", default="0", help="slow replicas: a number, or 1%% of all")
     noise.add_argument("--slowdown", default="1.5", help="factor on a slow replica's step time")
-    noise.add_argument("--seed", default="0", help="of the jitter")
+    noise.add_argument("--seed", default="0", help="of all that is drawn")
     noise.add_argument("--rounds", default="50", help="rounds measured, after as many to settle")
+    faults = parser.add_argument_group("nodes that fail; seconds are assumed")
+    faults.add_argument("--goodput", action="store_true", help="of nodes that fail, as a table")
+    faults.add_argument(
+        "--mtbf-hours",
+        default=f"{LLAMA_MTBF_HOURS:.0f}",
+        help="until a node fails, on average; default: Llama 3's",
+    )
+    faults.add_argument("--repair-s", default="300", help="until another node stands in")
+    faults.add_argument("--restart-s", default="180", help="until its processes can train")
+    faults.add_argument("--detect-s", default="10", help="until the others know of a failure")
+    faults.add_argument("--regroup-s", default="10", help="to make process groups anew")
+    faults.add_argument("--checkpoint-s", default="10", help="to save, while all stand still")
+    faults.add_argument(
+        "--checkpoint-every-s", help="training between two; default: Daly's optimum"
+    )
+    faults.add_argument("--failures", default="1000", help="drawn for each line, from --seed")
     out = parser.add_argument_group("output")
     out.add_argument("--base-gpus", help="T(base) of the scaling ratio; default: two servers")
     out.add_argument("--csv", metavar="FILE")
     out.add_argument("--markdown", metavar="FILE")
-    out.add_argument("--figure", metavar="FILE", help="throughput and scaling against GPUs")
+    out.add_argument("--figure", metavar="FILE", help="the same drawn against GPUs")
     out.add_argument(
         "--paper", action="store_true", help="the paper's figures beside simulated ones"
     )

@@ -7,7 +7,7 @@ co2.methods would import torch, which the simulator does not need and a laptop m
 """
 
 import ast
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from co2.errors import nearest, require
@@ -30,6 +30,9 @@ FURTHER_VECTORS = {"desloc": (3, 6)}
 means of every such vector. DES-LOC's moments, with its default periods."""
 WITH_MOMENTS = ("diloco", "co2", "co2_keep")
 """Methods with `average_moments`, under which two further vectors travel in every round."""
+NOT_ELASTIC = ("sparseloco",)
+"""Methods with rounds whose replicas cannot come and go at the end of one, for the reason that the
+method gives as `refused_elastic`."""
 LEFT_OUT = {
     "streaming_diloco": "each fragment of its model has rounds of its own",
     "onebit_adam": "what it sends shrinks when its variance is frozen, in the midst of training",
@@ -88,6 +91,21 @@ def require_simulated(key: str, method: str) -> None:
     if method in LEFT_OUT:
         hint = f"is not simulated, because {LEFT_OUT[method]}"
     require(method in SIMULATED, key, method, hint)
+
+
+def rounds_of(method: str, taus: Sequence[int]) -> Sequence[int]:
+    """The τ that a method is simulated with: 1 for one without rounds, whatever τ are asked for."""
+    return (1,) if method in NO_ROUNDS else taus
+
+
+def tau_word(method: str, tau: int) -> str:
+    """τ as a table has it."""
+    return "–" if method in NO_ROUNDS else str(tau)
+
+
+def label(method: str, tau: int) -> str:
+    """A method with its τ, if it has one, as a picture has it."""
+    return method if method in NO_ROUNDS else f"{method} τ={tau}"
 
 
 def vectors_in(method: str, number: int, average_moments: bool) -> int:

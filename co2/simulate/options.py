@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from co2.errors import ConfigError, nearest, require, require_number
+from co2.simulate.failures import Faults
 from co2.simulate.methods import NO_ROUNDS, require_simulated
 from co2.simulate.models import GPUS, MODELS, WIRE_BYTES
 from co2.simulate.network import COLLECTIVES, Network, parse_link
@@ -39,6 +40,9 @@ class Options:
     rounds: int
     """Rounds that are measured, after as many that settle."""
     noise: Noise
+    faults: Faults
+    num_failures: int
+    """Failures that are drawn for each goodput."""
 
     def figures(self, network: Network, method: str, tau: int, gpus: int) -> Figures:
         round_steps = 1 if method in NO_ROUNDS else tau
@@ -111,6 +115,8 @@ def check(args: argparse.Namespace) -> Options:
         average_moments=args.average_moments,
         rounds=_whole("--rounds", args.rounds),
         noise=_noise(args),
+        faults=_faults(args),
+        num_failures=_whole("--failures", args.failures),
     )
 
 
@@ -132,6 +138,21 @@ def _noise(args: argparse.Namespace) -> Noise:
         slow_count=0 if share else _whole("--stragglers", text, low=0),
         slowdown=_number("--slowdown", args.slowdown, 1.0),
         seed=_whole("--seed", args.seed, low=0),
+    )
+
+
+def _faults(args: argparse.Namespace) -> Faults:
+    every_s = args.checkpoint_every_s
+    return Faults(
+        mtbf_s=3600 * _number("--mtbf-hours", args.mtbf_hours, 1e-6),
+        repair_s=_number("--repair-s", args.repair_s, 0.0),
+        restart_s=_number("--restart-s", args.restart_s, 0.0),
+        detect_s=_number("--detect-s", args.detect_s, 0.0),
+        regroup_s=_number("--regroup-s", args.regroup_s, 0.0),
+        checkpoint_s=_number("--checkpoint-s", args.checkpoint_s, 1e-6),
+        checkpoint_every_s=None
+        if every_s is None
+        else _number("--checkpoint-every-s", every_s, 1e-6),
     )
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from co2.simulate.methods import LIMIT, NO_ROUNDS
+from co2.simulate.figure import Panel
+from co2.simulate.methods import LIMIT, label, rounds_of, tau_word
 from co2.simulate.models import MODELS
 from co2.simulate.options import Options
 from co2.simulate.report import Report
@@ -45,7 +46,7 @@ def scaling_points(options: Options) -> list[ScalingPoint]:
     for link, network in options.networks.items():
         limits = [options.figures(network, LIMIT, 1, gpus).throughput for gpus in options.gpus]
         for method in options.methods:
-            for tau in [1] if method in NO_ROUNDS else options.taus:
+            for tau in rounds_of(method, options.taus):
                 base = options.figures(network, method, tau, options.base_gpus)
                 for gpus, limit in zip(options.gpus, limits, strict=True):
                     figures = options.figures(network, method, tau, gpus)
@@ -65,7 +66,7 @@ def scaling_ratio(throughput: float, gpus: int, base: float, base_gpus: int) -> 
 _CELLS: dict[str, Callable[[ScalingPoint], str]] = {
     "link": lambda point: point.link,
     "method": lambda point: point.method,
-    "tau": lambda point: "–" if point.method in NO_ROUNDS else str(point.tau),
+    "tau": lambda point: tau_word(point.method, point.tau),
     "gpus": lambda point: f"{point.gpus:,}",
     "throughput": lambda point: f"{point.figures.throughput:,.0f}",
     "of_limit": lambda point: f"{point.of_limit:.1%}",
@@ -93,6 +94,17 @@ def scaling_report(options: Options, points: Sequence[ScalingPoint]) -> Report:
         cells=[[write(point) for write in _CELLS.values()] for point in points],
         records=[point.columns() for point in points],
     )
+
+
+def scaling_panels(points: Sequence[ScalingPoint]) -> list[Panel]:
+    """Throughput and scaling, with a line for each link, method and τ."""
+    throughput: dict[str, list[tuple[int, float]]] = {}
+    scaling: dict[str, list[tuple[int, float]]] = {}
+    for point in points:
+        line = f"{label(point.method, point.tau)}, {point.link}"
+        throughput.setdefault(line, []).append((point.gpus, point.figures.throughput))
+        scaling.setdefault(line, []).append((point.gpus, point.scaling_ratio))
+    return [Panel("units per second", throughput, "log"), Panel("scaling ratio", scaling)]
 
 
 def statement(options: Options) -> str:

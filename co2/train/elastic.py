@@ -1,31 +1,34 @@
 """Starting the workers of a run that may lose some, and start them again.
 
 torchrun ends all workers of a node when one is lost, so it cannot be used here. The process that
-starts the workers holds the store in which they agree who trains (co2/comm/members.py), and tells
-the others there when one is gone, sooner than its silence would.
+starts the workers tells the others in their store (co2/train/store.py) when one is gone, sooner
+than its silence would.
 """
 
 import multiprocessing
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
 import torch
 import torch.distributed as dist
 
-from co2.comm.members import Expelled, Members, StoreLost
+from co2.comm.members import Expelled, Members, StoreLost, Unreachable
 from co2.config import CommDevice, Config, LaunchConfig
-from co2.errors import DIVERGED, REFUSED, STOPPED, require
+from co2.errors import PREEMPTED, require
 from co2.methods.base import Method
+from co2.train.store import FINAL, OwnStore, SharedStore
 
-_HOST = "127.0.0.1"
 _LOOK_S = 0.5
-_FINAL = (REFUSED, DIVERGED, *STOPPED)
-"""Exit statuses of workers that another attempt would have, too."""
+_END_S = 10.0
+"""In which a worker that finds the store gone ends by itself."""
+_STORE_GONE = "what holds the store is gone; the same command goes on from the last checkpoint"
 _place: tuple[tuple[str, int], int, tuple[int, ...], float] | None = None
 """In a worker: address of the store, the worker's number, with whom it begins, and `silent_s`."""
 _current: Members | None = None
@@ -53,8 +56,18 @@ def check(config: Config, method: Method, started: bool, device: str) -> None:
         started: whether torchrun or srun has started this process.
         device: the kind of device that workers train on.
     """
+    quorum = config.launch.quorum
     if not config.launch.elastic:
+        hint = "is for elastic runs; use {}, or launch.elastic=true"
+        require(quorum is None, "launch.quorum", quorum, hint.format("null"))
+        kept = config.train.keep_global_batch
+        require(not kept, "train.keep_global_batch", "true", hint.format("false"))
         return
+    if quorum is not None:
+        reason = method.refused_quorum
+        require(
+            reason is None, "launch.quorum", quorum, f"method={config.method}: {reason}; use null"
+        )
     key, value = "launch.elastic", "true"
     reason = method.refused_elastic
     require(reason is None, key, value, f"method={config.method}: {reason}; use false")
@@ -67,59 +80,122 @@ def check(config: Config, method: Method, started: bool, device: str) -> None:
     require(gloo, key, value, hint)
 
 
-def launch(worker: Callable[[int], int], config: LaunchConfig, killed: threading.Event) -> int:
-    """Run `worker(number)` in `config.workers` processes, and in others where some are lost.
+@dataclass(frozen=True)
+class Told:
+    """What the process that starts workers has been told."""
 
-    Args:
-        killed: set when a person has had all workers killed: then no other is started.
+    stop: threading.Event = field(default_factory=threading.Event)
+    """To stop, which it hands on to its workers."""
+    kill: threading.Event = field(default_factory=threading.Event)
+    """To kill them all: then no other is started."""
+
+
+def launch(worker: Callable[[int], int], config: LaunchConfig, told: Told) -> int:
+    """Run `worker(number)` in `config.workers` processes of this machine, and in others where some
+    are lost.
+
     Returns:
         The exit status: 0 if any worker has ended well, which only all that are left can do.
+    Raises:
+        ConfigError: the store of a run on several machines cannot be reached.
     """
-    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    running: dict[int, BaseProcess] = {}
-    first = tuple(range(config.workers))
+    store = OwnStore() if config.store is None else SharedStore(config)
+    starter = _Starter(worker, config, store)
+    try:
+        return store.leave(starter.run(told))
+    except dist.DistNetworkError:
+        return starter.end_without_store()
 
-    def start(number: int, begins: bool) -> None:
-        place = (_HOST, store.port), number, first if begins else (), config.silent_s
-        process = context.Process(target=_work, args=(worker, *place))
+
+class _Starter:
+    """The workers that this process has started."""
+
+    def __init__(self, worker: Callable[[int], int], config: LaunchConfig, place: OwnStore) -> None:
+        self._worker, self._config, self._place = worker, config, place
+        self._store = place.store
+        self._restarts = config.restarts
+        self._running: dict[int, BaseProcess] = {}
+        self._local_ranks: dict[int, int] = {}
+        self._statuses: dict[int, int] = {}
+
+    def run(self, told: Told) -> int:
+        """Start them, and others where some are lost, until all have ended. Returns the status."""
+        found = self._place.begin(self._config.workers, told.stop)
+        if found is None:
+            return PREEMPTED
+        own, first = found
+        for local_rank, number in enumerate(own):
+            self._start(number, local_rank, first)
+        given_up = False
+        while self._running:
+            wait([process.sentinel for process in self._running.values()], _LOOK_S)
+            self._look(told)
+            if not self._running:
+                break
+            inside = any(
+                number in first or self._store.check([f"joined/{number}"])
+                for number in self._running
+            )
+            over = self._place.is_over(inside)
+            given_up = not over and not inside and told.stop.is_set()
+            if over or given_up:
+                self._kill()
+        return PREEMPTED if given_up else self._status()
+
+    def end_without_store(self) -> int:
+        """The store is gone, and nothing can be agreed. Returns the exit status."""
+        for process in self._running.values():
+            process.join(_END_S)  # it finds that out itself
+        self._kill()
+        for number, process in self._running.items():
+            process.join()
+            self._statuses[number] = process.exitcode or 0
+        print(f"error: {_STORE_GONE}", file=sys.stderr, flush=True)
+        final = [status for status in self._statuses.values() if status in (0, *FINAL)]
+        return min(final, default=PREEMPTED)
+
+    def _start(self, number: int, local_rank: int, first: tuple[int, ...]) -> None:
+        self._local_ranks[number] = local_rank
+        place = self._place.address, number, first, self._config.silent_s
+        arguments = (self._worker, *place, local_rank, self._config.workers, os.getpid())
+        process = multiprocessing.get_context("spawn").Process(target=_work, args=arguments)
         process.start()
-        running[number] = process
+        self._running[number] = process
 
-    for number in first:
-        start(number, begins=True)
-    next_number, restarts = config.workers, config.restarts
-    statuses: dict[int, int] = {}
-    while running:
-        wait([process.sentinel for process in running.values()], _LOOK_S)
-        for number, process in list(running.items()):
+    def _look(self, told: Told) -> None:
+        """See who has ended, tell the others, and start others in their place."""
+        for number, process in list(self._running.items()):
             status = process.exitcode
             if status is None:
                 # One that the others have given up, because it was silent, must not come back.
-                if store.check([f"lost/{number}"]):
+                if self._store.check([f"lost/{number}"]):
                     process.kill()
                 continue
-            del running[number]
-            statuses[number] = status
+            del self._running[number]
+            self._statuses[number] = status
             if status == 0:
                 continue
-            store.set(f"gone/{number}", str(status))
-            store.add("departures", 1)
-            again = running and restarts > 0 and status not in _FINAL
-            if again and not killed.is_set():
-                restarts -= 1
-                start(next_number, begins=False)
-                next_number += 1
-        if not any(number in first or store.check([f"joined/{number}"]) for number in running):
-            for process in running.values():  # nobody is left who could let them in
-                process.kill()
-    if 0 in statuses.values():
-        return 0
-    how = ", ".join(f"{number} with status {status}" for number, status in statuses.items())
-    ended = [status for status in statuses.values() if status >= 0]
-    if not ended:
-        print(f"error: all workers were lost: {how}", file=sys.stderr, flush=True)
-    return max(ended, default=128 - min(statuses.values()))
+            self._store.set(f"gone/{number}", str(status))
+            self._store.add("departures", 1)
+            others = self._running or not self._place.alone
+            if others and self._restarts > 0 and status not in FINAL and not told.kill.is_set():
+                self._restarts -= 1
+                self._start(self._place.new_numbers(1), self._local_ranks[number], ())
+
+    def _kill(self) -> None:
+        self._restarts = 0
+        for process in self._running.values():
+            process.kill()
+
+    def _status(self) -> int:
+        if 0 in self._statuses.values():
+            return 0
+        ended = [status for status in self._statuses.values() if status >= 0]
+        if not ended:
+            each = self._statuses.items()
+            how = ", ".join(f"{number} with status {status}" for number, status in each)
+            print(f"error: all workers were lost: {how}", file=sys.stderr, flush=True)
+        return max(ended, default=128 - min(self._statuses.values()))
 
 
 def _work(
@@ -128,9 +204,15 @@ def _work(
     number: int,
     first: tuple[int, ...],
     silent_s: float,
+    local_rank: int,
+    local_world: int,
+    starter: int,
 ) -> None:
     """What a started process does."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(1, len(first))))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+    # By which a worker picks its GPU, as under torchrun.
+    os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_world))
+    threading.Thread(target=_end_with, args=(starter,), daemon=True).start()
     global _place
     _place = address, number, first, silent_s
     try:
@@ -150,12 +232,22 @@ def _work(
         os._exit(status)  # threads of lost groups may still wait for somebody
 
 
+def _end_with(starter: int) -> None:
+    """A worker does not outlive what started it, even where the store does."""
+    while os.getppid() == starter:
+        time.sleep(_LOOK_S)
+    time.sleep(_END_S)  # where the store is gone too, the worker says so itself
+    os._exit(1)
+
+
 def _reason(error: Exception) -> str | None:
     """What has ended a worker, in one line; None where that is no loss of others."""
     if isinstance(error, Expelled):
         return str(error)
+    if isinstance(error, Unreachable):
+        return f"{error}; name a network that all machines share in GLOO_SOCKET_IFNAME"
     if isinstance(error, StoreLost | dist.DistNetworkError):
-        return "what started it is gone; the same command goes on from the last checkpoint"
+        return _STORE_GONE
     if isinstance(error, RuntimeError) and "closed by peer" in str(error):
         return "others were lost before training began; start it again"
     return None

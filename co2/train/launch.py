@@ -22,6 +22,7 @@ from multiprocessing import resource_tracker
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from co2.comm.mesh import Mesh
 from co2.config import CommDevice, Config, LaunchConfig, Precision
@@ -165,8 +166,8 @@ def run(worker: Worker, config: Config) -> int:
     if me is not None:
         return _as_worker(worker, config, me)
     if config.launch.elastic:
-        with _forwarded(STOP_SIGNALS) as killed:
-            return elastic.launch(partial(_guarded, worker, config), config.launch, killed)
+        with _forwarded(STOP_SIGNALS) as told:
+            return elastic.launch(partial(_guarded, worker, config), config.launch, told)
     if config.launch.workers == 1:
         return _guarded(worker, config, 0)
     return _spawn(worker, config)
@@ -219,7 +220,12 @@ def _process_group(config: Config, me: Identity) -> Iterator[None]:
     device, backend = placement(config, me.local_rank, me.local_world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(backend)
+    store, rank, world = next(rendezvous("env://"))
+    # When torchrun starts the workers again its store may still have the addresses that they had
+    # before, as with torch 2.15; so each attempt has keys of its own.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt/{attempt}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     try:
         yield
     finally:
@@ -295,9 +301,8 @@ def _spawn(worker: Worker, config: Config) -> int:
 
 
 @contextlib.contextmanager
-def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[threading.Event]:
-    """Inside, these signals are handed on to the workers. A second Ctrl-C kills the workers, and
-    sets the event.
+def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[elastic.Told]:
+    """Inside, these signals are handed on to the workers. A second Ctrl-C kills the workers.
 
     The signals are blocked in this process, and so in the workers that it starts, which unblock
     them when they train (StopVote). A signal that comes before that waits, and is not lost.
@@ -306,11 +311,11 @@ def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[threading.Event]
     # Python's resource tracker must start with them blocked, too; starting it unblocks some here.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    done, killed = threading.Event(), threading.Event()
-    thread = threading.Thread(target=_forward, args=(signals, done, killed), daemon=True)
+    done, told = threading.Event(), elastic.Told()
+    thread = threading.Thread(target=_forward, args=(signals, done, told), daemon=True)
     thread.start()
     try:
-        yield killed
+        yield told
     finally:
         done.set()
         thread.join()
@@ -318,7 +323,7 @@ def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[threading.Event]
 
 
 def _forward(
-    signals: tuple[signal.Signals, ...], done: threading.Event, killed: threading.Event
+    signals: tuple[signal.Signals, ...], done: threading.Event, told: elastic.Told
 ) -> None:
     received: list[int] = []
     reached: set[tuple[int, int]] = set()
@@ -329,8 +334,9 @@ def _forward(
         if not received:
             continue
         number = signal.SIGKILL if received.count(signal.SIGINT) > 1 else received[-1]
+        told.stop.set()
         if number == signal.SIGKILL:
-            killed.set()
+            told.kill.set()
         for child in multiprocessing.active_children():
             if child.pid is not None and (child.pid, number) not in reached:
                 reached.add((child.pid, number))

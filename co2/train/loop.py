@@ -1,5 +1,7 @@
 """The training loop, from top to bottom."""
 
+from contextlib import closing
+
 import torch
 from torch import nn
 
@@ -22,33 +24,39 @@ def train(run: Run) -> None:
             save; `DIVERGED` when a loss is not finite.
     """
     config, task, method = run.config, run.task, run.method
-    steps, accumulate, due = config.train.steps, config.train.accumulate, config.checkpoint.every
+    steps, due = config.train.steps, config.checkpoint.every
     seed_everything(config.train.seed, run.mesh.worker)
-    with run:
-        session = Session(run)
+    with run, closing(Session(run)) as session:
         module, model, optimizer = session.module, session.model, session.optimizer
-        meter, losses = session.meter, LossWatch(run, session.checkpoints, session.step)
+        meter, quorum = session.meter, session.quorum
+        losses = LossWatch(run, session.checkpoints)
         run.record.begin(session.step)
         run.trace.begin(method.round_steps)
         with StopVote(run.mesh, run.control, lambda: method.max_skew_steps, STOP_SIGNALS) as stop:
             while session.step < steps:
                 set_lr(optimizer, config.optim, session.step, steps)
-                loss = torch.zeros((), device=run.mesh.device)
-                for micro in range(accumulate):
-                    with meter.waiting():
-                        batch = session.next_batch()
-                    with accumulating(model, last=micro == accumulate - 1):
-                        with session.autocast():
-                            part = task.loss(model, batch) / accumulate
-                        part.backward()
-                    loss += part.detach()
-                if config.train.clip_norm is not None:
-                    nn.utils.clip_grad_norm_(module.parameters(), config.train.clip_norm)
-                losses.add(loss)  # on a CPU this ends a bad step before it reaches the others
+                accumulate, units = session.accumulate, session.units
+                if quorum.makes(session.step):
+                    with quorum.timed():
+                        loss = torch.zeros((), device=run.mesh.device)
+                        for micro in range(accumulate):
+                            with meter.waiting():
+                                batch = session.next_batch()
+                            with accumulating(model, last=micro == accumulate - 1):
+                                with session.autocast():
+                                    part = task.loss(model, batch) / accumulate
+                                part.backward()
+                            loss += part.detach()
+                        if config.train.clip_norm is not None:
+                            nn.utils.clip_grad_norm_(module.parameters(), config.train.clip_norm)
+                    # On a CPU this ends a bad step before it reaches the others.
+                    losses.add(session.step, loss)
+                else:
+                    session.pass_over()
                 session.synchronize()
                 optimizer.zero_grad(set_to_none=True)
                 session.step += 1
-                meter.step()
+                meter.step(units)
 
                 step, last = session.step, session.step == steps
                 for text in method.notices():
@@ -66,21 +74,22 @@ def train(run: Run) -> None:
                 run.console.progress(step, metrics)
                 if step % config.train.eval_every == 0 and not last:
                     session.evaluate()
-                saved = False
                 if due > 0 and (step % due == 0 or last):
                     losses.check()
-                    saved = session.save()
+                    session.save()
                 if not last and stop():
                     stop.drain()
                     losses.check()
-                    if not saved and not session.save():
+                    if not session.save_now():
                         raise SystemExit(1)
                     text = f"stopped and saved at step {step}; the same command goes on from here"
                     run.console.print_line(text)
                     raise SystemExit(PREEMPTED)
                 session.change_members()
             stop.drain()
-        summary = session.summary(session.evaluate())
+        scores = session.evaluate()
+        session.finish_saving()
+        summary = session.summary(scores)
         method.flush()
         session.together(run.barrier)
         run.record.finish(summary)

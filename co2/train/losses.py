@@ -21,17 +21,19 @@ class LossWatch:
     Args:
         run: the run; worker and device are its mesh's.
         checkpoints: names the last good checkpoint in the message.
-        step: where training goes on.
     """
 
-    def __init__(self, run: Run, checkpoints: Checkpoints, step: int) -> None:
-        self._checked, self._worker, self._checkpoints = step, run.mesh.worker, checkpoints
+    def __init__(self, run: Run, checkpoints: Checkpoints) -> None:
+        self._worker, self._checkpoints = run.mesh.worker, checkpoints
         self._every = run.config.log.every if run.mesh.device.type == "cuda" else 1
+        self._steps: list[int] = []
         self._losses: list[Tensor] = []
         self._last = math.nan
 
-    def add(self, loss: Tensor) -> None:
-        """The loss of a step, a scalar; raises as `check` does when a check is due."""
+    def add(self, step: int, loss: Tensor) -> None:
+        """The loss of the step with this index, a scalar; raises as `check` does when a check is
+        due."""
+        self._steps.append(step)
         self._losses.append(loss)
         if len(self._losses) >= self._every:
             self.check()
@@ -39,20 +41,22 @@ class LossWatch:
     def check(self) -> float:
         """The newest loss. Raises `SystemExit(DIVERGED)` where one since the last check is not
         finite, with one line for a person."""
-        for loss in torch.stack(self._losses).tolist() if self._losses else []:
-            self._checked += 1
+        losses = torch.stack(self._losses).tolist() if self._losses else []
+        for step, loss in zip(self._steps, losses, strict=True):
             self._last = loss
             if not math.isfinite(loss):
-                self._end(loss)
+                self._end(step + 1, loss)
+        self._steps.clear()
         self._losses.clear()
         return self._last
 
-    def _end(self, loss: float) -> None:
+    def _end(self, step: int, loss: float) -> None:
+        self._checkpoints.settle()
         steps = self._checkpoints.steps()
         folder = os.path.relpath(self._checkpoints.folder)
         last = f"{folder}/step_{steps[0]}" if steps else "none"
         print(
-            f"error: the loss is {loss} at step {self._checked} on worker {self._worker}; "
+            f"error: the loss is {loss} at step {step} on worker {self._worker}; "
             f"last good checkpoint: {last}; "
             "try a lower optim.lr, a longer warm-up or train.clip_norm=1",
             file=sys.stderr,

@@ -22,34 +22,34 @@ class Totals:
     """What a run has taken so far, over all its segments."""
 
     steps: int = 0
+    passed_over: int = 0
+    """Those of `steps` that this worker has not made itself (co2/train/quorum.py)."""
     train_s: float = 0.0
     """Seconds of training steps, without evaluation, checkpoints and start-up."""
     data_s: float = 0.0
     """Seconds of `train_s` that were spent waiting for batches."""
     timed_units: int = 0
-    """Tokens or samples that this worker trained on in `train_s`."""
+    """Tokens or samples that all workers trained on in `train_s`."""
     wall_s: float = 0.0
+    saving_s: float = 0.0
+    """Seconds in which training stood still for checkpoints; not in `train_s`."""
 
 
 class Meter:
     """Counts steps, and turns a method's totals into figures for an interval.
 
     Args:
-        units_per_step: tokens or samples that this worker trains on in one step.
-        num_workers: workers that train alike; throughput is that of all of them.
         stats: the method's `stats`.
         totals: of the segments before, as `state_dict` gave them.
     """
 
     def __init__(
         self,
-        units_per_step: int,
-        num_workers: int,
         stats: Callable[[], MethodStats],
         totals: dict[str, Any] | None = None,
     ) -> None:
         self.totals = Totals(**(totals or {}))
-        self._units, self._workers, self._stats = units_per_step, num_workers, stats
+        self._stats = stats
         self._began = self._last = time.perf_counter()
         self._wall_before = self.totals.wall_s
         self._first = True
@@ -57,21 +57,21 @@ class Meter:
         self._waited_s = self._interval_data_s = 0.0
         self._before = self._stats()
 
-    def regroup(self, num_workers: int) -> None:
-        """Other workers train on."""
-        self._workers = num_workers
+    def step(self, units: int) -> None:
+        """A step has ended. The first of a segment allocates and compiles, so it is not timed.
 
-    def step(self) -> None:
-        """A step has ended. The first of a segment allocates and compiles, so it is not timed."""
+        Args:
+            units: tokens or samples that all workers together have trained on in it.
+        """
         now = time.perf_counter()
         self.totals.steps += 1
         if not self._first:
             self.totals.train_s += now - self._last
             self.totals.data_s += self._waited_s
-            self.totals.timed_units += self._units
+            self.totals.timed_units += units
             self._interval_s += now - self._last
             self._interval_data_s += self._waited_s
-            self._interval_units += self._units
+            self._interval_units += units
         self._first = False
         self._waited_s = 0.0
         self._last = now
@@ -82,6 +82,14 @@ class Meter:
         began = time.perf_counter()
         yield
         self._last += time.perf_counter() - began
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """What happens inside holds training up for a checkpoint."""
+        began = time.perf_counter()
+        with self.paused():
+            yield
+        self.totals.saving_s += time.perf_counter() - began
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -100,7 +108,7 @@ class Meter:
             step=step,
             loss=loss,
             lr=lr,
-            throughput=self._rate(self._interval_units, self._interval_s),
+            throughput=_rate(self._interval_units, self._interval_s),
             comm_s=stats.comm_s - before.comm_s,
             exposed_s=exposed_s,
             bytes=stats.bytes_sent - before.bytes_sent,
@@ -114,15 +122,12 @@ class Meter:
 
     def throughput(self) -> float:
         """Units per second of all workers, over every timed step."""
-        return self._rate(self.totals.timed_units, self.totals.train_s)
+        return _rate(self.totals.timed_units, self.totals.train_s)
 
     def state_dict(self) -> dict[str, Any]:
         """The totals so far, as plain values."""
         self.totals.wall_s = self._wall_before + time.perf_counter() - self._began
         return asdict(self.totals)
-
-    def _rate(self, units: int, seconds: float) -> float:
-        return self._workers * units / seconds if seconds > 0 else 0.0
 
 
 def ledger(model: nn.Module, optimizer: Optimizer, method: Method) -> Ledger:
@@ -152,6 +157,10 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _rate(units: int, seconds: float) -> float:
+    return units / seconds if seconds > 0 else 0.0
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -148,16 +148,20 @@ class ReplicaState:
         self.inner = local_optimizer(optimizer)
         self.group = mesh.new_group_within_replica("gloo")
 
-    def write(self, folder: Path) -> None:
-        """Save. Collective in the replica. Raises `OSError` on all of its workers if one cannot
-        write."""
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.api import CheckpointException
-
+    def state(self) -> dict[str, Any]:
+        """What this worker holds of it, as it is now."""
         names: dict[Tensor, str] = {param: name for name, param in self.params.items()}
         state: dict[str, Any] = self._weights()
         for param, fields in self.inner.state.items():
             state |= {f"inner/{names[param]}/{key}": value for key, value in fields.items()}
+        return state
+
+    def write(self, folder: Path, state: dict[str, Any]) -> None:
+        """Save a copy of `state()`. Collective in the replica, in a group that nothing else uses,
+        so that a thread may call it. Raises `OSError` on all of its workers if one cannot write."""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.api import CheckpointException
+
         try:
             dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), process_group=self.group)
         except CheckpointException as failed:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
+from co2.comm.background import without_joining
 from co2.comm.clocks import overlap
 from co2.comm.members import Expelled, MemberLost, Members
 from co2.comm.mesh import Mesh
@@ -22,13 +23,10 @@ from co2.config import Precision
 from co2.errors import PREEMPTED, ConfigError
 from co2.record.metrics import Change, Evaluation, Summary
 from co2.train import initial
-from co2.train.checkpoint import (
-    Checkpoints,
-    broadcast_state,
-    random_states,
-    restore_random_states,
-)
+from co2.train.checkpoint import Checkpoints, random_states, restore_random_states
+from co2.train.handover import Handover, receive
 from co2.train.meters import Meter, ledger, peak_memory_bytes
+from co2.train.quorum import Quorum
 from co2.train.replica import Replica, checkpoint_activations, own_buffers, whole_weights
 from co2.train.run import Run
 from co2.train.schedule import largest_lr
@@ -69,12 +67,14 @@ class Session:
             mesh,
             run.control,
             config.checkpoint.keep,
-            run.console.print_line,
+            lambda line: run.console.print_line(line),  # another's, where this worker takes over
             self.shared,
             config.launch.elastic,
         )
         self.draws = 0
-        """Micro-batches that this worker has drawn, or others before it came."""
+        """Micro-batches that a worker which makes every step has drawn so far."""
+        self.behind = 0
+        """How many of them this worker has not drawn yet, because it has passed over steps."""
         self.changes: list[Change] = []
         """How replicas came and went."""
         self._failures = 0
@@ -82,10 +82,18 @@ class Session:
         members = mesh.members
         if members is not None:
             members.formed()
+        rounds = run.method.round_steps
+        weighted = run.method.refused_quorum is None
+        self.quorum = Quorum(config.launch.quorum, rounds, members, mesh.device, weighted)
+        self.handover = Handover()
         totals = self._join() if mesh.newcomer else self._resume()
-        self._batches = run.task.batches(run.mesh, self.draws)
-        units = config.train.batch_size * config.train.accumulate * run.task.units_per_sample
-        self.meter = Meter(units, mesh.num_workers, run.method.stats, totals)
+        self._batches = run.task.batches(run.mesh, self.draws - self.behind)
+        self.meter = Meter(run.method.stats, totals)
+
+    def close(self) -> None:
+        """End the threads that write checkpoints, and what gives newcomers their state."""
+        self.checkpoints.close()
+        self.handover.close()
 
     def largest_lr(self, step: int) -> float:
         """The largest inner learning rate in the step with this index: the method's schedule."""
@@ -98,20 +106,57 @@ class Session:
             return contextlib.nullcontext()
         return torch.autocast(self.run.mesh.device.type, dtype=torch.bfloat16)
 
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of a step, as the workers now are."""
+        return self._accumulate(self.run.mesh.num_workers)
+
+    def _accumulate(self, num_workers: int) -> int:
+        train, stretches = self.run.config.train, self.run.mesh.stretches
+        if not train.keep_global_batch or not stretches:
+            return train.accumulate
+        _, first = stretches[0]
+        return rebalanced(train.accumulate, first, num_workers)
+
+    def _batches_of(self, before: int) -> str:
+        """The global batch now, and with the number of workers that there was before, in words."""
+        size, workers = self.run.config.train.batch_size, (self.run.mesh.num_workers, before)
+        now, then = (size * self._accumulate(number) * number for number in workers)
+        return f", on {now} samples a step, before {then}"
+
+    @property
+    def units(self) -> int:
+        """Tokens or samples of the step under way, of all workers that make it."""
+        making = self.quorum.making(self.step, self.run.mesh.num_workers)
+        samples = self.run.config.train.batch_size * self.accumulate * making
+        return samples * self.run.task.units_per_sample
+
     def next_batch(self) -> Any:
         """The next micro-batch, where the model is."""
         self.draws += 1
         return self.to_device(next(self._batches))
 
+    def pass_over(self) -> None:
+        """Make no step of this replica's own. Its samples wait for its next one."""
+        self.draws += self.accumulate
+        self.behind += self.accumulate
+        self.meter.totals.passed_over += 1
+
     def synchronize(self) -> None:
         """The inner step, and the synchronization due now; with the replicas that are left, if some
         are lost in it."""
         method = self.run.method
+        self.quorum.tell(self.step)
         try:
             method.step()
         except MemberLost:
             self._renew()
             self._again(method.go_on)
+        shares = self.quorum.share_out(self.step)
+        if shares is not None:
+            self.run.record.log(shares)
+            if text := shares.text():
+                self.run.console.print_line(f"step {shares.step}: {text}")
 
     def together(self, act: Callable[[], T]) -> T:
         """Do what all workers do together and may do twice; where replicas may be lost, until all
@@ -154,7 +199,7 @@ class Session:
             self._renew(admit=True)
         if len(members.ids) >= launch.min_replicas:
             return
-        self.save()
+        self.save_now()
         text = f"fewer than launch.min_replicas={launch.min_replicas}; saved, and waiting"
         self.run.console.print_line(f"step {self.step}: {len(members.ids)} replicas, {text}")
         began = time.monotonic()
@@ -170,9 +215,11 @@ class Session:
 
     def _renew(self, admit: bool = False) -> None:
         """Go on with the members that are left, and with newcomers if `admit`."""
-        run, began = self.run, time.perf_counter()
+        run, began, before = self.run, time.perf_counter(), self.run.mesh.num_workers
         members = run.mesh.members
         assert members is not None
+        if admit:
+            self.handover.close()
         lost: dict[int, str] = {}
         while True:
             members.renew(admit)
@@ -190,7 +237,8 @@ class Session:
             Change(self.step, members.generation, members.ids, lost, members.joined, seconds)
         )
         run.record.log(self.changes[-1])
-        run.console.print_line(f"step {self.step}: {self.changes[-1].text()} ({seconds:.2f} s)")
+        text = f"{self.changes[-1].text()}{self._batches_of(before)}"
+        run.console.print_line(f"step {self.step}: {text} ({seconds:.2f} s)")
 
     def _fruitless(self, error: RuntimeError) -> None:
         """Raise an error that comes back again and again: it is no loss of a connection."""
@@ -199,7 +247,8 @@ class Session:
             raise error
 
     def _regroup(self, members: Members) -> None:
-        """Make all groups anew, tell newcomers everything, and send again what was in flight."""
+        """Make all groups anew, begin to tell newcomers everything, and send again what was in
+        flight."""
         run = self.run
         before = run.mesh.stretches or ((0, run.mesh.num_workers),)
         mesh = Mesh.world(1, run.mesh.device)
@@ -210,10 +259,13 @@ class Session:
         members.formed()
         members.agree()  # nobody leaves while another one still connects
         self.checkpoints.regroup(run.mesh, run.control)
-        self.meter.regroup(run.mesh.num_workers)
+        self.quorum.regroup()
+        self.behind = 0
         self._batches = run.task.batches(run.mesh, self.draws)
-        if members.joined:
-            broadcast_state(self._state() if run.is_first else None, run.control)
+        if members.joined and run.is_first:
+            assert run.control is not None, "there are two at least"
+            ranks = [members.ids.index(one) for one in members.joined]
+            self.handover.give(self._state(), ranks, run.control)
         run.method.launch_again()
 
     def _join(self) -> dict[str, Any]:
@@ -222,7 +274,8 @@ class Session:
         assert run.mesh.members is not None
         try:
             run.mesh.members.agree()
-            state = broadcast_state(None, run.control)
+            self.checkpoints.finish()  # the others wait for what they are saving
+            state = receive(run.control)
             self._load(state)
             run.method.launch_again()
         except (
@@ -238,10 +291,27 @@ class Session:
             return batch
         return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), batch)
 
-    def save(self) -> bool:
-        """Write a checkpoint. Collective. False, with a line for a person, where that failed."""
-        with self.meter.paused():
-            return self.together(lambda: self.checkpoints.save(self.step, self._state()))
+    def save(self) -> None:
+        """Begin a checkpoint, which is written while training goes on. Every worker calls it; none
+        waits for another."""
+        with self.meter.saving(), without_joining():
+            self.checkpoints.start(self.step, self._state())
+
+    def save_now(self) -> bool:
+        """Have a checkpoint of this step, and wait for it. Collective. False, with a line for a
+        person, where that failed."""
+
+        def act() -> bool:
+            begun = self.checkpoints.finish() == self.step
+            return begun or self.checkpoints.save(self.step, self._state())
+
+        with self.meter.saving():
+            return self.together(act)
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that was begun last. Collective."""
+        with self.meter.saving():
+            self.together(self.checkpoints.finish)
 
     def _state(self) -> dict[str, Any]:
         """Everything of this worker that a checkpoint holds."""
@@ -249,6 +319,8 @@ class Session:
             "step": self.step,
             "workers": self.run.mesh.num_workers,
             "draws": self.draws,
+            "behind": self.behind,
+            "steps_in_round": self.quorum.state(),
             "stretches": list(map(list, self.run.mesh.stretches)),
             "changes": [change.line() for change in self.changes],
             "method": self.run.method.state_dict(),
@@ -264,7 +336,8 @@ class Session:
 
     def _load(self, state: dict[str, Any]) -> None:
         """Go on from what `_state` returned, with the random generators as they are."""
-        self.step, self.draws = state["step"], state["draws"]
+        self.step, self.draws, self.behind = state["step"], state["draws"], state["behind"]
+        self.quorum.load(state["steps_in_round"])
         self.changes = [Change.of(line) for line in state["changes"]]
         stretches = tuple((draw, workers) for draw, workers in state["stretches"])
         self.run.mesh = replace(self.run.mesh, stretches=stretches)
@@ -306,12 +379,13 @@ class Session:
         run, totals, stats = self.run, self.meter.state_dict(), self.run.method.stats()
         config, steps = run.config, max(totals["steps"], 1)
         means = torch.tensor([stats.comm_s, stats.exposed_s, stats.bytes_sent], dtype=torch.float64)
-        slowest = torch.tensor([totals["train_s"], -self.meter.throughput()], dtype=torch.float64)
+        longest = [totals["train_s"], -self.meter.throughput(), totals["saving_s"]]
+        slowest = torch.tensor(longest, dtype=torch.float64)
         if run.control is not None:
             dist.all_reduce(means, op=dist.ReduceOp.AVG, group=run.control)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=run.control)
         comm_s, exposed_s, bytes_sent = means.tolist()
-        train_s, throughput = slowest[0].item(), -slowest[1].item()
+        train_s, throughput, saving_s = slowest[0].item(), -slowest[1].item(), slowest[2].item()
         return Summary(
             title=f"{config.task} · {config.method} · {config.tag} · seed {config.train.seed}",
             task=config.task,
@@ -339,9 +413,20 @@ class Session:
             memory=ledger(self.module, self.optimizer, run.method),
             device=str(run.mesh.device),
             folder=os.path.relpath(run.folder),
+            saving_s=saving_s,
             members=[change.line() for change in self.changes],
+            steps_made=self._steps_made(totals["steps"] - totals["passed_over"]),
             own={**stats.own},
         )
+
+    def _steps_made(self, own: int) -> list[int]:
+        """How many steps each replica has made; empty without launch.quorum. Collective."""
+        if self.run.config.launch.quorum is None:
+            return []
+        made = [torch.tensor(own) for _ in range(self.run.mesh.num_workers)]
+        if self.run.control is not None:
+            dist.all_gather(made, torch.tensor(own), group=self.run.control)
+        return [int(one) for one in made]
 
     def _resume(self) -> dict[str, Any] | None:
         """Go on from the newest sound checkpoint, if there is one; returns the meter's totals. Of
@@ -357,15 +442,17 @@ class Session:
         if _remembers_order(self.model):
             self._rehearse()
         self._load(state)
-        mesh = self.run.mesh
+        mesh, text = self.run.mesh, ""
         saved_by = state["workers"]
         if mesh.worker < saved_by:
             restore_random_states(state["random"])
         if mesh.num_workers != saved_by:
             before = mesh.stretches or ((0, saved_by),)
             self.run.mesh = replace(mesh, stretches=(*before, (self.draws, mesh.num_workers)))
+            self.behind = 0
+            text = self._batches_of(saved_by)
         steps = self.run.config.train.steps
-        self.run.console.print_line(f"resumed at step {self.step} of {steps}")
+        self.run.console.print_line(f"resumed at step {self.step} of {steps}{text}")
         return state["totals"]
 
     def _rehearse(self) -> None:
@@ -376,6 +463,18 @@ class Session:
             loss = self.run.task.loss(self.model, batch)
         loss.backward()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def rebalanced(accumulate: int, first: int, now: int) -> int:
+    """Micro-batches of a step with which as many samples as before make a step, as nearly as whole
+    micro-batches allow.
+
+    Args:
+        accumulate: micro-batches with which a run began.
+        first: workers with which it began.
+        now: workers that it has now.
+    """
+    return max(1, round(accumulate * first / now))
 
 
 def seed_everything(seed: int, worker: int) -> None:

@@ -1,6 +1,8 @@
 """Fixtures of the end-to-end tests."""
 
+import fcntl
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,16 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def spawned(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The undisturbed run of `STORY`, by an interpreter of its own and the two that it starts.
 
-    Its processes are counted: see `spied`.
+    Its processes are counted: see `spied`. pytest's own processes share one such run.
     """
-    runs = tmp_path_factory.mktemp("spawned") / "runs"
-    return execute(command(*STORY, runs=runs), runs, environment(**spied(runs.parent / "spy")))
+    place = tmp_path_factory.getbasetemp()
+    place = place.parent if "PYTEST_XDIST_WORKER" in os.environ else place
+    kept, runs = place / "spawned.pickle", place / "spawned" / "runs"
+    with (place / "spawned.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            runs.parent.mkdir()
+            spy = environment(**spied(runs.parent / "spy"))
+            kept.write_bytes(pickle.dumps(execute(command(*STORY, runs=runs), runs, spy)))
+    ended: Run = pickle.loads(kept.read_bytes())
+    return ended

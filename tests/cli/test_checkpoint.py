@@ -183,6 +183,8 @@ class TestCheckpoints:
             assert after is not None
             assert_state(after, after[0])
             found.append(after[0])
+            saver = checkpoints(folder)
+            assert_state(saver.load(), after[0])
             assert saver.save(2, state(2)), "what the dead left behind is no obstacle"
             assert_state(saver.load(), 2)
             assert sorted(path.name for path in folder.iterdir()) == ["step_1", "step_2"]

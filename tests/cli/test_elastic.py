@@ -1,10 +1,12 @@
 """Replicas that are lost and come back: the others train on, and repeat no step."""
 
-import itertools
 import json
 import math
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,14 @@ import torch
 
 from co2.errors import PREEMPTED, ConfigError
 from tests.cli.harness import (
+    LIMIT_S,
     Process,
     assert_same_run,
     cli,
+    command,
     configured,
     folder_of,
+    kill_session,
     metrics,
     saved_steps,
     started,
@@ -25,6 +30,7 @@ from tests.cli.harness import (
     until,
     weights,
 )
+from tests.server import environment
 
 STEPS, TAU = 120, 6
 SHARED = (
@@ -89,7 +95,7 @@ def assert_no_step_is_missing(folder: Path) -> None:
     assert [line["step"] for line in metrics(folder, "eval")] == [30, 60, 90, 120]
 
 
-@pytest.mark.parametrize("method", ["co2", "co2_keep", "streaming_diloco"])
+@pytest.mark.parametrize("method", ["co2_keep", "streaming_diloco"])
 def test_a_run_that_loses_nobody_is_the_same_run(tmp_path: Path, method: str) -> None:
     plain, elastic = (*SHARED, *words(method)), (*ELASTIC, *words(method))
     for name, arguments in (("plain", plain), ("elastic", elastic)):
@@ -207,11 +213,11 @@ def test_workers_end_when_what_started_them_is_killed(tmp_path: Path) -> None:
         pids = workers(run)
         os.kill(run.pid, signal.SIGKILL)
         run.wait()
-        for pid in pids:
-            for _ in itertools.count():
-                if not Path(f"/proc/{pid}").exists():
-                    break
-    assert log.read_text().count("what started it is gone; the same command goes on") == 3
+        deadline = time.monotonic() + 60
+        while any(Path(f"/proc/{pid}").exists() for pid in pids):
+            assert time.monotonic() < deadline, "a worker outlives what started it"
+            time.sleep(0.05)
+    assert log.read_text().count("what holds the store is gone; the same command goes on") == 3
     assert "Traceback" not in log.read_text()
     ended = cli(*arguments, runs=runs)
     assert ended.status == 0 and "resumed at step" in ended.out
@@ -237,6 +243,34 @@ def test_what_cannot_be_elastic_is_refused(
     with pytest.raises(ConfigError, match=message):
         configured("launch.elastic=true", *arguments, runs=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow  # five interpreters start
+def test_torchrun_starts_all_workers_again(tmp_path: Path) -> None:
+    """Without launch.elastic: they go on from the last checkpoint."""
+    runs = tmp_path / "runs"
+    arguments = (*words("co2"), f"train.steps={STEPS}", "log.every=1", "checkpoint.every=20")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    _, *program = command(*arguments, "toy.delay_s=0.02", runs=runs)
+    folder = folder_of(*arguments, "toy.delay_s=0.02", runs=runs)
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        run = subprocess.Popen(
+            [sys.executable, *torchrun, "--max-restarts=1", *program],
+            cwd=tmp_path,
+            env=environment(),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        until(lambda: 40 in saved_steps(folder), run)
+        os.kill(workers(run)[1], signal.SIGKILL)
+        assert run.wait(LIMIT_S) == 0, log.read_text()
+    finally:
+        kill_session(run)
+    assert "resumed at step" in log.read_text()
+    assert [line["step"] for line in metrics(folder, "train")] == list(range(1, STEPS + 1))
 
 
 def test_under_torchrun_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,8 +198,11 @@ class Shared:
     def __init__(self) -> None:
         self.read_from: list[Path] = []
 
-    def write(self, folder: Path) -> None:
-        parts(folder, {"weight/a": torch.zeros(3)})
+    def state(self) -> dict[str, Any]:
+        return {"weight/a": torch.zeros(3)}
+
+    def write(self, folder: Path, state: dict[str, Any]) -> None:
+        parts(folder, state)
 
     def read(self, folder: Path) -> None:
         self.read_from.append(folder)

@@ -634,14 +634,14 @@ def test_wandb_offline(tmp_path: Path) -> None:
 
 
 def test_waiting_for_data_is_a_share_of_training() -> None:
-    meter = Meter(1, 1, MethodStats)
+    meter = Meter(MethodStats)
     for step in range(4):
         with meter.waiting():
             time.sleep(0.5 if step == 0 else 0.03)  # the first step is not timed
         time.sleep(0.03)
         with meter.paused():
             time.sleep(0.1)
-        meter.step()
+        meter.step(units=1)
     share = meter.interval(4, 0.5, 0.1).data_share
     assert 0.3 < share < 0.7
     assert meter.interval(4, 0.5, 0.1).data_share == 0

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -50,6 +51,7 @@ class Segment:
     """Of the history."""
     metrics: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
+    ended: bool = False
 
     @property
     def steps(self) -> list[int]:
@@ -67,7 +69,16 @@ class Segment:
 
 def segments(folder: Path) -> list[Segment]:
     """Of a run's folder, oldest first."""
-    return [_read(path) for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))]
+    return [_whole(path) for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))]
+
+
+def _whole(path: Path) -> Segment:
+    """W&B's own process writes the last rows and the end of a file a moment after `finish`."""
+    deadline = time.monotonic() + 30
+    while not (found := _read(path)).ended:
+        assert time.monotonic() < deadline, f"{path} does not end"
+        time.sleep(0.02)
+    return found
 
 
 def _read(path: Path) -> Segment:
@@ -81,6 +92,8 @@ def _read(path: Path) -> Segment:
             found.rows.append(_items(record.history.item))
         elif record.HasField("summary"):
             found.summary.update(_items(record.summary.update))
+        elif record.HasField("exit"):
+            found.ended = True
     return found
 
 
@@ -94,6 +107,8 @@ def _records(data: bytes) -> list[Record]:
             at += left
             continue
         length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if at + 7 + length > len(data):  # not written yet
+            break
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):

@@ -125,6 +125,10 @@ def sbatch(arguments: list[str]) -> None:
         runs = trains(["-m", *arguments[at + 1 :]])
         assert given["--array"].partition("%")[0] == f"0-{len(runs) - 1}"
         return
+    if path == "slurm/elastic.sbatch":
+        assert "--array" in given
+        trains(["launch.elastic=true", "launch.store=node1:29400", *arguments[at + 1 :]])
+        return
     assert path == "slurm/train.sbatch"
     tasks = int(given.get("--ntasks-per-node", 2)) * int(given.get("--nodes", 1))
     trains(arguments[at + 1 :], tasks)

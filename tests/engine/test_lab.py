@@ -120,6 +120,29 @@ def transfer(network: SlowNetwork, total: int) -> float:
     return seconds
 
 
+ASK = """
+import socket, sys
+link = socket.socket()
+link.settimeout(1)
+print(link.connect_ex((sys.argv[1], 5000)) != 11)  # whether anybody has answered, if only with no
+"""
+
+
+@needs_root
+def test_some_are_cut_off_from_others_but_not_from_one_another() -> None:
+    with SlowNetwork([None] * 4) as network:
+
+        def reaches(one: int, other: int) -> bool:
+            words = [sys.executable, "-c", ASK, network.address(other)]
+            return network.start(one, words, os.environ).communicate()[0].strip() == "True"
+
+        assert reaches(0, 1)
+        network.part([1, 2])
+        assert not reaches(0, 1) and not reaches(2, 3) and reaches(1, 2) and reaches(0, 3)
+        network.join([1, 2])
+        assert reaches(0, 1)
+
+
 @needs_root
 def test_nothing_is_left_after_an_error() -> None:
     with suppress(ZeroDivisionError), SlowNetwork([10.0, None], {1: 0.5}) as network:

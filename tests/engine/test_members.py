@@ -23,7 +23,12 @@ TAU, ROUNDS, RATE = 3, 5, 0.1
 CONFIGS: dict[str, dict[str, Any]] = {
     "local_sgd": {},
     "co2": {"gap_penalty": "none", "outer_momentum": 0.3},
+    "diloco": {"outer_lr": 1.0, "outer_momentum": 0.0},
+    "slowmo": {"outer_lr": 1.0, "outer_momentum": 0.0},
+    "cocod_sgd": {},
+    "co2_keep": {"keep_local": 1.0, "outer_momentum": 0.0},
 }
+SIMULATED = ("local_sgd", "co2")
 
 
 @pytest.fixture
@@ -48,7 +53,14 @@ def target(rank: int) -> torch.Tensor:
     return torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64) * (rank + 1)
 
 
-def train(rank: int, world: int, port: int, name: str, victim: int, at: int) -> list[float] | None:
+def steps_made(number: int, rank: int, unequal: bool) -> int:
+    """Of a round: all, or others in each round and by each replica."""
+    return 1 + (number + rank) % TAU if unequal else TAU
+
+
+def train(
+    rank: int, world: int, port: int, name: str, victim: int, at: int, unequal: bool
+) -> list[float] | None:
     """Replicas with a quadratic loss each. The victim vanishes before its step `at`."""
     members = member(rank, port)
     members.first(range(world))
@@ -65,8 +77,13 @@ def train(rank: int, world: int, port: int, name: str, victim: int, at: int) -> 
             time.sleep(0.5)  # so that the mean of the round before has arrived everywhere
             vanish(members)
             return None
-        loss = 0.5 * (model.weight.flatten() - target(rank)).square().sum()
-        loss.backward()
+        number, place = divmod(step, TAU)
+        if place == 0 and unequal:
+            shares = {one: steps_made(number, one, unequal) for one in members.ids}
+            members.share_out(shares)
+        if place < steps_made(number, rank, unequal):
+            loss = 0.5 * (model.weight.flatten() - target(rank)).square().sum()
+            loss.backward()
         try:
             method.step()
         except MemberLost:
@@ -88,8 +105,9 @@ def train(rank: int, world: int, port: int, name: str, victim: int, at: int) -> 
     return model.weight.flatten().tolist()
 
 
-def simulated(world: int, name: str, victim: int, at: int) -> np.ndarray:
-    """The same in one process: the mean of a round is that of those who have ended it."""
+def simulated(world: int, name: str, victim: int, at: int, unequal: bool) -> np.ndarray:
+    """The same in one process: the mean of a round is that of those who have ended it, weighted by
+    the steps that they have made."""
     targets = [np.array([1.0, -2.0, 0.5]) * (rank + 1) for rank in range(world)]
     anchor, momentum, late = np.zeros(3), np.zeros(3), None
     for number in range(ROUNDS):
@@ -97,10 +115,11 @@ def simulated(world: int, name: str, victim: int, at: int) -> np.ndarray:
         ends = []
         for rank in there:
             x = anchor.copy()
-            for _ in range(TAU):
+            for _ in range(steps_made(number, rank, unequal)):
                 x -= RATE * (x - targets[rank])
             ends.append(anchor - x)
-        mean = np.mean(ends, axis=0)
+        weights = [steps_made(number, rank, unequal) for rank in there]
+        mean = np.average(ends, axis=0, weights=weights)
         if name == "local_sgd":
             anchor = anchor - mean
         else:
@@ -109,19 +128,73 @@ def simulated(world: int, name: str, victim: int, at: int) -> np.ndarray:
     return anchor
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+NOBODY = -1
+
+
+@pytest.mark.parametrize("unequal", [False, True])
+@pytest.mark.parametrize("name", SIMULATED)
 @pytest.mark.parametrize(("world", "victim", "at"), [(2, 1, 4), (3, 0, 7), (3, 1, 6)])
 def test_a_mean_is_that_of_those_who_are_left(
-    workers: Pool, store: dist.TCPStore, name: str, world: int, victim: int, at: int
+    workers: Pool,
+    store: dist.TCPStore,
+    name: str,
+    world: int,
+    victim: int,
+    at: int,
+    unequal: bool,
 ) -> None:
-    """Equal to a simulation in one process, for a loss amid a round and one at its begin."""
-    ended = workers.run(train, world, store.port, name, victim, at)
-    expected = simulated(world, name, victim, at)
+    """Equal to a simulation in one process, for a loss amid a round and one at its begin; also
+    where replicas make unequal numbers of steps."""
+    ended = workers.run(train, world, store.port, name, victim, at, unequal)
+    expected = simulated(world, name, victim, at, unequal)
     for rank, weights in enumerate(ended):
         if rank == victim:
             assert weights is None
         else:
             np.testing.assert_allclose(weights, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_a_mean_is_weighted_by_steps(workers: Pool, store: dist.TCPStore, name: str) -> None:
+    ended = workers.run(train, 3, store.port, name, NOBODY, 0, True)
+    expected = simulated(3, name, NOBODY, 0, unequal=True)
+    for weights in ended:
+        np.testing.assert_allclose(weights, expected, rtol=1e-12)
+    assert not np.allclose(expected, simulated(3, name, NOBODY, 0, unequal=False), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "like"),
+    [("diloco", "local_sgd"), ("slowmo", "local_sgd"), ("cocod_sgd", "co2_keep")],
+)
+def test_methods_that_are_the_same_weigh_alike(workers: Pool, name: str, like: str) -> None:
+    found = []
+    for one in (name, like):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        found.append(workers.run(train, 3, store.port, one, NOBODY, 0, True))
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-12)
+
+
+def pace(rank: int, world: int, port: int, who: int) -> tuple[float, ...]:
+    """So many of the members tell how long they need for a step."""
+    members = member(rank, port)
+    members.first(range(world))
+    members.formed()
+    if rank < who:
+        members.measured(0.1 * (rank + 1))
+    members.agree()
+    found = members.paces
+    members.agree()
+    members.leave()
+    return found
+
+
+@pytest.mark.parametrize(("who", "known"), [(3, (0.1, 0.2, 0.1 * 3)), (2, ()), (0, ())])
+def test_all_learn_the_same_paces(
+    workers: Pool, store: dist.TCPStore, who: int, known: tuple[float, ...]
+) -> None:
+    """To the last bit, and none before all are known."""
+    assert set(workers.run(pace, 3, store.port, who)) == {known}
 
 
 def decide(rank: int, world: int, port: int) -> str:

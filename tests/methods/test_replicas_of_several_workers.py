@@ -164,7 +164,8 @@ def saved_and_read(rank: int, world: int, folder: str, strategy: Strategy, optim
     for _ in range(2):
         saved.step()
     path = Path(folder) / f"replica_{saved.mesh.replica}"
-    saved.replica.state(saved.net, saved.optimizer).write(path)
+    replica = saved.replica.state(saved.net, saved.optimizer)
+    replica.write(path, replica.state())
     read = Worker(rank + 7, "co2", strategy, 2, optimizer)
     read.replica.state(read.net, read.optimizer).read(path)
     assert_same(held(read), held(saved))

@@ -32,10 +32,6 @@ from recipes.tuning import TUNING_SEED
 
 FIRST = time_to_loss.FIRST.name
 PLACE = "gpt2, τ = 12, 2 replicas"
-VIT = "vit, τ = 12, 2 replicas"
-FOUR = "gpt2, τ = 12, 4 replicas"
-WINNERS = {"allreduce": 5, "diloco": 4, "co2_keep": 0, kept_progress.WHOLE: 8}
-"""By row, the place in its grid of the trial with the lowest loss."""
 
 
 @pytest.fixture
@@ -56,53 +52,6 @@ def write_ours(lines: Sequence[dict[str, object]]) -> None:
     Table.of_records(lines).write_csv(Path("results/ours.csv"))
 
 
-def trial_lines() -> list[dict[str, object]]:
-    return [
-        line(kept_progress.RECIPE.trials, trial.name, PLACE, TUNING_SEED, 5.0 + 0.1 * (at != won))
-        for name, won in WINNERS.items()
-        for at, trial in enumerate(kept_progress.RECIPE.grids[name])
-    ]
-
-
-def chosen(row: str, column: str) -> tuple[str, ...]:
-    """The learning rate of a row's run, and the words that its method's node has."""
-    found = kept_progress.RECIPE
-    cell = found.cell(found.row(row), found.column(column), "smoke", 1)
-    assert isinstance(cell, TrainCell)
-    node = row.partition(",")[0]
-    return tuple(word for word in cell.overrides if word.startswith((f"{node}.", "optim.lr=")))
-
-
-def test_what_won_in_the_trials_is_trained(place: Path) -> None:
-    recipe = kept_progress.RECIPE
-    before = recipe.undecided("smoke")
-    assert before == 4 * len(recipe.columns), "all are tuned"
-    write_ours(trial_lines())
-    # AllReduce's trials do not depend on τ, but are looked up by column.
-    assert recipe.undecided("smoke") == before - 4 * 2, "of one task and τ, for 2 and 4 replicas"
-    for column in (PLACE, FOUR):
-        assert chosen("allreduce", column) == ("optim.lr=0.00564",), "4e-3 times a root of 2"
-        assert chosen("diloco", column) == (
-            *("diloco.tau=12", "optim.lr=0.004", "diloco.outer_lr=1"),
-            *("diloco.outer_momentum=0.4", "diloco.average_moments=true"),
-        )
-        settings = (
-            *("optim.lr=0.002", "co2_keep.keep_local=0.62", "co2_keep.momentum_weight=0"),
-            "co2_keep.average_moments=true",
-        )
-        assert chosen("co2_keep", column) == ("co2_keep.tau=12", "co2_keep.delay=3", *settings)
-        whole = chosen(kept_progress.WHOLE, column)
-        assert whole[:3] == ("co2_keep.tau=12", "co2_keep.delay=null", "optim.lr=0.008")
-        assert "co2_keep.outer_momentum=0.9" in whole
-    with pytest.raises(LookupError, match="trials of kept_progress_trials are missing"):
-        chosen("diloco", VIT)
-
-    worst = kept_progress.RECIPE.grids["diloco"][8]
-    trials = kept_progress.RECIPE.trials
-    write_summary(trials.cell(worst, trials.column(PLACE), "smoke", TUNING_SEED), 1.0)
-    assert "diloco.outer_momentum=0.9" in chosen("diloco", PLACE), "a run here counts first"
-
-
 def write_summary(cell: object, loss: float) -> None:
     assert isinstance(cell, TrainCell)
     folder = run_folder(cell.config())
@@ -110,28 +59,21 @@ def write_summary(cell: object, loss: float) -> None:
     (folder / "summary.json").write_text(json.dumps({"final": {"loss": loss}}))
 
 
-def test_tuned_values_survive_a_clone_and_are_compared_seed_by_seed(place: Path) -> None:
-    trials = trial_lines()
-    write_ours(trials)
-    recipe = kept_progress.RECIPE
-    losses = {"allreduce": (5.0, 5.2), "diloco": (5.4, 5.4), "co2_keep": (5.01, 5.22)}
-    values = [
-        line(recipe, row, PLACE, seed, loss)
+def test_differences_to_allreduce_are_taken_seed_by_seed(place: Path) -> None:
+    losses = {"AllReduce": (5.0, 5.2), "DiLoCo": (5.4, 5.4), "CO2, kept progress": (5.01, 5.22)}
+    ours = [
+        {"row": row, "column": PLACE, "seed": str(seed), "value": str(loss), "command": command}
         for row, own in losses.items()
+        for command in (f"python train.py tuned=true  # optim.lr=0.004 {row[0].lower()}.x=true",)
         for seed, loss in enumerate(own)
     ]
-    write_ours([*trials, *values])
-    assert collect([recipe], place / "results", "smoke") == (0, 6)
-    ours = read_csv(place / "results" / "ours.csv")
-    assert len(ours) == len(trials) + 6, "although no run is here"
-    (table,) = kept_progress.differences([r for r in ours if r["recipe"] == recipe.name], [])
+    (table,) = kept_progress.differences(ours, [])
     lines = {row[1]: row[2:] for row in table.rows}
-    assert lines["allreduce"] == ("lr 0.00564", "5.1000 ± 0.1414", "2", "—", "—")
+    assert lines["AllReduce"] == ("lr 0.004, x true", "5.1000 ± 0.1414", "2", "—", "—")
     # Of 8 and 3.846 %: t of one degree of freedom is 12.706, times an error of 2.077.
-    assert lines["diloco"][3:] == ("+5.92 [-20.47, 32.31]", "open")
-    assert lines["co2_keep"][0] == "lr 0.002, momentum_weight 0, average_moments true"
-    assert lines["co2_keep"][3] == "+0.29 [-0.88, 1.47]"
-    assert set(lines) == set(losses), "what has no value is not listed"
+    assert lines["DiLoCo"][3:] == ("+5.92 [-20.47, 32.31]", "open")
+    assert lines["CO2, kept progress"][3] == "+0.29 [-0.88, 1.47]"
+    assert len(table.rows) == 3, "what has no value is not listed"
 
 
 def test_the_goal_is_reached_where_the_whole_interval_is() -> None:
@@ -145,24 +87,14 @@ def test_the_goal_is_reached_where_the_whole_interval_is() -> None:
         assert kept_progress.verdict(losses, base) == words
 
 
-def test_every_method_has_as_many_trials_around_conf(place: Path) -> None:
-    for row in kept_progress.ROWS:
-        grid = {trial.overrides for trial in kept_progress.trials_of(row)}
-        assert len(grid) == kept_progress.NUM_TRIALS
-    for name, training in kept_progress.TASKS.items():
-        conf = composed_config((f"task={name}", "method=allreduce", "scale=smoke"))
-        assert conf.optim.lr == training.rate and conf.optim.warmup_steps == training.warm_up
-        assert conf.train.steps == training.steps
-        assert conf.train.batch_size * conf.launch.workers == training.samples
-
-
-def test_the_two_replicas_and_four_see_as_many_samples() -> None:
-    for name, training in kept_progress.TASKS.items():
+def test_two_replicas_and_four_see_as_many_samples() -> None:
+    for task, samples in kept_progress.SAMPLES.items():
         for replicas in (2, 4):
-            words = kept_progress.column(name, 48, replicas).overrides
-            batch = next(word for word in words if word.startswith("train.batch_size="))
-            assert int(batch.partition("=")[2]) * replicas == training.samples
-            assert f"train.steps={training.steps}" in words and "co2_keep.delay=12" in words
+            words = kept_progress.words(task, 12, replicas)
+            conf = composed_config((*words, "method=co2_keep", "scale=smoke"))
+            assert conf.train.batch_size * conf.launch.workers == samples
+            assert conf.launch.workers == replicas
+    assert kept_progress.words("vit", 12, 2) == ("task=vit",), "the runs of table1"
 
 
 def loss_of(cells: Sequence[FunctionCell]) -> None:
@@ -248,20 +180,17 @@ def test_digits_say_whether_the_effect_shows() -> None:
 def test_quality_counts_the_seeds_that_reach_the_goal() -> None:
     language = f"GPT-2, {quality.ENTROPY}"
     ours = [
-        {"row": "co2", "column": column, "value": str(value)}
+        {"row": "CO2", "column": column, "value": str(value)}
         for column, values in {"ViT, top-1 %": (90.0, 89.9), language: (99.9, 100.0, 20.0)}.items()
         for value in values
     ]
     (table,) = quality.reached(ours, [])
     assert table.rows == [
-        ("ViT, top-1 %", "co2", "≥ 90", "1 of 2"),
-        (language, "co2", "< 100", "2 of 3"),
+        ("ViT, top-1 %", "CO2", "≥ 90", "1 of 2"),
+        (language, "CO2", "< 100", "2 of 3"),
     ]
     summary = {"final": {"loss": 4.0}, "baselines": {"unigram_entropy": 5.0}}
     assert quality.RECIPE.column(language).value(summary) == 80
-    refused = {(row.name, column.name) for row, column in quality.RECIPE.places()}
-    assert ("onebit_adam", "ResNet-50, top-1 %") not in refused
-    assert ("onebit_adam", language) in refused
 
 
 def test_the_field_counts_rounds_and_takes_shares_of_the_limit(place: Path) -> None:
@@ -343,20 +272,18 @@ def test_what_reached_the_loss_soonest_is_trained(place: Path) -> None:
 
 def test_every_experiment_renders_from_a_few_values(place: Path) -> None:
     """One value of each recipe, and nothing else."""
-    write_ours(trial_lines())
     places = (
-        (quality.RECIPE, "co2", "ViT, top-1 %", 97.0),
+        (quality.RECIPE, "CO2", f"GPT-2, {quality.ENTROPY}", 97.0),
         (field.RECIPE, "co2", field.loss("gpt2"), 5.0),
         (field.RECIPE, "co2", field.share("gpt2", "20"), 87.0),
         (time_to_loss.RECIPE, FIRST, "validation loss", 4.5),
         (time_to_loss.RECIPE.trials, FIRST, "seconds to the loss", float("inf")),
         (digits.RECIPE, digits.NONE, "adam, accuracy, %", 85.0),
-        (kept_progress.RECIPE.trials, kept_progress.RECIPE.grids["diloco"][1].name, VIT, 5.0),
-        (kept_progress.RECIPE, kept_progress.WHOLE, PLACE, 5.3),
+        (kept_progress.RECIPE, "CO2, kept progress", PLACE, 5.3),
         (kept_variants.RECIPE, "kept .5", "ViT", 0.502),
     )
     lines = [line(*where[:3], 0, where[3]) for where in places]
-    write_ours([*trial_lines(), *lines])
+    write_ours(lines)
     recipes = list({recipe.name: recipe for recipe, *_ in places}.values())
     render(recipes, place / "results", "smoke")
     for recipe, row, column, value in places:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from co2.record.table import read_csv
 from recipes import gap, rates, rounds, table4, tau_sweep
 from recipes.cells import TrainCell, own_words
+from recipes.collect import collect
 from recipes.power_law import RESAMPLES, PowerLaw, interval, resampled
 from recipes.recipe import Recipe, Row, Rows
 from recipes.tuning import TUNING_SEED, TunedRecipe
-from tests.recipes.test_experiments import line, place, write_ours
+from tests.recipes.test_experiments import line, place, write_ours, write_summary
 
 __all__ = ["place"]  # a fixture
 
@@ -117,15 +119,32 @@ def test_gaps_by_rounds(tmp_path: Path) -> None:
 
 
 def test_the_longest_training_has_the_rate_of_one_that_was_tuned(place: Path) -> None:
-    write_trials(rounds.RECIPE.trials, {"CO2, rate 4e-3": 3.0}, ("CO2, rate", "DiLoCo"))
+    write_trials(rounds.RECIPE.trials, {"CO2, rate 8e-3": 3.0}, ("CO2, rate", "DiLoCo"))
     assert rounds.RECIPE.undecided("smoke") == 3 * len(rounds.ROUNDS), "two methods are tuned"
-    trials = [cell for *_, cell in rounds.RECIPE.trials.cells("smoke")]
-    assert len(trials) == len(rounds.ROWS) * 3 * 3, "three rates each, not of 1,000 rounds"
+    cells = [cell for *_, cell in rounds.RECIPE.trials.cells("smoke")]
+    assert len(cells) == len(rounds.ROWS) * 3 * 3, "three rates each, not of 1,000 rounds"
     for r in rounds.ROUNDS:
         own = words(rounds.RECIPE, "CO2", rounds.name(r))
-        assert f"train.steps={12 * r}" in own and "optim.lr=4e-3" in own
+        assert f"train.steps={12 * r}" in own and "optim.lr=8e-3" in own
         assert f"optim.warmup_steps={12 * r // 25}" in own, "4 %"
-    assert "optim.lr=2e-3" in words(rounds.RECIPE, "DiLoCo", "1,000 rounds"), "the first of equals"
+    assert "optim.lr=4e-3" in words(rounds.RECIPE, "DiLoCo", "1,000 rounds"), "the first of equals"
+    with pytest.raises(LookupError, match="trials of rounds_trials are missing"):
+        words(rounds.RECIPE, "AllReduce", "25 rounds")
+
+    trials = rounds.RECIPE.trials
+    last = trials.cell(trials.row("DiLoCo, rate 1.6e-2"), trials.columns[0], "smoke", TUNING_SEED)
+    write_summary(last, 1.0)
+    assert "optim.lr=1.6e-2" in words(rounds.RECIPE, "DiLoCo", "25 rounds"), "a run here first"
+
+
+def test_tuned_values_survive_a_clone(place: Path) -> None:
+    recipe = rounds.RECIPE
+    write_trials(recipe.trials, {}, ("CO2, rate",))
+    trials = read_csv(Path("results/ours.csv"))
+    values = [line(recipe, "CO2", "25 rounds", seed, 3.0 + seed) for seed in (0, 1)]
+    write_ours([*trials, *values])
+    assert collect([recipe], place / "results", "smoke") == (0, 2)
+    assert len(read_csv(Path("results/ours.csv"))) == len(trials) + 2, "although no run is here"
 
 
 def test_settings_lie_where_the_rule_has_them(tmp_path: Path) -> None:
@@ -176,7 +195,7 @@ def test_the_best_rates_beside_the_root_of_the_replicas(tmp_path: Path) -> None:
     assert table.rows == [
         ("4", first.name, "0.003", "1.00", "2.00"),
         ("4", second.name, "0.006", "2.00", "2.00"),
-        ("4", third.name, "0.016, at the border", "—", "2.00"),
+        ("4", third.name, "0.032, at the border", "—", "2.00"),
     ]
     (path,) = rates.draw(ours, tmp_path / "rates")
     assert path.name == "rates_4_replicas.svg"

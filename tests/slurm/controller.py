@@ -137,12 +137,12 @@ class Job:
         shown = self.shown
         return shown["JobState"] == "PENDING" and shown["Restarts"] == str(restarts)
 
-    def until(self, condition: Callable[[], bool]) -> None:
+    def until(self, condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
         """Wait until the condition holds."""
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + limit_s
         while not condition():
             if time.monotonic() > deadline:
-                told = (f"waited for {LIMIT_S} s: {self.shown}", self.said, self.slurm.logs())
+                told = (f"waited for {limit_s:g} s: {self.shown}", self.said, self.slurm.logs())
                 raise AssertionError("\n".join(told))
             time.sleep(0.2)
 

@@ -4,6 +4,7 @@
 seconds, so that a job here lives through several things.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -231,3 +232,45 @@ def test_submitted_by_recipes(
     assert job.shown["JobName"] == str(run_folder(cell.config()).relative_to(tmp_path / "runs"))
     assert cell.summary() is not None
     assert submit() == []
+
+
+def test_an_elastic_run_loses_a_node(slurm: Slurm, tmp_path: Path) -> None:
+    """Everything on a node dies: the other trains on. The controller puts that part back, and it
+    joins. Told to stop, both parts are put back and go on together."""
+    runs, steps = tmp_path / "runs", 60
+    words = ("method=co2", "co2.tau=3", f"train.steps={steps}", "train.eval_every=30")
+    words += ("log.every=1", "toy.delay_s=1", "checkpoint.every=0", "launch.workers=1")
+    words += ("launch.silent_s=20",)
+    limit_s = 5 * LIMIT_S  # five interpreters start
+    options = ("--array=0-1", "--exclusive", "slurm/elastic.sbatch")
+    line = (*options, *TOY, f"runs={runs}", *words)
+    number = slurm.sbatch(*line, log=tmp_path / "log-%a").number
+    first, second = (Job(slurm, f"{number}_{i}", tmp_path / f"log-{i}") for i in range(2))
+    folder = folder_of("launch.elastic=true", *words, runs=runs)
+
+    second.until(trains(folder), limit_s)
+    node = second.shown["NodeList"]
+    assert node != first.shown["NodeList"]
+    for pid in (*second.steps(), *second.processes()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    slurm.call("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+    first.until(lambda: metrics(folder, "members") != [])
+    (lost,) = metrics(folder, "members")
+    assert len(lost["lost"]) == len(lost["members"]) == 1
+    second.until(lambda: second.waits_for_start(1))
+    slurm.call("scontrol", "update", f"nodename={node}", "state=resume")
+    second.start_now()
+    first.until(lambda: len(metrics(folder, "members")) == 2, limit_s)
+    joined = metrics(folder, "members")[-1]
+    assert joined["joined"] == [2] and len(joined["members"]) == 2
+
+    second.tell("USR1")
+    first.until(lambda: first.waits_for_start(1) and second.waits_for_start(2))
+    for job in (first, second):
+        assert job.said.count("put back into the queue") == 1, "the other time by the controller"
+        job.start_now()
+    first.until(trains(folder, steps), limit_s)
+    assert [first.end(), second.end()] == ["COMPLETED"] * 2
+    assert "the run has ended with status 0" in first.said
+    assert [line["step"] for line in metrics(folder, "train")] == list(range(1, steps + 1))

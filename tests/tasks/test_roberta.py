@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import RobertaConfig
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError
 from tasks import RoBERTa, store
 from tasks.masking import IGNORED, Vocabulary
-from tasks.roberta import CorpusName, Size
+from tasks.roberta import CorpusName, Size, begin_as_waves
 from tasks.sampling import Sampler
 from tests.tasks.build import gpt2, mesh
 
@@ -76,6 +77,21 @@ def test_words_come_in_and_out_by_one_matrix(root: Path) -> None:
     assert rates == {0.25}
 
 
+def test_positions_of_a_narrow_model_begin_as_waves() -> None:
+    """All as long, each nearest to its neighbours; a model as wide as RoBERTa has random ones."""
+    narrow = torch.nn.Embedding(35, 64)
+    begin_as_waves(narrow, RobertaConfig(initializer_range=0.07))
+    rows = narrow.weight.detach()
+    torch.testing.assert_close(rows.norm(dim=1), torch.full((35,), 2 * 0.07 * 8))
+    near = rows @ rows.T / rows[0].square().sum()
+    for apart in range(1, 4):
+        assert (near.diagonal(apart) < near.diagonal(apart - 1)[: 35 - apart] - 0.01).all()
+    wide = torch.nn.Embedding(5, 768)
+    before = wide.weight.detach().clone()
+    begin_as_waves(wide, RobertaConfig())
+    assert torch.equal(wide.weight, before)
+
+
 def test_ids_are_laid_out_as_roberta_does(task: RoBERTa) -> None:
     """<s>, text, </s>; the store's separator is </s>; other tokens keep their order."""
     tokens = np.asarray(task._store.tokens("train"), np.int64)
@@ -131,7 +147,7 @@ def test_the_loss_is_that_of_the_chosen_tokens(task: RoBERTa) -> None:
     loss = task.loss(model, batch)
     assert loss.shape == () and loss.dtype == torch.float32
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    assert loss.item() == pytest.approx(math.log(304), abs=0.3)
+    assert loss.item() == pytest.approx(math.log(304), abs=0.6)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         rough = task.loss(model, batch)
     assert rough.dtype == torch.float32

@@ -91,7 +91,7 @@ def test_refused(kwargs: dict, replicas: int, key: str) -> None:
     assert caught.value.key == key
 
 
-@pytest.mark.parametrize("key", ["samples", "features", "hidden", "delay_s"])
+@pytest.mark.parametrize("key", ["samples", "features", "hidden", "delay_s", "late_s"])
 def test_config(key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         toy(**{key: -1})

@@ -31,6 +31,8 @@ class LocalMethod(Method):
     calls `moments.arrive` there.
     """
 
+    refused_quorum = None
+
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         super().__init__(config, comm)
         self.round_began = 0
@@ -42,6 +44,8 @@ class LocalMethod(Method):
             self.refused_strategies = {**self.refused_strategies, "zero1": reason}
             reason = f"average_moments=true {NEEDS_ADAM}"
             self.refused_optimizers = dict.fromkeys(("sgd", "muon"), reason)
+            reason = "moments of unequal numbers of steps have no common mean"
+            self.refused_quorum = f"average_moments=true: {reason}"
         auto = self.config.tau == AUTO
         self.refused_elastic = "tau=auto times rounds of the same replicas" if auto else None
 

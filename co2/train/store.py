@@ -1,0 +1,322 @@
+"""The store in which the workers of an elastic run agree, and where the run begins and ends.
+
+    python -m co2.train.store --nodes 2 --port 29400
+
+Of a run on one machine train.py holds it itself (`OwnStore`). On several machines it is a process
+of its own (`keep`), which trains nothing and may lie on a machine that does not. Each machine is a
+*node*: one call of train.py, which starts its own workers (`SharedStore` is what it sees). What
+only one can decide without a race is decided by the process that holds the store: with which nodes
+the run begins, so that all others join it, and when it has ended. Its exit status is the run's.
+
+A node gets a place, which no other has, or had. It writes what it does into `node/<place>` several
+times a second, with a count that shows that it lives.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from co2.arguments import Parser
+from co2.comm.members import STORE_ANSWERS_S
+from co2.comm.sockets import Sockets
+from co2.config import LaunchConfig
+from co2.errors import DIVERGED, PREEMPTED, REFUSED, STOPPED, ConfigError
+
+FINAL = (REFUSED, DIVERGED, *STOPPED)
+"""Exit statuses of workers that another attempt would have, too."""
+SILENT_S = 30.0
+"""A node without a sign of life for so long is gone. Its workers are noticed sooner, by theirs."""
+WAITING, INSIDE, OUTSIDE, LEFT = "waiting", "inside", "outside", "left"
+"""What a node does: it waits for the run's beginning, has workers who train, has none that trains
+yet, has ended."""
+_HOST = "127.0.0.1"
+_LOOK_S = 0.2
+_SIOCGIFADDR = 0x8915
+
+
+class OwnStore:
+    """The store of a run on this machine alone, held by this process."""
+
+    alone = True
+    """Whether there are no other machines."""
+
+    def __init__(self) -> None:
+        self.store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+        self.address = _HOST, self.store.port
+
+    def begin(self, workers: int, told: threading.Event) -> tuple[range, tuple[int, ...]] | None:
+        """Wait until the run begins, or is found to go on.
+
+        Args:
+            workers: how many this machine starts with.
+            told: set when this machine is told to stop.
+        Returns:
+            Numbers of its own workers, and of all those who begin together: nobody, where these
+            workers join a run that goes on. None if it was told to stop.
+        """
+        return range(self.new_numbers(workers), workers), tuple(range(workers))
+
+    def new_numbers(self, count: int) -> int:
+        """The first of so many numbers that no worker of the run has, or had."""
+        return self.store.add("numbers", count) - count
+
+    def is_over(self, inside: bool) -> bool:
+        """Whether the run is over for workers who wait to be let in.
+
+        Args:
+            inside: whether this machine has any who train.
+        """
+        return not inside  # nobody is left who could let them in
+
+    def leave(self, status: int) -> int:
+        """This machine's part has ended with a status. Returns the run's, as far as it is known."""
+        return status
+
+
+class SharedStore(OwnStore):
+    """The store of a run on several machines, held by another process.
+
+    Raises:
+        ConfigError: its host is unknown, or nobody answers there within `launch.wait_s`.
+    """
+
+    alone = False
+
+    def __init__(self, config: LaunchConfig) -> None:
+        assert config.store is not None
+        self.address = config.store_address
+        own = _reach(config.store, self.address, config.wait_s)
+        sockets = Sockets()
+        self.store = dist.TCPStore(*self.address, is_master=False)
+        sockets.give_up_after(STORE_ANSWERS_S)
+        name = _interface(own)
+        if name is not None:  # gloo would take the one that this host's name stands for
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        self._place, self._beats = self.store.add("nodes", 1), 0
+
+    def begin(self, workers: int, told: threading.Event) -> tuple[range, tuple[int, ...]] | None:
+        while not self.store.check(["begun"]):
+            self._say(WAITING, workers)
+            if told.wait(_LOOK_S) or self._has_ended():
+                return None
+        nodes = {int(place): numbers for place, numbers in json.loads(self.store.get("begun"))}
+        if self._place in nodes:
+            self._say(INSIDE)
+            return range(*nodes[self._place]), tuple(range(max(end for _, end in nodes.values())))
+        self._say(OUTSIDE)
+        first = self.new_numbers(workers)
+        return range(first, first + workers), ()
+
+    def is_over(self, inside: bool) -> bool:
+        self._say(INSIDE if inside else OUTSIDE)
+        return not inside and self._has_ended()
+
+    def leave(self, status: int) -> int:
+        if self._has_ended():
+            status = int(self.store.get("ended"))
+        self._say(LEFT, status)
+        return status
+
+    def _has_ended(self) -> bool:
+        return bool(self.store.check(["ended"]))
+
+    def _say(self, state: str, number: int = 0) -> None:
+        self._beats += 1
+        self.store.set(f"node/{self._place}", json.dumps([self._beats, state, number]))
+
+
+@dataclass
+class _Node:
+    """What a node has said last."""
+
+    text: str
+    since: float
+    """When it was new."""
+    state: str
+    number: int
+    """Workers of one that waits, exit status of one that has left."""
+
+    @property
+    def silent(self) -> bool:
+        return time.monotonic() - self.since > SILENT_S
+
+
+def keep(store: dist.TCPStore, wanted: int, closing: threading.Event) -> int:
+    """Hold the store until the run has ended.
+
+    Args:
+        wanted: nodes with which the run begins. Others may join later.
+        closing: set when no other node is expected: where the run has not begun, it will not.
+    Returns:
+        The run's exit status: 0 if any node has ended well; 0 too where no node has ever come.
+    """
+    nodes: dict[int, _Node] = {}
+    begun: dict[int, range] = {}
+    status: int | None = None
+    looked = time.monotonic()
+    while True:
+        time.sleep(_LOOK_S)
+        stopped, looked = time.monotonic() - looked > SILENT_S / 2, time.monotonic()
+        _listen(store, nodes, stopped)
+        here = {
+            place: node for place, node in nodes.items() if node.state != LEFT and not node.silent
+        }
+        if status is not None or (closing.is_set() and not nodes):
+            if not here:
+                return status or 0
+            continue
+        if not begun:
+            if len(here) >= wanted:
+                begun = _begin(store, here)
+            elif closing.is_set():
+                status = PREEMPTED
+        else:
+            for place, numbers in begun.items():
+                if nodes[place].silent:
+                    _bury(store, numbers)
+            inside = [
+                place
+                for place, node in here.items()
+                if node.state == INSIDE or (node.state == WAITING and place in begun)
+            ]
+            if not inside:
+                status = _status([node.number for node in nodes.values() if node.state == LEFT])
+        if status is not None:
+            _print(f"the run has ended with status {status}")
+            store.set("ended", str(status))
+
+
+def _listen(store: dist.Store, nodes: dict[int, _Node], stopped: bool) -> None:
+    """Read what all nodes say.
+
+    Args:
+        stopped: this process itself was stopped, so that what it knows of them is too old.
+    """
+    now = time.monotonic()
+    for place in range(1, store.add("nodes", 0) + 1):
+        key = f"node/{place}"
+        if not store.check([key]):
+            continue
+        text = store.get(key).decode()
+        _, state, number = json.loads(text)
+        node = nodes.get(place)
+        if node is None:
+            _print(f"node {place} has come")
+            nodes[place] = _Node(text, now, state, number)
+            continue
+        if node.state != state and state == LEFT:
+            _print(f"node {place} has ended with status {number}")
+        if node.text != text or stopped:
+            node.text, node.since, node.state, node.number = text, now, state, number
+
+
+def _begin(store: dist.Store, here: dict[int, _Node]) -> dict[int, range]:
+    """Number the workers of the nodes with which the run begins."""
+    begun, end = {}, 0
+    for place, node in sorted(here.items()):
+        begun[place] = range(end, end + node.number)
+        end += node.number
+    store.add("numbers", end)
+    store.set("begun", json.dumps([[place, [r.start, r.stop]] for place, r in begun.items()]))
+    _print(f"the run begins: {len(begun)} nodes, {end} workers")
+    return begun
+
+
+def _bury(store: dist.Store, numbers: range) -> None:
+    """Tell the others of workers of a node that was lost before they gave a sign of life."""
+    for number in numbers:
+        if not store.check([f"alive/{number}"]) and not store.check([f"gone/{number}"]):
+            store.set(f"gone/{number}", LEFT)
+            store.add("departures", 1)
+
+
+def _status(statuses: Sequence[int]) -> int:
+    """The run's exit status from those of its nodes."""
+    if 0 in statuses:
+        return 0
+    final = [status for status in statuses if status in FINAL]
+    return max(final or statuses, default=1)
+
+
+def _reach(store: str, address: tuple[str, int], wait_s: float) -> str:
+    """Wait until the store answers. Returns the address by which it sees this machine."""
+    deadline = time.monotonic() + wait_s
+    hint = "nobody answers there; start the store with python -m co2.train.store, and name its host"
+    told = False
+    while True:
+        try:
+            with socket.create_connection(address, timeout=STORE_ANSWERS_S) as connection:
+                own: str = connection.getsockname()[0]
+                return own
+        except socket.gaierror:
+            hint = "no such host; the address of the store is that of its host, such as node1:29400"
+            raise ConfigError("launch.store", store, hint) from None
+        except OSError:
+            if time.monotonic() > deadline:
+                raise ConfigError("launch.store", store, hint) from None
+        if not told:
+            _print(f"waiting for the store at {store}")
+            told = True
+        time.sleep(_LOOK_S)
+
+
+def _interface(address: str) -> str | None:
+    """The network interface that has an IPv4 address; None where none is found."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                request = struct.pack("256s", name.encode())
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line of the process that holds the store of a run on several machines. It ends
+    with the run, and has its exit status. Anybody who reaches the port can write into the store.
+
+    On SIGTERM it ends where the run has not begun.
+    """
+    parser = Parser(prog="python -m co2.train.store", description=main.__doc__)
+    parser.add_argument("--nodes", type=int, required=True, help="with how many the run begins")
+    parser.add_argument("--port", type=int, default=0, help="by default any that is free")
+    options = parser.parse_args(argv)
+    if options.nodes < 1:
+        parser.error(f"--nodes={options.nodes}: must be 1 or more")
+    if not 0 <= options.port < 2**16:
+        parser.error(f"--port={options.port}: must be a port, from 1 to 65535")
+    closing = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: closing.set())
+    try:
+        store = dist.TCPStore(_HOST, options.port, is_master=True, wait_for_workers=False)
+    except dist.DistNetworkError:
+        parser.error(f"--port={options.port}: is in use; take another")
+    _print(f"the store is at {socket.gethostname()}:{store.port}")
+    try:
+        return keep(store, options.nodes, closing)
+    except KeyboardInterrupt:
+        return STOPPED[-1]
+
+
+if __name__ == "__main__":
+    ended = main()
+    # An interpreter that ends takes its handlers away: SIGTERM would then kill it, and with it the
+    # run's exit status.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(ended)

@@ -1,0 +1,201 @@
+"""A replica that comes gets its state while the others train, and has a part from the round after
+the one in which it came."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from co2.comm.members import Members
+from co2.comm.mesh import Mesh
+from co2.methods import METHODS
+from co2.methods.base import Method
+from co2.train.handover import Handover, receive
+from co2.train.quorum import Quorum
+from tests.engine.test_members import CONFIGS, RATE, SIMULATED, TAU, member, store, target, vanish
+from tests.workers import Pool
+
+__all__ = ["store"]
+ROUNDS = 6
+JOINS = {"local_sgd": 1, "co2": 2}
+"""By method: rounds that have ended when a newcomer who has always waited is let in. The first
+decision is about the first mean, which an overlapped method obeys a round later."""
+
+
+class Replica:
+    """A model with a quadratic loss, and what a session does with it."""
+
+    def __init__(self, rank: int, name: str, members: Members) -> None:
+        self.rank, self.members, self.step = rank, members, 0
+        self.model = nn.Linear(3, 1, bias=False).double()
+        nn.init.zeros_(self.model.weight)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=0.5)
+        cls = METHODS[name]
+        self.method: Method = cls(cls.Config(tau=TAU, **CONFIGS[name]))
+        mesh = replace(Mesh.world(), members=members)
+        self.control = mesh.new_group_of_workers()
+        self.method.prepare(self.model, self.optimizer, mesh, fresh=not mesh.newcomer)
+        members.formed()
+        self.quorum = Quorum(None, TAU, members, torch.device("cpu"), weighted=True)
+        self.handover = Handover()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "steps_in_round": self.quorum.state(),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "method": self.method.state_dict(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.quorum.load(state["steps_in_round"])
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.method.load_state_dict(state["method"])
+
+    def train(self) -> bool:
+        """One step. Returns whether it was made."""
+        made = self.quorum.makes(self.step)
+        if made:
+            weight = self.model.weight.flatten()
+            (0.5 * (weight - target(self.rank)).square().sum()).backward()
+        self.method.step()
+        self.quorum.share_out(self.step)
+        self.optimizer.zero_grad()
+        self.step += 1
+        return made
+
+    def admit(self) -> None:
+        """Those who wait come in."""
+        members = self.members
+        self.handover.close()
+        members.renew(admit=True)
+        mesh = replace(Mesh.world(), members=members)
+        self.control = mesh.new_group_of_workers()
+        self.method.regroup(mesh)
+        members.formed()
+        members.agree()
+        self.quorum.regroup()
+        if self.rank == 0:
+            assert self.control is not None
+            ranks = [members.ids.index(one) for one in members.joined]
+            self.handover.give(self.state(), ranks, self.control)
+        self.method.launch_again()
+
+    def end(self) -> list[float]:
+        self.method.flush()
+        self.members.agree()
+        self.handover.close()
+        self.members.leave()
+        return self.model.weight.flatten().tolist()
+
+
+def train(rank: int, world: int, port: int, name: str) -> tuple[list[float], list[int]]:
+    """The last one comes to the others. It takes its state only when they have trained on. Returns
+    the weights, and the steps that were made."""
+    members = member(rank, port)
+    if rank == world - 1:
+        members.join()
+        replica = Replica(rank, name, members)
+        members.agree()
+        members.store.wait(["trained on"], timedelta(seconds=30))
+        replica.load(receive(replica.control))
+        replica.method.launch_again()
+    else:
+        members.store.wait(["joiner/1"])
+        members.first(range(world - 1))
+        replica = Replica(rank, name, members)
+    made = []
+    while replica.step < TAU * ROUNDS:
+        step = replica.step
+        made += [step] if replica.train() else []
+        if members.change_due:
+            replica.admit()
+        elif len(members.ids) == world and step == JOINS[name] * TAU + TAU - 2:
+            members.store.set("trained on", "1")
+    return replica.end(), made
+
+
+def simulated(world: int, name: str) -> np.ndarray:
+    """The same in one process: the newcomer is nowhere before the round after it came."""
+    targets = [np.array([1.0, -2.0, 0.5]) * (rank + 1) for rank in range(world)]
+    anchor, outer, late = np.zeros(3), np.zeros(3), None
+    inner = [np.zeros(3) for _ in range(world)]
+    for number in range(ROUNDS):
+        if number == JOINS[name]:
+            inner[-1] = inner[0].copy()
+        there = range(world if number > JOINS[name] else world - 1)
+        ends = []
+        for rank in there:
+            x = anchor.copy()
+            for _ in range(TAU):
+                inner[rank] = 0.5 * inner[rank] + (x - targets[rank])
+                x -= RATE * inner[rank]
+            ends.append(anchor - x)
+        mean = np.mean(ends, axis=0)
+        if name == "local_sgd":
+            anchor = anchor - mean
+        else:
+            outer = CONFIGS["co2"]["outer_momentum"] * outer + (0 if late is None else late)
+            anchor, late = anchor - outer, mean
+    return anchor
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_a_newcomer_has_a_part_from_its_second_round_on(
+    workers: Pool, store: dist.TCPStore, name: str
+) -> None:
+    ended = workers.run(train, 3, store.port, name)
+    expected = simulated(3, name)
+    for weights, _ in ended:
+        np.testing.assert_allclose(weights, expected, rtol=1e-12)
+    first = (JOINS[name] + 1) * TAU
+    assert [made for _, made in ended] == [
+        *[list(range(TAU * ROUNDS))] * 2,
+        list(range(first, TAU * ROUNDS)),
+    ]
+
+
+@contextlib.contextmanager
+def others(rank: int, world: int, port: int) -> Iterator[Members]:
+    members = member(rank, port)
+    members.first(range(world))
+    members.formed()
+    members.agree()
+    yield members
+
+
+def give_to_one_that_is_lost(rank: int, world: int, port: int) -> str:
+    """The last one vanishes without having received anything."""
+    with others(rank, world, port) as members:
+        if rank == world - 1:
+            vanish(members)
+            return "vanished"
+        handover = Handover()
+        if rank == 0:
+            handover.give({"weights": torch.zeros(4_000_000)}, [world - 1], dist.group.WORLD)
+        members.renew(admit=False)
+        members.formed()
+        members.agree()
+        left = members.ids
+        handover.close()
+        assert not [t for t in threading.enumerate() if t.name == "handover"]
+        members.agree()
+        members.leave()
+        return f"{left}"
+
+
+def test_one_that_is_lost_as_it_receives(workers: Pool, store: dist.TCPStore) -> None:
+    """It costs the others nothing but a change of members."""
+    ended = workers.run(give_to_one_that_is_lost, 3, store.port)
+    assert ended == ["(0, 1)", "(0, 1)", "vanished"]

@@ -1,0 +1,71 @@
+"""metrics.jsonl on a disk that is full for a while."""
+
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from co2.record.console import Console
+from co2.record.metrics import Notice
+from co2.record.provenance import Origin
+from co2.record.record import FolderRecord
+from tests.cli.harness import configured
+
+
+class Heard(Console):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def print_line(self, line: str) -> None:
+        self.lines.append(line)
+
+
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """No file can grow beyond so many bytes: a longer write ends amid a line, with an error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture
+def record(tmp_path: Path, heard: Heard) -> FolderRecord:
+    config = configured("log.wandb=disabled", runs=tmp_path / "runs")
+    return FolderRecord(config, 2, "samples", {}, Origin("train.py", ()), heard)
+
+
+def steps(record: FolderRecord) -> list[int]:
+    return [json.loads(line)["step"] for line in (record.folder / "metrics.jsonl").open()]
+
+
+def test_lines_wait_until_there_is_room(record: FolderRecord, heard: Heard) -> None:
+    record.log(Notice(1, "one"))
+    size = (record.folder / "metrics.jsonl").stat().st_size
+    with room_for(size + 20):
+        record.log(Notice(2, "two"))
+        record.log(Notice(3, "three"))
+        assert steps(record) == [1], "nothing torn is left"
+    record.log(Notice(4, "four"))
+    assert steps(record) == [1, 2, 3, 4]
+    (line,) = heard.lines
+    assert line.startswith("step 2: metrics.jsonl cannot be written (File too large)")
+
+
+def test_a_run_does_not_finish_without_its_lines(record: FolderRecord) -> None:
+    record.log(Notice(1, "one"))
+    with room_for((record.folder / "metrics.jsonl").stat().st_size + 20):
+        record.log(Notice(2, "two"))
+        with pytest.raises(OSError, match="File too large"):
+            record.finish(None)  # type: ignore[arg-type]
+    assert not (record.folder / "summary.json").exists()

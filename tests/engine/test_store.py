@@ -1,0 +1,109 @@
+"""The store of a run on several machines says with whom it begins, and when it has ended."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from co2.comm.members import Members, Unreachable
+from co2.config import LaunchConfig
+from co2.errors import PREEMPTED
+from co2.train import store as module
+from co2.train.store import INSIDE, WAITING, SharedStore, keep
+
+SILENT_S = 4.0
+
+
+@pytest.fixture
+def held() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadPoolExecutor]:
+    monkeypatch.setattr(module, "SILENT_S", SILENT_S)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with ThreadPoolExecutor() as found:
+        yield found
+
+
+@pytest.fixture
+def come(held: dist.TCPStore) -> Callable[[], SharedStore]:
+    return lambda: SharedStore(LaunchConfig(elastic=True, store=f"127.0.0.1:{held.port}"))
+
+
+def ended(future: Future) -> object:
+    return future.result(timeout=60)
+
+
+def test_a_run_begins_goes_on_and_ends(
+    held: dist.TCPStore, pool: ThreadPoolExecutor, come: Callable[[], SharedStore]
+) -> None:
+    """A node that died while it waited is not counted; one that comes later joins; one that is lost
+    ends nothing."""
+    never = threading.Event()
+    status = pool.submit(keep, held, 2, never)
+    dead = come()
+    dead._say(WAITING, 5)
+    time.sleep(1.5 * SILENT_S)
+    first = come()
+    begins = pool.submit(first.begin, 2, never)
+    time.sleep(1.0)
+    assert not begins.done(), "one of two is there"
+    second = come()
+    assert second.begin(1, never) == (range(2, 3), (0, 1, 2))
+    assert ended(begins) == (range(2), (0, 1, 2))
+    late = come()
+    assert late.begin(2, never) == (range(3, 5), ())
+    assert not late.is_over(inside=False)
+    first._say(INSIDE)  # and nothing any more: it is lost
+    deadline = time.monotonic() + 2 * SILENT_S
+    while time.monotonic() < deadline:
+        assert not second.is_over(inside=True) and not late.is_over(inside=False)
+        time.sleep(0.1)
+    assert second.leave(0) == 0
+    while not late.is_over(inside=False):
+        time.sleep(0.1)
+    assert late.leave(137) == 0, "its workers were ended because the run had"
+    assert ended(status) == 0
+
+
+def test_those_who_are_lost_before_a_sign_of_life_are_told_of(
+    held: dist.TCPStore, pool: ThreadPoolExecutor, come: Callable[[], SharedStore]
+) -> None:
+    """The other workers would wait for them as long as a start may take; and a run of which nobody
+    is left has failed."""
+    status = pool.submit(keep, held, 1, threading.Event())
+    node = come()
+    node.begin(2, threading.Event())
+    held.set("alive/1", "1")
+    assert ended(status) == 1
+    assert held.check(["gone/0"]) and not held.check(["gone/1"])
+    assert node.leave(137) == 1
+
+
+def test_a_node_is_told_to_stop_before_the_run_begins(
+    held: dist.TCPStore, pool: ThreadPoolExecutor, come: Callable[[], SharedStore]
+) -> None:
+    closing, told = threading.Event(), threading.Event()
+    status = pool.submit(keep, held, 2, closing)
+    node = come()
+    begins = pool.submit(node.begin, 1, told)
+    told.set()
+    assert ended(begins) is None
+    assert node.leave(PREEMPTED) == PREEMPTED
+    closing.set()
+    assert ended(status) == PREEMPTED
+
+
+def test_members_who_cannot_connect_with_each_other_say_so(held: dist.TCPStore) -> None:
+    """All give signs of life, so nobody is lost; to try again for ever would be silent."""
+    members = Members(("127.0.0.1", held.port), 0, 30.0)
+    with patch.object(dist, "init_process_group", side_effect=RuntimeError("refused")):
+        with pytest.raises(Unreachable, match=r"members cannot connect with each other \(refused"):
+            members.first((0,))
+    members._watch.close()
