@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from co2.comm.sockets import use
 from tests.server import Forked, fork_function
 
 GRACE_S = 5.0
@@ -143,6 +144,7 @@ def _run_case(case: bytes) -> tuple[bool, Any]:
     except BaseException:
         return False, traceback.format_exc()
     finally:
+        use(None)  # members that have vanished may have left theirs
         gc.collect()  # DDP's reducer is part of a cycle and must not outlive its process group
         gc.freeze()  # what is left are imported modules, which need not be traced again
         if dist.is_initialized():

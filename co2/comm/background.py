@@ -10,7 +10,7 @@ replicas make unequal numbers of steps in a round, they weigh as much as they ha
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from co2.comm.collectives import carries
 from co2.comm.members import MemberLost, Members, Ticket
 from co2.comm.mesh import Mesh
 from co2.comm.phases import WAIT
+from co2.comm.sockets import Sockets, finish, in_use
 from co2.config import CommConfig, Precision
 from co2.errors import require
 
@@ -209,15 +210,16 @@ class BackgroundMean:
         """Make the process group of other members. Collective. What was under way has arrived, if
         it counts, or has to be launched again."""
         assert self.members is not None
-        if self.in_flight and self._ticket is not None:
-            if self.members.counts(self._ticket):
-                self._lane.wait(count=False)
-            else:
+        ticket = self._ticket if self.in_flight else None
+        if ticket is not None and self.members.counts(ticket):
+            self._lane.wait(count=False)
+        else:
+            self._lane.give_up()
+            if ticket is not None:
                 assert self._sent is not None, "a mean that blocks is not in flight here"
                 self.buffer.copy_(self._sent)
                 self._again = True
         self._ticket = None
-        self._lane.forget()
         self.num_replicas = mesh.num_replicas
         self.group = mesh.new_group_across_replicas(
             None if self.buffer.device.type == mesh.device.type else "gloo"
@@ -243,7 +245,7 @@ class BackgroundMean:
         try:
             self.wait()
         except MemberLost:
-            self._lane.forget()  # nobody needs it any more
+            self._lane.give_up()  # nobody needs it any more
         finally:
             self._lane.close()
             self.group = None
@@ -311,6 +313,8 @@ class _HostLane:
     def __init__(self) -> None:
         self.comm, self.exposed = HostStopwatch(), HostStopwatch()
         self._works: list[dist.Work] = []
+        self._group: dist.ProcessGroup | None = None
+        self._sockets: Sockets | None = None
         self._collected: torch.futures.Future[Any] | None = None
         self._clocked: torch.futures.Future[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="co2")
@@ -327,6 +331,7 @@ class _HostLane:
             ended(_well(futures))
 
         self.comm.begin()
+        self._group, self._sockets = group, in_use()
         self._works = [_all_reduce(bucket, group) for bucket in buckets]
         futures = [work.get_future() for work in self._works]
         self._collected = torch.futures.collect_all(futures)
@@ -344,9 +349,15 @@ class _HostLane:
                 future.value()  # raises what has ended the collective
             target.copy_(buffer)
 
-        copied = clocked.then(copy)
-        self._clocked = copied
-        return copied.wait
+        self._clocked = copied = clocked.then(copy)
+        works, group, sockets = self._works, self._group, self._sockets
+
+        def wait() -> None:
+            for work in works:
+                finish(work, group, sockets)
+            copied.wait()
+
+        return wait
 
     def run(self, sequence: Callable[[], None]) -> None:
         self.comm.begin()
@@ -364,16 +375,20 @@ class _HostLane:
         if carried is not None:
             carried.result()
         for work in self._works:
-            work.wait()
-        if self._clocked is not None:
-            # gloo's thread must be out of Python: one caught there at exit aborts the process.
-            self._clocked.wait()
-        self.forget()
+            finish(work, self._group, self._sockets)
+        self.give_up()
         if count:
             self.exposed.end()
 
-    def forget(self) -> None:
-        """What was launched is over, or has failed."""
+    def give_up(self) -> None:
+        """Wait until what was launched does not use the buffer any more: it is over, or has failed
+        because its connections are cut."""
+        for work in self._works:
+            with suppress(RuntimeError):
+                finish(work, self._group, self._sockets)
+        if self._clocked is not None and all(work.is_completed() for work in self._works):
+            # gloo's thread must be out of Python: one caught there at exit aborts the process.
+            self._clocked.wait()
         self._works, self._collected, self._clocked = [], None, None
 
     def close(self) -> None:
@@ -431,7 +446,7 @@ class _CudaLane:
         if count:
             self.exposed.end()
 
-    def forget(self) -> None:
+    def give_up(self) -> None:
         """What was launched has failed: not here, where members cannot be lost."""
 
     def close(self) -> None:

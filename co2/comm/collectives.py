@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from co2.comm.sockets import until_cut
+
 
 def local(tensor: Tensor) -> Tensor:
     """Return what this worker holds of a tensor: of a DTensor, which `fully_shard` makes of each
@@ -127,6 +129,6 @@ def _apply(tensor: Tensor, group: dist.ProcessGroup, collective: Callable[[Tenso
     dense = tensor.contiguous()
     if not carries(group, dense):
         dense = dense.cpu()
-    collective(dense)
+    until_cut(lambda: collective(dense))
     if dense.device != tensor.device or dense.data_ptr() != tensor.data_ptr():
         tensor.copy_(dense)

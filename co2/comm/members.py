@@ -39,7 +39,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from co2.comm.sockets import Sockets
+from co2.comm.sockets import Sockets, use
 
 OK, LOST, STOP, JOIN, PACES = "ok", "lost", "stop", "join", "paces="
 Ticket = tuple[int, int]
@@ -134,6 +134,7 @@ class Members:
         self.broken = False
         """Whether this generation has ended for all, because one of them is lost."""
         self._sockets = Sockets()
+        use(self._sockets)
         self._turning = threading.Lock()
         """Held while this generation becomes the next."""
         self._watch = _Watch(self, watching)
@@ -192,13 +193,16 @@ class Members:
 
     def tell(self, store: dist.Store, ticket: Ticket) -> None:
         """Say that this member's part has ended well; the last one to say so decides."""
+        ids = self.ids
+        if ticket[0] != self.generation:  # it has ended since; `ids` are the next one's
+            return
         if self._pace is not None:
             store.set(_key("pace", *ticket, self.me), repr(self._pace))
-        if store.add(_key("done", *ticket), 1) == len(self.ids):
+        if store.add(_key("done", *ticket), 1) == len(ids):
             words = [OK]
             words += [STOP] if store.check([STOP]) else []
             words += [JOIN] if store.add("joiners", 0) > self._admitted else []
-            told = [_key("pace", *ticket, one) for one in self.ids]
+            told = [_key("pace", *ticket, one) for one in ids]
             if self._pace is not None and store.check(told):
                 words += [PACES + ",".join(store.get(key).decode() for key in told)]
             self._decide(store, ticket, " ".join(words))
@@ -282,6 +286,7 @@ class Members:
         """The run has ended well on all members."""
         self._watch.close()
         self._break_up()
+        use(None)
 
     def _form(self, old: tuple[int, ...], admit: bool) -> None:
         lost: dict[int, str] = {}
@@ -289,8 +294,8 @@ class Members:
         tried: list[tuple[int, ...]] = []
         while True:
             self._break_up()
-            if admit:
-                newcomers = tuple(dict.fromkeys((*newcomers, *self._invite())))
+            if admit:  # one whom the attempt before has let in has to ask again
+                newcomers = tuple(dict.fromkeys(self._invite()))
             candidates = (*old, *newcomers)
             self._watch.candidates(candidates)
             self.store.set(_key("here", self.generation, self.me), "1")
@@ -370,6 +375,7 @@ class Members:
             self.generation += 1
             self.ids, self.broken = (), False
             self._sockets = Sockets()
+        use(self._sockets)
         self.stop_due = self.change_due = False
         self.paces = ()
         self._next = 0
@@ -430,8 +436,6 @@ class _Watch:
                 self._wake.clear()
                 while self._ended:
                     ticket, well = self._ended.popleft()
-                    if ticket[0] != self.members.generation:
-                        continue
                     if well:
                         self.members.tell(self.store, ticket)
                     else:

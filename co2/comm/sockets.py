@@ -1,17 +1,36 @@
-"""The TCP connections that this process has opened since some moment, and cutting them.
+"""The TCP connections that this process has opened since some moment, cutting them, and waiting for
+what uses them.
 
 gloo cannot be told to give up a collective: a worker whose peer is stopped or unreachable waits for
 its time-out, which must be longer than any replica computes. A connection that is shut down on this
-side ends every collective on it with an error at once.
+side ends the collectives on it with an error at once.
+
+Not all of them, though: gloo tells those that wait to send or to receive, but forgets one of which
+a part is just on its way. About one in twenty of those that are cut waits for its time-out after
+all (tests/engine/test_sockets.py). So nobody waits for a collective itself here, but `finish` and
+`until_cut` do, for a moment after the cut. What gloo has forgotten is kept for good, because to
+take its process group down would wait for it too.
 """
 
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
+import torch.distributed as dist
+
+T = TypeVar("T")
 _OWN = Path("/proc/self/fd")
+_LOOK = timedelta(milliseconds=100)
+_GRACE_S = 1.0
+"""What ends with an error after a cut takes milliseconds."""
+_FORGOTTEN: list[object] = []
 
 
 class Sockets:
@@ -20,6 +39,7 @@ class Sockets:
     def __init__(self) -> None:
         self._before = set(_open_sockets())
         self._own: set[str] | None = None
+        self._cut_at = float("inf")
 
     def freeze(self) -> None:
         """Later connections are somebody else's."""
@@ -27,6 +47,7 @@ class Sockets:
 
     def cut(self) -> None:
         """Shut them down. May be called by any thread, and again."""
+        self._cut_at = min(self._cut_at, time.monotonic())
         for one in self._each():
             with contextlib.suppress(OSError):
                 one.getpeername()  # fails for one that listens: gloo cannot do without it
@@ -38,6 +59,10 @@ class Sockets:
         for one in self._each():
             with contextlib.suppress(OSError):  # no connection by TCP
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * seconds))
+
+    def give_up(self) -> bool:
+        """Whether what still has not ended was forgotten when they were cut."""
+        return time.monotonic() - self._cut_at > _GRACE_S
 
     def _each(self) -> Iterator[socket.socket]:
         for name, number in _open_sockets().items():
@@ -56,3 +81,81 @@ def _open_sockets() -> dict[str, int]:
             if name.startswith("socket:"):
                 found[name] = int(path.name)
     return found
+
+
+_current: Sockets | None = None
+
+
+def use(sockets: Sockets | None) -> None:
+    """These may be cut, and carry all that begins from now on; None: none may be cut."""
+    global _current
+    _current = sockets
+
+
+def in_use() -> Sockets | None:
+    """What `use` was told last."""
+    return _current
+
+
+def forgotten() -> bool:
+    """Whether something was forgotten, so that an interpreter which ends well would wait for it."""
+    return bool(_FORGOTTEN)
+
+
+def finish(work: dist.Work, group: object, sockets: Sockets | None) -> None:
+    """Wait for a collective of gloo's.
+
+    Args:
+        work: of the group's, and no `send` or `recv`.
+        sockets: those that carry it.
+    Raises:
+        RuntimeError: it has failed, or was forgotten when they were cut.
+    """
+    if sockets is None:
+        work.wait()
+        return
+    while True:
+        try:
+            work.wait(_LOOK)
+            return
+        except RuntimeError:  # it has failed, or has not ended yet
+            if work.is_completed():
+                raise
+        if sockets.give_up():
+            _FORGOTTEN.append((work, group))
+            raise RuntimeError("a collective was cut")
+
+
+def until_cut(act: Callable[[], T]) -> T:
+    """Do something that blocks until others have done it too, in a thread where it may be cut.
+
+    Raises:
+        RuntimeError: it was forgotten when it was cut.
+    """
+    sockets = _current
+    if sockets is None:
+        return act()
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(act())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name="until cut", daemon=True)
+    thread.start()
+    if not joined(thread, sockets):
+        raise RuntimeError("what all do together was cut")
+    return done.result()
+
+
+def joined(thread: threading.Thread, sockets: Sockets) -> bool:
+    """Wait until a thread that uses connections has ended. False: it never will, for it was
+    forgotten when they were cut."""
+    while thread.is_alive():
+        thread.join(_LOOK.total_seconds())
+        if thread.is_alive() and sockets.give_up():
+            _FORGOTTEN.append(thread)
+            return False
+    return True

@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 
 from co2.comm.mesh import Mesh
+from co2.comm.sockets import until_cut
 from co2.errors import printable
 from co2.record.files import CHECKPOINT_FORMAT, write_durably
 from co2.train import parts
@@ -364,13 +365,13 @@ class Checkpoints:
     def _gather(self, value: Any) -> list[Any]:
         values = [value] * self.world
         if self.world > 1:
-            dist.all_gather_object(values, value, group=self.group)
+            until_cut(lambda: dist.all_gather_object(values, value, group=self.group))
         return values
 
     def _from_first(self, value: Any) -> Any:
         box = [value]
         if self.world > 1:
-            dist.broadcast_object_list(box, src=0, group=self.group)
+            until_cut(lambda: dist.broadcast_object_list(box, src=0, group=self.group))
         return box[0]
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from co2.comm.members import Expelled, Members, StoreLost, Unreachable
+from co2.comm.sockets import forgotten
 from co2.config import CommDevice, Config, LaunchConfig
 from co2.errors import PREEMPTED, require
 from co2.methods.base import Method
@@ -228,7 +229,7 @@ def _work(
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    if status:
+    if status or forgotten():
         os._exit(status)  # threads of lost groups may still wait for somebody
 
 

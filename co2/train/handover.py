@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from co2.comm.sockets import Sockets, in_use, joined, until_cut
 from co2.train.host_copy import HostCopy
 
 _TAG = 1
@@ -18,22 +19,22 @@ class Handover:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        self._sockets: Sockets | None = None
 
     def give(self, state: dict[str, Any], ranks: Sequence[int], group: dist.ProcessGroup) -> None:
         """Begin to send nested dicts and lists of tensors and plain values, as a checkpoint has
         them, to these ranks of a CPU group. The group's collectives may go on at the same time."""
         self.close()
-        copy = HostCopy()
-        taken = copy.take(state)
-        self._thread = threading.Thread(
-            target=_send, args=(copy, taken, ranks, group), name="handover"
-        )
+        copy, self._sockets = HostCopy(), in_use()
+        assert self._sockets is not None, "nobody comes to a run that is not elastic"
+        what = copy, copy.take(state), ranks, group, self._sockets
+        self._thread = threading.Thread(target=_send, args=what, name="handover", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Wait until all is sent, or cannot be sent any more because the group has ended."""
-        if self._thread is not None:
-            self._thread.join()
+        if self._thread is not None and self._sockets is not None:
+            joined(self._thread, self._sockets)
             self._thread = None
 
 
@@ -41,26 +42,30 @@ def receive(group: dist.ProcessGroup | None) -> Any:
     """What the first of the group gives this worker. Raises `RuntimeError` if it is lost meanwhile.
     `Any`: see `Handover.give`."""
     length = torch.empty((), dtype=torch.int64)
-    dist.recv(length, group=group, group_src=0, tag=_TAG)
+    until_cut(lambda: dist.recv(length, group=group, group_src=0, tag=_TAG))
     payload = torch.empty(int(length), dtype=torch.uint8)
-    dist.recv(payload, group=group, group_src=0, tag=_TAG)
+    until_cut(lambda: dist.recv(payload, group=group, group_src=0, tag=_TAG))
     read = io.BytesIO(payload.numpy().tobytes())
     return torch.load(read, map_location="cpu", weights_only=True)
 
 
 def _send(
-    copy: HostCopy, taken: dict[str, Any], ranks: Sequence[int], group: dist.ProcessGroup
+    copy: HostCopy,
+    taken: dict[str, Any],
+    ranks: Sequence[int],
+    group: dist.ProcessGroup,
+    sockets: Sockets,
 ) -> None:
-    copy.wait()
-    content = io.BytesIO()
-    torch.save(taken, content)
-    payload = torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
     try:
+        copy.wait()
+        content = io.BytesIO()
+        torch.save(taken, content)
+        payload = torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
         for rank in ranks:
             # Not dist.send, which raises another error for a group that has ended.
             group.send([torch.tensor(payload.numel())], rank, _TAG).wait()
             group.send([payload], rank, _TAG).wait()
-    except RuntimeError:
-        # Somebody is lost, which the members find out themselves. A newcomer that has not got all
-        # of it ends.
-        return
+    except (RuntimeError, MemoryError):
+        # Somebody is lost, or there is no memory for the copy. A newcomer that has not got all of
+        # it ends, and must not wait for the rest.
+        sockets.cut()

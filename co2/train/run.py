@@ -7,6 +7,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from co2.comm.mesh import Mesh
+from co2.comm.sockets import until_cut
 from co2.config import Config, Resume
 from co2.errors import PREEMPTED
 from co2.methods import Method
@@ -56,7 +57,7 @@ class Run:
         if first and config.resume is Resume.never and folder.exists():
             _move_aside(folder)
         if control is not None and not mesh.newcomer:
-            dist.barrier(group=control)
+            until_cut(lambda: dist.barrier(group=control))
         trace = Trace()
         if config.trace:
             trace = ProfilerTrace(folder / "trace" / f"rank_{mesh.worker}.json")
@@ -100,8 +101,9 @@ class Run:
 
     def barrier(self) -> None:
         """Wait for all workers."""
-        if self.control is not None:
-            dist.barrier(group=self.control)
+        control = self.control
+        if control is not None:
+            until_cut(lambda: dist.barrier(group=control))
 
     def __enter__(self) -> "Run":
         return self

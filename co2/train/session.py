@@ -19,6 +19,7 @@ from co2.comm.background import without_joining
 from co2.comm.clocks import overlap
 from co2.comm.members import Expelled, MemberLost, Members
 from co2.comm.mesh import Mesh
+from co2.comm.sockets import until_cut
 from co2.config import Precision
 from co2.errors import PREEMPTED, ConfigError
 from co2.record.metrics import Change, Evaluation, Summary
@@ -382,8 +383,8 @@ class Session:
         longest = [totals["train_s"], -self.meter.throughput(), totals["saving_s"]]
         slowest = torch.tensor(longest, dtype=torch.float64)
         if run.control is not None:
-            dist.all_reduce(means, op=dist.ReduceOp.AVG, group=run.control)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=run.control)
+            until_cut(lambda: dist.all_reduce(means, op=dist.ReduceOp.AVG, group=run.control))
+            until_cut(lambda: dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=run.control))
         comm_s, exposed_s, bytes_sent = means.tolist()
         train_s, throughput, saving_s = slowest[0].item(), -slowest[1].item(), slowest[2].item()
         return Summary(
@@ -424,8 +425,9 @@ class Session:
         if self.run.config.launch.quorum is None:
             return []
         made = [torch.tensor(own) for _ in range(self.run.mesh.num_workers)]
-        if self.run.control is not None:
-            dist.all_gather(made, torch.tensor(own), group=self.run.control)
+        control = self.run.control
+        if control is not None:
+            until_cut(lambda: dist.all_gather(made, torch.tensor(own), group=control))
         return [int(one) for one in made]
 
     def _resume(self) -> dict[str, Any] | None:

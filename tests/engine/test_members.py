@@ -3,6 +3,7 @@
 import contextlib
 import time
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from co2.comm.members import Expelled, MemberLost, Members
+from co2.comm.members import Expelled, MemberLost, Members, Record
 from co2.comm.mesh import Mesh
 from co2.methods import METHODS
 from co2.train.session import Session
@@ -226,17 +227,18 @@ def test_what_failed_on_one_member_counts_for_none(workers: Pool, store: dist.TC
 
 
 def stand_still(rank: int, world: int, port: int) -> str:
-    """The last one gives no sign of life for a while, and then wants to go on."""
-    members = member(rank, port, silent_s=1.0)
+    """The last one gives no sign of life until the others have gone on, and wants to go on then."""
+    members = member(rank, port, silent_s=3.0)
     members.first(range(world))
     members.formed()
     members.agree()
     if rank == world - 1:
         members._watch.close()
-        time.sleep(3.0)
+        members.store.wait(["went on"])
         try:
             members.renew(admit=False)
         except Expelled as ended:
+            members.store.set("tried", "1")
             return str(ended)
         return "let in again"
     try:
@@ -246,7 +248,8 @@ def stand_still(rank: int, world: int, port: int) -> str:
         members.formed()
         members.agree()
     found = f"{members.ids} without {list(members.lost)}"
-    time.sleep(3.0)
+    members.store.set("went on", "1")
+    members.store.wait(["tried"])
     members.leave()
     return found
 
@@ -284,6 +287,40 @@ def come(rank: int, world: int, port: int) -> tuple[tuple[int, ...], tuple[int, 
 def test_newcomers_are_let_in_where_all_have_agreed(workers: Pool, store: dist.TCPStore) -> None:
     *others, (own, _) = workers.run(come, 4, store.port)
     assert others == [((3,), (0, 1, 2, 3))] * 3 and own == (3,)
+
+
+def come_in_vain(rank: int, world: int, port: int) -> tuple[int, ...]:
+    """The members cannot connect when the last one comes, so that it has to ask again."""
+    with patch("co2.comm.members.FORMING", timedelta(seconds=2)):
+        members = member(rank, port)
+        if rank == world - 1:
+            members.join()
+        else:
+            members.first(range(world - 1))
+            members.formed()
+            enter, errors = members._enter, [RuntimeError("no connection")] * (rank == 0)
+
+            def fail_once(record: Record) -> None:
+                if errors:
+                    raise errors.pop()
+                enter(record)
+
+            with patch.object(members, "_enter", fail_once):
+                while len(members.ids) < world:
+                    members.agree()
+                    if members.change_due:
+                        members.renew(admit=True)
+                        members.formed()
+                    time.sleep(0.02)
+        members.formed()
+        members.agree()
+        ids = members.ids
+        members.leave()
+        return ids
+
+
+def test_one_that_was_let_in_in_vain_comes_later(workers: Pool, store: dist.TCPStore) -> None:
+    assert workers.run(come_in_vain, 3, store.port, time_limit_s=60) == [(0, 1, 2)] * 3
 
 
 def hopeless(rank: int, world: int, port: int) -> str:

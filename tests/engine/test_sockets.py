@@ -1,0 +1,67 @@
+"""A collective whose connections are cut ends, also where gloo forgets to tell it."""
+
+import random
+import time
+
+import torch
+import torch.distributed as dist
+
+from co2.comm.sockets import Sockets, finish, forgotten, until_cut, use
+from tests.workers import Pool
+
+TRIALS = 40
+
+
+def cut_again_and_again(rank: int, world: int, numel: int, longest_s: float) -> tuple[int, int]:
+    """Collectives that are cut as they begin or amid. Returns how many have failed, and how many
+    have ended well."""
+    random.seed(rank)
+    failed = 0
+    for _ in range(TRIALS):
+        sockets = Sockets()
+        group = dist.new_group(list(range(world)))
+        sockets.freeze()
+        dist.barrier()
+        work = dist.all_reduce(torch.ones(numel), group=group, async_op=True)
+        time.sleep(longest_s * random.random())
+        began = time.monotonic()
+        sockets.cut()
+        try:
+            finish(work, group, sockets)
+        except RuntimeError:
+            failed += 1
+        assert time.monotonic() - began < 10
+        del work, group  # takes the group down, unless it was forgotten
+        assert time.monotonic() - began < 10
+    return failed, TRIALS - failed
+
+
+def test_a_collective_that_is_cut_ends(workers: Pool) -> None:
+    ended = workers.run(cut_again_and_again, 2, 3, 0.0005)
+    assert all(failed > 0 for failed, _ in ended)
+
+
+def act_and_cut(rank: int, world: int) -> list[str]:
+    """Something that never ends by itself; something that fails; something that works."""
+    found = []
+    sockets = Sockets()
+    use(sockets)
+    try:
+        until_cut(lambda: [][0])
+    except IndexError as error:
+        found.append(type(error).__name__)
+    found.append(until_cut(lambda: "done"))
+    sockets.cut()
+    try:
+        until_cut(lambda: time.sleep(60))
+    except RuntimeError as error:
+        found.append(str(error))
+    found.append(f"forgotten: {forgotten()}")
+    use(None)
+    return found
+
+
+def test_what_blocks_ends_with_the_connections(workers: Pool) -> None:
+    assert workers.run(act_and_cut, 1) == [
+        ["IndexError", "done", "what all do together was cut", "forgotten: True"]
+    ]
