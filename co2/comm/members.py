@@ -315,7 +315,8 @@ class Members:
                     raise Unreachable(f"members cannot connect with each other ({text})") from error
                 continue
             self.lost = {one: why for one, why in lost.items() if one in old}
-            self.joined = tuple(sorted(one for one in newcomers if one in self.ids))
+            # By the record: not all members may have seen the same newcomers wait.
+            self.joined = tuple(sorted(one for one in self.ids if one not in old))
             return
 
     def _invite(self) -> list[int]:

@@ -81,7 +81,7 @@ def disturbed(
         pids = workers(run)
         for victim in victims:
             os.kill(pids[victim], number)
-        status = run.wait()
+        status = run.wait(LIMIT_S)
     return status, folder, log.read_text()
 
 
@@ -174,7 +174,7 @@ def test_resumed_with_another_number_of_replicas(tmp_path: Path, before: int, af
         until(lambda: 40 in saved_steps(folder), run)
         for pid in workers(run):
             os.kill(pid, signal.SIGKILL)
-        assert run.wait() != 0
+        assert run.wait(LIMIT_S) != 0
     step = max(saved_steps(folder))
     ended = cli(*first, f"launch.workers={after}", runs=runs)
     assert ended.status == 0, ended.err
@@ -212,7 +212,7 @@ def test_workers_end_when_what_started_them_is_killed(tmp_path: Path) -> None:
         until(lambda: 20 in saved_steps(folder), run)
         pids = workers(run)
         os.kill(run.pid, signal.SIGKILL)
-        run.wait()
+        run.wait(LIMIT_S)
         deadline = time.monotonic() + 60
         while any(Path(f"/proc/{pid}").exists() for pid in pids):
             assert time.monotonic() < deadline, "a worker outlives what started it"
