@@ -118,9 +118,10 @@ def finish(work: dist.Work, group: object, sockets: Sockets | None) -> None:
         try:
             work.wait(_LOOK)
             return
-        except RuntimeError:  # it has failed, or has not ended yet
+        except RuntimeError:  # it has failed, or had not ended yet
             if work.is_completed():
-                raise
+                work.wait()
+                return
         if sockets.give_up():
             _FORGOTTEN.append((work, group))
             raise RuntimeError("a collective was cut")

@@ -49,7 +49,7 @@ STORY = (
 STORY_LAG = 6
 """Steps from being told to stop until its workers do: 2τ."""
 
-LIMIT_S = 600
+LIMIT_S = 300
 """For a process that should take seconds; a busy machine may need minutes."""
 LINGER_S = 60
 """For what a process has started: Python's helpers end when they see that all others are gone."""
