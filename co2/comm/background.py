@@ -326,11 +326,14 @@ class _HostLane:
         group: dist.ProcessGroup | None,
         ended: Callable[[bool], None],
     ) -> None:
+        clock = self.comm
+
         def stop_clock(futures: torch.futures.Future[Any]) -> None:
-            self.comm.end()
+            # It must not hold the group: gloo's thread would join itself as it lets go of the last.
+            clock.end()
             ended(_well(futures))
 
-        self.comm.begin()
+        clock.begin()
         self._group, self._sockets = group, in_use()
         self._works = [_all_reduce(bucket, group) for bucket in buckets]
         futures = [work.get_future() for work in self._works]
@@ -376,7 +379,7 @@ class _HostLane:
             carried.result()
         for work in self._works:
             finish(work, self._group, self._sockets)
-        self.give_up()
+        self._forget()
         if count:
             self.exposed.end()
 
@@ -386,10 +389,15 @@ class _HostLane:
         for work in self._works:
             with suppress(RuntimeError):
                 finish(work, self._group, self._sockets)
-        if self._clocked is not None and all(work.is_completed() for work in self._works):
+            if not work.is_completed():  # gloo has forgotten it, and it never comes back to Python
+                self._clocked = None
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._clocked is not None:
             # gloo's thread must be out of Python: one caught there at exit aborts the process.
             self._clocked.wait()
-        self._works, self._collected, self._clocked = [], None, None
+        self._works, self._collected, self._clocked, self._group = [], None, None, None
 
     def close(self) -> None:
         self._thread.shutdown()  # joins: like gloo's, ours must not meet the exit in a collective

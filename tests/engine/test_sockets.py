@@ -2,7 +2,9 @@
 
 import random
 import time
+from collections.abc import Iterator
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -10,6 +12,14 @@ from co2.comm.sockets import Sockets, finish, forgotten, until_cut, use
 from tests.workers import Pool
 
 TRIALS = 40
+
+
+@pytest.fixture
+def fresh(workers: Pool) -> Iterator[Pool]:
+    """Workers whose threads no other test meets: some wait until their time is out."""
+    workers.close()
+    yield workers
+    workers.close()
 
 
 def cut_again_and_again(rank: int, world: int, numel: int, longest_s: float) -> tuple[int, int]:
@@ -36,8 +46,8 @@ def cut_again_and_again(rank: int, world: int, numel: int, longest_s: float) -> 
     return failed, TRIALS - failed
 
 
-def test_a_collective_that_is_cut_ends(workers: Pool) -> None:
-    ended = workers.run(cut_again_and_again, 2, 3, 0.0005)
+def test_a_collective_that_is_cut_ends(fresh: Pool) -> None:
+    ended = fresh.run(cut_again_and_again, 2, 3, 0.0005)
     assert all(failed > 0 for failed, _ in ended)
 
 
@@ -61,7 +71,7 @@ def act_and_cut(rank: int, world: int) -> list[str]:
     return found
 
 
-def test_what_blocks_ends_with_the_connections(workers: Pool) -> None:
-    assert workers.run(act_and_cut, 1) == [
+def test_what_blocks_ends_with_the_connections(fresh: Pool) -> None:
+    assert fresh.run(act_and_cut, 1) == [
         ["IndexError", "done", "what all do together was cut", "forgotten: True"]
     ]
