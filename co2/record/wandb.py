@@ -23,7 +23,7 @@ from co2.config import Config
 from co2.record import timeline
 from co2.record.console import Console
 from co2.record.files import write_durably
-from co2.record.metrics import UNITS, Line, Summary, numbers, unit_of
+from co2.record.metrics import UNITS, Change, Line, Summary, numbers, unit_of
 
 SEGMENTS = "segments.json"
 _FINISH_S = 120.0
@@ -224,7 +224,7 @@ def _best(name: str) -> str | None:
 
 
 def _tables(summary: dict[str, Any], lines: Sequence[Line]) -> dict[str, Any]:
-    """Three tables: the evaluations, memory and traffic, and the summary's other figures."""
+    """The evaluations, memory and traffic, the summary's other figures, and who came and went."""
     import wandb
 
     scores = [line for line in lines if line["kind"] == "eval"]
@@ -232,11 +232,16 @@ def _tables(summary: dict[str, Any], lines: Sequence[Line]) -> dict[str, Any]:
     rows = [[name, float(value), unit_of(name)] for name, value in numbers(summary)]
     ledger = [row for row in rows if row[2] in ("bytes", "copies")]
     head: list[Any] = ["figure", "value", "unit"]
-    return {
+    tables = {
         "tables/evaluations": wandb.Table(names, [[s.get(name) for name in names] for s in scores]),
         "tables/ledger": wandb.Table(head, ledger),
         "tables/summary": wandb.Table(head, [row for row in rows if row not in ledger]),
     }
+    changes = [Change.of(line) for line in lines if line["kind"] == "members"]
+    if changes:
+        told: list[Any] = [[c.step, len(c.members), c.seconds, c.text()] for c in changes]
+        tables["tables/members"] = wandb.Table(["step", "members", "seconds", "change"], told)
+    return tables
 
 
 def _draw(run: Path, lines: Sequence[Line], folder: Path) -> Iterator[Path]:

@@ -29,6 +29,7 @@ from recipes import cells
 from recipes.cells import TrainCell
 from tasks.toy import Toy
 from tests.cli.harness import configured, folder_of, metrics
+from tests.cli.test_elastic import ELASTIC, SLOW, assert_no_step_is_missing, disturbed, words
 
 STEPS = 20
 WORDS = (
@@ -276,6 +277,26 @@ def test_steps_that_are_trained_again(tmp_path: Path) -> None:
     assert trained(tmp_path / "runs", "resume=never") == 0
     (afresh,) = segments(folder)
     assert afresh.run.run_id != whole.run.run_id, "what is put aside stays a run of its own"
+
+
+def test_the_worker_that_writes_is_lost(tmp_path: Path) -> None:
+    """The next one begins a segment of the same W&B run in place of the one that was cut off, and
+    tells who is gone."""
+    arguments = (*ELASTIC, SLOW, *words("co2"), "log.wandb=offline")
+    status, folder, text = disturbed(
+        tmp_path, *arguments, at=32, victims=(0,), number=signal.SIGKILL
+    )
+    assert status == 0, text
+    assert_no_step_is_missing(folder)
+    (whole,) = segments(folder)
+    assert sorted(set(whole.steps)) == list(range(1, len(metrics(folder, "train")) + 1))
+    (change,) = metrics(folder, "members")
+    ((step, members, seconds, told),) = whole.table("tables/members")
+    assert (step, members, seconds) == (change["step"], 2, pytest.approx(change["seconds"]))
+    assert told == "worker 0 is lost (gone); 2 train on"
+    rows = [row for row in whole.rows if "members/members" in row]
+    assert [(row["step"], row["members/members"]) for row in rows] == [(step, [1, 2])]
+    assert rows[0]["members/lost"] == {"0": "gone"}
 
 
 def test_its_process_ends(tmp_path: Path) -> None:
