@@ -1,7 +1,7 @@
-"""Next-token prediction on text, which gpt2 and transnormer share."""
+"""Next-token prediction on text, which gpt2, moe and transnormer share."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -138,16 +138,24 @@ class CausalText:
 
         def compute(batch: int) -> Tensor:
             inside = windows(tokens, chosen[batch * size : (batch + 1) * size], context)
-            losses = self._cross_entropy(model, inside.to(device), "none")
-            return losses.double().sum().reshape(1)
+            losses = self._cross_entropy(model, inside.to(device), "none").double()
+            return torch.cat([losses.sum()[None], self.counts(model).to(losses)])
 
         with evaluating(model):
-            (whole,) = total(compute, num_batches=-(-len(chosen) // size))
+            whole, *counted = total(compute, num_batches=-(-len(chosen) // size))
         loss = whole / (len(chosen) * context)
         scores = {"loss": loss, "perplexity": torch.tensor(loss, dtype=torch.float64).exp().item()}
         if self._num_bytes:
             scores["bits_per_byte"] = whole / math.log(2) / self._num_bytes
-        return scores
+        return scores | self.scores(counted)
+
+    def counts(self, model: nn.Module) -> Tensor:
+        """What else an evaluation adds up, [K], after the model has seen a batch. Nothing."""
+        return torch.empty(0)
+
+    def scores(self, counted: Sequence[float]) -> dict[str, float]:
+        """What these sums are worth."""
+        return {}
 
     def baselines(self) -> dict[str, float]:
         """See `Task.baselines`. "unigram_entropy" is that of the whole validation text, in nats."""

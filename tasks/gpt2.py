@@ -52,18 +52,32 @@ class GPT2(CausalText):
 
     def model(self) -> nn.Module:
         """See `Task.model`. On the device "meta" it takes no memory, to count parameters."""
-        from transformers import GPT2Config, GPT2LMHeadModel  # takes seconds
+        with seeded(self.train.seed):
+            return transformer(
+                self.vocab_size, self.config.context, SHAPES[self.config.size], self.config.dropout
+            )
 
-        layers, heads, width = SHAPES[self.config.size]
-        shape = GPT2Config(
-            vocab_size=self.vocab_size,
-            n_positions=self.config.context,
+    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        return model(input_ids=tokens).logits
+
+
+def transformer(
+    vocab_size: int, context: int, shape: tuple[int, int, int], dropout: float
+) -> nn.Module:
+    """GPT-2 of this shape: layers, heads, width."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # takes seconds
+
+    layers, heads, width = shape
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=vocab_size,
+            n_positions=context,
             n_layer=layers,
             n_head=heads,
             n_embd=width,
-            resid_pdrop=self.config.dropout,
-            embd_pdrop=self.config.dropout,
-            attn_pdrop=self.config.dropout,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
             activation_function="gelu_pytorch_tanh",  # GPT-2's own, "gelu_new", as one operation
             initializer_range=initial_std(width),
             use_cache=False,
@@ -71,8 +85,4 @@ class GPT2(CausalText):
             eos_token_id=None,
             attn_implementation="sdpa",  # type: ignore[call-arg]  # one of PreTrainedConfig's own
         )
-        with seeded(self.train.seed):
-            return GPT2LMHeadModel(shape)
-
-    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        return model(input_ids=tokens).logits
+    )

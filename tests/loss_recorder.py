@@ -47,6 +47,7 @@ LENGTH = {"toy": 40, "gpt2": 20}
 SMALL = {
     "toy": (),
     "gpt2": ("gpt2.context=32", "train.batch_size=2", "gpt2.eval_samples=8"),
+    "moe": ("moe.context=32", "train.batch_size=2", "moe.eval_samples=8"),
     "transnormer": ("transnormer.context=32", "train.batch_size=2", "transnormer.eval_samples=8"),
     "roberta": ("roberta.context=32", "train.batch_size=2", "roberta.eval_samples=8"),
     "glue": ("glue.name=adjoin", "train.batch_size=2", "glue.eval_samples=8"),

@@ -244,6 +244,8 @@ UNITS: tuple[tuple[str, str, str], ...] = (
     ("*miou", "share", "0 to 1"),
     ("*entropy", "nats", "of the text's unigrams"),
     ("*gap", "1", "the staleness gap"),
+    ("*busiest_expert", "1", "tokens that want it, over the mean of all experts"),
+    ("*dropped", "share", "of the tokens' choices, over an expert's capacity"),
     ("*clipped", "share", "of the outer momentum's elements"),
     ("*tau", "steps", "of a round"),
     ("*interval", "steps", "between two exchanges"),

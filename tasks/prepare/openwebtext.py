@@ -1,4 +1,4 @@
-"""Prepares OpenWebText as tokens in <root>/openwebtext/, for gpt2 and transnormer."""
+"""Prepares OpenWebText as tokens in <root>/openwebtext/, for gpt2, moe and transnormer."""
 
 import argparse
 from collections.abc import Iterator

@@ -27,12 +27,13 @@ SMALL: dict[str, tuple[str, ...]] = {
     "ade20k": (),
     "shapenet": ("shapenet.eval_samples=32", "shapenet.svm_samples=64"),
     "gpt2": ("gpt2.eval_samples=8", "gpt2.context=32"),
+    "moe": ("moe.eval_samples=8", "moe.context=32"),
     "roberta": ("roberta.eval_samples=8",),
     "glue": ("glue.eval_samples=8", "glue.name=adjoin"),
     "transnormer": ("transnormer.eval_samples=8", "transnormer.context=32"),
 }
 """What makes some steps and an evaluation quick; the smoke recipe is the rest."""
-ON_TEXT = ("gpt2", "roberta", "glue", "transnormer")
+ON_TEXT = ("gpt2", "moe", "roberta", "glue", "transnormer")
 """Tasks that train on a text; all others generate their data."""
 
 

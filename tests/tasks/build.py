@@ -7,7 +7,7 @@ import torch
 
 from co2.comm.mesh import Mesh
 from co2.config import DataConfig, OptimConfig, TrainConfig
-from tasks import GPT2, Toy, TransNormer
+from tasks import GPT2, MoE, Toy, TransNormer
 
 
 def gpt2(
@@ -24,6 +24,14 @@ def transnormer(
     data = DataConfig(root=str(root), path=None if path is None else str(path))
     train = TrainConfig(seed=seed, batch_size=batch_size)
     return TransNormer(TransNormer.Config(**config), train, OptimConfig(lr=3e-3), data)
+
+
+def moe(
+    root: Path, path: Path | None = None, seed: int = 0, batch_size: int = 4, **config: Any
+) -> MoE:
+    data = DataConfig(root=str(root), path=None if path is None else str(path))
+    train = TrainConfig(seed=seed, batch_size=batch_size)
+    return MoE(MoE.Config(**config), train, OptimConfig(lr=3e-3), data)
 
 
 def toy(seed: int = 0, batch_size: int = 8, path: str | None = None, **config: Any) -> Toy:

@@ -1,0 +1,136 @@
+"""GPT-2 with mixtures of experts: every second block has one in place of its MLP.
+
+What an expert is, how tokens choose it, and the losses of the gate: tasks/experts.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from co2.errors import require, require_count, require_number
+from co2.task import Batch
+from tasks.causal import CausalText
+from tasks.experts import Experts
+from tasks.gpt2 import transformer
+from tasks.optimizer import make_optimizer
+from tasks.randomness import initial_std, seeded
+
+# A name with a hyphen cannot be a class attribute.
+Size = Enum(
+    "Size",
+    {
+        "smoke": "smoke",
+        "small-8e": "small-8e",
+        "small-64e": "small-64e",
+        "medium-128e": "medium-128e",
+    },
+)
+
+SHAPES = {
+    Size["smoke"]: ((4, 4, 64), 8),  # 0.70 M parameters with a context of 64 and 512 tokens
+    Size["small-8e"]: ((12, 12, 768), 8),  # 323 M; this and below with GPT-2's vocabulary
+    Size["small-64e"]: ((12, 12, 768), 64),  # 1.9 G
+    Size["medium-128e"]: ((24, 16, 1024), 128),  # 13 G
+}
+"""Layers, heads and width; experts."""
+
+
+class MoE(CausalText):
+    """The task `moe`."""
+
+    @dataclass
+    class Config(CausalText.Config):
+        size: Size = Size["smoke"]
+        active: int = 2
+        """Experts of a token."""
+        capacity: float | None = None
+        """An expert takes at most this many times its even share of a batch, and tokens beyond that
+        pass it by; null: all of them."""
+        shared: bool = False
+        """Whether one more expert sees every token."""
+        balance_weight: float = 0.01
+        """Weight of the loss that balances the experts, in every layer."""
+        z_weight: float = 0.001
+        """Weight of the loss that keeps the gate's logits small."""
+        dropout: float = 0.0
+        """Rate of dropout in embeddings, attention and residuals."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            experts = SHAPES[self.size][1]
+            require_count("active", self.active)
+            hint = f"must not be above the {experts} experts of size={self.size.value}"
+            require(self.active <= experts, "active", self.active, hint)
+            if self.capacity is not None:
+                require_number("capacity", self.capacity, 1e-9, "must be a finite number above 0")
+            for key in ("balance_weight", "z_weight"):
+                require_number(key, getattr(self, key), 0, "must be a finite number, 0 or more")
+            hint = "must be 0 or more and below 1"
+            require(0 <= self.dropout < 1, "dropout", self.dropout, hint)
+
+    name = "moe"
+
+    def model(self) -> nn.Module:
+        """See `Task.model`. On the device "meta" it takes no memory, to count parameters."""
+        config = self.config
+        shape, experts = SHAPES[config.size]
+        layers, _, width = shape
+        std = initial_std(width)
+        stds = std, std / (2 * layers) ** 0.5  # as GPT-2 has them
+        mixture = (config.active, config.capacity, config.shared, stds, config.dropout)
+        with seeded(self.train.seed):
+            model = transformer(self.vocab_size, config.context, shape, config.dropout)
+            # `Any`: transformers types the module's parts as tensors or modules.
+            blocks: Any = model.get_submodule("transformer.h")
+            for block in blocks[1::2]:
+                block.mlp = Experts(width, 4 * width, experts, *mixture)
+        return model
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """See `Task.optimizer`. The experts' biases have no weight decay, though a matrix has all
+        of them. With Muon, AdamW updates the experts, which are no matrices, and the gate."""
+        names = [name for name, _ in model.named_parameters()]
+        biases = {name for name in names if name.endswith(("inner_bias", "outer_bias"))}
+        gates = {name for name in names if name.endswith("gate.weight")}
+        return make_optimizer(model, self.optim, spared=biases, ends=gates)
+
+    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        return model(input_ids=tokens).logits
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean next-token cross-entropy in nats, with the gates' two losses."""
+        loss = super().loss(model, batch)
+        for layer in mixtures(model):
+            assert layer.losses is not None, "the model has just seen the batch"
+            balance, z = layer.losses
+            loss = loss + self.config.balance_weight * balance + self.config.z_weight * z
+        return loss
+
+    def counts(self, model: nn.Module) -> Tensor:
+        """Assignments of each expert of each layer, wanted and made, [2, layers, E] in one row."""
+        routings = [layer.routing for layer in mixtures(model)]
+        wanted = torch.cat([routing.wanted for routing in routings if routing is not None])
+        made = torch.cat([routing.counts for routing in routings if routing is not None])
+        return torch.cat([wanted, made])
+
+    def scores(self, counted: Sequence[float]) -> dict[str, float]:
+        """
+        Returns:
+            "busiest_expert": tokens that want the most wanted expert of a layer, over the mean of
+            all its experts; mean over the layers. 1 where all are wanted alike.
+            "dropped": share of the assignments that were over an expert's capacity.
+        """
+        wanted, made = torch.tensor(counted, dtype=torch.float64).view(2, -1)
+        layers = wanted.view(-1, SHAPES[self.config.size][1])
+        busiest = (layers.amax(1) / layers.mean(1)).mean().item()
+        return {"busiest_expert": busiest, "dropped": 1 - (made.sum() / wanted.sum()).item()}
+
+
+def mixtures(model: nn.Module) -> Iterator[Experts]:
+    """The layers of experts of a model, which may be wrapped."""
+    return (module for module in model.modules() if isinstance(module, Experts))

@@ -1,0 +1,169 @@
+"""Mixtures of experts: closed forms of the gate, and each layer against what is written token by
+token."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tasks.experts import Experts, balance_loss, route, z_loss
+
+WIDTH, HIDDEN, EXPERTS, TOKENS = 6, 10, 5, 23
+
+
+def layer(active: int, **options) -> Experts:
+    torch.manual_seed(active)
+    shape = {"width": WIDTH, "hidden": HIDDEN, "experts": EXPERTS, "stds": (0.5, 0.5)}
+    defaults = {"capacity": None, "shared": False, "dropout": 0.0}
+    made = Experts(**{**shape, **defaults, **options}, active=active).double()
+    for name, weight in made.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(weight)
+    return made
+
+
+def tokens() -> Tensor:
+    numbers = torch.Generator().manual_seed(9)
+    return torch.randn(TOKENS, WIDTH, generator=numbers, dtype=torch.float64)
+
+
+def mlp(made: Experts, expert: int, x: Tensor) -> Tensor:
+    hidden = F.gelu(x @ made.inner[expert] + made.inner_bias[expert], approximate="tanh")
+    return hidden @ made.outer[expert] + made.outer_bias[expert]
+
+
+def written(made: Experts, x: Tensor, most: float) -> Tensor:
+    """One token after another: first choices of all, then second ones, while there is room."""
+    shares = (x @ made.gate.weight.T).softmax(-1)
+    taken = [0] * EXPERTS
+    out = [torch.zeros(WIDTH, dtype=torch.float64) for _ in x]
+    ranked = shares.argsort(descending=True)[:, : made.active].tolist()
+    for choice in range(made.active):
+        for number, token in enumerate(x):
+            expert = ranked[number][choice]
+            weight = shares[number, expert]
+            if made.active > 1:
+                weight = weight / shares[number, ranked[number]].sum()
+            if taken[expert] < most:
+                out[number] = out[number] + weight * mlp(made, expert, token)
+            taken[expert] += 1
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("active", [1, 2, 3])
+@pytest.mark.parametrize("capacity", [None, 0.3, 1.0, 9.0])
+def test_equals_what_is_written_token_by_token(active: int, capacity: float | None) -> None:
+    """Values and all gradients."""
+    made = layer(active, capacity=capacity)
+    most = math.inf if capacity is None else math.ceil(capacity * active * TOKENS / EXPERTS)
+    weights = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
+    found = []
+    for act in (made, lambda x: written(made, x, most)):
+        x = tokens().requires_grad_()
+        out = act(x)
+        inputs = [x, *made.parameters()]
+        found.append((out, *torch.autograd.grad((out * weights).sum(), inputs)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    dropped = made.routing.wanted - made.routing.counts
+    assert (dropped > 0).any() == (capacity in (0.3, 1.0))
+    assert made.routing.wanted.sum() == active * TOKENS
+
+
+def test_one_expert_is_a_plain_mlp() -> None:
+    made = layer(1, experts=1)
+    x = tokens()
+    torch.testing.assert_close(made(x), mlp(made, 0, x), rtol=1e-12, atol=1e-12)
+    assert made.losses[0].item() == pytest.approx(1)
+
+
+def test_alike_experts_are_one_of_them() -> None:
+    """Whoever is chosen: the weights of two chosen ones add up to 1."""
+    made = layer(2)
+    with torch.no_grad():
+        for weight in (made.inner, made.inner_bias, made.outer, made.outer_bias):
+            weight.copy_(weight[:1].expand_as(weight))
+    x = tokens()
+    torch.testing.assert_close(made(x), mlp(made, 0, x), rtol=1e-12, atol=1e-12)
+
+
+def test_a_shared_expert_sees_every_token() -> None:
+    made, x = layer(1, shared=True, capacity=1e-9), tokens()
+    nothing_else = made.shared(x)
+    routed = made.routing
+    out = made(x)
+    assert routed is None and made.routing.counts.max() == 1, "room for one token each"
+    alone = (out == nothing_else).all(1)
+    assert alone.sum() == TOKENS - made.routing.counts.sum()
+
+
+@pytest.mark.parametrize("shape", [(TOKENS,), (1, TOKENS), (TOKENS, 1)])
+def test_any_shape_of_tokens(shape: tuple[int, ...]) -> None:
+    made, x = layer(2), tokens()
+    torch.testing.assert_close(made(x.view(*shape, WIDTH)).view(TOKENS, WIDTH), made(x))
+
+
+def test_experts_that_nobody_wants_have_gradients_of_zero() -> None:
+    """So that no worker waits for the gradient of one that its tokens do not use."""
+    made = layer(1)
+    with torch.no_grad():
+        made.gate.weight.zero_()
+        made.gate.weight[3, 0] = 100
+    x = tokens().abs()
+    made(x).sum().backward()
+    assert made.routing.counts.tolist() == [0, 0, 0, TOKENS, 0]
+    for weight in made.parameters():
+        assert weight.grad is not None
+    assert made.inner.grad[3].any() and not made.inner.grad[[0, 1, 2, 4]].any()
+
+
+def test_room_goes_to_first_choices_and_earlier_tokens() -> None:
+    shares = torch.tensor([[0.5, 0.4, 0.1], [0.6, 0.1, 0.3], [0.3, 0.6, 0.1], [0.7, 0.2, 0.1]])
+    routing = route(shares, active=2, capacity=2)
+    # First choices 0 0 1 0, second ones 1 2 0 1; choice c of token t is number 4 c + t.
+    assert routing.wanted.tolist() == [4, 3, 1]
+    assert routing.counts.tolist() == [2, 2, 1]
+    assert routing.choice.tolist() == [0, 1, 2, 4, 5]
+    expected = [0.5 / 0.9, 0.6 / 0.9, 0.6 / 0.9, 0.4 / 0.9, 0.3 / 0.9]
+    assert routing.weight.tolist() == pytest.approx(expected)
+    assert route(shares, active=1, capacity=None).weight.tolist() == pytest.approx(
+        [0.5, 0.6, 0.7, 0.6]
+    )
+
+
+def test_losses_of_the_gate() -> None:
+    """Balance: 1 where all are alike, E where one has all. z: of logits that are all c, the square
+    of c + log E."""
+    even = torch.full((8, 4), 0.25)
+    assert balance_loss(even, torch.full((4,), 4)).item() == pytest.approx(1)
+    alone = torch.zeros(8, 4)
+    alone[:, 2] = 1
+    assert balance_loss(alone, torch.tensor([0, 0, 8, 0])).item() == pytest.approx(4)
+    assert z_loss(torch.full((8, 4), 1.5)).item() == pytest.approx((1.5 + math.log(4)) ** 2)
+
+
+def test_the_balance_loss_balances() -> None:
+    """By gradient descent on the gate alone, from a gate that prefers one expert."""
+    made, x = layer(1), tokens() + 1
+    with torch.no_grad():
+        made.gate.weight[0] += 1
+    made(x)
+    before = made.routing.wanted.max()
+    assert before > TOKENS / 2
+    descent = torch.optim.SGD([made.gate.weight], lr=2.0)
+    for _ in range(100):
+        made(x)
+        descent.zero_grad()
+        made.losses[0].backward()
+        descent.step()
+    assert made.routing.wanted.max() < before / 2
+
+
+def test_autocast_leaves_the_gate_in_fp32() -> None:
+    made, x = layer(2).float(), tokens().float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = made(x)
+    assert made.routing.weight.dtype == torch.float32 and out.dtype == x.dtype
+    torch.testing.assert_close(out, made(x), rtol=0.05, atol=0.05)
