@@ -71,15 +71,14 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
     ),
     "co2": (
         # CO2 (2401.16265) names neither its outer rate nor its momentum. The gap of its released
-        # code is a constant, which is none with a smaller α. Winners with the smallest of .7 and 1
-        # made room for those below.
-        Knob("gap_penalty", ("gap_aware", "gap_aware_steady", "none")),
-        Knob("outer_lr", (0.35, 0.5, 0.7, 1.0)),
-        Knob("outer_momentum", (0.0, 0.2, 0.4, 0.6)),
+        # code is a constant; 2 is stable with momentum where 1 is not.
+        Knob("gap_penalty", ("gap_aware", "gap_aware_steady", "none", 2.0)),
+        Knob("outer_lr", (0.7, 1.0)),
+        Knob("outer_momentum", (0.0, 0.2, 0.4)),
     ),
     "co2_keep": (
         # Ours: docs/co2_keep.md has why κ lies there. β is conf's.
-        Knob("keep_local", (0.38, 0.5, 0.62, 0.75)),
+        Knob("keep_local", (0.5, 0.62, 0.75)),
         Knob("momentum_weight", (0.0, 0.15)),
         _MOMENTS,
     ),
