@@ -113,10 +113,12 @@ class MoE(CausalText):
 
     def counts(self, model: nn.Module) -> Tensor:
         """Assignments of each expert of each layer, wanted and made, [2, layers, E] in one row."""
-        routings = [layer.routing for layer in mixtures(model)]
-        wanted = torch.cat([routing.wanted for routing in routings if routing is not None])
-        made = torch.cat([routing.counts for routing in routings if routing is not None])
-        return torch.cat([wanted, made])
+        wanted, made = [], []
+        for layer in mixtures(model):
+            assert layer.routing is not None, "the model has just seen the batch"
+            wanted.append(layer.routing.wanted)
+            made.append(layer.routing.counts)
+        return torch.cat([*wanted, *made])
 
     def scores(self, counted: Sequence[float]) -> dict[str, float]:
         """

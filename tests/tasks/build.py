@@ -1,37 +1,31 @@
 """Tasks as train.py builds them, from a few keys."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from co2.comm.mesh import Mesh
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from tasks import GPT2, MoE, Toy, TransNormer
+from tasks.causal import CausalText
+
+Text = TypeVar("Text", bound=CausalText)
 
 
-def gpt2(
-    root: Path, path: Path | None = None, seed: int = 0, batch_size: int = 4, **config: Any
-) -> GPT2:
-    data = DataConfig(root=str(root), path=None if path is None else str(path))
-    train = TrainConfig(seed=seed, batch_size=batch_size)
-    return GPT2(GPT2.Config(**config), train, OptimConfig(lr=3e-3), data)
+def _on_text(task: type[Text]) -> Callable[..., Text]:
+    def build(
+        root: Path, path: Path | None = None, seed: int = 0, batch_size: int = 4, **config: Any
+    ) -> Text:
+        data = DataConfig(root=str(root), path=None if path is None else str(path))
+        train = TrainConfig(seed=seed, batch_size=batch_size)
+        return task(task.Config(**config), train, OptimConfig(lr=3e-3), data)
+
+    return build
 
 
-def transnormer(
-    root: Path, path: Path | None = None, seed: int = 0, batch_size: int = 4, **config: Any
-) -> TransNormer:
-    data = DataConfig(root=str(root), path=None if path is None else str(path))
-    train = TrainConfig(seed=seed, batch_size=batch_size)
-    return TransNormer(TransNormer.Config(**config), train, OptimConfig(lr=3e-3), data)
-
-
-def moe(
-    root: Path, path: Path | None = None, seed: int = 0, batch_size: int = 4, **config: Any
-) -> MoE:
-    data = DataConfig(root=str(root), path=None if path is None else str(path))
-    train = TrainConfig(seed=seed, batch_size=batch_size)
-    return MoE(MoE.Config(**config), train, OptimConfig(lr=3e-3), data)
+gpt2, moe, transnormer = _on_text(GPT2), _on_text(MoE), _on_text(TransNormer)
 
 
 def toy(seed: int = 0, batch_size: int = 8, path: str | None = None, **config: Any) -> Toy:

@@ -46,8 +46,9 @@ def test_where_the_experts_are(task: MoE) -> None:
     assert [isinstance(block.mlp, Experts) for block in blocks] == [False, True, False, True]
 
 
-def test_the_other_weights_are_gpt2s(task: MoE, root: Path, text_file: Path) -> None:
-    """And a model of the same seed has the same experts; biases and norms have no decay."""
+def test_initial_weights_and_decay(task: MoE) -> None:
+    """A model of the same seed has the same weights, the experts' are spread as GPT-2's; biases and
+    norms have no decay."""
     model, again = task.model(), task.model()
     for one, other in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)
