@@ -91,10 +91,8 @@ class WandbTracking(Tracking):
             try:
                 action()
             except ConnectionError:
-                import wandb
-
                 with contextlib.suppress(ConnectionError):
-                    wandb.teardown()
+                    _await_end()
                 self._begin(self._step)
                 action()
 
@@ -176,6 +174,7 @@ class WandbTracking(Tracking):
 
     def _close(self, status: int) -> None:
         self._run.finish(exit_code=status)
+        _await_end()
         path = self._folder / "wandb" / SEGMENTS
         state = json.loads(path.read_text())
         state["segments"][-1]["ended"] = self._step
@@ -184,6 +183,21 @@ class WandbTracking(Tracking):
     def _lines(self) -> Iterator[Line]:
         path = self._folder / "metrics.jsonl"
         return map(json.loads, path.read_text().splitlines() if path.exists() else ())
+
+
+def _await_end() -> None:
+    """Wait for W&B's own process, which writes the end of a segment after `finish`. It ends with
+    this process, and W&B's hook that waits for it does not run in one of multiprocessing.
+
+    Raises:
+        ConnectionError: when it was killed, or failed.
+    """
+    import wandb
+
+    try:
+        wandb.teardown()
+    except SystemExit as ended:
+        raise ConnectionError(f"W&B's own process ended with {ended.code}") from ended
 
 
 def is_open(folder: Path) -> bool:

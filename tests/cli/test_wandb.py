@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import signal
-import time
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -70,15 +70,8 @@ class Segment:
 
 def segments(folder: Path) -> list[Segment]:
     """Of a run's folder, oldest first."""
-    return [_whole(path) for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))]
-
-
-def _whole(path: Path) -> Segment:
-    """W&B's own process writes the last rows and the end of a file a moment after `finish`."""
-    deadline = time.monotonic() + 30
-    while not (found := _read(path)).ended:
-        assert time.monotonic() < deadline, f"{path} does not end"
-        time.sleep(0.02)
+    found = [_read(path) for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))]
+    assert all(segment.ended for segment in found), found
     return found
 
 
@@ -279,22 +272,26 @@ def test_steps_that_are_trained_again(tmp_path: Path) -> None:
     assert afresh.run.run_id != whole.run.run_id, "what is put aside stays a run of its own"
 
 
-def test_a_worker_is_lost(tmp_path: Path) -> None:
-    """W&B is told who is gone, and has a table of it."""
+@pytest.mark.parametrize("victim", [0, 1], ids=["that writes", "that does not"])
+def test_a_worker_is_lost(tmp_path: Path, victim: int) -> None:
+    """W&B is told who is gone, and has a table of it. Where the worker that writes is gone, the
+    next one begins a segment of the same W&B run in place of the one that was cut off."""
     arguments = (*ELASTIC, SLOW, *words("co2"), "log.wandb=offline")
     status, folder, text = disturbed(
-        tmp_path, *arguments, at=32, victims=(1,), number=signal.SIGKILL
+        tmp_path, *arguments, at=32, victims=(victim,), number=signal.SIGKILL
     )
     assert status == 0, text
     assert_no_step_is_missing(folder)
     (whole,) = segments(folder)
+    assert sorted(set(whole.steps)) == list(range(1, len(metrics(folder, "train")) + 1))
     (change,) = metrics(folder, "members")
     ((step, members, seconds, told),) = whole.table("tables/members")
     assert (step, members, seconds) == (change["step"], 2, pytest.approx(change["seconds"]))
-    assert told == "worker 1 is lost (gone); 2 train on"
+    assert told == f"worker {victim} is lost (gone); 2 train on"
     rows = [row for row in whole.rows if "members/members" in row]
-    assert [(row["step"], row["members/members"]) for row in rows] == [(step, [0, 2])]
-    assert rows[0]["members/lost"] == {"1": "gone"}
+    left = [worker for worker in range(3) if worker != victim]
+    assert [(row["step"], row["members/members"]) for row in rows] == [(step, left)]
+    assert rows[0]["members/lost"] == {str(victim): "gone"}
 
 
 def test_its_process_ends(tmp_path: Path) -> None:
@@ -302,6 +299,17 @@ def test_its_process_ends(tmp_path: Path) -> None:
         assert trained(tmp_path / "runs") == 0
     (whole,) = segments(folder_of(*WORDS, runs=tmp_path / "runs"))
     assert whole.steps == list(range(1, STEPS + 1))
+
+
+def test_its_process_ends_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """W&B would then end ours too; this must not end a training."""
+    monkeypatch.setattr("wandb.teardown", lambda: sys.exit(2))
+    assert trained(tmp_path / "runs") == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "W&B" in line]
+    text = "W&B: ConnectionError: W&B's own process ended with 2; the run goes on without it"
+    assert said == [text]
 
 
 @pytest.mark.parametrize("call", ["wandb.init", "wandb.Run.log", "wandb.Run.finish"])
