@@ -21,56 +21,90 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from co2.comm.collectives import local
+from co2.errors import require
+from tasks.token_exchange import all_to_all
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Which expert computes which token: A assignments in the order of the experts, for each of
-    them first choices before second ones, and earlier tokens before later ones."""
+    """Which expert computes which of a worker's tokens: A assignments in the order of the experts,
+    for each of them first choices before second ones, and earlier tokens before later ones."""
 
     choice: Tensor
     """int64 [A]: number c T + t of choice c of token t."""
     weight: Tensor
     """[A]: g."""
     counts: Tensor
-    """int64 [E]: assignments of each expert, those over its capacity left out."""
+    """int64 [N, E]: assignments of each expert by each worker, those over its capacity left out."""
     wanted: Tensor
-    """int64 [E]: with those."""
+    """int64 [N, E]: with those."""
 
 
-def route(shares: Tensor, active: int, capacity: int | None) -> Routing:
-    """Choose experts.
+def route(
+    shares: Tensor, active: int, capacity: float | None, group: dist.ProcessGroup | None = None
+) -> Routing:
+    """Choose experts. Collective in the group.
 
     Args:
         shares: p, [T, E].
         active: k.
-        capacity: most assignments of an expert. Those beyond it, in the order above, are left out:
-            such a token has nothing of that expert. None: no limit.
+        capacity: an expert takes at most this many times the k T N / E assignments that it would
+            have if all were chosen alike. Those beyond it are left out, such a token has nothing of
+            that expert: second choices first, then those of later workers, then of later tokens.
+            None: no limit.
+        group: N workers that share the experts, each with T tokens; None: one.
     """
+    num_tokens, num_experts = shares.shape
     weight, expert = shares.topk(active)
     if active > 1:
         weight = weight / weight.sum(-1, keepdim=True)
-    chosen = expert.T.flatten()  # first choices of all tokens first
-    wanted = chosen.bincount(minlength=shares.shape[1])
-    choice = chosen.argsort(stable=True)
-    counts = wanted
+    chosen = expert.T  # [k, T]
+    own = chosen.new_zeros(active, num_experts)
+    own.scatter_add_(1, chosen, torch.ones_like(chosen))
+    everywhere = own[None] if group is None else _gathered(own, group)  # [N, k, E]
+    counts, choice = everywhere.sum(1), chosen.flatten().argsort(stable=True)
+    wanted = counts
     if capacity is not None:
-        first = wanted.cumsum(0) - wanted
-        place = torch.arange(len(choice), device=choice.device) - first[chosen[choice]]
-        choice, counts = choice[place < capacity], wanted.clamp(max=capacity)
+        workers = len(everywhere)
+        most = math.ceil(capacity * active * num_tokens * workers / num_experts)
+        in_turn = everywhere.transpose(0, 1).flatten(0, 1)  # first choices of all workers first
+        before = (in_turn.cumsum(0) - in_turn).view(active, workers, num_experts)
+        room = (most - before).clamp(min=0)
+        counts = torch.minimum(everywhere.transpose(0, 1), room).sum(0)
+        me = 0 if group is None else dist.get_rank(group)
+        # Among a worker's choices of one kind for one expert, earlier tokens have lower places.
+        place = F.one_hot(chosen, num_experts).cumsum(1).gather(2, chosen[..., None])[..., 0] - 1
+        kept = place < room[:, me].gather(1, chosen)
+        choice = choice[kept.flatten()[choice]]
     return Routing(choice, weight.T.flatten()[choice], counts, wanted)
 
 
+def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The same counts of every worker of the group, stacked."""
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, own, group=group)
+    return torch.stack(parts)
+
+
 def balance_loss(shares: Tensor, wanted: Tensor) -> Tensor:
-    """`balance` of the head of this file, from p, [T, E], and the choices of each expert, [E]."""
+    """`balance` of the head of this file, from this worker's p, [T, E], and the choices of each
+    expert, [E], by all workers that share the experts. Their mean is that of all their tokens."""
     return shares.shape[1] * (wanted / wanted.sum() * shares.mean(0)).sum()
 
 
 def z_loss(logits: Tensor) -> Tensor:
     """`z` of the head of this file, from the gate's logits, [T, E]."""
     return logits.logsumexp(-1).square().mean()
+
+
+EXPERTS = ("inner", "inner_bias", "outer", "outer_bias")
+"""The weights of the experts, of which each has one along the first dimension."""
 
 
 class Experts(nn.Module):
@@ -100,7 +134,9 @@ class Experts(nn.Module):
         dropout: float,
     ) -> None:
         super().__init__()
-        self.active, self.capacity = active, capacity
+        self.active, self.capacity, self.num_experts = active, capacity, experts
+        self.group: dist.ProcessGroup | None = None
+        """The workers that share the experts; None: this one has all."""
         self.gate = nn.Linear(width, experts, bias=False)
         self.inner = nn.Parameter(torch.empty(experts, width, hidden))
         self.inner_bias = nn.Parameter(torch.zeros(experts, hidden))
@@ -130,27 +166,50 @@ class Experts(nn.Module):
             exact = torch.promote_types(x.dtype, torch.float32)
             logits = F.linear(tokens.to(exact), self.gate.weight.to(exact))
             shares = logits.softmax(-1)
-            routing = route(shares, self.active, self._most(len(tokens)))
-            self.losses = balance_loss(shares, routing.wanted), z_loss(logits)
+            routing = route(shares, self.active, self.capacity, self.group)
+            self.losses = balance_loss(shares, routing.wanted.sum(0)), z_loss(logits)
             self.routing = routing
         out = self._combined(self._computed(tokens, routing), routing, len(tokens))
         if self.shared is not None:
             out = out + self.shared(tokens)
         return self.dropout(out.to(x.dtype)).view_as(x)
 
-    def _most(self, num_tokens: int) -> int | None:
-        if self.capacity is None:
-            return None
-        return math.ceil(self.capacity * self.active * num_tokens / len(self.inner))
+    def divide(self, mesh: DeviceMesh) -> None:
+        """Leave this worker its part of the experts, E/N, and send each token to where its experts
+        are from now on. Raises `ConfigError`."""
+        from torch.distributed.tensor import Shard, distribute_tensor  # costs half a second
+
+        hint = f"must divide the {self.num_experts} experts"
+        require(self.num_experts % mesh.size() == 0, "mesh.replica_size", mesh.size(), hint)
+        for name in EXPERTS:
+            part = distribute_tensor(getattr(self, name).detach(), mesh, [Shard(0)])
+            setattr(self, name, nn.Parameter(part))
+        self.group = mesh.get_group()
 
     def _computed(self, tokens: Tensor, routing: Routing) -> Tensor:
         """What the experts make of the tokens, [A, width], in the order of the assignments."""
-        sent = tokens[routing.choice % len(tokens)]
+        sent, counts = tokens[routing.choice % len(tokens)], routing.counts
+        if self.group is None:
+            return self._mlps(sent, counts[0].tolist())
+        me, workers = dist.get_rank(self.group), len(counts)
+        there = counts[me].view(workers, -1).sum(1).tolist()
+        own = counts.view(workers, workers, -1)[:, me]  # [N, E/N]: what each worker sends here
+        here = own.sum(1).tolist()
+        came = all_to_all(sent, here, there, self.group)
+        # By worker, then by expert: turned around, and back again.
+        order = _turned(own)
+        made = self._mlps(came[order], own.sum(0).tolist())
+        back = made.new_empty(made.shape).index_copy(0, order, made)
+        return all_to_all(back, there, here, self.group)
+
+    def _mlps(self, tokens: Tensor, counts: list[int]) -> Tensor:
+        """Each of this worker's experts on its tokens, which stand one expert after another."""
+        inner, inner_bias, outer, outer_bias = (local(getattr(self, name)) for name in EXPERTS)
         parts = []
-        for expert, part in enumerate(sent.split(routing.counts.tolist())):
-            hidden = torch.addmm(self.inner_bias[expert], part, self.inner[expert])
+        for expert, part in enumerate(tokens.split(counts)):
+            hidden = torch.addmm(inner_bias[expert], part, inner[expert])
             hidden = F.gelu(hidden, approximate="tanh")
-            parts.append(torch.addmm(self.outer_bias[expert], hidden, self.outer[expert]))
+            parts.append(torch.addmm(outer_bias[expert], hidden, outer[expert]))
         return torch.cat(parts)
 
     def _combined(self, made: Tensor, routing: Routing, num_tokens: int) -> Tensor:
@@ -160,3 +219,14 @@ class Experts(nn.Module):
         rows = weighted.new_zeros(self.active * num_tokens, made.shape[1])
         rows = rows.index_copy(0, routing.choice, weighted)
         return rows.view(self.active, num_tokens, -1).sum(0)
+
+
+def _turned(counts: Tensor) -> Tensor:
+    """The order that brings rows which stand by worker, then by expert, to stand by expert, then by
+    worker, from their numbers, [N, E/N]."""
+    blocks = torch.arange(counts.sum().item(), device=counts.device).split(
+        counts.flatten().tolist()
+    )
+    workers, experts = counts.shape
+    turned = [blocks[w * experts + e] for e in range(experts) for w in range(workers)]
+    return torch.cat(turned)

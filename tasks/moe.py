@@ -116,8 +116,8 @@ class MoE(CausalText):
         wanted, made = [], []
         for layer in mixtures(model):
             assert layer.routing is not None, "the model has just seen the batch"
-            wanted.append(layer.routing.wanted)
-            made.append(layer.routing.counts)
+            wanted.append(layer.routing.wanted.sum(0))
+            made.append(layer.routing.counts.sum(0))
         return torch.cat([*wanted, *made])
 
     def scores(self, counted: Sequence[float]) -> dict[str, float]:

@@ -113,7 +113,7 @@ def test_experts_that_nobody_wants_have_gradients_of_zero() -> None:
         made.gate.weight[3, 0] = 100
     x = tokens().abs()
     made(x).sum().backward()
-    assert made.routing.counts.tolist() == [0, 0, 0, TOKENS, 0]
+    assert made.routing.counts.tolist() == [[0, 0, 0, TOKENS, 0]]
     for weight in made.parameters():
         assert weight.grad is not None
     assert made.inner.grad[3].any() and not made.inner.grad[[0, 1, 2, 4]].any()
@@ -121,10 +121,10 @@ def test_experts_that_nobody_wants_have_gradients_of_zero() -> None:
 
 def test_room_goes_to_first_choices_and_earlier_tokens() -> None:
     shares = torch.tensor([[0.5, 0.4, 0.1], [0.6, 0.1, 0.3], [0.3, 0.6, 0.1], [0.7, 0.2, 0.1]])
-    routing = route(shares, active=2, capacity=2)
+    routing = route(shares, active=2, capacity=0.75)
     # First choices 0 0 1 0, second ones 1 2 0 1; choice c of token t is number 4 c + t.
-    assert routing.wanted.tolist() == [4, 3, 1]
-    assert routing.counts.tolist() == [2, 2, 1]
+    assert routing.wanted.tolist() == [[4, 3, 1]]
+    assert routing.counts.tolist() == [[2, 2, 1]]
     assert routing.choice.tolist() == [0, 1, 2, 4, 5]
     expected = [0.5 / 0.9, 0.6 / 0.9, 0.6 / 0.9, 0.4 / 0.9, 0.3 / 0.9]
     assert routing.weight.tolist() == pytest.approx(expected)
