@@ -1,14 +1,20 @@
 """Mixtures of experts: closed forms of the gate, and each layer against what is written token by
 token."""
 
+import functools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from co2.comm.collectives import local
+from co2.errors import ConfigError
+from tasks.experts import EXPERTS as EXPERT_WEIGHTS
 from tasks.experts import Experts, balance_loss, route, z_loss
+from tests.workers import Pool
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 6, 10, 5, 23
 
@@ -167,3 +173,53 @@ def test_autocast_leaves_the_gate_in_fp32() -> None:
         out = made(x)
     assert made.routing.weight.dtype == torch.float32 and out.dtype == x.dtype
     torch.testing.assert_close(out, made(x), rtol=0.05, atol=0.05)
+
+
+def divided(rank: int, world: int, active: int, capacity: float | None) -> tuple[Tensor, ...]:
+    """Of each worker's tokens: what the layer makes of them, their gradients, the gradients of the
+    gate and of this worker's experts, and the losses."""
+    made = layer(active, experts=4, capacity=capacity)
+    made.divide(init_device_mesh("cpu", (world,)))
+    x = tokens()[:20].chunk(world)[rank].requires_grad_()
+    out = made(x)
+    balance, z = made.losses
+    loss = (out * (1 + out.detach())).sum() + balance + z
+    weights = [made.gate.weight, *(getattr(made, name) for name in EXPERT_WEIGHTS)]
+    found = [local(grad) for grad in torch.autograd.grad(loss, [x, *weights])]
+    return out.detach(), *found, balance.detach(), z.detach()
+
+
+@pytest.mark.parametrize("active", [1, 2])
+@pytest.mark.parametrize("capacity", [None, 0.5, 1.0])
+@pytest.mark.parametrize("world", [2, 4])
+def test_divided_over_workers(
+    workers: Pool, world: int, active: int, capacity: float | None
+) -> None:
+    """As by one worker with all experts and all tokens."""
+    made = layer(active, experts=4, capacity=capacity)
+    x = tokens()[:20].requires_grad_()
+    out = made(x)
+    balance, z = made.losses
+    loss = (out * (1 + out.detach())).sum() + world * (balance + z)
+    weights = [made.gate.weight, *(getattr(made, name) for name in EXPERT_WEIGHTS)]
+    dx, gate, *experts = torch.autograd.grad(loss, [x, *weights])
+    found = list(zip(*workers.run(divided, world, active, capacity), strict=True))
+    close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
+    close(torch.cat(found[0]), out.detach())
+    close(torch.cat(found[1]), dx)
+    close(sum(found[2]), gate)
+    for parts, whole in zip(found[3:7], experts, strict=True):
+        close(torch.cat(parts), whole)
+    close(sum(found[7]) / world, balance.detach())
+    close(sum(found[8]) / world, z.detach())
+    assert (made.routing.wanted != made.routing.counts).any() == (capacity is not None)
+
+
+def refused(rank: int, world: int) -> str:
+    with pytest.raises(ConfigError) as error:
+        layer(1, experts=5).divide(init_device_mesh("cpu", (world,)))
+    return str(error.value)
+
+
+def test_as_many_experts_for_each_worker(workers: Pool) -> None:
+    assert workers.run(refused, 2)[0] == "mesh.replica_size=2: must divide the 5 experts"
