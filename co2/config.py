@@ -68,6 +68,7 @@ class Strategy(Enum):
     zero1 = "zero1"
     zero2 = "zero2"
     zero3 = "zero3"
+    ep = "ep"
 
 
 class Resume(Enum):

@@ -24,9 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from co2.comm.collectives import local
 from co2.errors import require
 from tasks.token_exchange import all_to_all
 
@@ -174,17 +172,16 @@ class Experts(nn.Module):
             out = out + self.shared(tokens)
         return self.dropout(out.to(x.dtype)).view_as(x)
 
-    def divide(self, mesh: DeviceMesh) -> None:
-        """Leave this worker its part of the experts, E/N, and send each token to where its experts
-        are from now on. Raises `ConfigError`."""
-        from torch.distributed.tensor import Shard, distribute_tensor  # costs half a second
-
+    def divide(self, group: dist.ProcessGroup) -> tuple[str, ...]:
+        """See `Divisible`. Raises `ConfigError`."""
+        workers = group.size()
         hint = f"must divide the {self.num_experts} experts"
-        require(self.num_experts % mesh.size() == 0, "mesh.replica_size", mesh.size(), hint)
+        require(self.num_experts % workers == 0, "mesh.replica_size", workers, hint)
         for name in EXPERTS:
-            part = distribute_tensor(getattr(self, name).detach(), mesh, [Shard(0)])
-            setattr(self, name, nn.Parameter(part))
-        self.group = mesh.get_group()
+            part = getattr(self, name).detach().chunk(workers)[group.rank()]
+            setattr(self, name, nn.Parameter(part.clone()))
+        self.group = group
+        return EXPERTS
 
     def _computed(self, tokens: Tensor, routing: Routing) -> Tensor:
         """What the experts make of the tokens, [A, width], in the order of the assignments."""
@@ -204,12 +201,11 @@ class Experts(nn.Module):
 
     def _mlps(self, tokens: Tensor, counts: list[int]) -> Tensor:
         """Each of this worker's experts on its tokens, which stand one expert after another."""
-        inner, inner_bias, outer, outer_bias = (local(getattr(self, name)) for name in EXPERTS)
         parts = []
         for expert, part in enumerate(tokens.split(counts)):
-            hidden = torch.addmm(inner_bias[expert], part, inner[expert])
+            hidden = torch.addmm(self.inner_bias[expert], part, self.inner[expert])
             hidden = F.gelu(hidden, approximate="tanh")
-            parts.append(torch.addmm(outer_bias[expert], hidden, outer[expert]))
+            parts.append(torch.addmm(self.outer_bias[expert], hidden, self.outer[expert]))
         return torch.cat(parts)
 
     def _combined(self, made: Tensor, routing: Routing, num_tokens: int) -> Tensor:

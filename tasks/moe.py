@@ -60,9 +60,14 @@ class MoE(CausalText):
         dropout: float = 0.0
         """Rate of dropout in embeddings, attention and residuals."""
 
+        @property
+        def num_experts(self) -> int:
+            """Of a layer."""
+            return SHAPES[self.size][1]
+
         def __post_init__(self) -> None:
             super().__post_init__()
-            experts = SHAPES[self.size][1]
+            experts = self.num_experts
             require_count("active", self.active)
             hint = f"must not be above the {experts} experts of size={self.size.value}"
             require(self.active <= experts, "active", self.active, hint)
@@ -128,7 +133,7 @@ class MoE(CausalText):
             "dropped": share of the assignments that were over an expert's capacity.
         """
         wanted, made = torch.tensor(counted, dtype=torch.float64).view(2, -1)
-        layers = wanted.view(-1, SHAPES[self.config.size][1])
+        layers = wanted.view(-1, self.config.num_experts)
         busiest = (layers.amax(1) / layers.mean(1)).mean().item()
         return {"busiest_expert": busiest, "dropped": 1 - (made.sum() / wanted.sum()).item()}
 

@@ -19,6 +19,20 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if part is None else part()
 
 
+_NUM_PARTS = "num_parts"
+
+
+def mark_part(param: Tensor, num_parts: int) -> None:
+    """Say that a parameter, which is no DTensor, is one of `num_parts` parts of equal size, and
+    that other workers of the replica hold the others."""
+    setattr(param, _NUM_PARTS, num_parts)
+
+
+def num_parts(param: Tensor) -> int:
+    """What `mark_part` said of a parameter, and 1 of any other."""
+    return int(getattr(param, _NUM_PARTS, 1))
+
+
 def carries(group: dist.ProcessGroup | None, tensor: Tensor) -> bool:
     """Return whether a group's backend reaches the memory that a tensor lies in: gloo's collectives
     work on the host's memory only."""

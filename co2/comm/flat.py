@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from co2.comm.collectives import local
+from co2.comm.collectives import local, num_parts
 from co2.comm.mesh import Mesh
 from co2.comm.phases import SNAPSHOT
 from co2.comm.transfer import Direct, Live, Staged, side_stream
@@ -28,13 +28,16 @@ def chunk_numel(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive elements of the flat vector, all of one parameter group."""
+    """Consecutive elements of the flat vector, all of one parameter group, and with one share."""
 
     index: int
     span: slice
     group: int
     transfer: Direct | Staged
     """Copies to and from the live tensors."""
+    share: float = 1.0
+    """How much each element counts in a sum over the replica's workers, so that all elements count
+    once: 1/N for those that all N workers hold."""
 
     @property
     def numel(self) -> int:
@@ -67,7 +70,7 @@ class FlatParams:
         optimizer: holds the parameters.
         keep: where vectors lie: beside the parameters, or in the host's memory.
         only: the parameters to take; None for all.
-        mesh: the workers; needed by `total` if the parameters are sharded.
+        mesh: the workers; needed by `total` if they hold parts of parameters.
     Raises:
         ValueError: no parameter requires a gradient.
     """
@@ -94,13 +97,15 @@ class FlatParams:
                     whole = param.detach()
                     self.owners.append(param)
                     self.params.append(local(whole))
-                    self.total_numel += whole.numel()
-                    sharded = sharded or self.params[-1] is not whole
+                    self.total_numel += whole.numel() * num_parts(param)
+                    sharded = sharded or self.params[-1] is not whole or num_parts(param) > 1
                     self.group_of.append(index)
         if not self.params:
             raise ValueError("the optimizer holds no parameter that requires a gradient")
         self.numel = sum(param.numel() for param in self.params)
         """Elements on this worker; `total_numel` counts those of the whole replica."""
+        workers = max(map(num_parts, self.owners))
+        self._shares = [num_parts(param) / workers for param in self.owners]
         self.dtype = torch.float32
         for param in self.params:
             self.dtype = torch.promote_types(self.dtype, param.dtype)
@@ -123,7 +128,10 @@ class FlatParams:
             transfer = Direct(pieces, self.dtype, self.device)
         else:
             transfer = Staged(pieces, self.dtype, self._side)
-        return [Chunk(index, span, group, transfer) for index, (span, group, _) in enumerate(cuts)]
+        return [
+            Chunk(index, span, self.group_of[first], transfer, self._shares[first])
+            for index, (span, first, _) in enumerate(cuts)
+        ]
 
     def round(self) -> AbstractContextManager[None]:
         """Enter this around everything that reads or writes live parameters as a round ends."""
@@ -205,17 +213,18 @@ class FlatParams:
             chunk.write(chunk.of(vector))
 
     def _cut(self, tensors: Sequence[Tensor], size: int) -> Iterator[tuple[slice, int, Live]]:
-        """Yield span, parameter group and tensors of each chunk. A chunk has at most `size`
-        elements, unless it is a single tensor that is not contiguous."""
-        start, used, group = 0, 0, 0
+        """Yield span, index of the first parameter and tensors of each chunk. A chunk has at most
+        `size` elements, unless it is a single tensor that is not contiguous."""
+        kinds = list(zip(self.group_of, self._shares, strict=True))
+        start, used, first = 0, 0, 0
         live: list[Tensor] = []
-        for tensor, index in zip(tensors, self.group_of, strict=True):
+        for index, tensor in enumerate(tensors):
             pieces = tensor.view(-1).split(size) if tensor.is_contiguous() else (tensor,)
             for piece in pieces:
-                if live and (index != group or used + piece.numel() > size):
-                    yield slice(start, start + used), group, tuple(live)
+                if live and (kinds[index] != kinds[first] or used + piece.numel() > size):
+                    yield slice(start, start + used), first, tuple(live)
                     start, used, live = start + used, 0, []
-                group = index
+                first = first if live else index
                 live.append(piece)
                 used += piece.numel()
-        yield slice(start, start + used), group, tuple(live)
+        yield slice(start, start + used), first, tuple(live)

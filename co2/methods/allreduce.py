@@ -3,7 +3,8 @@
 This is PyTorch's own DistributedDataParallel (DDP), unmodified, so that the baseline is the one
 that people use. It averages over all workers, whatever the size of a replica. If fully_shard has
 sharded the parameters over a replica's workers, it also averages their gradients over the replicas
-(its hybrid mode), and DDP is not needed.
+(its hybrid mode), and DDP is not needed. Gradients of experts that the workers of a replica share
+are averaged over the replicas one by one (co2/comm/gradient_mean.py).
 Buffers are treated as in every other method: they are local during training and averaged in the
 consensus. DDP's default would send those of replica 0 before every forward pass.
 """
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from co2.comm.clocks import CommTotals
 from co2.comm.collectives import data_parallel, local
+from co2.comm.gradient_mean import GradientMean
 from co2.config import CommConfig, CommDevice, Precision, Waits
 from co2.errors import require
 from co2.methods.base import Method, MethodStats
@@ -43,10 +45,16 @@ class AllReduce(Method):
 
     def set_up(self) -> nn.Module:
         self.ddp: DistributedDataParallel | None = None
+        self.experts: GradientMean | None = None
+        """What averages gradients that DDP leaves alone; None where it leaves none."""
         self.sharded = any(local(p) is not p for p in self.model.parameters())
         if self.mesh.num_workers == 1 or self.sharded:
             return self.model
-        self.ddp = data_parallel(self.model, self.comm.bucket_mb)
+        self.ddp = ddp = data_parallel(self.model, self.comm.bucket_mb)
+        own = [p for name, p in self.model.named_parameters() if name in ddp.parameters_to_ignore]
+        across = self.mesh.new_group_across_replicas() if own else None
+        if across is not None:
+            self.experts = GradientMean(own, across, lambda: ddp.require_backward_grad_sync)
         if self.comm.dtype is Precision.bf16:
             self.ddp.register_comm_hook(None, bf16_compress_hook)
         if self.mesh.device.type == "cpu":
@@ -78,12 +86,17 @@ class AllReduce(Method):
 
     def bytes_per_step(self) -> int:
         """Return the bytes that one worker sends in one step: 2(G−1)/G of its gradients. G is the
-        number of workers under DDP, and that of replicas if the parameters are sharded."""
-        trained = [local(p.detach()) for p in self.model.parameters() if p.requires_grad]
+        number of workers under DDP, and that of replicas for what a worker holds a part of."""
+        workers, replicas = self.mesh.num_workers, self.mesh.num_replicas
+        left_alone = self.ddp.parameters_to_ignore if self.ddp is not None else ()
         halved = self.comm.dtype is Precision.bf16
-        payload = sum(p.numel() * (2 if halved else p.element_size()) for p in trained)
-        rings = self.mesh.num_replicas if self.sharded else self.mesh.num_workers
-        return 2 * (rings - 1) * payload // rings
+        payload = dict.fromkeys((workers, replicas), 0)
+        for name, param in self.model.named_parameters():
+            if param.requires_grad:
+                size = replicas if self.sharded or name in left_alone else workers
+                part = local(param.detach())
+                payload[size] += part.numel() * (2 if halved else part.element_size())
+        return sum(2 * (size - 1) * sent // size for size, sent in payload.items())
 
     def _totals(self) -> CommTotals:
         """Return DDP's own averages over the steps that it has sampled, times the number of steps.
@@ -103,4 +116,5 @@ class AllReduce(Method):
             steps = self.steps - self._steps_before
             comm_s += comm * steps
             exposed_s += max(0.0, comm - hidden) * steps
-        return CommTotals(comm_s, exposed_s, sent)
+        totals = CommTotals(comm_s, exposed_s, sent)
+        return totals if self.experts is None else totals + self.experts.totals()

@@ -70,6 +70,8 @@ class CO2(LocalMethod):
         super().__init__(config, comm)
         if self.config.shard:
             self.refused_elastic = "co2.shard=true leaves each replica a part of the outer state"
+            reason = "co2.shard=true cuts weights and experts alike; use co2.shard=false"
+            self.refused_strategies = {**self.refused_strategies, "ep": reason}
             wire, device = self.comm.dtype, self.comm.device
             hint = (
                 "must be fp32 with co2.shard=true: parameters travel, and bf16 loses their changes"

@@ -3,7 +3,6 @@
 from contextlib import closing
 
 import torch
-from torch import nn
 
 from co2.errors import PREEMPTED
 from co2.record.metrics import Notice
@@ -48,7 +47,7 @@ def train(run: Run) -> None:
                                 part.backward()
                             loss += part.detach()
                         if config.train.clip_norm is not None:
-                            nn.utils.clip_grad_norm_(module.parameters(), config.train.clip_norm)
+                            session.replica.clip(module, config.train.clip_norm)
                     # On a CPU this ends a bad step before it reaches the others.
                     losses.add(session.step, loss)
                 else:

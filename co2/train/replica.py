@@ -8,6 +8,7 @@ share a replica.
     zero1           averaged               1/N           whole      the whole vector
     zero2           averaged, 1/N kept     1/N           1/N *      1/N of it
     zero3           averaged, 1/N kept     1/N           1/N        1/N of it
+    ep              as ddp; of experts: where these are (divided.py), 1/N of them, also exchanged
 
     * whole from the forward pass to the backward pass; with zero3 one block at a time
 
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -35,6 +37,7 @@ from co2.config import CommConfig, CommDevice, Config, MeshConfig, Precision, St
 from co2.config import Optimizer as OptimizerName
 from co2.errors import ConfigError, require
 from co2.methods.base import Method
+from co2.train.divided import Parts, clip, divide
 
 CUT = (Strategy.zero2, Strategy.zero3)
 """Strategies under which a worker holds a shard of every weight."""
@@ -48,10 +51,15 @@ def check(config: Config, world: int, method: Method) -> None:
         hint = "shares a replica among its workers; set mesh.replica_size to 2 or more"
         require(strategy is Strategy.ddp, "mesh.strategy", strategy.value, hint)
         return
-    reason = method.refused_strategies.get(strategy.value)
+    refused = dict(method.refused_strategies)
+    if Strategy.zero2.value in refused:  # under both a worker has parts of tensors
+        refused[Strategy.ep.value] = refused[Strategy.zero2.value]
+    reason = refused.get(strategy.value)
     require(reason is None, "mesh.strategy", strategy.value, f"method={config.method}: {reason}")
     hint = "gloo would have to carry the gradients inside a replica too; use auto"
     require(config.comm.device is CommDevice.auto, "comm.device", "cpu", hint)
+    if strategy is Strategy.ep:
+        _check_ep(config, method)
     if strategy in CUT:
         hint = (
             "optim.name=muon needs whole matrices, and here a worker has a part; use zero1 or ddp"
@@ -63,6 +71,19 @@ def check(config: Config, world: int, method: Method) -> None:
         hooks = method.averages_gradients and config.comm.dtype is Precision.bf16
         hint = f"with mesh.strategy={strategy.value} gradients travel as they are; use fp32"
         require(not hooks, "comm.dtype", "bf16", hint)
+
+
+def _check_ep(config: Config, method: Method) -> None:
+    size = config.mesh.replica_size
+    experts = getattr(config.task_config, "num_experts", 0)
+    hint = f"divides experts, and task={config.task} has none; use task=moe, or zero1, zero2, zero3"
+    require(experts > 0, "mesh.strategy", "ep", hint)
+    require(experts % size == 0, "mesh.replica_size", size, f"must divide the {experts} experts")
+    hint = "with mesh.strategy=ep tokens travel between the operations; use false"
+    require(not config.train.compile, "train.compile", "true", hint)
+    hooks = method.averages_gradients and config.comm.dtype is Precision.bf16
+    hint = "with mesh.strategy=ep gradients travel as they are; use fp32"
+    require(not hooks, "comm.dtype", "bf16", hint)
 
 
 class Replica:
@@ -78,6 +99,8 @@ class Replica:
         self.strategy, self.mesh, self.across = config.strategy, mesh, across
         self.alone = mesh.replica_size == 1
         self.group = mesh.new_group_within_replica()
+        self.parts = Parts()
+        """Experts of which this worker holds a part, once it does."""
 
     def shard(self, module: nn.Module) -> None:
         """Give all workers the weights of the first one, and under zero2 and zero3 leave each its
@@ -89,9 +112,10 @@ class Replica:
         if self.alone:
             return
         replicate(module, self.group)
+        if self.strategy is Strategy.ep:
+            self.parts = divide(module, self._device_mesh()["shard"])
         if self.strategy not in CUT:
             return
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard  # costs half a second
         from torch.distributed.tensor import debug
 
@@ -103,14 +127,25 @@ class Replica:
         for name, param in module.named_parameters():
             hint = f"cannot cut {name}, a single number; give it one dimension, or use zero1"
             require(param.dim() > 0, "mesh.strategy", value, hint)
-        shape = (self.mesh.num_replicas, self.mesh.replica_size)
-        whole = init_device_mesh(self.mesh.device.type, shape, mesh_dim_names=("replica", "shard"))
+        whole = self._device_mesh()
         mesh = whole if self.across and self.mesh.num_replicas > 1 else whole["shard"]
         # None: weights are freed after a forward pass, but for the root's, which are used next.
         keep = False if self.strategy is Strategy.zero2 else None
         for block in blocks(module):
             fully_shard(block, mesh=mesh, reshard_after_forward=keep)
         fully_shard(module, mesh=mesh, reshard_after_forward=keep)
+
+    def _device_mesh(self) -> DeviceMesh:
+        """All workers, by replica and by place in it. Collective."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = (self.mesh.num_replicas, self.mesh.replica_size)
+        return init_device_mesh(self.mesh.device.type, shape, mesh_dim_names=("replica", "shard"))
+
+    def clip(self, module: nn.Module, most: float) -> None:
+        """Scale the gradients so that their norm over the whole model is at most this. Collective
+        in the replica."""
+        clip(module, most, self.parts)
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer, which must not have stepped yet; under zero1 one whose state is
@@ -133,7 +168,7 @@ class Replica:
     def state(self, module: nn.Module, optimizer: Optimizer) -> "ReplicaState | None":
         """What a checkpoint holds once for all workers of a replica; None where each is a
         replica."""
-        return None if self.alone else ReplicaState(module, optimizer, self.mesh)
+        return None if self.alone else ReplicaState(module, optimizer, self.mesh, self.parts)
 
 
 class ReplicaState:
@@ -143,8 +178,8 @@ class ReplicaState:
     that holds it, or in shards by all of them.
     """
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer, mesh: Mesh) -> None:
-        self.params = dict(module.named_parameters())
+    def __init__(self, module: nn.Module, optimizer: Optimizer, mesh: Mesh, parts: Parts) -> None:
+        self.params, self.parts = dict(module.named_parameters()), parts
         self.inner = local_optimizer(optimizer)
         self.group = mesh.new_group_within_replica("gloo")
 
@@ -153,7 +188,10 @@ class ReplicaState:
         names: dict[Tensor, str] = {param: name for name, param in self.params.items()}
         state: dict[str, Any] = self._weights()
         for param, fields in self.inner.state.items():
-            state |= {f"inner/{names[param]}/{key}": value for key, value in fields.items()}
+            for key, value in fields.items():
+                alike = isinstance(value, Tensor) and value.size() == param.size()
+                value = self.parts.seen_whole(names[param], value) if alike else value
+                state[f"inner/{names[param]}/{key}"] = value
         return state
 
     def write(self, folder: Path, state: dict[str, Any]) -> None:
@@ -195,7 +233,8 @@ class ReplicaState:
                 fields.append((numbers[self.params[name]], field, key))
                 state[key] = None
                 if isinstance(saved, TensorStorageMetadata):
-                    state[key] = _empty(saved.size, saved.properties.dtype, self.params[name])
+                    like = self.parts.seen_whole(name, self.params[name].detach())
+                    state[key] = _empty(saved.size, saved.properties.dtype, like)
         try:
             dcp.load(state, storage_reader=reader, planner=Planner(), process_group=self.group)
         except CheckpointException as failed:
@@ -206,11 +245,17 @@ class ReplicaState:
         packed = self.inner.state_dict()
         packed["state"] = {}
         for number, field, key in fields:
-            packed["state"].setdefault(number, {})[field] = state[key]
+            value = state[key]
+            if key.split("/")[1] in self.parts.names:
+                value = local(value)
+            packed["state"].setdefault(number, {})[field] = value
         self.inner.load_state_dict(packed)
 
     def _weights(self) -> dict[str, Any]:
-        return {f"weight/{name}": param.detach() for name, param in self.params.items()}
+        return {
+            f"weight/{name}": self.parts.seen_whole(name, param.detach())
+            for name, param in self.params.items()
+        }
 
 
 def _empty(size: torch.Size, dtype: torch.dtype | None, param: Tensor) -> Tensor:
@@ -231,12 +276,15 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in module.state_dict().items() if name not in params}
 
 
-def whole_weights(module: nn.Module) -> dict[str, Any]:
-    """The module's state dict, with sharded parameters gathered in the host's memory. Collective
-    in the replica."""
+def whole_weights(module: nn.Module, parts: Parts) -> dict[str, Any]:
+    """The module's state dict, with parameters of which each worker has a part gathered in the
+    host's memory. Collective in the replica."""
+    state: dict[str, Any] = {
+        name: parts.seen_whole(name, value) for name, value in module.state_dict().items()
+    }
     return {
         name: value.full_tensor().cpu() if local(value) is not value else value
-        for name, value in module.state_dict().items()
+        for name, value in state.items()
     }
 
 

@@ -56,7 +56,7 @@ class Session:
             checkpoint_activations(self.module)
         if config.train.compile:
             self.module.compile()
-        replica = Replica(config.mesh, mesh, run.method.averages_gradients)
+        self.replica = replica = Replica(config.mesh, mesh, run.method.averages_gradients)
         replica.shard(self.module)
         self.optimizer = replica.optimizer(run.task.optimizer(self.module))
         fresh = not mesh.newcomer
@@ -366,7 +366,7 @@ class Session:
             with self.autocast():
                 scores = run.task.evaluate(self.module)
             if run.mesh.replica == 0 and self.step == run.config.train.steps:
-                weights = whole_weights(self.module)
+                weights = whole_weights(self.module, self.replica.parts)
                 if run.is_first:
                     torch.save(weights, run.folder / "model.pt")
         return scores

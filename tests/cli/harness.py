@@ -32,6 +32,7 @@ from co2.app.compose import Values, composed, preflight
 from co2.config import Config
 from co2.errors import ConfigError
 from co2.record.folder import run_folder
+from co2.task import Task
 from tasks.toy import Toy
 from tests.server import Forked, environment, fork_program
 from tests.workers import Pool
@@ -250,17 +251,19 @@ def _work(
 
 
 @contextlib.contextmanager
-def signalled(who: int, step: int, number: int = signal.SIGTERM) -> Iterator[None]:
+def signalled(
+    who: int, step: int, number: int = signal.SIGTERM, task: type[Task] = Toy
+) -> Iterator[None]:
     """Setup: worker `who` gets a signal in the loss of the step, counted from this start."""
-    original, calls = Toy.loss, []
+    original, calls = task.loss, []
 
-    def loss(self: Toy, *arguments: Any) -> Tensor:
+    def loss(self: Task, *arguments: Any) -> Tensor:
         calls.append(None)
         if torch.distributed.get_rank() == who and len(calls) == step:
             signal.raise_signal(number)
         return original(self, *arguments)
 
-    with patch.object(Toy, "loss", loss):
+    with patch.object(task, "loss", loss):
         yield
 
 

@@ -1,6 +1,7 @@
 """Runs whose replicas have several workers: as exact, and as careful, as all others."""
 
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,9 @@ import torch.distributed as dist
 
 from co2.config import Strategy
 from co2.errors import PREEMPTED, ConfigError
+from co2.task import Task
+from tasks.moe import MoE
+from tasks.toy import Toy
 from tests.cli.harness import (
     Run,
     assert_same_run,
@@ -46,19 +50,31 @@ def words(strategy: str, *method: str) -> tuple[str, ...]:
     return (*method, *SHORT, *mesh(strategy))
 
 
-def stopped(workers: Pool, arguments: tuple[str, ...], runs: Path, step: int = TOLD_IN) -> Run:
-    run = pooled(workers, 4, *arguments, runs=runs, setup=signalled, setup_arguments=(3, step))
+def stopped(
+    workers: Pool,
+    arguments: tuple[str, ...],
+    runs: Path,
+    step: int = TOLD_IN,
+    task: type[Task] = Toy,
+) -> Run:
+    told = {"setup": signalled, "setup_arguments": (3, step, signal.SIGTERM, task)}
+    run = pooled(workers, 4, *arguments, runs=runs, **told)
     assert run.status == PREEMPTED, run.err
     return run
 
 
 @pytest.mark.parametrize("strategy", [strategy.name for strategy in Strategy])
-def test_goes_on_exactly(workers: Pool, tmp_path: Path, strategy: str) -> None:
+def test_goes_on_exactly(
+    workers: Pool, tmp_path: Path, root: Path, text: Path, strategy: str
+) -> None:
     arguments = words(strategy, *CO2, "train.accumulate=2", "train.clip_norm=1")
+    if strategy == "ep":
+        arguments = (*small("moe", root, text), *arguments, "train.batch_size=2")
     whole = pooled(workers, 4, *arguments, runs=tmp_path / "whole")
     assert whole.status == 0, whole.err
     # A loss is asked for twice a step.
-    run = stopped(workers, arguments, tmp_path / "cut", 2 * TOLD_IN)
+    task = MoE if strategy == "ep" else Toy
+    run = stopped(workers, arguments, tmp_path / "cut", 2 * TOLD_IN, task)
     folder = run.folder / "checkpoints"
     assert saved_steps(run.folder) == [10, STOPPED_AT]
     assert (folder / f"step_{STOPPED_AT}" / "replica_1" / ".metadata").exists()
@@ -158,6 +174,30 @@ def test_trains_as_replicas_of_one_worker(
             torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("method", ["allreduce", "co2"])
+def test_experts_shared_by_two_workers(
+    workers: Pool, tmp_path: Path, root: Path, text: Path, method: str
+) -> None:
+    """On the same samples they train as one worker with all experts, each with half of them."""
+    moe = (
+        *(*small("moe", root, text), f"method={method}", "train.steps=7", "train.eval_every=4"),
+        *("log.every=1", "train.clip_norm=1"),
+    )
+    plain = pooled(workers, 2, *moe, "train.batch_size=4", runs=tmp_path / "plain")
+    assert plain.status == 0, plain.err
+    arguments = (*moe, "train.batch_size=2", *mesh("ep"))
+    run = pooled(workers, 4, *arguments, runs=tmp_path / "shared")
+    assert run.status == 0, run.err
+    for one, other in zip(metrics(run.folder, "eval"), metrics(plain.folder, "eval"), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["busiest_expert"] == pytest.approx(other["busiest_expert"], rel=0.02)
+    expected = weights(plain.folder)
+    found = weights(run.folder)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
 @pytest.mark.parametrize("task", SMALL)
 def test_every_task_in_parts(
     workers: Pool, tmp_path: Path, root: Path, text: Path, task: str
@@ -206,7 +246,7 @@ def test_killed(tmp_path: Path) -> None:
 REFUSED = [
     (("launch.workers=3", *mesh("ddp")), "mesh.replica_size=2: must divide the 3 workers"),
     (("mesh.replica_size=0",), "mesh.replica_size=0: must be a whole number"),
-    (("mesh.strategy=zero4",), "mesh.strategy=zero4: must be one of ddp, zero1, zero2, zero3"),
+    (("mesh.strategy=zero4",), "mesh.strategy=zero4: must be one of ddp, zero1, zero2, zero3, ep"),
     (("mesh.strategy=zero3",), "mesh.strategy=zero3: .*set mesh.replica_size to 2 or more"),
     (("train.compile=true", *mesh("zero3")), "train.compile=true: "),
     (("comm.device=cpu", *mesh("ddp")), "comm.device=cpu: "),
@@ -229,6 +269,12 @@ REFUSED = [
             ("diloco", ("diloco.average_moments=true",)),
         )
     ),
+    (mesh("ep"), "mesh.strategy=ep: divides experts, and task=toy has none"),
+    (("task=moe", *mesh("ep", 3), "launch.workers=3"), "mesh.replica_size=3: must divide the 8 "),
+    (("task=moe", "train.compile=true", *mesh("ep")), "train.compile=true: "),
+    (("task=moe", "method=allreduce", "comm.dtype=bf16", *mesh("ep")), "comm.dtype=bf16: "),
+    (("task=moe", "method=co2", "co2.shard=true", *mesh("ep")), "mesh.strategy=ep: method=co2: "),
+    (("task=moe", "method=sparseloco", *mesh("ep")), "mesh.strategy=ep: method=sparseloco: its "),
     (
         ("method=streaming_diloco", "streaming_diloco.exchange=int8", *mesh("zero2")),
         "mesh.strategy=zero2: method=streaming_diloco: exchange=int8 ",

@@ -13,7 +13,10 @@ import co2
 from co2.config import CommConfig, MeshConfig, Strategy
 from co2.methods import METHODS
 from co2.train.replica import Replica, accumulating, checkpoint_activations, whole_weights
+from tasks.experts import Experts
 
+DENSE = tuple(strategy for strategy in Strategy if strategy is not Strategy.ep)
+"""Strategies of models without experts."""
 SAMPLES = 4
 """Of one worker in one step."""
 TAU = 3
@@ -71,9 +74,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, width: int = 7) -> None:
+    def __init__(self, width: int = 7, experts: bool = False) -> None:
         super().__init__()
         self.enter = nn.Linear(5, width)
+        self.experts = Experts(width, 5, 4, 2, None, True, (0.5, 0.5), 0.0) if experts else None
         self.h = nn.ModuleList(Block(width) for _ in range(2))
         self.scale = nn.Parameter(torch.ones(1) + torch.randn(1) / 10)  # one worker has none of it
         self.frozen = nn.Parameter(torch.randn(width), requires_grad=False)
@@ -83,6 +87,7 @@ class Net(nn.Module):
         x = torch.tanh(self.enter(x)) + self.frozen
         for block in self.h:
             x = block(x)
+        x = x if self.experts is None else x + self.experts(x)
         return self.scale * self.leave(x)
 
 
@@ -114,12 +119,13 @@ class Worker:
         dropout: float = 0.0,
         width: int = 7,
         tiny: bool = False,
+        experts: bool = False,
     ) -> None:
         name, settings = SETTINGS[kind]
         self.mesh = co2.Mesh.world(size)
         self.accumulate, self.clip_norm, self.steps = accumulate, clip_norm, 0
         torch.manual_seed(rank)
-        self.net: Any = (Tiny() if tiny else Net(width)).to(dtype)
+        self.net: Any = (Tiny() if tiny else Net(width, experts)).to(dtype)
         for block in self.net.h:
             block.dropout.p = dropout
         if recompute:
@@ -160,7 +166,7 @@ class Worker:
                 part.backward()
             loss += part.item()
         if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.net.parameters(), self.clip_norm)
+            self.replica.clip(self.net, self.clip_norm)
         self.method.step()
         if zero_grad:
             self.optimizer.zero_grad()
@@ -170,7 +176,7 @@ class Worker:
     def whole(self) -> dict[str, Tensor]:
         """Parameters of the replica, copied."""
         buffers = dict(self.net.named_buffers())
-        weights = whole_weights(self.net)
+        weights = whole_weights(self.net, self.replica.parts)
         return {n: v.detach().clone() for n, v in weights.items() if n not in buffers}
 
 

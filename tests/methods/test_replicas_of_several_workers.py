@@ -18,7 +18,7 @@ from co2.train.meters import ledger
 from co2.train.replica import Replica, blocks, local_optimizer
 from tests.engine.test_memory import storages
 from tests.methods.driver import assert_same
-from tests.methods.several_workers import NEED_ADAM, SETTINGS, Block, Net, Worker
+from tests.methods.several_workers import DENSE, NEED_ADAM, SETTINGS, Block, Net, Worker
 
 STEPS = 9
 """Three rounds: what the first sends is applied in the second and penalized in the third."""
@@ -63,7 +63,7 @@ def assert_close(one: Whole, other: Whole, where: str) -> None:
 
 
 def compare(
-    workers, kind: str, strategies: Iterable[Strategy] = Strategy, replicas: int = 2, **options
+    workers, kind: str, strategies: Iterable[Strategy] = DENSE, replicas: int = 2, **options
 ):
     """Strategies against replicas of one worker with twice the samples."""
     strategies = list(strategies)
@@ -89,7 +89,7 @@ def compare(
 def strategies_of(kind: str) -> list[Strategy]:
     """Kinds that share one way take turns: one strategy with whole weights, one with parts."""
     if kind in ALL_STRATEGIES:
-        return list(Strategy)
+        return list(DENSE)
     if kind in (*NEED_ADAM, "acco"):  # refuse zero1
         return [Strategy.ddp, Strategy.zero2, Strategy.zero3]
     if list(SETTINGS).index(kind) % 2:
@@ -127,13 +127,58 @@ def test_two_replicas_of_two_workers(workers, kind):
 )
 @pytest.mark.parametrize("kind", ["allreduce", "co2"])
 def test_with_what_the_loop_has(workers, kind, options):
-    strategies = Strategy if kind == "co2" else (Strategy.zero1, Strategy.zero3)
+    strategies = DENSE if kind == "co2" else (Strategy.zero1, Strategy.zero3)
     compare(workers, kind, strategies, optimizer="adamw", **options)
 
 
 @pytest.mark.parametrize("kind", ["allreduce", "co2"])
 def test_one_replica_of_two_workers(workers, kind):
     compare(workers, kind, replicas=1)
+
+
+SHARE_EXPERTS = (
+    *("allreduce", "slowmo", "streaming_diloco", "co2", "co2 by norm", "acco"),
+    "co2_keep with moments",
+)
+
+
+@pytest.mark.parametrize("kind", SHARE_EXPERTS)
+def test_experts_are_shared(workers, kind):
+    """Two replicas of two workers, each with half of the experts."""
+    optimizer = "adamw" if kind in NEED_ADAM else "sgd"
+    expected, found = compare(workers, kind, [Strategy.ep], experts=True, optimizer=optimizer)
+    ((_, figures, _),) = expected[0]
+    sent, whole = (line[-1].bytes_sent for line in (found[0][0][1], figures))
+    if kind != "allreduce":
+        assert 0.5 * whole < sent < whole, "half of the experts, and all else"
+
+
+@pytest.mark.parametrize(
+    "options", [{"accumulate": 2}, {"recompute": True}, {"clip_norm": 0.5}], ids=str
+)
+@pytest.mark.parametrize("kind", ["allreduce", "co2"])
+def test_experts_are_shared_with_what_the_loop_has(workers, kind, options):
+    compare(workers, kind, [Strategy.ep], experts=True, optimizer="adamw", **options)
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "co2"])
+def test_one_replica_shares_experts(workers, kind):
+    compare(workers, kind, [Strategy.ep], replicas=1, experts=True)
+
+
+def traffic_of_experts(rank: int, world: int) -> tuple[int, float, int, int]:
+    worker = Worker(rank, "allreduce", Strategy.ep, 2, experts=True)
+    worker.step()
+    sizes = {name: p.numel() * 8 for name, p in worker.net.named_parameters() if p.requires_grad}
+    experts = sum(sizes[name] for name in worker.replica.parts.names)
+    totals = worker.method.stats()
+    return worker.method.bytes_per_step(), totals.comm_s, sum(sizes.values()) - experts, experts
+
+
+def test_gradients_of_experts_travel_between_counterparts(workers):
+    """Those of the others in a ring of four, half of the experts' in one of two."""
+    for sent, comm_s, dense, experts in workers.run(traffic_of_experts, 4):
+        assert sent == 3 * dense // 2 + experts and comm_s > 0
 
 
 def parts(rank: int, world: int, strategy: Strategy) -> tuple[dict[str, int], int]:
@@ -160,13 +205,14 @@ def test_a_worker_may_hold_nothing_at_all(workers, kind):
 
 def saved_and_read(rank: int, world: int, folder: str, strategy: Strategy, optimizer: str) -> None:
     """Weights and inner state go into one replica's files, and into another one of its kind."""
-    saved = Worker(rank, "co2", strategy, 2, optimizer)
+    experts = strategy is Strategy.ep
+    saved = Worker(rank, "co2", strategy, 2, optimizer, experts=experts)
     for _ in range(2):
         saved.step()
     path = Path(folder) / f"replica_{saved.mesh.replica}"
     replica = saved.replica.state(saved.net, saved.optimizer)
     replica.write(path, replica.state())
-    read = Worker(rank + 7, "co2", strategy, 2, optimizer)
+    read = Worker(rank + 7, "co2", strategy, 2, optimizer, experts=experts)
     read.replica.state(read.net, read.optimizer).read(path)
     assert_same(held(read), held(saved))
     assert len(held(saved)[1]) > 0 or optimizer == "plain"
@@ -220,10 +266,10 @@ def held_and_counted(rank: int, world: int, kind: str, strategy: Strategy) -> tu
     return sum(size for at, size in now.items() if at not in before), found
 
 
-@pytest.mark.parametrize("strategy", Strategy, ids=lambda strategy: strategy.name)
+@pytest.mark.parametrize("strategy", DENSE, ids=lambda strategy: strategy.name)
 @pytest.mark.parametrize("kind", ["allreduce", "co2", "co2 in parts"])
 def test_the_ledger_counts_what_is_held(workers, kind, strategy):
-    parts = [name for name in Strategy if name is not Strategy.ddp]
+    parts = [name for name in DENSE if name is not Strategy.ddp]
     for held, found in workers.run(held_and_counted, 4, kind, strategy):
         assert sum(dataclasses.asdict(found).values()) == pytest.approx(held, rel=0.03)
         whole = 4 * sum(p.numel() for p in Net(257).parameters())

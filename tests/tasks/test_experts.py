@@ -6,11 +6,10 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from co2.comm.collectives import local
 from co2.errors import ConfigError
 from tasks.experts import EXPERTS as EXPERT_WEIGHTS
 from tasks.experts import Experts, balance_loss, route, z_loss
@@ -179,13 +178,13 @@ def divided(rank: int, world: int, active: int, capacity: float | None) -> tuple
     """Of each worker's tokens: what the layer makes of them, their gradients, the gradients of the
     gate and of this worker's experts, and the losses."""
     made = layer(active, experts=4, capacity=capacity)
-    made.divide(init_device_mesh("cpu", (world,)))
+    made.divide(dist.group.WORLD)
     x = tokens()[:20].chunk(world)[rank].requires_grad_()
     out = made(x)
     balance, z = made.losses
     loss = (out * (1 + out.detach())).sum() + balance + z
     weights = [made.gate.weight, *(getattr(made, name) for name in EXPERT_WEIGHTS)]
-    found = [local(grad) for grad in torch.autograd.grad(loss, [x, *weights])]
+    found = torch.autograd.grad(loss, [x, *weights])
     return out.detach(), *found, balance.detach(), z.detach()
 
 
@@ -217,7 +216,7 @@ def test_divided_over_workers(
 
 def refused(rank: int, world: int) -> str:
     with pytest.raises(ConfigError) as error:
-        layer(1, experts=5).divide(init_device_mesh("cpu", (world,)))
+        layer(1, experts=5).divide(dist.group.WORLD)
     return str(error.value)
 
 

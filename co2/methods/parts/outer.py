@@ -141,10 +141,12 @@ class Momentum:
                 penalty = gap.divisor(m)
                 m.mul_(self.beta).addcdiv_(d, penalty)
             if by_value is not None:
-                clipped += m.abs().gt_(by_value).sum()  # counted as floats, which is faster
+                # Counted as floats, which is faster.
+                clipped.add_(m.abs().gt_(by_value).sum(), alpha=chunk.share)
                 m.clamp_(-by_value, by_value)
             if by_norm is not None or gap.measures:
-                squares += torch.dot(m, m)  # faster here than vector_norm
+                # Faster here than vector_norm.
+                squares.add_(torch.dot(m, m), alpha=chunk.share)
         if self.clip is not None or gap.measures:
             squares, clipped = self.flat.total(squares, clipped)
         self.norm = squares.sqrt()

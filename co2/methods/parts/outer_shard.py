@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ class ShardChunk:
     """A chunk of a shard: its piece of one row."""
 
     index: int
+    share: ClassVar[float] = 1.0
 
     def of(self, vector: Tensor) -> Tensor:
         """This chunk of a vector of the shard, as a view."""
