@@ -6,6 +6,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from co2.comm.clocks import CommTotals
 from co2.comm.mesh import Mesh
 from co2.config import DataConfig, OptimConfig, TrainConfig
 
@@ -79,6 +80,15 @@ class Task(Protocol):
 
     def fingerprint(self) -> dict[str, object]:
         """What identifies the data, for `manifest.json`: name, sha256, counts, tokenizer."""
+        ...
+
+
+@runtime_checkable
+class Exchanging(Protocol):
+    """What a task has beside `Task` if the workers of a replica exchange parts of their batches."""
+
+    def traffic(self, model: nn.Module) -> CommTotals:
+        """What this has cost in training since the model was made: 0 where it has not happened."""
         ...
 
 

@@ -19,6 +19,7 @@ the shared expert.
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from co2.errors import require
-from tasks.token_exchange import all_to_all
+from tasks.token_exchange import Traffic, Weights, bulk, tiled
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,13 @@ EXPERTS = ("inner", "inner_bias", "outer", "outer_bias")
 """The weights of the experts, of which each has one along the first dimension."""
 
 
+class Exchange(Enum):
+    """How tokens travel to the experts of other workers: tasks/token_exchange.py."""
+
+    bulk = "bulk"
+    tiled = "tiled"
+
+
 class Experts(nn.Module):
     """The layer.
 
@@ -118,6 +126,8 @@ class Experts(nn.Module):
         shared: whether one more MLP sees every token.
         stds: standard deviations of the initial weights of the first and of the second matrix.
         dropout: rate, of the sum.
+        exchange: how tokens travel once the experts are divided.
+        tile: rows from one worker to another in a tile.
     """
 
     def __init__(
@@ -130,8 +140,11 @@ class Experts(nn.Module):
         shared: bool,
         stds: tuple[float, float],
         dropout: float,
+        exchange: Exchange = Exchange.tiled,
+        tile: int = 256,
     ) -> None:
         super().__init__()
+        self.exchange, self.tile, self.traffic = exchange, tile, Traffic()
         self.active, self.capacity, self.num_experts = active, capacity, experts
         self.group: dist.ProcessGroup | None = None
         """The workers that share the experts; None: this one has all."""
@@ -185,19 +198,20 @@ class Experts(nn.Module):
 
     def _computed(self, tokens: Tensor, routing: Routing) -> Tensor:
         """What the experts make of the tokens, [A, width], in the order of the assignments."""
-        sent, counts = tokens[routing.choice % len(tokens)], routing.counts
+        sent = tokens[routing.choice % len(tokens)]
         if self.group is None:
-            return self._mlps(sent, counts[0].tolist())
-        me, workers = dist.get_rank(self.group), len(counts)
-        there = counts[me].view(workers, -1).sum(1).tolist()
-        own = counts.view(workers, workers, -1)[:, me]  # [N, E/N]: what each worker sends here
-        here = own.sum(1).tolist()
-        came = all_to_all(sent, here, there, self.group)
-        # By worker, then by expert: turned around, and back again.
-        order = _turned(own)
-        made = self._mlps(came[order], own.sum(0).tolist())
-        back = made.new_empty(made.shape).index_copy(0, order, made)
-        return all_to_all(back, there, here, self.group)
+            return self._mlps(sent, routing.counts[0].tolist())
+        weights: Weights = self.inner, self.inner_bias, self.outer, self.outer_bias
+        device = sent.device.type
+        if torch.is_autocast_enabled(device):  # so that tokens travel as they are computed
+            dtype = torch.get_autocast_dtype(device)
+            inner, inner_bias, outer, outer_bias = (weight.to(dtype) for weight in weights)
+            sent, weights = sent.to(dtype), (inner, inner_bias, outer, outer_bias)
+        with torch.autocast(device, enabled=False):
+            traffic = self.traffic if self.training else Traffic()
+            if self.exchange is Exchange.bulk:
+                return bulk(sent, routing.counts, weights, self.group, traffic)
+            return tiled(sent, routing.counts, weights, self.group, traffic, self.tile)
 
     def _mlps(self, tokens: Tensor, counts: list[int]) -> Tensor:
         """Each of this worker's experts on its tokens, which stand one expert after another."""
@@ -215,14 +229,3 @@ class Experts(nn.Module):
         rows = weighted.new_zeros(self.active * num_tokens, made.shape[1])
         rows = rows.index_copy(0, routing.choice, weighted)
         return rows.view(self.active, num_tokens, -1).sum(0)
-
-
-def _turned(counts: Tensor) -> Tensor:
-    """The order that brings rows which stand by worker, then by expert, to stand by expert, then by
-    worker, from their numbers, [N, E/N]."""
-    blocks = torch.arange(counts.sum().item(), device=counts.device).split(
-        counts.flatten().tolist()
-    )
-    workers, experts = counts.shape
-    turned = [blocks[w * experts + e] for e in range(experts) for w in range(workers)]
-    return torch.cat(turned)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from co2.comm.clocks import CommTotals
 from co2.errors import require, require_count, require_number
 from co2.task import Batch
 from tasks.causal import CausalText
-from tasks.experts import Experts
+from tasks.experts import Exchange, Experts
 from tasks.gpt2 import transformer
 from tasks.optimizer import make_optimizer
 from tasks.randomness import initial_std, seeded
@@ -57,6 +58,10 @@ class MoE(CausalText):
         """Weight of the loss that balances the experts, in every layer."""
         z_weight: float = 0.001
         """Weight of the loss that keeps the gate's logits small."""
+        exchange: Exchange = Exchange.tiled
+        """How tokens travel to experts of other workers (mesh.strategy=ep)."""
+        tile: int = 256
+        """Rows from one worker to another in a tile."""
         dropout: float = 0.0
         """Rate of dropout in embeddings, attention and residuals."""
 
@@ -69,6 +74,7 @@ class MoE(CausalText):
             super().__post_init__()
             experts = self.num_experts
             require_count("active", self.active)
+            require_count("tile", self.tile)
             hint = f"must not be above the {experts} experts of size={self.size.value}"
             require(self.active <= experts, "active", self.active, hint)
             if self.capacity is not None:
@@ -88,12 +94,13 @@ class MoE(CausalText):
         std = initial_std(width)
         stds = std, std / (2 * layers) ** 0.5  # as GPT-2 has them
         mixture = (config.active, config.capacity, config.shared, stds, config.dropout)
+        ways = (config.exchange, config.tile)
         with seeded(self.train.seed):
             model = transformer(self.vocab_size, config.context, shape, config.dropout)
             # `Any`: transformers types the module's parts as tensors or modules.
             blocks: Any = model.get_submodule("transformer.h")
             for block in blocks[1::2]:
-                block.mlp = Experts(width, 4 * width, experts, *mixture)
+                block.mlp = Experts(width, 4 * width, experts, *mixture, *ways)
         return model
 
     def optimizer(self, model: nn.Module) -> Optimizer:
@@ -124,6 +131,10 @@ class MoE(CausalText):
             wanted.append(layer.routing.wanted.sum(0))
             made.append(layer.routing.counts.sum(0))
         return torch.cat([*wanted, *made])
+
+    def traffic(self, model: nn.Module) -> CommTotals:
+        """See `Exchanging`: of all layers."""
+        return sum((layer.traffic.totals() for layer in mixtures(model)), CommTotals())
 
     def scores(self, counted: Sequence[float]) -> dict[str, float]:
         """

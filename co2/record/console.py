@@ -106,6 +106,11 @@ def closing_table(summary: Summary) -> str:
         table.add_row("stood still for checkpoints", f"{summary.saving_s:.2f} s")
     table.add_row("overlap", hidden)
     table.add_row("bytes sent per step and worker", f"{summary.bytes_per_step:,.0f}")
+    if summary.exchange:
+        told = ["bytes_per_step", "exposed_s", "overlap"]
+        sent, waited, share = (summary.exchange[name] or 0.0 for name in told)
+        text = f"{sent:,.0f} bytes a step, exposed {waited:.2f} s, overlap {share:.4f}"
+        table.add_row("tokens sent to experts", text)
     place = ", in the host's memory" if summary.memory.host_bytes else ""
     table.add_row("extra model copies", f"{summary.extra_model_copies:g}{place}")
     table.add_row("peak memory of a worker", f"{summary.peak_memory_bytes / 2**20:,.0f} MiB")

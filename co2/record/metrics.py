@@ -186,6 +186,11 @@ class Summary:
     steps_made: list[int] = figure(
         "", "steps that each replica has made, with launch.quorum", default_factory=list
     )
+    exchange: dict[str, float | None] = figure(
+        "",
+        "tokens that travelled to experts, since the last start",
+        default_factory=dict,
+    )
     own: dict[str, float | None] = figure("1", "the method's own figures", default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
@@ -234,6 +239,9 @@ UNITS: tuple[tuple[str, str, str], ...] = (
         (f"memory.{f.name}", f.metadata["unit"], f.metadata["meaning"])
         for f in dataclasses.fields(Ledger)
     ),
+    ("exchange.*_s", "s", "tokens were under way to experts, or computation stood still for them"),
+    ("exchange.overlap", "share", "1 - exposed_s/comm_s of tokens"),
+    ("exchange.bytes_per_step", "bytes", "of tokens, sent by one worker in one step"),
     ("step", "steps", "optimizer steps of every replica; the axis of all charts"),
     ("*_per_s", "units/s", "the unit is in the name; all workers together"),
     ("eval/train_s", "s", "training so far, without evaluations and checkpoints"),

@@ -16,13 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from co2.comm.background import without_joining
-from co2.comm.clocks import overlap
+from co2.comm.clocks import CommTotals, overlap
 from co2.comm.members import Expelled, MemberLost, Members
 from co2.comm.mesh import Mesh
 from co2.comm.sockets import until_cut
 from co2.config import Precision
 from co2.errors import PREEMPTED, ConfigError
 from co2.record.metrics import Change, Evaluation, Summary
+from co2.task import Exchanging
 from co2.train import initial
 from co2.train.checkpoint import Checkpoints, random_states, restore_random_states
 from co2.train.handover import Handover, receive
@@ -88,6 +89,7 @@ class Session:
         self.quorum = Quorum(config.launch.quorum, rounds, members, mesh.device, weighted)
         self.handover = Handover()
         totals = self._join() if mesh.newcomer else self._resume()
+        self._began_at = self.step
         self._batches = run.task.batches(run.mesh, self.draws - self.behind)
         self.meter = Meter(run.method.stats, totals)
 
@@ -379,13 +381,18 @@ class Session:
     def _summary(self, scores: dict[str, float]) -> Summary:
         run, totals, stats = self.run, self.meter.state_dict(), self.run.method.stats()
         config, steps = run.config, max(totals["steps"], 1)
-        means = torch.tensor([stats.comm_s, stats.exposed_s, stats.bytes_sent], dtype=torch.float64)
+        tokens = run.task.traffic(self.module) if isinstance(run.task, Exchanging) else CommTotals()
+        figures = [
+            *(stats.comm_s, stats.exposed_s, stats.bytes_sent),
+            *(tokens.comm_s, tokens.exposed_s, tokens.bytes_sent),
+        ]
+        means = torch.tensor(figures, dtype=torch.float64)
         longest = [totals["train_s"], -self.meter.throughput(), totals["saving_s"]]
         slowest = torch.tensor(longest, dtype=torch.float64)
         if run.control is not None:
             until_cut(lambda: dist.all_reduce(means, op=dist.ReduceOp.AVG, group=run.control))
             until_cut(lambda: dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=run.control))
-        comm_s, exposed_s, bytes_sent = means.tolist()
+        comm_s, exposed_s, bytes_sent, *travelled = means.tolist()
         train_s, throughput, saving_s = slowest[0].item(), -slowest[1].item(), slowest[2].item()
         return Summary(
             title=f"{config.task} · {config.method} · {config.tag} · seed {config.train.seed}",
@@ -417,8 +424,17 @@ class Session:
             saving_s=saving_s,
             members=[change.line() for change in self.changes],
             steps_made=self._steps_made(totals["steps"] - totals["passed_over"]),
+            exchange=self._exchange(*travelled),
             own={**stats.own},
         )
+
+    def _exchange(self, comm_s: float, exposed_s: float, bytes_sent: float) -> dict[str, Any]:
+        if not bytes_sent:
+            return {}
+        steps = max(self.step - self._began_at, 1)
+        share = overlap(comm_s, exposed_s)
+        of_step = {"comm_s": comm_s, "exposed_s": exposed_s, "overlap": share}
+        return {**of_step, "bytes_per_step": bytes_sent / steps}
 
     def _steps_made(self, own: int) -> list[int]:
         """How many steps each replica has made; empty without launch.quorum. Collective."""

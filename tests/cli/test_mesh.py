@@ -191,6 +191,11 @@ def test_experts_shared_by_two_workers(
     for one, other in zip(metrics(run.folder, "eval"), metrics(plain.folder, "eval"), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert one["busiest_expert"] == pytest.approx(other["busiest_expert"], rel=0.02)
+    tokens = json.loads((run.folder / "summary.json").read_text())["exchange"]
+    assert tokens["exposed_s"] > 0 and tokens["comm_s"] > 0
+    # There and back, forward and backward: at most all choices of 2 windows of 32 in 2 layers.
+    assert 0 < tokens["bytes_per_step"] <= 4 * 2 * 2 * 32 * 2 * 64 * 4
+    assert json.loads((plain.folder / "summary.json").read_text())["exchange"] == {}
     expected = weights(plain.folder)
     found = weights(run.folder)
     assert found.keys() == expected.keys()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from co2.errors import ConfigError
 from tasks.experts import EXPERTS as EXPERT_WEIGHTS
-from tasks.experts import Experts, balance_loss, route, z_loss
+from tasks.experts import Exchange, Experts, balance_loss, route, z_loss
 from tests.workers import Pool
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 6, 10, 5, 23
@@ -174,10 +174,12 @@ def test_autocast_leaves_the_gate_in_fp32() -> None:
     torch.testing.assert_close(out, made(x), rtol=0.05, atol=0.05)
 
 
-def divided(rank: int, world: int, active: int, capacity: float | None) -> tuple[Tensor, ...]:
+def divided(
+    rank: int, world: int, active: int, capacity: float | None, ways: dict
+) -> tuple[Tensor, ...]:
     """Of each worker's tokens: what the layer makes of them, their gradients, the gradients of the
     gate and of this worker's experts, and the losses."""
-    made = layer(active, experts=4, capacity=capacity)
+    made = layer(active, experts=4, capacity=capacity, **ways)
     made.divide(dist.group.WORLD)
     x = tokens()[:20].chunk(world)[rank].requires_grad_()
     out = made(x)
@@ -191,8 +193,13 @@ def divided(rank: int, world: int, active: int, capacity: float | None) -> tuple
 @pytest.mark.parametrize("active", [1, 2])
 @pytest.mark.parametrize("capacity", [None, 0.5, 1.0])
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    "ways",
+    [{"exchange": Exchange.bulk}, {"exchange": Exchange.tiled}, {"tile": 2}],
+    ids=["bulk", "whole tiles", "small tiles"],
+)
 def test_divided_over_workers(
-    workers: Pool, world: int, active: int, capacity: float | None
+    workers: Pool, world: int, active: int, capacity: float | None, ways: dict
 ) -> None:
     """As by one worker with all experts and all tokens."""
     made = layer(active, experts=4, capacity=capacity)
@@ -202,7 +209,7 @@ def test_divided_over_workers(
     loss = (out * (1 + out.detach())).sum() + world * (balance + z)
     weights = [made.gate.weight, *(getattr(made, name) for name in EXPERT_WEIGHTS)]
     dx, gate, *experts = torch.autograd.grad(loss, [x, *weights])
-    found = list(zip(*workers.run(divided, world, active, capacity), strict=True))
+    found = list(zip(*workers.run(divided, world, active, capacity, ways), strict=True))
     close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
     close(torch.cat(found[0]), out.detach())
     close(torch.cat(found[1]), dx)
