@@ -19,7 +19,7 @@ from recipes.tuning import TunedRecipe, at_rates, trial_column
 PHI = (0.001, 0.003, 0.01, 0.03, 0.1)
 RATES = ("4e-3", "8e-3", "1.6e-2")
 WORDS = ("method=co2", "co2.gap_penalty=gap_aware")
-"""The paper's gap as we read it, which the other rows change; conf's fades less (the recipe gap)."""
+"""The paper's gap as we read it, which other rows change; conf's fades less (recipe `gap`)."""
 CO2 = Row("CO2", WORDS)
 ROWS = (
     CO2,
