@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from co2.comm.clocks import CommTotals
+from co2.comm.clocks import ExchangeTotals
 from co2.comm.mesh import Mesh
 from co2.config import DataConfig, OptimConfig, TrainConfig
 
@@ -87,7 +87,7 @@ class Task(Protocol):
 class Exchanging(Protocol):
     """What a task has beside `Task` if the workers of a replica exchange parts of their batches."""
 
-    def traffic(self, model: nn.Module) -> CommTotals:
+    def traffic(self, model: nn.Module) -> ExchangeTotals:
         """What this has cost in training since the model was made: 0 where it has not happened."""
         ...
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from co2.comm.clocks import CommTotals
+from co2.comm.clocks import ExchangeTotals
 from co2.errors import require, require_count, require_number
 from co2.task import Batch
 from tasks.causal import CausalText
@@ -132,9 +132,9 @@ class MoE(CausalText):
             made.append(layer.routing.counts.sum(0))
         return torch.cat([*wanted, *made])
 
-    def traffic(self, model: nn.Module) -> CommTotals:
+    def traffic(self, model: nn.Module) -> ExchangeTotals:
         """See `Exchanging`: of all layers."""
-        return sum((layer.traffic.totals() for layer in mixtures(model)), CommTotals())
+        return sum((layer.traffic.totals() for layer in mixtures(model)), ExchangeTotals())
 
     def scores(self, counted: Sequence[float]) -> dict[str, float]:
         """

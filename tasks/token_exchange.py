@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from co2.comm.clocks import CommTotals
+from co2.comm.clocks import CommTotals, ExchangeTotals
 
 Weights = tuple[Tensor, Tensor, Tensor, Tensor]
 """Of this worker's experts: inner, inner_bias, outer, outer_bias, each [E/N, ...]."""
@@ -38,6 +38,8 @@ class Traffic:
     """What a worker's tokens have cost. Times are the host's, which for a GPU say little."""
 
     def __init__(self) -> None:
+        self.expert_s = 0.0
+        """Seconds that this worker's experts have computed between exchanges."""
         self._bytes_sent = 0
         self._comm_s = self._exposed_s = 0.0
         self._events: deque[tuple[float, int]] = deque()
@@ -72,9 +74,9 @@ class Traffic:
 
         return wait
 
-    def totals(self) -> CommTotals:
+    def totals(self) -> ExchangeTotals:
         """Seconds in which anything was under way, those in which the worker waited for it, and
-        bytes. Call it when nothing is under way."""
+        bytes; seconds of experts. Call it when nothing is under way."""
         events = sorted(self._events.popleft() for _ in range(len(self._events)))
         under_way, began = 0, 0.0
         for at, change in events:
@@ -83,7 +85,8 @@ class Traffic:
             under_way += change
             if under_way == 0:
                 self._comm_s += at - began
-        return CommTotals(self._comm_s, self._exposed_s, float(self._bytes_sent))
+        comm = CommTotals(self._comm_s, self._exposed_s, float(self._bytes_sent))
+        return ExchangeTotals(comm, self.expert_s)
 
 
 def bulk(
@@ -260,11 +263,18 @@ class _Plan:
         for tile in self.tiles:
             going = torch.cat([rows[span] for span in tile.spans])
             coming.append(launch(going, tile.received, tile.sent, group))
+
+        def computed(expert: int, rows: Tensor) -> Tensor:
+            began = time.perf_counter()
+            result = compute(expert, rows)
+            self.traffic.expert_s += time.perf_counter() - began
+            return result
+
         for expert, span in enumerate(self.own):
-            made[span] = compute(expert, rows[span])
+            made[span] = computed(expert, rows[span])
         returning = []
         for tile, wait in zip(self.tiles, coming, strict=True):
-            result = compute(tile.expert, wait())
+            result = computed(tile.expert, wait())
             returning.append(launch(result, tile.sent, tile.received, group))
         for tile, wait in zip(self.tiles, returning, strict=True):
             for span, part in zip(tile.spans, wait().split(tile.sent), strict=True):

@@ -34,6 +34,18 @@ class CommTotals:
         )
 
 
+@dataclass(frozen=True)
+class ExchangeTotals:
+    """What the exchange inside a replica has cost one worker."""
+
+    comm: CommTotals = CommTotals()
+    behind_s: float = 0.0
+    """Seconds of computation behind which it could hide; 0 where nothing was to hide it."""
+
+    def __add__(self, other: ExchangeTotals) -> ExchangeTotals:
+        return ExchangeTotals(self.comm + other.comm, self.behind_s + other.behind_s)
+
+
 def overlap(comm_s: float, exposed_s: float) -> float | None:
     """Share of the communication during which computation went on; None without communication."""
     return max(0.0, 1 - exposed_s / comm_s) if comm_s > 0 else None

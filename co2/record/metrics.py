@@ -239,6 +239,7 @@ UNITS: tuple[tuple[str, str, str], ...] = (
         (f"memory.{f.name}", f.metadata["unit"], f.metadata["meaning"])
         for f in dataclasses.fields(Ledger)
     ),
+    ("exchange.behind_s", "s", "experts computed between exchanges"),
     ("exchange.*_s", "s", "tokens were under way to experts, or computation stood still for them"),
     ("exchange.overlap", "share", "1 - exposed_s/comm_s of tokens"),
     ("exchange.bytes_per_step", "bytes", "of tokens, sent by one worker in one step"),

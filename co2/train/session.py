@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from co2.comm.background import without_joining
-from co2.comm.clocks import CommTotals, overlap
+from co2.comm.clocks import ExchangeTotals, overlap
 from co2.comm.members import Expelled, MemberLost, Members
 from co2.comm.mesh import Mesh
 from co2.comm.sockets import until_cut
@@ -381,10 +381,11 @@ class Session:
     def _summary(self, scores: dict[str, float]) -> Summary:
         run, totals, stats = self.run, self.meter.state_dict(), self.run.method.stats()
         config, steps = run.config, max(totals["steps"], 1)
-        tokens = run.task.traffic(self.module) if isinstance(run.task, Exchanging) else CommTotals()
+        task = run.task
+        inside = task.traffic(self.module) if isinstance(task, Exchanging) else ExchangeTotals()
         figures = [
             *(stats.comm_s, stats.exposed_s, stats.bytes_sent),
-            *(tokens.comm_s, tokens.exposed_s, tokens.bytes_sent),
+            *(inside.comm.comm_s, inside.comm.exposed_s, inside.comm.bytes_sent, inside.behind_s),
         ]
         means = torch.tensor(figures, dtype=torch.float64)
         longest = [totals["train_s"], -self.meter.throughput(), totals["saving_s"]]
@@ -428,13 +429,18 @@ class Session:
             own={**stats.own},
         )
 
-    def _exchange(self, comm_s: float, exposed_s: float, bytes_sent: float) -> dict[str, Any]:
+    def _exchange(
+        self, comm_s: float, exposed_s: float, bytes_sent: float, behind_s: float
+    ) -> dict[str, float | None]:
         if not bytes_sent:
             return {}
-        steps = max(self.step - self._began_at, 1)
-        share = overlap(comm_s, exposed_s)
-        of_step = {"comm_s": comm_s, "exposed_s": exposed_s, "overlap": share}
-        return {**of_step, "bytes_per_step": bytes_sent / steps}
+        return {
+            "comm_s": comm_s,
+            "exposed_s": exposed_s,
+            "behind_s": behind_s,
+            "overlap": overlap(comm_s, exposed_s),
+            "bytes_per_step": bytes_sent / max(self.step - self._began_at, 1),
+        }
 
     def _steps_made(self, own: int) -> list[int]:
         """How many steps each replica has made; empty without launch.quorum. Collective."""

@@ -9,7 +9,7 @@ import pytest
 from co2.lab.training import TrialFailed
 from co2.lab.trial import trial_folder
 from co2.record.table import read_csv
-from recipes import field, figure1, laboratory, layout, scaling, shares, table3
+from recipes import field, figure1, laboratory, layout, moe, scaling, shares, table3
 from recipes.__main__ import main
 from recipes.collect import collect
 from recipes.laboratory import LabCell
@@ -211,3 +211,16 @@ def test_the_timeline_is_drawn_from_traces_and_stays_where_there_are_none(place:
     assert all(name in drawn for name in ("AllReduce", "Local SGD", "CO2", "stands still"))
     (place / "results" / "runs").rename(place / "gone")
     assert list(figure1.draw([], stem)) == [path] and path.read_text() == drawn
+
+
+def test_what_tokens_cost() -> None:
+    exchange = {"comm_s": 6.0, "exposed_s": 4.5, "behind_s": 2.0, "bytes_per_step": 5e5}
+    tiled = {"train_s": 12.0, "steps": 60, "exchange": exchange}
+    found = [read(tiled) for read in (moe.step_ms, moe.exposed_ms, moe.hidden, moe.kilobytes)]
+    assert found == [200, 75, 0.75, 500]
+    short = {**tiled, "exchange": {**exchange, "comm_s": 1.0, "exposed_s": 0.0}}
+    assert moe.hidden(short) == 1.0, "what was short is hidden whole"
+    assert moe.hidden({**tiled, "exchange": {**exchange, "exposed_s": 7.0}}) == 0.0
+    assert moe.hidden({**tiled, "exchange": {**exchange, "behind_s": 0.0}}) is None
+    alone = {"train_s": 12.0, "steps": 60, "exchange": {}}
+    assert moe.exposed_ms(alone) is moe.kilobytes(alone) is moe.hidden(alone) is None

@@ -65,7 +65,8 @@ def travelled(rank: int, world: int, way: str) -> tuple[float, float, float, Ten
     totals = traffic.totals()
     again = traffic.totals()
     assert again == totals, "what has been counted stays counted"
-    return totals.bytes_sent, totals.comm_s, totals.exposed_s, rows.grad
+    assert (totals.behind_s > 0) == (way == "tiled")
+    return totals.comm.bytes_sent, totals.comm.comm_s, totals.comm.exposed_s, rows.grad
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -90,4 +91,4 @@ def test_tiles_carry_tokens_only(workers: Pool, world: int) -> None:
 def test_seconds_under_way_are_counted_once() -> None:
     traffic = Traffic()
     traffic._events.extend([(1.0, 1), (1.5, 1), (2.0, -1), (4.0, -1), (7.0, 1), (7.5, -1)])
-    assert traffic.totals().comm_s == 3.5
+    assert traffic.totals().comm.comm_s == 3.5

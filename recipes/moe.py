@@ -1,0 +1,111 @@
+"""The exchange of tokens between workers that share experts: padded in one piece, and in tiles.
+
+    sudo python -m recipes run moe                         in the laboratory
+
+Cost: 90 trainings of 10 to 60 seconds on 2 cores, three quarters of an hour.
+Not yet run. Expected: tiles carry fewer bytes, and hide most of what the experts' computation can
+hide. Where the exchange takes as long as the computation, a step takes half as long as with `bulk`.
+Four workers are two replicas of two: between those AllReduce waits at every step, CO2 does not.
+"""
+
+from recipes.cells import SummaryJSON
+from recipes.laboratory import LabColumn
+from recipes.methods import LIMIT
+from recipes.recipe import Column, Recipe, Row
+
+RATES = ("100", "500", "unlimited")
+STEPS = 60
+EXCHANGES = ("bulk", "tiled")
+SHARED = ("mesh.replica_size=2", "mesh.strategy=ep")
+ROWS = tuple(
+    Row(
+        f"{exchange}, {name}",
+        (f"method={method}", *SHARED, f"moe.exchange={exchange}"),
+    )
+    for name, method in (("AllReduce", "allreduce"), ("CO2", "co2"))
+    for exchange in EXCHANGES
+)
+
+
+def step_ms(summary: SummaryJSON) -> float:
+    """Milliseconds of a step."""
+    return 1e3 * float(summary["train_s"]) / float(summary["steps"])
+
+
+def exposed_ms(summary: SummaryJSON) -> float | None:
+    """Milliseconds of a step in which computation stood still for tokens."""
+    exchange = summary.get("exchange")
+    return 1e3 * float(exchange["exposed_s"]) / float(summary["steps"]) if exchange else None
+
+
+def hidden(summary: SummaryJSON) -> float | None:
+    """What was hidden, at most as much as the experts' computation could hide, as a share of that:
+    the exchange or the computation, whichever is shorter. None where nothing was computed
+    meanwhile."""
+    exchange = summary.get("exchange")
+    if not exchange or not exchange["behind_s"]:
+        return None
+    comm_s, behind_s = float(exchange["comm_s"]), float(exchange["behind_s"])
+    share = (comm_s - float(exchange["exposed_s"])) / min(comm_s, behind_s)
+    return min(max(share, 0.0), 1.0)
+
+
+def kilobytes(summary: SummaryJSON) -> float | None:
+    """Of tokens that a worker sends in a step."""
+    exchange = summary.get("exchange")
+    return float(exchange["bytes_per_step"]) / 1e3 if exchange else None
+
+
+def columns(workers: int, mbit: str) -> tuple[Column, ...]:
+    """Of one kind of link."""
+    links = (f"--workers={workers}", f"--mbit={mbit}")
+    length = (f"train.steps={STEPS}", f"train.eval_every={STEPS}", "optim.warmup_steps=6")
+    words = (*links, "task=moe", *length, "checkpoint.every=0")
+    link = mbit if mbit == "unlimited" else f"{mbit} Mbit/s"
+    part = f"{workers} workers, {link}"
+    bulk = tuple(row.name for row in ROWS if "moe.exchange=bulk" in row.overrides)
+    return (
+        LabColumn(f"{part}: step, ms", words, step_ms, True, digits=1, curve=False, part=part),
+        LabColumn(
+            f"{part}: exposed exchange, ms",
+            *(words, exposed_ms, True),
+            digits=1,
+            curve=False,
+            part=part,
+            without=(LIMIT.name,),
+        ),
+        LabColumn(
+            f"{part}: hidden share",
+            *(words, hidden),
+            digits=2,
+            curve=False,
+            part=part,
+            without=(LIMIT.name, *bulk),
+        ),
+        LabColumn(
+            f"{part}: tokens, kB",
+            *(words, kilobytes, True),
+            digits=0,
+            curve=False,
+            part=part,
+            without=(LIMIT.name,),
+        ),
+    )
+
+
+RECIPE = Recipe(
+    name="moe",
+    title="Exchange of tokens",
+    text="GPT-2 with experts in every second block, which two workers share; every worker on a "
+    f"link of its own, {STEPS} steps. `bulk` pads every expert's tokens to the largest number and "
+    "waits; `tiled` computes one tile while others travel. Without communication every worker has "
+    "all experts. The hidden share is of what the experts' computation could hide: the exchange "
+    "or that computation, whichever is shorter. Repeats stand in for seeds. All workers share one "
+    "machine's processor.",
+    rows=(*ROWS, LIMIT),
+    columns=tuple(
+        column for workers in (2, 4) for mbit in RATES for column in columns(workers, mbit)
+    ),
+    scales=("smoke",),
+    undisturbed=True,
+)
