@@ -51,7 +51,8 @@ class AllReduce(Method):
         if self.mesh.num_workers == 1 or self.sharded:
             return self.model
         self.ddp = ddp = data_parallel(self.model, self.comm.bucket_mb)
-        own = [p for name, p in self.model.named_parameters() if name in ddp.parameters_to_ignore]
+        weights = self.model.named_parameters()
+        own = [p for name, p in weights if name in ddp.parameters_to_ignore and p.requires_grad]
         across = self.mesh.new_group_across_replicas() if own else None
         if across is not None:
             self.experts = GradientMean(own, across, lambda: ddp.require_backward_grad_sync)
