@@ -70,8 +70,9 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
         Knob("outer_momentum", (0.0, 0.3, 0.5, 0.7, 0.8)),
     ),
     "co2": (
-        # CO2 (2401.16265) names neither its outer rate nor its momentum. The gap is conf's, which
-        # the study `gap` has chosen.
+        # CO2 (2401.16265) names neither its outer rate nor its momentum. The gap of its released
+        # code is a constant; 2 is stable with momentum where 1 is not.
+        Knob("gap_penalty", ("gap_aware", "gap_aware_steady", "none", 2.0)),
         Knob("outer_lr", (0.7, 1.0)),
         Knob("outer_momentum", (0.0, 0.2, 0.4)),
     ),
