@@ -48,7 +48,7 @@ class CO2(LocalMethod):
         """α."""
         outer_momentum: float = 0.2
         """β. The paper does not say. GPT-2 at smoke scale (τ = 12, one seed) did worse with 0.5."""
-        gap_penalty: str | float = "gap_aware_steady"
+        gap_penalty: str | float = "gap_aware"
         """gap_aware | gap_aware_steady | gap_aware_elementwise | none, or a constant Λ."""
         clip: float | None = None
         """φ of the outer momentum; null for none."""
