@@ -212,6 +212,17 @@ def _ended() -> Iterable[tuple[int, int]]:
             yield found[0], os.waitstatus_to_exitcode(found[1])
 
 
+def _share_media_folder(folder: str) -> None:
+    """W&B, which timm imports, makes a folder for what it is about to log as it is imported, and
+    removes it as the process ends. Forked processes would take it from each other: they share one
+    that lasts as long as the server."""
+    private = sys.modules.get("wandb.sdk.data_types._private")
+    if private is not None:
+        atexit.unregister(private.MEDIA_TMP.cleanup)
+        private.MEDIA_TMP.cleanup()
+        private.MEDIA_TMP.name = folder
+
+
 def _answer(request: dict[str, Any], descriptors: list[int]) -> None:
     """What a forked process does: a function of a module, or a program."""
     with open(os.devnull) as nothing:
@@ -258,6 +269,7 @@ if __name__ == "__main__":
     _, address, *modules = sys.argv
     for module in modules:
         importlib.import_module(module)
+    _share_media_folder(os.path.dirname(address))
     gc.collect()
     gc.freeze()  # the collector of a forked process need not touch, and so copy, these pages
     _answer(*_serve(address))
