@@ -8,6 +8,8 @@ hide. Where the exchange takes as long as the computation, a step takes half as 
 Four workers are two replicas of two: between those AllReduce waits at every step, CO2 does not.
 """
 
+from functools import partial
+
 from recipes.cells import SummaryJSON
 from recipes.laboratory import LabColumn
 from recipes.methods import LIMIT
@@ -64,32 +66,13 @@ def columns(workers: int, mbit: str) -> tuple[Column, ...]:
     link = mbit if mbit == "unlimited" else f"{mbit} Mbit/s"
     part = f"{workers} workers, {link}"
     bulk = tuple(row.name for row in ROWS if "moe.exchange=bulk" in row.overrides)
+    column = partial(LabColumn, curve=False, part=part)
+    alone = (LIMIT.name,)
     return (
-        LabColumn(f"{part}: step, ms", words, step_ms, True, digits=1, curve=False, part=part),
-        LabColumn(
-            f"{part}: exposed exchange, ms",
-            *(words, exposed_ms, True),
-            digits=1,
-            curve=False,
-            part=part,
-            without=(LIMIT.name,),
-        ),
-        LabColumn(
-            f"{part}: hidden share",
-            *(words, hidden),
-            digits=2,
-            curve=False,
-            part=part,
-            without=(LIMIT.name, *bulk),
-        ),
-        LabColumn(
-            f"{part}: tokens, kB",
-            *(words, kilobytes, True),
-            digits=0,
-            curve=False,
-            part=part,
-            without=(LIMIT.name,),
-        ),
+        column(f"{part}: step, ms", words, step_ms, True, digits=1),
+        column(f"{part}: exposed exchange, ms", words, exposed_ms, True, digits=1, without=alone),
+        column(f"{part}: hidden share", words, hidden, without=(*alone, *bulk)),
+        column(f"{part}: tokens, kB", words, kilobytes, True, digits=0, without=alone),
     )
 
 

@@ -42,6 +42,7 @@ class Traffic:
         """Seconds that this worker's experts have computed between exchanges."""
         self._bytes_sent = 0
         self._comm_s = self._exposed_s = 0.0
+        self._under_way, self._began = 0, 0.0
         self._events: deque[tuple[float, int]] = deque()
         """When an all-to-all was launched, 1, or was over, -1, which the backend's thread adds."""
 
@@ -55,6 +56,7 @@ class Traffic:
             received: how many come from each worker.
             sent: how many go to each.
         """
+        self._settle()  # here, so that a long training does not keep all of its events
         came = rows.new_empty(sum(received), *rows.shape[1:])
         row_bytes = rows[0].nbytes if len(rows) else 0
         self._bytes_sent += (sum(sent) - sent[group.rank()]) * row_bytes
@@ -77,16 +79,18 @@ class Traffic:
     def totals(self) -> ExchangeTotals:
         """Seconds in which anything was under way, those in which the worker waited for it, and
         bytes; seconds of experts. Call it when nothing is under way."""
-        events = sorted(self._events.popleft() for _ in range(len(self._events)))
-        under_way, began = 0, 0.0
-        for at, change in events:
-            if under_way == 0:
-                began = at
-            under_way += change
-            if under_way == 0:
-                self._comm_s += at - began
+        self._settle()
         comm = CommTotals(self._comm_s, self._exposed_s, float(self._bytes_sent))
         return ExchangeTotals(comm, self.expert_s)
+
+    def _settle(self) -> None:
+        """Count what has happened since the last call."""
+        for at, change in sorted(self._events.popleft() for _ in range(len(self._events))):
+            if self._under_way == 0:
+                self._began = at
+            self._under_way += change
+            if self._under_way == 0:
+                self._comm_s += at - self._began
 
 
 def bulk(

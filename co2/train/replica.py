@@ -59,7 +59,7 @@ def check(config: Config, world: int, method: Method) -> None:
     hint = "gloo would have to carry the gradients inside a replica too; use auto"
     require(config.comm.device is CommDevice.auto, "comm.device", "cpu", hint)
     if strategy is Strategy.ep:
-        _check_ep(config, method)
+        _check_ep(config)
     if strategy in CUT:
         hint = (
             "optim.name=muon needs whole matrices, and here a worker has a part; use zero1 or ddp"
@@ -68,12 +68,13 @@ def check(config: Config, world: int, method: Method) -> None:
         require(not muon, "mesh.strategy", strategy.value, hint)
         hint = f"mesh.strategy={strategy.value} gathers weights between the operations; use false"
         require(not config.train.compile, "train.compile", "true", hint)
+    if strategy in (*CUT, Strategy.ep):
         hooks = method.averages_gradients and config.comm.dtype is Precision.bf16
         hint = f"with mesh.strategy={strategy.value} gradients travel as they are; use fp32"
         require(not hooks, "comm.dtype", "bf16", hint)
 
 
-def _check_ep(config: Config, method: Method) -> None:
+def _check_ep(config: Config) -> None:
     size = config.mesh.replica_size
     experts = getattr(config.task_config, "num_experts", 0)
     hint = f"divides experts, and task={config.task} has none; use task=moe, or zero1, zero2, zero3"
@@ -81,9 +82,6 @@ def _check_ep(config: Config, method: Method) -> None:
     require(experts % size == 0, "mesh.replica_size", size, f"must divide the {experts} experts")
     hint = "with mesh.strategy=ep tokens travel between the operations; use false"
     require(not config.train.compile, "train.compile", "true", hint)
-    hooks = method.averages_gradients and config.comm.dtype is Precision.bf16
-    hint = "with mesh.strategy=ep gradients travel as they are; use fp32"
-    require(not hooks, "comm.dtype", "bf16", hint)
 
 
 class Replica:
