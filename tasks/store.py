@@ -10,18 +10,17 @@ A store is written aside and renamed, so a killed process leaves no half-written
 import hashlib
 import json
 import os
-import shutil
-import socket
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from tasks.progress import progress
+from tasks.whole import to_disk, written_aside
 
 FORMAT = 1
 """Version of the stores and of their content (split, tokenizer). Stores of others are not used."""
@@ -143,13 +142,7 @@ def create(
         OSError: the folder cannot be written, or holds other files.
     """
     refuse_strangers(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    mine = f".{folder.name}.{socket.gethostname()}"
-    for stale in folder.parent.glob(f"{mine}.*"):  # left by a process that was killed
-        _remove(stale)
-    aside = folder.parent / f"{mine}.{os.getpid()}"
-    aside.mkdir()
-    try:
+    with written_aside(folder, lambda: open_store(folder) is not None) as aside:
         dtype = np.dtype(token_dtype(vocab_size))
         counts = {
             part: _write_tokens(aside / f"{part}.bin", parts[part], dtype, separator)
@@ -167,10 +160,6 @@ def create(
             **meta,
         }
         _write_text(aside / "meta.json", json.dumps(whole, indent=2) + "\n")
-        _move(aside, folder)
-    finally:
-        if aside.exists():
-            _remove(aside)
     store = open_store(folder)
     assert store is not None, f"{folder} was damaged as soon as it was written"
     return store
@@ -196,43 +185,11 @@ def _write_tokens(
             digest.update(data)
             tokens += len(chunk)
             documents += int(np.count_nonzero(chunk == separator))
-        _to_disk(file)
+        to_disk(file)
     return {"tokens": tokens, "documents": documents, "sha256": digest.hexdigest()}
 
 
 def _write_text(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
-        _to_disk(file)
-
-
-def _to_disk(file: IO[bytes] | IO[str]) -> None:
-    """Flush a file to the disk, so that a later rename cannot reach the disk before the data."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _move(aside: Path, folder: Path) -> None:
-    for _ in range(10):
-        try:
-            os.rename(aside, folder)
-            return
-        except OSError:
-            if not folder.exists():
-                raise
-        if open_store(folder) is not None:
-            return
-        damaged = aside.with_name(aside.name + ".damaged")
-        try:
-            os.rename(folder, damaged)
-        except FileNotFoundError:  # another machine has moved it
-            continue
-        _remove(damaged)
-    raise FileExistsError(17, "is replaced by others again and again", str(folder))
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+        to_disk(file)
