@@ -1,7 +1,7 @@
 """A graph on disk: a folder that appears whole or not at all.
 
     graph.json                     written last: format, counts, types, checksums, origin
-    starts.bin                     int64 [nodes + 1]: node n's neighbours are starts[n] to starts[n+1]
+    starts.bin                     int64 [nodes + 1]: where each node's neighbours begin
     neighbours.bin                 int32 or int64 [edges]
     features.bin                   float16 or float32 [nodes, features], row n of node n
     labels.bin                     int16 [nodes]; -1 for none
