@@ -1,6 +1,7 @@
 """What every task offers to the training loop."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor, nn
@@ -89,6 +90,29 @@ class Exchanging(Protocol):
 
     def traffic(self, model: nn.Module) -> ExchangeTotals:
         """What this has cost in training since the model was made: 0 where it has not happened."""
+        ...
+
+
+@dataclass
+class ReadTotals:
+    """What a worker has read from disk for its batches since the last start."""
+
+    needed_bytes: int = 0
+    """Samples that no cache held."""
+    read_bytes: int = 0
+    """What was read for them; 0 where it is not known, as of memory maps."""
+    planning_s: float = 0.0
+    """Seconds in which batches were laid out ahead of training."""
+    plan_bytes: int = 0
+    """Largest size of such a layout on disk."""
+
+
+@runtime_checkable
+class Reading(Protocol):
+    """What a task has beside `Task` if its batches come from disk in training."""
+
+    def read(self) -> ReadTotals:
+        """What this worker has read: zeros where nothing is."""
         ...
 
 

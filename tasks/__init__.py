@@ -4,6 +4,7 @@ from co2.task import Batch, Task
 from tasks.ade20k import ADE20K
 from tasks.glue import GLUE
 from tasks.gpt2 import GPT2
+from tasks.graph import Graph
 from tasks.moe import MoE
 from tasks.resnet50 import ResNet50
 from tasks.roberta import RoBERTa
@@ -16,6 +17,7 @@ TASKS: dict[str, type[Task]] = {
     "ade20k": ADE20K,
     "glue": GLUE,
     "gpt2": GPT2,
+    "graph": Graph,
     "moe": MoE,
     "roberta": RoBERTa,
     "shapenet": ShapeNet,

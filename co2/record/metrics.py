@@ -191,6 +191,9 @@ class Summary:
         "tokens that travelled to experts, since the last start",
         default_factory=dict,
     )
+    reading: dict[str, float | None] = figure(
+        "", "samples from disk, of one worker since the last start", default_factory=dict
+    )
     own: dict[str, float | None] = figure("1", "the method's own figures", default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
@@ -243,6 +246,11 @@ UNITS: tuple[tuple[str, str, str], ...] = (
     ("exchange.*_s", "s", "tokens were under way to experts, or computation stood still for them"),
     ("exchange.overlap", "share", "1 - exposed_s/comm_s of tokens"),
     ("exchange.bytes_per_step", "bytes", "of tokens, sent by one worker in one step"),
+    ("reading.needed_bytes", "bytes", "of samples that no cache held"),
+    ("reading.read_bytes", "bytes", "read for them"),
+    ("reading.amplification", "1", "read_bytes over needed_bytes"),
+    ("reading.planning_s", "s", "batches were laid out ahead of training"),
+    ("reading.plan_bytes", "bytes", "of the largest such layout on disk"),
     ("step", "steps", "optimizer steps of every replica; the axis of all charts"),
     ("*_per_s", "units/s", "the unit is in the name; all workers together"),
     ("eval/train_s", "s", "training so far, without evaluations and checkpoints"),

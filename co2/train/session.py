@@ -4,7 +4,7 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from co2.comm.sockets import until_cut
 from co2.config import Precision
 from co2.errors import PREEMPTED, ConfigError
 from co2.record.metrics import Change, Evaluation, Summary
-from co2.task import Exchanging
+from co2.task import Exchanging, Reading, ReadTotals
 from co2.train import initial
 from co2.train.checkpoint import Checkpoints, random_states, restore_random_states
 from co2.train.handover import Handover, receive
@@ -94,7 +94,9 @@ class Session:
         self.meter = Meter(run.method.stats, totals)
 
     def close(self) -> None:
-        """End the threads that write checkpoints, and what gives newcomers their state."""
+        """End the threads that write checkpoints, that load batches, and what gives newcomers their
+        state."""
+        _close(self._batches)
         self.checkpoints.close()
         self.handover.close()
 
@@ -264,6 +266,7 @@ class Session:
         self.checkpoints.regroup(run.mesh, run.control)
         self.quorum.regroup()
         self.behind = 0
+        _close(self._batches)
         self._batches = run.task.batches(run.mesh, self.draws)
         if members.joined and run.is_first:
             assert run.control is not None, "there are two at least"
@@ -383,9 +386,11 @@ class Session:
         config, steps = run.config, max(totals["steps"], 1)
         task = run.task
         inside = task.traffic(self.module) if isinstance(task, Exchanging) else ExchangeTotals()
+        read = task.read() if isinstance(task, Reading) else ReadTotals()
         figures = [
             *(stats.comm_s, stats.exposed_s, stats.bytes_sent),
             *(inside.comm.comm_s, inside.comm.exposed_s, inside.comm.bytes_sent, inside.behind_s),
+            *(read.needed_bytes, read.read_bytes, read.planning_s, read.plan_bytes),
         ]
         means = torch.tensor(figures, dtype=torch.float64)
         longest = [totals["train_s"], -self.meter.throughput(), totals["saving_s"]]
@@ -393,7 +398,7 @@ class Session:
         if run.control is not None:
             until_cut(lambda: dist.all_reduce(means, op=dist.ReduceOp.AVG, group=run.control))
             until_cut(lambda: dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=run.control))
-        comm_s, exposed_s, bytes_sent, *travelled = means.tolist()
+        comm_s, exposed_s, bytes_sent, *others = means.tolist()
         train_s, throughput, saving_s = slowest[0].item(), -slowest[1].item(), slowest[2].item()
         return Summary(
             title=f"{config.task} · {config.method} · {config.tag} · seed {config.train.seed}",
@@ -425,7 +430,8 @@ class Session:
             saving_s=saving_s,
             members=[change.line() for change in self.changes],
             steps_made=self._steps_made(totals["steps"] - totals["passed_over"]),
-            exchange=self._exchange(*travelled),
+            exchange=self._exchange(*others[:4]),
+            reading=_reading(*others[4:]),
             own={**stats.own},
         )
 
@@ -487,6 +493,26 @@ class Session:
             loss = self.run.task.loss(self.model, batch)
         loss.backward()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def _close(batches: Iterator[Any]) -> None:
+    """End what makes batches ahead. A task may return an iterator that has nothing to end."""
+    if isinstance(batches, Generator):
+        batches.close()
+
+
+def _reading(
+    needed_bytes: float, read_bytes: float, planning_s: float, plan_bytes: float
+) -> dict[str, float | None]:
+    if not needed_bytes:
+        return {}
+    return {
+        "needed_bytes": needed_bytes,
+        "read_bytes": read_bytes or None,
+        "amplification": read_bytes / needed_bytes if read_bytes else None,
+        "planning_s": planning_s,
+        "plan_bytes": plan_bytes,
+    }
 
 
 def rebalanced(accumulate: int, first: int, now: int) -> int:

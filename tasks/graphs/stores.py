@@ -1,0 +1,151 @@
+"""Where the features of a batch come from.
+
+    memory      all features in memory
+    mmap        the file, mapped; the page cache keeps what it likes
+    ginex       a cache in memory that knows when each node is needed again        ginex.py
+    partition   some parts of the graph at a time; batches see nothing else        partition.py
+    diskgnn     caches, and a file in which each batch finds its own together      diskgnn.py
+
+All but partition give the same batches, bit for bit.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from itertools import count
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from co2.task import ReadTotals
+from tasks.graphs.batches import Batches
+from tasks.graphs.direct import DirectFile, Readers, read_rows
+from tasks.graphs.folder import GraphFolder
+from tasks.graphs.sampling import Neighbourhood
+
+
+class StoreName(Enum):
+    """The stores."""
+
+    memory = "memory"
+    mmap = "mmap"
+    ginex = "ginex"
+    partition = "partition"
+    diskgnn = "diskgnn"
+
+
+@dataclass(frozen=True)
+class Cached:
+    """Rows of a batch that are on the training device already."""
+
+    table: Tensor
+    """[rows, features], the same for many batches."""
+    rows: Tensor
+    """int64: which rows of it the batch needs."""
+    at: Tensor
+    """int64: their places in the batch."""
+    others: Tensor
+    """int64: the places of those that are not there."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A batch with its features."""
+
+    whole: Neighbourhood
+    features: Tensor
+    """[nodes, features], on the CPU; without those that are `cached`."""
+    cached: Cached | None = None
+
+
+class Store(Protocol):
+    """A store, for one worker."""
+
+    totals: ReadTotals
+
+    def stream(self, start: int) -> Iterator[Loaded]:
+        """Endless batches, from that with number `start` on. One thread goes through it.
+
+        Raises:
+            ConfigError: the disk is full, or cannot be read.
+        """
+        ...
+
+
+class Rows(Protocol):
+    """Features of any nodes."""
+
+    def read(self, nodes: np.ndarray) -> Tensor:
+        """The features of nodes in any order, without repetition: [nodes, features]."""
+        ...
+
+
+class ArrayRows:
+    """Rows of an array, which may be mapped.
+
+    Args:
+        features: [nodes, features].
+        totals: counts what is read; None for an array in memory.
+    """
+
+    def __init__(self, features: np.ndarray, totals: ReadTotals | None) -> None:
+        self._features, self._totals = features, totals
+
+    def read(self, nodes: np.ndarray) -> Tensor:
+        """See `Rows.read`."""
+        found = torch.from_numpy(self._features[nodes])
+        if self._totals is not None:
+            self._totals.needed_bytes += found.nbytes
+        return found
+
+
+class DiskRows:
+    """Rows of the file of features, by direct I/O.
+
+    Args:
+        graph: the graph.
+        readers: threads that read.
+        totals: counts what is read.
+    """
+
+    def __init__(self, graph: GraphFolder, readers: Readers, totals: ReadTotals) -> None:
+        self._graph, self._totals = graph, totals
+        self._file = DirectFile(graph.features_path, readers)
+
+    def read(self, nodes: np.ndarray) -> Tensor:
+        """See `Rows.read`."""
+        before = self._file.bytes_read
+        order = np.argsort(nodes)
+        rows = empty_rows(self._graph, len(nodes))
+        found = read_rows(self._file, nodes[order], self._graph.row_bytes).view(self._graph.dtype)
+        rows[torch.from_numpy(order)] = torch.from_numpy(found)
+        self._totals.needed_bytes += rows.nbytes
+        self._totals.read_bytes += self._file.bytes_read - before
+        return rows
+
+
+class Whole:
+    """The stores memory and mmap: what a batch needs is read as it is.
+
+    Args:
+        batches: of the worker.
+        rows: all features.
+        totals: those that `rows` counts in.
+    """
+
+    def __init__(self, batches: Batches, rows: Rows, totals: ReadTotals) -> None:
+        self.totals, self._batches, self._rows = totals, batches, rows
+
+    def stream(self, start: int) -> Iterator[Loaded]:
+        """See `Store.stream`."""
+        for draw in count(start):
+            whole = self._batches.neighbourhood(draw)
+            yield Loaded(whole, self._rows.read(whole.nodes))
+
+
+def empty_rows(graph: GraphFolder, number: int) -> Tensor:
+    """Memory for features of so many nodes."""
+    shape = number, graph.num_features
+    return torch.from_numpy(np.empty(shape, graph.dtype))
