@@ -100,7 +100,7 @@ class ReadTotals:
     needed_bytes: int = 0
     """Samples that no cache held."""
     read_bytes: int = 0
-    """What was read for them; 0 where it is not known, as of memory maps."""
+    """What was read for them."""
     planning_s: float = 0.0
     """Seconds in which batches were laid out ahead of training."""
     plan_bytes: int = 0

@@ -36,7 +36,16 @@ from tasks.graphs.partition import GroupedSampler, Partition, Parts
 from tasks.graphs.plan import Finish
 from tasks.graphs.planned import Plans
 from tasks.graphs.sampling import Topology
-from tasks.graphs.stores import ArrayRows, DiskRows, Loaded, Rows, Store, StoreName, Whole
+from tasks.graphs.stores import (
+    ArrayRows,
+    DiskRows,
+    Loaded,
+    MappedRows,
+    Rows,
+    Store,
+    StoreName,
+    Whole,
+)
 from tasks.optimizer import make_optimizer
 from tasks.randomness import generator, seeded
 from tasks.sampling import Sampler, Stretches, evaluated, validation_samples
@@ -249,18 +258,16 @@ class Graph:
 
     @cached_property
     def _features(self) -> np.ndarray:
-        """All features, [nodes, features]: in memory, or mapped."""
+        """All features in memory, [nodes, features]."""
         graph = self.graph
-        if self.config.store is StoreName.memory:
-            return np.fromfile(graph.features_path, graph.dtype).reshape(graph.num_nodes, -1)
-        return graph.features()
+        return np.fromfile(graph.features_path, graph.dtype).reshape(graph.num_nodes, -1)
 
     def _rows(self, totals: ReadTotals) -> Rows:
         """Features of any nodes, by the store's own way to the file."""
         if self.config.store is StoreName.memory:
-            return ArrayRows(self._features, None)
+            return ArrayRows(self._features)
         if self.config.store is StoreName.mmap:
-            return ArrayRows(self._features, totals)
+            return MappedRows(self.graph, totals)
         return DiskRows(self.graph, self._readers, totals)
 
     @property

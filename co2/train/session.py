@@ -508,8 +508,8 @@ def _reading(
         return {}
     return {
         "needed_bytes": needed_bytes,
-        "read_bytes": read_bytes or None,
-        "amplification": read_bytes / needed_bytes if read_bytes else None,
+        "read_bytes": read_bytes,
+        "amplification": read_bytes / needed_bytes,
         "planning_s": planning_s,
         "plan_bytes": plan_bytes,
     }

@@ -9,10 +9,12 @@
 All but partition give the same batches, bit for bit.
 """
 
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -83,22 +85,45 @@ class Rows(Protocol):
 
 
 class ArrayRows:
-    """Rows of an array, which may be mapped.
+    """Rows of an array in memory, [nodes, features]."""
 
-    Args:
-        features: [nodes, features].
-        totals: counts what is read; None for an array in memory.
-    """
-
-    def __init__(self, features: np.ndarray, totals: ReadTotals | None) -> None:
-        self._features, self._totals = features, totals
+    def __init__(self, features: np.ndarray) -> None:
+        self._features = features
 
     def read(self, nodes: np.ndarray) -> Tensor:
         """See `Rows.read`."""
+        return torch.from_numpy(self._features[nodes])
+
+
+class MappedRows:
+    """Rows of the file of features, mapped. The system reads no page that is not asked for: with
+    its usual reading ahead a row of 2 kB costs 30 times as much.
+
+    Args:
+        graph: the graph.
+        totals: counts what is read, as the system counts for the process.
+    """
+
+    def __init__(self, graph: GraphFolder, totals: ReadTotals) -> None:
+        self._totals = totals
+        with graph.features_path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped.madvise(mmap.MADV_RANDOM)
+        self._features = np.frombuffer(mapped, graph.dtype).reshape(graph.num_nodes, -1)
+
+    def read(self, nodes: np.ndarray) -> Tensor:
+        """See `Rows.read`."""
+        before = _bytes_from_disk()
         found = torch.from_numpy(self._features[nodes])
-        if self._totals is not None:
-            self._totals.needed_bytes += found.nbytes
+        self._totals.needed_bytes += found.nbytes
+        self._totals.read_bytes += _bytes_from_disk() - before
         return found
+
+
+def _bytes_from_disk() -> int:
+    """What this process has fetched from disk."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("read_bytes:")).split()[1])
 
 
 class DiskRows:

@@ -1,0 +1,181 @@
+"""Features larger than memory: what each store of task=graph makes of the same disk.
+
+    sudo python -m recipes run graph                       needs 30 GB of disk
+
+Cost: 33 trainings of half a minute to four minutes on 2 cores, an hour, and a minute to write the
+graph.
+Not yet run. Expected: diskgnn reads little more than it needs, in long reads, and is an order of
+magnitude faster than mmap; ginex reads a page for each row; partition reads least and sees least.
+
+The graph has features of 4 GB; a worker has 1.4 GB of memory for everything, the page cache
+included. Seconds of an epoch are those of a step times the steps of an epoch. Before each run the
+graph leaves the page cache.
+"""
+
+import json
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from co2.record.table import Table
+from recipes import memory_limit
+from recipes.functions import FunctionCell, FunctionColumn
+from recipes.recipe import RUNS, Recipe, Row, Rows
+
+NODES, FEATURES, CLASSES, DEGREE = 2_000_000, 512, 16, 20
+BATCH = 512
+"""Of each worker."""
+LIMIT_MIB = 1400
+"""Of each worker."""
+STEPS = {"mmap": 40}
+"""Of a timed run; an epoch where a store is not named."""
+DATA = Path(RUNS, "graph", "data")
+STORES = ("mmap", "ginex", "partition", "diskgnn")
+GOALS = "4 times mmap, twice the better of the others, amplification 1.2, waiting 10 %"
+ROWS = (
+    *(Row(store, (f"graph.store={store}",)) for store in STORES),
+    Row("memory, without a limit", ("graph.store=memory", "limited=false"), limit=True),
+)
+KINDS = {
+    "1 replica": ("launch.workers=1", "method=allreduce"),
+    "2 replicas, AllReduce": ("launch.workers=2", "method=allreduce"),
+    "2 replicas, CO2": ("launch.workers=2", "method=co2"),
+}
+
+
+def epoch_steps(workers: int) -> int:
+    """Steps of an epoch: a tenth of the nodes is trained on."""
+    return NODES // 10 // (BATCH * workers)
+
+
+def train(cells: Sequence[FunctionCell]) -> None:
+    """Run train.py for each cell, with less memory than features."""
+    from tasks.graphs.generated import generate
+
+    memory_limit.check()
+    generate(DATA / "graphs" / "generated", NODES, FEATURES, CLASSES, DEGREE, seed=0)
+    for cell in cells:
+        print(f"  {' '.join(cell.overrides)}", flush=True)
+        _trial(cell)
+
+
+def _trial(cell: FunctionCell) -> None:
+    settings = cell.settings
+    limited = settings.pop("limited", True)
+    workers, store = settings["launch.workers"], settings["graph.store"]
+    steps = STEPS.get(store, epoch_steps(workers))
+    place = cell.folder / "runs"
+    words = [
+        *(f"{key}={value}" for key, value in settings.items()),
+        *("task=graph", "graph.dataset=generated", "graph.fanout=[5,10]", "graph.ahead=1"),
+        *(f"graph.plan={epoch_steps(workers)}", "graph.host_mb=256", "graph.parts=32"),
+        *(f"train.steps={steps}", f"train.batch_size={BATCH}", f"train.eval_every={steps}"),
+        *("optim.warmup_steps=10", "checkpoint.every=0", "log.wandb=disabled"),
+        *("graph.eval_samples=4096", f"train.seed={cell.seed}"),
+        *(f"data.root={DATA}", f"runs={place}"),
+    ]
+    graph = DATA / "graphs" / "generated"
+    shutil.rmtree(place, ignore_errors=True)  # of a trial that failed
+    memory_limit.forget(graph)
+    disk = _disk_bytes_s(graph / "features.bin")
+    limit = LIMIT_MIB * workers if limited else None
+    ended = memory_limit.run([sys.executable, "train.py", *words], limit)
+    found = list(place.rglob("summary.json"))
+    if ended.returncode or len(found) != 1:
+        print(f"  status {ended.returncode}: {ended.stderr[-2000:]}", flush=True)
+        return
+    summary = json.loads(found[0].read_text())
+    step_s = summary["train_s"] / summary["steps"]
+    reading = summary.get("reading") or {}
+    final = {
+        "epoch_s": step_s * epoch_steps(workers),
+        "data_percent": 100 * summary["data_share"],
+        "accuracy": 100 * summary["final"]["accuracy"],
+        "disk_mb_s": disk / 1e6,
+    }
+    if reading:
+        read_s = workers * reading["read_bytes"] / summary["train_s"]
+        final["amplification"] = reading["amplification"]
+        final["disk_share"] = 100 * read_s / disk
+        final["planning_s"] = reading["planning_s"]
+        final["plan_gb"] = workers * reading["plan_bytes"] / 1e9
+    cell.finish(final, workers, steps)
+
+
+def _disk_bytes_s(path: Path, pieces: int = 64, piece: int = 1 << 23) -> float:
+    """Bytes a second of long direct reads from places that are spread over a file, by 8 threads."""
+    from tasks.graphs.direct import PAGE, DirectFile, Readers
+
+    file = DirectFile(path, Readers(8))
+    firsts = np.linspace(0, file.size - piece, pieces).astype(np.int64) // PAGE
+    began = time.perf_counter()
+    for first in firsts:
+        file.pages(np.array([first]), np.array([first + piece // PAGE]))
+    return pieces * piece / (time.perf_counter() - began)
+
+
+OF_DISK = ("amplification", "disk_share", "planning_s", "plan_gb")
+METRICS = (
+    ("epoch, s", "epoch_s", True, 1),
+    ("waiting for data, %", "data_percent", True, 1),
+    ("read / needed", "amplification", True, 2),
+    ("share of the disk, %", "disk_share", False, 0),
+    ("planning, s", "planning_s", True, 0),
+    ("plans, GB", "plan_gb", True, 1),
+    ("accuracy, %", "accuracy", False, 1),
+)
+
+
+def _column(kind: str, name: str, metric: str, lower: bool, digits: int = 1) -> FunctionColumn:
+    words = KINDS[kind]
+    alone = (ROWS[-1].name,) if metric in OF_DISK else ()
+    made = partial(FunctionColumn, train=train, curve=False, part=kind, without=alone)
+    return made(f"{kind}: {name}", words, f"final.{metric}", lower=lower, digits=digits)
+
+
+def goals(ours: Rows, _: Rows) -> Iterator[Table]:
+    """How much longer epochs are than diskgnn's, as medians over the repeats."""
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for line in ours:
+        if line["column"].endswith(METRICS[0][0]):
+            place = line["row"], line["column"].partition(":")[0]
+            seconds.setdefault(place, []).append(float(line["value"]))
+    middle = {place: statistics.median(values) for place, values in seconds.items()}
+    lines = []
+    for row in ROWS:
+        own = [(middle.get((row.name, kind)), middle.get(("diskgnn", kind))) for kind in KINDS]
+        if any(one is not None for one, _ in own):
+            shares = (f"{one / base:.2f}" if one and base else "–" for one, base in own)
+            lines.append((row.name, *shares))
+    if lines:
+        yield Table(
+            name="graph_ratios",
+            title="Seconds of an epoch over diskgnn's",
+            text=f"Medians over the repeats, without planning. Goals: {GOALS}.",
+            head=("store", *KINDS),
+            rows=lines,
+        )
+
+
+RECIPE = Recipe(
+    name="graph",
+    title="Features larger than memory",
+    text=f"GraphSAGE, fanout 5 and 10, batches of {BATCH}, on a generated graph of {NODES:,} nodes "
+    f"with {4 * FEATURES * NODES / 1e9:.1f} GB of features; a worker has {LIMIT_MIB} MiB of "
+    "memory. Planning is sampling and packing ahead of an epoch, which later runs with the same "
+    "batches do not repeat; it is not in the seconds of the epoch. What is needed is what no cache "
+    "of the store holds. The share of the disk is of what long direct reads get without training. "
+    f"mmap's epoch is reckoned from {STEPS['mmap']} steps, after which its accuracy stands too. "
+    "Repeats stand in for seeds.",
+    rows=ROWS,
+    columns=tuple(_column(kind, *metric) for kind in KINDS for metric in METRICS),
+    scales=("smoke",),
+    beside=goals,
+    undisturbed=True,
+)
