@@ -30,6 +30,8 @@ LABEL = np.dtype(np.int16)
 _PIECE = 1 << 24
 """Bytes that are read at once."""
 _FEATURES = ("float16", "float32")
+_FILES = {"graph.json", *(f"{name}.bin" for name in ("starts", "neighbours", "features", "labels"))}
+_FILES |= {f"{part}.bin" for part in PARTS}
 
 
 @dataclass(frozen=True)
@@ -149,8 +151,9 @@ def create(
     Returns:
         The new graph, opened.
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written, or holds other files.
     """
+    _refuse_strangers(folder)
     with written_aside(folder, lambda: open_graph(folder) is not None) as aside:
         meta = {"format": FORMAT, **origin, **fill(aside)}
         names = sorted(path.name for path in aside.iterdir())
@@ -189,6 +192,15 @@ def faults(folder: Path) -> Iterator[str]:
         elif _sha256(folder / name) != sha256:
             yield f"{folder / name}: its checksum is not that of graph.json"
     yield from _content(graph)
+
+
+def _refuse_strangers(folder: Path) -> None:
+    """Raise `FileExistsError` if `folder` holds what no graph does, such as a download."""
+    strange = folder.exists() and (
+        not folder.is_dir() or any(entry.name not in _FILES for entry in folder.iterdir())
+    )
+    if strange:
+        raise FileExistsError(17, "is in the way: it holds files that are not ours", str(folder))
 
 
 def _content(graph: GraphFolder) -> Iterator[str]:

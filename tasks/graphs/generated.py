@@ -106,7 +106,8 @@ class _Recipe:
             folder, self._edges(order), self.nodes, undirected=True, distinct=True, memory=1 << 28
         )
         del order
-        write_array(folder / "features.bin", self._rows(classes), dtype)
+        rows = blurred(classes, self.classes, self.features, self.seed)
+        write_array(folder / "features.bin", rows, dtype)
         return {
             "nodes": self.nodes,
             "edges": num_edges,
@@ -139,36 +140,41 @@ class _Recipe:
                 yield order[popular], order[ranks]
                 advance(count)
 
-    def _rows(self, classes: np.ndarray) -> Iterator[np.ndarray]:
-        """The features, in pieces of nodes."""
-        # Two means with independent entries of variance s² are s·√(2·features) apart.
-        spread = APART / (2 * self.features) ** 0.5
-        means = self._generator(_MEANS).standard_normal((self.classes, self.features), np.float32)
-        means *= np.float32(spread)
-        step = max(1, _VALUES_AT_ONCE // self.features)
-        with progress("drawing features", self.nodes) as advance:
-            for piece, at in enumerate(range(0, self.nodes, step)):
-                own = classes[at : at + step]
-                draw = self._generator(_NOISE, piece)
-                rows = draw.standard_normal((len(own), self.features), np.float32)
-                rows += means[own]
-                yield rows
-                advance(len(own))
-
     def _write_parts(self, folder: Path, classes: np.ndarray) -> dict[str, int]:
-        """Write train, val, test and, for their nodes, the labels. Returns the sizes of the parts.
+        """Write train, val, test and, for their nodes, the labels; returns the parts' sizes."""
+        parts = drawn_parts(self.nodes, self.seed)
+        for name, own in parts.items():
+            write_array(folder / f"{name}.bin", [own], np.int64)
+        labels = np.full(self.nodes, -1, LABEL)
+        for own in parts.values():
+            labels[own] = classes[own]
+        write_array(folder / "labels.bin", [labels], LABEL)
+        return {name: len(own) for name, own in parts.items()}
 
-        Args:
-            classes: of all nodes; those of nodes in no part are forgotten.
-        """
-        shuffled = self._generator(_PARTS).permutation(np.arange(self.nodes, dtype=self.kind))
-        sizes, at = {}, 0
-        for name in PARTS:
-            sizes[name] = max(1, self.nodes // _SHARES[name])
-            write_array(
-                folder / f"{name}.bin", [np.sort(shuffled[at : at + sizes[name]])], np.int64
-            )
-            at += sizes[name]
-        classes[shuffled[at:]] = -1
-        write_array(folder / "labels.bin", [classes], LABEL)
-        return sizes
+
+def blurred(
+    classes: np.ndarray, num_classes: int, features: int, seed: int
+) -> Iterator[np.ndarray]:
+    """Yield the features of nodes of the given classes, float32 [piece, features]."""
+    # Two means with independent entries of variance s² are s·√(2·features) apart.
+    spread = np.float32(APART / (2 * features) ** 0.5)
+    means = generator(seed, _MEANS).standard_normal((num_classes, features), np.float32) * spread
+    step = max(1, _VALUES_AT_ONCE // features)
+    with progress("drawing features", len(classes)) as advance:
+        for piece, at in enumerate(range(0, len(classes), step)):
+            own = classes[at : at + step]
+            rows = generator(seed, _NOISE, piece).standard_normal((len(own), features), np.float32)
+            rows += means[own]
+            yield rows
+            advance(len(own))
+
+
+def drawn_parts(nodes: int, seed: int) -> dict[str, np.ndarray]:
+    """Return the nodes of each part, ascending; no node is in two."""
+    shuffled = generator(seed, _PARTS).permutation(np.arange(nodes, dtype=neighbour_type(nodes)))
+    parts, at = {}, 0
+    for name in PARTS:
+        size = max(1, nodes // _SHARES[name])
+        parts[name] = np.sort(shuffled[at : at + size])
+        at += size
+    return parts

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from co2.arguments import Parser
 from co2.errors import ConfigError, require
-from tasks.prepare import ade20k, glue, imagenet, openwebtext, shapenet, wikibooks
+from tasks.prepare import ade20k, glue, graph, imagenet, openwebtext, shapenet, wikibooks
 
 
 class DataSet(Protocol):
@@ -43,6 +43,7 @@ class DataSet(Protocol):
 SETS: dict[str, type[DataSet]] = {
     "ade20k": ade20k,  # type: ignore[dict-item]  # a module serves as well
     "glue": glue,  # type: ignore[dict-item]  # a module serves as well
+    "graph": graph,  # type: ignore[dict-item]  # a module serves as well
     "imagenet": imagenet,  # type: ignore[dict-item]  # a module serves as well
     "openwebtext": openwebtext,  # type: ignore[dict-item]  # a module serves as well
     "shapenet": shapenet,  # type: ignore[dict-item]  # a module serves as well
