@@ -27,6 +27,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "ade20k": (),
     "shapenet": ("shapenet.eval_samples=32", "shapenet.svm_samples=64"),
     "gpt2": ("gpt2.eval_samples=8", "gpt2.context=32"),
+    "graph": ("graph.eval_samples=64", "graph.store=diskgnn", "graph.plan=4"),
     "moe": ("moe.eval_samples=8", "moe.context=32"),
     "roberta": ("roberta.eval_samples=8",),
     "glue": ("glue.eval_samples=8", "glue.name=adjoin"),

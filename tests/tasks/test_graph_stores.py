@@ -23,7 +23,7 @@ from tasks.graphs.folder import GraphFolder
 from tasks.graphs.networks import Network
 from tasks.graphs.stores import StoreName
 from tasks.graphs.verified import Records, RecordsWriter, Torn
-from tests.tasks import small_graph
+from tests.tasks import random_graph
 
 NODES, ROW = 300, 24
 KIB = 1 / 1024
@@ -33,7 +33,7 @@ Batch = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory: pytest.TempPathFactory) -> GraphFolder:
-    return small_graph.write(tmp_path_factory.mktemp("graph") / "small", NODES)
+    return random_graph.write(tmp_path_factory.mktemp("graph") / "small", NODES)
 
 
 @pytest.fixture
