@@ -71,7 +71,6 @@ def fused(
     weights: Weights,
     active: int,
     capacity: float | None,
-    planned: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Routing]:
     """The layer's output, what the gate's losses are made of, and who computed what.
 
@@ -82,7 +81,6 @@ def fused(
             of the tokens.
         active: k.
         capacity: see `route`.
-        planned: None: what `plan` says.
 
     Returns:
         Weighted sums, fp32 [T, width]; the gate's logits, fp32 [T, E], with gradients too; the
@@ -95,10 +93,9 @@ def fused(
         dtype = torch.get_autocast_dtype(device)
     assert dtype in PLANS, "the kernel knows fp32 and bf16"
     most = active * len(tokens)
-    if capacity is not None:
-        most = min(most, math.ceil(capacity * most / len(gate)))
-    planned = planned or plan(tokens.device, dtype)
-    options = active, most, dtype, planned, torch.is_grad_enabled()
+    if capacity is not None:  # in the order of `route`, because of rounding
+        most = min(most, math.ceil(capacity * active * len(tokens) / len(gate)))
+    options = active, most, dtype, plan(tokens.device, dtype), torch.is_grad_enabled()
     out, logits, *routed = _Layer.apply(tokens, gate, *weights, *options)
     choice, weight, counts, wanted = routed
     if capacity is not None:
