@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from co2.comm.clocks import ExchangeTotals
 from co2.comm.mesh import Mesh
-from co2.config import DataConfig, OptimConfig, TrainConfig
+from co2.config import DataConfig, OptimConfig, Strategy, TrainConfig
 
 Batch: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 """One micro-batch of one worker, on the CPU; the loop moves it."""
@@ -113,6 +114,16 @@ class Reading(Protocol):
 
     def read(self) -> ReadTotals:
         """What this worker has read: zeros where nothing is."""
+        ...
+
+
+@runtime_checkable
+class Placed(Protocol):
+    """What a task has beside `Task` if it does not train everywhere."""
+
+    def check_place(self, device: torch.device, strategy: Strategy) -> None:
+        """Raise `ConfigError`, before any worker starts, for a device of the workers or a
+        `mesh.strategy` that this task's settings cannot be combined with."""
         ...
 
 

@@ -113,6 +113,21 @@ class Exchange(Enum):
     tiled = "tiled"
 
 
+class Kernel(Enum):
+    """How a worker that has all experts computes them."""
+
+    loop = "loop"
+    """One expert after another."""
+    grouped = "grouped"
+    """All experts' first products in one grouped GEMM of PyTorch, then all second ones."""
+    fused = "fused"
+    """The whole layer in one Triton kernel: tasks/fused_experts.py."""
+
+
+NOT_DIVIDED = "needs all experts on each worker; with mesh.strategy=ep use loop"
+"""Why experts that workers share are not computed by other kernels."""
+
+
 class Experts(nn.Module):
     """The layer.
 
@@ -128,6 +143,7 @@ class Experts(nn.Module):
         dropout: rate, of the sum.
         exchange: how tokens travel once the experts are divided.
         tile: rows from one worker to another in a tile.
+        kernel: how they are computed while they are not divided.
     """
 
     def __init__(
@@ -142,8 +158,10 @@ class Experts(nn.Module):
         dropout: float,
         exchange: Exchange = Exchange.tiled,
         tile: int = 256,
+        kernel: Kernel = Kernel.loop,
     ) -> None:
         super().__init__()
+        self.kernel = kernel
         self.exchange, self.tile, self.traffic = exchange, tile, Traffic()
         self.active, self.capacity, self.num_experts = active, capacity, experts
         self.group: dist.ProcessGroup | None = None
@@ -173,20 +191,27 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] in and out."""
         tokens = x.flatten(0, -2)
-        with torch.autocast(x.device.type, enabled=False):  # small differences decide
-            exact = torch.promote_types(x.dtype, torch.float32)
-            logits = F.linear(tokens.to(exact), self.gate.weight.to(exact))
-            shares = logits.softmax(-1)
-            routing = route(shares, self.active, self.capacity, self.group)
-            self.losses = balance_loss(shares, routing.wanted.sum(0)), z_loss(logits)
-            self.routing = routing
-        out = self._combined(self._computed(tokens, routing), routing, len(tokens))
+        if self.kernel is Kernel.fused:
+            from tasks.fused_experts import fused  # imports Triton, which not every machine has
+
+            gate = self.gate.weight
+            out, logits, routing = fused(tokens, gate, self._weights, self.active, self.capacity)
+            self._keep(logits, logits.softmax(-1), routing)
+        else:
+            with torch.autocast(x.device.type, enabled=False):  # small differences decide
+                exact = torch.promote_types(x.dtype, torch.float32)
+                logits = F.linear(tokens.to(exact), self.gate.weight.to(exact))
+                shares = logits.softmax(-1)
+                routing = route(shares, self.active, self.capacity, self.group)
+                self._keep(logits, shares, routing)
+            out = self._combined(self._computed(tokens, routing), routing, len(tokens))
         if self.shared is not None:
             out = out + self.shared(tokens)
         return self.dropout(out.to(x.dtype)).view_as(x)
 
     def divide(self, group: dist.ProcessGroup) -> tuple[str, ...]:
         """See `Divisible`. Raises `ConfigError`."""
+        require(self.kernel is Kernel.loop, "moe.kernel", self.kernel.value, NOT_DIVIDED)
         workers = group.size()
         hint = f"must divide the {self.num_experts} experts"
         require(self.num_experts % workers == 0, "mesh.replica_size", workers, hint)
@@ -196,18 +221,27 @@ class Experts(nn.Module):
         self.group = group
         return EXPERTS
 
+    @property
+    def _weights(self) -> Weights:
+        return self.inner, self.inner_bias, self.outer, self.outer_bias
+
+    def _keep(self, logits: Tensor, shares: Tensor, routing: Routing) -> None:
+        self.losses = balance_loss(shares, routing.wanted.sum(0)), z_loss(logits)
+        self.routing = routing
+
     def _computed(self, tokens: Tensor, routing: Routing) -> Tensor:
         """What the experts make of the tokens, [A, width], in the order of the assignments."""
         sent = tokens[routing.choice % len(tokens)]
-        if self.group is None:
+        if self.group is None and self.kernel is Kernel.loop:
             return self._mlps(sent, routing.counts[0].tolist())
-        weights: Weights = self.inner, self.inner_bias, self.outer, self.outer_bias
-        device = sent.device.type
+        weights, device = self._weights, sent.device.type
         if torch.is_autocast_enabled(device):  # so that tokens travel as they are computed
             dtype = torch.get_autocast_dtype(device)
             inner, inner_bias, outer, outer_bias = (weight.to(dtype) for weight in weights)
             sent, weights = sent.to(dtype), (inner, inner_bias, outer, outer_bias)
         with torch.autocast(device, enabled=False):
+            if self.group is None:
+                return grouped(sent, routing.counts[0], weights)
             traffic = self.traffic if self.training else Traffic()
             if self.exchange is Exchange.bulk:
                 return bulk(sent, routing.counts, weights, self.group, traffic)
@@ -229,3 +263,24 @@ class Experts(nn.Module):
         rows = weighted.new_zeros(self.active * num_tokens, made.shape[1])
         rows = rows.index_copy(0, routing.choice, weighted)
         return rows.view(self.active, num_tokens, -1).sum(0)
+
+
+def grouped(sent: Tensor, counts: Tensor, weights: Weights) -> Tensor:
+    """What the experts make of rows, by PyTorch's grouped GEMM. The host need not know how many
+    rows an expert has.
+
+    Args:
+        sent: [A, width], in the order of the experts; fp32, bf16 or fp16. A row of it, and one of
+            the hidden layer, has a multiple of 16 bytes.
+        counts: int64 [E], rows of each expert.
+        weights: of all experts, of the same type.
+    """
+    inner, inner_bias, outer, outer_bias = weights
+    ends = counts.cumsum(0, dtype=torch.int32)
+    experts = torch.arange(len(counts), device=sent.device)
+    own = experts.repeat_interleave(counts, output_size=len(sent))
+    # A product, because indexing adds a bias's gradient up row by row.
+    chosen = (own[:, None] == experts).to(sent.dtype)
+    hidden = F.grouped_mm(sent, inner, offs=ends) + chosen @ inner_bias
+    hidden = F.gelu(hidden, approximate="tanh")
+    return F.grouped_mm(hidden, outer, offs=ends) + chosen @ outer_bias

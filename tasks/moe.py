@@ -3,9 +3,11 @@
 What an expert is, how tokens choose it, and the losses of the gate: tasks/experts.py.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -13,10 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from co2.comm.clocks import ExchangeTotals
+from co2.config import Strategy
 from co2.errors import require, require_count, require_number
 from co2.task import Batch
 from tasks.causal import CausalText
-from tasks.experts import Exchange, Experts
+from tasks.experts import NOT_DIVIDED, Exchange, Experts, Kernel
 from tasks.gpt2 import transformer
 from tasks.optimizer import make_optimizer
 from tasks.randomness import initial_std, seeded
@@ -41,6 +44,10 @@ SHAPES = {
 """Layers, heads and width; experts."""
 
 
+OLDEST = 8
+"""Major compute capability of the oldest GPUs whose tensor cores know bf16."""
+
+
 class MoE(CausalText):
     """The task `moe`."""
 
@@ -62,6 +69,8 @@ class MoE(CausalText):
         """How tokens travel to experts of other workers (mesh.strategy=ep)."""
         tile: int = 256
         """Rows from one worker to another in a tile."""
+        kernel: Kernel = Kernel.loop
+        """How a worker that has all experts computes them."""
         dropout: float = 0.0
         """Rate of dropout in embeddings, attention and residuals."""
 
@@ -94,7 +103,7 @@ class MoE(CausalText):
         std = initial_std(width)
         stds = std, std / (2 * layers) ** 0.5  # as GPT-2 has them
         mixture = (config.active, config.capacity, config.shared, stds, config.dropout)
-        ways = (config.exchange, config.tile)
+        ways = (config.exchange, config.tile, config.kernel)
         with seeded(self.train.seed):
             model = transformer(self.vocab_size, config.context, shape, config.dropout)
             # `Any`: transformers types the module's parts as tensors or modules.
@@ -102,6 +111,23 @@ class MoE(CausalText):
             for block in blocks[1::2]:
                 block.mlp = Experts(width, 4 * width, experts, *mixture, *ways)
         return model
+
+    def check_place(self, device: torch.device, strategy: Strategy) -> None:
+        """See `Placed`: `kernel` is what does not run everywhere."""
+        kernel = self.config.kernel
+        if kernel is Kernel.loop:
+            return
+        key, value = f"{self.name}.kernel", kernel.value
+        require(strategy is not Strategy.ep, key, value, NOT_DIVIDED)
+        if kernel is Kernel.fused:
+            installed = find_spec("triton") is not None
+            require(installed, key, value, "needs Triton, which is not installed; use loop")
+            if interpreted():
+                return
+            hint = "needs a CUDA device, and these workers train on a CPU; use loop"
+            require(device.type == "cuda", key, value, hint)
+            hint = f"needs a GPU of compute capability {OLDEST}.0 or newer; use loop"
+            require(torch.cuda.get_device_capability(device) >= (OLDEST, 0), key, value, hint)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """See `Task.optimizer`. The experts' biases have no weight decay, though a matrix has all
@@ -147,6 +173,11 @@ class MoE(CausalText):
         layers = wanted.view(-1, self.config.num_experts)
         busiest = (layers.amax(1) / layers.mean(1)).mean().item()
         return {"busiest_expert": busiest, "dropped": 1 - (made.sum() / wanted.sum()).item()}
+
+
+def interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter, on any device."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def mixtures(model: nn.Module) -> Iterator[Experts]:

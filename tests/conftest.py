@@ -111,6 +111,7 @@ LONG = (
     "tests/tasks/test_ade20k.py::test_evaluation_does_not_compile",
     "tests/tasks/test_ade20k.py::test_over_gloo",
     "tests/tasks/test_ade20k.py::test_weights_of_the_backbone",
+    "tests/tasks/test_fused_experts.py",
     "tests/tasks/test_glue.py::test_evaluation_over_gloo",
     "tests/tasks/test_gpt2.py::test_importing_tasks_is_cheap",
     "tests/tasks/test_gpt2.py::test_it_learns_a_batch_by_heart",

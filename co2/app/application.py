@@ -34,7 +34,7 @@ from co2.record.console import Outcome, closing_table, sweep_table
 from co2.record.folder import check_folder, read_summary, tag_from
 from co2.record.metrics import Summary
 from co2.record.provenance import UNKNOWN, Origin
-from co2.task import Task
+from co2.task import Placed, Task
 from co2.train import elastic, initial, launch, replica
 from co2.train.loop import train
 from co2.train.run import Run
@@ -76,6 +76,9 @@ class App:
         elastic.check(
             config, method, launch.identity() is not None, launch.first_device(config).type
         )
+        task = self.make_task(config)
+        if isinstance(task, Placed):
+            task.check_place(launch.first_device(config), config.mesh.strategy)
         check_folder(config, world)
         return config
 

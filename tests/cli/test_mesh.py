@@ -277,6 +277,8 @@ REFUSED = [
     (mesh("ep"), "mesh.strategy=ep: divides experts, and task=toy has none"),
     (("task=moe", *mesh("ep", 3), "launch.workers=3"), "mesh.replica_size=3: must divide the 8 "),
     (("task=moe", "train.compile=true", *mesh("ep")), "train.compile=true: "),
+    (("task=moe", "moe.kernel=grouped", *mesh("ep")), "moe.kernel=grouped: needs all experts "),
+    (("task=moe", "moe.kernel=fused", "launch.backend=gloo"), "moe.kernel=fused: needs a CUDA "),
     (("task=moe", "method=allreduce", "comm.dtype=bf16", *mesh("ep")), "comm.dtype=bf16: "),
     (("task=moe", "method=co2", "co2.shard=true", *mesh("ep")), "mesh.strategy=ep: method=co2: "),
     (("task=moe", "method=sparseloco", *mesh("ep")), "mesh.strategy=ep: method=sparseloco: its "),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from co2.errors import ConfigError
 from tasks.experts import EXPERTS as EXPERT_WEIGHTS
-from tasks.experts import Exchange, Experts, balance_loss, route, z_loss
+from tasks.experts import Exchange, Experts, Kernel, balance_loss, route, z_loss
 from tests.workers import Pool
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 6, 10, 5, 23
@@ -174,6 +174,32 @@ def test_autocast_leaves_the_gate_in_fp32() -> None:
     torch.testing.assert_close(out, made(x), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("capacity", [None, 0.6])
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("favourite", [None, 3])
+def test_a_grouped_product_is_the_loop(
+    capacity: float | None, bf16: bool, favourite: int | None
+) -> None:
+    """Values and all gradients; also where some experts have nothing to do."""
+    found = []
+    for kernel in (Kernel.loop, Kernel.grouped):
+        made = layer(2, width=8, hidden=16, capacity=capacity, kernel=kernel).float()
+        if favourite is not None:
+            nn.init.zeros_(made.gate.weight)
+            nn.init.constant_(made.gate.weight[favourite], 1)
+            nn.init.constant_(made.gate.weight[favourite - 1], 0.5)
+        x = F.pad(tokens(), (0, 2)).float()
+        x = (x if favourite is None else x.abs()).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            out = made(x)
+        inputs = [x, *made.parameters()]
+        found.append((out, *torch.autograd.grad((out * (1 + out.detach())).sum(), inputs)))
+    for one, other in zip(*found, strict=True):
+        close = (3e-2 if bf16 else 1e-5) * one.abs().max().item()
+        torch.testing.assert_close(one, other, rtol=0, atol=close)
+    assert (made.routing.counts == 0).sum() == (0 if favourite is None else 3)
+
+
 def divided(
     rank: int, world: int, active: int, capacity: float | None, ways: dict
 ) -> tuple[Tensor, ...]:
@@ -225,6 +251,17 @@ def refused(rank: int, world: int) -> str:
     with pytest.raises(ConfigError) as error:
         layer(1, experts=5).divide(dist.group.WORLD)
     return str(error.value)
+
+
+def refused_kernel(rank: int, world: int) -> str:
+    with pytest.raises(ConfigError) as error:
+        layer(1, experts=4, kernel=Kernel.fused).divide(dist.group.WORLD)
+    return str(error.value)
+
+
+def test_divided_experts_have_a_way_of_their_own(workers: Pool) -> None:
+    line = "moe.kernel=fused: needs all experts on each worker; with mesh.strategy=ep use loop"
+    assert workers.run(refused_kernel, 2)[0] == line
 
 
 def test_as_many_experts_for_each_worker(workers: Pool) -> None:

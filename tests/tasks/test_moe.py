@@ -4,15 +4,18 @@ Batches, evaluation and data are `CausalText`'s, which test_gpt2.py tests; the l
 test_experts.py's.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import tasks.moe as task_module
+from co2.config import Strategy
 from co2.errors import ConfigError
 from tasks.causal import CorpusName
-from tasks.experts import Experts
+from tasks.experts import Experts, Kernel
 from tasks.moe import SHAPES, MoE, Size, mixtures
 from tests.tasks.build import gpt2, mesh, moe
 
@@ -131,6 +134,65 @@ def test_no_token_sees_a_later_one(root: Path, text_file: Path) -> None:
 def test_refused(fields: dict, line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         moe(Path("unused"), **fields)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "strategy", "environment", "line"),
+    [
+        (Kernel.loop, Strategy.ep, {}, None),
+        (Kernel.grouped, Strategy.ddp, {}, None),
+        (Kernel.grouped, Strategy.ep, {}, "grouped: needs all experts on each worker; with "),
+        (Kernel.fused, Strategy.ep, {}, "fused: needs all experts on each worker; with "),
+        (Kernel.fused, Strategy.zero3, {}, "fused: needs a CUDA device, and these workers train "),
+        (Kernel.fused, Strategy.zero3, {"TRITON_INTERPRET": "1"}, None),
+    ],
+)
+def test_where_a_kernel_runs(
+    monkeypatch: pytest.MonkeyPatch,
+    kernel: Kernel,
+    strategy: Strategy,
+    environment: dict[str, str],
+    line: str | None,
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(task_module, "find_spec", lambda name: name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    task = moe(Path("unused"), kernel=kernel)
+    refusal = nullcontext()
+    if line is not None:
+        refusal = pytest.raises(ConfigError, match=f"^moe.kernel={line}")
+    with refusal:
+        task.check_place(torch.device("cpu"), strategy)
+
+
+@pytest.mark.parametrize(
+    ("capability", "line"),
+    [((7, 5), "needs a GPU of compute capability 8.0 or newer; use loop"), ((8, 0), None)],
+)
+def test_a_gpu_that_is_too_old(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], line: str | None
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(task_module, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    task = moe(Path("unused"), kernel=Kernel.fused)
+    refusal = nullcontext() if line is None else pytest.raises(ConfigError, match=line)
+    with refusal:
+        task.check_place(torch.device("cuda"), Strategy.ddp)
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_module, "find_spec", lambda name: None)
+    task = moe(Path("unused"), kernel=Kernel.fused)
+    with pytest.raises(ConfigError, match=r"^moe.kernel=fused: needs Triton, which is not "):
+        task.check_place(torch.device("cuda"), Strategy.ddp)
+
+
+def test_the_layers_have_the_kernel() -> None:
+    with torch.device("meta"):
+        model = moe(Path("unused"), kernel=Kernel.fused).model()
+    assert {layer.kernel for layer in mixtures(model)} == {Kernel.fused}
 
 
 def test_the_dense_part_is_gpt2s_tiny_model_one_block_longer(root: Path) -> None:
