@@ -7,6 +7,7 @@ from: tasks/graphs/stores.py.
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, partial
@@ -168,8 +169,14 @@ class Graph:
         self._store = store = self._made(mesh)
         left = max(0, self._total - start)
         # No plan is made for batches beyond the training's end, unless they are asked for.
-        yield from ahead(map(self._batch, islice(store.stream(start), left)), self.config.ahead)
-        yield from map(self._batch, store.stream(start + left))
+        yield from ahead(self._loaded(store, start, left), self.config.ahead)
+        yield from self._loaded(store, start + left, None)
+
+    def _loaded(self, store: Store, start: int, number: int | None) -> Iterator[dict[str, Tensor]]:
+        """So many batches; None: endless ones."""
+        with closing(store.stream(start)) as stream:
+            for loaded in islice(stream, number):
+                yield self._batch(loaded)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross-entropy in nats, fp32."""

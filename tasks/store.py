@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from tasks.progress import progress
-from tasks.whole import to_disk, written_aside
+from tasks.whole import refuse_others, to_disk, written_aside
 
 FORMAT = 1
 """Version of the stores and of their content (split, tokenizer). Stores of others are not used."""
@@ -167,11 +167,7 @@ def create(
 
 def refuse_strangers(folder: Path) -> None:
     """Raise `FileExistsError` if `folder` holds a file that does not belong to a store."""
-    strange = folder.exists() and (
-        not folder.is_dir() or any(entry.name not in _FILES for entry in folder.iterdir())
-    )
-    if strange:
-        raise FileExistsError(17, "is in the way: it holds files that are not ours", str(folder))
+    refuse_others(folder, _FILES)
 
 
 def _write_tokens(

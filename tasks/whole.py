@@ -3,7 +3,7 @@
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -35,6 +35,16 @@ def written_aside(folder: Path, sound: Callable[[], bool]) -> Iterator[Path]:
     finally:
         if aside.exists():
             _remove(aside)
+
+
+def refuse_others(folder: Path, own: Container[str]) -> None:
+    """Raise `FileExistsError` if `folder` holds files of other names, such as a download: what
+    replaces a damaged folder removes all of it."""
+    strange = folder.exists() and (
+        not folder.is_dir() or any(entry.name not in own for entry in folder.iterdir())
+    )
+    if strange:
+        raise FileExistsError(17, "is in the way: it holds files that are not ours", str(folder))
 
 
 def to_disk(file: IO[bytes] | IO[str]) -> None:

@@ -111,6 +111,11 @@ def closing_table(summary: Summary) -> str:
         sent, waited, share = (summary.exchange[name] or 0.0 for name in told)
         text = f"{sent:,.0f} bytes a step, exposed {waited:.2f} s, overlap {share:.4f}"
         table.add_row("tokens sent to experts", text)
+    if summary.reading:
+        told = ["read_bytes", "amplification", "planning_s"]
+        read, times, planned = (summary.reading[name] or 0.0 for name in told)
+        text = f"{read / 2**20:,.0f} MiB, {times:.2f} × what was needed; planned {planned:.0f} s"
+        table.add_row("read from disk by a worker", text)
     place = ", in the host's memory" if summary.memory.host_bytes else ""
     table.add_row("extra model copies", f"{summary.extra_model_copies:g}{place}")
     table.add_row("peak memory of a worker", f"{summary.peak_memory_bytes / 2**20:,.0f} MiB")

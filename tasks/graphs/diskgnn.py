@@ -17,7 +17,7 @@ from tasks.graphs.packing import Layout
 from tasks.graphs.plan import Plan
 from tasks.graphs.planned import Plans
 from tasks.graphs.sampling import Neighbourhood
-from tasks.graphs.stores import Cached, Loaded, empty_rows
+from tasks.graphs.stores import Batched, Cached, Loaded, empty_rows
 from tasks.graphs.verified import VerifiedFile
 
 _PIECE_ROWS = 1 << 15
@@ -62,7 +62,7 @@ class DiskGNN:
         self.totals, self._plans, self._graph = plans.totals, plans, graph
         self._layout, self._readers, self._device = layout, readers, device
 
-    def stream(self, start: int) -> Iterator[Loaded]:
+    def stream(self, start: int) -> Batched:
         """See `Store.stream`."""
         return self._plans.stream(self._load, start)
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from tasks.progress import progress
-from tasks.whole import to_disk, written_aside
+from tasks.whole import refuse_others, to_disk, written_aside
 
 FORMAT = 1
 """Version of the layout. Folders of others are not used."""
@@ -153,7 +153,7 @@ def create(
     Raises:
         OSError: the folder cannot be written, or holds other files.
     """
-    _refuse_strangers(folder)
+    refuse_others(folder, _FILES)
     with written_aside(folder, lambda: open_graph(folder) is not None) as aside:
         meta = {"format": FORMAT, **origin, **fill(aside)}
         names = sorted(path.name for path in aside.iterdir())
@@ -192,15 +192,6 @@ def faults(folder: Path) -> Iterator[str]:
         elif _sha256(folder / name) != sha256:
             yield f"{folder / name}: its checksum is not that of graph.json"
     yield from _content(graph)
-
-
-def _refuse_strangers(folder: Path) -> None:
-    """Raise `FileExistsError` if `folder` holds what no graph does, such as a download."""
-    strange = folder.exists() and (
-        not folder.is_dir() or any(entry.name not in _FILES for entry in folder.iterdir())
-    )
-    if strange:
-        raise FileExistsError(17, "is in the way: it holds files that are not ours", str(folder))
 
 
 def _content(graph: GraphFolder) -> Iterator[str]:

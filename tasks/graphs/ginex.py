@@ -15,7 +15,7 @@ from tasks.graphs.direct import Readers
 from tasks.graphs.folder import GraphFolder
 from tasks.graphs.plan import Draft, Plan
 from tasks.graphs.planned import Plans
-from tasks.graphs.stores import DiskRows, Loaded, empty_rows
+from tasks.graphs.stores import Batched, DiskRows, Loaded, empty_rows
 
 NEVER = np.iinfo(np.int32).max
 
@@ -37,7 +37,7 @@ class Ginex:
         self._rows = DiskRows(graph, readers, self.totals)
         self._capacity = min(cache_bytes // graph.row_bytes, graph.num_nodes)
 
-    def stream(self, start: int) -> Iterator[Loaded]:
+    def stream(self, start: int) -> Batched:
         """See `Store.stream`."""
         return self._plans.stream(self._load, start)
 

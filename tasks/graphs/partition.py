@@ -7,7 +7,6 @@ neighbourhoods than with other stores. Idea: Waleffe et al., "MariusGNN" (EuroSy
 2202.02365), which exchanges parts one by one.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
@@ -20,7 +19,7 @@ from tasks.graphs.batches import Batches
 from tasks.graphs.direct import PAGE, DirectFile, Readers
 from tasks.graphs.folder import GraphFolder
 from tasks.graphs.sampling import Neighbourhood, Restricted
-from tasks.graphs.stores import DiskRows, Loaded, empty_rows
+from tasks.graphs.stores import Batched, DiskRows, Loaded, empty_rows
 from tasks.randomness import generator
 from tasks.sampling import Sampler, Stretches
 
@@ -106,7 +105,7 @@ class Partition:
         self._file = DirectFile(graph.features_path, readers)
         self._rows = DiskRows(graph, readers, self.totals)
 
-    def stream(self, start: int) -> Iterator[Loaded]:
+    def stream(self, start: int) -> Batched:
         """See `Store.stream`."""
         now, table, place = None, empty_rows(self._graph, 0), np.empty(0, np.int64)
         topology = self._batches.topology

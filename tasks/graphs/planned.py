@@ -10,7 +10,7 @@ from co2.task import ReadTotals
 from tasks.graphs.batches import Batches
 from tasks.graphs.direct import Readers
 from tasks.graphs.plan import Finish, Plan, discard, opened
-from tasks.graphs.stores import Loaded
+from tasks.graphs.stores import Batched, Loaded
 from tasks.graphs.verified import Torn
 
 
@@ -45,9 +45,7 @@ class Plans:
         self.totals = ReadTotals()
         self._open: Plan | None = None
 
-    def stream(
-        self, load: Callable[[Plan, range], Iterator[Loaded]], start: int
-    ) -> Iterator[Loaded]:
+    def stream(self, load: Callable[[Plan, range], Iterator[Loaded]], start: int) -> Batched:
         """Endless batches, from that with number `start` on.
 
         Args:

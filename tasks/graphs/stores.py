@@ -10,12 +10,12 @@ All but partition give the same batches, bit for bit.
 """
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -62,12 +62,15 @@ class Loaded:
     cached: Cached | None = None
 
 
+Batched: TypeAlias = Generator[Loaded, None, None]
+
+
 class Store(Protocol):
     """A store, for one worker."""
 
     totals: ReadTotals
 
-    def stream(self, start: int) -> Iterator[Loaded]:
+    def stream(self, start: int) -> Batched:
         """Endless batches, from that with number `start` on. One thread goes through it.
 
         Raises:
@@ -163,7 +166,7 @@ class Whole:
     def __init__(self, batches: Batches, rows: Rows, totals: ReadTotals) -> None:
         self.totals, self._batches, self._rows = totals, batches, rows
 
-    def stream(self, start: int) -> Iterator[Loaded]:
+    def stream(self, start: int) -> Batched:
         """See `Store.stream`."""
         for draw in count(start):
             whole = self._batches.neighbourhood(draw)
