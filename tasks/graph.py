@@ -6,6 +6,7 @@ from: tasks/graphs/stores.py.
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -141,12 +142,15 @@ class Graph:
         """See `Task.setup`."""
         hint = "task=graph loads in threads (graph.ahead, graph.threads); use 0"
         require(self.data.workers == 0, "data.workers", self.data.workers, hint)
+        store = self.config.store
+        known = sys.platform == "linux" or store is StoreName.memory
+        require(known, "graph.store", store.value, "needs Linux's direct I/O; use memory")
         self._graph = graph = self._open()
         self._sampler(num_workers)
         held = graph.part("val")
         chosen = validation_samples(len(held), self.config.eval_samples, self.data.validation)
         self._validation = held[chosen]
-        if self.config.store is StoreName.partition:
+        if store is StoreName.partition:
             self._parts()
 
     def model(self) -> nn.Module:
@@ -174,9 +178,13 @@ class Graph:
 
     def _loaded(self, store: Store, start: int, number: int | None) -> Iterator[dict[str, Tensor]]:
         """So many batches; None: endless ones."""
-        with closing(store.stream(start)) as stream:
-            for loaded in islice(stream, number):
-                yield self._batch(loaded)
+        try:
+            with closing(store.stream(start)) as stream:
+                for loaded in islice(stream, number):
+                    yield self._batch(loaded)
+        except OSError as error:
+            hint = f"cannot be read: {error.strerror}; python -m tasks.prepare graph --check"
+            raise ConfigError("graph", error.filename, f"{hint} {self.graph.folder}") from None
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross-entropy in nats, fp32."""

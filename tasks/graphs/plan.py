@@ -210,18 +210,32 @@ def _use(folder: Path) -> IO[bytes]:
 
 def _thin(folder: Path, limit: int) -> None:
     """Remove plans that nobody uses, those first that were used longest ago, down to a limit."""
-    plans = [path for path in folder.glob("*") if (path / "plan.json").is_file()]
-    held = {path: _bytes(path) for path in sorted(plans, key=lambda path: path.stat().st_mtime)}
-    for path, size in list(held.items()):
-        if sum(held.values()) <= limit:
+    found = []
+    for path in folder.glob("[!.]*"):
+        try:
+            (path / "plan.json").stat()
+            found.append((path.stat().st_mtime, _bytes(path), path))
+        except FileNotFoundError:  # another worker removes it now
+            continue
+    left = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found):
+        if left <= limit:
             return
+        if _remove(path):
+            left -= size
+
+
+def _remove(path: Path) -> bool:
+    """Remove a plan unless somebody uses it. Returns whether it is gone."""
+    try:
         with (path / "lock").open("rb") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
-            held[path] -= size
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:  # another worker was first
+        pass
+    return True
 
 
 def _bytes(folder: Path) -> int:

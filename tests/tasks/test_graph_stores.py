@@ -353,6 +353,19 @@ def test_counts_of_reads(make: Callable[..., Graph]) -> None:
     assert make().read().needed_bytes == 0
 
 
+def test_features_that_shrink(tmp_path: Path) -> None:
+    """One line with the file, and how to look through the graph."""
+    path = random_graph.write(tmp_path / "mine").folder
+    data = DataConfig(root=str(tmp_path), path=str(path))
+    train = TrainConfig(batch_size=BATCH, steps=20)
+    task = Graph(Graph.Config(store=StoreName.ginex), train, OptimConfig(), data)
+    task.setup(2)
+    os.truncate(path / "features.bin", PAGE)
+    with pytest.raises(ConfigError, match=r"graph=.*features.bin: cannot be read: is short") as e:
+        drawn(task, 10)
+    assert str(e.value).endswith(f"python -m tasks.prepare graph --check {path}")
+
+
 def test_rows_of_a_file(tmp_path: Path) -> None:
     """Of all row sizes and places, also at the end of the file and over the borders of pages."""
     random = np.random.default_rng(0)
