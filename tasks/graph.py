@@ -170,21 +170,21 @@ class Graph:
     def batches(self, mesh: Mesh, start: int) -> Iterator[Batch]:
         """See `Task.batches`. A batch has features [nodes, features], labels int64 [batch size],
         and for layer n edges, "starts<n>" and "sources<n>" (tasks/graphs/sampling.py)."""
-        self._store = store = self._made(mesh)
-        left = max(0, self._total - start)
-        # No plan is made for batches beyond the training's end, unless they are asked for.
-        yield from ahead(self._loaded(store, start, left), self.config.ahead)
-        yield from self._loaded(store, start + left, None)
-
-    def _loaded(self, store: Store, start: int, number: int | None) -> Iterator[dict[str, Tensor]]:
-        """So many batches; None: endless ones."""
         try:
-            with closing(store.stream(start)) as stream:
-                for loaded in islice(stream, number):
-                    yield self._batch(loaded)
+            self._store = store = self._made(mesh)
+            left = max(0, self._total - start)
+            # No plan is made for batches beyond the training's end, unless they are asked for.
+            yield from ahead(self._loaded(store, start, left), self.config.ahead)
+            yield from self._loaded(store, start + left, None)
         except OSError as error:
             hint = f"cannot be read: {error.strerror}; python -m tasks.prepare graph --check"
             raise ConfigError("graph", error.filename, f"{hint} {self.graph.folder}") from None
+
+    def _loaded(self, store: Store, start: int, number: int | None) -> Iterator[dict[str, Tensor]]:
+        """So many batches; None: endless ones."""
+        with closing(store.stream(start)) as stream:
+            for loaded in islice(stream, number):
+                yield self._batch(loaded)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross-entropy in nats, fp32."""
@@ -349,8 +349,7 @@ class Graph:
             "fanout": config.fanout,
             **own,
         }
-        size = graph.num_nodes * graph.row_bytes
-        limit = int(mesh.num_workers * config.blow_up * size)
+        limit = int(mesh.num_workers * config.blow_up * graph.features_bytes)
         folder = Path(self.data.root) / "graphs" / "plans"
         span = config.plan, self._total
         return Plans(folder, key, batches, *span, finish, self._readers, limit)

@@ -4,6 +4,7 @@ Where the file system knows no direct I/O (tmpfs), the page cache is used; `Dire
 which.
 """
 
+import errno
 import math
 import mmap
 import os
@@ -39,20 +40,23 @@ class DirectFile:
     Args:
         path: the file.
         readers: threads that read; a read waits for all of its own.
+        size: bytes that the file has; None: as many as it has now.
     Raises:
-        OSError: the file cannot be read.
+        OSError: the file cannot be read, or has another size.
     """
 
-    def __init__(self, path: Path, readers: Readers) -> None:
+    def __init__(self, path: Path, readers: Readers, size: int | None = None) -> None:
         self._readers, self._file, self.bytes_read = readers, -1, 0
         """Bytes that have come from the file so far."""
         try:
             self._file, self.direct = os.open(path, os.O_RDONLY | os.O_DIRECT), True
         except OSError as error:
-            if error.errno != 22:  # EINVAL: no direct I/O here
+            if error.errno != errno.EINVAL:  # no direct I/O here
                 raise
             self._file, self.direct = os.open(path, os.O_RDONLY), False
         self.path, self.size = path, os.fstat(self._file).st_size
+        if size not in (None, self.size):
+            raise OSError(errno.EIO, f"has {self.size} bytes, not {size}", str(path))
 
     def close(self) -> None:
         """Close the file."""
@@ -75,6 +79,7 @@ class DirectFile:
         Raises:
             OSError: the file cannot be read, or is shorter than it was.
         """
+        assert not len(last) or last.max() * PAGE < self.size + PAGE, "no such page"
         begins = np.concatenate(([0], (last - first).cumsum())) * PAGE
         total = int(begins[-1])
         if total == 0:
@@ -102,7 +107,7 @@ class DirectFile:
             while came < wanted:
                 found = os.preadv(self._file, [into[came:]], offset + came)
                 if found == 0:
-                    raise OSError(5, "is shorter than it was", str(self.path))
+                    raise OSError(errno.EIO, "is shorter than it was", str(self.path))
                 came += found
             done += came
         return done

@@ -69,6 +69,11 @@ class GraphFolder:
         return self.num_features * self.dtype.itemsize
 
     @property
+    def features_bytes(self) -> int:
+        """Of all nodes."""
+        return self.num_nodes * self.row_bytes
+
+    @property
     def features_path(self) -> Path:
         return self.folder / "features.bin"
 
@@ -124,7 +129,7 @@ def expected_bytes(graph: GraphFolder) -> dict[str, int]:
     return {
         "starts": (graph.num_nodes + 1) * 8,
         "neighbours": graph.num_edges * width,
-        "features": graph.num_nodes * graph.row_bytes,
+        "features": graph.features_bytes,
         "labels": graph.num_nodes * LABEL.itemsize,
         **{part: int(meta["parts"][part]) * 8 for part in PARTS},
     }

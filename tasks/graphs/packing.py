@@ -116,7 +116,7 @@ class _Packing:
             for least in range(2, len(rows)):
                 rows[least] += nodes[least:].sum() + (nodes[:least] * np.arange(least)).sum()
         size = (rows + len(self.cached)) * self.row_bytes
-        whole = self.layout.graph.num_nodes * self.row_bytes
+        whole = self.layout.graph.features_bytes
         allowed = np.flatnonzero(size[2:] <= self.layout.blow_up * whole)
         if len(allowed) == 0:
             hint = f"the batches of a plan need {size[2] / whole:.2f} at least"
@@ -175,7 +175,8 @@ class _Packing:
 
     def _fill(self, path: Path, least: int) -> None:
         """Write the rows, in passes over the file of features."""
-        source = DirectFile(self.layout.graph.features_path, self.draft.readers)
+        graph, readers = self.layout.graph, self.draft.readers
+        source = DirectFile(graph.features_path, readers, graph.features_bytes)
         most = self.layout.memory // _PASS_ROW_BYTES
         nodes, offsets = [self.cached], [self._offsets(0, len(self.cached))]
         page = self._pages(len(self.cached))

@@ -102,7 +102,7 @@ class Partition:
     ) -> None:
         self.totals = ReadTotals()
         self._graph, self._batches, self._parts = graph, batches, parts
-        self._file = DirectFile(graph.features_path, readers)
+        self._file = DirectFile(graph.features_path, readers, graph.features_bytes)
         self._rows = DiskRows(graph, readers, self.totals)
 
     def stream(self, start: int) -> Batched:

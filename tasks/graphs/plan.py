@@ -12,6 +12,7 @@ Plans stay for runs to come with the same batches, whatever their method. A work
 removes those that were used longest ago, until what is left is within its limit.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -196,6 +197,8 @@ def _room(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno == errno.EIO:  # what was to be read, not written
+            raise
         why = f"{error.filename or folder}: {error.strerror or error}"
         hint = f"{why}; make room, or plan fewer batches at once (graph.plan)"
         raise ConfigError("data.root", folder, hint) from None

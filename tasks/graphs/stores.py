@@ -140,7 +140,7 @@ class DiskRows:
 
     def __init__(self, graph: GraphFolder, readers: Readers, totals: ReadTotals) -> None:
         self._graph, self._totals = graph, totals
-        self._file = DirectFile(graph.features_path, readers)
+        self._file = DirectFile(graph.features_path, readers, graph.features_bytes)
 
     def read(self, nodes: np.ndarray) -> Tensor:
         """See `Rows.read`."""

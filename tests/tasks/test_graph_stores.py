@@ -353,15 +353,17 @@ def test_counts_of_reads(make: Callable[..., Graph]) -> None:
     assert make().read().needed_bytes == 0
 
 
-def test_features_that_shrink(tmp_path: Path) -> None:
+@pytest.mark.parametrize("store", ["ginex", "partition", "diskgnn"])
+def test_features_that_shrink(tmp_path: Path, store: str) -> None:
     """One line with the file, and how to look through the graph."""
     path = random_graph.write(tmp_path / "mine").folder
     data = DataConfig(root=str(tmp_path), path=str(path))
     train = TrainConfig(batch_size=BATCH, steps=20)
-    task = Graph(Graph.Config(store=StoreName.ginex), train, OptimConfig(), data)
+    task = Graph(Graph.Config(store=StoreName(store)), train, OptimConfig(), data)
     task.setup(2)
-    os.truncate(path / "features.bin", PAGE)
-    with pytest.raises(ConfigError, match=r"graph=.*features.bin: cannot be read: is short") as e:
+    os.truncate(path / "features.bin", NODES * ROW - 1)
+    why = "cannot be read: has 7199 bytes, not 7200"
+    with pytest.raises(ConfigError, match=rf"graph=.*features.bin: {why}") as e:
         drawn(task, 10)
     assert str(e.value).endswith(f"python -m tasks.prepare graph --check {path}")
 
