@@ -17,11 +17,8 @@ from tasks.graphs.packing import Layout
 from tasks.graphs.plan import Plan
 from tasks.graphs.planned import Plans
 from tasks.graphs.sampling import Neighbourhood
-from tasks.graphs.stores import Batched, Cached, Loaded, empty_rows
+from tasks.graphs.stores import Batched, Cached, Loaded, copy_rows, empty_rows
 from tasks.graphs.verified import VerifiedFile
-
-_PIECE_ROWS = 1 << 15
-"""Rows of the caches that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +78,7 @@ class DiskGNN:
     def _from_disk(self, file: VerifiedFile, rows: range) -> Tensor:
         """These rows of the file's beginning."""
         table = empty_rows(self._graph, len(rows))
-        for at in range(0, len(rows), _PIECE_ROWS):
-            some = np.array(rows[at : at + _PIECE_ROWS])
-            table[at : at + len(some)] = self._rows(read_rows(file, some, self._row_bytes))
+        copy_rows(table, file, rows, self._graph)
         return table
 
     def _read(self, plan: Plan, file: VerifiedFile, numbers: range) -> Iterator[_Read]:
@@ -108,7 +103,7 @@ class DiskGNN:
             yield _Read(whole, notes, shared_rows, shared, own, own_from)
 
     def _put_together(self, read: _Read, on_device: Tensor, in_memory: Tensor) -> Loaded:
-        notes, number = read.notes, len(read.notes)
+        notes = read.notes
         # The place of each node among those whose features are made here.
         here = notes >= len(on_device)
         place = here.cumsum() - 1
@@ -131,13 +126,10 @@ class DiskGNN:
             return Loaded(read.whole, features)
         there = np.flatnonzero(~here)
         parts = notes[there], there, np.flatnonzero(here)
-        assert sum(map(len, parts[1:])) == number
         return Loaded(read.whole, features, Cached(on_device, *map(torch.from_numpy, parts)))
 
     def _rows(self, data: np.ndarray) -> Tensor:
-        return torch.from_numpy(data.reshape(-1).view(self._graph.dtype)).view(
-            len(data), self._graph.num_features
-        )
+        return torch.from_numpy(data.view(self._graph.dtype))
 
     @property
     def _row_bytes(self) -> int:

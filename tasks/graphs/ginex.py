@@ -15,6 +15,7 @@ from tasks.graphs.direct import Readers
 from tasks.graphs.folder import GraphFolder
 from tasks.graphs.plan import Draft, Plan
 from tasks.graphs.planned import Plans
+from tasks.graphs.sampling import looked_up
 from tasks.graphs.stores import Batched, DiskRows, Loaded, empty_rows
 
 NEVER = np.iinfo(np.int32).max
@@ -47,7 +48,7 @@ class Ginex:
         cached, slots, again = (np.empty(0, np.int64) for _ in range(3))
         for number in numbers:
             whole, uses = plan.neighbourhood(number), plan.notes(number)
-            held, place = _found(whole.nodes, cached)
+            held, place = looked_up(whole.nodes, cached)
             features = empty_rows(self._graph, len(whole.nodes))
             at = torch.from_numpy(np.flatnonzero(held))
             features[at] = table[torch.from_numpy(slots[place[held]])]
@@ -83,15 +84,6 @@ def next_uses(num_nodes: int, draft: Draft) -> dict[str, object]:
 
     draft.write_notes(backwards(), backwards=True)
     return {}
-
-
-def _found(nodes: np.ndarray, ascending: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which of `nodes` are in `ascending`, bool, and their places there where they are."""
-    place = np.searchsorted(ascending, nodes)
-    held = np.zeros(len(nodes), bool)
-    inside = place < len(ascending)
-    held[inside] = ascending[place[inside]] == nodes[inside]
-    return held, place
 
 
 def _soonest(uses: np.ndarray, most: int) -> np.ndarray:

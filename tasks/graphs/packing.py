@@ -28,6 +28,7 @@ from co2.errors import ConfigError
 from tasks.graphs.direct import PAGE, DirectFile, gathered
 from tasks.graphs.folder import GraphFolder
 from tasks.graphs.plan import Draft
+from tasks.graphs.sampling import looked_up
 from tasks.graphs.verified import write_sums
 from tasks.progress import progress
 from tasks.whole import to_disk
@@ -165,9 +166,7 @@ class _Packing:
                 note = self.slot[nodes].astype(np.int64)
                 others = np.flatnonzero(note < 0)
                 of_all = nodes[others]
-                place = np.searchsorted(own, of_all)
-                is_own = place < len(own)
-                is_own[is_own] = own[place[is_own]] == of_all[is_own]
+                is_own, place = looked_up(of_all, own)
                 note[others[is_own]] = len(self.cached) + len(shared) + place[is_own]
                 rest = np.searchsorted(shared, of_all[~is_own], sorter=by_id)
                 note[others[~is_own]] = len(self.cached) + by_id[rest]

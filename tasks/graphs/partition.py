@@ -16,10 +16,10 @@ from torch import Tensor
 
 from co2.task import ReadTotals
 from tasks.graphs.batches import Batches
-from tasks.graphs.direct import PAGE, DirectFile, Readers
+from tasks.graphs.direct import DirectFile, Readers
 from tasks.graphs.folder import GraphFolder
 from tasks.graphs.sampling import Neighbourhood, Restricted
-from tasks.graphs.stores import Batched, DiskRows, Loaded, empty_rows
+from tasks.graphs.stores import Batched, DiskRows, Loaded, copy_rows, empty_rows
 from tasks.randomness import generator
 from tasks.sampling import Sampler, Stretches
 
@@ -128,18 +128,11 @@ class Partition:
         before = self._file.bytes_read
         place = np.full(self._graph.num_nodes, -1, np.int64)
         ranges = [self._parts.nodes(int(part)) for part in parts]
-        table, row, width = empty_rows(self._graph, sum(map(len, ranges))), 0, self._graph.row_bytes
-        step = max(1, (1 << 25) // width)
+        table, row = empty_rows(self._graph, sum(map(len, ranges))), 0
         for nodes in ranges:
             place[nodes.start : nodes.stop] = np.arange(row, row + len(nodes))
-            for low in range(nodes.start, nodes.stop, step):
-                high = min(low + step, nodes.stop)
-                first, last = low * width // PAGE, -(-high * width // PAGE)
-                read = self._file.pages(np.array([first]), np.array([last]))
-                at = low * width - first * PAGE
-                piece = read[at : at + (high - low) * width].view(self._graph.dtype)
-                table[row : row + high - low] = torch.from_numpy(piece).view(high - low, -1)
-                row += high - low
+            copy_rows(table[row : row + len(nodes)], self._file, nodes, self._graph)
+            row += len(nodes)
         self.totals.needed_bytes += table.nbytes
         self.totals.read_bytes += self._file.bytes_read - before
         return table, place

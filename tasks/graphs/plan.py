@@ -18,7 +18,6 @@ import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from tasks.store import locked
 from tasks.whole import to_disk, written_aside
 
 FORMAT = 1
+"""Of the files. Plans of others are not used."""
 _NOTE = np.dtype(np.int32)
 
 
@@ -133,6 +133,7 @@ def opened(
     Raises:
         ConfigError: the folder cannot be written.
     """
+    key = {"format": FORMAT, **key}
     text = json.dumps(key, sort_keys=True)
     mine = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -172,7 +173,6 @@ def _make(
     finish: Finish,
     readers: Readers,
 ) -> None:
-    began = time.perf_counter()
     dtype = neighbour_type(len(batches.topology.starts) - 1)
     title = f"sampling batches {draws[0]:,} to {draws[-1]:,}"
     with RecordsWriter(aside / "sampled.bin", dtype) as writer:
@@ -180,14 +180,12 @@ def _make(
             for draw in draws:
                 writer.write(_packed(batches.neighbourhood(draw)))
                 advance(1)
-    sampled_s = time.perf_counter() - began
     sampled = Records(aside / "sampled.bin", dtype, writer.index, readers)
     draft = Draft(aside, len(draws), readers, sampled)
     own = {**finish(draft), "sampled": writer.index, "notes": draft.notes}
     (aside / "lock").touch()
-    seconds = {"sampled_s": sampled_s, "made_s": time.perf_counter() - began}
     with (aside / "plan.json").open("w", encoding="utf-8") as file:
-        file.write(json.dumps({"key": key, "type": dtype.name, **seconds, **own}) + "\n")
+        file.write(json.dumps({"key": key, "type": dtype.name, **own}) + "\n")
         to_disk(file)
 
 

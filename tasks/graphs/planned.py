@@ -43,7 +43,6 @@ class Plans:
         self._finish, self._readers, self._limit = finish, readers, limit
         self._total = total
         self.totals = ReadTotals()
-        self._open: Plan | None = None
 
     def stream(self, load: Callable[[Plan, range], Iterator[Loaded]], start: int) -> Batched:
         """Endless batches, from that with number `start` on.

@@ -136,3 +136,12 @@ def _places(nodes: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Where each of `wanted` is in `nodes`, which has it once."""
     order = np.argsort(nodes, kind="stable")
     return order[np.searchsorted(nodes, wanted, sorter=order)]
+
+
+def looked_up(nodes: np.ndarray, ascending: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which of `nodes` are in `ascending`, bool, and their places there where they are."""
+    place = np.searchsorted(ascending, nodes)
+    held = np.zeros(len(nodes), bool)
+    inside = place < len(ascending)
+    held[inside] = ascending[place[inside]] == nodes[inside]
+    return held, place

@@ -23,9 +23,12 @@ from torch import Tensor
 
 from co2.task import ReadTotals
 from tasks.graphs.batches import Batches
-from tasks.graphs.direct import DirectFile, Readers, read_rows
+from tasks.graphs.direct import DirectFile, Pages, Readers, read_rows
 from tasks.graphs.folder import GraphFolder
 from tasks.graphs.sampling import Neighbourhood
+
+_PIECE = 1 << 25
+"""Bytes that are read at once."""
 
 
 class StoreName(Enum):
@@ -177,3 +180,12 @@ def empty_rows(graph: GraphFolder, number: int) -> Tensor:
     """Memory for features of so many nodes."""
     shape = number, graph.num_features
     return torch.from_numpy(np.empty(shape, graph.dtype))
+
+
+def copy_rows(into: Tensor, file: Pages, rows: range, graph: GraphFolder) -> None:
+    """Read rows that follow each other, piece by piece, into as many of `into`."""
+    step = max(1, _PIECE // graph.row_bytes)
+    for at in range(0, len(rows), step):
+        some = np.array(rows[at : at + step])
+        found = read_rows(file, some, graph.row_bytes).view(graph.dtype)
+        into[at : at + len(some)] = torch.from_numpy(found)
