@@ -34,8 +34,8 @@ test-fast: $(VENV)/.ready ## the quick ones of them, for every edit
 	$(PYTEST) -m "not slow and not long" $(ARGS)
 
 test-slow: $(VENV)/.ready ## the others: on a SLURM of their own, the wheel, torch.compile, the laboratory, peers
-	$(BIN)/python -m pytest -m slow $(ARGS)
-	$(BIN)/python -m pytest -m "not slow" tests/peers $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not slow" tests/peers $(ARGS)
 
 test-gpu: $(VENV)/.ready ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)

@@ -8,6 +8,7 @@ from co2.errors import DIVERGED, ConfigError
 from co2.record.folder import run_folder
 from recipes.cells import TrainCell, own_words, run
 from tests.cli.harness import TOY, assert_same_run, cli
+from tests.recipes.trained import trained
 
 
 def cell(runs: Path, *overrides: str) -> TrainCell:
@@ -20,14 +21,14 @@ def test_cells_are_the_runs_of_train_py_and_a_failed_one_loses_no_other(tmp_path
     diverges = cell(runs, "method=local_sgd", "optim.lr=1e30", "launch.workers=2")
     alone = cell(runs, "method=slowmo", "launch.workers=1")
     last = cell(runs, "method=allreduce", "launch.workers=2")
-    lines: list[str] = []
-    assert run([good, diverges, alone, good, last], lines.append) == {diverges: DIVERGED}
+    failed, lines = trained([good, diverges, alone, good, last], tmp_path)
+    assert failed == {diverges: DIVERGED}
     assert [c.summary() is not None for c in (good, diverges, alone, last)] == [1, 0, 1, 1]
     assert lines[0].startswith("1 runs of 1 workers") and "3 runs of 2 workers" in lines[1]
     assert any("failed with exit status 65" in line and "lr=1e30" in line for line in lines)
 
-    lines.clear()
-    assert run([good, alone, last], lines.append) == {}
+    failed, lines = trained([good, alone, last], tmp_path)
+    assert failed == {}
     assert lines == [], "nothing is trained twice"
 
     for c in (good, last):
@@ -48,7 +49,8 @@ def test_a_cell_may_start_from_the_run_of_one_before_it(tmp_path: Path):
     start = f"init_from={run_folder(first.config())}"
     second = cell(runs, "method=allreduce", "launch.workers=2", start)
     lost = cell(runs, "method=allreduce", "launch.workers=2", f"init_from={tmp_path / 'none'}")
-    assert list(run([first, second, lost], lambda _: None)) == [lost]
+    failed, _ = trained([first, second, lost], tmp_path)
+    assert list(failed) == [lost]
     assert first.summary() is not None and second.summary() is not None
 
 

@@ -23,6 +23,7 @@ from recipes.recipe import Column, Recipe, Row
 from recipes.spaces import KNOBS, Space
 from recipes.tune import FINALISTS, schedule_words, tune_methods
 from tests.cli.harness import TOY
+from tests.recipes.trained import trained
 
 Landscape = Callable[[TrainCell], float]
 
@@ -223,15 +224,17 @@ def test_other_searches_lines_stay(conf: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not (conf / "tuned/toy/slowmo.yaml").exists()
 
 
-def test_a_whole_search_trains(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_search_trains(
+    conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stopped after the short trials; with the losses of the runs themselves."""
-    run, calls = cells.run, []
+    calls: list[list[TrainCell]] = []
 
     def stopping(wanted: Iterable[TrainCell]) -> dict[TrainCell, int]:
         calls.append(list(wanted))
         if len(calls) == 2:
             raise SystemExit(130)
-        return run(calls[-1], lambda line: None)
+        return trained(calls[-1], tmp_path)[0]
 
     monkeypatch.setattr(cells, "run", stopping)
     words = ["tune", "toy", "co2", "--trials", "2"]
