@@ -327,8 +327,8 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     data: DataConfig = field(default_factory=DataConfig)
     init_from: str | None = None
-    """Folder of a finished run, from whose consensus this run starts; null starts from new
-    weights."""
+    """Folder of a finished run, from whose consensus this run starts, or of an exported model; null
+    starts from new weights."""
     resume: Resume = Resume.auto
     trace: bool = False
     """Whether every worker writes a Chrome trace of some rounds: see co2/record/trace.py."""

@@ -127,6 +127,51 @@ class Placed(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Package:
+    """What others need beside the weights of a model to read them."""
+
+    files: Mapping[str, str]
+    """Text files by name, such as config.json and tokenizer.json."""
+    usage: str
+    """Lines of Python that read the folder, which they call FOLDER."""
+    prefix: str = ""
+    """What the names of the task's weights begin with, and those of the others do not."""
+
+
+@runtime_checkable
+class Portable(Protocol):
+    """What a task has beside `Task` if other libraries know its model, or its vocabulary matters.
+
+    Weights of any other task are exported and read by their own names.
+    """
+
+    def package(self, model: nn.Module) -> Package:
+        """What `co2 export` writes beside the weights, after `setup`."""
+        ...
+
+    def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weights by the names of this task's model, without what is no weight of it.
+
+        Args:
+            weights: by the names of the other library.
+        """
+        ...
+
+    def refusal(
+        self, model: nn.Module, config: Mapping[str, Any], tokenizer: str | None
+    ) -> str | None:
+        """Why this task, after `setup`, cannot start from a folder; None if names and shapes of
+        the weights are all that must agree.
+
+        Args:
+            model: of this run; it may be on the device "meta".
+            config: the folder's config.json; empty where there is none.
+            tokenizer: the text of its tokenizer.json, if it has one.
+        """
+        ...
+
+
 @runtime_checkable
 class FineTuning(Protocol):
     """What a task has beside `Task` if its runs may start from runs of other tasks (`init_from`).

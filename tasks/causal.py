@@ -1,7 +1,7 @@
 """Next-token prediction on text, which gpt2, moe and transnormer share."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import require, require_count
-from co2.task import Batch
+from co2.task import Batch, Package
 from tasks.evaluation import evaluating, total
 from tasks.loader import load
 from tasks.optimizer import make_optimizer
+from tasks.portable import other_vocabulary, tokenizer_files, tokenizer_of
 from tasks.sampling import Sampler, Stretches, evaluated, validation_samples
-from tasks.store import Store
+from tasks.store import SEPARATOR, Store
 from tasks.text import (
     Window,
     described,
@@ -166,6 +167,35 @@ class CausalText:
         name = self.config.corpus.name if self.data.path is None else self.data.path
         samples = evaluated(self.data.validation, self._validation)
         return {**described(self._store, name), "evaluated": samples}
+
+    def package(self, model: nn.Module) -> Package:
+        """See `Portable`."""
+        special = {"bos_token": SEPARATOR, "eos_token": SEPARATOR}
+        files = tokenizer_files(self.tokenizer(), self.config.context, **special)
+        usage = """from safetensors.torch import load_file
+
+weights = load_file("FOLDER/model.safetensors")"""
+        return Package(files, usage)
+
+    def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `Portable`."""
+        return dict(weights)
+
+    def refusal(
+        self, model: nn.Module, config: Mapping[str, Any], tokenizer: str | None
+    ) -> str | None:
+        """See `Portable`."""
+        data = self.fingerprint()["data"]
+        return other_vocabulary(tokenizer, self.tokenizer(), data, "openwebtext")
+
+    def tokenizer(self) -> str | None:
+        """The text of tokenizer.json, after `setup`; None where the data have none."""
+        return tokenizer_of(self._store)
+
+    @property
+    def separator(self) -> int:
+        """The token that ends every document, after `setup`."""
+        return int(self._store.meta["separator"])
 
     @property
     def _store(self) -> Store:

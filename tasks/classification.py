@@ -1,6 +1,7 @@
 """Image classification, which resnet50 and vit share."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -14,12 +15,14 @@ from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError, require, require_count
-from co2.task import Batch
+from co2.task import Batch, Package
 from tasks.evaluation import evaluating, share, total
 from tasks.image_folder import ImageFolder
 from tasks.images import (
     CROP_DRAWS,
+    MEAN,
     MNIST,
+    STD,
     Augment,
     Images,
     central_crop,
@@ -206,6 +209,46 @@ class Classification:
             loss, top1, top5 = total(compute, num_batches)
         whole = len(chosen)
         return {"loss": loss / whole, "top1": top1 / whole, "top5": top5 / whole}
+
+    def architecture(self) -> tuple[str, dict[str, object]]:
+        """The name by which timm makes this model, and what else it is given."""
+        raise NotImplementedError
+
+    def package(self, model: nn.Module) -> Package:
+        """See `Portable`: what timm reads."""
+        name, given = self.architecture()
+        size = self.config.image_size
+        about = {
+            "architecture": name,
+            "num_classes": self.num_classes,
+            "model_args": given,
+            "pretrained_cfg": {
+                "input_size": [3, size, size],
+                "crop_pct": size / self.config.eval_resize,
+                "interpolation": self.interpolation,
+                "mean": MEAN,
+                "std": STD,
+            },
+        }
+        words = [f"num_classes={self.num_classes}", *(f"{k}={v!r}" for k, v in given.items())]
+        usage = f"""import timm
+
+model = timm.create_model(
+    "{name}",
+    {", ".join(words)},
+    checkpoint_path="FOLDER/model.safetensors",
+)"""
+        return Package({"config.json": json.dumps(about, indent=2) + "\n"}, usage)
+
+    def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `Portable`."""
+        return dict(weights)
+
+    def refusal(
+        self, model: nn.Module, config: Mapping[str, Any], tokenizer: str | None
+    ) -> str | None:
+        """See `Portable`: timm's names and shapes tell all."""
+        return None
 
     def baselines(self) -> dict[str, float]:
         """See `Task.baselines`. "majority_top1" is the top-1 accuracy of a model that always

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError, require
-from co2.task import Batch
+from co2.task import Batch, Package
 from tasks import passages, roberta
 from tasks.corpus import embedded_corpus, user_corpus
 from tasks.evaluation import evaluating, table
@@ -227,6 +227,22 @@ class GLUE:
                 "give this run the same corpus, vocab_size and data.path"
             )
         return None
+
+    def package(self, model: nn.Module) -> Package:
+        """See `Portable`: what transformers reads."""
+        names = ("RobertaForSequenceClassification", "AutoModelForSequenceClassification")
+        return roberta.packaged(model, *names, self._store, self._public)
+
+    def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `Portable`."""
+        return roberta.adopted(weights)
+
+    def refusal(
+        self, model: nn.Module, config: Mapping[str, Any], tokenizer: str | None
+    ) -> str | None:
+        """See `Portable`: a model for masks will do, and one for classes."""
+        data = self.fingerprint()["text"]["data"]
+        return roberta.refusal(model, config, tokenizer, self._store, self._public, data)
 
     @property
     def num_labels(self) -> int:

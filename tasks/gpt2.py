@@ -4,14 +4,21 @@ Radford et al., "Language Models are Unsupervised Multitask Learners" (2019). Th
 that of transformers; the weights are random at the start, as in GPT-2 (see `initial_std`).
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
 from co2.errors import require
+from co2.task import Package
 from tasks.causal import CausalText
+from tasks.portable import config_json, unlike
 from tasks.randomness import initial_std, seeded
+
+if TYPE_CHECKING:
+    from transformers import GPT2Config
 
 
 class Size(Enum):
@@ -32,6 +39,16 @@ SHAPES = {
     Size.xl: (48, 25, 1600),  # 1558 M
 }
 """Layers, heads, width."""
+
+_TOLD = (
+    *("n_head", "activation_function", "layer_norm_epsilon", "scale_attn_weights"),
+    *("scale_attn_by_inverse_layer_idx", "tie_word_embeddings"),
+)
+"""What config.json tells of the model beside the shapes of its weights."""
+_USAGE = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
 
 
 class GPT2(CausalText):
@@ -59,6 +76,33 @@ class GPT2(CausalText):
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
         return model(input_ids=tokens).logits
+
+    def package(self, model: nn.Module) -> Package:
+        """See `Portable`: what transformers reads."""
+        ends = {"bos_token_id": self.separator, "eos_token_id": self.separator}
+        text = config_json(_config(model), "GPT2LMHeadModel", use_cache=True, **ends)
+        plain = super().package(model)
+        return replace(plain, files={**plain.files, "config.json": text}, usage=_USAGE)
+
+    def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `Portable`. The hub's GPT-2 has no head, so that no name begins with "transformer.",
+        and keeps the masks of its attention."""
+        return {
+            name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": weight
+            for name, weight in weights.items()
+            if not name.endswith((".attn.bias", ".attn.masked_bias"))
+        }
+
+    def refusal(
+        self, model: nn.Module, config: Mapping[str, Any], tokenizer: str | None
+    ) -> str | None:
+        """See `Portable`."""
+        other = unlike(config, _config(model), _TOLD)
+        return other or super().refusal(model, config, tokenizer)
+
+
+def _config(model: nn.Module) -> "GPT2Config":
+    return cast("GPT2Config", model.config)
 
 
 def transformer(

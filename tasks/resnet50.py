@@ -24,6 +24,9 @@ class Size(Enum):
 
 DEPTHS = (18, 50)  # 11.7 M and 25.6 M parameters with 1000 classes
 
+LAYERS, CHANNELS = (1, 1, 1, 1), (24, 48, 96, 192)
+"""Of size=smoke: blocks of each stage, and their channels."""
+
 
 class ResNet50(Classification):
     """The task `resnet50`."""
@@ -49,6 +52,12 @@ class ResNet50(Classification):
         require(self.train.batch_size >= 2, "train.batch_size", self.train.batch_size, hint)
         super().setup(num_workers)
 
+    def architecture(self) -> tuple[str, dict[str, object]]:
+        """See `Classification.architecture`."""
+        if self.config.size is Size.full:
+            return f"resnet{self.config.depth}", {}
+        return "resnet18", {"layers": LAYERS, "channels": CHANNELS}
+
     def model(self) -> nn.Module:
         """See `Task.model`. With 1000 classes, 25.6 M parameters; 11.7 M with a depth of 18.
         Under `with torch.device("meta")` no memory is taken."""
@@ -60,7 +69,7 @@ class ResNet50(Classification):
                 return create_model(f"resnet{self.config.depth}", num_classes=self.num_classes)
             return ResNet(
                 BasicBlock,  # type: ignore[arg-type]  # timm takes the class
-                layers=(1, 1, 1, 1),
-                channels=(24, 48, 96, 192),
+                layers=LAYERS,
+                channels=CHANNELS,
                 num_classes=self.num_classes,
             )

@@ -5,11 +5,11 @@ that of transformers; the weights are random at the start.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -19,11 +19,19 @@ from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError, require, require_count
-from co2.task import Batch
+from co2.task import Batch, Package
 from tasks.evaluation import evaluating, total
 from tasks.loader import batches_in_block, load_blocks
 from tasks.masking import IGNORED, Vocabulary, masked
 from tasks.optimizer import make_optimizer
+from tasks.portable import (
+    as_robertas,
+    config_json,
+    other_vocabulary,
+    robertas_files,
+    tokenizer_of,
+    unlike,
+)
 from tasks.randomness import FULL_WIDTH, initial_std, seeded
 from tasks.sampling import Sampler, Stretches, evaluated, validation_samples
 from tasks.store import Store
@@ -43,6 +51,12 @@ _EVAL_TOKENS = 4096
 """Tokens of one evaluation batch."""
 _EVAL_KEY = 1907_11692
 """First part of the key of validation masks, in place of the seed, on which they do not depend."""
+
+
+_PREFIX = "language."
+"""What the names of this model's weights begin with, and those of transformers' do not."""
+_TOLD = ("num_attention_heads", "hidden_act", "layer_norm_eps", "pad_token_id")
+"""What config.json tells of the model beside the shapes of its weights."""
 
 
 class Size(Enum):
@@ -194,6 +208,22 @@ class RoBERTa:
         samples = evaluated(self.data.validation, self._validation)
         return {**described(self._store, name), "evaluated": samples}
 
+    def package(self, model: nn.Module) -> Package:
+        """See `Portable`: what transformers reads."""
+        public = is_public(self.config, self.data)
+        return packaged(model, "RobertaForMaskedLM", "AutoModelForMaskedLM", self._store, public)
+
+    def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `Portable`."""
+        return adopted(weights)
+
+    def refusal(
+        self, model: nn.Module, config: Mapping[str, Any], tokenizer: str | None
+    ) -> str | None:
+        """See `Portable`."""
+        public = is_public(self.config, self.data)
+        return refusal(model, config, tokenizer, self._store, public, self.fingerprint()["data"])
+
     @property
     def _store(self) -> Store:
         assert self._opened is not None, "call setup() first"
@@ -279,6 +309,73 @@ def roberta_ids(store: Store, public: bool) -> np.ndarray:
     ids = np.full(meta["vocab_size"], Vocabulary.END)
     ids[others] = Vocabulary.FIRST_WORD + np.arange(len(others))
     return ids
+
+
+def roberta_tokenizer(store: Store, public: bool, mask: int) -> str | None:
+    """tokenizer.json with RoBERTa's ids for the tokens of a store; None where it has none.
+
+    Args:
+        mask: the id of <mask>.
+    """
+    own = tokenizer_of(store)
+    if own is None or public:
+        return own
+    return as_robertas(own, roberta_ids(store, public), store.meta["separator"], mask)
+
+
+def packaged(
+    model: nn.Module, architecture: str, loader: str, store: Store, public: bool
+) -> Package:
+    """See `Portable`.
+
+    Args:
+        model: with a model of transformers as `language`.
+        architecture: its class.
+        loader: the class of transformers that finds it.
+        store: of the text that the vocabulary is of.
+        public: whether the vocabulary is RoBERTa's own.
+    """
+    config = _config(model)
+    tokenizer = roberta_tokenizer(store, public, Vocabulary(config.vocab_size).mask)
+    length = config.max_position_embeddings - Vocabulary.PAD - 1
+    files = {
+        "config.json": config_json(config, architecture),
+        **robertas_files(tokenizer, length),
+    }
+    usage = f"""from transformers import AutoTokenizer, {loader}
+
+model = {loader}.from_pretrained("FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
+    return Package(files, usage, _PREFIX)
+
+
+def adopted(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """See `Portable`. The hub's RoBERTa has a pooler, which neither task uses, and older files
+    have the numbers of the positions."""
+    return {
+        _PREFIX + name: weight
+        for name, weight in weights.items()
+        if not name.startswith("roberta.pooler.") and not name.endswith(".position_ids")
+    }
+
+
+def refusal(
+    model: nn.Module,
+    config: Mapping[str, Any],
+    tokenizer: str | None,
+    store: Store,
+    public: bool,
+    data: object,
+) -> str | None:
+    """See `Portable`; the others as for `packaged`, and the name of the data."""
+    here = _config(model)
+    mask = Vocabulary(here.vocab_size).mask
+    ours = roberta_tokenizer(store, public, mask)
+    return unlike(config, here, _TOLD) or other_vocabulary(tokenizer, ours, data, "wikibooks")
+
+
+def _config(model: nn.Module) -> "RobertaConfig":
+    return cast("RobertaConfig", model.get_submodule("language").config)
 
 
 def architecture(config: RoBERTa.Config, vocab_size: int) -> "RobertaConfig":

@@ -81,6 +81,13 @@ class ViT(Classification):
                 drop_path_rate=self.config.drop_path,
             )
 
+    def architecture(self) -> tuple[str, dict[str, object]]:
+        """See `Classification.architecture`."""
+        patch, layers, heads, width = SHAPES[self.config.size]
+        shape = {"embed_dim": width, "depth": layers, "num_heads": heads}
+        given = {"img_size": self.config.image_size, "patch_size": patch, **shape}
+        return "vit_base_patch16_224", given
+
     def optimizer(self, model: nn.Module) -> Optimizer:
         """See `Task.optimizer`. As in timm and DeiT, the position embeddings and the class token
         have no weight decay."""

@@ -1,9 +1,10 @@
-"""Starting from the weights of another run: init_from=FOLDER.
+"""Starting from other weights: init_from=FOLDER.
 
-The weights are the run's final consensus, `model.pt`. Every parameter and buffer must have a
-namesake of the same shape there, apart from the heads that a task for fine-tuning names: those of
-the new model are new. Weights are read at a run's first start alone; later ones go on from its
-checkpoints.
+The weights are the final consensus of a run, `model.pt`, whose folder it is, or those of a folder
+as `co2 export` writes it and other libraries keep it, `model.safetensors`. Every parameter and
+buffer must have a namesake of the same shape there, apart from the heads that a task for
+fine-tuning names: those of the new model are new. Weights are read at a run's first start alone;
+later ones go on from its checkpoints.
 """
 
 import hashlib
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 from co2.config import Config, Resume
 from co2.errors import ConfigError, require
 from co2.record.folder import run_folder
-from co2.task import FineTuning, Task
+from co2.task import FineTuning, Portable, Task
+from co2.train import weights
 
 KEY = "init_from"
 
@@ -31,39 +33,28 @@ def check(config: Config, task: Task) -> None:
         config: of the run.
         task: set up.
     Raises:
-        ConfigError: no folder, no finished run in it, or one of another task or another model.
+        ConfigError: no folder, neither a finished run nor an exported model in it, or one of
+            another task, another model or another vocabulary.
     """
     value = config.init_from
     if value is None or (config.resume is Resume.auto and begun(run_folder(config))):
         return
     folder = Path(value)
     require(folder.is_dir(), KEY, value, "no such folder; give the folder of a finished run")
-    for name in ("summary.json", "model.pt"):
-        hint = f"holds no {name}: it is no finished run; train it to its end first"
-        require((folder / name).is_file(), KEY, value, hint)
-    try:
-        run: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
-        data = json.loads((folder / "manifest.json").read_text())["data"]
-        reason = _objection(config, task, run, data)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
-        hint = "its config.yaml or manifest.json is missing or damaged; train that run again"
-        raise ConfigError(KEY, value, hint) from None
-    if reason is not None:
-        raise ConfigError(KEY, value, reason)
     with torch.device("meta"):
         model = task.model()
-    saved = _saved(value)
-    for name in _agreeing(model.state_dict(), saved, value, task):
-        hint = f"model.pt has a weight that is not finite, in {name}; give a run that has learned"
-        require(bool(saved[name].isfinite().all()), KEY, value, hint)
+    if _is_exported(folder):
+        reason = _objection_to_exported(folder, value, model, config.task, task)
+    else:
+        reason = _objection_to_run(folder, value, config.task, task)
+    if reason is not None:
+        raise ConfigError(KEY, value, reason)
+    weights.check(model, _saved(value, task), KEY, value, _file(folder).name, _heads(task))
 
 
 def load(value: str, module: nn.Module, task: Task) -> None:
-    """Copy the weights of the run in folder `value`. Raises `ConfigError` as `check` does."""
-    own, saved = module.state_dict(), _saved(value)
-    with torch.no_grad():
-        for name in _agreeing(own, saved, value, task):
-            own[name].copy_(saved[name])
+    """Copy the weights of the folder `value`. Raises `ConfigError` as `check` does."""
+    weights.copy(module, _saved(value, task), KEY, value, _heads(task))
 
 
 def begun(folder: Path) -> bool:
@@ -80,56 +71,96 @@ def described(config: Config) -> dict[str, str] | None:
     if begun(folder) and (folder / "manifest.json").exists():
         kept: dict[str, str] | None = json.loads((folder / "manifest.json").read_text())[KEY]
         return kept
+    path = _file(Path(config.init_from))
     try:
-        with _weights(config.init_from).open("rb") as file:
+        with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        hint = f"its model.pt cannot be read ({error.strerror}); train that run to its end first"
+        hint = f"its {path.name} cannot be read ({error.strerror}); train that run to its end first"
         raise ConfigError(KEY, config.init_from, hint) from None
     return {"folder": config.init_from, "sha256": digest}
 
 
-def _objection(
-    config: Config, task: Task, run: Mapping[str, Any], data: Mapping[str, Any]
+def _objection_to_run(folder: Path, value: str, name: str, task: Task) -> str | None:
+    """Why this task, called `name`, cannot start from a run. Raises `ConfigError` for none."""
+    for file in ("summary.json", weights.MODEL):
+        hint = f"holds no {file}: it is no finished run; train it to its end first"
+        if not (folder / "config.yaml").exists():
+            hint += f", or give a folder with a {weights.EXPORTED}"
+        require((folder / file).is_file(), KEY, value, hint)
+    try:
+        run: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
+        data = json.loads((folder / "manifest.json").read_text())["data"]
+        if isinstance(task, FineTuning):
+            return task.objection(run, data)
+        return _of_another_task(run["task"], name)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
+        hint = "its config.yaml or manifest.json is missing or damaged; train that run again"
+        raise ConfigError(KEY, value, hint) from None
+
+
+def _objection_to_exported(
+    folder: Path, value: str, model: nn.Module, name: str, task: Task
 ) -> str | None:
-    if isinstance(task, FineTuning):
-        return task.objection(run, data)
-    there, here = run["task"], config.task
+    """The same for an exported model, or one that another library has written."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(folder / weights.EXPORTED, "pt") as file:
+            header: Mapping[str, str] = file.metadata() or {}
+    except (OSError, ValueError, SafetensorError) as error:
+        hint = f"{weights.EXPORTED} cannot be read ({type(error).__name__})"
+        raise ConfigError(KEY, value, f"{hint}; export it or download it again") from None
+    if "task" in header and not isinstance(task, FineTuning):
+        reason = _of_another_task(header["task"], name)
+        if reason is not None:
+            return reason
+    if not isinstance(task, Portable):
+        return None
+    settings, tokenizer = (
+        _text(folder, "config.json", value),
+        _text(folder, "tokenizer.json", value),
+    )
+    try:
+        known = json.loads(settings or "{}")
+        json.loads(tokenizer or "{}")
+        return task.refusal(model, known, tokenizer)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        hint = "its config.json or tokenizer.json is damaged or of another kind of model"
+        raise ConfigError(KEY, value, f"{hint}; export it or download it again") from None
+
+
+def _of_another_task(there: str, here: str) -> str | None:
     return None if there == here else f"is a run of task={there}; give one of task={here}"
 
 
-def _agreeing(
-    own: Mapping[str, Tensor], saved: Mapping[str, Tensor], value: str, task: Task
-) -> list[str]:
-    """The names of the weights to copy. Raises `ConfigError` for the first other one that is no
-    head's."""
-    heads = task.heads if isinstance(task, FineTuning) else ()
-    names = []
-    for name in dict.fromkeys((*own, *saved)):
-        there, here = (_shape(weights.get(name)) for weights in (saved, own))
-        if there == here:
-            names.append(name)
-        elif not name.startswith(heads):
-            hint = f"{name} has the shape {there} there and {here} here; give this run that model"
-            raise ConfigError(KEY, value, hint)
-    return names
-
-
-def _shape(weight: Tensor | None) -> str:
-    return "none" if weight is None else f"({', '.join(map(str, weight.shape))})"
-
-
-def _saved(value: str) -> dict[str, Tensor]:
-    """The weights, mapped from the file: what is not looked at is not read."""
+def _text(folder: Path, name: str, value: str) -> str | None:
+    """The text of a file, or None where there is no such file. Raises `ConfigError`."""
     try:
-        saved = torch.load(_weights(value), map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch and pickle raise many kinds
-        hint = f"model.pt cannot be read ({type(error).__name__}); train that run again"
+        return (folder / name).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        hint = f"{name} cannot be read ({type(error).__name__}); export it or download it again"
         raise ConfigError(KEY, value, hint) from None
-    good = isinstance(saved, dict) and all(isinstance(part, Tensor) for part in saved.values())
-    require(good, KEY, value, "model.pt holds no weights by name; train that run again")
-    return {str(name): weight for name, weight in saved.items()}
 
 
-def _weights(value: str) -> Path:
-    return Path(value) / "model.pt"
+def _saved(value: str, task: Task) -> dict[str, Tensor]:
+    """The weights by the names of the task's model."""
+    path = _file(Path(value))
+    saved = weights.read(path, KEY, value)
+    if path.name == weights.EXPORTED and isinstance(task, Portable):
+        return task.adopted(saved)
+    return saved
+
+
+def _heads(task: Task) -> tuple[str, ...]:
+    return task.heads if isinstance(task, FineTuning) else ()
+
+
+def _file(folder: Path) -> Path:
+    return folder / (weights.EXPORTED if _is_exported(folder) else weights.MODEL)
+
+
+def _is_exported(folder: Path) -> bool:
+    return (folder / weights.EXPORTED).is_file()

@@ -1,0 +1,121 @@
+"""Files of weights: read without running what is in them, held against a model, and copied."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from co2.errors import ConfigError, require
+
+MODEL = "model.pt"
+"""In a run's folder: its final consensus."""
+EXPORTED = "model.safetensors"
+"""In the folder of an export or of a model of the hub."""
+
+_MENDS = {".pt": "train that run again", ".safetensors": "export it or download it again"}
+
+
+def read(path: Path, key: str, value: str) -> dict[str, Tensor]:
+    """The weights in a file by name, mapped from it: what is not looked at is not read.
+
+    Args:
+        path: `model.pt` of a run, or a file of safetensors.
+        key, value: of the configuration or the command line, for errors.
+    Raises:
+        ConfigError: the file cannot be read, or holds something else.
+    """
+    mend = _MENDS[path.suffix]
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file  # not needed by the library
+
+            saved = load_file(path)
+        else:
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch, pickle and safetensors raise many kinds
+        hint = f"{path.name} cannot be read ({type(error).__name__}); {mend}"
+        raise ConfigError(key, value, hint) from None
+    good = isinstance(saved, dict) and all(isinstance(part, Tensor) for part in saved.values())
+    require(good, key, value, f"{path.name} holds no weights by name; {mend}")
+    return {str(name): weight for name, weight in saved.items()}
+
+
+def check(
+    module: nn.Module,
+    saved: Mapping[str, Tensor],
+    key: str,
+    value: str,
+    file: str,
+    heads: tuple[str, ...] = (),
+) -> None:
+    """Raise `ConfigError` unless the weights fit the module, which may be on the device "meta", and
+    are finite. Arguments as for `copy`; `file` is the name of theirs."""
+    whole = _completed(module, saved)
+    for name in _agreeing(module.state_dict(), whole, key, value, heads):
+        hint = f"{file} has a weight that is not finite, in {name}; give a run that has learned"
+        require(bool(whole[name].isfinite().all()), key, value, hint)
+
+
+def copy(
+    module: nn.Module,
+    saved: Mapping[str, Tensor],
+    key: str,
+    value: str,
+    heads: tuple[str, ...] = (),
+) -> None:
+    """Copy weights into a module.
+
+    Args:
+        module: whose parameters and buffers get them.
+        saved: a namesake of the same shape for each; one for a parameter of several names.
+        key, value: for errors.
+        heads: beginnings of names that either may have for itself.
+    Raises:
+        ConfigError: names or shapes differ.
+    """
+    own, whole = module.state_dict(), _completed(module, saved)
+    with torch.no_grad():
+        for name in _agreeing(own, whole, key, value, heads):
+            own[name].copy_(whole[name])
+
+
+def ties(module: nn.Module) -> dict[str, str]:
+    """Every further name of a parameter that has several, with its first one."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        kept = first.setdefault(id(parameter), name)
+        if kept != name:
+            found[name] = kept
+    return found
+
+
+def _completed(module: nn.Module, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights, with those of several names by all of them."""
+    known = {name: saved[first] for name, first in ties(module).items() if first in saved}
+    return {**known, **saved}
+
+
+def _agreeing(
+    own: Mapping[str, Tensor],
+    saved: Mapping[str, Tensor],
+    key: str,
+    value: str,
+    heads: tuple[str, ...],
+) -> list[str]:
+    """The names of the weights to copy. Raises `ConfigError` for the first other one that is no
+    head's."""
+    names = []
+    for name in dict.fromkeys((*own, *saved)):
+        there, here = (_shape(weights.get(name)) for weights in (saved, own))
+        if there == here:
+            names.append(name)
+        elif not name.startswith(heads):
+            hint = f"{name} has the shape {there} there and {here} here; give this run that model"
+            raise ConfigError(key, value, hint)
+    return names
+
+
+def _shape(weight: Tensor | None) -> str:
+    return "none" if weight is None else f"({', '.join(map(str, weight.shape))})"
