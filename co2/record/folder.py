@@ -133,6 +133,23 @@ def _damaged(path: Path) -> ConfigError:
     return ConfigError("resume", "auto", hint)
 
 
+def completed(values: Mapping[str, Any], nodes: Mapping[str, type]) -> dict[str, Any]:
+    """The configuration in a run's folder, where keys that are newer than it have their defaults.
+
+    Args:
+        values: of its config.yaml. `Any`: they are as YAML holds them.
+        nodes: the schemas, by the names of their nodes.
+    """
+    whole = dict(values)
+    for node, schema in nodes.items():
+        known = values.get(node, {})
+        if isinstance(known, dict):
+            names = [field.name for field in dataclasses.fields(schema)]
+            newer = {name: _default((node, name), nodes) for name in names if name not in known}
+            whole[node] = {**known, **newer}
+    return whole
+
+
 def settings_digest(config: Config) -> str:
     """Twelve hexadecimal digits of all settings that a run's figures depend on.
 

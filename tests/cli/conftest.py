@@ -1,13 +1,17 @@
 """Fixtures of the end-to-end tests."""
 
 import fcntl
+import functools
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cli.harness import STORY, Run, command, execute, spied
+import train
+from co2.record.folder import run_folder
+from tests.cli.harness import STORY, Run, command, configured, execute, small, spied
 from tests.server import LAUNCHER_VARIABLES, environment
 from tests.tasks.conftest import story
 
@@ -45,3 +49,21 @@ def spawned(tmp_path_factory: pytest.TempPathFactory) -> Run:
             kept.write_bytes(pickle.dumps(execute(command(*STORY, runs=runs), runs, spy)))
     ended: Run = pickle.loads(kept.read_bytes())
     return ended
+
+
+@pytest.fixture(scope="session")
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, root: Path, text: Path
+) -> Callable[[str], Path]:
+    """The folder of a finished run of a task: two steps of one worker. Each is trained once."""
+    base = tmp_path_factory.mktemp("finished")
+
+    @functools.cache
+    def of(task: str) -> Path:
+        few = ("train.steps=2", "train.batch_size=4", "train.eval_every=100", "launch.workers=1")
+        words = (*small(task, root, text), "method=allreduce", "log.wandb=disabled", *few)
+        config = configured(*words, runs=base / "runs")
+        train.APP.work(config)
+        return run_folder(config)
+
+    return of

@@ -50,6 +50,23 @@ STORY = (
 STORY_LAG = 6
 """Steps from being told to stop until its workers do: 2τ."""
 
+SMALL: dict[str, tuple[str, ...]] = {
+    "toy": (),
+    "resnet50": (),
+    "vit": (),
+    "ade20k": (),
+    "shapenet": ("shapenet.eval_samples=32", "shapenet.svm_samples=64"),
+    "gpt2": ("gpt2.eval_samples=8", "gpt2.context=32"),
+    "graph": ("graph.eval_samples=64", "graph.store=diskgnn", "graph.plan=4"),
+    "moe": ("moe.eval_samples=8", "moe.context=32"),
+    "roberta": ("roberta.eval_samples=8",),
+    "glue": ("glue.eval_samples=8", "glue.name=adjoin"),
+    "transnormer": ("transnormer.eval_samples=8", "transnormer.context=32"),
+}
+"""What makes some steps and an evaluation quick; the smoke recipe is the rest."""
+ON_TEXT = ("gpt2", "moe", "roberta", "glue", "transnormer")
+"""Tasks that train on a text; all others generate their data."""
+
 LIMIT_S = 300
 """For a process that should take seconds; a busy machine may need minutes."""
 LINGER_S = 60
@@ -74,6 +91,12 @@ class Run:
         """The only run folder there is."""
         (folder,) = folders(self.runs)
         return folder
+
+
+def small(task: str, root: Path, text: Path) -> tuple[str, ...]:
+    """Overrides that make a few steps of the task quick."""
+    own = (f"data.path={text}",) if task in ON_TEXT else ()
+    return (f"task={task}", f"data.root={root}", *own, *SMALL[task])
 
 
 def command(*arguments: str, runs: Path, script: Path = ROOT / "train.py") -> list[str]:

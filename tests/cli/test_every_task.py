@@ -16,32 +16,19 @@ from co2.methods import METHODS
 from co2.peers import known_methods
 from co2.record.folder import run_folder
 from tasks import TASKS
-from tests.cli.harness import ROOT, assert_same_run, cli, configured, metrics, pooled
+from tests.cli.harness import (
+    ROOT,
+    SMALL,
+    assert_same_run,
+    cli,
+    configured,
+    metrics,
+    pooled,
+    small,
+)
 from tests.workers import Pool
 
 SCALES = ("smoke", "gpu", "paper")
-SMALL: dict[str, tuple[str, ...]] = {
-    "toy": (),
-    "resnet50": (),
-    "vit": (),
-    "ade20k": (),
-    "shapenet": ("shapenet.eval_samples=32", "shapenet.svm_samples=64"),
-    "gpt2": ("gpt2.eval_samples=8", "gpt2.context=32"),
-    "graph": ("graph.eval_samples=64", "graph.store=diskgnn", "graph.plan=4"),
-    "moe": ("moe.eval_samples=8", "moe.context=32"),
-    "roberta": ("roberta.eval_samples=8",),
-    "glue": ("glue.eval_samples=8", "glue.name=adjoin"),
-    "transnormer": ("transnormer.eval_samples=8", "transnormer.context=32"),
-}
-"""What makes some steps and an evaluation quick; the smoke recipe is the rest."""
-ON_TEXT = ("gpt2", "moe", "roberta", "glue", "transnormer")
-"""Tasks that train on a text; all others generate their data."""
-
-
-def small(task: str, root: Path, text: Path) -> tuple[str, ...]:
-    """Overrides that make a few steps of the task quick."""
-    own = (f"data.path={text}",) if task in ON_TEXT else ()
-    return (f"task={task}", f"data.root={root}", *own, *SMALL[task])
 
 
 def scales_of(task: str) -> list[str]:

@@ -18,6 +18,7 @@ from co2.task import Task
 from tasks.moe import MoE
 from tasks.toy import Toy
 from tests.cli.harness import (
+    SMALL,
     Run,
     assert_same_run,
     cli,
@@ -28,12 +29,12 @@ from tests.cli.harness import (
     pooled,
     saved_steps,
     signalled,
+    small,
     started,
     until,
     weights,
 )
 from tests.cli.test_checkpoint import damage
-from tests.cli.test_every_task import SMALL, small
 from tests.workers import Pool
 
 SHORT = ("train.steps=16", "train.eval_every=8", "log.every=1", "checkpoint.every=5")

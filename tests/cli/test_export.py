@@ -1,0 +1,446 @@
+"""co2 export: what other libraries read is the run's model; and init_from reads it back."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+import train
+from co2.errors import ConfigError
+from co2.task import Task
+from co2.train import initial
+from tasks.gpt2 import GPT2
+from tasks.roberta import RoBERTa, roberta_ids
+from tests.cli.harness import configured, contents, small, weights
+from trained import export
+from trained.finished import opened
+
+Finished = Callable[[str], Path]
+WORDS = "replica anchor, über\n\n\tround数 the"
+
+
+@pytest.fixture(scope="module")
+def exported(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """The export of a finished run of a task."""
+    base, made = tmp_path_factory.mktemp("exported"), {}
+
+    def of(task: str) -> Path:
+        if task not in made:
+            assert export.main([str(finished(task)), str(base / task)]) == 0
+            made[task] = base / task
+        return made[task]
+
+    return of
+
+
+@pytest.fixture
+def words(root: Path, text: Path, tmp_path: Path) -> Callable[..., tuple[str, ...]]:
+    """The command line of a run that starts from a folder."""
+
+    def of(task: str, start: Path, *more: str) -> tuple[str, ...]:
+        few = ("train.batch_size=4", "launch.workers=1", "method=allreduce", "log.wandb=disabled")
+        return (*small(task, root, text), *few, f"init_from={start}", *more)
+
+    return of
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """What the lines of Python in an export's README.md make."""
+    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code.replace("FOLDER", str(folder)), "README.md", "exec"), names)
+    return names
+
+
+def started(words: tuple[str, ...], runs: Path) -> tuple[Task, nn.Module]:
+    """A task that init_from has been checked for, and a new model with the weights. Raises
+    `ConfigError` as train.py does."""
+    config = configured(*words, runs=runs)
+    train.APP.prepare_data(config)
+    task = train.APP.make_task(config)
+    task.setup(1)
+    model = task.model()
+    assert config.init_from is not None
+    initial.load(config.init_from, model, task)
+    return task, model
+
+
+def refused(words: tuple[str, ...], runs: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        started(words, runs)
+    assert caught.value.key == "init_from" and "\n" not in str(caught.value)
+    assert not runs.exists()
+    return caught.value.hint
+
+
+def test_gpt2(finished: Finished, exported: Finished) -> None:
+    """Logits and tokens are the same, and nothing is missing."""
+    from transformers import AutoModelForCausalLM
+
+    folder = exported("gpt2")
+    names, run = read(folder), opened(str(finished("gpt2")))
+    model, tokenizer, own = names["model"], names["tokenizer"], run.model()
+    assert isinstance(run.task, GPT2)
+    store = run.task._store
+    tokens = torch.tensor([tokenizer.encode(WORDS)])
+    assert (
+        tokens[0].tolist()
+        == Tokenizer.from_file(f"{store.folder}/tokenizer.json").encode(WORDS).ids
+    )
+    assert tokenizer.decode(tokens[0]) == WORDS
+    assert tokenizer.eos_token_id == model.config.eos_token_id == store.meta["separator"]
+    assert torch.equal(model(tokens).logits, own(input_ids=tokens).logits)
+    _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    assert tokenizer.model_max_length == 32
+
+
+def test_roberta(finished: Finished, exported: Finished) -> None:
+    folder = exported("roberta")
+    names, run = read(folder), opened(str(finished("roberta")))
+    model, tokenizer, own = names["model"], names["tokenizer"], run.model()
+    assert isinstance(run.task, RoBERTa)
+    store = run.task._store
+    learned = Tokenizer.from_file(f"{store.folder}/tokenizer.json").encode(WORDS).ids
+    tokens = torch.tensor([tokenizer.encode(WORDS)])
+    assert tokens[0].tolist() == [0, *roberta_ids(store, False)[learned], 2]
+    size = model.config.vocab_size
+    filled = tokenizer("replica <mask> round")["input_ids"]
+    assert size == 516 and filled.count(size - 1) == 1 and tokenizer.mask_token_id == size - 1
+    assert len(filled) == len(tokenizer("replica round")["input_ids"]) + 1
+    special = tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id
+    assert (*special, tokenizer.unk_token_id) == (0, 1, 2, 3)
+    places = torch.arange(tokens.shape[1])[None]
+    torch.testing.assert_close(model(tokens).logits, own(tokens, places), rtol=0, atol=1e-6)
+    first, second = (tokenizer(words)["input_ids"][1:-1] for words in ("the", "of"))
+    assert tokenizer("the", "of")["input_ids"] == [0, *first, 2, 2, *second, 2]
+
+
+def test_glue(finished: Finished, exported: Finished) -> None:
+    names, own = read(exported("glue")), opened(str(finished("glue"))).model()
+    given = names["tokenizer"](["the round", "anchor"], padding=True, return_tensors="pt")
+    logits = names["model"](**given).logits
+    assert logits.shape == (2, 2)
+    torch.testing.assert_close(logits, own(given["input_ids"]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("task", ["vit", "resnet50"])
+def test_images(finished: Finished, exported: Finished, task: str) -> None:
+    folder, images = exported(task), torch.rand(3, 3, 28, 28)
+    model, own = read(folder)["model"].eval(), opened(str(finished(task))).model()
+    assert torch.equal(model(images), own(images))
+    about = json.loads((folder / "config.json").read_text())
+    assert about["num_classes"] == 10 and about["pretrained_cfg"]["input_size"] == [3, 28, 28]
+
+
+@pytest.mark.parametrize("task", ["toy", "moe"])
+def test_what_no_library_knows(finished: Finished, exported: Finished, task: str) -> None:
+    """Plain weights by their own names; one of two names is stored once."""
+    found, there = read(exported(task))["weights"], weights(finished(task))
+    assert there.keys() - found.keys() == ({"lm_head.weight"} if task == "moe" else set())
+    assert found and all(torch.equal(weight, there[name]) for name, weight in found.items())
+    about = json.loads((exported(task) / "config.json").read_text())
+    assert about["task"] == task and about[task].keys() > {"toy": {"hidden"}, "moe": {"size"}}[task]
+    with safe_open(exported(task) / "model.safetensors", "pt") as file:
+        header = file.metadata()
+    assert header["task"] == task and header["method"] == "allreduce"
+    assert header.keys() >= {"command", "commit", "scale"}
+    assert (exported(task) / "tokenizer.json").exists() == (task == "moe")
+
+
+def test_the_card(exported: Finished) -> None:
+    text = (exported("gpt2") / "README.md").read_text()
+    assert "# gpt2, trained with allreduce" in text and "smoke scale" in text
+    assert "perplexity: " in text and "unigram_entropy: " in text and "after 2 steps" in text
+    assert os.listdir(exported("gpt2").parent).count(".gpt2") == 0
+
+
+@pytest.mark.parametrize("task", ["gpt2", "roberta", "glue", "vit", "resnet50", "moe", "toy"])
+def test_it_comes_back(
+    finished: Finished, exported: Finished, words: Callable, tmp_path: Path, task: str
+) -> None:
+    """init_from of the export starts with the weights of the run, to the last bit."""
+    _, model = started(words(task, exported(task)), tmp_path / "runs")
+    there, here = weights(finished(task)), model.state_dict()
+    assert there.keys() == here.keys()
+    assert all(torch.equal(weight, there[name]) for name, weight in here.items())
+
+
+def test_it_is_evaluated_alike(
+    finished: Finished, exported: Finished, words: Callable, tmp_path: Path
+) -> None:
+    """A run of the export that learns nothing ends where the other one did, and says from what."""
+    still = ("train.steps=1", "optim.lr=0")
+    config = configured(*words("gpt2", exported("gpt2"), *still), runs=tmp_path / "runs")
+    train.APP.prepare_data(config)
+    train.APP.work(config)
+    (folder,) = (path.parent for path in (tmp_path / "runs").rglob("summary.json"))
+    first, second = (
+        json.loads((run / "summary.json").read_text())["final"]
+        for run in (finished("gpt2"), folder)
+    )
+    assert first == second
+    start = json.loads((folder / "manifest.json").read_text())["init_from"]
+    assert start == {"folder": str(exported("gpt2")), "sha256": digest(exported("gpt2"))}
+
+
+def digest(folder: Path) -> str:
+    import hashlib
+
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_glue_starts_from_roberta(
+    finished: Finished, exported: Finished, words: Callable, tmp_path: Path
+) -> None:
+    """The encoder is that of the export, the head is as it would be without."""
+    task, model = started(words("glue", exported("roberta")), tmp_path / "runs")
+    here, there, new = model.state_dict(), weights(finished("roberta")), task.model().state_dict()
+    encoder = here.keys() & there.keys()
+    assert len(encoder) > 30 and all(torch.equal(here[name], there[name]) for name in encoder)
+    heads = here.keys() - there.keys()
+    assert heads and all(torch.equal(here[name], new[name]) for name in heads)
+
+
+def spoiled(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """A copy with other weights, of which nobody says whose they are."""
+    shutil.copytree(source, folder)
+    found = load_file(folder / "model.safetensors")
+    change(found)
+    save_file(found, folder / "model.safetensors")
+    return folder
+
+
+def edited(source: Path, folder: Path, name: str, change: Callable[[Any], object]) -> Path:
+    """A copy with another file of JSON."""
+    shutil.copytree(source, folder)
+    value = json.loads((folder / name).read_text())
+    change(value)
+    (folder / name).write_text(json.dumps(value))
+    return folder
+
+
+def test_as_the_hub_has_gpt2(
+    finished: Finished, exported: Finished, words: Callable, tmp_path: Path
+) -> None:
+    """Other names, masks among the weights, merges as texts, its own name of the activation."""
+
+    def older(found: dict[str, Tensor]) -> None:
+        for name in list(found):
+            found[name.removeprefix("transformer.")] = found.pop(name)
+        found["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
+
+    folder = spoiled(exported("gpt2"), tmp_path / "older", older)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"] = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((folder / "config.json").read_text())
+    config = {**config, "activation_function": "gelu_new"}
+    del config["layer_norm_epsilon"]
+    (folder / "config.json").write_text(json.dumps(config))
+    _, model = started(words("gpt2", folder), tmp_path / "runs")
+    there = weights(finished("gpt2"))
+    assert all(torch.equal(weight, there[name]) for name, weight in model.state_dict().items())
+
+
+def test_as_the_hub_has_roberta(
+    finished: Finished, exported: Finished, words: Callable, tmp_path: Path
+) -> None:
+    def older(found: dict[str, Tensor]) -> None:
+        found["roberta.pooler.dense.weight"] = torch.zeros(64, 64)
+        found["roberta.embeddings.position_ids"] = torch.arange(34)[None]
+
+    folder = spoiled(exported("roberta"), tmp_path / "older", older)
+    _, model = started(words("roberta", folder), tmp_path / "runs")
+    there = weights(finished("roberta"))
+    assert all(torch.equal(weight, there[name]) for name, weight in model.state_dict().items())
+
+
+def test_another_model_is_refused(exported: Finished, words: Callable, tmp_path: Path) -> None:
+    runs, gpt2 = tmp_path / "runs", exported("gpt2")
+    assert "is a run of task=gpt2" in refused(words("moe", gpt2), runs)
+    assert "is a run of task=toy" in refused(words("gpt2", exported("toy")), runs)
+    assert "model_type=gpt2" in refused(words("glue", gpt2), runs)
+    assert "has the shape" in refused(words("gpt2", gpt2, "gpt2.context=16"), runs)
+    heads = edited(gpt2, tmp_path / "heads", "config.json", lambda c: c.update(n_head=2))
+    assert "n_head=2, this run's model 4" in refused(words("gpt2", heads), runs)
+
+
+def test_another_vocabulary_is_refused(exported: Finished, words: Callable, tmp_path: Path) -> None:
+    def swapped(tokenizer: Any) -> None:
+        merges = tokenizer["model"]["merges"]
+        merges[0], merges[1] = merges[1], merges[0]
+
+    runs = tmp_path / "runs"
+    for task in ("gpt2", "moe", "roberta", "glue"):
+        folder = edited(exported(task), tmp_path / task, "tokenizer.json", swapped)
+        hint = refused(words(task, folder), runs)
+        assert "its tokenizer.json is not that of" in hint and "tasks.prepare" in hint
+        (folder / "tokenizer.json").unlink()
+        assert "holds no tokenizer.json" in refused(words(task, folder), runs)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("model.safetensors", b"\x80\x04.", "model.safetensors cannot be read"),
+        ("model.safetensors", b"", "model.safetensors cannot be read"),
+        ("config.json", b"{", "config.json or tokenizer.json is damaged"),
+        ("config.json", b"[1]", "config.json or tokenizer.json is damaged"),
+        ("config.json", b"\xff", "config.json cannot be read"),
+        ("config.json", b"{}", "model_type=None"),
+        ("tokenizer.json", b"{}", "config.json or tokenizer.json is damaged"),
+        ("tokenizer.json", b"[" * 100_000, "config.json or tokenizer.json is damaged"),
+    ],
+)
+def test_a_damaged_export(
+    exported: Finished, words: Callable, tmp_path: Path, name: str, content: bytes, says: str
+) -> None:
+    folder = shutil.copytree(exported("gpt2"), tmp_path / "damaged")
+    (folder / name).write_bytes(content)
+    assert says in refused(words("gpt2", folder), tmp_path / "runs")
+
+
+def test_weights_that_do_not_fit(exported: Finished, words: Callable, tmp_path: Path) -> None:
+    runs, source = tmp_path / "runs", exported("toy")
+    saved = load_file(source / "model.safetensors")
+    first = next(name for name, weight in saved.items() if weight.is_floating_point())
+    nan = spoiled(source, tmp_path / "nan", lambda w: w[first].fill_(float("nan")))
+    assert "model.safetensors has a weight that is not finite" in refused(words("toy", nan), runs)
+    gone = spoiled(source, tmp_path / "gone", lambda w: w.pop(first))
+    assert f"{first} has the shape none there" in refused(words("toy", gone), runs)
+    (tmp_path / "pickle").mkdir()
+    (tmp_path / "pickle" / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    hint = refused(words("toy", tmp_path / "pickle"), runs)
+    assert "no finished run" in hint and "model.safetensors" in hint
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: Path | str) -> str:
+    """The line with which it is refused."""
+    capsys.readouterr()
+    assert export.main(list(map(str, words))) == 2
+    caught = capsys.readouterr()
+    (line,) = caught.err.splitlines()
+    assert caught.out == "" and line.startswith("error: ")
+    return line
+
+
+SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
+    "unfinished": (lambda f: (f / "summary.json").unlink(), "no summary.json: it is no finished"),
+    "no weights": (lambda f: (f / "model.pt").unlink(), "holds no model.pt"),
+    "cut": (lambda f: os.truncate(f / "model.pt", 999), "model.pt cannot be read"),
+    "torn figures": (lambda f: (f / "summary.json").write_text("{"), "missing or damaged"),
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), "missing or damaged"),
+    "unknown task": (
+        lambda f: (f / "config.yaml").write_text("task: tyo"),
+        "is a run of task=tyo; did you mean toy?",
+    ),
+    "unknown method": (
+        lambda f: (f / "config.yaml").write_text("{task: toy, method: col2}"),
+        "its config.yaml does not fit",
+    ),
+    "code": (
+        lambda f: (f / "config.yaml").write_text("!!python/object/apply:os.mkdir [here]"),
+        "missing or damaged",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_no_finished_run(
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    spoil, says = SPOILT[kind]
+    run = shutil.copytree(finished("toy"), tmp_path / "toy")
+    spoil(run)
+    line = answer(capsys, run, tmp_path / "out")
+    assert line.startswith(f"error: RUN={run}: ") and says in line
+    assert os.listdir(tmp_path) == ["toy"]
+
+
+def test_a_run_of_an_older_version(finished: Finished, tmp_path: Path) -> None:
+    """A key that it does not know has its default."""
+    run = shutil.copytree(finished("toy"), tmp_path / "toy")
+    text = (run / "config.yaml").read_text()
+    older = re.sub(r"\n  clip_norm: .*", "", text)
+    assert older != text
+    (run / "config.yaml").write_text(older)
+    assert opened(str(run)).config.train.clip_norm is None
+
+
+def test_other_data(
+    finished: Finished, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The vocabulary would be another one; and without data there is none."""
+    run, own = shutil.copytree(finished("gpt2"), tmp_path / "gpt2"), tmp_path / "own.txt"
+    config = (run / "config.yaml").read_text()
+    assert str(text) in config
+    (run / "config.yaml").write_text(config.replace(str(text), str(own)))
+    assert "its data are needed" in answer(capsys, run, tmp_path / "out")
+    own.write_text(text.read_text()[::-1])
+    assert "its data have changed" in answer(capsys, run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_folder_is_taken(
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing of it is changed; an empty one will do."""
+    run, taken, empty = finished("toy"), tmp_path / "taken", tmp_path / "empty"
+    taken.mkdir()
+    empty.mkdir()
+    (taken / "model.safetensors").write_text("another")
+    before = contents(tmp_path)
+    for folder in (taken, taken / "model.safetensors", run):
+        assert "exists and is not empty" in answer(capsys, run, folder)
+    assert "no such folder" in answer(capsys, tmp_path / "nowhere", tmp_path / "out")
+    below = taken / "model.safetensors" / "out"
+    assert answer(capsys, run, below).startswith(f"error: FOLDER={below}: ")
+    assert contents(tmp_path) == before
+    assert export.main([str(run), str(empty)]) == 0 and (empty / "model.safetensors").exists()
+    assert "holds an exported model" in answer(capsys, empty, tmp_path / "out")
+
+
+def test_whole_or_not_at_all(
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the disk is full, or somebody else was first."""
+    out = tmp_path / "out"
+
+    def full(weights: Any, path: Path, header: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with patch.object(safetensors.torch, "save_file", full):
+        assert "No space left on device" in answer(capsys, finished("toy"), out)
+    assert os.listdir(tmp_path) == []
+
+    def late(weights: Any, path: Path, header: Any) -> None:
+        save_file(weights, path, header)
+        out.mkdir()
+        (out / "theirs").touch()
+
+    with patch.object(safetensors.torch, "save_file", late):
+        assert "exists and is not empty" in answer(capsys, finished("toy"), out)
+    assert os.listdir(tmp_path) == ["out"] and os.listdir(out) == ["theirs"]
+
+
+def test_an_export_fits_numpy(exported: Finished) -> None:
+    """Read without torch, too."""
+    from safetensors.numpy import load_file as load
+
+    found = load(exported("toy") / "model.safetensors")
+    assert all(np.isfinite(value).all() for value in found.values())

@@ -1,0 +1,1 @@
+"""What is done with a trained model: it is exported, or asked for text."""

@@ -1,0 +1,55 @@
+"""The README.md of an exported model: what it is, where it comes from, and how to read it."""
+
+from collections.abc import Collection
+
+from tasks.classification import Classification
+from trained.finished import Finished
+
+_SMOKE = (
+    "This is smoke scale: a small model, trained for minutes on little or generated data. The "
+    "figures show that the code works. They are no measure of the method or of the architecture."
+)
+
+
+def card(found: Finished, usage: str, files: Collection[str]) -> str:
+    """The text.
+
+    Args:
+        found: the run.
+        usage: lines of Python that read the folder.
+        files: names of those beside the weights.
+    """
+    config, summary = found.config, found.summary
+    figures = {**summary.final, **summary.baselines}
+    lines = [
+        f"# {config.task}, trained with {config.method}",
+        "",
+        f"The mean of the replicas' weights after {summary.steps} steps on {summary.workers} "
+        "workers.",
+        "",
+        f"- Command: `{found.command}`",
+        f"- Commit of the CO2 suite: {found.commit}",
+        f"- Data: {found.data.get('data', 'generated')}",
+        f"- Scale: {config.scale}, seed {config.train.seed}",
+        "",
+        "On validation data, with what no model should be worse than:",
+        "",
+        *(f"- {name}: {_figure(value)}" for name, value in figures.items()),
+        "",
+    ]
+    if config.scale == "smoke":
+        lines += [_SMOKE, ""]
+    if isinstance(found.task, Classification):
+        lines += ["It reads RGB from 0 to 1, less ImageNet's mean, over its deviation.", ""]
+    if "tokenizer.json" not in files and found.task.unit == "tokens":
+        lines += ["Its data have no tokenizer of their own, so there is none here.", ""]
+    lines += ["To read it, where FOLDER is this folder:", "", "```python", usage, "```", ""]
+    lines += [
+        f"`init_from=FOLDER` starts another run of task={config.task} from it.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _figure(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
