@@ -35,7 +35,7 @@ from recipes.registry import RECIPES
 from tasks import TASKS
 from tests.cli.harness import ROOT
 
-OURS = ("co2", "recipes", "benchmarks", "tasks", "tests")
+OURS = ("co2", "recipes", "benchmarks", "tasks", "tests", "trained")
 """Packages whose modules are commands."""
 NAMES = {"NAME": "imagenet"}
 """What a page puts in a name's place, and one that it stands for."""
@@ -69,6 +69,8 @@ def check(command: str) -> None:
 def python(arguments: list[str]) -> None:
     if arguments[0] != "-m":
         script(arguments[0], arguments[1:])
+    elif arguments[1] == "co2":
+        co2_command(arguments[2:])
     else:
         module(arguments[1], arguments[2:])
 
