@@ -27,6 +27,7 @@ def card(found: Finished, usage: str, files: Collection[str]) -> str:
         f"The mean of the replicas' weights after {summary.steps} steps on {summary.workers} "
         "workers.",
         "",
+        f"- Run: `{summary.folder}`",
         f"- Command: `{found.command}`",
         f"- Commit of the CO2 suite: {found.commit}",
         f"- Data: {found.data.get('data', 'generated')}",
