@@ -14,8 +14,11 @@ from co2.errors import REFUSED, nearest
 
 COMMANDS = {
     "train": ("train", "one run, or with -m a sweep: co2 train task=gpt2 method=co2 co2.tau=12"),
-    "sample": ("trained.sample", 'text from a run of a language model: co2 sample RUN "def "'),
-    "export": ("trained.export", "a run's weights in the form that other libraries read"),
+    "sample": (
+        "tasks.trained.sample",
+        'text from a run of a language model: co2 sample RUN "def "',
+    ),
+    "export": ("tasks.trained.export", "a run's weights in the form that other libraries read"),
     "recipes": ("recipes", "the runs of a table or figure: run, collect and render them"),
     "lab": ("co2.lab", "trainings on real slow links on this machine; needs root"),
     "simulate": ("co2.simulate", "what a cluster would do, from a model of its network"),

@@ -24,9 +24,9 @@ from co2.task import Task
 from co2.train import initial
 from tasks.gpt2 import GPT2
 from tasks.roberta import RoBERTa, roberta_ids
+from tasks.trained import export
+from tasks.trained.finished import opened
 from tests.cli.harness import configured, contents, small, weights
-from trained import export
-from trained.finished import opened
 
 Finished = Callable[[str], Path]
 WORDS = "replica anchor, über\n\n\tround数 the"

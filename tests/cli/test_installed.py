@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from co2.__main__ import COMMANDS, main
 from tests.cli.harness import LIMIT_S, ROOT, environment
 
-SOURCES = ("co2", "conf", "recipes", "tasks", "trained")
+SOURCES = ("co2", "conf", "recipes", "tasks")
 FOREIGN = (
     *("datasets", "hydra", "matplotlib", "omegaconf", "pandas", "pydantic", "rich", "sklearn"),
     *("timm", "tokenizers", "torchvision", "transformers", "wandb", "yaml"),

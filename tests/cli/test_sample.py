@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from tasks.causal import CausalText
-from trained import sample
-from trained.finished import opened
+from tasks.trained import sample
+from tasks.trained.finished import opened
 
 Finished = Callable[[str], Path]
 CONTEXT = 32

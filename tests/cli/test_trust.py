@@ -18,7 +18,7 @@ from tests.cli import (
 ROOT = Path(train.__file__).parent
 SOURCES = [
     ROOT / "train.py",
-    *(p for d in ("co2", "tasks", "trained", "recipes") for p in (ROOT / d).rglob("*.py")),
+    *(p for d in ("co2", "tasks", "recipes") for p in (ROOT / d).rglob("*.py")),
 ]
 
 # Module and function; the argument that makes it safe, or None where nothing does.

@@ -35,7 +35,7 @@ from recipes.registry import RECIPES
 from tasks import TASKS
 from tests.cli.harness import ROOT
 
-OURS = ("co2", "recipes", "benchmarks", "tasks", "tests", "trained")
+OURS = ("co2", "recipes", "benchmarks", "tasks", "tests")
 """Packages whose modules are commands."""
 NAMES = {"NAME": "imagenet"}
 """What a page puts in a name's place, and one that it stands for."""

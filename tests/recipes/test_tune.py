@@ -224,9 +224,7 @@ def test_other_searches_lines_stay(conf: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not (conf / "tuned/toy/slowmo.yaml").exists()
 
 
-def test_a_whole_search_trains(
-    conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_whole_search_trains(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped after the short trials; with the losses of the runs themselves."""
     calls: list[list[TrainCell]] = []
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from tasks.classification import Classification
-from trained.finished import Finished
+from tasks.trained.finished import Finished
 
 _SMOKE = (
     "This is smoke scale: a small model, trained for minutes on little or generated data. The "

@@ -23,9 +23,9 @@ from co2.record.files import write_durably
 from co2.task import Package, Portable
 from co2.train import launch
 from co2.train.weights import EXPORTED, ties
+from tasks.trained.card import card
+from tasks.trained.finished import Finished, opened
 from tasks.whole import written_aside
-from trained.card import card
-from trained.finished import Finished, opened
 
 _KEY = "FOLDER"
 _TAKEN = "exists and is not empty; give a new folder"

@@ -20,7 +20,7 @@ from co2.errors import ConfigError, require, require_count
 from co2.task import Placed
 from co2.train import launch
 from tasks.causal import CausalText
-from trained.finished import KEY, opened
+from tasks.trained.finished import KEY, opened
 
 
 def main(argv: Sequence[str] | None = None) -> int:
