@@ -33,7 +33,7 @@ test: $(VENV)/.ready ## every test that needs no more than Python: ten minutes o
 test-fast: $(VENV)/.ready ## the quick ones of them, for every edit
 	$(PYTEST) -m "not slow and not long" $(ARGS)
 
-test-slow: $(VENV)/.ready ## the others: on a SLURM of their own, the wheel, torch.compile, the laboratory, peers
+test-slow: $(VENV)/.ready ## the others: SLURM, the wheel, compilers, other trainers and peers, long trainings
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow $(ARGS)
 	$(BIN)/python -m pytest -n 2 -m "not slow" tests/peers $(ARGS)
 

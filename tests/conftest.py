@@ -27,7 +27,6 @@ LONG = (
     "tests/cli/test_init_from.py::test_without_a_sound_checkpoint",
     "tests/cli/test_mesh.py::test_a_damaged_part_costs_one_checkpoint",
     "tests/cli/test_mesh.py::test_all_workers_agree_on_tau",
-    "tests/cli/test_mesh.py::test_every_task_in_parts",
     "tests/cli/test_mesh.py::test_goes_on_exactly",
     "tests/cli/test_mesh.py::test_killed",
     "tests/cli/test_mesh.py::test_other_methods_go_on_exactly",
@@ -113,7 +112,6 @@ LONG = (
     "tests/tasks/test_ade20k.py::test_evaluation_does_not_compile",
     "tests/tasks/test_ade20k.py::test_over_gloo",
     "tests/tasks/test_ade20k.py::test_weights_of_the_backbone",
-    "tests/tasks/test_fused_experts.py",
     "tests/tasks/test_glue.py::test_evaluation_over_gloo",
     "tests/tasks/test_gpt2.py::test_importing_tasks_is_cheap",
     "tests/tasks/test_gpt2.py::test_it_learns_a_batch_by_heart",
@@ -132,9 +130,13 @@ leaves it out."""
 
 SLOW = (
     "tests/cli/test_installed.py",  # builds the wheel, and makes environments
+    "tests/cli/test_mesh.py::test_every_task_in_parts",  # real models, four workers
     "tests/cli/test_resume.py::test_killed_ten_times",
     "tests/cli/test_runs.py::test_compile",  # a C++ compiler's work
     "tests/engine/test_lab.py::test_a_table",  # links of its own, as root
+    "tests/methods/test_replicas_of_several_workers.py::test_two_replicas_of_two_workers",
+    "tests/methods/test_replicas_of_several_workers.py::test_with_what_the_loop_has",
+    "tests/tasks/test_fused_experts.py",  # Triton's interpreter
 )
 """What `make test` leaves to `make test-slow`, as it does the tests marked where they stand."""
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from co2.comm.sockets import until_cut
+from co2.errors import require
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -46,6 +47,15 @@ def replicate(model: nn.Module, group: dist.ProcessGroup | None) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
             part = local(tensor.detach())
             _apply(part, group, lambda t: dist.broadcast(t, group_src=0, group=group))
+
+
+def check_plain(model: nn.Module) -> None:
+    """Raise `ConfigError` for a model that something of PyTorch's keeps in step already."""
+    wrapped = isinstance(model, (DistributedDataParallel, nn.DataParallel))
+    # By its name: to import it costs half a second.
+    wrapped = wrapped or type(model).__name__ == "FullyShardedDataParallel"
+    hint = "is wrapped already; give the plain model, which the method itself keeps in step"
+    require(not wrapped, "model", type(model).__name__, hint)
 
 
 def data_parallel(

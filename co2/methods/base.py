@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from co2.comm.background import BackgroundMean
 from co2.comm.clocks import CommTotals
-from co2.comm.collectives import consensus, local, replicate
+from co2.comm.collectives import check_plain, consensus, local, replicate
 from co2.comm.mesh import Mesh
 from co2.comm.phases import OUTER_STEP
 from co2.config import CommConfig, OptimConfig, Waits
@@ -106,8 +106,10 @@ class Method:
             fresh: False for a replica that comes to others which train already: nobody's weights
                 are sent. It gets everything by `load_state_dict`.
         Raises:
-            ConfigError: the method cannot train this model with this optimizer on this mesh.
+            ConfigError: the method cannot train this model with this optimizer on this mesh, or
+                the model is wrapped in DistributedDataParallel or its like.
         """
+        check_plain(model)
         self.model, self.optimizer, self.mesh, self.schedule = model, optimizer, mesh, schedule
         self.group = mesh.new_group_across_replicas()
         self.replica_group = mesh.new_group_within_replica()

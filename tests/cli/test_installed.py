@@ -1,24 +1,16 @@
 """The wheel, installed into an environment of its own: the library alone, and the command co2."""
 
 import os
-import shutil
-import subprocess
 import sys
-import sysconfig
-import venv
 import zipfile
-from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from co2.__main__ import COMMANDS, main
-from tests.cli.harness import LIMIT_S, ROOT, environment
+from tests.cli.harness import ROOT
+from tests.installed import SOURCES, build_wheel, ended, install
 
-SOURCES = ("co2", "conf", "recipes", "tasks")
 FOREIGN = (
     *("datasets", "hydra", "matplotlib", "omegaconf", "pandas", "pydantic", "rich", "sklearn"),
     *("timm", "tokenizers", "torchvision", "transformers", "wandb", "yaml"),
@@ -59,84 +51,13 @@ print(co2.__file__)
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of what is packaged: setuptools leaves traces where it builds."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in SOURCES:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "train.py", "results/paper.csv"):
-        (source / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, source / name)
-    # setuptools is part of the extra dev; where it is too old or missing, pip brings its own.
-    try:
-        here = int(metadata.version("setuptools").partition(".")[0]) >= 77
-    except metadata.PackageNotFoundError:
-        here = False
-    own = ["--no-build-isolation"] if here else []
-    pip("wheel", "--no-deps", *own, "--wheel-dir", str(out), str(source))
-    (path,) = out.glob("*.whl")
-    return path
+    return build_wheel(tmp_path_factory.mktemp("built"))
 
 
 @pytest.fixture(scope="module")
 def library(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Python of an environment with the wheel, and with what it requires without an extra."""
-    folder = tmp_path_factory.mktemp("library")
-    venv.create(folder, symlinks=True)
-    python = folder / "bin" / "python"
-    pip("--python", str(python), "install", "--no-deps", "--no-index", str(wheel))
-    (packages,) = folder.glob("lib/python*/site-packages")
-    for name in required(wheel):
-        for entry in parts(name):
-            if not (packages / entry.name).exists():
-                (packages / entry.name).symlink_to(entry)
-    return python
-
-
-def pip(*arguments: str) -> None:
-    words = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-
-
-def required(wheel: Path) -> set[str]:
-    """Distributions that the wheel needs without an extra, and all that those need in turn."""
-    with zipfile.ZipFile(wheel) as file:
-        (name,) = (name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
-        lines = file.read(name).decode().splitlines()
-    found: set[str] = set()
-    left = list(needs([line[15:] for line in lines if line.startswith("Requires-Dist: ")]))
-    assert sorted(left) == ["numpy", "torch"]
-    while left:
-        name = left.pop()
-        if name not in found:
-            found.add(name)
-            left += needs(metadata.requires(name) or ())
-    return found
-
-
-def needs(lines: "list[str] | tuple[()]") -> Iterator[str]:
-    for requirement in map(Requirement, lines):
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            yield canonicalize_name(requirement.name)
-
-
-def parts(name: str) -> set[Path]:
-    """Top-level files and folders of an installed distribution."""
-    distribution = metadata.distribution(name)
-    inside = (path.parts[0] for path in distribution.files or () if path.parts[0] != "..")
-    return {Path(str(distribution.locate_file(first))) for first in inside} - {
-        Path(str(distribution.locate_file("__pycache__")))
-    }
-
-
-def ended(*words: str | Path, cwd: Path, extra: bool = False) -> subprocess.CompletedProcess[str]:
-    """A command, to its end. `extra`: it finds the packages of this environment, too."""
-    env = {key: value for key, value in environment().items() if key != "PYTHONPATH"}
-    if extra:
-        env["PYTHONPATH"] = sysconfig.get_paths()["purelib"]
-    return subprocess.run(
-        list(map(str, words)), cwd=cwd, env=env, capture_output=True, text=True, timeout=LIMIT_S
-    )
+    return install(wheel, tmp_path_factory.mktemp("library"))
 
 
 def test_nothing_is_left_out(wheel: Path) -> None:

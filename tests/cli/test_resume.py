@@ -104,7 +104,8 @@ def test_told_to_stop(tmp_path: Path, spawned: Run) -> None:
             assert process.wait(timeout=LIMIT_S) == PREEMPTED == 75
         assert resumed_at(log.read_text()) == saved[-1:]
         (newest,) = set(saved_steps(folder)) - set(saved)
-        assert step + STORY_LAG <= newest < 60
+        # 2τ steps after one of them was told, who may be behind the one that tells of its steps.
+        assert step < newest < 60
         assert last_step(folder) == newest, "nothing is trained that is not saved"
         assert f"stopped and saved at step {newest};" in log.read_text()
         assert "Traceback" not in log.read_text()

@@ -49,7 +49,7 @@ ELSEWHERE = {"method=easgd": "tests/methods/test_add_a_method.py"}
 ASKS = ("--help", "--cfg", "--info")
 """Options of train.py which Hydra answers itself, whatever else is given."""
 NO_ARGUMENTS = ("examples/own_loop.py",)
-"""Scripts; tests/engine/test_example.py runs them."""
+"""Scripts; tests/engine/test_example.py and tests/integrations/test_examples.py run them."""
 
 
 def check(command: str) -> None:

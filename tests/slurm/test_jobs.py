@@ -274,3 +274,10 @@ def test_an_elastic_run_loses_a_node(slurm: Slurm, tmp_path: Path) -> None:
     assert [first.end(), second.end()] == ["COMPLETED"] * 2
     assert "the run has ended with status 0" in first.said
     assert [line["step"] for line in metrics(folder, "train")] == list(range(1, steps + 1))
+
+
+def test_ones_own_loop_on_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
+    job = slurm.sbatch("examples/slurm.sbatch", log=tmp_path / "log")
+    assert job.end() == "COMPLETED", job.said
+    (loss,) = re.findall(r"last loss ([\d.]+)", job.said)
+    assert float(loss) < 1.0

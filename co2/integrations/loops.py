@@ -1,0 +1,93 @@
+"""What a method does for the loop of another library: it steps, is saved and read, and ends."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import nn
+
+from co2.errors import ConfigError, require
+from co2.methods.base import Method
+
+
+class Stepping:
+    """The inner optimizer of a method, whose step is the method's."""
+
+    def __init__(self, sync: Method) -> None:
+        self._sync = sync
+
+    def step(self, closure: Callable[[], object] | None = None) -> object:
+        """The inner step and the synchronization that is due, with the gradients that `closure`
+        makes, if there is one. Returns what that returns."""
+        made = None if closure is None else closure()
+        self._sync.step()
+        return made
+
+    # Any: whatever else the optimizer has.
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sync.optimizer, name)
+
+
+def check_method(sync: object) -> None:
+    """Raise `ConfigError` unless it is a method that has prepared nothing yet."""
+    kind = type(sync).__name__
+    hint = "must be a method, such as co2.CO2(co2.CO2.Config(tau=12))"
+    require(isinstance(sync, Method), "sync", kind, hint)
+    require(not hasattr(sync, "mesh"), "sync", kind, "has prepared a model; give a new one")
+
+
+def renewed(sync: Method) -> Method:
+    """A method with the same configuration that has prepared nothing."""
+    return type(sync)(sync.config, sync.comm)
+
+
+def end(sync: Method, module: nn.Module) -> None:
+    """Leave the consensus in the module, and nothing in flight. Collective."""
+    with sync.consensus():
+        final = {name: value.clone() for name, value in module.state_dict().items()}
+    sync.flush()
+    module.load_state_dict(final)
+
+
+def write(sync: Method, module: nn.Module, folder: Path) -> None:
+    """Write what this replica needs to go on exactly into its own file of a folder. Collective."""
+    state = {
+        "replicas": sync.mesh.num_replicas,
+        "module": module.state_dict(),
+        "optimizer": sync.optimizer.state_dict(),
+        "sync": sync.state_dict(),
+    }
+    path = _file(sync, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(state, path.with_suffix(".tmp"))
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def read(sync: Method, module: nn.Module, folder: Path, key: str) -> None:
+    """Go on from what `write` has written, after `prepare`.
+
+    Args:
+        key: the name of the checkpoint's argument, for errors.
+    Raises:
+        ConfigError: the file is missing or damaged, or of another number of replicas.
+    """
+    path = _file(sync, folder)
+    hint = f"there is no {path.name}; give a checkpoint of this method and as many processes"
+    require(path.exists(), key, folder, hint)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        hint = f"{path.name} cannot be read ({type(error).__name__}); give an older checkpoint"
+        raise ConfigError(key, folder, hint) from None
+    then, now = state["replicas"], sync.mesh.num_replicas
+    require(then == now, key, folder, f"is of {then} processes, not of {now}; start as many")
+    module.load_state_dict(state["module"])
+    sync.optimizer.load_state_dict(state["optimizer"])
+    sync.load_state_dict(state["sync"])
+
+
+def _file(sync: Method, folder: Path) -> Path:
+    return folder / f"sync_{sync.mesh.replica}.pt"

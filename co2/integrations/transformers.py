@@ -1,0 +1,122 @@
+"""SyncTrainer: transformers' Trainer, whose replicas a method of this library keeps in step.
+
+    trainer = SyncTrainer(model, args, train_dataset=data, sync=co2.CO2(co2.CO2.Config(tau=12)))
+    trainer.train()
+
+Started by torchrun, every process is a replica. It trains without DistributedDataParallel, and the
+method's step takes the place of the optimizer's. Evaluations and saved models are of the consensus
+of the replicas, and after `train` every process holds it. A checkpoint of Trainer's has a file more
+for each replica, so that training goes on from it exactly.
+"""
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from co2.comm.collectives import check_plain
+from co2.comm.mesh import Mesh
+from co2.errors import require
+from co2.integrations import loops
+from co2.methods.base import Method
+
+
+class SyncTrainer(Trainer):
+    """A `Trainer` with one argument more.
+
+    `Trainer` counts the labels of a step over all processes by default, which would wait for the
+    network at every step. Here each replica counts its own, but under methods that average
+    gradients.
+
+    Args:
+        sync: the method, new: it has prepared nothing. Each call of `train` begins with its
+            configuration.
+        args, options: what `Trainer` takes.
+    Raises:
+        ConfigError: a model that is wrapped already, or what cannot be combined with a method:
+            DeepSpeed, Trainer's FSDP, several GPUs of one process, fp16, auto_find_batch_size. Or
+            processes that do not know of each other, as without a GPU and use_cpu.
+    """
+
+    def __init__(self, *args: Any, sync: Method, **options: Any) -> None:
+        loops.check_method(sync)
+        super().__init__(*args, **options)
+        check_plain(self._module)
+        whole = "a method works on whole weights; leave it out"
+        for key, refused, hint in (
+            ("deepspeed", self.is_deepspeed_enabled, whole),
+            ("fsdp", self.is_fsdp_enabled, whole),
+            ("n_gpu", self.args.n_gpu > 1, "start one process for each GPU, with torchrun"),
+            ("fp16", self.args.fp16, "a step that is skipped would tear rounds apart; use bf16"),
+            ("auto_find_batch_size", self.args.auto_find_batch_size, "replicas would differ"),
+        ):
+            require(not refused, f"args.{key}", getattr(self.args, key), hint)
+        started = int(os.environ.get("WORLD_SIZE", "1"))
+        hint = f"{started} processes were started, and each would train alone; give use_cpu=True"
+        require(started == self.args.world_size, "args.use_cpu", self.args.use_cpu, hint)
+        if not sync.averages_gradients:
+            self.args.average_tokens_across_devices = False
+        self.sync = sync
+        """The method; while `train` runs, the one that keeps its replicas in step."""
+        self._training = False
+
+    @property
+    def _module(self) -> nn.Module:
+        assert self.model is not None, "Trainer has refused to do without"
+        return self.model
+
+    # Any: Trainer's own, from which it takes what it has put there.
+    @property
+    def _accelerated(self) -> Any:
+        """The optimizer, around which accelerate has put its own."""
+        return self.optimizer
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader[Any], resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, DataLoader[Any]]:
+        prepared = self.accelerator.prepare_model
+        # As if for evaluation: autocast and compilation, but no DistributedDataParallel.
+        self.accelerator.prepare_model = partial(prepared, evaluation_mode=True)
+        try:
+            model, loader = super()._prepare_for_training(
+                max_steps, train_dataloader, resume_from_checkpoint
+            )
+        finally:
+            self.accelerator.prepare_model = prepared
+        self.sync = loops.renewed(self.sync)
+        mesh = Mesh.world(device=self.args.device)
+        model = self.sync.prepare(model, self._accelerated.optimizer, mesh)
+        self._accelerated.optimizer = loops.Stepping(self.sync)
+        if resume_from_checkpoint is not None:
+            folder = Path(resume_from_checkpoint)
+            loops.read(self.sync, self._module, folder, "resume_from_checkpoint")
+        self._training = True
+        return model, loader
+
+    def _finalize_training(self, *args: Any, **options: Any) -> Any:
+        loops.end(self.sync, self._module)
+        self._accelerated.optimizer = self.sync.optimizer
+        self._training = False
+        return super()._finalize_training(*args, **options)
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """Trainer's, on the consensus. Collective while `train` runs."""
+        if not self._training:
+            return super().evaluation_loop(*args, **options)
+        with self.sync.consensus():
+            return super().evaluation_loop(*args, **options)
+
+    def save_model(self, *args: Any, **options: Any) -> None:
+        """Save the consensus, as Trainer does. Collective while `train` runs."""
+        if not self._training:
+            return super().save_model(*args, **options)
+        with self.sync.consensus():
+            super().save_model(*args, **options)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        loops.write(self.sync, self._module, Path(output_dir))

@@ -1,0 +1,86 @@
+"""Every example is short, and its own commands run where nothing but the extra that it names is
+installed."""
+
+import re
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cli.harness import LIMIT_S, ROOT
+from tests.installed import build_wheel, install
+from tests.server import environment
+
+pytestmark = pytest.mark.slow  # starts interpreters
+
+EXTRAS = {
+    "own_loop.py": "",
+    "two_machines.sh": "",
+    "hf_trainer.py": "transformers",
+    "accelerate_loop.py": "transformers",
+    "lightning_trainer.py": "lightning",
+}
+"""On SLURM: tests/slurm/test_jobs.py."""
+COMMAND = re.compile(r"^#? {0,5}((?:torchrun|python|accelerate|bash) .*)$", re.MULTILINE)
+
+
+def test_all_are_here_and_short() -> None:
+    names = {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}
+    assert names == {*EXTRAS, "slurm.sbatch"}
+    for name in names:
+        assert len((ROOT / "examples" / name).read_text().splitlines()) <= 60
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("built"))
+
+
+@pytest.fixture(scope="module", params=["", "transformers", "lightning"])
+def place(
+    request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
+    """An extra, and the `bin` of an environment that has it."""
+    folder = tmp_path_factory.mktemp(request.param or "plain")
+    return request.param, install(wheel, folder, request.param).parent
+
+
+def commands(name: str) -> list[str]:
+    """Those in the head of an example that need no GPU and no files."""
+    head = (ROOT / "examples" / name).read_text().partition("import")[0]
+    found = [line for line in COMMAND.findall(head) if "MODEL" not in line]
+    return [line for line in found if "--multi_gpu" not in line]
+
+
+def test_they_run(place: tuple[str, Path], tmp_path: Path) -> None:
+    extra, programs = place
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    env = {key: value for key, value in environment().items() if key != "PYTHONPATH"}
+    env |= {"PATH": f"{programs}:{env['PATH']}", "GLOO_SOCKET_IFNAME": "lo"}
+    for name in (name for name, its in EXTRAS.items() if its == extra):
+        lines = commands(name)
+        assert lines, name
+        together = name == "two_machines.sh"
+        for group in [lines] if together else [[line] for line in lines]:
+            (loss,) = losses(group, tmp_path, env)
+            assert loss < (4.0 if name == "hf_trainer.py" else 1.0)  # 5.5 and 8 at the start
+
+
+def losses(lines: list[str], cwd: Path, env: dict[str, str]) -> list[float]:
+    """What commands, which run at the same time, say of their last losses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    running = []
+    for number, line in enumerate(lines):
+        words = line.replace("10.0.0.1", "127.0.0.1").split()
+        words += [port] if words[0] == "bash" else []
+        with (cwd / f"log{number}").open("w") as log:
+            own = {**env, "PET_MASTER_PORT": port}
+            running.append(subprocess.Popen(words, cwd=cwd, env=own, stdout=log, stderr=log))
+    statuses = [process.wait(LIMIT_S) for process in running]
+    said = "\n".join((cwd / f"log{number}").read_text() for number in range(len(lines)))
+    assert statuses == [0] * len(lines), said
+    return [float(found) for found in re.findall(r"last loss ([\d.]+)", said)]
