@@ -16,7 +16,6 @@ import importlib
 import json
 import multiprocessing.context
 import os
-import runpy
 import select
 import signal
 import socket
@@ -26,6 +25,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -109,7 +109,7 @@ class Server:
         self._folder = tempfile.TemporaryDirectory()
         self._address = f"{self._folder.name}/socket"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.server", self._address, *modules],
+            [sys.executable, __file__, self._address, *modules],
             cwd=ROOT,
             env=environment(),
             stdin=subprocess.PIPE,
@@ -239,10 +239,16 @@ def _answer(request: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.update(request["env"])
     script, *_ = sys.argv = request["program"]
     sys.path[0] = str(Path(script).parent)
+    # Not by runpy: its frames have no file, and for each of them torch's launcher, which asks many
+    # times who called it, looks through all modules. That took a second of every run.
+    main = types.ModuleType("__main__")
+    main.__file__ = script
+    sys.modules["__main__"] = main
+    code = compile(Path(script).read_bytes(), script, "exec")
     # The launcher asks for new interpreters; forked workers have imported everything already.
     contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
     contexts["spawn"] = contexts["forkserver"] = contexts["fork"]
-    _end(functools.partial(runpy.run_path, script, run_name="__main__"))
+    _end(functools.partial(exec, code, main.__dict__))
 
 
 def _end(program: Callable[[], object]) -> NoReturn:
@@ -267,6 +273,7 @@ def _end(program: Callable[[], object]) -> NoReturn:
 
 if __name__ == "__main__":
     _, address, *modules = sys.argv
+    sys.path[0] = str(ROOT)
     for module in modules:
         importlib.import_module(module)
     _share_media_folder(os.path.dirname(address))
