@@ -4,8 +4,8 @@
 
 Cost: 45 trials of 6 to 70 seconds and 60 runs of 6 seconds (25 rounds) to 4 minutes (1,000) on 2
 cores, two hours.
-Measured with two seeds: the gap of every method falls with the number of rounds, but hardly from 25
-to 100 of them. CO2's falls slowest: 11 % at 25 and 100 rounds, 9 at 300, 5.5 at 1,000; there kept
+Measured: the gap of every method falls with the number of rounds, but from 25 to 100 of them only
+DiLoCo's. CO2's falls slowest: 11 % at 25 and 100 rounds, 9 at 300, 5.5 at 1,000; there kept
 progress is at 2 %, Local SGD below 1. DiLoCo with conf's outer momentum is the worst in short
 trainings, and no better than CO2 at 1,000.
 
