@@ -1,6 +1,6 @@
 """The sbatch files, Hydra's launcher and the recipes', on a real controller.
 
-`make test-slow` runs it, in one process and so with one controller. A start of train.py costs
+`make test-slow` runs it first, in one process and so with one controller. A start of train.py costs
 seconds, so that a job here lives through several things.
 """
 
