@@ -259,12 +259,14 @@ def test_in_a_run(workers: Pool, tmp_path: Path, method: str) -> None:
     assert run.status == 0, run.err
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     notices = [line for line in lines if line["kind"] == "notice"]
-    (notice,) = [line for line in notices if " → " in line["text"]]
+    # On a busy machine steps and means may later take so long that it chooses again.
+    changes = [line for line in notices if " → " in line["text"]]
     unstable = [line for line in notices if "not below 1" in line["text"]]
-    assert len(notices) == 1 + (method == "co2"), "its gap fades with the learning rate"
+    assert len(notices) == len(changes) + (method == "co2"), "its gap fades with the learning rate"
     assert len(unstable) == (method == "co2") and all(line["text"] in run.out for line in unstable)
-    assert notice["step"] == START * (WINDOW + 2) and notice["text"] in run.out
-    chosen = int(notice["text"].partition("→ ")[2].partition(":")[0])
+    assert changes[0]["step"] == START * (WINDOW + 2)
+    assert all(change["text"] in run.out for change in changes)
+    chosen = int(changes[-1]["text"].partition("→ ")[2].partition(":")[0])
     assert chosen in CHOICES
     last = [line for line in lines if line["kind"] == "train"][-1]
     assert last["tau"] == chosen

@@ -68,8 +68,11 @@ def fitted(sync: co2.Method, folder: str, dropout: float = 0.0, **more: Any) -> 
 
     warnings.simplefilter("ignore")
     optimizers, resume = more.pop("optimizers", 1), more.pop("ckpt_path", None)
-    every = more.pop("save_every", 0)
+    every, shown = more.pop("save_every", 0), more.pop("save_shown", False)
     saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=every, save_top_k=-1)
+    if shown:  # as validation ends
+        once = {"every_n_epochs": 1, "save_on_train_epoch_end": False}
+        saves = ModelCheckpoint(folder, "{step}", save_top_k=-1, **once)
     trainer = Trainer(
         **{
             "strategy": SyncStrategy(sync),
@@ -81,8 +84,8 @@ def fitted(sync: co2.Method, folder: str, dropout: float = 0.0, **more: Any) -> 
             "enable_model_summary": False,
             "limit_val_batches": 0,
             "gradient_clip_val": 0.5,
-            "callbacks": [saves] if every else [],
-            "enable_checkpointing": bool(every),
+            "callbacks": [saves] if every or shown else [],
+            "enable_checkpointing": bool(every or shown),
             **more,
         }
     )
@@ -135,28 +138,48 @@ def test_it_is_ones_own_loop(tmp_path: Path) -> None:
 
 
 def interrupted(folder: str) -> dict[str, Any]:
-    """Weights and losses of a whole training, of one that goes on after an epoch, which is where
-    Lightning goes on exactly, and of one without validation, after which Lightning saves, too."""
+    """Weights and losses of a whole training, and of one that goes on after an epoch, which is
+    where Lightning goes on exactly; and the weights of a training without validation."""
     found = {}
-    validated = {"limit_val_batches": 1.0, "val_check_interval": 5}
     for name in NAMES:
-        place = f"{folder}/{name}"
-        more = {"save_every": 5, "accumulate_grad_batches": 1, **validated}
-        whole = fitted(method(name), place, **more)
-        again = fitted(method(name), place, ckpt_path=f"{place}/step=5.ckpt", **more)
-        blind = fitted(method(name), place)
-        found[name] = [(held(one.net), one.seen, one.validated) for one in (whole, again, blind)]
+        place, kinds = f"{folder}/{name}", {"save_every": 5, "save_shown": True}
+        blind = held(fitted(method(name), place).net)
+        for kind, value in kinds.items():
+            more = {kind: value, "limit_val_batches": 1.0, "val_check_interval": 5}
+            whole = fitted(method(name), f"{place}/{kind}", **more)
+            again = fitted(
+                method(name), f"{place}/{kind}", ckpt_path=f"{place}/{kind}/step=5.ckpt", **more
+            )
+            runs = [(held(one.net), one.seen, one.validated) for one in (whole, again)]
+            found[f"{name} {kind}"] = (*runs, blind)
     return found
 
 
 def test_it_goes_on_exactly_and_validation_changes_nothing(tmp_path: Path) -> None:
+    """From a checkpoint of training, and from one that was written while the consensus is shown."""
     for found in called(interrupted, tmp_path, 2, str(tmp_path / "out")):
-        for name in NAMES:
-            (weights, told, seen), (others, theirs, theirs_seen), (blind, *_) = found[name]
+        for name, ((weights, told, seen), (others, theirs, theirs_seen), blind) in found.items():
             assert told[-len(theirs) :] == theirs and len(theirs) == STEPS - 5, name
             assert seen[-len(theirs_seen) :] == theirs_seen and theirs_seen
             torch.testing.assert_close(weights, others, rtol=0, atol=0, msg=name)
             torch.testing.assert_close(weights, blind, rtol=0, atol=0, msg=name)
+
+
+def saved(folder: str) -> list[tuple[Weights, Weights]]:
+    """What training leaves after two epochs, and what the checkpoint of that moment holds."""
+    found = []
+    for more in ({"save_every": 5}, {"save_shown": True, "limit_val_batches": 1.0}):
+        place = f"{folder}/{len(found)}"
+        module = fitted(method("co2"), place, max_steps=10, **more)
+        state = torch.load(f"{place}/step=10.ckpt", weights_only=False)["state_dict"]
+        found.append((held(module), state))
+    return found
+
+
+def test_checkpoints_hold_the_consensus(tmp_path: Path) -> None:
+    for found in called(saved, tmp_path, 2, str(tmp_path / "out")):
+        for left, state in found:
+            torch.testing.assert_close(state, left, rtol=0, atol=0)
 
 
 def refused(folder: str) -> list[str]:
