@@ -34,7 +34,7 @@ test-fast: $(VENV)/.ready ## the quick ones of them, for every edit
 	$(PYTEST) -m "not slow and not long" $(ARGS)
 
 test-slow: $(VENV)/.ready ## the others: SLURM, the wheel, compilers, other trainers and peers, long trainings
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m slow $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow $(ARGS)
 	$(BIN)/python -m pytest -n 2 -m "not slow" tests/peers $(ARGS)
 
 test-gpu: $(VENV)/.ready ## the tests that need a CUDA device
