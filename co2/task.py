@@ -133,7 +133,9 @@ class Package:
 
     files: Mapping[str, str]
     """Text files by name, such as config.json and tokenizer.json."""
-    usage: str
+    usage: str = """from safetensors.torch import load_file
+
+weights = load_file("FOLDER/model.safetensors")"""
     """Lines of Python that read the folder, which they call FOLDER."""
     prefix: str = ""
     """What the names of the task's weights begin with, and those of the others do not."""

@@ -172,10 +172,7 @@ class CausalText:
         """See `Portable`."""
         special = {"bos_token": SEPARATOR, "eos_token": SEPARATOR}
         files = tokenizer_files(self.tokenizer(), self.config.context, **special)
-        usage = """from safetensors.torch import load_file
-
-weights = load_file("FOLDER/model.safetensors")"""
-        return Package(files, usage)
+        return Package(files)
 
     def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `Portable`."""

@@ -29,9 +29,6 @@ from tasks.whole import written_aside
 
 _KEY = "FOLDER"
 _TAKEN = "exists and is not empty; give a new folder"
-_PLAIN = """from safetensors.torch import load_file
-
-weights = load_file("FOLDER/model.safetensors")"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +60,7 @@ def export(run: str, given: str) -> None:
         require(not _taken(folder), _KEY, given, _TAKEN)
         found = opened(run)
         model = found.model()
-        package = Package({}, _PLAIN)
+        package = Package({})
         if isinstance(found.task, Portable):
             package = found.task.package(model)
         files = {"config.json": _own_config(found), **package.files}
