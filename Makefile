@@ -7,7 +7,7 @@ ARGS ?=
 .DEFAULT_GOAL := help
 TABLES := table1 table2 table3 table4 tau_sweep zero_one_adam figure1
 
-.PHONY: help train test test-fast test-slow test-gpu check format bench report wandb-sync clean $(TABLES)
+.PHONY: help train test test-fast test-slow test-gpu check format docs bench report wandb-sync clean $(TABLES)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,10 @@ check: $(VENV)/.ready ## format, lint and types
 format: $(VENV)/.ready ## mend format, and lint where it can be
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(VENV)/.ready ## the documentation as a site, in site/index.html; built and read without a network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build $(ARGS)
+	@echo "open site/index.html; for its search: $(BIN)/python -m http.server -d site"
 
 bench: $(VENV)/.ready ## the benchmarks; tables go to results/
 	$(BIN)/python -m benchmarks.outer_step

@@ -26,7 +26,7 @@ from co2.methods.base import Method
 
 
 class SyncTrainer(Trainer):
-    """A `Trainer` with one argument more.
+    """A `Trainer` with one argument more; the others are `Trainer`'s own.
 
     `Trainer` counts the labels of a step over all processes by default, which would wait for the
     network at every step. Here each replica counts its own, but under methods that average
@@ -35,7 +35,6 @@ class SyncTrainer(Trainer):
     Args:
         sync: the method, new: it has prepared nothing. Each call of `train` begins with its
             configuration.
-        args, options: what `Trainer` takes.
     Raises:
         ConfigError: a model that is wrapped already, or what cannot be combined with a method:
             DeepSpeed, Trainer's FSDP, several GPUs of one process, fp16, auto_find_batch_size. Or

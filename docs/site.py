@@ -1,0 +1,110 @@
+"""Which files the site shows, for mkdocs: README.md, the pages of docs/, and what they link to.
+
+The site has the layout of the repository, so that a link is the same in both. A linked file that
+is neither a page nor a picture becomes a page with its text, and a linked folder one that lists it.
+The page of the API is made of what `co2` offers.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+import co2
+
+ROOT = Path(__file__).resolve().parent.parent
+AS_THEY_ARE = (".css", ".md", ".png", ".svg")
+LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".toml": "toml"}
+_LINK = re.compile(r"(?<=\]\()(?![\w+]+:|#)(?P<target>[^)\s#]+)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Replaces what lies in docs/ by the repository's pages; the theme's own files stay."""
+    shown = Files([file for file in files if file.src_dir != config.docs_dir])
+    for path in sorted(_shown() | {ROOT / "docs/site.css"}):
+        shown.append(_file(path, config))
+    shown.append(File.generated(config, "reference.md", content=_reference()))
+    return shown
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Links to what is a page on the site only, by the name that it has there."""
+    here = Path(page.file.src_uri).parent
+
+    def renamed(link: re.Match[str]) -> str:
+        target = ROOT / os.path.normpath(here / link["target"])
+        return link["target"] + _suffix(target) if target.exists() else link["target"]
+
+    return _LINK.sub(renamed, markdown)
+
+
+def _shown() -> set[Path]:
+    """Pages, and whatever they link to, directly or through another page."""
+    found: set[Path] = set()
+    ahead = {*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")}
+    while ahead:
+        path = ahead.pop()
+        found.add(path)
+        if path.suffix == ".md":
+            ahead |= set(_linked(path)) - found
+    return found
+
+
+def _linked(page: Path) -> Iterator[Path]:
+    for target in _LINK.findall(page.read_text()):
+        path = Path(os.path.normpath(page.parent / target))
+        if path.exists():  # mkdocs names the others
+            yield path
+
+
+def _file(path: Path, config: MkDocsConfig) -> File:
+    name = path.relative_to(ROOT).as_posix()
+    if not _suffix(path):
+        return File.generated(config, name, abs_src_path=str(path))
+    if path.is_dir():
+        names = sorted(part.name for part in path.iterdir() if not part.name.startswith(("_", ".")))
+        text = "\n".join(f"- `{part}`" for part in names)
+    else:
+        text = f"```{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text()}```"
+    return File.generated(config, name + _suffix(path), content=f"# {name}\n\n{text}\n")
+
+
+def _suffix(path: Path) -> str:
+    """What a file's name gets on the site, where it is a page with the file's text."""
+    return "" if path.suffix in AS_THEY_ARE else ".md"
+
+
+def _reference() -> str:
+    """The page of the API. A method's module opens with its equations."""
+    parts = {
+        "In a loop of your own": ["co2.Method", "co2.Mesh", "co2.CommConfig", "co2.ConfigError"],
+        "In other trainers": [
+            "co2.integrations.transformers.SyncTrainer",
+            "co2.integrations.lightning.SyncStrategy",
+        ],
+        "Tasks": ["co2.task"],
+    }
+    text = "# API\n\n## Methods\n"
+    for method in co2.METHODS.values():
+        text += f"\n### co2.{method.__name__}\n\n{_shown_as(method.__module__, 'equations')}"
+        text += f"\n{_shown_as(f'{method.__module__}.{method.__qualname__}.Config', 'settings')}"
+    for title, names in parts.items():
+        text += f"\n## {title}\n" + "".join(f"\n::: {name}\n" for name in names)
+    return text
+
+
+_OPTIONS: dict[str, dict[str, object]] = {
+    "equations": {"members": False, "show_root_heading": False, "show_root_toc_entry": False},
+    "settings": {"heading_level": 4, "show_source": False},
+}
+
+
+def _shown_as(name: str, part: str) -> str:
+    options = "".join(
+        f"      {key}: {str(value).lower()}\n" for key, value in _OPTIONS[part].items()
+    )
+    return f"::: {name}\n    options:\n{options}"
