@@ -22,18 +22,17 @@ from transformers import (
 import co2
 from co2.integrations.transformers import SyncTrainer
 
-LENGTH = 64
-
 if len(sys.argv) == 3:
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
     tokens = AutoTokenizer.from_pretrained(sys.argv[1]).encode(Path(sys.argv[2]).read_text())
 else:
     torch.manual_seed(0)
-    shape = {"vocab_size": 256, "n_positions": LENGTH, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    shape = {"vocab_size": 256, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 2}
     model = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0))
     tokens = list(Path(co2.__file__).with_name("config.py").read_bytes())
 
-pieces = torch.tensor(tokens[: len(tokens) // LENGTH * LENGTH]).view(-1, LENGTH)
+length = min(64, model.config.max_position_embeddings)
+pieces = torch.tensor(tokens[: len(tokens) // length * length]).view(-1, length)
 data = [{"input_ids": piece, "labels": piece} for piece in pieces]
 trainer = SyncTrainer(
     model,

@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import runpy
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,8 @@ from tasks.gpt2 import GPT2
 from tasks.roberta import RoBERTa, roberta_ids
 from tasks.trained import export
 from tasks.trained.finished import opened
-from tests.cli.harness import configured, contents, small, weights
+from tests.cli.harness import ROOT, configured, contents, small, weights
+from tests.integrations.replicas import called
 
 Finished = Callable[[str], Path]
 WORDS = "replica anchor, über\n\n\tround数 the"
@@ -444,3 +447,18 @@ def test_an_export_fits_numpy(exported: Finished) -> None:
 
     found = load(exported("toy") / "model.safetensors")
     assert all(np.isfinite(value).all() for value in found.values())
+
+
+def fine_tuned(folder: str, text: str) -> float:
+    """The loss that examples/hf_trainer.py ends with, in one of its processes."""
+    sys.argv = ["hf_trainer.py", folder, text]
+    loss: float = runpy.run_path(str(ROOT / "examples/hf_trainer.py"))["loss"]
+    return loss
+
+
+@pytest.mark.slow
+def test_the_example_fine_tunes_it(exported: Finished, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("replica anchor round " * 400)  # its own letters, and no more
+    here, there = called(fine_tuned, tmp_path, 2, str(exported("gpt2")), str(text))
+    assert here == there < 1
