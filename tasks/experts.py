@@ -111,6 +111,8 @@ class Exchange(Enum):
 
     bulk = "bulk"
     tiled = "tiled"
+    symmetric = "symmetric"
+    """Between GPUs, through symmetric memory: tasks/symmetric_exchange.py."""
 
 
 class Kernel(Enum):
@@ -215,6 +217,10 @@ class Experts(nn.Module):
         workers = group.size()
         hint = f"must divide the {self.num_experts} experts"
         require(self.num_experts % workers == 0, "mesh.replica_size", workers, hint)
+        if self.exchange is Exchange.symmetric:
+            from tasks.symmetric_exchange import check_numbers
+
+            check_numbers(workers, self.num_experts)
         for name in EXPERTS:
             part = getattr(self, name).detach().chunk(workers)[group.rank()]
             setattr(self, name, nn.Parameter(part.clone()))
@@ -245,6 +251,13 @@ class Experts(nn.Module):
             traffic = self.traffic if self.training else Traffic()
             if self.exchange is Exchange.bulk:
                 return bulk(sent, routing.counts, weights, self.group, traffic)
+            if self.exchange is Exchange.symmetric:
+                from tasks.symmetric_exchange import symmetric  # not in every build of PyTorch
+
+                def compute(rows: Tensor, counts: Tensor) -> Tensor:
+                    return grouped(rows, counts, weights)
+
+                return symmetric(sent, routing.counts, compute, self.group, traffic)
             return tiled(sent, routing.counts, weights, self.group, traffic, self.tile)
 
     def _mlps(self, tokens: Tensor, counts: list[int]) -> Tensor:

@@ -113,8 +113,14 @@ class MoE(CausalText):
         return model
 
     def check_place(self, device: torch.device, strategy: Strategy) -> None:
-        """See `Placed`: `kernel` is what does not run everywhere."""
-        kernel = self.config.kernel
+        """See `Placed`: `kernel` and `exchange` are what does not run everywhere."""
+        kernel, exchange = self.config.kernel, self.config.exchange
+        if exchange is Exchange.symmetric and strategy is Strategy.ep:
+            key, value = f"{self.name}.exchange", exchange.value
+            hint = "needs CUDA devices, and these workers train on a CPU; use tiled"
+            require(device.type == "cuda", key, value, hint)
+            hint = "needs a PyTorch with NVSHMEM, and a machine that can use it; use tiled"
+            require(nvshmem_available(), key, value, hint)
         if kernel is Kernel.loop:
             return
         key, value = f"{self.name}.kernel", kernel.value
@@ -173,6 +179,13 @@ class MoE(CausalText):
         layers = wanted.view(-1, self.config.num_experts)
         busiest = (layers.amax(1) / layers.mean(1)).mean().item()
         return {"busiest_expert": busiest, "dropped": 1 - (made.sum() / wanted.sum()).item()}
+
+
+def nvshmem_available() -> bool:
+    """Whether PyTorch's kernels for symmetric memory can run here."""
+    from torch.distributed._symmetric_memory import is_nvshmem_available
+
+    return is_nvshmem_available()
 
 
 def interpreted() -> bool:

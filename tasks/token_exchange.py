@@ -8,6 +8,8 @@ make the same plan. Two ways:
     tiled    only the tokens, in tiles: as soon as a tile is there, its expert computes, and what it
              made leaves while the next one is computed; a worker's own tokens do not wait at all
 
+A third one, between GPUs: tasks/symmetric_exchange.py.
+
 The backward pass goes the same ways with gradients. Tiles: FlashMoE (arXiv 2506.04667), there
 inside one kernel.
 """
@@ -28,14 +30,15 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from co2.comm.clocks import CommTotals, ExchangeTotals
+from co2.comm.clocks import CommTotals, ExchangeTotals, Stopwatch, stopwatch
 
 Weights = tuple[Tensor, Tensor, Tensor, Tensor]
 """Of this worker's experts: inner, inner_bias, outer, outer_bias, each [E/N, ...]."""
 
 
 class Traffic:
-    """What a worker's tokens have cost. Times are the host's, which for a GPU say little."""
+    """What a worker's tokens have cost. Times of `launch` are the host's, which for a GPU say
+    little; those of `on_stream` are the device's."""
 
     def __init__(self) -> None:
         self.expert_s = 0.0
@@ -45,6 +48,7 @@ class Traffic:
         self._under_way, self._began = 0, 0.0
         self._events: deque[tuple[float, int]] = deque()
         """When an all-to-all was launched, 1, or was over, -1, which the backend's thread adds."""
+        self._watch: Stopwatch | None = None
 
     def launch(
         self, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
@@ -76,6 +80,18 @@ class Traffic:
 
         return wait
 
+    def on_stream(
+        self, exchange: Callable[[], None], bytes_sent: int, device: torch.device
+    ) -> None:
+        """Run an exchange for which the device does nothing else."""
+        self._settle()
+        if self._watch is None:
+            self._watch = stopwatch(device)
+        self._watch.begin()
+        exchange()
+        self._watch.end()
+        self._bytes_sent += bytes_sent
+
     def totals(self) -> ExchangeTotals:
         """Seconds in which anything was under way, those in which the worker waited for it, and
         bytes; seconds of experts. Call it when nothing is under way."""
@@ -91,6 +107,10 @@ class Traffic:
             self._under_way += change
             if self._under_way == 0:
                 self._comm_s += at - self._began
+        if self._watch is not None:
+            seconds = sum(self._watch.take())
+            self._comm_s += seconds
+            self._exposed_s += seconds
 
 
 def bulk(

@@ -5,9 +5,12 @@ The arithmetic of the fused one is also tested without a GPU: tests/tasks/test_f
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from tasks.experts import Experts, Kernel
+from tasks.experts import Exchange, Experts, Kernel
+from tasks.moe import nvshmem_available
+from tests.workers import Pool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -120,3 +123,32 @@ def test_the_host_does_not_wait(kernel: Kernel) -> None:
             made(x)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def exchanged(rank: int, world: int, bf16: bool) -> list[tuple[dict[str, Tensor], ...]]:
+    """In tiles and through symmetric memory, for growing and shrinking batches."""
+    torch.cuda.set_device(rank)
+    group = dist.new_group(backend="nccl")
+    both = []
+    for exchange in (Exchange.tiled, Exchange.symmetric):
+        both.append(layer(Kernel.loop, 2, None))
+        both[-1].exchange = exchange
+        both[-1].divide(group)
+    found = []
+    for number in (100, 3001, 17, 3001, 3000):
+        x = tokens(number) * (rank + 1)
+        one, other = (results(made.train(), x, bf16) for made in both)
+        found.append(({k: v.cpu() for k, v in one.items()}, {k: v.cpu() for k, v in other.items()}))
+    dist.barrier(group)
+    return found
+
+
+@pytest.mark.skipif(not nvshmem_available(), reason="this PyTorch has no NVSHMEM here")
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_symmetric_memory_equals_tiles(workers: Pool, world: int, bf16: bool) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"fewer than {world} GPUs")
+    for batches in workers.run(exchanged, world, bf16):
+        for tiles, symmetric in batches:
+            assert_alike(symmetric, tiles, bf16)

@@ -15,7 +15,7 @@ import tasks.moe as task_module
 from co2.config import Strategy
 from co2.errors import ConfigError
 from tasks.causal import CorpusName
-from tasks.experts import Experts, Kernel
+from tasks.experts import Exchange, Experts, Kernel
 from tasks.moe import SHAPES, MoE, Size, mixtures
 from tests.tasks.build import gpt2, mesh, moe
 
@@ -180,6 +180,19 @@ def test_a_gpu_that_is_too_old(
     refusal = nullcontext() if line is None else pytest.raises(ConfigError, match=line)
     with refusal:
         task.check_place(torch.device("cuda"), Strategy.ddp)
+
+
+def test_where_memory_is_symmetric(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = moe(Path("unused"), exchange=Exchange.symmetric)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    task.check_place(cpu, Strategy.ddp)  # where nothing is exchanged
+    with pytest.raises(ConfigError, match=r"^moe.exchange=symmetric: needs CUDA devices, and "):
+        task.check_place(cpu, Strategy.ep)
+    monkeypatch.setattr(task_module, "nvshmem_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"^moe.exchange=symmetric: needs a PyTorch with NVSH"):
+        task.check_place(gpu, Strategy.ep)
+    monkeypatch.setattr(task_module, "nvshmem_available", lambda: True)
+    task.check_place(gpu, Strategy.ep)
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
