@@ -100,7 +100,9 @@ def flops_per_token(overrides: list[str]) -> float:
     task.setup(1)
     device, _ = launch.placement(config, 0, 1)
     model = task.model().to(device)
-    batch = next(task.batches(Mesh(0, 1, device), 0)).to(device)
+    batch = next(task.batches(Mesh(0, 1, device), 0))
+    assert isinstance(batch, torch.Tensor), "of a language task"
+    batch = batch.to(device)
     with FlopCounterMode(display=False) as counter:
         task.loss(model, batch).backward()
     return counter.get_total_flops() / (len(batch) * task.units_per_sample)

@@ -77,7 +77,8 @@ def measure(
     for _ in range(200):
         a @ a
     products = max(1, int(200 * round_s / (time.perf_counter() - began)))
-    plain, beside = [], []
+    plain: list[float] = []
+    beside: list[float] = []
     for _ in range(repeats):
         for with_mean, seconds in ((False, plain), (True, beside)):
             dist.barrier()

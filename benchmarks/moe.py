@@ -95,7 +95,9 @@ def measured(
         kernel: {"forward": forward(layer, x), "both": both(layer, x)}
         for kernel, layer in layers.items()
     }
-    seconds = {kernel: {what: [] for what in each} for kernel, each in passes.items()}
+    seconds: dict[str, dict[str, list[float]]] = {
+        kernel: {what: [] for what in each} for kernel, each in passes.items()
+    }
     for repeat in range(3 + args.repeats):
         for kernel, each in passes.items():
             for what, act in each.items():
@@ -103,7 +105,9 @@ def measured(
                 if repeat >= 3:  # the first ones compile, and allocate
                     seconds[kernel][what].append(took)
     flops = 2 * args.tokens * width * experts
-    kept = int(layers["loop"].routing.counts.sum())
+    routing = layers["loop"].routing
+    assert routing is not None, "it has routed in every repeat"
+    kept = int(routing.counts.sum())
     flops += 2 * 2 * kept * width * 4 * width
     rows = []
     for kernel, each in passes.items():
@@ -161,6 +165,7 @@ def both(layer: Experts, x: Tensor) -> Callable[[], None]:
     def act() -> None:
         with torch.autocast(x.device.type, torch.bfloat16):
             out = layer(x)
+        assert layer.losses is not None, "it has just routed"
         balance, z = layer.losses
         loss = out.float().sum() + balance + z
         torch.autograd.grad(loss, inputs)

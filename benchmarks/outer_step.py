@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -105,7 +106,8 @@ def inner_step(device: str) -> Callable[[], None]:
     """Forward, backward and AdamW of GPT-2 small; in bf16 on a GPU."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    model = GPT2LMHeadModel(GPT2Config()).to(device)
+    model: torch.nn.Module = GPT2LMHeadModel(GPT2Config())
+    model.to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(50257, (1, 1024), device=device)
 
@@ -119,7 +121,7 @@ def inner_step(device: str) -> Callable[[], None]:
     return step
 
 
-def outer_step(params: list[torch.nn.Parameter], options: dict) -> Callable[[], None]:
+def outer_step(params: list[torch.nn.Parameter], options: dict[str, Any]) -> Callable[[], None]:
     """The end of a round of CO2 on these parameters, after its pseudo-gradient has arrived."""
     method = co2.CO2(co2.CO2.Config(tau=1, **options))
     model = torch.nn.ParameterList(params)

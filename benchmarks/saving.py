@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -115,7 +116,7 @@ def measure(rank: int, folder: Path, config: Config, tau: int, turns: int) -> No
     run = Run.open(config, task, make_method(config), mesh(config), UNKNOWN)
     names = ("round_s", "held_s", "beside_s", "waited_s")
     found: dict[str, list[float]] = {name: [] for name in names}
-    with run, Session(run) as session:
+    with run, closing(Session(run)) as session:
         for turn in range(-1, turns):  # the first allocates, and is not counted
             seconds = [timed(lambda: one_round(session, tau))]
             seconds.append(timed(session.save))

@@ -11,7 +11,7 @@ payload. Nothing is fitted. Points on unlimited links are left out.
 import argparse
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,7 +109,7 @@ def _timed(row: dict[str, str]) -> int:
     return int(row["steps"]) - 1
 
 
-def _median(rows, value) -> float:
+def _median(rows: list[dict[str, str]], value: Callable[[dict[str, str]], float]) -> float:
     return statistics.median(map(value, rows))
 
 

@@ -119,7 +119,8 @@ def train(rank: int, training: Training, port: int) -> tuple[float, int]:
     method = METHODS[training.name](METHODS[training.name].Config(tau=TAU))
     method.prepare(model, optimizer, mesh)
     members.formed()
-    quorum = Quorum(training.quorum, TAU, members, mesh.device)
+    weighted = method.refused_quorum is None
+    quorum = Quorum(training.quorum, TAU, members, mesh.device, weighted)
     seconds = STEP_S * (2 if training.slow and rank == WORKERS - 1 else 1)
     made = 0
     members.agree()

@@ -23,6 +23,7 @@ from co2.config import Config, Precision
 from co2.lab.training import TASK
 from co2.methods import METHODS
 from co2.record.folder import read_summary
+from co2.task import Task
 from co2.train import launch
 from co2.train.schedule import learning_rate
 from train import APP
@@ -110,7 +111,7 @@ def throughput(config: Config) -> float:
     return summary.throughput
 
 
-def plain_loop(config: Config, task) -> float:
+def plain_loop(config: Config, task: Task) -> float:
     """Units per second, the first step left out, of the loop that a person would write."""
     knobs = config.train
     assert knobs.accumulate == 1, "a step is one batch here"
@@ -125,7 +126,9 @@ def plain_loop(config: Config, task) -> float:
     for step in range(knobs.steps):
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * learning_rate(step, config.optim, knobs.steps)
-        batch = next(batches).to(device, non_blocking=True)
+        batch = next(batches)
+        assert isinstance(batch, torch.Tensor), "of a language task"
+        batch = batch.to(device, non_blocking=True)
         with half:
             loss = task.loss(model, batch)
         loss.backward()

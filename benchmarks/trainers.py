@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,15 @@ from co2.lab.slow_network import SlowNetwork, check_root
 from tasks.corpus import embedded_corpus
 
 WORKERS, BATCH, LENGTH = 2, 8, 128
-SHAPE = {"n_embd": 128, "n_layer": 6, "n_head": 4, "n_positions": LENGTH, "vocab_size": 256}
+SHAPE = GPT2Config(
+    n_embd=128,
+    n_layer=6,
+    n_head=4,
+    n_positions=LENGTH,
+    vocab_size=256,
+    bos_token_id=0,
+    eos_token_id=0,
+)
 NEVER = 10**9
 TRAINERS: dict[str, Callable[[int], co2.Method | None]] = {
     "Trainer with DDP": lambda tau: None,
@@ -136,15 +145,15 @@ def train(name: str, tau: int, rounds: int) -> float:
         use_cpu=True,
         ddp_backend="gloo",
     )
-    kind, more = (SyncTrainer, {"sync": sync}) if sync else (Trainer, {})
-    trainer = kind(model(), settings, train_dataset=blocks(), callbacks=[clock], **more)
+    kind = partial(SyncTrainer, sync=sync) if sync else Trainer
+    trainer = kind(model(), settings, train_dataset=blocks(), callbacks=[clock])
     trainer.train()
     return (steps - first) * BATCH * LENGTH / clock.seconds
 
 
 def model() -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(**SHAPE, bos_token_id=0, eos_token_id=0))
+    return GPT2LMHeadModel(SHAPE)
 
 
 def blocks() -> list[dict[str, torch.Tensor]]:
