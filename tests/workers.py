@@ -132,15 +132,20 @@ def _run_case(case: bytes) -> tuple[bool, Any]:
     """(True, pickled result) or (False, traceback)."""
     try:
         fn, rank, world, args, path, time_limit_s = pickle.loads(case)
+        store = dist.FileStore(path, world)
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(path, world),
+            store=store,
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=time_limit_s),
         )
         dist.barrier()  # gloo fails if a rank leaves before the others have connected
-        return True, pickle.dumps(fn(rank, world, *args))
+        result = pickle.dumps(fn(rank, world, *args))
+        # It may have made groups over which nothing was sent.
+        store.set(f"done/{rank}", "")
+        store.wait([f"done/{other}" for other in range(world)])
+        return True, result
     except BaseException:
         return False, traceback.format_exc()
     finally:

@@ -168,6 +168,7 @@ def failed_mean(rank: int, world: int, folder: str) -> tuple[list[int], list[str
     lines: list[str] = []
     mean = BackgroundMean(4, Mesh.world(device="cpu"))
     if rank == 1:
+        torch.distributed.destroy_process_group()
         return [], lines
     mean.start(torch.ones(4))
     with without_joining():

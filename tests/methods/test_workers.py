@@ -25,6 +25,11 @@ def leave(rank: int, world: int) -> int:
     return rank
 
 
+def leave_a_group(rank: int, world: int) -> int:
+    dist.new_group()
+    return rank
+
+
 def wait_forever(rank: int, world: int) -> None:
     if rank == 0:
         time.sleep(3600)
@@ -42,6 +47,11 @@ def test_ranks_need_not_communicate(workers: Pool) -> None:
         assert workers.run(leave, 4, time_limit_s=20.0) == [0, 1, 2, 3]
 
 
+def test_nor_over_groups_of_their_own(workers: Pool) -> None:
+    for _ in range(30):  # as above
+        assert workers.run(leave_a_group, 4, time_limit_s=20.0) == [0, 1, 2, 3]
+
+
 def test_an_error_comes_back_with_its_traceback(workers: Pool) -> None:
     with pytest.raises(WorkerError, match=r"rank 1:(.|\n)*one_raises(.|\n)*only on rank one"):
         workers.run(one_raises, 2)
@@ -51,7 +61,7 @@ def test_an_error_comes_back_with_its_traceback(workers: Pool) -> None:
 def test_a_deadlock_is_a_failure() -> None:
     pool = Pool(2)
     pool.run(total, 2, 1)
-    with pytest.raises(TimeLimit, match=r"ranks \[0\] of 2"):
+    with pytest.raises(TimeLimit, match=r"ranks \[0, 1\] of 2"):  # the second waits for the first
         pool.run(wait_forever, 2, time_limit_s=3.0)
     assert pool.run(total, 2, 1)[0][1].item() == 3.0
     pool.close()
