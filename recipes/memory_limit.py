@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 from co2.errors import ConfigError, require
 
 _V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+ENDING_S = 60.0
+"""How long the last processes of a command may take to end."""
 
 
 def run(command: Sequence[str], mib: int | None) -> subprocess.CompletedProcess[str]:
@@ -48,10 +51,18 @@ def _group(mib: int | None) -> Iterator[Path | None]:
             (group / limit).write_text(str(mib << 20))
             yield group
         finally:
-            group.rmdir()
+            _remove(group)
     except OSError as error:
         hint = f"{error.filename}: this system sets no limit of memory ({error.strerror})"
         raise ConfigError("cgroup", group, hint) from None
+
+
+def _remove(group: Path) -> None:
+    """Processes of the group that are still ending are waited for."""
+    until = time.monotonic() + ENDING_S
+    while (group / "cgroup.procs").read_text() and time.monotonic() < until:
+        time.sleep(0.1)
+    group.rmdir()
 
 
 def forget(folder: Path) -> None:
