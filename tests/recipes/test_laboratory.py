@@ -224,3 +224,17 @@ def test_what_tokens_cost() -> None:
     assert moe.hidden({**tiled, "exchange": {**exchange, "behind_s": 0.0}}) is None
     alone = {"train_s": 12.0, "steps": 60, "exchange": {}}
     assert moe.exposed_ms(alone) is moe.kilobytes(alone) is moe.hidden(alone) is None
+
+
+def test_what_tiles_gain_is_taken_within_a_repeat() -> None:
+    column = "2 workers, 250 Mbit/s: step, ms"
+    steps = {"bulk, CO2": (300, 100, 90), "tiled, CO2": (100, 50), "no communication": (50, 40)}
+    ours = [
+        {"row": row, "column": column, "seed": str(repeat), "value": str(value)}
+        for row, values in steps.items()
+        for repeat, value in enumerate(values)
+    ]
+    (table,) = moe.goals(ours, [])
+    (found,) = [line for line in table.rows if line[0] == "2 workers, 250 Mbit/s"]
+    assert found[1:] == ("–", "2.50", "–", "0.65")
+    assert list(moe.goals([], [])) == []
