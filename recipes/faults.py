@@ -51,6 +51,7 @@ SEEDS = (0, 1, 2)
 class Trouble:
     """One run, and what is done to it."""
 
+    steps, tau, delay_s, saved_every, limit_s = STEPS, TAU, 0.02, 30, LIMIT_S
     launch: tuple[str, ...] = (
         *(f"launch.workers={WORKERS}", "launch.elastic=true", f"launch.silent_s={SILENT_S}"),
         f"launch.restarts={RESTARTS}",
@@ -65,9 +66,10 @@ class Trouble:
         shutil.rmtree(self.place, ignore_errors=True)
         self.words = (
             *("task=toy", f"method={method}", *SETTINGS.get(method, ())),
-            *([] if method == "allreduce" else [f"{method}.tau={TAU}"]),
-            *(f"train.steps={STEPS}", f"train.seed={seed}", "train.eval_every=1000", "log.every=1"),
-            *("checkpoint.every=30", "log.wandb=disabled", "toy.delay_s=0.02", "tag=run"),
+            *([] if method == "allreduce" else [f"{method}.tau={self.tau}"]),
+            *(f"train.steps={self.steps}", f"train.seed={seed}", "train.eval_every=1000"),
+            *(f"checkpoint.every={self.saved_every}", f"toy.delay_s={self.delay_s}"),
+            *("log.every=1", "log.wandb=disabled", "tag=run"),
             *(*self.launch, f"runs={self.place}"),
         )
         self.folder = self.place / "toy" / method / "run" / f"seed{seed}"
@@ -86,7 +88,7 @@ class Trouble:
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition. Raises `TimeoutError` where the run ends before, or hangs."""
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + self.limit_s
         while not condition():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise TimeoutError("the run has ended, or hangs")
@@ -371,7 +373,7 @@ def column(name: str, metric: str, digits: int, train: Trainer = train) -> Funct
         name,
         (),
         f"final.{metric}",
-        lower=metric != "ended",
+        lower=metric not in ("ended", "goodput"),
         digits=digits,
         curve=False,
         train=train,

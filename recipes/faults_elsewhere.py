@@ -66,7 +66,7 @@ class Torchft(Trouble):
         for path in self.place.glob("*.jsonl"):
             whole = [text for text in path.read_text().splitlines(True) if text[-1] == "\n"]
             step = json.loads(whole[-1])["step"] if whole else 0
-            if step == STEPS or not _is_lost(path.stem.partition("-")[2]):
+            if step == self.steps or not _is_lost(path.stem.partition("-")[2]):
                 yield step
 
 

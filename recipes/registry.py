@@ -8,6 +8,7 @@ from recipes import (
     figure1,
     gap,
     glue,
+    goodput,
     graph,
     kept_progress,
     kept_variants,
@@ -65,6 +66,7 @@ RECIPES: dict[str, Recipe] = {
         digits.RECIPE,
         faults.RECIPE,
         faults_elsewhere.RECIPE,
+        goodput.RECIPE,
         kept_progress.RECIPE,
         kept_variants.RECIPE,
     )

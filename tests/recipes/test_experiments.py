@@ -15,6 +15,7 @@ from recipes import (
     field,
     functions,
     glue,
+    goodput,
     kept_progress,
     kept_variants,
     layout,
@@ -297,6 +298,59 @@ def test_every_experiment_renders_from_a_few_values(place: Path) -> None:
     figures = {path.name for path in (place / "results" / "figures").iterdir()}
     assert figures == {"field_gpt2_20.svg"}
     assert entries_module.NOT_REACHED in (place / "results" / "report.html").read_text()
+
+
+def test_replica_steps_that_a_loss_has_cost(place: Path) -> None:
+    """Four replicas, of which one is lost in its fifth round and is back with the eighth."""
+    recipe = goodput.RECIPE
+    cell, other = (
+        recipe.cell(recipe.row(name), recipe.columns[0], "smoke", 0)
+        for name in ("CO2, launch.elastic", "DiLoCo, torchft")
+    )
+    assert isinstance(cell, FunctionCell)
+    assert isinstance(other, FunctionCell)
+    run = goodput.Elastic(cell)
+    changes = ({"lost": {"3": "killed"}, "joined": []}, {"lost": {}, "joined": [4]})
+    run.folder.mkdir(parents=True)
+    lines = [json.dumps({"kind": "members", **change}) + "\n" for change in changes]
+    (run.folder / "metrics.jsonl").write_text("".join(lines))
+    (run.folder / "config.yaml").write_text("train: {batch_size: 8}")
+    # Its fifth round counts as trained on until the others know; in two more there are three.
+    made = 4 * (run.steps - 1) - 2 * goodput.TAU
+    summary = {"throughput": 8 * made / 100, "train_s": 100.0}
+    (run.folder / "summary.json").write_text(json.dumps(summary))
+    assert run.missing() == pytest.approx(3 * goodput.TAU)
+    assert run.is_back({1, 2, 3, 4})
+
+    torchft = goodput.Discarding(other)
+    torchft.place.mkdir(parents=True)
+    lost, back = 4 * goodput.TAU + 5, 7 * goodput.TAU
+    newcomer = {*range(1, goodput.TAU), *range(back, torchft.steps + 1)}
+    made_by = {name: set(range(1, torchft.steps + 1)) for name in ("0-10", "1-11", "2-12")}
+    for name, steps in {**made_by, "3-13": set(range(1, lost + 1)), "3-14": newcomer}.items():
+        text = "".join(json.dumps({"step": step}) + "\n" for step in sorted(steps))
+        (torchft.place / f"{name}.jsonl").write_text(text + '{"ste')
+    assert torchft.missing() == 3 * goodput.TAU, "its five steps of a round are lost with it"
+    assert torchft.is_back({10, 11, 12, 13})
+
+
+def test_goodput_is_held_against_the_simulator() -> None:
+    values = {goodput.GOODPUT: (98.0, 97.0, 99.0), goodput.BACK: (5.0, 6.0, 7.0)}
+    ours = [
+        {"row": row.name, "column": column, "seed": str(seed), "value": str(value)}
+        for row in goodput.RECIPE.rows
+        for column, own in values.items()
+        for seed, value in enumerate(own)
+    ]
+    (table,) = goodput.tables(ours, [])
+    simulated = {row[0]: float(row[2]) for row in table.rows}
+    assert all(row[1] == "98.0" for row in table.rows)
+    # All wait 6 s in 150, and make half of 6 s of steps again; one of four waits 6 s and two half
+    # rounds; under torchft the others, too, lose theirs.
+    assert simulated["DDP, torchrun"] == pytest.approx(100 * (1 - 9 / 150), abs=0.5)
+    assert simulated["CO2, launch.elastic"] == pytest.approx(100 * (1 - 9 / 600), abs=0.5)
+    assert simulated["DiLoCo, torchft"] == pytest.approx(100 * (1 - 3 / 150), abs=1.0)
+    assert list(goodput.tables([], [])) == []
 
 
 def test_a_fine_tuning_starts_from_the_run_of_its_row(place: Path) -> None:
