@@ -107,6 +107,12 @@ def percent_above(values: dict[int, float], others: dict[int, float]) -> dict[in
     }
 
 
+def median_ratio(values: dict[int, float], others: dict[int, float]) -> str:
+    """The median of the ratios of each value to the other of the same seed, or a dash."""
+    ratios = [value / others[seed] for seed, value in values.items() if seed in others]
+    return f"{statistics.median(ratios):.2f}" if ratios else NOTHING
+
+
 def interval_text(values: Iterable[float], digits: int = 2) -> str:
     """Mean of differences with its 95 % t interval, or the mean alone where there is none."""
     found = dict(enumerate(values))

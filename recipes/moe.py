@@ -13,12 +13,12 @@ Four workers are two replicas of two: between those AllReduce waits at every ste
 100 Mbit/s a step under CO2 takes 232 ms, under AllReduce 368.
 """
 
-import statistics
 from collections.abc import Iterator
 from functools import partial
 
 from co2.record.table import Table
 from recipes.cells import SummaryJSON
+from recipes.entries import by_seed, median_ratio
 from recipes.laboratory import LabColumn
 from recipes.methods import LIMIT
 from recipes.recipe import Column, Recipe, Row, Rows
@@ -90,19 +90,14 @@ def columns(workers: int, mbit: str) -> tuple[Column, ...]:
 
 def goals(ours: Rows, _: Rows) -> Iterator[Table]:
     """How many times as long steps are as with tiles, and as shares of the limit."""
-    seconds: dict[tuple[str, str], dict[str, float]] = {}
-    for line in ours:
-        part, what = line["column"].split(": ")
-        if what == STEP:
-            seconds.setdefault((part, line["row"]), {})[line["seed"]] = float(line["value"])
+    values = by_seed(ours)
 
     def ratio(part: str, above: str, below: str) -> str:
-        long, short = seconds.get((part, above), {}), seconds.get((part, below), {})
-        both = sorted(long.keys() & short.keys())
-        return f"{statistics.median(long[n] / short[n] for n in both):.2f}" if both else "–"
+        long, short = (values.get((row, f"{part}: {STEP}"), {}) for row in (above, below))
+        return median_ratio(long, short)
 
     parts = list(dict.fromkeys(column.part for column in RECIPE.columns))
-    if seconds:
+    if ours:
         yield Table(
             name="moe_ratios",
             title="What tiles gain, and what is left to gain",

@@ -9,7 +9,7 @@ import pytest
 from co2.lab.training import TrialFailed
 from co2.lab.trial import trial_folder
 from co2.record.table import read_csv
-from recipes import field, figure1, laboratory, layout, moe, scaling, shares, table3
+from recipes import field, figure1, graph, laboratory, layout, moe, scaling, shares, table3
 from recipes.__main__ import main
 from recipes.collect import collect
 from recipes.laboratory import LabCell
@@ -236,5 +236,21 @@ def test_what_tiles_gain_is_taken_within_a_repeat() -> None:
     ]
     (table,) = moe.goals(ours, [])
     (found,) = [line for line in table.rows if line[0] == "2 workers, 250 Mbit/s"]
-    assert found[1:] == ("–", "2.50", "–", "0.65")
+    assert found[1:] == ("—", "2.50", "—", "0.65")
     assert list(moe.goals([], [])) == []
+
+
+def test_epochs_are_compared_within_a_repeat() -> None:
+    column = "2 replicas, CO2: epoch, s"
+    epochs = {"mmap": (900.0, 300.0, 100.0), "diskgnn": (100.0, 50.0), "ginex": (300.0, 200.0)}
+    ours = [
+        {"row": row, "column": column, "seed": str(repeat), "value": str(value)}
+        for row, values in epochs.items()
+        for repeat, value in enumerate(values)
+    ]
+    (table,) = graph.goals(ours, [])
+    found = {row[0]: row[1:] for row in table.rows}
+    assert found["mmap"] == ("—", "—", "7.50")
+    assert found["ginex"] == ("—", "—", "3.50")
+    assert found["partition"] == ("—", "—", "—")
+    assert list(graph.goals([], [])) == []
