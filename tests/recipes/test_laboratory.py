@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -226,14 +227,19 @@ def test_what_tokens_cost() -> None:
     assert moe.exposed_ms(alone) is moe.kilobytes(alone) is moe.hidden(alone) is None
 
 
+def repeats(column: str, values: Mapping[str, Sequence[float]]) -> list[dict[str, str]]:
+    """Lines of ours.csv: by row, a value of each repeat."""
+    return [
+        {"row": row, "column": column, "seed": str(repeat), "value": str(value)}
+        for row, own in values.items()
+        for repeat, value in enumerate(own)
+    ]
+
+
 def test_what_tiles_gain_is_taken_within_a_repeat() -> None:
     column = "2 workers, 250 Mbit/s: step, ms"
     steps = {"bulk, CO2": (300, 100, 90), "tiled, CO2": (100, 50), "no communication": (50, 40)}
-    ours = [
-        {"row": row, "column": column, "seed": str(repeat), "value": str(value)}
-        for row, values in steps.items()
-        for repeat, value in enumerate(values)
-    ]
+    ours = repeats(column, steps)
     (table,) = moe.goals(ours, [])
     (found,) = [line for line in table.rows if line[0] == "2 workers, 250 Mbit/s"]
     assert found[1:] == ("—", "2.50", "—", "0.65")
@@ -243,11 +249,7 @@ def test_what_tiles_gain_is_taken_within_a_repeat() -> None:
 def test_epochs_are_compared_within_a_repeat() -> None:
     column = "2 replicas, CO2: epoch, s"
     epochs = {"mmap": (900.0, 300.0, 100.0), "diskgnn": (100.0, 50.0), "ginex": (300.0, 200.0)}
-    ours = [
-        {"row": row, "column": column, "seed": str(repeat), "value": str(value)}
-        for row, values in epochs.items()
-        for repeat, value in enumerate(values)
-    ]
+    ours = repeats(column, epochs)
     (table,) = graph.goals(ours, [])
     found = {row[0]: row[1:] for row in table.rows}
     assert found["mmap"] == ("—", "—", "7.50")
