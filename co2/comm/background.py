@@ -395,8 +395,10 @@ class _HostLane:
 
     def _forget(self) -> None:
         if self._clocked is not None:
-            # gloo's thread must be out of Python: one caught there at exit aborts the process.
-            self._clocked.wait()
+            # gloo's thread must be out of Python: one caught there at exit aborts the process. What
+            # a copy of a failed mean raises is for whoever waits for the copy.
+            with suppress(RuntimeError):
+                self._clocked.wait()
         self._works, self._collected, self._clocked, self._group = [], None, None, None
 
     def close(self) -> None:
