@@ -305,27 +305,36 @@ def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[elastic.Told]:
     """Inside, these signals are handed on to the workers. A second Ctrl-C kills the workers.
 
     The signals are blocked in this process, and so in the workers that it starts, which unblock
-    them when they train (StopVote). A signal that comes before that waits, and is not lost.
+    them when they train (StopVote). A signal that comes before that waits, and is not lost. They
+    are not blocked in threads that libraries have started, such as those of NumPy's BLAS; where the
+    system gives a signal to one of these, Python's handler sees it.
     """
+    received: list[int] = []
+    handlers = {n: signal.signal(n, lambda number, _: received.append(number)) for n in signals}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     # Python's resource tracker must start with them blocked, too; starting it unblocks some here.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     done, told = threading.Event(), elastic.Told()
-    thread = threading.Thread(target=_forward, args=(signals, done, told), daemon=True)
+    arguments = (signals, received, done, told)
+    thread = threading.Thread(target=_forward, args=arguments, daemon=True)
     thread.start()
     try:
         yield told
     finally:
         done.set()
         thread.join()
+        for n, handler in handlers.items():
+            signal.signal(n, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _forward(
-    signals: tuple[signal.Signals, ...], done: threading.Event, told: elastic.Told
+    signals: tuple[signal.Signals, ...],
+    received: list[int],
+    done: threading.Event,
+    told: elastic.Told,
 ) -> None:
-    received: list[int] = []
     reached: set[tuple[int, int]] = set()
     while not done.wait(0.1):
         # Not sigtimedwait: stopping and going on (Ctrl-Z, fg) ends it with an arbitrary number.
