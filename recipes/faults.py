@@ -33,11 +33,14 @@ from co2.lab.slow_network import SlowNetwork
 from co2.record.table import NOTHING, Table
 from recipes.entries import by_seed
 from recipes.functions import FunctionCell, FunctionColumn, Trainer
+from recipes.ledger import doubled_and_left_out, whole_lines
 from recipes.recipe import Recipe, Row, Rows
 
 STEPS, TAU, WORKERS = 240, 6, 4
 METHODS = ("local_sgd", "diloco", "co2", "co2_keep")
 SETTINGS = {"diloco": ("diloco.outer_lr=1", "diloco.outer_momentum=0.2")}
+SAMPLES = 768
+"""Of the training set: global batches of one, two, three and four workers divide it."""
 SILENT_S = 5.0
 RESTARTS = 4
 PORT = 29400
@@ -51,7 +54,7 @@ SEEDS = (0, 1, 2)
 class Trouble:
     """One run, and what is done to it."""
 
-    steps, tau, delay_s, saved_every, limit_s = STEPS, TAU, 0.02, 30, LIMIT_S
+    steps, tau, delay_s, saved_every, limit_s = STEPS, TAU, 0.05, 30, LIMIT_S
     launch: tuple[str, ...] = (
         *(f"launch.workers={WORKERS}", "launch.elastic=true", f"launch.silent_s={SILENT_S}"),
         f"launch.restarts={RESTARTS}",
@@ -62,14 +65,16 @@ class Trouble:
     def __init__(self, cell: FunctionCell) -> None:
         method, seed = str(cell.settings["method"]), cell.seed
         self.random = random.Random(f"{method} {cell.settings['fault']} {seed}")
-        self.place = cell.folder / "run"
-        shutil.rmtree(self.place, ignore_errors=True)
+        self.place, self.ledger = cell.folder / "run", cell.folder / "ledger"
+        shutil.rmtree(cell.folder, ignore_errors=True)
+        self.starts = 0
         self.words = (
-            *("task=toy", f"method={method}", *SETTINGS.get(method, ())),
+            *("task=toy", f"toy.samples={SAMPLES}", f"method={method}"),
+            *SETTINGS.get(method, ()),
             *([] if method == "allreduce" else [f"{method}.tau={self.tau}"]),
             *(f"train.steps={self.steps}", f"train.seed={seed}", "train.eval_every=1000"),
             *(f"checkpoint.every={self.saved_every}", f"toy.delay_s={self.delay_s}"),
-            *("log.every=1", "log.wandb=disabled", "tag=run"),
+            *("log.every=1", "log.wandb=disabled", "tag=run", f"toy.ledger={self.ledger / 'now'}"),
             *(*self.launch, f"runs={self.place}"),
         )
         self.folder = self.place / "toy" / method / "run" / f"seed{seed}"
@@ -81,6 +86,9 @@ class Trouble:
     def start(self) -> None:
         """Start the run, or start it again."""
         self.place.mkdir(parents=True, exist_ok=True)
+        self.starts += 1
+        if self.starts > 1:
+            (self.ledger / "now").rename(self.ledger / str(self.starts - 1))
         with self.log().open("a") as log:
             self.process: subprocess.Popen[Any] = subprocess.Popen(
                 self.command(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -105,9 +113,7 @@ class Trouble:
 
     def lines(self, *kinds: str) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl. Any: JSON."""
-        path = self.folder / "metrics.jsonl"
-        texts = path.read_text().splitlines(keepends=True) if path.exists() else []
-        found = [json.loads(text) for text in texts if text.endswith("\n")]
+        found = whole_lines(self.folder / "metrics.jsonl")
         return [line for line in found if not kinds or line["kind"] in kinds]
 
     def workers(self) -> list[int]:
@@ -248,7 +254,8 @@ def paused(run: Trouble) -> None:
 def told_to_stop(run: Trouble) -> None:
     """SIGTERM to what started the workers: save, end, and start again."""
     run.process.terminate()
-    assert run.process.wait(LIMIT_S) == PREEMPTED
+    status = run.process.wait(LIMIT_S)
+    assert status == PREEMPTED, status
     run.start()
 
 
@@ -337,25 +344,29 @@ def train(cells: Sequence[FunctionCell]) -> None:
         try:
             run.until_some_step()
             fault()
-            status = run.process.wait(LIMIT_S)
+            found = figures(run, run.process.wait(LIMIT_S))
         except (TimeoutError, subprocess.TimeoutExpired):
-            status = 1
+            found = {"ended": 0.0}
         finally:
             run.kill_all()
-        cell.finish(figures(run, status), WORKERS, STEPS)
-        print(f"{number} of {len(cells)}: {' '.join(cell.overrides)}, seed {cell.seed}: {status}")
+        cell.finish(found, WORKERS, STEPS)
+        print(f"{number} of {len(cells)}: {' '.join(cell.overrides)}, seed {cell.seed}: {found}")
 
 
 def figures(run: Trouble, status: int) -> dict[str, float]:
-    """What became of a run."""
+    """What became of a run that has ended."""
     told = [line["step"] for line in run.lines("train")]
     changes = run.lines("members")
     summary = run.folder / "summary.json"
     final = json.loads(summary.read_text())["final"]["loss"] if summary.exists() else None
+    earlier = (run.ledger / str(start) for start in range(1, run.starts))
+    doubled, left_out = doubled_and_left_out([*earlier, run.ledger / "now"], SAMPLES)
     found = {
         "ended": float(status == 0 and final is not None),
         "wrong_steps": float(len(told) != STEPS or told != sorted(set(told))),
         "lost": float(sum(len(line["lost"]) for line in changes)),
+        "doubled": float(doubled),
+        "left_out": float(left_out),
         "loss": math.inf if final is None else float(final),
     }
     seconds = [float(line["seconds"]) for line in changes]
@@ -381,6 +392,8 @@ def column(name: str, metric: str, digits: int, train: Trainer = train) -> Funct
 
 
 ENDED, WRONG = column("ended by itself", "ended", 2), column("steps wrong", "wrong_steps", 2)
+DOUBLED = column("samples doubled", "doubled", 0)
+LEFT_OUT = column("samples left out", "left_out", 0)
 LOST, SECONDS = column("replicas lost", "lost", 1), column("seconds to go on", "seconds", 2)
 LOSS = column("loss", "loss", 4)
 
@@ -417,6 +430,8 @@ def tables(ours: Rows, _: Rows) -> Iterator[Table]:
                 f"{ended.count(1.0)} of {len(ended)}",
                 str(int(sum(of(WRONG)))),
                 f"{sum(of(LOST)) / len(ended):.1f}",
+                str(int(sum(of(DOUBLED)))),
+                f"{statistics.fmean(of(LEFT_OUT)):.0f}" if of(LEFT_OUT) else NOTHING,
                 f"{statistics.median(seconds):.2f}" if seconds else NOTHING,
                 f"{max(seconds):.2f}" if seconds else NOTHING,
                 share,
@@ -427,10 +442,15 @@ def tables(ours: Rows, _: Rows) -> Iterator[Table]:
             name="faults_kinds",
             title="Faults, by kind",
             text="Over all methods and seeds. Wrong steps: runs in which a step is missing or told "
-            "twice. Seconds: from noticing a loss until training goes on, without the time until "
-            "it is noticed. Loss: percent above the mean of the undisturbed runs of the method, ± "
-            "standard deviation; the first line is the spread between seeds.",
-            head=("fault", "ended", "steps wrong", "lost", "seconds", "longest", "loss, %"),
+            "twice. Samples: trained on twice within an epoch, in all runs; and left out of whole "
+            f"epochs, of {SAMPLES} each, on average. Seconds: from noticing a loss until training "
+            "goes on, without the time until it is noticed. Loss: percent above the mean of the "
+            "undisturbed runs of the method, ± standard deviation; the first line is the spread "
+            "between seeds.",
+            head=(
+                *("fault", "ended", "steps wrong", "lost", "doubled", "left out"),
+                *("seconds", "longest", "loss, %"),
+            ),
             rows=lines,
         )
 
@@ -442,7 +462,7 @@ RECIPE = Recipe(
     f"four restarts and launch.silent_s={SILENT_S:g}. What happens, and at which step and to whom, "
     "is drawn from the seed.",
     rows=tuple(row(name, method) for name in TOKENS for method in METHODS),
-    columns=(ENDED, WRONG, LOST, SECONDS, LOSS),
+    columns=(ENDED, WRONG, LOST, DOUBLED, LEFT_OUT, SECONDS, LOSS),
     seeds=SEEDS,
     scales=("smoke",),
     beside=tables,

@@ -13,7 +13,6 @@ drawn from its seed; in place of a lost worker another is started. torchrun ends
 workers, which go on from the checkpoint of every 30 steps.
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +31,7 @@ from recipes.faults import (
     stopped,
 )
 from recipes.functions import FunctionCell
+from recipes.ledger import whole_lines
 from recipes.recipe import Recipe, Row
 
 FURTHER = 4 * TAU
@@ -64,8 +64,8 @@ class Torchft(Trouble):
     def _steps(self) -> Iterator[int]:
         """How far each replica is that is not lost."""
         for path in self.place.glob("*.jsonl"):
-            whole = [text for text in path.read_text().splitlines(True) if text[-1] == "\n"]
-            step = json.loads(whole[-1])["step"] if whole else 0
+            lines = whole_lines(path)
+            step = lines[-1]["step"] if lines else 0
             if step == self.steps or not _is_lost(path.stem.partition("-")[2]):
                 yield step
 

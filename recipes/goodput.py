@@ -25,6 +25,7 @@ from recipes.entries import by_seed
 from recipes.faults import WORKERS, Trouble, column, killed
 from recipes.faults_elsewhere import Torchft, Torchrun
 from recipes.functions import FunctionCell
+from recipes.ledger import whole_lines
 from recipes.recipe import Recipe, Row, Rows
 
 TAU, WARM_UP, ROUNDS = 12, 2, 50
@@ -90,8 +91,7 @@ class Discarding(Torchft, Long):
     def missing(self) -> float:
         made = 0
         for path in self.place.glob("*.jsonl"):
-            whole = [text for text in path.read_text().splitlines(True) if text[-1] == "\n"]
-            made += in_whole_rounds({json.loads(text)["step"] for text in whole})
+            made += in_whole_rounds({line["step"] for line in whole_lines(path)})
         return float(WORKERS * self.steps - made)
 
 

@@ -1,9 +1,12 @@
 """A toy task that trains in milliseconds, for tests and for a first look at a method."""
 
 import hashlib
+import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -45,6 +48,9 @@ class Toy:
         """Seconds by which the loss of each training step is delayed, for tests that kill a run."""
         late_s: float = 0.0
         """Seconds by which each batch of the last worker is late, for tests of slow replicas."""
+        ledger: str | None = None
+        """A folder in which every process writes the samples of its steps, for tests of runs that
+        lose replicas: a file each, with a line [draw, epoch, samples] for each step."""
 
         def __post_init__(self) -> None:
             for name in ("samples", "features", "hidden"):
@@ -94,13 +100,16 @@ class Toy:
         return make_optimizer(model, self.optim, ends={f"{head}.weight"})
 
     def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
-        """See `Task.batches`. A batch holds points, fp32 [batch_size, features], and labels, int64
-        [batch_size]."""
+        """See `Task.batches`. A batch holds points, fp32 [batch_size, features], labels, int64
+        [batch_size], and draw, epoch and number of each sample, int64 [batch_size, 3]."""
         sampler = self._sampler(mesh.num_workers, mesh.stretches)
 
         def make(draws: range) -> tuple[Tensor, ...]:
-            chosen = torch.from_numpy(sampler.block(draws, mesh.worker)[0])
-            return self._points[chosen], self._labels[chosen]
+            samples, epochs = sampler.block(draws, mesh.worker)
+            chosen = torch.from_numpy(samples)
+            told = (np.repeat(draws, self.train.batch_size), epochs, samples)
+            origin = torch.from_numpy(np.stack(told, axis=1))
+            return self._points[chosen], self._labels[chosen], origin
 
         size = batches_in_block(self.train.batch_size)
         batches = load_blocks(make, start, size, self.data.workers, mesh.device)
@@ -112,8 +121,17 @@ class Toy:
         if self.config.delay_s:
             time.sleep(self.config.delay_s)
         assert isinstance(batch, tuple)
-        points, labels = batch
+        points, labels, origin = batch
+        if self.config.ledger:
+            self._tell(origin, Path(self.config.ledger))
         return F.cross_entropy(model(points).float(), labels)
+
+    def _tell(self, origin: Tensor, ledger: Path) -> None:
+        """Write which samples are trained on."""
+        draws, epochs, samples = origin.T.tolist()
+        ledger.mkdir(parents=True, exist_ok=True)
+        with (ledger / f"{os.getpid()}.jsonl").open("a") as file:
+            file.write(json.dumps([draws[0], epochs[0], samples]) + "\n")
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """See `Task.evaluate`. "loss" is in nats, "accuracy" from 0 to 1."""

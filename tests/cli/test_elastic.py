@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from co2.errors import PREEMPTED, ConfigError
+from recipes.ledger import doubled_and_left_out, whole_lines
 from tests.cli.harness import (
     LIMIT_S,
     Process,
@@ -32,10 +33,10 @@ from tests.cli.harness import (
 )
 from tests.server import environment
 
-STEPS, TAU = 120, 6
+STEPS, TAU, BATCH = 120, 6, 16
 SHARED = (
     *("launch.workers=3", f"train.steps={STEPS}", "train.eval_every=30", "log.every=1"),
-    "checkpoint.every=0",
+    *("checkpoint.every=0", f"train.batch_size={BATCH}"),
 )
 SLOW = "toy.delay_s=0.01"
 ELASTIC = (*SHARED, "launch.elastic=true", "launch.silent_s=20")
@@ -116,13 +117,23 @@ def test_a_run_that_loses_nobody_is_the_same_run(tmp_path: Path, method: str) ->
 )
 def test_those_that_are_left_go_on(tmp_path: Path, method: str, victims: tuple[int, ...]) -> None:
     """SIGKILL amid a round, also to the worker that writes, and to two at once."""
+    ledger = tmp_path / "ledger"
+    arguments = (*ELASTIC, SLOW, *words(method), "toy.samples=480", f"toy.ledger={ledger}")
     status, folder, text = disturbed(
-        tmp_path, *ELASTIC, SLOW, *words(method), at=32, victims=victims, number=signal.SIGKILL
+        tmp_path, *arguments, at=32, victims=victims, number=signal.SIGKILL
     )
     assert status == 0, text
     assert_no_step_is_missing(folder)
     lost = {int(one) for change in changes(folder) for one in change["lost"]}
     assert lost == set(victims) and changes(folder)[-1]["members"] == sorted({0, 1, 2} - lost)
+    doubled, left_out = doubled_and_left_out([ledger], samples=480)
+    draws = [line[0] for path in ledger.glob("*.jsonl") for line in whole_lines(path)]
+    assert len(draws) < 3 * STEPS, "the ledger is of all three"
+    assert doubled == 0, "no sample is seen twice in an epoch"
+    # A loss is noticed at the end of the next round at most.
+    assert left_out < (2 * TAU * len(victims) + 3) * BATCH, (
+        "none is left out but of these, and what fills no batch"
+    )
     summary = read_summary(folder)
     assert summary["members"] == changes(folder), "the summary says when and who"
     assert math.isfinite(summary["final"]["loss"]) and summary["final"]["accuracy"] > 0.6

@@ -27,6 +27,7 @@ from recipes.cells import TrainCell, composed_config
 from recipes.collect import collect
 from recipes.functions import FunctionCell, FunctionColumn
 from recipes.laboratory import LabCell
+from recipes.ledger import doubled_and_left_out
 from recipes.recipe import Recipe, Row
 from recipes.render import render
 from recipes.tuning import TUNING_SEED
@@ -332,6 +333,24 @@ def test_replica_steps_that_a_loss_has_cost(place: Path) -> None:
         (torchft.place / f"{name}.jsonl").write_text(text + '{"ste')
     assert torchft.missing() == 3 * goodput.TAU, "its five steps of a round are lost with it"
     assert torchft.is_back({10, 11, 12, 13})
+
+
+def test_samples_that_are_doubled_or_left_out(tmp_path: Path) -> None:
+    """Two workers and eight samples, one sample a step: a run that was started again from draw 3,
+    where one line of the first start tells a sample for the second time."""
+    first = {"1": [[0, 0, [0]], [1, 0, [2]], [2, 0, [4]], [3, 0, [6]], [4, 1, [0]]]}
+    first["2"] = [[0, 0, [1]], [1, 0, [2]]]
+    again = {"3": [[3, 0, [6]], [4, 1, [0]], [5, 1, [1]]], "4": [[3, 0, [7]], [4, 1, [3]]]}
+    folders = [tmp_path / "1", tmp_path / "now"]
+    for folder, ledger in zip(folders, (first, again), strict=True):
+        folder.mkdir()
+        for name, lines in ledger.items():
+            text = "".join(f"{json.dumps(line)}\n" for line in lines)
+            (folder / f"{name}.jsonl").write_text(f"{text}[6, 1,")
+    doubled, left_out = doubled_and_left_out(folders, samples=8)
+    assert doubled == 1, "sample 2; sample 6 only as the first start's fourth step is lost"
+    assert left_out == 2, "3 and 5; the second epoch is not whole"
+    assert doubled_and_left_out([], samples=8) == (0, 0)
 
 
 def test_goodput_is_held_against_the_simulator() -> None:

@@ -1,12 +1,15 @@
 """The toy learns, and its data depend on the seed alone."""
 
+import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from co2.config import Validation
 from co2.errors import ConfigError
+from recipes.ledger import whole_lines
 from tests.tasks.build import mesh, toy
 
 
@@ -34,6 +37,19 @@ def test_batches_go_on_from_any_start() -> None:
     assert all(
         torch.equal(next(task.batches(mesh(2, 3), start))[0], points[start]) for start in range(12)
     )
+
+
+def test_the_ledger_tells_what_was_trained_on(tmp_path: Path) -> None:
+    task = toy(samples=50, batch_size=4, ledger=str(tmp_path))
+    task.setup(3)
+    batches = task.batches(mesh(2, 3), 3)
+    made = [next(batches) for _ in range(2)]
+    for batch in made:
+        task.loss(task.model(), batch)
+    lines = whole_lines(tmp_path / f"{os.getpid()}.jsonl")
+    assert [(draw, epoch) for draw, epoch, _ in lines] == [(3, 0), (4, 1)]
+    for (points, *_), (_, _, samples) in zip(made, lines, strict=True):
+        assert torch.equal(points, task._points[samples])
 
 
 def test_everything_depends_on_the_seed_alone() -> None:
