@@ -74,14 +74,18 @@ class FolderRecord(Record):
         text = json.dumps(manifest(world, origin, data, init_from), indent=1, default=str)
         write_durably(self.folder / "manifest.json", text)
         self._metrics = self.folder / "metrics.jsonl"
+        self._file: int | None = None
         self._unwritten: list[str] = []
         """Lines for which the disk had no room."""
         self._tracking: Tracking = Tracking()
         self._summary: Summary | None = None
 
     def begin(self, step: int) -> None:
-        if self._metrics.exists():
-            write_durably(self._metrics, "".join(_up_to(self._metrics, step)))
+        # A new file, which stays open: a worker that wrote before, was given up and does not know
+        # it yet, goes on in the old one.
+        lines = _up_to(self._metrics, step) if self._metrics.exists() else []
+        write_durably(self._metrics, "".join(lines))
+        self._file = os.open(self._metrics, os.O_WRONLY | os.O_APPEND)
         if self._config.log.wandb is not Wandb.disabled:
             self._tracking = WandbTracking(
                 self._config, self._values, self.folder, step, self._origin.tags, self._console
@@ -110,13 +114,14 @@ class FolderRecord(Record):
 
     def _write(self) -> None:
         """Add all lines that are not written yet, or none. Raises `OSError`."""
-        before = self._metrics.stat().st_size if self._metrics.exists() else 0
+        assert self._file is not None, "the record has begun"
+        before, left = os.fstat(self._file).st_size, "".join(self._unwritten).encode()
         try:
-            with self._metrics.open("a") as file:
-                file.writelines(self._unwritten)
+            while left:
+                left = left[os.write(self._file, left) :]
         except OSError:
             with contextlib.suppress(OSError):  # the error above is the one to tell
-                os.truncate(self._metrics, before)
+                os.ftruncate(self._file, before)
             raise
         self._unwritten.clear()
 
@@ -132,6 +137,9 @@ class FolderRecord(Record):
         if self._summary is not None:  # only now is the trace whole that W&B is shown
             self._tracking.finish(self._summary)
         self._tracking.close(status)
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 def _up_to(path: Path, step: int) -> list[str]:

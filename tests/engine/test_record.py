@@ -1,4 +1,4 @@
-"""metrics.jsonl on a disk that is full for a while."""
+"""metrics.jsonl on a full disk, and when another worker takes the writing over."""
 
 import json
 import resource
@@ -11,7 +11,7 @@ import pytest
 from co2.record.console import Console
 from co2.record.metrics import Notice
 from co2.record.provenance import Origin
-from co2.record.record import FolderRecord
+from co2.record.record import FolderRecord, Record
 from tests.cli.harness import configured
 
 
@@ -41,8 +41,14 @@ def heard() -> Heard:
 
 @pytest.fixture
 def record(tmp_path: Path, heard: Heard) -> FolderRecord:
+    return begun(tmp_path, heard, 0)
+
+
+def begun(tmp_path: Path, heard: Heard, step: int) -> FolderRecord:
     config = configured("log.wandb=disabled", runs=tmp_path / "runs")
-    return FolderRecord(config, 2, "samples", {}, Origin("train.py", ()), heard)
+    record = FolderRecord(config, 2, "samples", {}, Origin("train.py", ()), heard)
+    record.begin(step)
+    return record
 
 
 def steps(record: FolderRecord) -> list[int]:
@@ -69,3 +75,27 @@ def test_a_run_does_not_finish_without_its_lines(record: FolderRecord) -> None:
         with pytest.raises(OSError, match="File too large"):
             record.finish(None)  # type: ignore[arg-type]
     assert not (record.folder / "summary.json").exists()
+
+
+def test_who_was_given_up_adds_no_more_lines(
+    record: FolderRecord, heard: Heard, tmp_path: Path
+) -> None:
+    """It was out of reach for a while, and trains on until it learns that the others went on."""
+    record.log(Notice(1, "one"))
+    others = Record()
+    for step in (1, 2, 3):
+        others.log(Notice(step, "of another worker"))
+    successor = begun(tmp_path, heard, 3)
+    successor.take_over(others)
+    record.log(Notice(2, "late"))
+    successor.log(Notice(4, "four"))
+    assert steps(successor) == [1, 2, 3, 4]
+
+
+def test_also_when_nothing_was_written_yet(
+    record: FolderRecord, heard: Heard, tmp_path: Path
+) -> None:
+    successor = begun(tmp_path, heard, 0)
+    record.log(Notice(1, "late"))
+    successor.log(Notice(1, "one"))
+    assert steps(successor) == [1]
