@@ -2,9 +2,10 @@
 
     sudo python -m recipes run faults                      all that is missing
 
-Cost: 180 runs of 20 to 40 seconds on 2 cores, 90 minutes. Disks and links want root.
-Not yet run as a whole. Expected: all runs end by themselves; no step is missing or repeated; the
-loss is within the spread of undisturbed runs; training goes on within a second of noticing.
+Cost: 120 runs of half a minute on 2 cores, an hour. Disks and links want root.
+Found: all 112 disturbed runs end by themselves. No step is missing or repeated, and no sample is
+trained on twice. Training goes on half a second after a loss is noticed, 1.7 seconds at most. What
+is left out is a lost replica's one or two rounds. The loss is within the spread between seeds.
 
 Every cell is a run of train.py on the toy with four workers, to which one thing happens at a step,
 and to a worker, drawn from its seed. Where links are cut each worker is a machine of its own, and
@@ -31,7 +32,7 @@ from typing import Any
 from co2.errors import PREEMPTED
 from co2.lab.slow_network import SlowNetwork
 from co2.record.table import NOTHING, Table
-from recipes.entries import by_seed
+from recipes.entries import by_seed, percent_above
 from recipes.functions import FunctionCell, FunctionColumn, Trainer
 from recipes.ledger import doubled_and_left_out, whole_lines
 from recipes.recipe import Recipe, Row, Rows
@@ -48,7 +49,7 @@ PORT = 29400
 LIMIT_S = 180.0
 """A run that has not ended by then never will."""
 UNDISTURBED = "nothing"
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1)
 
 
 class Trouble:
@@ -401,10 +402,7 @@ LOSS = column("loss", "loss", 4)
 def tables(ours: Rows, _: Rows) -> Iterator[Table]:
     """One line for each kind of fault, over all methods and seeds."""
     values = by_seed(ours)
-    usual = {
-        method: list(values.get((f"{UNDISTURBED}: {method}", LOSS.name), {}).values())
-        for method in METHODS
-    }
+    usual = {method: values.get((f"{UNDISTURBED}: {method}", LOSS.name), {}) for method in METHODS}
     lines = []
     for name in TOKENS:
 
@@ -415,12 +413,14 @@ def tables(ours: Rows, _: Rows) -> Iterator[Table]:
         ended, seconds = of(ENDED), of(SECONDS)
         if not ended:
             continue
-        above = [
-            100 * (loss / statistics.fmean(usual[method]) - 1)
-            for method in METHODS
-            for loss in values.get((f"{name}: {method}", LOSS.name), {}).values()
-            if usual[method] and math.isfinite(loss)
-        ]
+        above = []
+        for method in METHODS:
+            losses = values.get((f"{name}: {method}", LOSS.name), {})
+            finite = {seed: loss for seed, loss in losses.items() if math.isfinite(loss)}
+            like = usual[method]
+            if name == UNDISTURBED:
+                like = dict.fromkeys(finite, statistics.fmean(finite.values()))
+            above += percent_above(finite, like).values()
         share = f"{statistics.fmean(above):+.1f}" if above else NOTHING
         if len(above) > 1:
             share += f" ± {statistics.stdev(above):.1f}"
@@ -444,9 +444,9 @@ def tables(ours: Rows, _: Rows) -> Iterator[Table]:
             text="Over all methods and seeds. Wrong steps: runs in which a step is missing or told "
             "twice. Samples: trained on twice within an epoch, in all runs; and left out of whole "
             f"epochs, of {SAMPLES} each, on average. Seconds: from noticing a loss until training "
-            "goes on, without the time until it is noticed. Loss: percent above the mean of the "
-            "undisturbed runs of the method, ± standard deviation; the first line is the spread "
-            "between seeds.",
+            "goes on, without the time until it is noticed. Loss: percent above that of the "
+            "undisturbed run of the same method and seed, ± standard deviation; the first line is "
+            "the spread of those between seeds.",
             head=(
                 *("fault", "ended", "steps wrong", "lost", "doubled", "left out"),
                 *("seconds", "longest", "loss, %"),
