@@ -413,7 +413,7 @@ def tables(ours: Rows, _: Rows) -> Iterator[Table]:
         ended, seconds = of(ENDED), of(SECONDS)
         if not ended:
             continue
-        above = []
+        above: list[float] = []
         for method in METHODS:
             losses = values.get((f"{name}: {method}", LOSS.name), {})
             finite = {seed: loss for seed, loss in losses.items() if math.isfinite(loss)}
