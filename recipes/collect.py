@@ -1,9 +1,9 @@
 """From run folders to results/ours.csv and results/evals.csv: nobody types a value into a table."""
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from co2.record.files import whole_lines
 from co2.record.table import Table, read_csv
 from recipes.cells import is_of
 from recipes.recipe import Column, Recipe
@@ -68,9 +68,7 @@ def collect(recipes: Iterable[Recipe], out: Path, scale: str) -> tuple[int, int]
 
 def _evals(folder: Path) -> Iterator[Line]:
     """The evaluations of one run that have a loss; none where nothing was evaluated on the way."""
-    path = folder / "metrics.jsonl"
-    for text in path.read_text().splitlines() if path.exists() else ():
-        line = json.loads(text)
+    for line in whole_lines(folder / "metrics.jsonl"):
         if line["kind"] == "eval" and line.get("loss") is not None:
             yield {name: line[name] for name in ("step", "train_s", "loss")}
 

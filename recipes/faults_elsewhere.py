@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from co2.record.files import whole_lines
 from recipes.faults import (
     LIMIT_S,
     RESTARTS,
@@ -31,7 +32,6 @@ from recipes.faults import (
     stopped,
 )
 from recipes.functions import FunctionCell
-from recipes.ledger import whole_lines
 from recipes.recipe import Recipe, Row
 
 FURTHER = 4 * TAU
@@ -148,4 +148,5 @@ RECIPE = Recipe(
     ),
     seeds=SEEDS,
     scales=("smoke",),
+    compared=False,
 )

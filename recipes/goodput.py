@@ -19,13 +19,13 @@ from pathlib import Path
 
 import yaml
 
+from co2.record.files import whole_lines
 from co2.record.table import Table
 from co2.simulate.failures import DISCARD, ELASTIC, RESTART, Faults, Round, goodput
 from recipes.entries import by_seed
 from recipes.faults import WORKERS, Trouble, column, killed
 from recipes.faults_elsewhere import Torchft, Torchrun
 from recipes.functions import FunctionCell
-from recipes.ledger import whole_lines
 from recipes.recipe import Recipe, Row, Rows
 
 TAU, WARM_UP, ROUNDS = 12, 2, 50

@@ -44,7 +44,8 @@ def tables(recipe: Recipe, ours: Rows, paper: Rows, scale: str) -> list[Table]:
             title = f"{recipe.title}: {part}" if part else recipe.title
             stem = f"{name}_{slug(part)}" if part else name
             made.append(_measured(recipe, own, ours, stem, f"{title} (scale={scale})"))
-            for table in _differences(recipe, own, stem, title):
+            compared = _differences(recipe, own, stem, title) if recipe.compared else ()
+            for table in compared:
                 made.append(replace(table, text=f"{explained} {table.text}".strip()))
                 explained = ""
         else:

@@ -1,17 +1,10 @@
 """Which samples a run has trained on, by what its processes have written (`toy.ledger`)."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-
-def whole_lines(path: Path) -> list[Any]:
-    """The values of a file of JSON lines that may still grow: its last line may be a part of one.
-    None where there is no file. Any: JSON."""
-    texts = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(text) for text in texts if text.endswith("\n")]
+from co2.record.files import whole_lines
 
 
 def doubled_and_left_out(ledgers: Iterable[Path], samples: int) -> tuple[int, int]:

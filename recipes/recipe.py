@@ -107,7 +107,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Recipe:
-    """An experiment. Every row is compared with the first one, seed by seed."""
+    """An experiment. Every row is compared with the first one and local SGD's, seed by seed."""
 
     name: str
     title: str
@@ -123,6 +123,8 @@ class Recipe:
     the figures' file names, and returns the files that there are."""
     beside: Callable[[Rows, Rows], Iterable[Table]] | None = None
     """Further tables, made from this recipe's rows of results/ours.csv and of results/paper.csv."""
+    compared: bool = True
+    """Whether there are tables of these comparisons; not where rows are of different questions."""
     tuned: bool = False
     """Whether runs of train.py have the settings that `python -m recipes tune` has found for their
     task and method at scale=smoke. Runs for which there are none yet are left out."""

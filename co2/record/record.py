@@ -11,7 +11,7 @@ import yaml
 
 from co2.config import Config, Wandb
 from co2.record.console import Console
-from co2.record.files import write_durably
+from co2.record.files import whole_lines, write_durably
 from co2.record.folder import plain, run_folder
 from co2.record.metrics import Change, Evaluation, Line, Metrics, Notice, Shares, Summary
 from co2.record.provenance import Origin, manifest
@@ -93,8 +93,7 @@ class FolderRecord(Record):
 
     def take_over(self, before: Record) -> None:
         """Add what the worker that wrote before was lost with."""
-        lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
-        told = {(line["kind"], line["step"]) for line in map(json.loads, lines)}
+        told = {(line["kind"], line["step"]) for line in whole_lines(self._metrics)}
         for entry in before.recent:
             if (self._line(entry)["kind"], entry.step) not in told:
                 self.log(entry)

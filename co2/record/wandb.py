@@ -22,7 +22,7 @@ from typing import Any
 from co2.config import Config
 from co2.record import timeline
 from co2.record.console import Console
-from co2.record.files import write_durably
+from co2.record.files import whole_lines, write_durably
 from co2.record.metrics import UNITS, Change, Line, Summary, numbers, unit_of
 
 SEGMENTS = "segments.json"
@@ -163,7 +163,7 @@ class WandbTracking(Tracking):
     def _end(self, summary: dict[str, Any]) -> None:
         import wandb
 
-        lines = list(self._lines())
+        lines = self._lines()
         with tempfile.TemporaryDirectory() as folder:
             pictures = {
                 f"figures/{path.stem}": wandb.Image(str(path))
@@ -180,9 +180,8 @@ class WandbTracking(Tracking):
         state["segments"][-1]["ended"] = self._step
         write_durably(path, json.dumps(state, indent=1))
 
-    def _lines(self) -> Iterator[Line]:
-        path = self._folder / "metrics.jsonl"
-        return map(json.loads, path.read_text().splitlines() if path.exists() else ())
+    def _lines(self) -> list[Line]:
+        return whole_lines(self._folder / "metrics.jsonl")
 
 
 def _await_end() -> None:

@@ -31,6 +31,7 @@ import train
 from co2.app.compose import Values, composed, preflight
 from co2.config import Config
 from co2.errors import ConfigError
+from co2.record.files import whole_lines
 from co2.record.folder import run_folder
 from co2.task import Task
 from tasks.toy import Toy
@@ -302,10 +303,7 @@ def folder_of(*arguments: str, runs: Path) -> Path:
 
 def metrics(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl; of a run that may still write, the whole ones."""
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    parsed = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [line for line in parsed if kind in (None, line["kind"])]
+    return [line for line in whole_lines(folder / "metrics.jsonl") if kind in (None, line["kind"])]
 
 
 def saved_steps(folder: Path) -> list[int]:

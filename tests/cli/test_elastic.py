@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from co2.errors import PREEMPTED, ConfigError
-from recipes.ledger import doubled_and_left_out, whole_lines
+from co2.record.files import whole_lines
+from recipes.ledger import doubled_and_left_out
 from tests.cli.harness import (
     LIMIT_S,
     Process,

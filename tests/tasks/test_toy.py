@@ -9,7 +9,7 @@ import torch
 
 from co2.config import Validation
 from co2.errors import ConfigError
-from recipes.ledger import whole_lines
+from co2.record.files import whole_lines
 from tests.tasks.build import mesh, toy
 
 
