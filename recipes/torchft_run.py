@@ -25,6 +25,11 @@ import torch.distributed as dist
 from co2.comm.mesh import Mesh
 from recipes.cells import APP, composed_config
 
+JOIN_MS = 10_000
+"""How long a quorum waits for a replica that is alive and not there yet, as in torchft's README.
+With the default of 100 ms, one that is a tenth of a second late sits out the round, which makes it
+late for the next: half of all rounds were lost so."""
+
 
 def main(arguments: list[str]) -> int:
     """Start the replicas. Returns 0 when all that were not lost have ended well."""
@@ -35,7 +40,9 @@ def main(arguments: list[str]) -> int:
     Path(folder).mkdir(parents=True, exist_ok=True)
     config, left = composed_config(tuple(words)), int(restarts)
     silent_ms = round(config.launch.silent_s * 1000)
-    lighthouse = LighthouseServer("0.0.0.0:0", min_replicas=1, heartbeat_timeout_ms=silent_ms)
+    lighthouse = LighthouseServer(
+        "0.0.0.0:0", min_replicas=1, join_timeout_ms=JOIN_MS, heartbeat_timeout_ms=silent_ms
+    )
     port = lighthouse.address().rpartition(":")[2]
     context = multiprocessing.get_context("spawn")
 

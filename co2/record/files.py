@@ -2,22 +2,37 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 CHECKPOINT_FORMAT = 4
 """Stands in the manifest of every checkpoint. It grows when older ones can no longer be read."""
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a small file aside, fsync it and rename it: after a crash the file is whole, or as it
-    was before."""
+    """Write a small file as `durable` does."""
+    with durable(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def durable(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write in, aside; it is fsynced and renamed at the end. After a crash the file is
+    whole, or as it was before. Raises `OSError`, which names the file and leaves nothing aside."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
+    try:
+        with aside.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(path)
+    except BaseException as error:
+        aside.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)
+        raise
 
 
 def whole_lines(path: Path) -> list[Any]:

@@ -41,7 +41,7 @@ from co2.comm.mesh import Mesh
 from co2.comm.sockets import until_cut
 from co2.errors import printable
 from co2.record.files import CHECKPOINT_FORMAT, write_durably
-from co2.train import parts
+from co2.train import parts, weights
 from co2.train.host_copy import HostCopy
 from co2.train.parts import Part
 from co2.train.replica import ReplicaState
@@ -222,10 +222,7 @@ class Checkpoints:
             self._copy.wait()
             folder.mkdir(parents=True, exist_ok=True)
             sums[name] = _write(folder / name, state)
-        except (
-            OSError,
-            RuntimeError,
-        ) as failed:  # torch's writer reports a full disk as the latter
+        except (OSError, RuntimeError) as failed:  # the latter: what it waited for has failed
             errors.append(failed)
             with contextlib.suppress(OSError):  # it may take the room that the error needs
                 (folder / name).unlink(missing_ok=True)
@@ -242,7 +239,11 @@ class Checkpoints:
         return Part(sums, error)
 
     def _publish_when_written(self, save: _Save) -> None:
-        """In a thread of worker 0: wait for the parts of all workers, and publish."""
+        """In a thread of worker 0: wait for the parts of all workers, and publish. That its own
+        part failed is told at once, because a disk that is full for all keeps the others silent."""
+        own = save.part.result().error
+        if own:
+            self._tell_failure(save.step, own)
         try:
             found = self._parts(save)
             errors = [part.error for _, part in sorted(found.items()) if part.error]
@@ -253,7 +254,8 @@ class Checkpoints:
             errors = [str(failed)]
         if errors:
             shutil.rmtree(save.aside, ignore_errors=True)
-            self._tell_failure(save.step, errors[0])
+            if not own:
+                self._tell_failure(save.step, errors[0])
 
     def _parts(self, save: _Save) -> dict[int, Part]:
         """By worker, what all have written; without those who are gone."""
@@ -400,7 +402,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 def _write(path: Path, state: dict[str, Any]) -> str:
     with path.open("wb") as file:
-        torch.save(state, file)
+        weights.write(file, state)
         file.flush()
         os.fsync(file.fileno())
     return _sha256(path)

@@ -5,6 +5,7 @@ torch.distributed's elastic launcher.
 """
 
 import contextlib
+import errno
 import gc
 import logging
 import multiprocessing
@@ -32,6 +33,9 @@ from co2.train import elastic
 _PEER_S = 1.0
 """A worker whose peer is gone ends this many seconds later, so that the run gets the peer's
 status."""
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a full disk, a quota, and a limit on the size of files say."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Signals that ask a run to finish its step, to save and to exit."""
@@ -244,6 +248,13 @@ def _guarded(worker: Worker, config: Config, rank: int) -> int:
     except ConfigError as error:
         # One that shows only in training, such as a damaged file, and perhaps on this worker only.
         print(f"error: {error}", file=sys.stderr, flush=True)
+        return REFUSED
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        mend = "make room, and the same command goes on from the last checkpoint"
+        where = error.filename or f"worker {rank}"
+        print(f"error: {where}: {error.strerror}; {mend}", file=sys.stderr, flush=True)
         return REFUSED
     except RuntimeError as error:
         lost = re.search(r"(?i)closed by peer|reset by peer|connection refused", str(error))

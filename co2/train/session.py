@@ -22,6 +22,7 @@ from co2.comm.mesh import Mesh
 from co2.comm.sockets import until_cut
 from co2.config import Precision
 from co2.errors import PREEMPTED, ConfigError
+from co2.record.files import durable
 from co2.record.metrics import Change, Evaluation, Summary
 from co2.task import Exchanging, Reading, ReadTotals
 from co2.train import initial
@@ -32,6 +33,7 @@ from co2.train.quorum import Quorum
 from co2.train.replica import Replica, checkpoint_activations, own_buffers, whole_weights
 from co2.train.run import Run
 from co2.train.schedule import largest_lr
+from co2.train.weights import MODEL, write
 
 T = TypeVar("T")
 _WAIT_S = 1.0
@@ -373,7 +375,8 @@ class Session:
             if run.mesh.replica == 0 and self.step == run.config.train.steps:
                 weights = whole_weights(self.module, self.replica.parts)
                 if run.is_first:
-                    torch.save(weights, run.folder / "model.pt")
+                    with durable(run.folder / MODEL) as file:
+                        write(file, weights)
         return scores
 
     def summary(self, scores: dict[str, float]) -> Summary:

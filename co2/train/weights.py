@@ -1,7 +1,9 @@
-"""Files of weights: read without running what is in them, held against a model, and copied."""
+"""Files of weights: written, read without running what is in them, held against a model, and
+copied."""
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,20 @@ EXPORTED = "model.safetensors"
 """In the folder of an export or of a model of the hub."""
 
 _MENDS = {".pt": "train that run again", ".safetensors": "export it or download it again"}
+
+
+def write(file: IO[bytes], values: Any) -> None:
+    """`torch.save`. Raises `OSError` where there is no room, of which torch makes a `RuntimeError`.
+    Any: whatever can be loaded without a pickle."""
+    try:
+        torch.save(values, file)
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, OSError):
+                raise cause from None
+            cause = cause.__context__
+        raise
 
 
 def read(path: Path, key: str, value: str) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Bad environments, and bad command lines of the programs beside train.py: one line, status 2."""
 
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from co2.lab import slow_network
 from co2.record import timeline, wandb_sync
 from co2.simulate import __main__ as simulate
 from co2.train import launch
+from tests.cli.harness import command, execute
 from tests.cli.refused import files, refused
 
 NUMBER = "must be a whole number"
@@ -159,3 +161,20 @@ def test_program(
 def test_job_of_a_sweep(index: str) -> None:
     with pytest.raises(ConfigError, match=r"^SLURM_ARRAY_TASK_ID=.* has the jobs 0 to 1"):
         sweep_job(index, ["co2.tau=1,2"])
+
+
+@pytest.mark.parametrize("elastic", ["false", "true"])
+def test_no_room_for_the_model(tmp_path: Path, elastic: str) -> None:
+    """One line, whoever writes, and no file that is half there."""
+    words = ("toy.hidden=256", "method=local_sgd", "train.steps=24", f"launch.elastic={elastic}")
+    limited = "ulimit -f 8; exec " + shlex.join(command(*words, runs=tmp_path / "runs"))
+    run = execute(["bash", "-c", limited], tmp_path / "runs")
+    assert run.status == 2
+    lines = [line for line in run.err.splitlines() if "error" in line]
+    assert len(lines) == (2 if elastic == "true" else 1), run.err
+    for line in lines:
+        assert line.startswith(f"error: {tmp_path}") and "model.pt: File too large" in line
+        assert line.endswith("make room, and the same command goes on from the last checkpoint")
+    assert "Traceback" not in run.err
+    kept = {path.name for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    assert kept == {"config.yaml", "manifest.json", "metrics.jsonl"}

@@ -356,3 +356,26 @@ def test_arriving_in_a_state_by_itself() -> None:
     mean.buffer.zero_()
     assert copied.tolist() == [0.0, 1.0, 2.0]
     assert isinstance(mean.state_dict()["buffer"], Tensor), "others get tensors"
+
+
+def full_for_all(rank: int, world: int, folder: str) -> list[str]:
+    """No worker can write its part, nor say so, before worker 0 has told of its own."""
+    lines: list[str] = []
+    saver = two(rank, world, folder, lines)
+
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with patch.object(checkpoint, "_write", full), patch.object(Part, "tell", full):
+        saver.start(1, state(1))
+        if rank == 0:
+            until(lambda: len(lines) > 0)
+        assert saver.finish() is None
+    return lines
+
+
+def test_a_disk_that_is_full_for_all_is_told_of_at_once(workers: Pool, tmp_path: Path) -> None:
+    lines, others = workers.run(full_for_all, 2, str(tmp_path))
+    (line,) = lines
+    assert "step 1 could not be saved (worker 0: " in line and "No space left" in line
+    assert others == []
