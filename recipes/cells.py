@@ -89,8 +89,10 @@ class TrainCell:
 
     def summary(self) -> SummaryJSON | None:
         words = dict(word.split("=", 1) for word in self.overrides)
-        if not Path(words.get("runs", "results/runs")).exists():
-            return None  # as after a clone; composing hundreds of configurations takes a minute
+        task, method, seed = (words.get(key, "*") for key in ("task", "method", "train.seed"))
+        runs = Path(words.get("runs", "results/runs"))
+        if not any(runs.glob(f"{task}/{method}/*/seed{seed}")):
+            return None  # composing two thousand configurations takes two minutes
         config = self.config()
         found = read_summary(run_folder(config))
         if found is not None:
