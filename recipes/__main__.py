@@ -2,7 +2,7 @@
 
 python -m recipes list                     every recipe, and how many of its runs have finished
 python -m recipes run table2               train what is missing; after Ctrl-C the same continues
-python -m recipes collect                  finished runs → results/ours.csv, results/evals.csv
+python -m recipes collect                  finished runs → results/{ours,runs,evals}.csv
 python -m recipes render                   → results/tables, results/figures, results/report.html
 python -m recipes tune gpt2 co2 slowmo     settings for a task, each method with as many trials
 """
@@ -14,9 +14,8 @@ from pathlib import Path
 
 from co2.arguments import Parser
 from co2.errors import ConfigError, nearest, require
-from co2.record.table import read_csv
 from co2.train import launch
-from recipes import cells, functions, laboratory, readme, render, slurm
+from recipes import cells, functions, laboratory, measured, readme, render, slurm
 from recipes.collect import collect
 from recipes.recipe import Recipe
 from recipes.registry import RECIPES
@@ -108,7 +107,7 @@ def _seed(word: str) -> int:
 
 def listing(chosen: Sequence[Recipe], scale: str, out: Path) -> None:
     """Print every recipe, how many of its runs have finished here, and its values in ours.csv."""
-    lines = read_csv(out / "ours.csv")
+    lines = measured.read(out / "ours.csv")
     for recipe in chosen:
         cells = list(recipe.cells(scale))
         runs = list(dict.fromkeys(cell for *_, cell in cells))

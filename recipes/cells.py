@@ -124,7 +124,7 @@ class TrainCell:
 def is_of(line: Mapping[str, str], cell: Cell) -> bool:
     """Whether a line of ours.csv is of this cell's run."""
     # The digest last: to compose a configuration takes a while.
-    return line["command"] == cell.command and line.get("digest", "") == cell.digest
+    return line["command"] == cell.command and line["digest"] == cell.digest
 
 
 def own_words(words: Iterable[str]) -> tuple[str, ...]:

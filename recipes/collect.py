@@ -1,25 +1,24 @@
-"""From run folders to results/ours.csv and results/evals.csv: nobody types a value into a table."""
+"""From run folders to results/{ours,runs,evals}.csv: nobody types a value into a table."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from co2.record.files import whole_lines
 from co2.record.table import Table, read_csv
+from recipes import measured
 from recipes.cells import is_of
+from recipes.measured import KEY
 from recipes.recipe import Column, Recipe
 from recipes.registry import RECIPES
 
-VALUES = ("recipe", "row", "column", "scale", "seed", "value")
-SOURCES = ("commit", "hardware", "workers", "steps", "folder", "command", "digest")
-KEY = VALUES[:5]
 EVALS = (*KEY, "step", "train_s", "loss")
 
 Line = dict[str, object]
-"""A row of either file, which may have been read from it or made now."""
+"""A value with its run, or an evaluation, which may have been read from its file or made now."""
 
 
 def collect(recipes: Iterable[Recipe], out: Path, scale: str) -> tuple[int, int]:
-    """Write both files from the finished runs of these recipes at one scale; the rest stays.
+    """Write these files from the finished runs of these recipes at one scale; the rest stays.
 
     A value measured elsewhere, as in a committed file, stays as long as the recipe uses the same
     command, conf gives it the same settings, and no such run has finished here. It also serves
@@ -30,8 +29,7 @@ def collect(recipes: Iterable[Recipe], out: Path, scale: str) -> tuple[int, int]
     """
     recipes = list(recipes)
     names = {recipe.name for recipe in recipes}
-    old, old_evals = read_csv(out / "ours.csv"), read_csv(out / "evals.csv")
-    old = [{"digest": "", **line} for line in old]  # which lines of before have not
+    old, old_evals = measured.read(out / "ours.csv"), read_csv(out / "evals.csv")
     known, known_evals = {_key(line): line for line in old}, _grouped(old_evals)
     shared = _shared(old)
     values: list[Line] = []
@@ -57,12 +55,12 @@ def collect(recipes: Iterable[Recipe], out: Path, scale: str) -> tuple[int, int]
                 values.append({**same, **key})
                 if column.curve:
                     evals += [{**line, **key} for line in known_evals.get(_key(same), [])]
-    for name, fields, before, lines in (
-        ("ours.csv", (*VALUES, *SOURCES), old, values),
-        ("evals.csv", EVALS, old_evals, evals),
-    ):
-        others = [line for line in before if line["recipe"] not in names or line["scale"] != scale]
-        Table.of_records([*others, *lines], fields).write_csv(out / name)
+    kept, kept_evals = (
+        [line for line in before if line["recipe"] not in names or line["scale"] != scale]
+        for before in (old, old_evals)
+    )
+    measured.write(out / "ours.csv", [*kept, *values])
+    Table.of_records([*kept_evals, *evals], EVALS).write_csv(out / "evals.csv")
     return here, len(values) - here
 
 

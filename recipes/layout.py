@@ -185,7 +185,7 @@ def origin(recipe: Recipe, ours: Rows, scale: str) -> str:
     mixed = ", a mixture" if len(commits) > 1 else ""
     runs = len({(line["folder"], line["command"]) for line in ours})
     return (
-        f"{runs} runs: results/ours.csv has folder and command of each. Commit "
+        f"{runs} runs: results/runs.csv has folder and command of each. Commit "
         f"{', '.join(commits)}{mixed}. Again: {again}."
     )
 

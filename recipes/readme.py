@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from co2.record.table import read_csv
-from recipes import answer
+from recipes import answer, measured
 
 BEGIN, END = "<!-- results: begin (python -m recipes render) -->", "<!-- results: end -->"
 
@@ -13,7 +13,7 @@ def fill(readme: Path, ours: Path) -> None:
 
     results/tuning.csv is read beside it.
     """
-    rows = [row for row in read_csv(ours) if row["scale"] == "smoke"]
+    rows = [row for row in measured.read(ours) if row["scale"] == "smoke"]
     tuning = read_csv(ours.with_name("tuning.csv"))
     parts = []
     for table in (answer.losses(rows, tuning), answer.further(rows, tuning)):

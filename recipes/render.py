@@ -1,11 +1,11 @@
-"""From results/ours.csv, evals.csv and paper.csv to tables, figures and results/report.html."""
+"""From results/{ours,runs,evals,paper}.csv to tables, figures and results/report.html."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from co2.record.table import Table, read_csv
-from recipes import answer, figures, layout, report, rounds
+from recipes import answer, figures, layout, measured, report, rounds
 from recipes.recipe import Recipe
 
 PAPERS = Path(__file__).parents[1] / "results" / "paper.csv"
@@ -16,7 +16,7 @@ def render(recipes: Sequence[Recipe], out: Path, scale: str) -> None:
     """Write tables and figures of these recipes, and the page that holds them all."""
     end = ending(scale)
     sections = []
-    known = [read_csv(out / name) for name in ("ours.csv", "evals.csv")]
+    known = [measured.read(out / "ours.csv"), read_csv(out / "evals.csv")]
     papers = read_csv(out / "paper.csv") or read_csv(PAPERS)
     for recipe in recipes:
         ours, evals = (

@@ -7,8 +7,8 @@ Cost: smoke, 84 runs of a minute and a half on 2 cores, two hours. Paper: ResNet
 epochs of ImageNet takes some 200 GPU-hours on A100 for every run; nobody has run it here.
 Found, after 100 rounds: on ResNet-50 every method ends at a top-1 of 98.1 to 98.4 and none differs
 from AllReduce beyond chance; on ViT the overlapped ones lose 2.5 to 6 points. On ADE20K all others
-end behind AllReduce, by 6 % of its loss (SlowMo) to 26 (CoCoD-SGD; CO2 21, co2_keep 10). ShapeNet is
-not tuned yet.
+end behind AllReduce, by 6 % of its loss (SlowMo) to 26 (CoCoD-SGD; CO2 21, co2_keep 10). ShapeNet
+is not tuned yet.
 """
 
 from functools import partial

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from co2.record.table import read_csv
+from recipes import measured
 from recipes.cells import Cell, is_of
 from recipes.recipe import Column, Recipe, Row
 
@@ -142,7 +142,7 @@ class TunedRecipe(Recipe):
         """Recorded lines of the trials, by row and column."""
         return {
             (line["row"], line["column"]): line
-            for line in read_csv(OURS)
+            for line in measured.read(OURS)
             if (line["recipe"], line["scale"], line["seed"])
             == (self.trials.name, scale, str(self.trial_seed))
         }

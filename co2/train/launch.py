@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import resource_tracker
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -262,8 +263,17 @@ def _guarded(worker: Worker, config: Config, rank: int) -> int:
             raise
         print(f"worker {rank}: a peer is gone, stopping", file=sys.stderr, flush=True)
         time.sleep(_PEER_S)
-        return 1
+        # Groups do not end before what is under way on them, which may wait for the lost one, and
+        # others wait for connections that this process holds.
+        _exit(1)
     return 0
+
+
+def _exit(status: int) -> NoReturn:
+    """End this process, whatever its threads and groups wait for."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _local_worker(worker: Worker, config: Config) -> None:
@@ -275,9 +285,7 @@ def _local_worker(worker: Worker, config: Config) -> None:
         traceback.print_exc()
         status = 1
     if status:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)  # the launcher takes a plain exit for a failure of its own
+        _exit(status)  # the launcher takes a plain exit for a failure of its own
 
 
 def _spawn(worker: Worker, config: Config) -> int:

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from co2.config import Config
 from co2.errors import DIVERGED, PREEMPTED
-from co2.train import checkpoint
+from co2.train import checkpoint, launch
 from tasks.toy import Toy
 from tests.cli.harness import (
     LIMIT_S,
@@ -32,6 +33,7 @@ from tests.cli.harness import (
     assert_same_run,
     assert_same_weights,
     cli,
+    configured,
     folder_of,
     kill_session,
     metrics,
@@ -43,7 +45,7 @@ from tests.cli.harness import (
     until,
 )
 from tests.cli.test_checkpoint import DAMAGES, damage
-from tests.workers import Pool
+from tests.workers import Pool, WorkerError
 
 KILLS = 10
 SLOW = "toy.delay_s=0.03"
@@ -179,6 +181,26 @@ def test_one_worker_is_killed(tmp_path: Path) -> None:
         assert not alive(process.pid)
     assert "Traceback" not in log.read_text()
     assert not (folder / "summary.json").exists()
+
+
+def loses_its_peer(rank: int, world: int, runs: str) -> int:
+    """Worker 1 loses another one while a collective is under way that worker 0 never joins."""
+
+    def worker(_: Config) -> None:
+        if rank == 1:
+            dist.all_reduce(torch.zeros(1), async_op=True)
+            raise RuntimeError("Connection closed by peer")
+        time.sleep(LIMIT_S)
+
+    with patch.object(launch, "_PEER_S", 0.0):
+        return launch._guarded(worker, configured(*STORY, runs=Path(runs)), rank)
+
+
+def test_who_has_lost_a_peer_waits_for_nothing(workers: Pool, tmp_path: Path) -> None:
+    """Else the workers of a job that torchrun started waited for each other, and were killed after
+    half a minute."""
+    with pytest.raises(WorkerError, match="rank 1 died"):
+        workers.run(loses_its_peer, 2, str(tmp_path), time_limit_s=30.0)
 
 
 def newest_child(pid: int) -> int:

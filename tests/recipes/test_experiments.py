@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from co2.record.folder import run_folder
-from co2.record.table import Table, read_csv
 from recipes import (
     digits,
     field,
@@ -19,6 +18,7 @@ from recipes import (
     kept_progress,
     kept_variants,
     layout,
+    measured,
     quality,
     time_to_loss,
 )
@@ -51,7 +51,7 @@ def line(recipe: Recipe, row: str, column: str, seed: int, value: float) -> dict
 
 
 def write_ours(lines: Sequence[dict[str, object]]) -> None:
-    Table.of_records(lines).write_csv(Path("results/ours.csv"))
+    measured.write(Path("results/ours.csv"), lines)
 
 
 def write_summary(cell: object, loss: float) -> None:
@@ -116,7 +116,7 @@ def test_a_function_is_a_run_like_others(place: Path) -> None:
     assert functions.run([*asked, *asked], lines.append) == [asked[1]]
     assert len(lines) == 1 and lines[0].startswith("3 trainings of function")
     assert collect([recipe], place, "smoke") == (2, 0)
-    rows = read_csv(place / "ours.csv")
+    rows = measured.read(place / "ours.csv")
     assert [(row["seed"], row["value"]) for row in rows] == [("0", "3.5"), ("2", "5.5")]
     assert rows[1]["command"] == "python -m recipes run function --seeds 2  # a=1.5 b=2 c=true"
     assert rows[0]["workers"] == "4" and rows[0]["steps"] == "9" and rows[0]["commit"]
@@ -215,9 +215,9 @@ def test_the_field_counts_rounds_and_takes_shares_of_the_limit(place: Path) -> N
     )
     assert isinstance(adam, LabCell) and adam.overrides == ("onebit_adam.freeze_step=10",)
     assert collect([field.RECIPE], place, "smoke") == (2, 0)
-    values = {(r["row"], r["column"]): float(r["value"]) for r in read_csv(place / "ours.csv")}
+    values = {(r["row"], r["column"]): float(r["value"]) for r in measured.read(place / "ours.csv")}
     assert values == {("onebit_adam", where): 25, ("no communication", where): 100}
-    (table,) = layout.tables(field.RECIPE, read_csv(place / "ours.csv"), [], "smoke")
+    (table,) = layout.tables(field.RECIPE, measured.read(place / "ours.csv"), [], "smoke")
     assert [row[0] for row in table.rows] == ["onebit_adam", "no communication"]
     assert [row[1] for row in table.rows] == ["25.0", "100.0"]
 

@@ -9,8 +9,18 @@ import pytest
 
 from co2.lab.training import TrialFailed
 from co2.lab.trial import trial_folder
-from co2.record.table import read_csv
-from recipes import field, figure1, graph, laboratory, layout, moe, scaling, shares, table3
+from recipes import (
+    field,
+    figure1,
+    graph,
+    laboratory,
+    layout,
+    measured,
+    moe,
+    scaling,
+    shares,
+    table3,
+)
 from recipes.__main__ import main
 from recipes.collect import collect
 from recipes.laboratory import LabCell
@@ -55,7 +65,7 @@ def test_values_are_of_the_laboratorys_table_and_of_runs(place: Path) -> None:
     write_run(cell(field.RECIPE, "co2", SHARE, 1), 9_900.0)
     folder = write_run(cell(field.RECIPE, "no communication", SHARE, 1), 11_000.0)
     assert collect([field.RECIPE], place / "out", "smoke") == (4, 0)
-    rows = read_csv(place / "out" / "ours.csv")
+    rows = measured.read(place / "out" / "ours.csv")
     before = "results/field/gpt2/cells.csv"
     found = [(r["row"], r["seed"], float(r["value"]), r["commit"], r["folder"]) for r in rows]
     assert found[0] == ("co2", "0", 87.5, "abc1234", before)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from co2.record.table import read_csv
-from recipes import gap, rates, rounds, table4, tau_sweep
+from recipes import gap, measured, rates, rounds, table4, tau_sweep
 from recipes.cells import TrainCell, own_words
 from recipes.collect import collect
 from recipes.power_law import RESAMPLES, PowerLaw, interval, resampled
@@ -140,11 +139,13 @@ def test_the_longest_training_has_the_rate_of_one_that_was_tuned(place: Path) ->
 def test_tuned_values_survive_a_clone(place: Path) -> None:
     recipe = rounds.RECIPE
     write_trials(recipe.trials, {}, ("CO2, rate",))
-    trials = read_csv(Path("results/ours.csv"))
+    trials = measured.read(Path("results/ours.csv"))
     values = [line(recipe, "CO2", "25 rounds", seed, 3.0 + seed) for seed in (0, 1)]
     write_ours([*trials, *values])
     assert collect([recipe], place / "results", "smoke") == (0, 2)
-    assert len(read_csv(Path("results/ours.csv"))) == len(trials) + 2, "although no run is here"
+    assert len(measured.read(Path("results/ours.csv"))) == len(trials) + 2, (
+        "although no run is here"
+    )
 
 
 def test_settings_lie_where_the_rule_has_them(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Tables from run folders: finished, unfinished, failed, missing, and of several commits."""
 
 import copy
-import csv
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,9 +11,9 @@ import pytest
 
 from co2.errors import ConfigError
 from co2.record.folder import run_folder
-from co2.record.table import read_csv
+from co2.record.table import Table, read_csv
 from co2.simulate.paper import PAPER as SCALING
-from recipes import answer, entries, figures, layout, readme, render, rounds
+from recipes import answer, entries, figures, layout, measured, readme, render, rounds
 from recipes.__main__ import main, recipe_of
 from recipes.cells import Cell, TrainCell, composed_config
 from recipes.collect import collect
@@ -84,7 +83,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def found(results: Path) -> dict[str, Entry]:
-    same = entries.entries(TOY, read_csv(results / "ours.csv"))
+    same = entries.entries(TOY, measured.read(results / "ours.csv"))
     return {entry.row.name: entry for entry in same}
 
 
@@ -178,8 +177,7 @@ def test_shares_of_another_row_are_taken_seed_by_seed(results: Path) -> None:
 
 
 def test_every_value_leads_back_to_its_run(results: Path) -> None:
-    with (results / "ours.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = measured.read(results / "ours.csv")
     local = [row for row in rows if row["row"] == "Local SGD"]
     assert [row["commit"] for row in local] == ["bbbbbbb", "aaaaaaa", "ddddddd-dirty"]
     for row in local:
@@ -195,23 +193,35 @@ def test_every_value_leads_back_to_its_run(results: Path) -> None:
     assert layout.origin(TOY, [], "paper").startswith("Nothing has run")
 
 
+def test_a_run_behind_several_values_is_told_once(results: Path) -> None:
+    path = results / "ours.csv"
+    lines = measured.read(path)
+    measured.write(path, [*lines, *({**line, "column": "twice"} for line in lines)])
+    assert len(read_csv(path)) == 14 and len(read_csv(results / "runs.csv")) == 7
+    assert [line["column"] for line in measured.read(path)] == ["top-1"] * 7 + ["twice"] * 7
+    assert [line["folder"] for line in measured.read(path)] == [one["folder"] for one in lines] * 2
+    Table.of_records(read_csv(results / "runs.csv")[1:]).write_csv(results / "runs.csv")
+    with pytest.raises(ConfigError, match=r"ours\.csv: runs\.csv has no run .*; take both"):
+        measured.read(path)
+
+
 def test_tables_have_a_row_for_each_method_and_what_is_empty_is_named(results: Path) -> None:
-    rows = read_csv(results / "ours.csv")
+    rows = measured.read(results / "ours.csv")
     none = replace(TOP1, name="none, of two")
     recipe = replace(TOY, columns=(TOP1, none, replace(none, name="other", part="none")))
-    measured, differences, reported = layout.tables(recipe, rows, PAPER, "smoke")
-    assert measured.markdown().splitlines() == [
+    found, differences, reported = layout.tables(recipe, rows, PAPER, "smoke")
+    assert found.markdown().splitlines() == [
         "| method | top-1 |",
         "|---|---|",
         "| AllReduce | 91.0 ± 1.0 |",
         "| Local SGD | 81.0 ± 1.0 |",
         "| CO2_3 | 60.0 (n = 1) |",
     ]
-    assert measured.text == (
+    assert found.text == (
         "Percent of a toy. Measured here (a cpu, 2 cores): mean ± standard deviation over 3 seeds "
         "(n where it is another number); bold where the best interval overlaps no other."
     )
-    assert measured.source.startswith(
+    assert found.source.startswith(
         "Not run, and left out: SlowMo; none, of two. Nothing has run of: none. 7 runs"
     )
     assert differences.title == "Golden, differences to AllReduce"
@@ -269,7 +279,7 @@ def test_what_another_recipe_has_recorded_of_the_same_run_is_not_lost(
     loss = replace(TOP1, name="loss", metric="final.loss")
     other = replace(TOY, name="other", columns=(same, share, loss))
     assert collect([other], results, "smoke") == (0, 7)
-    rows = read_csv(results / "ours.csv")
+    rows = measured.read(results / "ours.csv")
     own = [{**row, "recipe": "golden", "column": "top-1"} for row in rows[7:]]
     assert own == rows[:7] and {row["column"] for row in rows[7:]} == {"the same"}
     evals = read_csv(results / "evals.csv")
@@ -295,17 +305,15 @@ def test_losses_are_kept_for_the_curves(results: Path) -> None:
 def test_what_ran_elsewhere_stays_while_the_recipe_asks_for_it(
     results: Path, tmp_path: Path
 ) -> None:
-    ours, evals = (results / "ours.csv").read_text(), (results / "evals.csv").read_text()
-    other = "other,AllReduce,top-1,smoke,0,1.0,c,h,2,60,f,python train.py,0a1b"
-    with (results / "ours.csv").open("a") as file:
-        file.write(f"{other}\n")
+    ours, evals = measured.read(results / "ours.csv"), (results / "evals.csv").read_text()
+    expected = [{**ours[0], "recipe": "other", "command": "python train.py", "digest": ""}, *ours]
+    measured.write(results / "ours.csv", expected)
     assert collect([TOY], results, "smoke") == (7, 0)
-    expected = sorted([*ours.splitlines(), other])
-    assert sorted((results / "ours.csv").read_text().splitlines()) == expected
+    assert measured.read(results / "ours.csv") == expected
 
     (tmp_path / "results").rename(tmp_path / "gone")  # as after a clone
     assert collect([TOY], results, "smoke") == (0, 7)
-    assert sorted((results / "ours.csv").read_text().splitlines()) == expected
+    assert measured.read(results / "ours.csv") == expected
     assert sorted((results / "evals.csv").read_text().splitlines()) == sorted(evals.splitlines())
 
     changed = replace(TOY, columns=(replace(TOP1, smoke=("train.steps=70",)),))
@@ -414,13 +422,15 @@ def test_the_readme_shows_what_was_measured(tmp_path: Path) -> None:
     readme.fill(page, ours)
     assert page.read_text() == (root / "README.md").read_text(), "python -m recipes render"
     changed = tmp_path / "ours.csv"
-    head = "recipe,row,column,scale,seed,value,command\n"
-    line = "table2,CO2,{},smoke,0,123.4,python train.py task=gpt2 method=co2\n"
-    changed.write_text(head + line.format("GPT-2") + line.format('"GPT-2, loss"'))
+    line = dict.fromkeys((*measured.VALUES, *measured.SOURCES), "")
+    line |= {"recipe": "table2", "row": "CO2", "scale": "smoke", "seed": "0", "value": "123.4"}
+    line |= {"command": "python train.py task=gpt2 method=co2"}
+    columns = ("GPT-2", "GPT-2, loss")
+    measured.write(changed, [{**line, "column": column} for column in columns])
     readme.fill(page, changed)
     assert "| method | GPT-2 |\n|---|---|\n| CO2 | 123.4000 |" in page.read_text()
     assert "| method | GPT-2, perplexity ↓ |\n|---|---|\n| CO2 | 123.40 |" in page.read_text()
-    changed.write_text(head)
+    measured.write(changed, [])
     readme.fill(page, changed)
     assert page.read_text().count("Not run yet.") == 2
 

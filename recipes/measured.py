@@ -1,0 +1,44 @@
+"""What was measured: results/ours.csv has a line for each value, and runs.csv beside it one for
+each run that values come from."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from co2.errors import ConfigError
+from co2.record.table import Table, read_csv
+
+KEY = ("recipe", "row", "column", "scale", "seed")
+VALUES = (*KEY, "value")
+SOURCES = ("commit", "hardware", "workers", "steps", "folder", "command", "digest")
+RUN = "run"
+"""The column that leads from a value to its run."""
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """The lines of an ours.csv, each with what is known of its run; none where there is no file.
+    Raises `ConfigError` where a run is missing in runs.csv."""
+    lines, runs = read_csv(path), {line.pop(RUN): line for line in read_csv(_runs(path))}
+    missing = {line[RUN] for line in lines} - runs.keys()
+    if missing:
+        hint = f"{_runs(path).name} has no run {min(missing)}; take both files from one commit"
+        raise ConfigError("results", path, hint)
+    return [{**{name: line[name] for name in VALUES}, **runs[line[RUN]]} for line in lines]
+
+
+def write(path: Path, lines: Iterable[Mapping[str, object]]) -> None:
+    """The reverse of `read`: lines with the fields of `VALUES` and of `SOURCES`."""
+    values: list[dict[str, object]] = []
+    runs: dict[str, dict[str, object]] = {}
+    for line in lines:
+        source = {name: str(line[name]) for name in SOURCES}
+        run = hashlib.sha256(json.dumps(source).encode()).hexdigest()[:12]
+        runs[run] = {RUN: run, **source}
+        values.append({**{name: line[name] for name in VALUES}, RUN: run})
+    Table.of_records(values, (*VALUES, RUN)).write_csv(path)
+    Table.of_records(list(runs.values()), (RUN, *SOURCES)).write_csv(_runs(path))
+
+
+def _runs(path: Path) -> Path:
+    return path.with_name("runs.csv")
