@@ -13,7 +13,7 @@ from co2.errors import ConfigError
 from co2.record.folder import run_folder
 from co2.record.table import Table, read_csv
 from co2.simulate.paper import PAPER as SCALING
-from recipes import answer, entries, figures, layout, measured, readme, render, rounds
+from recipes import answer, entries, figures, layout, measured, readme, render, rounds, tuning
 from recipes.__main__ import main, recipe_of
 from recipes.cells import Cell, TrainCell, composed_config
 from recipes.collect import collect
@@ -364,7 +364,12 @@ def covering(recipe: Recipe, scale: str) -> Iterator[tuple[Row, Column, Cell]]:
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("scale", ["smoke", "paper"])
-def test_every_cell_of_every_recipe_composes(name: str, scale: str) -> None:
+def test_every_cell_of_every_recipe_composes(
+    monkeypatch: pytest.MonkeyPatch, name: str, scale: str
+) -> None:
+    # Trials that were collected count here whatever conf has become: to see whether they still are
+    # of the same settings takes as long again.
+    monkeypatch.setattr(tuning, "is_of", lambda line, cell: line["command"] == cell.command)
     recipe = RECIPES[name]
     assert len({row.name for row in recipe.rows}) == len(recipe.rows)
     assert len({column.name for column in recipe.columns}) == len(recipe.columns)
