@@ -1,11 +1,14 @@
 """The one error that a user meets, which names a key, its value and what would be right.
 
-Exit statuses of the programs are here, too.
+Exit statuses of the programs are here, too, and how a worker ends that can wait for nobody.
 """
 
 import difflib
 import math
+import os
+import sys
 from collections.abc import Iterable
+from typing import NoReturn
 
 REFUSED = 2
 """Exit status of a run that was refused, nearly always before it started."""
@@ -38,6 +41,13 @@ class ConfigError(ValueError):
     # Exceptions are pickled by their text, which is no argument of this one.
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, object, str]]:
         return ConfigError, (self.key, self.value, self.hint)
+
+
+def exit_at_once(status: int) -> NoReturn:
+    """End this process, whatever its threads and process groups wait for."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def require(condition: bool, key: str, value: object, hint: str) -> None:

@@ -39,8 +39,9 @@ def collect(recipes: Iterable[Recipe], out: Path, scale: str) -> tuple[int, int]
         for row, column, seed, cell in recipe.cells(scale):
             words = (recipe.name, row.name, column.name, scale, str(seed))
             key: Line = dict(zip(KEY, words, strict=True))
-            value, summary = recipe.value(row, column, scale, seed), cell.summary()
-            if value is not None and summary is not None:
+            summary = cell.summary()
+            value = None if summary is None else recipe.value(row, column, scale, seed)
+            if summary is not None and value is not None:
                 here += 1
                 source = cell.source()
                 size = {"workers": summary["workers"], "steps": summary["steps"]}

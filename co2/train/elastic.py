@@ -22,7 +22,7 @@ import torch.distributed as dist
 from co2.comm.members import Expelled, Members, StoreLost, Unreachable
 from co2.comm.sockets import forgotten
 from co2.config import CommDevice, Config, LaunchConfig
-from co2.errors import PREEMPTED, require
+from co2.errors import PREEMPTED, exit_at_once, require
 from co2.methods.base import Method
 from co2.train.store import FINAL, OwnStore, SharedStore
 
@@ -227,10 +227,8 @@ def _work(
         else:
             print(f"error: worker {number}: {text}", file=sys.stderr, flush=True)
         status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
     if status or forgotten():
-        os._exit(status)  # threads of lost groups may still wait for somebody
+        exit_at_once(status)  # threads of lost groups may still wait for somebody
 
 
 def _end_with(starter: int) -> None:

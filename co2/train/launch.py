@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import resource_tracker
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from co2.comm.mesh import Mesh
 from co2.config import CommDevice, Config, LaunchConfig, Precision
-from co2.errors import REFUSED, ConfigError, require
+from co2.errors import REFUSED, ConfigError, exit_at_once, require
 from co2.train import elastic
 
 _PEER_S = 1.0
@@ -265,15 +264,8 @@ def _guarded(worker: Worker, config: Config, rank: int) -> int:
         time.sleep(_PEER_S)
         # Groups do not end before what is under way on them, which may wait for the lost one, and
         # others wait for connections that this process holds.
-        _exit(1)
+        exit_at_once(1)
     return 0
-
-
-def _exit(status: int) -> NoReturn:
-    """End this process, whatever its threads and groups wait for."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def _local_worker(worker: Worker, config: Config) -> None:
@@ -285,7 +277,7 @@ def _local_worker(worker: Worker, config: Config) -> None:
         traceback.print_exc()
         status = 1
     if status:
-        _exit(status)  # the launcher takes a plain exit for a failure of its own
+        exit_at_once(status)  # the launcher takes a plain exit for a failure of its own
 
 
 def _spawn(worker: Worker, config: Config) -> int:
