@@ -2,23 +2,22 @@
 
 Importing torch takes longer than most tests, so the workers are forked from a server that has
 imported it (tests/server.py). They live until the session ends. Each case gets a process group of
-its own over a fresh file, which is always destroyed afterwards. When a case exceeds its time
+its own, which is always destroyed afterwards. When a case exceeds its time
 limit, its workers are killed and new ones are forked for the next case, so that a deadlock is a
 failed test and not a session that hangs.
 """
 
 import contextlib
+import functools
 import gc
 import io
 import os
 import pickle
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,6 +64,9 @@ class Pool:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        # A FileStore makes everyone who waits look again every 10 ms.
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self._cases = 0
         self._workers: list[tuple[Forked, Connection]] = []
 
     def run(
@@ -83,12 +85,12 @@ class Pool:
         assert 1 <= world <= self.size, f"world {world} in a pool of {self.size}"
         if not self._workers:
             self._start()
-        with tempfile.TemporaryDirectory() as folder:
-            connections = [connection for _, connection in self._workers[:world]]
-            for rank, connection in enumerate(connections):
-                case = (fn, rank, world, args, str(Path(folder) / "store"), time_limit_s)
-                connection.send_bytes(_pickled(case))
-            replies = self._collect(connections, time_limit_s)
+        self._cases += 1
+        connections = [connection for _, connection in self._workers[:world]]
+        for rank, connection in enumerate(connections):
+            case = (fn, rank, world, args, f"case{self._cases}", self._store.port, time_limit_s)
+            connection.send_bytes(_pickled(case))
+        replies = self._collect(connections, time_limit_s)
         failures = [f"rank {rank}:\n{text}" for rank, (good, text) in replies.items() if not good]
         missing = sorted(set(range(world)) - set(replies))
         if missing:
@@ -150,11 +152,16 @@ def serve(descriptor: int) -> None:
     os._exit(0)  # without the seconds in which an interpreter takes down all modules
 
 
+@functools.cache
+def _store(port: int) -> dist.Store:
+    return dist.TCPStore("localhost", port, is_master=False)
+
+
 def _run_case(case: bytes) -> tuple[bool, Any]:
     """(True, pickled result) or (False, traceback)."""
     try:
-        fn, rank, world, args, path, time_limit_s = pickle.loads(case)
-        store = dist.FileStore(path, world)
+        fn, rank, world, args, name, port, time_limit_s = pickle.loads(case)
+        store = dist.PrefixStore(name, _store(port))
         dist.init_process_group(
             "gloo",
             store=store,
