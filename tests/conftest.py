@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.server import PRELOADED, TASK_LIBRARIES
+from tests.server import PRELOADED, TASK_LIBRARIES, server
 from tests.workers import Pool
 
 LONG = (
@@ -139,6 +139,13 @@ SLOW = (
     "tests/tasks/test_fused_experts.py",  # Triton's interpreter
 )
 """What `make test` leaves to `make test-slow`, as it does the tests marked where they stand."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where several processes test, they have one server, which imports while they collect."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        PRELOADED.extend(TASK_LIBRARIES)
+        server().share()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -49,6 +49,7 @@ TASK_LIBRARIES = (
 LAUNCHER_VARIABLES = frozenset(
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 )
+_SHARED = "TESTS_SERVER"
 _LARGEST_REQUEST = 1 << 20
 
 
@@ -103,18 +104,47 @@ class Forked:
 
 
 class Server:
-    """The client's side. The server ends when this process closes its pipe or dies."""
+    """The client's side.
 
-    def __init__(self, modules: Iterable[str]) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        self._address = f"{self._folder.name}/socket"
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, self._address, *modules],
+    Args:
+        pid: the server's process.
+        address: of its socket.
+    """
+
+    def __init__(self, pid: int, address: str) -> None:
+        self._pid, self._address = pid, address
+
+    @classmethod
+    def start(cls, modules: Iterable[str]) -> "Server":
+        """A server of one's own. It ends when this process closes its pipe or dies."""
+        folder = tempfile.TemporaryDirectory()
+        address = f"{folder.name}/socket"
+        process = subprocess.Popen(
+            [sys.executable, __file__, address, *modules],
             cwd=ROOT,
             env=environment(),
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the tests, which then close the pipe
         )
+        atexit.register(folder.cleanup)
+        atexit.register(process.stdin.close)  # and so keep the process
+        return cls(process.pid, address)
+
+    def share(self) -> None:
+        """Have the processes that this one starts use this server as well."""
+        os.environ[_SHARED] = f"{self._pid}:{self._address}"
+
+    @classmethod
+    def shared(cls) -> "Server | None":
+        """The server of the process that has started this one."""
+        pid, _, address = os.environ.get(_SHARED, "").partition(":")
+        return cls(int(pid), address) if pid else None
+
+    def _runs(self) -> bool:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            stat = Path(f"/proc/{self._pid}/stat").read_text()
+            return not stat.rpartition(")")[2].lstrip().startswith("Z")
+        return False
 
     def fork(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> Forked:
         """Send a request (see `_answer`) with open files; return the new process."""
@@ -124,7 +154,7 @@ class Server:
                 connection.connect(self._address)
                 break
             except (FileNotFoundError, ConnectionRefusedError):
-                assert self._process.poll() is None, "the server of forked processes has failed"
+                assert self._runs(), "the server of forked processes has failed"
                 time.sleep(0.01)
         message = json.dumps(request).encode()
         assert len(message) < _LARGEST_REQUEST
@@ -135,8 +165,8 @@ class Server:
 
 @functools.cache
 def server() -> Server:
-    """The server of this session, started at its first use."""
-    return Server(PRELOADED)
+    """The server of this session, started at its first use unless it is shared."""
+    return Server.shared() or Server.start(PRELOADED)
 
 
 def fork_function(name: str, descriptor: int) -> Forked:

@@ -7,8 +7,6 @@ interpreters of their own (`execute`), because their start is what is tested.
 """
 
 import contextlib
-import copy
-import functools
 import io
 import json
 import os
@@ -28,9 +26,8 @@ import torch
 from torch import Tensor
 
 import train
-from co2.app.compose import Values, composed, preflight
+from co2.app.compose import preflight
 from co2.config import Config
-from co2.errors import ConfigError
 from co2.record.files import whole_lines
 from co2.record.folder import run_folder
 from co2.task import Task
@@ -220,24 +217,10 @@ def until(condition: Callable[[], bool], process: Process, limit_s: float = LIMI
 
 
 def configured(*arguments: str, runs: Path) -> Config:
-    """The configuration that a command line makes. Raises `ConfigError`, as train.py would.
-
-    Hydra's composition takes most of the time of a short test, so what it makes of the same words
-    is kept. The folder of the runs differs between tests and is put in afterwards.
-    """
+    """The configuration that a command line makes. Raises `ConfigError`, as train.py would."""
     words = _completed(arguments, runs)
-    others = tuple(word for word in words if word != f"runs={runs}")
-    with contextlib.suppress(ConfigError):  # which the whole way raises again, with all words
-        if not any(word.startswith("hydra") for word in words):  # that may need more checks
-            values = copy.deepcopy(_composed(train.APP.conf, others))
-            return train.APP.validate({**values, "runs": str(runs)}, words)
     (config,) = preflight(train.APP.conf, "config", words, train.APP.validate)
     return config
-
-
-@functools.cache
-def _composed(conf: Path, words: tuple[str, ...]) -> Values:
-    return composed(conf, "config", words)
 
 
 def pooled(

@@ -530,7 +530,6 @@ class TestFolderOfAnotherConfiguration:
     [
         ("co2.tau=0", "co2.tau=0: " + COUNT),
         ("-m co2.tau=1,3,0", "co2.tau=0: " + COUNT),
-        ("method=null", "method="),
         ("task=gpt2 data.path=../short data.root=cache", "data.path=../short: "),
     ],
 )

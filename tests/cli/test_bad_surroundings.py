@@ -1,6 +1,5 @@
 """Bad environments, and bad command lines of the programs beside train.py: one line, status 2."""
 
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from co2.lab import slow_network
 from co2.record import timeline, wandb_sync
 from co2.simulate import __main__ as simulate
 from co2.train import launch
-from tests.cli.harness import command, execute
+from tests.cli.harness import cli
 from tests.cli.refused import files, refused
 
 NUMBER = "must be a whole number"
@@ -163,12 +162,21 @@ def test_job_of_a_sweep(index: str) -> None:
         sweep_job(index, ["co2.tau=1,2"])
 
 
+LIMITED = """
+import resource, sys, train
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+sys.exit(train.APP.main(sys.argv[1:]))
+"""
+"""train.py, for which no file may have more than 8 KiB."""
+
+
 @pytest.mark.parametrize("elastic", ["false", "true"])
 def test_no_room_for_the_model(tmp_path: Path, elastic: str) -> None:
     """One line, whoever writes, and no file that is half there."""
     words = ("toy.hidden=256", "method=local_sgd", "train.steps=24", f"launch.elastic={elastic}")
-    limited = "ulimit -f 8; exec " + shlex.join(command(*words, runs=tmp_path / "runs"))
-    run = execute(["bash", "-c", limited], tmp_path / "runs")
+    limited = tmp_path / "limited.py"
+    limited.write_text(LIMITED)
+    run = cli(*words, runs=tmp_path / "runs", script=limited)
     assert run.status == 2
     lines = [line for line in run.err.splitlines() if "error" in line]
     assert len(lines) == (2 if elastic == "true" else 1), run.err

@@ -166,8 +166,8 @@ def test_equals_two_stages_in_one_place(
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_lost(workers: Pool, kind: str, dtype: torch.dtype) -> None:
     """At every step error = input - compressed, to the bit, and compressed has no more values than
-    there are codes; over 200 steps what went in is what came out and what the errors hold."""
-    world, sizes, steps = 3, [20, 9], 200
+    there are codes; over 100 steps what went in is what came out and what the errors hold."""
+    world, sizes, steps = 3, [20, 9], 100
     numel = sum(sizes)
     runs = workers.run(history, world, sizes, kind, steps, dtype, False)
     went_in = torch.zeros(numel, dtype=torch.float64)
