@@ -67,8 +67,10 @@ def git() -> dict[str, Any]:
 
     def ask(*words: str) -> str:
         here = Path(__file__).parent
+        # Its index would be locked for good if this run were killed while git refreshes it.
+        command = ["git", "--no-optional-locks", *words]
         return subprocess.run(
-            ["git", *words], cwd=here, capture_output=True, text=True, check=True
+            command, cwd=here, capture_output=True, text=True, check=True
         ).stdout.strip()
 
     try:

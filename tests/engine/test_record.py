@@ -1,13 +1,16 @@
-"""metrics.jsonl on a full disk, and when another worker takes the writing over."""
+"""metrics.jsonl on a full disk, and in other hands; and what git is asked."""
 
 import json
+import os
 import resource
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from co2.record import provenance
 from co2.record.console import Console
 from co2.record.metrics import Notice
 from co2.record.provenance import Origin
@@ -99,3 +102,18 @@ def test_also_when_nothing_was_written_yet(
     record.log(Notice(1, "late"))
     successor.log(Notice(1, "one"))
     assert steps(successor) == [1]
+
+
+def test_git_is_asked_and_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was killed while git renewed its index left a lock, with which git refuses to
+    commit."""
+    asked = tmp_path / "provenance.py"
+    asked.write_text("")
+    author = ("-c", "user.name=A", "-c", "user.email=a@b.org")
+    for words in (("init", "-q"), ("add", "."), (*author, "commit", "-qm", "all")):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    os.utime(asked, (1, 1))  # what git knows of the file is no longer so
+    index = (tmp_path / ".git" / "index").read_bytes()
+    monkeypatch.setattr(provenance, "__file__", str(asked))
+    assert len(provenance.git()["commit"]) == 40 and not provenance.git()["dirty"]
+    assert (tmp_path / ".git" / "index").read_bytes() == index
