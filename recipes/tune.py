@@ -5,7 +5,8 @@ python -m recipes tune TASK [METHOD…] [--trials 12] [--tau N] [--scale smoke]
 For each method, AllReduce included: as many short trials as `--trials` says, of a quarter of the
 steps; then the best three of them at the full number of steps; the best of these wins. What counts
 is the validation loss on the tuning part of the data, with a seed that no table uses. Methods take
-turns, in the same processes. After Ctrl-C the same command goes on.
+turns, in the same processes. After Ctrl-C the same command goes on; so it does where the trials in
+results/tuning.csv were made elsewhere: what has ended with the same settings is not made again.
 
 All trials go to results/tuning.csv, the winner to conf/tuned/<task>/<method>.yaml, which
 `tuned=true` loads.
@@ -13,6 +14,7 @@ All trials go to results/tuning.csv, the winner to conf/tuned/<task>/<method>.ya
 Cost: 12 trials of a quarter and 3 whole ones are 6 runs of a method on a task.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,10 +41,12 @@ RUNS = "results/runs/tuning"
 KEY = ("task", "method", "tau", "scale")
 FIELDS = (
     *KEY,
-    *("trial", "rung", "settings", "loss", "outcome", "seed", "commit", "hardware"),
+    *("trial", "rung", "settings", "loss", "outcome", "seed", "commit", "hardware", "digest"),
 )
 """Columns of results/tuning.csv. `rung` is the number of steps; a loss of inf is that of a trial
-whose outcome is `diverged` or `failed`."""
+whose outcome is `diverged` or `failed`; `digest` is of all settings, as in results/runs.csv."""
+Line = Mapping[str, str]
+"""A line of results/tuning.csv."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +60,22 @@ class Trial:
     settings: Mapping[str, Value]
     """By full name, for this number of steps."""
     cell: TrainCell
+    known: Line | None = None
+    """Its line, if it had ended before, here or elsewhere."""
 
     @property
     def loss(self) -> float:
         """The final validation loss; infinite for a training that diverged or failed."""
+        if self.known is not None:
+            return float(self.known["loss"])
         summary = self.cell.summary()
         loss = None if summary is None else summary["final"]["loss"]
         return math.inf if loss is None else float(loss)
+
+    def source(self) -> dict[str, str]:
+        """Commit and hardware; empty where the run failed before it had a folder."""
+        source = self.known or (self.cell.source() if self.cell.begun() else {})
+        return {name: source.get(name, "") for name in ("commit", "hardware")}
 
 
 @dataclass
@@ -72,10 +85,12 @@ class Search:
     Args:
         base: the task's and method's configuration as conf has it.
         tau: τ of all trials; None for conf's own.
+        lines_before: of results/tuning.csv.
     """
 
     base: Config
     tau: int | None = None
+    lines_before: Sequence[Line] = ()
     short: list[Trial] = field(default_factory=list)
     """A quarter of the steps each."""
     whole: list[Trial] = field(default_factory=list)
@@ -86,6 +101,9 @@ class Search:
     def __post_init__(self) -> None:
         self.space = Space.of(self.base)
         self.proposals = Proposals(self.space)
+        ended = ("finished", "diverged")
+        own = [line for line in self.lines_before if self.is_own(line)]
+        self.known = {line["digest"]: line for line in own if line["outcome"] in ended}
 
     def propose(self, count: int) -> list[Trial]:
         """The next short trials."""
@@ -118,6 +136,9 @@ class Search:
     def lines(self) -> Iterator[dict[str, object]]:
         """The lines of results/tuning.csv, of all trials that have ended."""
         for trial in (*self.short, *self.whole):
+            if trial.known is not None:
+                yield dict(trial.known)
+                continue
             status = self.statuses.get(trial.cell)
             if status is None and trial.cell.summary() is None:
                 continue
@@ -131,7 +152,8 @@ class Search:
                 "loss": trial.loss,
                 "outcome": "finished" if math.isfinite(trial.loss) else lost,
                 "seed": TUNING_SEED,
-                **source_of(trial.cell),
+                **trial.source(),
+                "digest": trial.cell.digest,
             }
 
     def key(self) -> dict[str, str]:
@@ -140,6 +162,10 @@ class Search:
         config = self.base
         values = (config.task, config.method, "" if tau is None else str(tau), config.scale)
         return dict(zip(KEY, values, strict=True))
+
+    def is_own(self, line: Line) -> bool:
+        """Whether a line of results/tuning.csv is of this search."""
+        return {name: line[name] for name in KEY} == self.key()
 
     def tau_of_runs(self) -> int | str | None:
         """τ of the trials; None for a method without one."""
@@ -156,13 +182,9 @@ class Search:
         words += [f"train.seed={TUNING_SEED}", f"runs={RUNS}"]
         # Nothing is kept of a trial but its figures; stopped by Ctrl-C it saves nevertheless.
         words += ["log.wandb=disabled", "checkpoint.every=0"] if config.scale == "smoke" else []
-        return Trial(number, steps, proposal, settings, TrainCell(own_words(words), ("tune",)))
-
-
-def source_of(cell: TrainCell) -> dict[str, str]:
-    """Commit and hardware of a run; empty for one that failed before it had a folder."""
-    source = cell.source() if cell.begun() else {}
-    return {name: source.get(name, "") for name in ("commit", "hardware")}
+        cell = TrainCell(own_words(words), ("tune",))
+        known = self.known.get(cell.digest) if self.known else None
+        return Trial(number, steps, proposal, settings, cell, known)
 
 
 def schedule_words(optim: OptimConfig, full: int, steps: int) -> list[str]:
@@ -197,7 +219,8 @@ def tune_methods(
     require(task in cells.APP.tasks, "task", task, nearest(task, cells.APP.tasks))
     require(trials >= 1, "--trials", trials, "must be 1 or more")
     require(tau is None or tau >= 1, "--tau", tau, "must be 1 or more steps")
-    searches = [Search(config, tau) for config in _configs(task, methods, scale)]
+    before = read_csv(out / "tuning.csv")
+    searches = [Search(config, tau, before) for config in _configs(task, methods, scale)]
     for begin in range(0, trials, AT_ONCE):
         count = min(AT_ONCE, trials - begin)
         made = [search.propose(count) for search in searches]
@@ -225,18 +248,21 @@ def _configs(task: str, methods: Sequence[str], scale: str) -> Iterator[Config]:
 
 def _train(searches: Sequence[Search], made: Sequence[Sequence[Trial]], out: Path) -> None:
     """Train what is missing of these trials, of all methods in turn, and record it."""
-    turns = range(max(map(len, made), default=0))
-    wanted = [own[turn].cell for turn in turns for own in made if turn < len(own)]
-    failed = cells.run(wanted)
-    for search, own in zip(searches, made, strict=True):
-        search.statuses |= {t.cell: failed[t.cell] for t in own if t.cell in failed}
-    record(searches, out / "tuning.csv")
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*made))
+    wanted = [trial.cell for trial in in_turn if trial is not None and trial.known is None]
+    if not wanted:
+        return
+    try:
+        failed = cells.run(wanted)
+        for search, own in zip(searches, made, strict=True):
+            search.statuses |= {t.cell: failed[t.cell] for t in own if t.cell in failed}
+    finally:
+        record(searches, out / "tuning.csv")
 
 
 def record(searches: Sequence[Search], path: Path) -> None:
     """Write the searches' lines in place of their old ones; those of other searches stay."""
-    keys = [search.key() for search in searches]
-    old = [line for line in read_csv(path) if {name: line[name] for name in KEY} not in keys]
+    old = [line for line in read_csv(path) if not any(s.is_own(line) for s in searches)]
     lines = [line for search in searches for line in search.lines()]
     Table.of_records([*old, *lines], FIELDS).write_csv(path)
 
@@ -254,7 +280,7 @@ def _conclude(search: Search, trials: int) -> bool:
         f"Written by: {tune_command(*place, trials)}",
         f"Trial {best.number} of {trials}, then best at the full {best.steps} steps: a loss of "
         f"{best.loss:.4f} on the tuning part of the data",
-        f"with seed {TUNING_SEED}. Commit {source_of(best.cell)['commit']}.",
+        f"with seed {TUNING_SEED}. Commit {best.source()['commit']}.",
         *([f"The winner is {at_border}."] if border else []),
     ]
     nodes: dict[str, dict[str, Value]] = {}

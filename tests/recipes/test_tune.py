@@ -185,7 +185,8 @@ def test_short_trials_have_the_whole_schedule() -> None:
 
 
 def test_a_search_that_was_stopped_goes_on(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No run is made twice, except that one which diverged is; the result is the same."""
+    """No run is made twice, except that one which diverged may be; the result is the same, also
+    where only the lines of the trials are there, and no run."""
 
     def landscape(cell: TrainCell) -> float:
         return math.inf if rate(cell) > 0.3 else far_from(0.1)(cell)
@@ -199,7 +200,8 @@ def test_a_search_that_was_stopped_goes_on(conf: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(cells, "run", begun)
     with pytest.raises(SystemExit):
         tune_methods("toy", ["co2", "local_sgd"], 8, "smoke", None, Path("out"))
-    assert len(read_csv(Path("out/tuning.csv"))) == 8, "what has ended is recorded"
+    assert len(read_csv(Path("out/tuning.csv"))) == 10, "what has ended is recorded"
+    shutil.copytree("out", "elsewhere")
     monkeypatch.setattr(cells, "run", rest)
     assert tune_methods("toy", ["co2", "local_sgd"], 8, "smoke", None, Path("out")) == 0
     again = [cell for cell in rest.trained if cell in begun.trained]
@@ -207,6 +209,18 @@ def test_a_search_that_was_stopped_goes_on(conf: Path, monkeypatch: pytest.Monke
     assert len(rest.trained) + len(begun.trained) - len(again) == len(whole.trained)
     lines = read_csv(Path("out/tuning.csv"))
     assert lines == read_csv(Path("whole/tuning.csv"))
+    monkeypatch.setattr(tune, "RUNS", "results/runs/elsewhere")
+    anew = Trainer(landscape)
+    monkeypatch.setattr(cells, "run", anew)
+    assert tune_methods("toy", ["co2", "local_sgd"], 8, "smoke", None, Path("elsewhere")) == 0
+    assert len(anew.trained) == len(whole.trained) - 10
+    assert lines == read_csv(Path("elsewhere/tuning.csv"))
+    monkeypatch.setattr(cells, "run", Trainer(landscape, stop_at=0))
+    winner = conf / "tuned" / "toy" / "co2.yaml"
+    text = winner.read_text()
+    winner.unlink()
+    assert tune_methods("toy", ["co2", "local_sgd"], 8, "smoke", None, Path("elsewhere")) == 0
+    assert winner.read_text() == text, "known trials choose the same winner"
     lost = [line for line in lines if line["outcome"] == "diverged"]
     assert lost and all(line["loss"] == "inf" and line["rung"] == "15" for line in lost)
 
@@ -217,7 +231,7 @@ def test_other_searches_lines_stay(conf: Path, monkeypatch: pytest.MonkeyPatch) 
     for tau in (None, 6, None):
         tune_methods("toy", ["co2"], 2, "smoke", tau, out)
     lines = read_csv(out / "tuning.csv")
-    assert [line["tau"] for line in lines] == ["6"] * 4 + ["12"] * 4
+    assert [line["tau"] for line in lines] == ["12"] * 4 + ["6"] * 4
     assert (conf / "tuned/toy/co2.yaml").exists() and (conf / "tuned/toy/co2_tau6.yaml").exists()
     monkeypatch.setattr(cells, "run", Trainer(lambda cell: math.inf))
     assert tune_methods("toy", ["slowmo"], 2, "smoke", None, out) == 1, "nothing has won"
