@@ -62,8 +62,10 @@ class Trouble:
         *(f"launch.workers={WORKERS}", "launch.elastic=true", f"launch.silent_s={SILENT_S}"),
         f"launch.restarts={RESTARTS}",
     )
-    started_by = b"spawn_main"
+    started_by = b"multiprocessing.forkserver"
     """Stands in the command of every worker's process."""
+    forked = True
+    """Whether a child of the run's first process starts the workers, as what it is itself."""
 
     def __init__(self, cell: FunctionCell) -> None:
         method, seed = str(cell.settings["method"]), cell.seed
@@ -121,14 +123,16 @@ class Trouble:
 
     def workers(self) -> list[int]:
         """The workers' processes, oldest first."""
-        found = []
+        parents: dict[int, int] = {}
         for path in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 fields = path.read_text().rpartition(")")[2].split()
                 own = self.started_by in path.with_name("cmdline").read_bytes()
-                if int(fields[1]) == self.process.pid and own and fields[0] != "Z":
-                    found.append(int(path.parent.name))
-        return sorted(found)
+                if own and fields[0] != "Z":
+                    parents[int(path.parent.name)] = int(fields[1])
+        if self.forked:
+            parents = {pid: parents.get(parent, 0) for pid, parent in parents.items()}
+        return sorted(pid for pid, parent in parents.items() if parent == self.process.pid)
 
     def log(self) -> Path:
         """Where the run's output goes."""

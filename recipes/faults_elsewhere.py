@@ -44,6 +44,7 @@ class Torchrun(Trouble):
 
     launch = ()
     started_by = b"train.py"
+    forked = False
 
     def command(self) -> list[str]:
         torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}")
@@ -52,6 +53,9 @@ class Torchrun(Trouble):
 
 class Torchft(Trouble):
     """torchft's DiLoCo with its manager and lighthouse."""
+
+    started_by = b"spawn_main"
+    forked = False
 
     def command(self) -> list[str]:
         module = ("-m", "recipes.torchft_run", str(self.place), str(RESTARTS))

@@ -29,6 +29,9 @@ from co2.train.store import FINAL, OwnStore, SharedStore
 _LOOK_S = 0.5
 _END_S = 10.0
 """In which a worker that finds the store gone ends by itself."""
+_IMPORTED = ("co2", "tasks")
+_LATER = ("torch._dynamo", "torch.distributed.checkpoint")
+"""What every worker imports as it begins to train."""
 _STORE_GONE = "what holds the store is gone; the same command goes on from the last checkpoint"
 _place: tuple[tuple[str, int], int, tuple[int, ...], float] | None = None
 """In a worker: address of the store, the worker's number, with whom it begins, and `silent_s`."""
@@ -118,6 +121,11 @@ class _Starter:
         self._running: dict[int, BaseProcess] = {}
         self._local_ranks: dict[int, int] = {}
         self._statuses: dict[int, int] = {}
+        # Workers are forked from a process that has imported what they need. To import it anew would
+        # take one that comes in a lost one's place some rounds of the others.
+        self._context = multiprocessing.get_context("forkserver")
+        imported = [name for name in sys.modules if name.partition(".")[0] in _IMPORTED]
+        self._context.set_forkserver_preload([*imported, *_LATER])
 
     def run(self, told: Told) -> int:
         """Start them, and others where some are lost, until all have ended. Returns the status."""
@@ -158,8 +166,8 @@ class _Starter:
     def _start(self, number: int, local_rank: int, first: tuple[int, ...]) -> None:
         self._local_ranks[number] = local_rank
         place = self._place.address, number, first, self._config.silent_s
-        arguments = (self._worker, *place, local_rank, self._config.workers, os.getpid())
-        process = multiprocessing.get_context("spawn").Process(target=_work, args=arguments)
+        arguments = (self._worker, *place, local_rank, self._config.workers)
+        process = self._context.Process(target=_work, args=arguments)
         process.start()
         self._running[number] = process
 
@@ -207,13 +215,12 @@ def _work(
     silent_s: float,
     local_rank: int,
     local_world: int,
-    starter: int,
 ) -> None:
     """What a started process does."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
     # By which a worker picks its GPU, as under torchrun.
     os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_world))
-    threading.Thread(target=_end_with, args=(starter,), daemon=True).start()
+    threading.Thread(target=_end_with_starter, daemon=True).start()
     global _place
     _place = address, number, first, silent_s
     try:
@@ -231,10 +238,11 @@ def _work(
         exit_at_once(status)  # threads of lost groups may still wait for somebody
 
 
-def _end_with(starter: int) -> None:
+def _end_with_starter() -> None:
     """A worker does not outlive what started it, even where the store does."""
-    while os.getppid() == starter:
-        time.sleep(_LOOK_S)
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+    starter.join()
     time.sleep(_END_S)  # where the store is gone too, the worker says so itself
     os._exit(1)
 

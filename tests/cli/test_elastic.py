@@ -59,17 +59,20 @@ def words(method: str) -> tuple[str, ...]:
 
 
 def workers(run: Process) -> list[int]:
-    """Processes of the workers that a run has now, in the order of their numbers."""
-    found = []
+    """Processes of the workers that a run has now, in the order of their numbers: its children, or
+    those of the one that forks them where the run has an interpreter of its own."""
+    parents, forks = {}, {run.pid}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        tracker = b"resource_tracker" in path.with_name("cmdline").read_bytes()
-        if int(fields[1]) == run.pid and fields[0] != "Z" and not tracker:
-            found.append(int(path.parent.name))
-    return sorted(found)
+        command, pid = path.with_name("cmdline").read_bytes(), int(path.parent.name)
+        if fields[0] != "Z" and b"resource_tracker" not in command:
+            parents[pid] = int(fields[1])
+            if parents[pid] == run.pid and b"multiprocessing.forkserver" in command:
+                forks.add(pid)
+    return sorted(pid for pid, parent in parents.items() if parent in forks and pid not in forks)
 
 
 def disturbed(
