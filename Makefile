@@ -27,7 +27,7 @@ train: $(VENV)/.ready ## the main job: GPT-2 under CO2 on embedded text, two wor
 # One that has no test left takes over half of those that another still has.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
-test: $(VENV)/.ready ## every test that needs no more than Python: twelve minutes on 2 cores (ARGS="-k comm" picks some)
+test: $(VENV)/.ready ## every test that needs no more than Python: a quarter of an hour on 2 cores (ARGS="-k comm" picks some)
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-fast: $(VENV)/.ready ## the quick ones of them, for every edit
