@@ -3,7 +3,7 @@
     python -m recipes run goodput                          it wants the extra `peers`
 
 Cost: 12 runs of three minutes on 2 cores: 40 minutes.
-Found: an elastic run keeps 97.3 % ± .8, torchft 96.7 ± .7, torchrun, which starts all workers
+Found: an elastic run keeps 98.0 % ± .1, torchft 96.7 ± .7, torchrun, which starts all workers
 again, 84 to 87.
 
 Four workers sleep for a quarter of a second in every step, so that rounds last three seconds, as on
