@@ -121,8 +121,8 @@ class _Starter:
         self._running: dict[int, BaseProcess] = {}
         self._local_ranks: dict[int, int] = {}
         self._statuses: dict[int, int] = {}
-        # Workers are forked from a process that has imported what they need. To import it anew would
-        # take one that comes in a lost one's place some rounds of the others.
+        # Workers are forked from a process that has imported what they need. To import it anew,
+        # one that comes in a lost one's place would take some rounds of the others.
         self._context = multiprocessing.get_context("forkserver")
         imported = [name for name in sys.modules if name.partition(".")[0] in _IMPORTED]
         self._context.set_forkserver_preload([*imported, *_LATER])
