@@ -109,10 +109,11 @@ class Server:
     Args:
         pid: the server's process.
         address: of its socket.
+        own: what ends with this process, if the server is its own.
     """
 
-    def __init__(self, pid: int, address: str) -> None:
-        self._pid, self._address = pid, address
+    def __init__(self, pid: int, address: str, *own: object) -> None:
+        self._pid, self._address, self._own = pid, address, own
 
     @classmethod
     def start(cls, modules: Iterable[str]) -> "Server":
@@ -126,9 +127,7 @@ class Server:
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the tests, which then close the pipe
         )
-        atexit.register(folder.cleanup)
-        atexit.register(process.stdin.close)  # and so keep the process
-        return cls(process.pid, address)
+        return cls(process.pid, address, process, folder)
 
     def share(self) -> None:
         """Have the processes that this one starts use this server as well."""

@@ -2,9 +2,9 @@
 
 Importing torch takes longer than most tests, so the workers are forked from a server that has
 imported it (tests/server.py). They live until the session ends. Each case gets a process group of
-its own, which is always destroyed afterwards. When a case exceeds its time
-limit, its workers are killed and new ones are forked for the next case, so that a deadlock is a
-failed test and not a session that hangs.
+its own, which is always destroyed afterwards. When a case exceeds its time limit, its workers are
+killed and new ones are forked for the next case, so that a deadlock is a failed test and not a
+session that hangs.
 """
 
 import contextlib
