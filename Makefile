@@ -17,7 +17,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; name one: make PYTHON=python3.12")'
 	@echo "installing into $(VENV), once: some minutes, about 7 GB"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e ".[dev]"
+	@# pip would compile on one core, for minutes. Some packages have templates that are no Python.
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 train: $(VENV)/.ready ## the main job: GPT-2 under CO2 on embedded text, two workers (ARGS="co2.tau=24 …")

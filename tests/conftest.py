@@ -15,7 +15,6 @@ LONG = (
     "tests/cli/test_bad_input.py::test_a_damaged_file_is_one_line_whoever_meets_it",
     "tests/cli/test_bad_input.py::test_a_key_that_is_newer_than_the_folder",
     "tests/cli/test_bad_input.py::test_refused_as_a_person_sees_it",
-    "tests/cli/test_every_task.py::test_composes_with_every_method_and_at_every_scale",
     "tests/cli/test_every_task.py::test_goes_on_exactly",
     "tests/cli/test_every_task.py::test_loading_ahead_changes_nothing",
     "tests/cli/test_export.py",

@@ -11,7 +11,7 @@ from tests.methods.driver import MOMENTS, SETTINGS, Session, Snapshot, assert_sa
 from tests.workers import Pool
 
 TAU = 3
-STEPS = 5 * TAU
+STEPS = 4 * TAU
 ELEMENTWISE = {**SETTINGS["co2"], "gap_penalty": "gap_aware_elementwise", "clip_mode": "norm"}
 SHARDED = [{**fields, "shard": True} for fields in (SETTINGS["co2"], ELEMENTWISE)]
 TWO_IN_FLIGHT = {**SETTINGS["streaming_diloco"], "delay": 2}
