@@ -3,8 +3,8 @@
     python -m recipes run quality                          the runs of table1 and table2
 
 Cost: none beside those tables.
-Expected: every method reaches every goal. In shorter trainings CoCoD-SGD missed ShapeNet's with
-some seeds.
+Found on the tasks of vision: every method reaches every goal with every seed, but for CoCoD-SGD on
+ViT, whose top-1 is 88 %. Expected: so it is on those of language.
 
 Seeds differ in weights, data order, augmentation and masks, not in validation data.
 """
