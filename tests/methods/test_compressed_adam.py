@@ -238,13 +238,13 @@ def test_known_schedules() -> None:
 
 
 def stop_anywhere(rank: int, world: int, name: str, settings: dict[str, Any]) -> None:
-    expected = finish(Session(rank, name, settings))
+    expected = finish(Session(rank, name, settings), STEPS)
     first = Session(rank, name, settings)
     for _ in range(1, STEPS):
         first.step()
         again = Session(rank, name, settings, seed=rank + 50)
         load(again, save(first))
-        assert_same(finish(again), expected)
+        assert_same(finish(again, STEPS), expected)
 
 
 RARE = {"freeze_step": 9, "kappa": 1, "double_every": 1, "max_interval": 4}

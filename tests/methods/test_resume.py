@@ -42,9 +42,9 @@ def load(session: Session, saved: bytes) -> dict[str, Any]:
     return state
 
 
-def finish(session: Session) -> tuple[Snapshot, dict[str, Any], dict[str, Any]]:
+def finish(session: Session, steps: int = STEPS) -> tuple[Snapshot, dict[str, Any], dict[str, Any]]:
     """Train to the end. The mean of weights, and all state but clocks."""
-    while session.steps_done < STEPS:
+    while session.steps_done < steps:
         session.step()
     state = session.method.state_dict()
     untimed = {key: state[key] for key in state.keys() - {"mean", "means", "clocks"}}
