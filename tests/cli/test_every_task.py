@@ -67,7 +67,8 @@ def test_every_method_has_a_place() -> None:
 
 
 def test_no_file_depends_on_a_method() -> None:
-    """What the test above rests on: Hydra's groups are those, and one of task and scale."""
+    """What the test above rests on: Hydra's groups are those, and one of task and scale; a method's
+    file says nothing but the method, and files of tasks and scales say nothing of methods."""
     conf = ROOT / "conf"
     root = yaml.safe_load((conf / "config.yaml").read_text())["defaults"]
     picked = [value for entry in root if isinstance(entry, dict) for value in entry.values()]
@@ -81,8 +82,13 @@ def test_no_file_depends_on_a_method() -> None:
             "hydra",
             "tuned",
         )
+        values = yaml.safe_load(path.read_text()) or {}
         if path != conf / "config.yaml":
-            assert "defaults" not in (yaml.safe_load(path.read_text()) or {}), path
+            assert "defaults" not in values, path
+        if group.parts[:1] == ("method",):
+            assert values.keys() <= {"method", path.stem}, path
+        elif group.parts[:1] in (("task",), ("scale",), ()):
+            assert not values.keys() & {"method", *known_methods()}, path
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -43,7 +43,7 @@ def load(session: Session, saved: bytes) -> dict[str, Any]:
 
 
 def finish(session: Session, steps: int = STEPS) -> tuple[Snapshot, dict[str, Any], dict[str, Any]]:
-    """Train to the end. The mean of weights, and all state but clocks."""
+    """Train until so many steps are done. The mean of weights, and all state but clocks."""
     while session.steps_done < steps:
         session.step()
     state = session.method.state_dict()
