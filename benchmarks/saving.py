@@ -141,9 +141,9 @@ def one_round(session: Session, tau: int) -> None:
     task = session.run.task
     for _ in range(tau):
         with session.autocast():
-            loss = task.loss(session.model, session.next_batch())
+            loss = task.loss(session.model, session.samples.next())
         loss.backward()
-        session.synchronize()
+        session.membership.synchronize()
         session.optimizer.zero_grad(set_to_none=True)
         session.step += 1
 

@@ -13,6 +13,7 @@ from co2.train.run import Run
 from co2.train.schedule import set_lr
 from co2.train.session import Session, seed_everything
 from co2.train.stop import StopVote
+from co2.train.summary import sum_up
 
 
 def train(run: Run) -> None:
@@ -28,19 +29,20 @@ def train(run: Run) -> None:
     with run, closing(Session(run)) as session:
         module, model, optimizer = session.module, session.model, session.optimizer
         meter, quorum = session.meter, session.quorum
+        samples, membership = session.samples, session.membership
         losses = LossWatch(run, session.checkpoints)
         run.record.begin(session.step)
         run.trace.begin(method.round_steps)
         with StopVote(run.mesh, run.control, lambda: method.max_skew_steps, STOP_SIGNALS) as stop:
             while session.step < steps:
                 set_lr(optimizer, config.optim, session.step, steps)
-                accumulate, units = session.accumulate, session.units
+                accumulate, units = samples.accumulate, session.units
                 if quorum.makes(session.step):
                     with quorum.timed():
                         loss = torch.zeros((), device=run.mesh.device)
                         for micro in range(accumulate):
                             with meter.waiting():
-                                batch = session.next_batch()
+                                batch = samples.next()
                             with accumulating(model, last=micro == accumulate - 1):
                                 with session.autocast():
                                     part = task.loss(model, batch) / accumulate
@@ -52,7 +54,7 @@ def train(run: Run) -> None:
                     losses.add(session.step, loss)
                 else:
                     session.pass_over()
-                session.synchronize()
+                membership.synchronize()
                 optimizer.zero_grad(set_to_none=True)
                 session.step += 1
                 meter.step(units)
@@ -84,11 +86,11 @@ def train(run: Run) -> None:
                     text = f"stopped and saved at step {step}; the same command goes on from here"
                     run.console.print_line(text)
                     raise SystemExit(PREEMPTED)
-                session.change_members()
+                membership.change()
             stop.drain()
         scores = session.evaluate()
         session.finish_saving()
-        summary = session.summary(scores)
+        summary = membership.together(lambda: sum_up(session, scores))
         method.flush()
-        session.together(run.barrier)
+        membership.together(run.barrier)
         run.record.finish(summary)

@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import nn
 from co2.comm.members import Expelled, MemberLost, Members, Record
 from co2.comm.mesh import Mesh
 from co2.methods import METHODS
-from co2.train.session import Session
+from co2.train.membership import Membership
 from tests.workers import Pool
 
 TAU, ROUNDS, RATE = 3, 5, 0.1
@@ -339,12 +339,11 @@ def hopeless(rank: int, world: int, port: int) -> str:
     members = member(rank, port)
     members.first(range(world))
     members.formed()
-    session = Session.__new__(Session)
-    session.run = SimpleNamespace(mesh=SimpleNamespace(members=members))  # type: ignore[assignment]
-    session._failures = 0
-    with patch.object(session, "_renew", renew):
+    run = SimpleNamespace(mesh=SimpleNamespace(members=members))
+    membership = Membership(cast(Any, SimpleNamespace(run=run)))
+    with patch.object(membership, "_renew", renew):
         try:
-            session.together(act)
+            membership.together(act)
         except RuntimeError as error:
             return str(error)
         finally:

@@ -9,7 +9,7 @@ import torch
 from co2.comm.members import Members
 from co2.config import OptimConfig, Optimizer
 from co2.train.quorum import Quorum, steps_of
-from co2.train.session import rebalanced
+from co2.train.samples import rebalanced
 from tasks.optimizer import make_optimizer
 
 TAU = 6

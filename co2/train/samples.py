@@ -1,0 +1,87 @@
+"""Samples: which micro-batches a worker draws, and how many of them make a step."""
+
+from collections.abc import Generator, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from co2.train.run import Run
+
+
+class Samples:
+    """The micro-batches of one worker.
+
+    All workers count alike what they have drawn, also a step that one of them passes over, so that
+    the same number stands for the same place in the data on each of them.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.draws = 0
+        """Micro-batches that a worker which makes every step has drawn so far."""
+        self.behind = 0
+        """How many of them this worker has not drawn yet, because it has passed over steps."""
+        self._batches: Iterator[Any] = iter(())
+
+    def begin(self) -> None:
+        """Draw from here on, as one of the run's workers as they now are."""
+        self.close()
+        self._batches = self._run.task.batches(self._run.mesh, self.draws - self.behind)
+
+    def close(self) -> None:
+        """End what makes batches ahead. A task may return an iterator that has nothing to end."""
+        if isinstance(self._batches, Generator):
+            self._batches.close()
+
+    def next(self) -> Any:
+        """The next micro-batch, where the model is."""
+        self.draws += 1
+        return self.to_device(next(self._batches))
+
+    def pass_over(self) -> None:
+        """Make no step of this replica's own. Its samples wait for its next one."""
+        self.draws += self.accumulate
+        self.behind += self.accumulate
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of a step, as the workers now are."""
+        return self._accumulate(self._run.mesh.num_workers)
+
+    def units(self, workers: int) -> int:
+        """Tokens or samples of a step that so many workers make."""
+        size = self._run.config.train.batch_size
+        return size * self.accumulate * workers * self._run.task.units_per_sample
+
+    def compared(self, before: int) -> str:
+        """The global batch now, and with the number of workers that there was before, in words."""
+        size, workers = self._run.config.train.batch_size, (self._run.mesh.num_workers, before)
+        now, then = (size * self._accumulate(number) * number for number in workers)
+        return f", on {now} samples a step, before {then}"
+
+    def to_device(self, batch: Any) -> Any:
+        """A batch where the model is. `Any`: a tensor, or a tuple or a dict of tensors."""
+        device = self._run.mesh.device
+        if device.type == "cpu":  # it is there; to look at every tensor takes longer than to draw
+            return batch
+        return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), batch)
+
+    def _accumulate(self, num_workers: int) -> int:
+        train, stretches = self._run.config.train, self._run.mesh.stretches
+        if not train.keep_global_batch or not stretches:
+            return train.accumulate
+        _, first = stretches[0]
+        return rebalanced(train.accumulate, first, num_workers)
+
+
+def rebalanced(accumulate: int, first: int, now: int) -> int:
+    """Micro-batches of a step with which as many samples as before make a step, as nearly as whole
+    micro-batches allow.
+
+    Args:
+        accumulate: micro-batches with which a run began.
+        first: workers with which it began.
+        now: workers that it has now.
+    """
+    return max(1, round(accumulate * first / now))
