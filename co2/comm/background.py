@@ -9,23 +9,22 @@ replicas make unequal numbers of steps in a round, they weigh as much as they ha
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from co2.comm.clocks import CommTotals, CudaStopwatch, HostStopwatch
+from co2.comm.clocks import CommTotals
 from co2.comm.collectives import carries
-from co2.comm.members import MemberLost, Members, Ticket
+from co2.comm.lanes import CudaLane, HostLane
+from co2.comm.members import MemberLost, Members
 from co2.comm.mesh import Mesh
 from co2.comm.phases import WAIT
-from co2.comm.sockets import Sockets, finish, in_use
+from co2.comm.watch import Ticket
 from co2.config import CommConfig, Precision
 from co2.errors import require
 
@@ -90,7 +89,7 @@ class BackgroundMean:
         require(carries(self.group, self.buffer), "comm.device", config.device.name, hint)
         bucket = max(1, int(config.bucket_mb * 2**20) // self.buffer.element_size())
         self._buckets = self.buffer.split(bucket)
-        self._lane = _CudaLane() if self.buffer.is_cuda else _HostLane()
+        self._lane = CudaLane() if self.buffer.is_cuda else HostLane()
         self.members = mesh.members
         self._ticket: Ticket | None = None
         """Of what is in flight; None where nothing was sent."""
@@ -306,176 +305,7 @@ class BackgroundMean:
         self._bytes_sent += self.bytes_per_mean() if num_bytes is None else num_bytes
 
 
-class _HostLane:
-    """CPU: gloo's own threads carry a mean, and a future's callback stops the clock. One thread of
-    ours carries a sequence; it does not start before the first."""
-
-    def __init__(self) -> None:
-        self.comm, self.exposed = HostStopwatch(), HostStopwatch()
-        self._works: list[dist.Work] = []
-        self._group: dist.ProcessGroup | None = None
-        self._sockets: Sockets | None = None
-        self._collected: torch.futures.Future[Any] | None = None
-        self._clocked: torch.futures.Future[None] | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="co2")
-        self._carried: Future[None] | None = None
-
-    def launch(
-        self,
-        buckets: tuple[Tensor, ...],
-        group: dist.ProcessGroup | None,
-        ended: Callable[[bool], None],
-    ) -> None:
-        clock = self.comm
-
-        def stop_clock(futures: torch.futures.Future[Any]) -> None:
-            # It must not hold the group: gloo's thread would join itself as it lets go of the last.
-            clock.end()
-            ended(_well(futures))
-
-        clock.begin()
-        self._group, self._sockets = group, in_use()
-        self._works = [_all_reduce(bucket, group) for bucket in buckets]
-        futures = [work.get_future() for work in self._works]
-        self._collected = torch.futures.collect_all(futures)
-        self._clocked = self._collected.then(stop_clock)
-
-    def copy(self, buffer: Tensor, target: Tensor) -> Callable[[], object]:
-        """Copy the buffer when what was launched is over. See `Arriving.copy_to`."""
-        collected, clocked = self._collected, self._clocked
-        if collected is None or clocked is None:
-            target.copy_(buffer)
-            return lambda: None
-
-        def copy(_: torch.futures.Future[None]) -> None:
-            for future in collected.value():
-                future.value()  # raises what has ended the collective
-            target.copy_(buffer)
-
-        self._clocked = copied = clocked.then(copy)
-        works, group, sockets = self._works, self._group, self._sockets
-
-        def wait() -> None:
-            for work in works:
-                finish(work, group, sockets)
-            copied.wait()
-
-        return wait
-
-    def run(self, sequence: Callable[[], None]) -> None:
-        self.comm.begin()
-
-        def timed() -> None:
-            sequence()
-            self.comm.end()
-
-        self._carried = self._thread.submit(timed)
-
-    def wait(self, count: bool = True) -> None:
-        if count:
-            self.exposed.begin()
-        carried, self._carried = self._carried, None
-        if carried is not None:
-            carried.result()
-        for work in self._works:
-            finish(work, self._group, self._sockets)
-        self._forget()
-        if count:
-            self.exposed.end()
-
-    def give_up(self) -> None:
-        """Wait until what was launched does not use the buffer any more: it is over, or has failed
-        because its connections are cut."""
-        for work in self._works:
-            with suppress(RuntimeError):
-                finish(work, self._group, self._sockets)
-            if not work.is_completed():  # gloo has forgotten it, and it never comes back to Python
-                self._clocked = None
-        self._forget()
-
-    def _forget(self) -> None:
-        if self._clocked is not None:
-            # gloo's thread must be out of Python: one caught there at exit aborts the process. What
-            # a copy of a failed mean raises is for whoever waits for the copy.
-            with suppress(RuntimeError):
-                self._clocked.wait()
-        self._works, self._collected, self._clocked, self._group = [], None, None, None
-
-    def close(self) -> None:
-        self._thread.shutdown()  # joins: like gloo's, ours must not meet the exit in a collective
-
-
-class _CudaLane:
-    """CUDA: a stream of its own carries what is launched."""
-
-    def __init__(self) -> None:
-        self.comm, self.exposed = CudaStopwatch(), CudaStopwatch()
-        self._stream = torch.cuda.Stream()
-        self._arrived: torch.cuda.Event | None = None
-
-    def launch(
-        self,
-        buckets: tuple[Tensor, ...],
-        group: dist.ProcessGroup | None,
-        ended: Callable[[bool], None],
-    ) -> None:
-        # `ended` is for members that may be lost, whose collectives are gloo's (launch.elastic).
-        def mean() -> None:
-            works = [_all_reduce(bucket, group) for bucket in buckets]
-            for work in works:
-                work.wait()  # orders this stream behind the collective; the host goes on
-
-        self.run(mean)
-
-    def copy(self, buffer: Tensor, target: Tensor) -> Callable[[], object]:
-        """Copy the buffer, into pinned memory, when what was launched is over. See
-        `Arriving.copy_to`."""
-        under_way = self._arrived is not None
-        with torch.cuda.stream(self._stream if under_way else torch.cuda.current_stream()):
-            target.copy_(buffer, non_blocking=True)
-            copied = torch.cuda.current_stream().record_event()
-        if under_way:
-            self._arrived = copied
-        return copied.synchronize
-
-    def run(self, sequence: Callable[[], None]) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream())  # the snapshot comes first
-        with torch.cuda.stream(self._stream):
-            self.comm.begin()
-            sequence()
-            self.comm.end()
-            self._arrived = self._stream.record_event()
-
-    def wait(self, count: bool = True) -> None:
-        if self._arrived is None:
-            return
-        if count:
-            self.exposed.begin()
-        torch.cuda.current_stream().wait_event(self._arrived)
-        self._arrived = None
-        if count:
-            self.exposed.end()
-
-    def give_up(self) -> None:
-        """What was launched has failed: not here, where members cannot be lost."""
-
-    def close(self) -> None:
-        """No thread is held."""
-
-
 def _told(members: Members | None, ticket: Ticket | None, well: bool) -> None:
     """Tell the members, if they can change, how this one's part of a collective has ended."""
     if members is not None and ticket is not None:
         members.ended(ticket, well)
-
-
-def _well(futures: torch.futures.Future[Any]) -> bool:
-    """Whether futures that have ended did so without an error."""
-    try:
-        return all(future.value() is not None for future in futures.value())
-    except RuntimeError:
-        return False
-
-
-def _all_reduce(bucket: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    return dist.all_reduce(bucket, op=dist.ReduceOp.AVG, group=group, async_op=True)

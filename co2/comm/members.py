@@ -22,16 +22,15 @@ because that is where all replicas are at the end of a step.
 A decision also carries what each replica has told of its pace, so that all draw the same conclusion
 from the same figures (co2/train/quorum.py).
 
-A thread of ours gives the signs of life, watches those of the others and tells the store what has
-ended. It decides nothing about training: a replica acts on a decision when it comes to the place
-where it needs the collective, which is a function of the step alone.
+A thread (co2/comm/watch.py) gives the signs of life and watches those of the others. It decides
+nothing about training: a replica acts on a decision when it comes to the place where it needs the
+collective, which is a function of the step alone.
 """
 
 import gc
 import json
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,10 +39,9 @@ import torch
 import torch.distributed as dist
 
 from co2.comm.sockets import Sockets, use
+from co2.comm.watch import STOP, TICK_S, Ticket, Watch, key
 
-OK, LOST, STOP, JOIN, PACES = "ok", "lost", "stop", "join", "paces="
-Ticket = tuple[int, int]
-"""Generation, and number in it."""
+OK, LOST, JOIN, PACES = "ok", "lost", "join", "paces="
 
 FORMING = timedelta(seconds=20)
 """To connect the members of a generation. One that is lost just then costs so long."""
@@ -53,11 +51,8 @@ _ATTEMPTS = 5
 """To connect the same members."""
 _AGES = timedelta(days=1)
 """For collectives, which end with an error when the connections are cut."""
-_TICK_S = 0.1
 _POLL_S = 0.005
 _ASK = timedelta(milliseconds=200)
-_START_S = 600.0
-"""A process that has given no sign of life yet may still be importing."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +87,6 @@ class Expelled(Exception):
 
 class Unreachable(Exception):
     """Members who all give signs of life cannot connect with each other."""
-
-
-class StoreLost(Exception):
-    """The store cannot be reached, so that nothing can be agreed upon."""
 
 
 class Members:
@@ -137,7 +128,7 @@ class Members:
         use(self._sockets)
         self._turning = threading.Lock()
         """Held while this generation becomes the next."""
-        self._watch = _Watch(self, watching)
+        self._watch = Watch(self, watching)
 
     # Tickets.
 
@@ -158,7 +149,7 @@ class Members:
         """
         while not self.broken:
             try:
-                self.store.wait([_key("decided", *ticket)], _ASK)
+                self.store.wait([key("decided", *ticket)], _ASK)
                 break
             except dist.DistStoreError:
                 self._watch.check()
@@ -197,12 +188,12 @@ class Members:
         if ticket[0] != self.generation:  # it has ended since; `ids` are the next one's
             return
         if self._pace is not None:
-            store.set(_key("pace", *ticket, self.me), repr(self._pace))
-        if store.add(_key("done", *ticket), 1) == len(ids):
+            store.set(key("pace", *ticket, self.me), repr(self._pace))
+        if store.add(key("done", *ticket), 1) == len(ids):
             words = [OK]
             words += [STOP] if store.check([STOP]) else []
             words += [JOIN] if store.add("joiners", 0) > self._admitted else []
-            told = [_key("pace", *ticket, one) for one in ids]
+            told = [key("pace", *ticket, one) for one in ids]
             if self._pace is not None and store.check(told):
                 words += [PACES + ",".join(store.get(key).decode() for key in told)]
             self._decide(store, ticket, " ".join(words))
@@ -225,7 +216,7 @@ class Members:
 
     def give_up(self, store: dist.Store, generation: int) -> None:
         """End a generation, for all members. Any thread may call it."""
-        store.set(_key("broken", generation), "1")
+        store.set(key("broken", generation), "1")
         self.cut(generation)
 
     def cut(self, generation: int) -> None:
@@ -238,7 +229,7 @@ class Members:
 
     def _decide(self, store: dist.Store, ticket: Ticket, words: str) -> str:
         """Write a decision unless there is one. Returns what is decided."""
-        found: bytes = store.compare_set(_key("decided", *ticket), "", words)
+        found: bytes = store.compare_set(key("decided", *ticket), "", words)
         return found.decode()
 
     # Generations.
@@ -254,10 +245,10 @@ class Members:
             self.store.set(f"joiner/{number}", str(self.me))
             while not self.store.check([f"invited/{number}"]):
                 self._watch.check()
-                time.sleep(_TICK_S)
+                time.sleep(TICK_S)
             self._break_up()
             self.generation = int(self.store.get(f"invited/{number}"))
-            self.store.set(_key("here", self.generation, self.me), "1")
+            self.store.set(key("here", self.generation, self.me), "1")
             try:
                 self._enter(self._record(()))
             except (Expelled, RuntimeError):  # somebody was lost just then: ask again
@@ -298,11 +289,11 @@ class Members:
                 newcomers = tuple(dict.fromkeys(self._invite()))
             candidates = (*old, *newcomers)
             self._watch.candidates(candidates)
-            self.store.set(_key("here", self.generation, self.me), "1")
+            self.store.set(key("here", self.generation, self.me), "1")
             record = self._record(candidates)
             lost = {**record.lost, **lost}
             for one, why in record.lost.items():
-                self.store.set(_key(LOST, one), why)
+                self.store.set(key(LOST, one), why)
             try:
                 self._enter(record)
             except Expelled:
@@ -332,20 +323,20 @@ class Members:
     def _record(self, candidates: tuple[int, ...]) -> Record:
         """Wait until it is known who is in this generation. Those who join have no candidates, and
         leave it to the others to say so."""
-        key = _key("members", self.generation)
-        while not self.store.check([key]):
+        name = key("members", self.generation)
+        while not self.store.check([name]):
             self._watch.check()
             away = {
                 one: self._watch.silence(one)
                 for one in candidates
-                if not self.store.check([_key("here", self.generation, one)])
+                if not self.store.check([key("here", self.generation, one)])
             }
             if candidates and all(away.values()):
                 here = tuple(sorted(one for one in candidates if one not in away))
-                self.store.compare_set(key, "", Record(here, away, self._admitted).text())
+                self.store.compare_set(name, "", Record(here, away, self._admitted).text())
             else:
                 time.sleep(_POLL_S)
-        return Record.of(self.store.get(key))
+        return Record.of(self.store.get(name))
 
     def _enter(self, record: Record) -> None:
         """Connect with the members of a record. Raises `Expelled`, or `RuntimeError` if one of them
@@ -356,7 +347,7 @@ class Members:
         self._watch.candidates(record.ids)
         dist.init_process_group(
             "gloo",
-            store=dist.PrefixStore(_key("groups", self.generation), self.store),
+            store=dist.PrefixStore(key("groups", self.generation), self.store),
             rank=record.ids.index(self.me),
             world_size=len(record.ids),
             timeout=FORMING,
@@ -380,102 +371,3 @@ class Members:
         self.stop_due = self.change_due = False
         self.paces = ()
         self._next = 0
-
-
-class _Watch:
-    """The thread that gives signs of life, watches those of the others, and tells the store what
-    has ended. `store` is its own connection: one answers one question at a time."""
-
-    def __init__(self, members: Members, store: dist.Store) -> None:
-        self.members, self.store = members, store
-        self.stop_asked = False
-        self._error: Exception | None = None
-        self._ended: deque[tuple[Ticket, bool]] = deque()
-        self._signs: dict[int, tuple[str, float]] = {}
-        """By member: its last sign of life, and when it was new; "" while there was none."""
-        self._gone: set[int] = set()
-        self._departures = self._beats = 0
-        self._looked = time.monotonic()
-        self._wake, self._closed = threading.Event(), False
-        self._beat()
-        self._thread = threading.Thread(target=self._run, name="members", daemon=True)
-        self._thread.start()
-
-    def candidates(self, ids: Iterable[int]) -> None:
-        """Watch these, and nobody else."""
-        now = time.monotonic()
-        self._signs = {one: self._signs.get(one, ("", now)) for one in ids}
-
-    def ended(self, ticket: Ticket, well: bool) -> None:
-        self._ended.append((ticket, well))
-        self._wake.set()
-
-    def silence(self, one: int) -> str:
-        """Why a candidate counts as lost; empty while it does not."""
-        if one in self._gone:
-            return "gone"
-        sign, since = self._signs[one]
-        silent = time.monotonic() - since
-        limit = self.members.silent_s if sign else _START_S
-        return f"silent for {silent:.0f} s" if silent > limit else ""
-
-    def check(self) -> None:
-        """Raise what has ended the thread: without the store nothing can be agreed."""
-        if self._error is not None:
-            raise StoreLost("the store of the run's members is gone") from self._error
-
-    def close(self) -> None:
-        """End the thread."""
-        self._closed = True
-        self._wake.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            while not self._closed:
-                self._wake.wait(_TICK_S)
-                self._wake.clear()
-                while self._ended:
-                    ticket, well = self._ended.popleft()
-                    if well:
-                        self.members.tell(self.store, ticket)
-                    else:
-                        self.members.give_up(self.store, ticket[0])
-                if time.monotonic() - self._looked >= _TICK_S:
-                    self._beat()
-                    self._look()
-        except RuntimeError as error:  # the connection to the store
-            self._error = error
-            self.members.cut(self.members.generation)
-
-    def _beat(self) -> None:
-        self._beats += 1
-        self.store.set(_key("alive", self.members.me), str(self._beats))
-        if self.stop_asked:
-            self.store.set(STOP, "1")
-
-    def _look(self) -> None:
-        now, members = time.monotonic(), self.members
-        generation, ids = members.generation, members.ids
-        stopped = now - self._looked > members.silent_s / 2
-        self._looked = now
-        signs = dict(self._signs)
-        for one, (sign, since) in signs.items():
-            key = _key("alive", one)
-            new = self.store.get(key).decode() if sign or self.store.check([key]) else ""
-            # After this process itself was stopped, what it knows of the others is too old.
-            fresh = new != sign or stopped
-            if one in self._signs:
-                self._signs[one] = (new, now if fresh else since)
-        departures = self.store.add("departures", 0)
-        if departures != self._departures:
-            self._departures = departures
-            self._gone |= {one for one in signs if self.store.check([_key("gone", one)])}
-        if ids and not members.broken:
-            told = self.store.check([_key("broken", generation)])
-            if told or any(self.silence(one) for one in ids if one in signs):
-                members.give_up(self.store, generation)
-
-
-def _key(*parts: object) -> str:
-    return "/".join(map(str, parts))

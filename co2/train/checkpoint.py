@@ -21,7 +21,6 @@ import contextlib
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
 import threading
@@ -33,7 +32,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -375,29 +373,6 @@ class Checkpoints:
         if self.world > 1:
             until_cut(lambda: dist.broadcast_object_list(box, src=0, group=self.group))
         return box[0]
-
-
-def random_states() -> dict[str, Any]:
-    """The states of every global random generator that a task may draw from."""
-    name, keys, *rest = np.random.get_state()
-    states: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": [name, [int(key) for key in keys], *rest],
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def restore_random_states(states: dict[str, Any]) -> None:
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
 
 
 def _write(path: Path, state: dict[str, Any]) -> str:

@@ -19,8 +19,9 @@ from multiprocessing.process import BaseProcess
 import torch
 import torch.distributed as dist
 
-from co2.comm.members import Expelled, Members, StoreLost, Unreachable
+from co2.comm.members import Expelled, Members, Unreachable
 from co2.comm.sockets import forgotten
+from co2.comm.watch import StoreLost
 from co2.config import CommDevice, Config, LaunchConfig
 from co2.errors import PREEMPTED, exit_at_once, require
 from co2.methods.base import Method

@@ -8,10 +8,11 @@ from co2.errors import PREEMPTED
 from co2.record.metrics import Notice
 from co2.train.launch import STOP_SIGNALS
 from co2.train.losses import LossWatch
+from co2.train.randomness import seed_everything
 from co2.train.replica import accumulating
 from co2.train.run import Run
 from co2.train.schedule import set_lr
-from co2.train.session import Session, seed_everything
+from co2.train.session import Session
 from co2.train.stop import StopVote
 from co2.train.summary import sum_up
 

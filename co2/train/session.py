@@ -1,11 +1,9 @@
 """Session: what is trained, and how it is saved, resumed and evaluated."""
 
 import contextlib
-import random
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,10 +15,11 @@ from co2.errors import ConfigError
 from co2.record.files import durable
 from co2.record.metrics import Change, Evaluation
 from co2.train import initial
-from co2.train.checkpoint import Checkpoints, random_states, restore_random_states
+from co2.train.checkpoint import Checkpoints
 from co2.train.membership import Membership
 from co2.train.meters import Meter
 from co2.train.quorum import Quorum
+from co2.train.randomness import random_states, restore_random_states
 from co2.train.replica import Replica, checkpoint_activations, own_buffers, whole_weights
 from co2.train.run import Run
 from co2.train.samples import Samples
@@ -218,14 +217,6 @@ class Session:
             loss = self.run.task.loss(self.model, batch)
         loss.backward()
         self.optimizer.zero_grad(set_to_none=True)
-
-
-def seed_everything(seed: int, worker: int) -> None:
-    """Dropout and the like differ between the workers, and repeat from run to run."""
-    own = seed * 1_000_003 + worker
-    random.seed(own)
-    np.random.seed(own % 2**32)
-    torch.manual_seed(own)
 
 
 def _remembers_order(model: nn.Module) -> bool:

@@ -19,7 +19,8 @@ from co2.comm.mesh import Mesh
 from co2.config import LaunchConfig
 from co2.record.folder import tag_from
 from co2.train import checkpoint, launch
-from co2.train.checkpoint import MANIFEST, Checkpoints, random_states, restore_random_states
+from co2.train.checkpoint import MANIFEST, Checkpoints
+from co2.train.randomness import random_states, restore_random_states
 from co2.train.stop import StopVote
 from tests.workers import Pool
 

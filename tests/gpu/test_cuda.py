@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import co2
-from co2.comm.background import _CudaLane
 from co2.comm.flat import FlatParams
+from co2.comm.lanes import CudaLane
 from co2.config import CommConfig, CommDevice
 from co2.errors import ConfigError
 from co2.methods import METHODS
@@ -99,7 +99,7 @@ def nccl(tmp_path: Path) -> Iterator[None]:
 
 def test_the_lane_orders_snapshot_collective_and_reader(nccl: None):
     """Work queued before the launch is in the snapshot, and what follows the wait sees the mean."""
-    lane = _CudaLane()
+    lane = CudaLane()
     buffer = torch.zeros(1 << 22, device="cuda")
     for turn in range(1, 6):
         torch.cuda._sleep(20_000_000)  # the fill below is still to come when the host goes on

@@ -1,0 +1,39 @@
+"""Random generators that a task may draw from: their seeds, and their states in a checkpoint."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_everything(seed: int, worker: int) -> None:
+    """Dropout and the like differ between the workers, and repeat from run to run."""
+    own = seed * 1_000_003 + worker
+    random.seed(own)
+    np.random.seed(own % 2**32)
+    torch.manual_seed(own)
+
+
+def random_states() -> dict[str, Any]:
+    """The states of every global random generator that a task may draw from."""
+    name, keys, *rest = np.random.get_state()
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": [name, [int(key) for key in keys], *rest],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Go on from what `random_states` returned."""
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
