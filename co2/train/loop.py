@@ -1,8 +1,10 @@
 """The training loop, from top to bottom."""
 
 from contextlib import closing
+from typing import NoReturn
 
 import torch
+from torch import Tensor
 
 from co2.errors import PREEMPTED
 from co2.record.metrics import Notice
@@ -24,56 +26,29 @@ def train(run: Run) -> None:
         SystemExit: `PREEMPTED` when the run was told to stop and has saved, 1 when it could not
             save; `DIVERGED` when a loss is not finite.
     """
-    config, task, method = run.config, run.task, run.method
+    config, method = run.config, run.method
     steps, due = config.train.steps, config.checkpoint.every
     seed_everything(config.train.seed, run.mesh.worker)
     with run, closing(Session(run)) as session:
-        module, model, optimizer = session.module, session.model, session.optimizer
-        meter, quorum = session.meter, session.quorum
-        samples, membership = session.samples, session.membership
-        losses = LossWatch(run, session.checkpoints)
+        membership, losses = session.membership, LossWatch(run, session.checkpoints)
         run.record.begin(session.step)
         run.trace.begin(method.round_steps)
         with StopVote(run.mesh, run.control, lambda: method.max_skew_steps, STOP_SIGNALS) as stop:
             while session.step < steps:
-                set_lr(optimizer, config.optim, session.step, steps)
-                accumulate, units = samples.accumulate, session.units
-                if quorum.makes(session.step):
-                    with quorum.timed():
-                        loss = torch.zeros((), device=run.mesh.device)
-                        for micro in range(accumulate):
-                            with meter.waiting():
-                                batch = samples.next()
-                            with accumulating(model, last=micro == accumulate - 1):
-                                with session.autocast():
-                                    part = task.loss(model, batch) / accumulate
-                                part.backward()
-                            loss += part.detach()
-                        if config.train.clip_norm is not None:
-                            session.replica.clip(module, config.train.clip_norm)
-                    # On a CPU this ends a bad step before it reaches the others.
-                    losses.add(session.step, loss)
+                set_lr(session.optimizer, config.optim, session.step, steps)
+                units = session.units
+                if session.quorum.makes(session.step):
+                    # On a CPU a bad loss ends the run before it reaches the others.
+                    losses.add(session.step, _gradients(session))
                 else:
                     session.pass_over()
                 membership.synchronize()
-                optimizer.zero_grad(set_to_none=True)
+                session.optimizer.zero_grad(set_to_none=True)
                 session.step += 1
-                meter.step(units)
+                session.meter.step(units)
 
                 step, last = session.step, session.step == steps
-                for text in method.notices():
-                    run.console.print_line(f"step {step}/{steps}  {text}")
-                    run.record.log(Notice(step, text))
-                if run.trace.active:
-                    with meter.paused():  # starting a profiler and writing its file take seconds
-                        run.trace.step()
-                metrics = None
-                if step % config.log.every == 0 or last:
-                    with meter.paused():
-                        lr = optimizer.param_groups[0]["lr"]
-                        metrics = meter.interval(step, losses.check(), lr)
-                        run.record.log(metrics)
-                run.console.progress(step, metrics)
+                _report(session, losses, last)
                 if step % config.train.eval_every == 0 and not last:
                     session.evaluate()
                 if due > 0 and (step % due == 0 or last):
@@ -82,11 +57,7 @@ def train(run: Run) -> None:
                 if not last and stop():
                     stop.drain()
                     losses.check()
-                    if not session.save_now():
-                        raise SystemExit(1)
-                    text = f"stopped and saved at step {step}; the same command goes on from here"
-                    run.console.print_line(text)
-                    raise SystemExit(PREEMPTED)
+                    _stop(session)
                 membership.change()
             stop.drain()
         scores = session.evaluate()
@@ -95,3 +66,49 @@ def train(run: Run) -> None:
         method.flush()
         membership.together(run.barrier)
         run.record.finish(summary)
+
+
+def _gradients(session: Session) -> Tensor:
+    """Add up the gradients of this worker's micro-batches of a step. Returns their mean loss."""
+    run, meter = session.run, session.meter
+    train, accumulate = run.config.train, session.samples.accumulate
+    with session.quorum.timed():
+        loss = torch.zeros((), device=run.mesh.device)
+        for micro in range(accumulate):
+            with meter.waiting():
+                batch = session.samples.next()
+            with accumulating(session.model, last=micro == accumulate - 1):
+                with session.autocast():
+                    part = run.task.loss(session.model, batch) / accumulate
+                part.backward()
+            loss += part.detach()
+        if train.clip_norm is not None:
+            session.replica.clip(session.module, train.clip_norm)
+    return loss
+
+
+def _report(session: Session, losses: LossWatch, last: bool) -> None:
+    """Say and write down what the step that has just ended brought."""
+    run, meter, step = session.run, session.meter, session.step
+    for text in run.method.notices():
+        run.console.print_line(f"step {step}/{run.config.train.steps}  {text}")
+        run.record.log(Notice(step, text))
+    if run.trace.active:
+        with meter.paused():  # starting a profiler and writing its file take seconds
+            run.trace.step()
+    metrics = None
+    if step % run.config.log.every == 0 or last:
+        with meter.paused():
+            lr = session.optimizer.param_groups[0]["lr"]
+            metrics = meter.interval(step, losses.check(), lr)
+            run.record.log(metrics)
+    run.console.progress(step, metrics)
+
+
+def _stop(session: Session) -> NoReturn:
+    """Save, and end. Raises `SystemExit`."""
+    if not session.save_now():
+        raise SystemExit(1)
+    text = f"stopped and saved at step {session.step}; the same command goes on from here"
+    session.run.console.print_line(text)
+    raise SystemExit(PREEMPTED)
