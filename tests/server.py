@@ -139,21 +139,17 @@ class Server:
         pid, _, address = os.environ.get(_SHARED, "").partition(":")
         return cls(int(pid), address) if pid else None
 
-    def _runs(self) -> bool:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            stat = Path(f"/proc/{self._pid}/stat").read_text()
-            return not stat.rpartition(")")[2].lstrip().startswith("Z")
-        return False
-
     def fork(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> Forked:
         """Send a request (see `_answer`) with open files; return the new process."""
+        from tests.processes import is_running  # not above: this file is a program, too
+
         connection = socket.socket(socket.AF_UNIX)
         while True:
             try:
                 connection.connect(self._address)
                 break
             except (FileNotFoundError, ConnectionRefusedError):
-                assert self._runs(), "the server of forked processes has failed"
+                assert is_running(self._pid), "the server of forked processes has failed"
                 time.sleep(0.01)
         message = json.dumps(request).encode()
         assert len(message) < _LARGEST_REQUEST

@@ -32,6 +32,7 @@ from co2.record.files import whole_lines
 from co2.record.folder import run_folder
 from co2.task import Task
 from tasks.toy import Toy
+from tests.processes import running
 from tests.server import Forked, environment, fork_program
 from tests.workers import Pool
 
@@ -199,12 +200,7 @@ def kill_session(process: Process) -> None:
 
 def alive(session: int) -> bool:
     """Whether any process of the session still runs."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            state, _, group, *_ = path.read_text().rpartition(")")[2].split()
-            if int(group) == session and state != "Z":
-                return True
-    return False
+    return any(one.session == session for one in running())
 
 
 def until(condition: Callable[[], bool], process: Process, limit_s: float = LIMIT_S) -> None:

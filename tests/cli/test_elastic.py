@@ -32,6 +32,7 @@ from tests.cli.harness import (
     until,
     weights,
 )
+from tests.processes import is_running, running
 from tests.server import environment
 
 STEPS, TAU, BATCH = 120, 6, 16
@@ -61,18 +62,19 @@ def words(method: str) -> tuple[str, ...]:
 def workers(run: Process) -> list[int]:
     """Processes of the workers that a run has now, in the order of their numbers: its children, or
     those of the one that forks them where the run has an interpreter of its own."""
-    parents, forks = {}, {run.pid}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        command, pid = path.with_name("cmdline").read_bytes(), int(path.parent.name)
-        if fields[0] != "Z" and b"resource_tracker" not in command:
-            parents[pid] = int(fields[1])
-            if parents[pid] == run.pid and b"multiprocessing.forkserver" in command:
-                forks.add(pid)
-    return sorted(pid for pid, parent in parents.items() if parent in forks and pid not in forks)
+    found = [(one, one.command()) for one in running()]
+    forks = {
+        one.pid
+        for one, command in found
+        if one.parent == run.pid and b"multiprocessing.forkserver" in command
+    }
+    return sorted(
+        one.pid
+        for one, command in found
+        if one.parent in {run.pid, *forks}
+        and one.pid not in forks
+        and b"resource_tracker" not in command
+    )
 
 
 def disturbed(
@@ -229,7 +231,7 @@ def test_workers_end_when_what_started_them_is_killed(tmp_path: Path) -> None:
         os.kill(run.pid, signal.SIGKILL)
         run.wait(LIMIT_S)
         deadline = time.monotonic() + 60
-        while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        while any(map(is_running, pids)):
             assert time.monotonic() < deadline, "a worker outlives what started it"
             time.sleep(0.05)
     assert log.read_text().count("what holds the store is gone; the same command goes on") == 3

@@ -45,6 +45,7 @@ from tests.cli.harness import (
     until,
 )
 from tests.cli.test_checkpoint import DAMAGES, damage
+from tests.processes import running
 from tests.workers import Pool, WorkerError
 
 KILLS = 10
@@ -205,8 +206,7 @@ def test_who_has_lost_a_peer_waits_for_nothing(workers: Pool, tmp_path: Path) ->
 
 def newest_child(pid: int) -> int:
     """The child that was started last: a worker."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return max(map(int, children))
+    return max(one.pid for one in running() if one.parent == pid)
 
 
 # In the pool's workers: two of them, for the collective in flight.

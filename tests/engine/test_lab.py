@@ -27,6 +27,7 @@ from co2.lab.slow_network import PREFIX, SlowNetwork, check_root, remove_leftove
 from co2.lab.training import TrialFailed, train, trial_overrides
 from co2.lab.trial import Change, Conditions, Trial, trial_folder
 from recipes.cells import composed_config
+from tests.processes import is_running
 
 ROOT = Path(training.TRAIN).parent
 
@@ -173,19 +174,12 @@ def test_a_killed_owner_leaves_no_process_and_its_names_go_at_the_next_start() -
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
     deadline = time.monotonic() + 60
-    while Path(f"/proc/{worker}").exists() and _state(worker) != "Z":
+    while is_running(worker):
         assert time.monotonic() < deadline, "its worker lives on"
         time.sleep(0.02)
     assert traces(owner.pid)
     assert f"{PREFIX}-{owner.pid}" in remove_leftovers()
     assert not traces(owner.pid)
-
-
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return "Z"
 
 
 def cores_of(pid: int) -> float:
