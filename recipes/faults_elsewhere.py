@@ -18,20 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from co2.record.files import whole_lines
-from recipes.faults import (
-    LIMIT_S,
-    RESTARTS,
-    SEEDS,
-    STEPS,
-    TAU,
-    WORKERS,
-    Trouble,
-    column,
-    killed,
-    stopped,
-)
+from recipes.faults import SEEDS, column
 from recipes.functions import FunctionCell
 from recipes.recipe import Recipe, Row
+from recipes.trouble import LIMIT_S, RESTARTS, STEPS, TAU, WORKERS, Trouble, killed, stopped
 
 FURTHER = 4 * TAU
 """Steps over which it is seen how much time a fault costs."""

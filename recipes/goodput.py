@@ -23,10 +23,11 @@ from co2.record.files import whole_lines
 from co2.record.table import Table
 from co2.simulate.failures import DISCARD, ELASTIC, RESTART, Faults, Round, goodput
 from recipes.entries import by_seed
-from recipes.faults import WORKERS, Trouble, column, killed
+from recipes.faults import column
 from recipes.faults_elsewhere import Torchft, Torchrun
 from recipes.functions import FunctionCell
 from recipes.recipe import Recipe, Row, Rows
+from recipes.trouble import WORKERS, Trouble, killed
 
 TAU, WARM_UP, ROUNDS = 12, 2, 50
 DELAY_S = 0.25

@@ -30,7 +30,7 @@ from co2.simulate.failures import (
 )
 from co2.simulate.goodput import ways
 from co2.simulate.methods import BLOCKING, NOT_ELASTIC, OVERLAPPED
-from recipes import faults as campaign
+from recipes import trouble as campaign
 
 ROUND = Round(10.0, mean_s=0.5, state_s=2.0)
 FAULTS = Faults(3e4, repair_s=20, restart_s=5, detect_s=3, regroup_s=1, checkpoint_s=2)
