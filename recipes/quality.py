@@ -5,7 +5,8 @@
 Cost: none beside those tables.
 Found on the tasks of vision: every method reaches every goal with every seed, but for CoCoD-SGD on
 ViT, whose top-1 is 88 %. ShapeNet waits for data for 1.6 to 1.9 % of its time, in runs beside most
-of which something else used the machine. Expected: every goal is reached on those of language, too.
+of which something else used the machine. TransNormer's loss is 53 to 54 % of the unigram entropy.
+Expected: every goal is reached on GPT-2 and RoBERTa, too.
 
 Seeds differ in weights, data order, augmentation and masks, not in validation data.
 """
