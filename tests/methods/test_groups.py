@@ -21,7 +21,7 @@ from tests.methods.problem import OPTIMIZERS
 from tests.workers import Pool
 
 ROLES = {
-    "background": "training",
+    "lanes": "training",
     "exchange": "training",
     "sparse": "training",
     "collectives": "consensus",
