@@ -15,18 +15,16 @@ workers, which go on from the checkpoint of every 30 steps.
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from co2.record.files import whole_lines
 from recipes.faults import SEEDS, column
 from recipes.functions import FunctionCell
+from recipes.processes import process
 from recipes.recipe import Recipe, Row
 from recipes.trouble import LIMIT_S, RESTARTS, STEPS, TAU, WORKERS, Trouble, killed, stopped
 
 FURTHER = 4 * TAU
 """Steps over which it is seen how much time a fault costs."""
-LOST = "ZT"
-"""States of a process that is killed or stands still."""
 
 
 class Torchrun(Trouble):
@@ -59,16 +57,14 @@ class Torchft(Trouble):
         for path in self.place.glob("*.jsonl"):
             lines = whole_lines(path)
             step = lines[-1]["step"] if lines else 0
-            if step == self.steps or not _is_lost(path.stem.partition("-")[2]):
+            if step == self.steps or not _is_lost(int(path.stem.partition("-")[2])):
                 yield step
 
 
-def _is_lost(process: str) -> bool:
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except FileNotFoundError:
-        return True
-    return stat.rpartition(")")[2].split()[0] in LOST
+def _is_lost(pid: int) -> bool:
+    """Whether a process is killed or stands still."""
+    found = process(pid)
+    return found is None or found.stopped
 
 
 SYSTEMS: dict[str, tuple[type[Trouble], str]] = {

@@ -19,6 +19,7 @@ from co2.errors import PREEMPTED
 from co2.lab.slow_network import SlowNetwork
 from co2.record.files import whole_lines
 from recipes.functions import FunctionCell
+from recipes.processes import is_running, running
 
 STEPS, TAU, WORKERS = 240, 6, 4
 SETTINGS = {"diloco": ("diloco.outer_lr=1", "diloco.outer_momentum=0.2")}
@@ -101,13 +102,7 @@ class Trouble:
 
     def workers(self) -> list[int]:
         """The workers' processes, oldest first."""
-        parents: dict[int, int] = {}
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                fields = path.read_text().rpartition(")")[2].split()
-                own = self.started_by in path.with_name("cmdline").read_bytes()
-                if own and fields[0] != "Z":
-                    parents[int(path.parent.name)] = int(fields[1])
+        parents = {one.pid: one.parent for one in running() if self.started_by in one.command()}
         if self.forked:
             parents = {pid: parents.get(parent, 0) for pid, parent in parents.items()}
         return sorted(pid for pid, parent in parents.items() if parent == self.process.pid)
@@ -250,7 +245,7 @@ def starter_killed(run: Trouble) -> None:
     run.process.kill()
     run.process.wait()
     deadline = time.monotonic() + LIMIT_S
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+    while any(map(is_running, pids)):
         if time.monotonic() > deadline:
             raise TimeoutError("a worker outlives what started it")
         time.sleep(0.05)

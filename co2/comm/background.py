@@ -20,7 +20,7 @@ from torch.profiler import record_function
 
 from co2.comm.clocks import CommTotals
 from co2.comm.collectives import carries
-from co2.comm.lanes import CudaLane, HostLane
+from co2.comm.lanes import CudaLane, HostLane, Lane
 from co2.comm.members import MemberLost, Members
 from co2.comm.mesh import Mesh
 from co2.comm.phases import WAIT
@@ -89,7 +89,7 @@ class BackgroundMean:
         require(carries(self.group, self.buffer), "comm.device", config.device.name, hint)
         bucket = max(1, int(config.bucket_mb * 2**20) // self.buffer.element_size())
         self._buckets = self.buffer.split(bucket)
-        self._lane = CudaLane() if self.buffer.is_cuda else HostLane()
+        self._lane: Lane = CudaLane() if self.buffer.is_cuda else HostLane()
         self.members = mesh.members
         self._ticket: Ticket | None = None
         """Of what is in flight; None where nothing was sent."""

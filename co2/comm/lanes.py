@@ -7,14 +7,61 @@ wait for it does not hold up anything else.
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from co2.comm.clocks import CudaStopwatch, HostStopwatch
+from co2.comm.clocks import CudaStopwatch, HostStopwatch, Stopwatch
 from co2.comm.sockets import Sockets, finish, in_use
+
+Buckets = tuple[Tensor, ...]
+Group = dist.ProcessGroup | None
+Ended = Callable[[bool], None]
+
+
+class Lane(Protocol):
+    """One thing after the other is launched, or run, and waited for."""
+
+    @property
+    def comm(self) -> Stopwatch:
+        """Times what is carried, from launch to completion."""
+
+    @property
+    def exposed(self) -> Stopwatch:
+        """Times the waits that count."""
+
+    def launch(self, buckets: Buckets, group: Group, ended: Ended) -> None:
+        """Take the mean of every bucket over the group, in place.
+
+        Args:
+            buckets: parts of one vector.
+            group: who takes part.
+            ended: told by any thread, when all is over, whether it ended well. Never called on
+                CUDA: members that may be lost exchange through the host (launch.elastic).
+        """
+
+    def run(self, sequence: Callable[[], None]) -> None:
+        """Carry blocking collectives with arithmetic between them."""
+
+    def copy(self, buffer: Tensor, target: Tensor) -> Callable[[], object]:
+        """Copy the buffer when what was launched is over. See `Arriving.copy_to`."""
+
+    def wait(self, count: bool = True) -> None:
+        """Wait until what was launched or run is over; on CUDA the current stream does, and the
+        host goes on. Raises what has ended it.
+
+        Args:
+            count: whether this wait is exposed communication.
+        """
+
+    def give_up(self) -> None:
+        """Wait until what was launched does not use the buffer any more: it is over, or has failed
+        because its connections are cut."""
+
+    def close(self) -> None:
+        """End what was started to carry. Nothing is launched after it."""
 
 
 class HostLane:
@@ -24,19 +71,14 @@ class HostLane:
     def __init__(self) -> None:
         self.comm, self.exposed = HostStopwatch(), HostStopwatch()
         self._works: list[dist.Work] = []
-        self._group: dist.ProcessGroup | None = None
+        self._group: Group = None
         self._sockets: Sockets | None = None
         self._collected: torch.futures.Future[Any] | None = None
         self._clocked: torch.futures.Future[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="co2")
         self._carried: Future[None] | None = None
 
-    def launch(
-        self,
-        buckets: tuple[Tensor, ...],
-        group: dist.ProcessGroup | None,
-        ended: Callable[[bool], None],
-    ) -> None:
+    def launch(self, buckets: Buckets, group: Group, ended: Ended) -> None:
         clock = self.comm
 
         def stop_clock(futures: torch.futures.Future[Any]) -> None:
@@ -52,7 +94,6 @@ class HostLane:
         self._clocked = self._collected.then(stop_clock)
 
     def copy(self, buffer: Tensor, target: Tensor) -> Callable[[], object]:
-        """Copy the buffer when what was launched is over. See `Arriving.copy_to`."""
         collected, clocked = self._collected, self._clocked
         if collected is None or clocked is None:
             target.copy_(buffer)
@@ -95,8 +136,6 @@ class HostLane:
             self.exposed.end()
 
     def give_up(self) -> None:
-        """Wait until what was launched does not use the buffer any more: it is over, or has failed
-        because its connections are cut."""
         for work in self._works:
             with suppress(RuntimeError):
                 finish(work, self._group, self._sockets)
@@ -124,13 +163,7 @@ class CudaLane:
         self._stream = torch.cuda.Stream()
         self._arrived: torch.cuda.Event | None = None
 
-    def launch(
-        self,
-        buckets: tuple[Tensor, ...],
-        group: dist.ProcessGroup | None,
-        ended: Callable[[bool], None],
-    ) -> None:
-        # `ended` is for members that may be lost, whose collectives are gloo's (launch.elastic).
+    def launch(self, buckets: Buckets, group: Group, ended: Ended) -> None:
         def mean() -> None:
             works = [_all_reduce(bucket, group) for bucket in buckets]
             for work in works:
@@ -139,8 +172,7 @@ class CudaLane:
         self.run(mean)
 
     def copy(self, buffer: Tensor, target: Tensor) -> Callable[[], object]:
-        """Copy the buffer, into pinned memory, when what was launched is over. See
-        `Arriving.copy_to`."""
+        """As of every lane; `target` lies in pinned memory."""
         under_way = self._arrived is not None
         with torch.cuda.stream(self._stream if under_way else torch.cuda.current_stream()):
             target.copy_(buffer, non_blocking=True)
@@ -182,5 +214,5 @@ def _well(futures: torch.futures.Future[Any]) -> bool:
         return False
 
 
-def _all_reduce(bucket: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+def _all_reduce(bucket: Tensor, group: Group) -> dist.Work:
     return dist.all_reduce(bucket, op=dist.ReduceOp.AVG, group=group, async_op=True)

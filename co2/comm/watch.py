@@ -30,8 +30,12 @@ def key(*parts: object) -> str:
 
 
 class Watch:
-    """The thread that gives signs of life, watches those of the others, and tells the store what
-    has ended. `store` is its own connection: one answers one question at a time."""
+    """The thread, which also tells the store what has ended.
+
+    Args:
+        members: whose member this process is.
+        store: a connection of the thread's own, because one answers one question at a time.
+    """
 
     def __init__(self, members: "Members", store: dist.Store) -> None:
         self.members, self.store = members, store
@@ -54,6 +58,7 @@ class Watch:
         self._signs = {one: self._signs.get(one, ("", now)) for one in ids}
 
     def ended(self, ticket: Ticket, well: bool) -> None:
+        """See `Members.ended`."""
         self._ended.append((ticket, well))
         self._wake.set()
 

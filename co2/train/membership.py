@@ -63,9 +63,10 @@ class Membership:
     def together(self, act: Callable[[], T]) -> T:
         """Do what all workers do together and may do twice; where replicas may be lost, until all
         that are left have done it."""
-        if self._members is None:
+        members = self._members
+        if members is None:
             return act()
-        return self._again(lambda: self._agreed(act))
+        return self._again(lambda: self._agreed(members, act))
 
     def change(self) -> None:
         """At the end of a step: let those in who wait. With too few replicas save, and wait.
@@ -112,10 +113,8 @@ class Membership:
             raise Expelled("one of the others was lost as it joined") from error
         return state
 
-    def _agreed(self, act: Callable[[], T]) -> T:
+    def _agreed(self, members: Members, act: Callable[[], T]) -> T:
         """Do it, and wait until all have done it. Raises `MemberLost`."""
-        members = self._members
-        assert members is not None
         try:
             done = act()
         except MemberLost:
@@ -173,10 +172,8 @@ class Membership:
         flight."""
         session, run = self._session, self._session.run
         samples = session.samples
-        before = run.mesh.stretches or ((0, run.mesh.num_workers),)
         mesh = Mesh.world(1, run.mesh.device)
-        kept = tuple(one for one in before if one[0] < samples.draws)
-        stretches = (*kept, (samples.draws, mesh.num_workers))
+        stretches = samples.stretches(run.mesh.num_workers, mesh.num_workers)
         run.regroup(replace(mesh, members=members, stretches=stretches), session.step)
         run.method.regroup(run.mesh)
         members.formed()

@@ -60,6 +60,11 @@ class Samples:
         now, then = (size * self._accumulate(number) * number for number in workers)
         return f", on {now} samples a step, before {then}"
 
+    def stretches(self, before: int, now: int) -> tuple[tuple[int, int], ...]:
+        """`Mesh.stretches` where the number of workers changes here, from `before` to `now`."""
+        known = self._run.mesh.stretches or ((0, before),)
+        return (*(one for one in known if one[0] < self.draws), (self.draws, now))
+
     def to_device(self, batch: Any) -> Any:
         """A batch where the model is. `Any`: a tensor, or a tuple or a dict of tensors."""
         device = self._run.mesh.device

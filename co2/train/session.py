@@ -200,8 +200,7 @@ class Session:
         if mesh.worker < saved_by:
             restore_random_states(state["random"])
         if mesh.num_workers != saved_by:
-            before = mesh.stretches or ((0, saved_by),)
-            stretches = (*before, (self.samples.draws, mesh.num_workers))
+            stretches = self.samples.stretches(saved_by, mesh.num_workers)
             self.run.mesh = replace(mesh, stretches=stretches)
             self.samples.behind = 0
             text = self.samples.compared(saved_by)

@@ -16,6 +16,7 @@ import torch
 from co2.errors import PREEMPTED, ConfigError
 from co2.record.files import whole_lines
 from recipes.ledger import doubled_and_left_out
+from recipes.processes import is_running, running
 from tests.cli.harness import (
     LIMIT_S,
     Process,
@@ -32,7 +33,6 @@ from tests.cli.harness import (
     until,
     weights,
 )
-from tests.processes import is_running, running
 from tests.server import environment
 
 STEPS, TAU, BATCH = 120, 6, 16

@@ -22,6 +22,7 @@ from torch import Tensor
 from co2.config import Config
 from co2.errors import DIVERGED, PREEMPTED
 from co2.train import checkpoint, launch
+from recipes.processes import running
 from tasks.toy import Toy
 from tests.cli.harness import (
     LIMIT_S,
@@ -45,7 +46,6 @@ from tests.cli.harness import (
     until,
 )
 from tests.cli.test_checkpoint import DAMAGES, damage
-from tests.processes import running
 from tests.workers import Pool, WorkerError
 
 KILLS = 10

@@ -27,7 +27,7 @@ from co2.lab.slow_network import PREFIX, SlowNetwork, check_root, remove_leftove
 from co2.lab.training import TrialFailed, train, trial_overrides
 from co2.lab.trial import Change, Conditions, Trial, trial_folder
 from recipes.cells import composed_config
-from tests.processes import is_running
+from recipes.processes import is_running
 
 ROOT = Path(training.TRAIN).parent
 

@@ -13,6 +13,8 @@ class Running:
     pid: int
     parent: int
     session: int
+    stopped: bool
+    """Whether it stands still until SIGCONT."""
 
     def command(self) -> bytes:
         """Its program and arguments; empty once it has ended."""
@@ -24,19 +26,21 @@ class Running:
 def running() -> Iterator[Running]:
     """All that run."""
     for path in Path("/proc").glob("[0-9]*"):
-        if (found := _running(path)) is not None:
+        if (found := process(int(path.name))) is not None:
             yield found
+
+
+def process(pid: int) -> Running | None:
+    """A process; None if it has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        # After the name, which may have blanks and brackets in it.
+        state, parent, _, session, *_ = stat.rpartition(")")[2].split()
+        if state != "Z":  # else it has ended, and its parent has not asked for its status
+            return Running(pid, int(parent), int(session), state == "T")
+    return None
 
 
 def is_running(pid: int) -> bool:
     """Whether a process has not ended."""
-    return _running(Path(f"/proc/{pid}")) is not None
-
-
-def _running(path: Path) -> Running | None:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        # After the name, which may have blanks and brackets in it.
-        state, *fields = (path / "stat").read_text().rpartition(")")[2].split()
-        if state != "Z":  # else it has ended, and its parent has not asked for its status
-            return Running(int(path.name), int(fields[0]), int(fields[2]))
-    return None
+    return process(pid) is not None
