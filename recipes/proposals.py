@@ -6,12 +6,12 @@ import random
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import optuna
-from optuna.distributions import CategoricalDistribution, IntUniformDistribution
-from optuna.trial import TrialState
+from typing import TYPE_CHECKING
 
 from recipes.spaces import RATE_REACH, Space, Value
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
 
 SAMPLER_SEED = 1
 AT_ONCE = 4
@@ -46,6 +46,8 @@ class Proposals:
         self.space = space
         self.low, self.high = -RATE_REACH, RATE_REACH
         """Ends of the learning rates' grid."""
+        import optuna
+
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         sampler = optuna.samplers.TPESampler(seed=SAMPLER_SEED, n_startup_trials=AT_ONCE)
         self.study = optuna.create_study(sampler=sampler)
@@ -56,6 +58,8 @@ class Proposals:
 
     def ask(self) -> Proposal:
         """A setting that was not proposed before."""
+        from optuna.trial import TrialState
+
         for _ in range(_ATTEMPTS):
             trial = self.study.ask(self._distributions())
             knobs = {knob.key: trial.params[knob.key] for knob in self.space.knobs}
@@ -108,10 +112,14 @@ class Proposals:
 
     def _enqueue(self, proposal: Proposal) -> None:
         """Make it what Optuna proposes next."""
+        from optuna.exceptions import ExperimentalWarning
+
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            warnings.simplefilter("ignore", ExperimentalWarning)
             self.study.enqueue_trial({"rate": proposal.rate, **proposal.chosen})
 
-    def _distributions(self) -> dict[str, optuna.distributions.BaseDistribution]:
+    def _distributions(self) -> "dict[str, BaseDistribution]":
+        from optuna.distributions import CategoricalDistribution, IntUniformDistribution
+
         knobs = {knob.key: CategoricalDistribution(knob.values) for knob in self.space.knobs}
         return {"rate": IntUniformDistribution(self.low, self.high), **knobs}

@@ -27,7 +27,6 @@ LONG = (
     "tests/cli/test_mesh.py::test_a_damaged_part_costs_one_checkpoint",
     "tests/cli/test_mesh.py::test_all_workers_agree_on_tau",
     "tests/cli/test_mesh.py::test_goes_on_exactly",
-    "tests/cli/test_mesh.py::test_killed",
     "tests/cli/test_mesh.py::test_other_methods_go_on_exactly",
     "tests/cli/test_mesh.py::test_trains_as_replicas_of_one_worker",
     "tests/cli/test_muon.py::test_a_replica_shares_its_state",
@@ -39,7 +38,6 @@ LONG = (
     "tests/cli/test_resume.py::test_every_method_goes_on_exactly",
     "tests/cli/test_resume.py::test_one_worker_is_killed",
     "tests/cli/test_resume.py::test_put_aside_for_a_moment",
-    "tests/cli/test_resume.py::test_told_before_there_are_workers",
     "tests/cli/test_resume.py::test_told_to_stop",
     "tests/cli/test_runs.py::TestFolder",  # of a run that starts interpreters of its own
     "tests/cli/test_runs.py::TestLearningRate::test_is_what_trains",
@@ -50,7 +48,6 @@ LONG = (
     "tests/cli/test_runs.py::test_evaluation_changes_nothing",
     "tests/cli/test_runs.py::test_few_bits_learn_what_all_do",
     "tests/cli/test_runs.py::test_finished_means_finished",
-    "tests/cli/test_runs.py::test_signs_learn_what_adam_does",
     "tests/cli/test_runs.py::test_wandb_offline",
     "tests/cli/test_sample.py",
     "tests/cli/test_several_machines.py",
@@ -108,7 +105,6 @@ LONG = (
     "tests/recipes/test_tune.py::test_a_whole_search_trains",
     "tests/recipes/test_tune.py::test_every_method_has_the_same_budget",
     "tests/tasks/test_add_a_task.py::test_the_page_trains",
-    "tests/tasks/test_ade20k.py::test_evaluation_does_not_compile",
     "tests/tasks/test_ade20k.py::test_over_gloo",
     "tests/tasks/test_ade20k.py::test_weights_of_the_backbone",
     "tests/tasks/test_glue.py::test_evaluation_over_gloo",
@@ -118,10 +114,8 @@ LONG = (
     "tests/tasks/test_muon.py::test_convolutions_have_no_matrix",
     "tests/tasks/test_prepare.py::test_a_killed_run_goes_on_at_the_first_missing_shard",
     "tests/tasks/test_prepare_imagenet.py::test_a_killed_run_is_gone_on_with",
-    "tests/tasks/test_prepare_wikibooks.py::test_a_killed_run_goes_on",
     "tests/tasks/test_roberta.py::test_evaluation_over_gloo",
     "tests/tasks/test_shapenet.py::test_over_gloo",
-    "tests/tasks/test_text.py::test_two_processes_at_once",
 )
 """What takes two seconds of processor time or more, alone or with all its cases: `make test-fast`
 leaves it out."""
@@ -130,12 +124,19 @@ leaves it out."""
 SLOW = (
     "tests/cli/test_installed.py",  # builds the wheel, and makes environments
     "tests/cli/test_mesh.py::test_every_task_in_parts",  # real models, four workers
+    "tests/cli/test_mesh.py::test_killed",
     "tests/cli/test_resume.py::test_killed_ten_times",
+    "tests/cli/test_resume.py::test_told_before_there_are_workers",  # new interpreters
     "tests/cli/test_runs.py::test_compile",  # a C++ compiler's work
+    "tests/cli/test_runs.py::test_signs_learn_what_adam_does",
     "tests/engine/test_lab.py::test_a_table",  # links of its own, as root
     "tests/methods/test_replicas_of_several_workers.py::test_two_replicas_of_two_workers",
     "tests/methods/test_replicas_of_several_workers.py::test_with_what_the_loop_has",
+    "tests/tasks/test_ade20k.py::test_evaluation_does_not_compile",  # torch.compile
     "tests/tasks/test_fused_experts.py",  # Triton's interpreter
+    "tests/tasks/test_prepare_wikibooks.py::test_a_killed_run_goes_on",  # new interpreters
+    "tests/tasks/test_text.py::test_two_processes_at_once",  # new interpreters
+    "tests/tasks/test_transnormer.py::test_it_learns_under_autocast_too",
 )
 """What `make test` leaves to `make test-slow`, as it does the tests marked where they stand."""
 

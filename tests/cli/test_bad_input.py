@@ -529,7 +529,7 @@ class TestFolderOfAnotherConfiguration:
     ("arguments", "line"),
     [
         ("co2.tau=0", "co2.tau=0: " + COUNT),
-        ("-m co2.tau=1,3,0", "co2.tau=0: " + COUNT),
+        pytest.param("-m co2.tau=1,3,0", "co2.tau=0: " + COUNT, marks=pytest.mark.slow),
         ("task=gpt2 data.path=../short data.root=cache", "data.path=../short: "),
     ],
 )

@@ -117,8 +117,10 @@ def test_a_run_that_loses_nobody_is_the_same_run(tmp_path: Path, method: str) ->
 @pytest.mark.parametrize(
     ("method", "victims"),
     [
-        *(("local_sgd", (1,)), ("co2", (0,)), ("co2_keep", (2,)), ("streaming_diloco", (0,))),
-        *(("eager_diloco", (1,)), ("desloc", (0, 2))),
+        *(("co2", (0,)), ("co2_keep", (2,)), ("desloc", (0, 2))),
+        pytest.param("local_sgd", (1,), marks=pytest.mark.slow),
+        pytest.param("streaming_diloco", (0,), marks=pytest.mark.slow),
+        pytest.param("eager_diloco", (1,), marks=pytest.mark.slow),
     ],
 )
 def test_those_that_are_left_go_on(tmp_path: Path, method: str, victims: tuple[int, ...]) -> None:

@@ -35,6 +35,7 @@ from tests.cli.harness import (
     weights,
 )
 from tests.cli.test_checkpoint import damage
+from tests.grids import grid
 from tests.workers import Pool
 
 SHORT = ("train.steps=16", "train.eval_every=8", "log.every=1", "checkpoint.every=5")
@@ -64,7 +65,9 @@ def stopped(
     return run
 
 
-@pytest.mark.parametrize("strategy", [strategy.name for strategy in Strategy])
+@pytest.mark.parametrize(
+    "strategy", grid([one.name for one in Strategy], ("ddp", "zero3", "ep").__contains__)
+)
 def test_goes_on_exactly(
     workers: Pool, tmp_path: Path, root: Path, text: Path, strategy: str
 ) -> None:
@@ -91,9 +94,14 @@ def test_goes_on_exactly(
     ("method", "strategy"),
     [
         (("method=allreduce",), "zero3"),
-        (("method=allreduce",), "ddp"),
-        (("method=allreduce",), "zero1"),
-        (("method=streaming_diloco", "streaming_diloco.tau=3"), "zero3"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (("method=allreduce",), "ddp"),
+                (("method=allreduce",), "zero1"),
+                (("method=streaming_diloco", "streaming_diloco.tau=3"), "zero3"),
+            )
+        ),
     ],
     ids=str,
 )
@@ -148,8 +156,9 @@ def test_a_full_disk_does_not_end_the_run(workers: Pool, tmp_path: Path) -> None
     assert saved_steps(run.folder) == [] and not list(run.folder.glob("checkpoints/.step*"))
 
 
+@pytest.mark.parametrize("strategy", grid(["zero1", "zero3"], ("zero3",).__contains__))
 def test_trains_as_replicas_of_one_worker(
-    workers: Pool, tmp_path: Path, root: Path, text: Path
+    workers: Pool, tmp_path: Path, root: Path, text: Path, strategy: str
 ) -> None:
     """On the same samples: two workers with half a batch each are one with the whole."""
     gpt2 = (
@@ -159,20 +168,17 @@ def test_trains_as_replicas_of_one_worker(
     plain = pooled(workers, 2, *gpt2, "train.batch_size=4", runs=tmp_path / "plain")
     assert plain.status == 0, plain.err
     expected = weights(plain.folder)
-    for strategy in ("zero1", "zero3"):
-        more = ("train.checkpoint_activations=true",) if strategy == "zero3" else ()
-        arguments = (*gpt2, "train.batch_size=2", *mesh(strategy), *more)
-        run = pooled(workers, 4, *arguments, runs=tmp_path / strategy)
-        assert run.status == 0, run.err
-        for one, other in zip(
-            metrics(run.folder, "eval"), metrics(plain.folder, "eval"), strict=True
-        ):
-            assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        found = weights(run.folder)
-        assert found.keys() == expected.keys()
-        for name, value in found.items():
-            assert type(value) is torch.Tensor
-            torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5, msg=name)
+    more = ("train.checkpoint_activations=true",) if strategy == "zero3" else ()
+    arguments = (*gpt2, "train.batch_size=2", *mesh(strategy), *more)
+    run = pooled(workers, 4, *arguments, runs=tmp_path / strategy)
+    assert run.status == 0, run.err
+    for one, other in zip(metrics(run.folder, "eval"), metrics(plain.folder, "eval"), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    found = weights(run.folder)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert type(value) is torch.Tensor
+        torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("method", ["allreduce", "co2"])
@@ -226,7 +232,7 @@ def test_every_task_in_parts(
 
 def test_all_workers_agree_on_tau(workers: Pool, tmp_path: Path) -> None:
     """Two that share a replica and did not would wait for each other for ever."""
-    arguments = ("method=co2", "co2.tau=auto", "train.steps=100", *mesh("zero3"))
+    arguments = ("method=co2", "co2.tau=auto", "train.steps=62", *mesh("zero3"))
     run = pooled(workers, 4, *arguments, runs=tmp_path)
     assert run.status == 0, run.err
     assert "tau 12 → " in run.out

@@ -13,6 +13,7 @@ from co2.methods import METHODS
 from tasks.optimizer import make_optimizer
 from tests.cli.harness import assert_same_run, assert_same_weights, metrics, pooled, signalled
 from tests.cli.test_resume import METHODS as CHOICES
+from tests.grids import OF_A_KIND, grid
 from tests.workers import Pool
 
 MUON = ("optim.name=muon", "optim.lr=0.02")
@@ -20,7 +21,7 @@ REFUSE = ("acco", "desloc", "onebit_adam", "zero_one_adam")
 LOCAL = [name for name in CHOICES if name not in REFUSE]
 
 
-@pytest.mark.parametrize("method", LOCAL)
+@pytest.mark.parametrize("method", grid(LOCAL, OF_A_KIND.__contains__))
 def test_learns(workers: Pool, tmp_path: Path, method: str) -> None:
     """Under every method that has an inner optimizer."""
     words = (f"method={method}", *CHOICES[method], *MUON)

@@ -50,6 +50,7 @@ from tests.cli.harness import (
     weights,
 )
 from tests.cli.test_resume import METHODS
+from tests.grids import OF_A_KIND, grid
 from tests.server import environment, fork_program
 from tests.tasks.build import toy
 from tests.workers import Pool
@@ -219,7 +220,7 @@ def without_gradients(rank: int, path: str) -> Iterator[None]:
         Path(path).write_text(json.dumps(losses))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", grid(METHODS, OF_A_KIND.__contains__))
 def test_every_method_brings_what_others_learn(workers: Pool, tmp_path: Path, method: str) -> None:
     """A worker without gradients learns all the same, from the other one: its own loss falls. It
     would stay where it was to the last bit if the method synchronized nothing.
@@ -524,7 +525,7 @@ def without_batch_norm() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", grid(METHODS, OF_A_KIND.__contains__))
 def test_evaluation_changes_nothing(workers: Pool, tmp_path: Path, method: str) -> None:
     runs = [
         pooled(

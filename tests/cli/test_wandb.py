@@ -272,7 +272,13 @@ def test_steps_that_are_trained_again(tmp_path: Path) -> None:
     assert afresh.run.run_id != whole.run.run_id, "what is put aside stays a run of its own"
 
 
-@pytest.mark.parametrize("victim", [0, 1], ids=["that writes", "that does not"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        pytest.param(0, id="that writes"),
+        pytest.param(1, id="that does not", marks=pytest.mark.slow),
+    ],
+)
 def test_a_worker_is_lost(tmp_path: Path, victim: int) -> None:
     """W&B is told who is gone, and has a table of it. Where the worker that writes is gone, the
     next one begins a segment of the same W&B run in place of the one that was cut off."""

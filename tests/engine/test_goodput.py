@@ -31,6 +31,7 @@ from co2.simulate.failures import (
 from co2.simulate.goodput import ways
 from co2.simulate.methods import BLOCKING, NOT_ELASTIC, OVERLAPPED
 from recipes import trouble as campaign
+from tests.grids import grid
 
 ROUND = Round(10.0, mean_s=0.5, state_s=2.0)
 FAULTS = Faults(3e4, repair_s=20, restart_s=5, detect_s=3, regroup_s=1, checkpoint_s=2)
@@ -48,7 +49,7 @@ def test_without_failures_nothing_is_lost(way: str, nodes: int) -> None:
 
 @by_way
 @pytest.mark.parametrize("nodes", [4, 64, 1024])
-@pytest.mark.parametrize("rounds", [3, 10, 100, 10_000])
+@pytest.mark.parametrize("rounds", grid([3, 10, 100, 10_000], (3, 100).__contains__))
 @pytest.mark.parametrize("repair_s", [0.0, 25.0, 400.0])
 def test_closed_forms_against_drawn_failures(
     way: str, nodes: int, rounds: int, repair_s: float
@@ -93,7 +94,10 @@ def plain(way: str, faults: Faults, nodes: int, round_: Round, rounds: int) -> f
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", [DISCARD, ELASTIC])
-@pytest.mark.parametrize(("nodes", "mtbf_s"), [(2, 300.0), (5, 2_000.0), (20, 500.0)])
+@pytest.mark.parametrize(
+    ("nodes", "mtbf_s"),
+    grid([(2, 300.0), (5, 2_000.0), (20, 500.0)], lambda case: case[0] == 20),
+)
 def test_drawn_failures_against_plain_loops(way: str, nodes: int, mtbf_s: float) -> None:
     faults = replace(FAULTS, mtbf_s=mtbf_s, detect_s=12.0)  # longer than a round
     drawn = drawn_goodput(way, faults, nodes, ROUND, 10_000)

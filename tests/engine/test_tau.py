@@ -16,6 +16,7 @@ from co2.methods.parts import auto_tau as tau
 from co2.methods.parts import local
 from co2.methods.parts.auto_tau import CHOICES, PATIENCE, START, WINDOW, AutoTau, choose
 from tests.cli.harness import pooled
+from tests.grids import OF_A_KIND, grid
 from tests.methods.driver import ROUNDS_OF, SETTINGS, Session, Snapshot, assert_same
 from tests.workers import Pool
 
@@ -209,7 +210,9 @@ LOCAL: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in ROUNDS_OF if n
 LOCAL.append(("co2", {"shard": True}))
 
 
-@pytest.mark.parametrize("case", LOCAL, ids=str)
+@pytest.mark.parametrize(
+    "case", grid(LOCAL, lambda case: case[0] in (*OF_A_KIND, "sparseloco"), one=True), ids=str
+)
 def test_auto_is_the_method_with_that_tau(workers: Pool, case: tuple[str, dict[str, Any]]) -> None:
     (lengths, found), (same, _) = workers.run(lengths_of_rounds, 2, *case)
     assert lengths == same and lengths[0] == 2 and set(lengths) > {2}

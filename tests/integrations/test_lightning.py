@@ -1,6 +1,7 @@
 """SyncStrategy: it trains as one's own loop does, goes on exactly, and shows the consensus."""
 
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from co2.methods import METHODS
 from tests.integrations.replicas import called
 from tests.methods.driver import SETTINGS
 
-pytest.importorskip("lightning")
-pytestmark = pytest.mark.slow  # imports seconds of another library
+pytestmark = [
+    pytest.mark.slow,  # imports seconds of another library
+    pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning"),
+]
 
 STEPS = 12
 """Four rounds; epochs of two replicas have five steps."""

@@ -1,5 +1,6 @@
 """SyncTrainer: it trains as one's own loop does, goes on exactly, and shows the consensus."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from co2.methods import METHODS
 from tests.integrations.replicas import called
 from tests.methods.driver import SETTINGS, inner
 
-pytest.importorskip("accelerate")
-pytestmark = pytest.mark.slow  # imports seconds of another library
+pytestmark = [
+    pytest.mark.slow,  # imports seconds of another library
+    pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate"),
+]
 
 STEPS = 12
 """Four rounds; one epoch and a half of two replicas."""

@@ -7,6 +7,7 @@ from torch import Tensor
 import co2
 from co2.comm.background import BackgroundMean
 from co2.config import CommConfig, Precision
+from tests.grids import grid
 from tests.methods import problem
 from tests.methods.driver import ADAM, SETTINGS, SPARSE, Snapshot, inner, trajectory
 from tests.workers import Pool
@@ -44,7 +45,7 @@ def moved(one: Snapshot, other: Snapshot) -> float:
     return sum((one[name] - other[name]).square().sum().item() for name in names) ** 0.5
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name not in (*ADAM, *SPARSE)])
 def test_the_trajectory_stays_close(workers: Pool, name: str, world: int) -> None:
     """Every displacement is off by at most 2^-8 of itself for each of the G roundings, and what it
@@ -102,7 +103,9 @@ def steady(rank: int, world: int, name: str, rounds: int) -> Tensor:
     return weight.detach().clone()
 
 
-@pytest.mark.parametrize("name", ["cocod_sgd", "eager_diloco", "co2_keep"])
+@pytest.mark.parametrize(
+    "name", grid(("cocod_sgd", "eager_diloco", "co2_keep"), ("co2_keep",).__contains__)
+)
 def test_own_part_is_taken_back_as_it_was_added(workers: Pool, name: str) -> None:
     """A rounding that stayed would add up: replicas that move steadily would part steadily."""
     apart = []

@@ -14,10 +14,12 @@ from co2.config import CommConfig, CommDevice
 from co2.errors import ConfigError
 from co2.methods import METHODS
 from co2.train import meters
+from tests.grids import OF_A_KIND, grid
 from tests.methods.driver import (
     MOMENTS,
     ROUNDS_OF,
     SETTINGS,
+    SPARSE,
     Session,
     assert_same,
     parts,
@@ -42,7 +44,13 @@ OTHER_WORLDS = [(name, world) for name in ("co2", "streaming_diloco") for world 
 """How many replicas there are changes nothing of the copies."""
 
 
-@pytest.mark.parametrize(("name", "world"), [*((name, 2) for name in ROUNDS_OF), *OTHER_WORLDS])
+@pytest.mark.parametrize(
+    ("name", "world"),
+    grid(
+        [*((name, 2) for name in ROUNDS_OF), *OTHER_WORLDS],
+        lambda case: case in OTHER_WORLDS or case[0] in (*OF_A_KIND, *SPARSE),
+    ),
+)
 def test_copies_may_be_late_or_early(workers: Pool, name: str, world: int) -> None:
     workers.run(whenever, world, name, SETTINGS[name])
 
@@ -82,7 +90,7 @@ def stopped(rank: int, world: int, name: str) -> None:
         assert_same(finish(again), expected)
 
 
-@pytest.mark.parametrize("name", ROUNDS_OF)
+@pytest.mark.parametrize("name", grid(ROUNDS_OF, (*OF_A_KIND, *SPARSE).__contains__))
 def test_resume(workers: Pool, name: str) -> None:
     workers.run(stopped, 2, name)
 

@@ -13,6 +13,7 @@ import co2
 from co2.comm import collectives
 from co2.config import CommConfig
 from co2.methods.parts.auto_tau import AUTO, START
+from tests.grids import grid
 from tests.methods import problem
 from tests.methods.collectives import SlowNetwork
 from tests.methods.driver import (
@@ -151,10 +152,14 @@ def check(
         assert not torch.equal(inside[key], before[key])
 
 
-@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_consensus(workers: Pool, case: tuple[str, dict[str, Any]], world: int) -> None:
-    check(workers, case, world)
+def test_consensus(workers: Pool, case: tuple[str, dict[str, Any]]) -> None:
+    check(workers, case, 3)
+
+
+@pytest.mark.parametrize("case", grid(CASES, RESTARTS.__contains__, one=True), ids=str)
+def test_consensus_of_two(workers: Pool, case: tuple[str, dict[str, Any]]) -> None:
+    check(workers, case, 2)
 
 
 @pytest.mark.parametrize("case", MOMENTS.items(), ids=str)

@@ -12,6 +12,7 @@ from co2.peers import PEERS, check_installed
 from tests.counted_bytes import measured_and_counted
 from tests.counted_bytes import needs_root as namespace
 from tests.engine.test_lab import TOY, needs_root, traces
+from tests.grids import grid
 
 
 def installed() -> list[str]:
@@ -53,7 +54,7 @@ def test_a_table_of_peers(tmp_path: Path) -> None:
 
 @namespace
 @pytest.mark.parametrize("name", PEERS)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", grid([2, 3], (3).__eq__))
 def test_bytes_are_what_the_network_device_counts(tmp_path: Path, name: str, world: int) -> None:
     """In a namespace where nothing else speaks: the formula is within 3 % of the count."""
     pytest.importorskip(PEERS[name].package)

@@ -107,7 +107,7 @@ def test_another_backbone(few: None) -> None:
     assert math.isfinite(task.loss(model, next(task.batches(mesh(), 0))).item())
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize("suffix", [pytest.param(".pth", marks=pytest.mark.slow), ".safetensors"])
 def test_weights_of_the_backbone(tmp_path: Path, suffix: str) -> None:
     import timm
     from safetensors.torch import save_file

@@ -17,6 +17,7 @@ from co2.errors import ConfigError
 from tasks.causal import CorpusName
 from tasks.experts import Exchange, Experts, Kernel
 from tasks.moe import SHAPES, MoE, Size, mixtures
+from tests.grids import grid
 from tests.tasks.build import gpt2, mesh, moe
 
 
@@ -82,7 +83,9 @@ def test_loss(task: MoE) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"active": 1, "capacity": 1.25}, {"shared": True}], ids=str
+    "options",
+    grid([{}, {"active": 1, "capacity": 1.25}, {"shared": True}], lambda options: options != {}),
+    ids=str,
 )
 def test_it_learns(root: Path, text_file: Path, options: dict) -> None:
     task = moe(root, text_file, context=32, vocab_size=300, **options)

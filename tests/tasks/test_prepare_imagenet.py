@@ -127,7 +127,7 @@ imagenet.prepare(Path(sys.argv[1]), Path(sys.argv[2]))
 """
 
 
-@pytest.mark.parametrize("after", [6, 15])
+@pytest.mark.parametrize("after", [6, pytest.param(15, marks=pytest.mark.slow)])
 def test_a_killed_run_is_gone_on_with(
     archives: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
