@@ -5,7 +5,7 @@ tests take. The pool's workers (tests/workers.py) and the programs of the end-to
 (tests/cli/harness.py) are therefore forked from one server, which lives as long as the session. A
 forked program runs `train.py` as the command line would: its arguments, environment, folder, output
 and session are its own, and the exit status is the interpreter's. Only its local workers are forked
-too, where the launcher would spawn new interpreters that import everything again.
+from itself, where the launcher would start a fork server that imports everything again.
 """
 
 import atexit
@@ -270,7 +270,7 @@ def _answer(request: dict[str, Any], descriptors: list[int]) -> None:
     main.__file__ = script
     sys.modules["__main__"] = main
     code = compile(Path(script).read_bytes(), script, "exec")
-    # The launcher asks for new interpreters; forked workers have imported everything already.
+    # The launcher asks for a fork server; what is forked here has imported everything already.
     contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
     contexts["spawn"] = contexts["forkserver"] = contexts["fork"]
     _end(functools.partial(exec, code, main.__dict__))

@@ -25,14 +25,12 @@ from co2.comm.watch import StoreLost
 from co2.config import CommDevice, Config, LaunchConfig
 from co2.errors import PREEMPTED, exit_at_once, require
 from co2.methods.base import Method
+from co2.train import forked
 from co2.train.store import FINAL, OwnStore, SharedStore
 
 _LOOK_S = 0.5
 _END_S = 10.0
 """In which a worker that finds the store gone ends by itself."""
-_IMPORTED = ("co2", "tasks")
-_LATER = ("torch._dynamo", "torch.distributed.checkpoint")
-"""What every worker imports as it begins to train."""
 _STORE_GONE = "what holds the store is gone; the same command goes on from the last checkpoint"
 _place: tuple[tuple[str, int], int, tuple[int, ...], float] | None = None
 """In a worker: address of the store, the worker's number, with whom it begins, and `silent_s`."""
@@ -122,11 +120,8 @@ class _Starter:
         self._running: dict[int, BaseProcess] = {}
         self._local_ranks: dict[int, int] = {}
         self._statuses: dict[int, int] = {}
-        # Workers are forked from a process that has imported what they need. To import it anew,
-        # one that comes in a lost one's place would take some rounds of the others.
-        self._context = multiprocessing.get_context("forkserver")
-        imported = [name for name in sys.modules if name.partition(".")[0] in _IMPORTED]
-        self._context.set_forkserver_preload([*imported, *_LATER])
+        # An interpreter in a lost one's place would take some rounds of the others to start.
+        self._context = forked.context()
 
     def run(self, told: Told) -> int:
         """Start them, and others where some are lost, until all have ended. Returns the status."""

@@ -28,7 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 from co2.comm.mesh import Mesh
 from co2.config import CommDevice, Config, LaunchConfig, Precision
 from co2.errors import REFUSED, ConfigError, exit_at_once, require
-from co2.train import elastic
+from co2.train import elastic, forked
 
 _PEER_S = 1.0
 """A worker whose peer is gone ends this many seconds later, so that the run gets the peer's
@@ -299,7 +299,7 @@ def _spawn(worker: Worker, config: Config) -> int:
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.2,
-        start_method="spawn",
+        start_method=forked.context().get_start_method(),
         signals_to_handle="SIGHUP,SIGQUIT",
     )
     with _forwarded(STOP_SIGNALS):
