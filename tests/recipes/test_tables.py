@@ -352,15 +352,11 @@ def test_all_is_rendered(results: Path) -> None:
 
 
 def covering(recipe: Recipe, scale: str) -> Iterator[tuple[Row, Column, Cell]]:
-    """Cells that have between them every word: of trials a few will do. No file of conf depends on
-    a method and on another choice (tests/cli/test_every_task.py) but those of what won, so where
-    cells are tuned, every method has all words. Comments, which say what that stands for, do not
-    count."""
+    """Cells that have between them every word of every method: of trials a few will do. Comments,
+    which say what `tuned=true` stands for, do not count."""
     seen: set[tuple[str, str]] = set()
     for row, column, _, cell in recipe.cells(scale, seeds=[0]):
-        found = cell.command.partition(" # ")[0].split()
-        method = row.overrides[0] if "tuned=true" in found else ""
-        words = {(method, word) for word in found}
+        words = {(row.overrides[0], word) for word in cell.command.partition(" # ")[0].split()}
         if words - seen:
             seen |= words
             yield row, column, cell
