@@ -121,6 +121,13 @@ class TrainCell:
         return APP.conf, task, method, scale, words.get(f"{method}.tau")
 
 
+def tuned_words(task: str, method: str) -> tuple[str, ...]:
+    """What was tuned for a task and method at smoke scale, as overrides. For runs that have more
+    than `tuned=true` can say. Raises `ConfigError` if nothing was tuned."""
+    settings = tuned_settings(APP.conf, task, method, "smoke", None)
+    return tuple(f"{name}={value}" for name, value in settings.items())
+
+
 def is_of(line: Mapping[str, str], cell: Cell) -> bool:
     """Whether a line of ours.csv is of this cell's run."""
     # The digest last: to compose a configuration takes a while.
