@@ -4,6 +4,7 @@ Rows and columns give the laboratory's own options beside overrides: `--workers`
 are repeats of the same training, because it is time that is measured.
 """
 
+import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -24,6 +25,8 @@ from recipes.cells import SummaryJSON, composed_config, own_words
 from recipes.recipe import Column, Row
 
 RUNS = Path("results/runs/links")
+_LONGEST = 255
+"""Characters in the name of a folder: as many as file systems take."""
 EVEN = Conditions()
 
 
@@ -79,7 +82,11 @@ class LabCell:
     @property
     def _runs(self) -> Path:
         """The laboratory names its folders by trial and method; overrides need one of their own."""
-        return RUNS / (re.sub(r"[^\w.]+", "_", "-".join(self.overrides)) or "plain")
+        name = re.sub(r"[^\w.]+", "_", "-".join(self.overrides)) or "plain"
+        if len(name) > _LONGEST:
+            digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+            name = f"{name[: _LONGEST - len(digest) - 1]}-{digest}"
+        return RUNS / name
 
     def _measured_before(self) -> SummaryJSON | None:
         trial = self.trial

@@ -120,4 +120,5 @@ RECIPE = TunedRecipe(
     grids={row.name: trials_of(row) for row in (ALLREDUCE, *METHODS)},
     tuned_in={column.name: TRIAL for column in COLUMNS},
     trial_seed=0,  # the repeat's
+    undisturbed=True,
 )
