@@ -61,6 +61,15 @@ def write_run(of: LabCell, throughput: float) -> Path:
     return folder
 
 
+def test_a_cell_with_many_overrides_has_a_folder_of_its_own() -> None:
+    """Its name is no longer than file systems take."""
+    trial = cell(field.RECIPE, "co2", SHARE, 0).trial
+    many = [f"co2.a_name_that_is_rather_long_{number}=0" for number in range(20)]
+    names = {LabCell(trial, (*many, f"co2.tau={tau}"))._runs.name for tau in (3, 6)}
+    assert len(names) == 2 and all(len(name) <= 255 for name in names)
+    assert LabCell(trial, ("co2.tau=3",))._runs.name == "co2.tau_3"
+
+
 def test_values_are_of_the_laboratorys_table_and_of_runs(place: Path) -> None:
     write_run(cell(field.RECIPE, "co2", SHARE, 1), 9_900.0)
     folder = write_run(cell(field.RECIPE, "no communication", SHARE, 1), 11_000.0)
