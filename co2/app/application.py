@@ -73,9 +73,7 @@ class App:
         reason = method.refused_optimizers.get(inner)
         require(reason is None, "optim.name", inner, f"method={config.method}: {reason}")
         replica.check(config, world, method)
-        elastic.check(
-            config, method, launch.identity() is not None, launch.first_device(config).type
-        )
+        elastic.check(config, method, launch.identity() is not None)
         task = self.make_task(config)
         if isinstance(task, Placed):
             task.check_place(launch.first_device(config), config.mesh.strategy)

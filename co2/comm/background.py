@@ -141,7 +141,8 @@ class BackgroundMean:
         if members is not None:
             ticket = self._ticket = members.open()
         if self.num_replicas > 1 and self.buffer.numel() > 0:
-            self._lane.launch(self._buckets, self.group, lambda well: _told(members, ticket, well))
+            ended = None if members is None else lambda well: _told(members, ticket, well)
+            self._lane.launch(self._buckets, self.group, ended)
         else:
             _told(members, ticket, True)
 

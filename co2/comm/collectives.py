@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from co2.comm.sockets import until_cut
+from co2.comm.sockets import in_use, until_cut
 from co2.errors import require
 
 
@@ -154,5 +155,10 @@ def _apply(tensor: Tensor, group: dist.ProcessGroup, collective: Callable[[Tenso
     if not carries(group, dense):
         dense = dense.cpu()
     until_cut(lambda: collective(dense))
+    sockets = in_use()
+    if dense.is_cuda and sockets is not None:
+        torch.cuda.synchronize(dense.device)
+        if sockets.were_cut:  # NCCL ends without an error when it is aborted
+            raise RuntimeError("a collective was aborted")
     if dense.device != tensor.device or dense.data_ptr() != tensor.data_ptr():
         tensor.copy_(dense)

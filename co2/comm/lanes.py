@@ -18,7 +18,7 @@ from co2.comm.sockets import Sockets, finish, in_use
 
 Buckets = tuple[Tensor, ...]
 Group = dist.ProcessGroup | None
-Ended = Callable[[bool], None]
+Ended = Callable[[bool], None] | None
 
 
 class Lane(Protocol):
@@ -38,8 +38,8 @@ class Lane(Protocol):
         Args:
             buckets: parts of one vector.
             group: who takes part.
-            ended: told by any thread, when all is over, whether it ended well. Never called on
-                CUDA: members that may be lost exchange through the host (launch.elastic).
+            ended: told by any thread, when all is over, whether it ended well. None where nobody
+                has to know, because members cannot be lost.
         """
 
     def run(self, sequence: Callable[[], None]) -> None:
@@ -84,7 +84,8 @@ class HostLane:
         def stop_clock(futures: torch.futures.Future[Any]) -> None:
             # It must not hold the group: gloo's thread would join itself as it lets go of the last.
             clock.end()
-            ended(_well(futures))
+            if ended is not None:
+                ended(_well(futures))
 
         clock.begin()
         self._group, self._sockets = group, in_use()
@@ -156,12 +157,18 @@ class HostLane:
 
 
 class CudaLane:
-    """CUDA: a stream of its own carries what is launched."""
+    """CUDA: a stream of its own carries what is launched. Where somebody has to know how it ended,
+    a thread of ours waits for that; it does not start before the first."""
 
     def __init__(self) -> None:
         self.comm, self.exposed = CudaStopwatch(), CudaStopwatch()
         self._stream = torch.cuda.Stream()
         self._arrived: torch.cuda.Event | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="co2")
+        self._well: Future[bool] | None = None
+        """Whether what is under way has ended well; None where nobody has to know."""
+        self._error: RuntimeError | None = None
+        """Why nothing could be launched."""
 
     def launch(self, buckets: Buckets, group: Group, ended: Ended) -> None:
         def mean() -> None:
@@ -169,17 +176,33 @@ class CudaLane:
             for work in works:
                 work.wait()  # orders this stream behind the collective; the host goes on
 
-        self.run(mean)
+        if ended is None:
+            self.run(mean)
+            return
+        try:
+            self.run(mean)
+        except RuntimeError as error:  # a member was lost already
+            self._error = error
+            ended(False)
+            return
+        assert self._arrived is not None
+        self._well = self._thread.submit(_tell, self._arrived, in_use(), ended)
 
     def copy(self, buffer: Tensor, target: Tensor) -> Callable[[], object]:
         """As of every lane; `target` lies in pinned memory."""
-        under_way = self._arrived is not None
+        under_way, well, error = self._arrived is not None, self._well, self._error
         with torch.cuda.stream(self._stream if under_way else torch.cuda.current_stream()):
             target.copy_(buffer, non_blocking=True)
             copied = torch.cuda.current_stream().record_event()
         if under_way:
             self._arrived = copied
-        return copied.synchronize
+
+        def wait() -> None:
+            copied.synchronize()
+            if error is not None or (well is not None and not well.result()):
+                raise RuntimeError("a collective was aborted")
+
+        return wait
 
     def run(self, sequence: Callable[[], None]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())  # the snapshot comes first
@@ -190,20 +213,36 @@ class CudaLane:
             self._arrived = self._stream.record_event()
 
     def wait(self, count: bool = True) -> None:
+        if self._error is not None:
+            raise self._error
         if self._arrived is None:
             return
         if count:
             self.exposed.begin()
         torch.cuda.current_stream().wait_event(self._arrived)
-        self._arrived = None
+        self._arrived = self._well = None
         if count:
             self.exposed.end()
 
     def give_up(self) -> None:
-        """What was launched has failed: not here, where members cannot be lost."""
+        self._stream.synchronize()  # what was aborted leaves it
+        self._arrived = self._well = self._error = None
 
     def close(self) -> None:
-        """No thread is held."""
+        self._thread.shutdown()
+
+
+def _tell(
+    arrived: torch.cuda.Event, sockets: Sockets | None, ended: Callable[[bool], None]
+) -> bool:
+    """Wait until a GPU has come here, and tell whether all before it has ended well."""
+    try:
+        arrived.synchronize()
+        well = sockets is None or not sockets.were_cut
+    except RuntimeError:  # the GPU's, which the thread that trains will meet, too
+        well = False
+    ended(well)
+    return well
 
 
 def _well(futures: torch.futures.Future[Any]) -> bool:

@@ -38,7 +38,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from co2.comm.sockets import Sockets, use
+from co2.comm import nccl
+from co2.comm.sockets import Sockets, until_cut, use
 from co2.comm.watch import STOP, TICK_S, Ticket, Watch, key
 
 OK, LOST, JOIN, PACES = "ok", "lost", "join", "paces="
@@ -97,10 +98,16 @@ class Members:
         address: host and port of the store.
         me: a number that no other process of the run has, or had.
         silent_s: seconds without a sign of life after which a member counts as lost.
+        backend: of the process groups, as `init_process_group` takes it. NCCL's are those of the
+            current GPU.
     """
 
-    def __init__(self, address: tuple[str, int], me: int, silent_s: float) -> None:
-        self.me, self.silent_s = me, silent_s
+    def __init__(
+        self, address: tuple[str, int], me: int, silent_s: float, backend: str = "gloo"
+    ) -> None:
+        self.me, self.silent_s, self._backend = me, silent_s, backend
+        if "nccl" in backend:
+            nccl.expect_losses()
         sockets = Sockets()
         self.store, watching = (dist.TCPStore(*address, is_master=False) for _ in range(2))
         sockets.give_up_after(STORE_ANSWERS_S)
@@ -224,8 +231,14 @@ class Members:
         may call it."""
         with self._turning:
             if generation == self.generation:
-                self.broken = True
-                self._sockets.cut()
+                self._end()
+
+    def _end(self) -> None:
+        """End what is under way, and note that. `_turning` is held."""
+        ended, self.broken = self.broken, True
+        self._sockets.cut()  # first: what NCCL ends from here on does not count
+        if not ended:
+            nccl.abort()
 
     def _decide(self, store: dist.Store, ticket: Ticket, words: str) -> str:
         """Write a decision unless there is one. Returns what is decided."""
@@ -268,9 +281,15 @@ class Members:
         self._form(self.ids, admit)
 
     def formed(self) -> None:
-        """Call it when all process groups of this generation have been made."""
-        for group in dist.distributed_c10d._world.pg_map:
-            group._get_backend(torch.device("cpu"))._set_default_timeout(_AGES)
+        """Call it when all process groups of this generation have been made. Raises `RuntimeError`
+        if a member is lost meanwhile."""
+        on_gpus = nccl.backends()
+        if on_gpus:
+            device = torch.device("cuda", torch.cuda.current_device())
+            until_cut(lambda: nccl.connect(device))
+        groups = dist.distributed_c10d._world.pg_map
+        for backend in (*(one._get_backend(torch.device("cpu")) for one in groups), *on_gpus):
+            backend._set_default_timeout(_AGES)
         self._sockets.freeze()
 
     def leave(self) -> None:
@@ -346,7 +365,7 @@ class Members:
         self._admitted = record.admitted
         self._watch.candidates(record.ids)
         dist.init_process_group(
-            "gloo",
+            self._backend,
             store=dist.PrefixStore(key("groups", self.generation), self.store),
             rank=record.ids.index(self.me),
             world_size=len(record.ids),
@@ -356,7 +375,8 @@ class Members:
 
     def _break_up(self) -> None:
         """Leave the groups of this generation, which is over."""
-        self._sockets.cut()
+        with self._turning:
+            self._end()
         if dist.is_initialized():
             dist.destroy_process_group()
         # Names of groups have a number that only a group which was made well resets; with another

@@ -53,6 +53,11 @@ class Sockets:
                 one.getpeername()  # fails for one that listens: gloo cannot do without it
                 one.shutdown(socket.SHUT_RDWR)
 
+    @property
+    def were_cut(self) -> bool:
+        """Whether `cut` was called."""
+        return self._cut_at < float("inf")
+
     def give_up_after(self, seconds: float) -> None:
         """End them with an error once what was sent has not arrived for so long, because the other
         machine is gone; the kernel would try for a quarter of an hour."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from co2.comm.members import Expelled, Members, Unreachable
 from co2.comm.sockets import forgotten
 from co2.comm.watch import StoreLost
-from co2.config import CommDevice, Config, LaunchConfig
+from co2.config import Config, LaunchConfig
 from co2.errors import PREEMPTED, exit_at_once, require
 from co2.methods.base import Method
 from co2.train import forked
@@ -37,13 +37,17 @@ _place: tuple[tuple[str, int], int, tuple[int, ...], float] | None = None
 _current: Members | None = None
 
 
-def members() -> Members | None:
+def members(backend: str) -> Members | None:
     """The members of the elastic run that this process is a worker of; None if it is of none. The
-    first call waits until they train together: what takes long should be done before."""
+    first call waits until they train together: what takes long should be done before.
+
+    Args:
+        backend: of their process groups, as `init_process_group` takes it.
+    """
     global _current
     if _current is None and _place is not None:
         address, number, first, silent_s = _place
-        _current = Members(address, number, silent_s)
+        _current = Members(address, number, silent_s, backend)
         if first:
             _current.first(first)
         else:
@@ -52,12 +56,11 @@ def members() -> Members | None:
     return _current
 
 
-def check(config: Config, method: Method, started: bool, device: str) -> None:
+def check(config: Config, method: Method, started: bool) -> None:
     """Refuse an elastic run that cannot be one, before any worker starts. Raises `ConfigError`.
 
     Args:
         started: whether torchrun or srun has started this process.
-        device: the kind of device that workers train on.
     """
     quorum = config.launch.quorum
     if not config.launch.elastic:
@@ -78,9 +81,6 @@ def check(config: Config, method: Method, started: bool, device: str) -> None:
     require(config.mesh.replica_size == 1, key, value, hint)
     hint = "train.py starts the workers of an elastic run itself; start it without torchrun or srun"
     require(not started, key, value, hint)
-    hint = "gloo has to carry what replicas exchange; set launch.backend=gloo or comm.device=cpu"
-    gloo = device == "cpu" or config.comm.device is CommDevice.cpu
-    require(gloo, key, value, hint)
 
 
 @dataclass(frozen=True)

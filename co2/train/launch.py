@@ -199,8 +199,10 @@ def mesh(config: Config) -> Mesh:
     """The mesh of a worker that `run` has started."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    device, _ = placement(config, local, local_world)
-    members = elastic.members()
+    device, backend = placement(config, local, local_world)
+    if device.type == "cuda":  # a member of an elastic run has no process group yet
+        torch.cuda.set_device(device)
+    members = elastic.members(backend)
     return replace(Mesh.world(config.mesh.replica_size, device), members=members)
 
 

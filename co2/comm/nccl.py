@@ -1,0 +1,54 @@
+"""Giving up what NCCL carries for members of which one is lost.
+
+A kernel of NCCL's waits on the GPU for as long as the others need, and with it the stream that it
+is on. Aborting its communicator ends it. No error is raised then, and what it leaves in its buffer
+means nothing: whoever waits for it has to ask whether it was aborted (`Sockets.were_cut`).
+
+Of the threads that PyTorch runs beside NCCL none must act on an error of its own, because that ends
+the process; `expect_losses` says so to them.
+"""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CUDA = torch.device("cuda")
+
+
+def expect_losses() -> None:
+    """Leave it to the members to find out who is lost. Before the first group is made."""
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+
+
+def backends() -> list[Any]:
+    """NCCL's parts of all process groups that there are. Any: PyTorch gives them no common type."""
+    groups = list(dist.distributed_c10d._world.pg_map)
+    config = dist.get_backend_config
+    return [group._get_backend(_CUDA) for group in groups if "nccl" in config(group)]
+
+
+def connect(device: torch.device) -> None:
+    """Connect all groups, which NCCL would do in the first collective of each. Collective.
+
+    Raises:
+        RuntimeError: one of the others is lost.
+    """
+    for backend in backends():
+        backend.eager_connect_single_device(device)
+
+
+def abort() -> None:
+    """End all that is under way, on all groups. Any thread may call it."""
+    found = backends()
+    if not found:
+        return
+    # As one: the memory of an aborted communicator is freed when the device stands still, which the
+    # kernel of another one may prevent.
+    found[0]._group_start()
+    try:
+        for backend in found:
+            backend.abort()
+    finally:
+        found[0]._group_end()

@@ -1,0 +1,37 @@
+"""What NCCL carries is ended as one, without a GPU: the order of the calls."""
+
+from unittest.mock import MagicMock, call, patch
+
+import pytest
+
+from co2.comm import nccl
+from tests.workers import Pool
+
+
+def test_all_groups_are_aborted_as_one() -> None:
+    calls = MagicMock()
+    with patch.object(nccl, "backends", return_value=[calls.first, calls.second]):
+        nccl.abort()
+    start, end = call.first._group_start(), call.first._group_end()
+    assert calls.mock_calls == [start, call.first.abort(), call.second.abort(), end]
+
+
+def test_one_that_cannot_be_aborted_leaves_nothing_open() -> None:
+    first = MagicMock()
+    first.abort.side_effect = RuntimeError("aborted before")
+    with (
+        patch.object(nccl, "backends", return_value=[first]),
+        pytest.raises(RuntimeError, match="before"),
+    ):
+        nccl.abort()
+    first._group_end.assert_called_once()
+
+
+def number_of_groups(rank: int, world: int) -> int:
+    nccl.abort()
+    return len(nccl.backends())
+
+
+def test_those_of_gloo_are_left_alone(workers: Pool) -> None:
+    assert workers.run(number_of_groups, 2) == [0, 0]
+    assert workers.run(number_of_groups, 2) == [0, 0], "they still can meet"
