@@ -24,9 +24,9 @@ def expect_losses() -> None:
 
 def backends() -> list[Any]:
     """NCCL's parts of all process groups that there are. Any: PyTorch gives them no common type."""
-    groups = list(dist.distributed_c10d._world.pg_map)
-    config = dist.get_backend_config
-    return [group._get_backend(_CUDA) for group in groups if "nccl" in config(group)]
+    # At one moment, because the thread that trains may be making another.
+    found = list(dist.distributed_c10d._world.pg_backend_config.items())
+    return [group._get_backend(_CUDA) for group, config in found if "nccl" in config]
 
 
 def connect(device: torch.device) -> None:
