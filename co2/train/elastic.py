@@ -37,16 +37,19 @@ _place: tuple[tuple[str, int], int, tuple[int, ...], float] | None = None
 _current: Members | None = None
 
 
-def members(backend: str) -> Members | None:
+def members(device: torch.device, backend: str) -> Members | None:
     """The members of the elastic run that this process is a worker of; None if it is of none. The
     first call waits until they train together: what takes long should be done before.
 
     Args:
+        device: where this one trains; a GPU becomes the current one.
         backend: of their process groups, as `init_process_group` takes it.
     """
     global _current
     if _current is None and _place is not None:
         address, number, first, silent_s = _place
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         _current = Members(address, number, silent_s, backend)
         if first:
             _current.first(first)

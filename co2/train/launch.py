@@ -200,9 +200,7 @@ def mesh(config: Config) -> Mesh:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device, backend = placement(config, local, local_world)
-    if device.type == "cuda":  # a member of an elastic run has no process group yet
-        torch.cuda.set_device(device)
-    members = elastic.members(backend)
+    members = elastic.members(device, backend)
     return replace(Mesh.world(config.mesh.replica_size, device), members=members)
 
 
