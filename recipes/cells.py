@@ -122,8 +122,9 @@ class TrainCell:
 
 
 def tuned_words(task: str, method: str) -> tuple[str, ...]:
-    """What was tuned for a task and method at smoke scale, as overrides. For runs that have more
-    than `tuned=true` can say. Raises `ConfigError` if nothing was tuned."""
+    """What was tuned for a task and method at smoke scale and conf's own τ, as overrides. For runs
+    with another τ, too, with which `tuned=true` is refused unless that was tuned. Raises
+    `ConfigError` if nothing was tuned."""
     settings = tuned_settings(APP.conf, task, method, "smoke", None)
     return tuple(f"{name}={value}" for name, value in settings.items())
 

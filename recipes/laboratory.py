@@ -21,7 +21,7 @@ from co2.lab.training import TrialFailed, finished, trial_overrides
 from co2.lab.trial import Conditions, Trial
 from co2.record.provenance import of_run
 from co2.record.table import read_csv
-from recipes.cells import SummaryJSON, composed_config, own_words
+from recipes.cells import SummaryJSON, composed_config, own_words, tuned_words
 from recipes.recipe import Column, Row
 
 RUNS = Path("results/runs/links")
@@ -109,9 +109,15 @@ class LabColumn(Column):
 
     before: tuple[Path, ...] = ()
     """Tables of the laboratory with the same trainings, measured earlier."""
+    tuned_for: str | None = None
+    """The task whose tuned settings every method has; what a row gives wins over them."""
 
     def cell(self, recipe: str, row: Row, scale: str, seed: int) -> LabCell:
         words = own_words((*self.overrides, *row.overrides))
+        if self.tuned_for is not None:
+            method, *own = row.overrides
+            tuned = tuned_words(self.tuned_for, method.partition("=")[2])
+            words = own_words((*self.overrides, method, *tuned, *own))
         given = dict(word.split("=", 1) for word in words)
         workers, mbit = int(given.pop("--workers")), given.pop("--mbit")
         rate = None if mbit == "unlimited" else float(mbit)

@@ -25,25 +25,19 @@ from pathlib import Path
 
 from co2.lab.measurement import time_to_loss
 from co2.record.table import NOTHING, Table
-from recipes.cells import SummaryJSON, tuned_words
+from recipes.cells import SummaryJSON
 from recipes.laboratory import LabColumn
 from recipes.recipe import Row, Rows
 from recipes.tuning import TUNING, TUNING_SEED, TunedRecipe
 
-
-def row(name: str, method: str, *words: str) -> Row:
-    """A row with what was tuned for its method."""
-    return Row(name, (f"method={method}", *tuned_words("gpt2", method), *words))
-
-
-FIRST = row("AllReduce, unlimited", "allreduce", "--mbit=unlimited")
-ALLREDUCE = row("AllReduce", "allreduce")
+FIRST = Row("AllReduce, unlimited", ("method=allreduce", "--mbit=unlimited"))
+ALLREDUCE = Row("AllReduce", ("method=allreduce",))
 METHODS = (
-    row("Local SGD", "local_sgd"),
-    row("DiLoCo", "diloco"),
-    row("Overlap-Local-SGD", "overlap_local_sgd"),
-    row("CO2", "co2"),
-    row("CO2, kept progress", "co2_keep"),
+    Row("Local SGD", ("method=local_sgd",)),
+    Row("DiLoCo", ("method=diloco",)),
+    Row("Overlap-Local-SGD", ("method=overlap_local_sgd",)),
+    Row("CO2", ("method=co2",)),
+    Row("CO2, kept progress", ("method=co2_keep",)),
 )
 STEPS = 960
 """Of the first row."""
@@ -112,7 +106,7 @@ def settings(ours: Rows, _: Rows) -> Iterator[Table]:
         )
 
 
-column = partial(LabColumn, overrides=training(STEPS), lower=True, curve=False)
+column = partial(LabColumn, overrides=training(STEPS), lower=True, curve=False, tuned_for="gpt2")
 """A column that reads the same trainings."""
 COLUMNS = (
     column("seconds to the loss", metric="train_s", of=FIRST.name, compare=seconds_to, digits=0),
