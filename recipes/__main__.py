@@ -56,8 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif options.action == "run":
             return run(chosen or known, options.scale, seeds, options.launcher)
         elif options.action == "collect":
-            wanted = [*trials_of(chosen, options.scale), *chosen] or known
-            here, elsewhere = collect(wanted, options.out, options.scale)
+            # By name: trials may be among those that were named, too.
+            wanted = {one.name: one for one in (*trials_of(chosen, options.scale), *chosen)}
+            here, elsewhere = collect(list(wanted.values()) or known, options.out, options.scale)
             print(f"{options.out}: {here} values from runs here, {elsewhere} from runs elsewhere")
         else:
             # The page always holds every recipe; the named ones are printed as well.

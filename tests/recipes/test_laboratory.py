@@ -20,6 +20,7 @@ from recipes import (
     scaling,
     shares,
     table3,
+    time_to_loss,
 )
 from recipes.__main__ import main
 from recipes.collect import collect
@@ -68,6 +69,23 @@ def test_a_cell_with_many_overrides_has_a_folder_of_its_own() -> None:
     names = {LabCell(trial, (*many, f"co2.tau={tau}"))._runs.name for tau in (3, 6)}
     assert len(names) == 2 and all(len(name) <= 255 for name in names)
     assert LabCell(trial, ("co2.tau=3",))._runs.name == "co2.tau_3"
+
+
+def test_trials_named_beside_their_recipe_are_collected_once(place: Path) -> None:
+    trials = time_to_loss.RECIPE.trials
+    row, _, seed, of = next(iter(trials.cells("smoke")))
+    assert isinstance(of, LabCell)
+    folder = write_run(of, 100.0)
+    summary = json.loads((folder / "summary.json").read_text())
+    written = {**summary, "final": {"loss": 3.0}, "train_s": 20.0}
+    (folder / "summary.json").write_text(json.dumps(written))
+    (folder / "metrics.jsonl").write_text(
+        json.dumps({"kind": "eval", "step": 24, "loss": 3.0, "train_s": 20.0}) + "\n"
+    )
+    assert main(["collect", "time_to_loss", trials.name]) == 0
+    assert main(["collect", trials.name, "time_to_loss"]) == 0
+    (line,) = measured.read(place / "results" / "ours.csv")
+    assert (line["row"], line["seed"], float(line["value"])) == (row.name, str(seed), 20.0)
 
 
 def test_values_are_of_the_laboratorys_table_and_of_runs(place: Path) -> None:
