@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--launcher", default="local", choices=("local", "slurm"))
     parser.add_argument("--trials", type=int, default=12, help="of tune: of each method, short")
     parser.add_argument("--tau", type=int, help="of tune: τ of all methods; default: conf's")
+    moments = "of tune: average the inner Adam's moments as well, in methods that can"
+    parser.add_argument("--average-moments", action="store_true", help=moments)
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     try:
@@ -87,7 +89,15 @@ def tune(options: argparse.Namespace) -> int:
     require(bool(options.names), "task", "", "name a task, as in: python -m recipes tune gpt2 co2")
     task, *methods = options.names
     try:
-        return tune_methods(task, methods, options.trials, options.scale, options.tau, options.out)
+        return tune_methods(
+            task,
+            methods,
+            options.trials,
+            options.scale,
+            options.tau,
+            options.out,
+            options.average_moments,
+        )
     except KeyboardInterrupt:
         print("stopped; the same command goes on with the next run", file=sys.stderr)
         return 130

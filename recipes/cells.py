@@ -115,17 +115,18 @@ class TrainCell:
         """What `tuned=true` stands for in this run. Raises `ConfigError` if nothing was tuned."""
         return tuned_settings(*self._tuned_place())
 
-    def _tuned_place(self) -> tuple[Path, str, str, str, str | None]:
+    def _tuned_place(self) -> tuple[Path, str, str, str, dict[str, str]]:
         words = dict(word.split("=", 1) for word in self.overrides)
         task, method, scale = (words[key] for key in ("task", "method", "scale"))
-        return APP.conf, task, method, scale, words.get(f"{method}.tau")
+        own = {key.partition(".")[2]: words[key] for key in words if key.startswith(f"{method}.")}
+        return APP.conf, task, method, scale, own
 
 
 def tuned_words(task: str, method: str) -> tuple[str, ...]:
     """What was tuned for a task and method at smoke scale and conf's own τ, as overrides. For runs
     with another τ, too, with which `tuned=true` is refused unless that was tuned. Raises
     `ConfigError` if nothing was tuned."""
-    settings = tuned_settings(APP.conf, task, method, "smoke", None)
+    settings = tuned_settings(APP.conf, task, method, "smoke", {})
     return tuple(f"{name}={value}" for name, value in settings.items())
 
 

@@ -1,15 +1,15 @@
 """What is tuned: the learning rate of every method on one grid, and the knobs of its own.
 
 Beside each knob stands what its paper used or recommends; these values are always among those that
-are tried, and so is conf's own. τ, what a method sends and how long it may take are no knobs: they
-are what a comparison is about. So is `shard`, which changes no weights.
+are tried, and so is conf's own. τ, what a method sends, such as averaged moments, and how long it
+may take are no knobs: they are what a comparison is about. So is `shard`, which changes no weights.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from co2.config import Config, Optimizer
+from co2.config import Config
 
 Value = str | float | bool
 RATE_STEP = 2**0.5
@@ -36,8 +36,6 @@ class Knob:
     """Its name in the method's node."""
     values: tuple[Value, ...]
     unit: Unit = Unit.plain
-    needs_adam: bool = False
-    """Whether it is left alone where a task trains with SGD."""
 
 
 _NESTEROV = (
@@ -45,7 +43,6 @@ _NESTEROV = (
     Knob("outer_lr", (0.5, 0.7, 1.0)),
     Knob("outer_momentum", (0.0, 0.2, 0.4, 0.6, 0.9)),
 )
-_MOMENTS = Knob("average_moments", (False, True), needs_adam=True)
 
 KNOBS: Mapping[str, tuple[Knob, ...]] = {
     "allreduce": (),
@@ -80,7 +77,6 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
         # Ours: docs/co2_keep.md has why κ lies there. β is conf's.
         Knob("keep_local", (0.5, 0.62, 0.75)),
         Knob("momentum_weight", (0.0, 0.15)),
-        _MOMENTS,
     ),
     "sparseloco": (
         # SparseLoCo (2508.15706): density 0.01 to 0.03; its public code: α = 1, decay 0.95.
@@ -120,13 +116,10 @@ class Space:
     @classmethod
     def of(cls, config: Config) -> "Space":
         """The space around a configuration as conf has it, with conf's own τ."""
-        sgd = config.optim.name is Optimizer.sgd
         own = vars(config.method_config)
         knobs: list[Knob] = []
         defaults: dict[str, Value] = {}
         for knob in KNOBS[config.method]:
-            if knob.needs_adam and sgd:
-                continue
             default = own[knob.key]
             if knob.unit is not Unit.plain:
                 default /= config.train.steps if knob.unit is Unit.steps else own["tau"]

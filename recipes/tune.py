@@ -1,6 +1,6 @@
 """Equal tuning: every method gets the same number of trials, at the same lengths, on the same data.
 
-python -m recipes tune TASK [METHOD…] [--trials 12] [--tau N] [--scale smoke]
+python -m recipes tune TASK [METHOD…] [--trials 12] [--tau N] [--average-moments] [--scale smoke]
 
 For each method, AllReduce included: as many short trials as `--trials` says, of a quarter of the
 steps; then the best three of them at the full number of steps; the best of these wins. What counts
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import yaml
 
-from co2.app.tuned import tune_command, tuned_file
+from co2.app.tuned import MOMENTS, tune_command, tuned_file
 from co2.config import Config, OptimConfig
 from co2.errors import DIVERGED, nearest, require
 from co2.methods import METHODS
@@ -38,7 +38,7 @@ SHARE = 4
 """A short trial has one step for so many of a whole run."""
 FINALISTS = 3
 RUNS = "results/runs/tuning"
-KEY = ("task", "method", "tau", "scale")
+KEY = ("task", "method", "tau", "average_moments", "scale")
 FIELDS = (
     *KEY,
     *("trial", "rung", "settings", "loss", "outcome", "seed", "commit", "hardware", "digest"),
@@ -84,12 +84,12 @@ class Search:
 
     Args:
         base: the task's and method's configuration as conf has it.
-        tau: τ of all trials; None for conf's own.
+        own: what the comparison is about, by key of the method's node; the rest is conf's.
         lines_before: of results/tuning.csv.
     """
 
     base: Config
-    tau: int | None = None
+    own: Mapping[str, Value] = field(default_factory=dict)
     lines_before: Sequence[Line] = ()
     short: list[Trial] = field(default_factory=list)
     """A quarter of the steps each."""
@@ -158,25 +158,24 @@ class Search:
 
     def key(self) -> dict[str, str]:
         """What tells this search's lines from others'."""
-        tau = self.tau_of_runs()
-        config = self.base
-        values = (config.task, config.method, "" if tau is None else str(tau), config.scale)
-        return dict(zip(KEY, values, strict=True))
+        tau, config = self.tau(), self.base
+        moments = "true" if MOMENTS in self.own else ""
+        values = (config.task, config.method, "" if tau is None else str(tau), moments)
+        return dict(zip(KEY, (*values, config.scale), strict=True))
 
     def is_own(self, line: Line) -> bool:
         """Whether a line of results/tuning.csv is of this search."""
         return {name: line[name] for name in KEY} == self.key()
 
-    def tau_of_runs(self) -> int | str | None:
+    def tau(self) -> object:
         """τ of the trials; None for a method without one."""
-        own: int | str | None = getattr(self.base.method_config, "tau", None)
-        return own if self.tau is None or own is None else self.tau
+        return self.own.get("tau", getattr(self.base.method_config, "tau", None))
 
     def _trial(self, number: int, proposal: Proposal, steps: int) -> Trial:
-        config, tau = self.base, self.tau_of_runs()
-        settings = self.space.words(proposal.rate, proposal.chosen, steps, tau)
+        config = self.base
+        settings = self.space.words(proposal.rate, proposal.chosen, steps, self.tau())
         words = [f"task={config.task}", f"scale={config.scale}", f"method={config.method}"]
-        words += [f"{config.method}.tau={tau}"] if self.tau is not None and tau is not None else []
+        words += [f"{config.method}.{key}={_text(value)}" for key, value in self.own.items()]
         words += [f"{name}={_text(value)}" for name, value in settings.items()]
         words += [*schedule_words(config.optim, config.train.steps, steps), *TUNING]
         words += [f"train.seed={TUNING_SEED}", f"runs={RUNS}"]
@@ -206,10 +205,18 @@ def schedule_words(optim: OptimConfig, full: int, steps: int) -> list[str]:
 
 
 def tune_methods(
-    task: str, methods: Sequence[str], trials: int, scale: str, tau: int | None, out: Path
+    task: str,
+    methods: Sequence[str],
+    trials: int,
+    scale: str,
+    tau: int | None,
+    out: Path,
+    moments: bool = False,
 ) -> int:
     """Tune these methods, by default all that the task can be trained with.
 
+    Args:
+        moments: whether the inner Adam's moments are averaged too, in methods that can.
     Returns:
         0, or 1 if no training of some method ended well.
     Raises:
@@ -220,7 +227,10 @@ def tune_methods(
     require(trials >= 1, "--trials", trials, "must be 1 or more")
     require(tau is None or tau >= 1, "--tau", tau, "must be 1 or more steps")
     before = read_csv(out / "tuning.csv")
-    searches = [Search(config, tau, before) for config in _configs(task, methods, scale)]
+    searches = [
+        Search(config, _own(config, tau, moments), before)
+        for config in _configs(task, methods, scale, moments)
+    ]
     for begin in range(0, trials, AT_ONCE):
         count = min(AT_ONCE, trials - begin)
         made = [search.propose(count) for search in searches]
@@ -232,13 +242,25 @@ def tune_methods(
     return 1 if lost else 0
 
 
-def _configs(task: str, methods: Sequence[str], scale: str) -> Iterator[Config]:
+def _own(config: Config, tau: int | None, moments: bool) -> dict[str, Value]:
+    """What the command line says of this method."""
+    found: dict[str, Value] = {MOMENTS: True} if moments else {}
+    if tau is not None and hasattr(config.method_config, "tau"):
+        found["tau"] = tau
+    return found
+
+
+def _configs(task: str, methods: Sequence[str], scale: str, moments: bool) -> Iterator[Config]:
     """The methods' configurations as conf has them. Raises `ConfigError` for a wrong name."""
     for name in methods:
         require(name in METHODS, "method", name, nearest(name, METHODS))
+        can = not moments or hasattr(METHODS[name].Config, MOMENTS)
+        require(can, "--average-moments", name, "averages no moments; diloco, co2 and co2_keep do")
     first = cells.composed_config((f"task={task}", f"scale={scale}", "method=allreduce"))
     inner = first.optim.name.value
     for name in dict.fromkeys(methods or METHODS):
+        if moments and not hasattr(METHODS[name].Config, MOMENTS):
+            continue
         reason = METHODS[name].refused_optimizers.get(inner)
         if reason is not None and not methods:
             print(f"{name} is left out: {task} trains with {inner}, and {reason}")
@@ -270,7 +292,7 @@ def record(searches: Sequence[Search], path: Path) -> None:
 def _conclude(search: Search, trials: int) -> bool:
     """Write the winner and say what it is. Returns whether there is one."""
     config, best = search.base, search.winner()
-    place = (cells.APP.conf, config.task, config.method, config.scale, search.tau_of_runs())
+    place = (cells.APP.conf, config.task, config.method, config.scale, search.own)
     if best is None:
         print(f"{config.method}: no training ended well, so nothing has won")
         return False

@@ -1,11 +1,12 @@
 """`tuned=true`: the settings that won in `python -m recipes tune TASK METHOD`.
 
 They lie in conf/tuned/<task>/<method>.yaml, win over conf/method and conf/scale, and lose to what
-the user gives. The name of the file says for which τ and at which scale they were chosen where that
-is not conf's own τ or scale=smoke: co2_tau48_paper.yaml.
+the user gives. What a comparison is about is not tuned: τ, and whether moments are averaged too,
+which is three times the bytes. Where these are not conf's own, or the scale is not smoke, the name
+of the file says so: co2_tau48_average_moments_paper.yaml.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -16,6 +17,9 @@ from co2.errors import require
 
 Settings = dict[str, object]
 """By full name, as on the command line: `co2.outer_lr` → 0.7."""
+Node = Mapping[str, object]
+"""The method's settings by key, as composed. A key that it lacks has conf's own value."""
+MOMENTS = "average_moments"
 
 
 def with_tuned(
@@ -31,14 +35,14 @@ def with_tuned(
         The values, without that key, and the overrides that name the run's folder: with tuned
         settings these are among them, so that another winner is another run.
     Raises:
-        ConfigError: if nothing has been tuned for this task, method, τ and scale.
+        ConfigError: if nothing has been tuned for this task, method, τ, moments and scale.
     """
     own = {key: value for key, value in values.items() if key != "tuned"}
     given = [word for word in overrides if word.lstrip("+~").partition("=")[0] != "tuned"]
     if not values.get("tuned"):
         return own, tuple(given)
     task, method, scale = (str(values[key]) for key in ("task", "method", "scale"))
-    settings = tuned_settings(conf, task, method, scale, _dict(values.get(method)).get("tau"))
+    settings = tuned_settings(conf, task, method, scale, _dict(values.get(method)))
     keys = {word.lstrip("+~").partition("=")[0] for word in given}
     left = {
         name: value
@@ -52,14 +56,10 @@ def with_tuned(
     return own, (*words, *given, "settings=tuned")
 
 
-def tuned_settings(conf: Path, task: str, method: str, scale: str, tau: object) -> Settings:
-    """What won for this task and method. Raises `ConfigError` if nothing has been tuned.
-
-    Args:
-        tau: of the run; None stands for conf's own.
-    """
-    path = tuned_file(conf, task, method, scale, tau)
-    command = tune_command(conf, task, method, scale, tau)
+def tuned_settings(conf: Path, task: str, method: str, scale: str, node: Node) -> Settings:
+    """What won for this task and method. Raises `ConfigError` if nothing has been tuned."""
+    path = tuned_file(conf, task, method, scale, node)
+    command = tune_command(conf, task, method, scale, node)
     hint = (
         f"task={task} method={method} has no {path.name} in conf/tuned/{task}; make it: {command}"
     )
@@ -75,30 +75,35 @@ def tuned_settings(conf: Path, task: str, method: str, scale: str, tau: object) 
     }
 
 
-def tuned_file(conf: Path, task: str, method: str, scale: str, tau: object = None) -> Path:
+def tuned_file(conf: Path, task: str, method: str, scale: str, node: Node) -> Path:
     """Where the settings of a task and method lie, whether or not there are any."""
+    tau, moments = _apart(conf, method, node)
     parts = [method]
-    parts += [f"tau{tau}"] if _own_tau(conf, method, tau) else []
+    parts += [f"tau{tau}"] if tau is not None else []
+    parts += [MOMENTS] if moments else []
     parts += [scale] if scale != "smoke" else []
     return conf / "tuned" / task / f"{'_'.join(parts)}.yaml"
 
 
 def tune_command(
-    conf: Path, task: str, method: str, scale: str, tau: object = None, trials: int | None = None
+    conf: Path, task: str, method: str, scale: str, node: Node, trials: int | None = None
 ) -> str:
     """The command that writes this file."""
+    tau, moments = _apart(conf, method, node)
     words = ["python -m recipes tune", task, method]
-    words += [f"--tau {tau}"] if _own_tau(conf, method, tau) else []
+    words += [f"--tau {tau}"] if tau is not None else []
+    words += ["--average-moments"] if moments else []
     words += [f"--scale {scale}"] if scale != "smoke" else []
     words += [f"--trials {trials}"] if trials is not None else []
     return " ".join(words)
 
 
-def _own_tau(conf: Path, method: str, tau: object) -> bool:
-    """Whether this τ is another than that of conf/method."""
+def _apart(conf: Path, method: str, node: Node) -> tuple[object, bool]:
+    """τ, or None where it is that of conf/method; and whether moments are averaged too."""
     path = conf / "method" / f"{method}.yaml"
     default = _dict(yaml.safe_load(path.read_text()).get(method)).get("tau")
-    return tau is not None and str(tau) != str(default)
+    tau = node.get("tau", default)
+    return None if str(tau) == str(default) else tau, str(node.get(MOMENTS)).lower() == "true"
 
 
 def _dict(values: object) -> dict[str, object]:

@@ -4,7 +4,9 @@ import dataclasses
 import json
 import math
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -166,8 +168,6 @@ def test_every_method_has_a_space_and_every_value_is_legal(conf: Path) -> None:
                 words = space.words(0, {**space.defaults, knob.key: value}, 180, tau)
                 chosen = {knob.key: words[f"{method}.{knob.key}"]}
                 dataclasses.replace(base.method_config, **chosen)  # checks its range
-    sgd = Space.of(composed_config(("task=resnet50", "scale=smoke", "method=co2_keep")))
-    assert "average_moments" not in sgd.defaults, "SGD has none"
 
 
 def test_short_trials_have_the_whole_schedule() -> None:
@@ -238,6 +238,28 @@ def test_other_searches_lines_stay(conf: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not (conf / "tuned/toy/slowmo.yaml").exists()
 
 
+def test_averaged_moments_are_tuned_apart(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are three times the bytes, so a method with them is another row of a table."""
+    trainer = Trainer(lambda cell: rate(cell) / (3 if "moments=true" in cell.command else 1))
+    monkeypatch.setattr(cells, "run", trainer)
+    shutil.rmtree(conf / "tuned" / "gpt2")
+    for moments in (False, True):
+        for tau in (None, 6):
+            tune_methods("gpt2", ["co2_keep"], 2, "smoke", tau, Path("results"), moments)
+    lines = read_csv(Path("results/tuning.csv"))
+    kinds = [(line["tau"], line["average_moments"]) for line in lines]
+    assert Counter(kinds) == dict.fromkeys(product(("12", "6"), ("", "true")), 4)
+    words = ("task=gpt2", "scale=smoke", "method=co2_keep", "tuned=true")
+    for tau, moments in product((12, 6), (False, True)):
+        told = (f"co2_keep.tau={tau}", f"co2_keep.average_moments={str(moments).lower()}")
+        name = f"co2_keep{'_tau6' if tau == 6 else ''}{'_average_moments' if moments else ''}.yaml"
+        best = yaml.safe_load((conf / "tuned/gpt2" / name).read_text())
+        config = cells.APP.config((*words, *told))
+        assert (config.method_config.tau, config.method_config.average_moments) == (tau, moments)
+        assert best["optim"]["lr"] == config.optim.lr
+        assert best["co2_keep"].keys() == {"keep_local", "momentum_weight"}
+
+
 def test_a_whole_search_trains(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped after the short trials; with the losses of the runs themselves."""
     calls: list[list[TrainCell]] = []
@@ -274,6 +296,8 @@ def test_what_cannot_be_tuned_is_one_line(capsys: pytest.CaptureFixture[str]) ->
         ("tune toy slomo", "method=slomo: did you mean slowmo?"),
         ("tune toy co2 --trials 0", "--trials=0: must be 1 or more"),
         ("tune resnet50 desloc", "desloc"),
+        ("tune gpt2 slowmo --average-moments", "--average-moments=slowmo: averages no moments"),
+        ("tune resnet50 co2 --average-moments", "average_moments=true averages Adam's moments"),
     ):
         assert main(words.split()) == 2
         error = capsys.readouterr().err
@@ -316,6 +340,7 @@ def test_without_tuned_nothing_changes(winner: Path) -> None:
     [
         (("method=slowmo",), "tune toy slowmo"),
         (("method=co2", "co2.tau=6"), "tune toy co2 --tau 6"),
+        (("method=co2", "co2.average_moments=true"), "tune toy co2 --average-moments"),
     ],
 )
 def test_what_was_not_tuned_is_refused(winner: Path, words: tuple[str, ...], command: str) -> None:
