@@ -10,7 +10,7 @@ from co2.record.table import Table
 from recipes import shares
 from recipes.entries import Difference, Entry, entries
 from recipes.layout import Place, grid, values
-from recipes.methods import METHODS
+from recipes.methods import ALL_ROWS
 from recipes.recipe import Rows
 from recipes.registry import RECIPES
 from recipes.report import Section
@@ -35,7 +35,9 @@ LINKS = {
 }
 """Columns of table3, and their names in the second main table."""
 SLOWEST = "20 Mbit/s"
-TOLD = ("Local SGD", "CO2", "CO2, kept progress")
+SEARCH = ("task", "method", "tau", "average_moments", "scale")
+"""Columns of results/tuning.csv that tell one search from another."""
+TOLD = ("Local SGD", "CO2", "CO2, kept progress", "CO2, kept progress and moments")
 """Rows that the paragraph tells of, beside AllReduce."""
 
 
@@ -101,21 +103,22 @@ def _main(
         cells |= {(e.row.name, head): cell for (head, e), cell in zip(picked, texts, strict=True)}
         words += [f"{seeds[0].upper()}{seeds[1:]}", settings(_lines(ours, chosen), tuning)]
     columns = [*(head for *_, head in chosen), *(LINKS.values() if more else ())]
-    table = grid(cells, [row.name for row in METHODS], columns, best)
+    table = grid(cells, [row.name for row in ALL_ROWS], columns, best)
     return replace(table, title=title, text=" ".join(words))
 
 
 def settings(lines: Rows, tuning: Rows) -> str:
     """Whether the runs behind these lines of ours.csv were tuned, and in how many trials."""
     commands = {line["command"] for line in lines}
-    tuned = [command.split() for command in commands if "tuned=true" in command.split()]
+    given = [command.partition("#")[0].split() for command in commands]
+    tuned = [words for words in given if "tuned=true" in words]
     if not tuned:
         return "Not tuned: all methods have the settings of conf, which favours AllReduce."
-    pairs = {tuple(_value(words, key) for key in ("task", "method")) for words in tuned}
+    searched = {_search(words) for words in tuned}
     trials: dict[tuple[str, ...], set[str]] = {}
     for line in tuning:
-        if (line["task"], line["method"]) in pairs:
-            search = tuple(line[name] for name in ("task", "method", "tau", "scale"))
+        if (line["task"], line["method"], line["average_moments"]) in searched:
+            search = tuple(line[name] for name in SEARCH)
             trials.setdefault(search, set()).add(line["trial"])
     counts = sorted(map(len, trials.values())) or [0]
     number = f"{counts[0]}" if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
@@ -188,6 +191,12 @@ def _shares(ours: Rows) -> dict[Place, shares.Share]:
     """The shares of two workers, by names of row and link."""
     own = [line for line in ours if line["recipe"] == "table3"]
     return shares.shares(RECIPES["table3"], own, "2 workers")
+
+
+def _search(words: Sequence[str]) -> tuple[str, str, str]:
+    """Task, method, and whether moments are averaged, as results/tuning.csv has them."""
+    task, method = _value(words, "task"), _value(words, "method")
+    return task, method, "true" if f"{method}.average_moments=true" in words else ""
 
 
 def _value(words: Sequence[str], key: str) -> str:

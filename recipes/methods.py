@@ -13,6 +13,12 @@ METHODS = (
     Row("CO2, kept progress", ("method=co2_keep",)),
 )
 """The methods of the CO2 paper's tables and ours, by the names of results/paper.csv."""
+WITH_MOMENTS = Row(
+    "CO2, kept progress and moments", ("method=co2_keep", "co2_keep.average_moments=true")
+)
+"""At three times the bytes of the others: AdamW's two moments travel with the weights."""
+ALL_ROWS = (*METHODS, WITH_MOMENTS)
+"""Rows of the tables of losses."""
 EVERY_METHOD = tuple(Row(name, (f"method={name}",)) for name in methods.METHODS)
 """All methods with the settings of conf/method as they are, by the names of `method=`."""
 ADAM_ONLY = ("desloc", "onebit_adam", "zero_one_adam")

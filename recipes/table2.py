@@ -14,7 +14,7 @@ SGD 1.8, CO2 2.3 %, and five seeds tell CO2 neither from Local SGD nor from Over
 
 from functools import partial
 
-from recipes.methods import METHODS
+from recipes.methods import ALL_ROWS
 from recipes.recipe import Column, Recipe
 
 loss = partial(Column, metric="final.loss", lower=True, digits=4, curve=False, part="loss")
@@ -24,7 +24,7 @@ RECIPE = Recipe(
     name="table2",
     title="Language",
     text="Validation cross-entropy and perplexity; RoBERTa's are of masked tokens.",
-    rows=METHODS,
+    rows=ALL_ROWS,
     columns=(
         loss("GPT-2, loss", ("task=gpt2",)),
         loss("TransNormer-LLM, loss", ("task=transnormer",)),

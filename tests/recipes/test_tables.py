@@ -483,7 +483,7 @@ def test_the_report_opens_with_what_the_values_say() -> None:
 def test_the_main_table_says_whether_its_runs_were_tuned() -> None:
     plain, tuned = compared(), compared(" tuned=true  # optim.lr=0.1")
     tuning = [
-        {"task": task, "method": method, "tau": "", "scale": "smoke", "trial": str(trial)}
+        dict(zip(answer.SEARCH, (task, method, "", "", "smoke"), strict=True), trial=str(trial))
         for task in ("gpt2", "vit", "ade20k")
         for method in ("allreduce", "co2")
         for trial in (*range(20 if task == "ade20k" else 12), 3)
