@@ -2,6 +2,7 @@
 
 python -m recipes list                     every recipe, and how many of its runs have finished
 python -m recipes run table2               train what is missing; after Ctrl-C the same continues
+python -m recipes run table2 --missing     only what results/ours.csv has no value of either
 python -m recipes collect                  finished runs → results/{ours,runs,evals}.csv
 python -m recipes render                   → results/tables, results/figures, results/report.html
 python -m recipes tune gpt2 co2 slowmo     settings for a task, each method with as many trials
@@ -17,6 +18,7 @@ from co2.errors import ConfigError, nearest, require
 from co2.train import launch
 from recipes import cells, functions, laboratory, measured, readme, render, slurm
 from recipes.collect import collect
+from recipes.known import Known
 from recipes.recipe import Recipe
 from recipes.registry import RECIPES
 from recipes.tuning import TunedRecipe
@@ -37,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seeds", help="such as 0,1,2; in the laboratory, repeats; default: the recipe's own"
     )
+    less = "of run: leave out runs whose values have been collected, here or elsewhere"
+    parser.add_argument("--missing", action="store_true", help=less)
     parser.add_argument("--launcher", default="local", choices=("local", "slurm"))
     parser.add_argument("--trials", type=int, default=12, help="of tune: of each method, short")
     parser.add_argument("--tau", type=int, help="of tune: τ of all methods; default: conf's")
@@ -56,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.action == "list":
             listing(chosen or known, options.scale, options.out)
         elif options.action == "run":
-            return run(chosen or known, options.scale, seeds, options.launcher)
+            recorded = Known(options.out / "ours.csv") if options.missing else None
+            return run(chosen or known, options.scale, seeds, options.launcher, recorded)
         elif options.action == "collect":
             # By name: trials may be among those that were named, too.
             wanted = {one.name: one for one in (*trials_of(chosen, options.scale), *chosen)}
@@ -137,23 +142,31 @@ def _waiting(recipe: Recipe, scale: str) -> str:
     return f", {places} table values wait for {trials}" if places else ""
 
 
-def run(chosen: Sequence[Recipe], scale: str, seeds: Sequence[int] | None, launcher: str) -> int:
+def run(
+    chosen: Sequence[Recipe],
+    scale: str,
+    seeds: Sequence[int] | None,
+    launcher: str,
+    recorded: Known | None = None,
+) -> int:
     """Train what is missing, here or on a cluster. Returns 0; 1 when a run failed; 130: Ctrl-C.
 
     The trials of tuned recipes come first, because they decide what else there is to train.
+
+    Args:
+        recorded: values whose runs are not made again; None for no such values.
     """
     trials = trials_of(chosen, scale)
     failed: list[cells.Cell] = []
     try:
-        first = [cell for recipe in trials for *_, cell in recipe.cells(scale)]
-        rest = [cell for recipe in chosen for *_, cell in recipe.cells(scale, seeds)]
+        first, rest = wanted(trials, scale, None, recorded), wanted(chosen, scale, seeds, recorded)
         if launcher == "slurm":
             status = slurm.submit([c for c in (*first, *rest) if isinstance(c, cells.TrainCell)])
         else:
             laboratory.check([c for c in (*first, *rest) if isinstance(c, laboratory.LabCell)])
             failed += train(first)
             # Asked for again, because finished trials have added cells.
-            failed += train([c for recipe in chosen for *_, c in recipe.cells(scale, seeds)])
+            failed += train(wanted(chosen, scale, seeds, recorded))
             status = 1 if failed else 0
     except KeyboardInterrupt:
         print("stopped; the same command goes on with the next run", file=sys.stderr)
@@ -167,12 +180,24 @@ def run(chosen: Sequence[Recipe], scale: str, seeds: Sequence[int] | None, launc
     return status
 
 
-def train(wanted: Sequence[cells.Cell]) -> list[cells.Cell]:
+def wanted(
+    chosen: Sequence[Recipe], scale: str, seeds: Sequence[int] | None, recorded: Known | None
+) -> list[cells.Cell]:
+    """The cells of these recipes, but for those whose values are recorded."""
+    return [
+        cell
+        for recipe in chosen
+        for row, column, seed, cell in recipe.cells(scale, seeds)
+        if recorded is None or not recorded.find(recipe.name, row, column, scale, seed, cell)
+    ]
+
+
+def train(made: Sequence[cells.Cell]) -> list[cells.Cell]:
     """Make the missing runs among these cells on this machine. Returns those that failed."""
     return [
-        *cells.run([cell for cell in wanted if isinstance(cell, cells.TrainCell)]),
-        *functions.run([cell for cell in wanted if isinstance(cell, functions.FunctionCell)]),
-        *laboratory.run([cell for cell in wanted if isinstance(cell, laboratory.LabCell)]),
+        *cells.run([cell for cell in made if isinstance(cell, cells.TrainCell)]),
+        *functions.run([cell for cell in made if isinstance(cell, functions.FunctionCell)]),
+        *laboratory.run([cell for cell in made if isinstance(cell, laboratory.LabCell)]),
     ]
 
 

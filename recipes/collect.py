@@ -6,10 +6,9 @@ from pathlib import Path
 from co2.record.files import whole_lines
 from co2.record.table import Table, read_csv
 from recipes import measured
-from recipes.cells import is_of
+from recipes.known import Known, key_of
 from recipes.measured import KEY
-from recipes.recipe import Column, Recipe
-from recipes.registry import RECIPES
+from recipes.recipe import Recipe
 
 EVALS = (*KEY, "step", "train_s", "loss")
 
@@ -29,9 +28,8 @@ def collect(recipes: Iterable[Recipe], out: Path, scale: str) -> tuple[int, int]
     """
     recipes = list(recipes)
     names = {recipe.name for recipe in recipes}
-    old, old_evals = measured.read(out / "ours.csv"), read_csv(out / "evals.csv")
-    known, known_evals = {_key(line): line for line in old}, _grouped(old_evals)
-    shared = _shared(old)
+    known, old_evals = Known(out / "ours.csv"), read_csv(out / "evals.csv")
+    known_evals = _grouped(old_evals)
     values: list[Line] = []
     evals: list[Line] = []
     here = 0
@@ -49,16 +47,13 @@ def collect(recipes: Iterable[Recipe], out: Path, scale: str) -> tuple[int, int]
                 values.append({**key, "value": value, **source, **size, **run})
                 if column.curve:
                     evals += [{**key, **line} for line in _evals(Path(source["folder"]))]
-            elif words in known and is_of(known[words], cell):
-                values.append({**known[words]})
-                evals += [{**line} for line in known_evals.get(words, [])]
-            elif (same := shared.get(_figure(cell.command, column))) and is_of(same, cell):
+            elif same := known.find(recipe.name, row, column, scale, seed, cell):
                 values.append({**same, **key})
                 if column.curve:
-                    evals += [{**line, **key} for line in known_evals.get(_key(same), [])]
+                    evals += [{**line, **key} for line in known_evals.get(key_of(same), [])]
     kept, kept_evals = (
         [line for line in before if line["recipe"] not in names or line["scale"] != scale]
-        for before in (old, old_evals)
+        for before in (known.lines, old_evals)
     )
     measured.write(out / "ours.csv", [*kept, *values])
     Table.of_records([*kept_evals, *evals], EVALS).write_csv(out / "evals.csv")
@@ -72,32 +67,8 @@ def _evals(folder: Path) -> Iterator[Line]:
             yield {name: line[name] for name in ("step", "train_s", "loss")}
 
 
-def _figure(command: str, column: Column) -> tuple[object, ...]:
-    """What is read from which run. A figure that depends on a second run is nobody else's."""
-    return (command, column.metric, column.factor) if column.of is None else ()
-
-
-def _shared(lines: Iterable[dict[str, str]]) -> dict[tuple[object, ...], dict[str, str]]:
-    """Lines of ours.csv by their `_figure`, for recipes that read the same from the same runs."""
-    columns = {
-        (recipe.name, column.name): column
-        for recipe in RECIPES.values()
-        for column in recipe.columns
-    }
-    found = {}
-    for line in lines:
-        column = columns.get((line["recipe"], line["column"]))
-        if column is not None and column.of is None:
-            found[_figure(line["command"], column)] = line
-    return found
-
-
-def _key(line: dict[str, str]) -> tuple[str, ...]:
-    return tuple(line[name] for name in KEY)
-
-
 def _grouped(lines: Iterable[dict[str, str]]) -> dict[tuple[str, ...], list[dict[str, str]]]:
     found: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for line in lines:
-        found.setdefault(_key(line), []).append(line)
+        found.setdefault(key_of(line), []).append(line)
     return found

@@ -2,7 +2,7 @@
 
     python -m recipes tune gpt2 diloco co2_keep --tau 48   beforehand, and so for roberta and vit
     python -m recipes tune gpt2 co2_keep --average-moments --tau 48   with averaged moments
-    python -m recipes run kept_progress                    what won, with every seed
+    python -m recipes run kept_progress --missing          what won, with every seed
 
 Cost: 126 runs of a minute on 2 cores, some of them table1's and table2's: two hours. To tune takes
 6 runs of a method for each task and τ.

@@ -14,11 +14,12 @@ from co2.record.folder import run_folder
 from co2.record.table import Table, read_csv
 from co2.simulate.paper import PAPER as SCALING
 from recipes import answer, entries, figures, layout, measured, readme, render, rounds, tuning
-from recipes.__main__ import main, recipe_of
+from recipes.__main__ import main, recipe_of, wanted
 from recipes.cells import Cell, TrainCell, composed_config
 from recipes.collect import collect
 from recipes.entries import Entry
 from recipes.glue import FineTuning
+from recipes.known import Known
 from recipes.laboratory import LabCell
 from recipes.recipe import Column, Recipe, Row
 from recipes.registry import RECIPES
@@ -318,6 +319,17 @@ def test_what_ran_elsewhere_stays_while_the_recipe_asks_for_it(
 
     changed = replace(TOY, columns=(replace(TOP1, smoke=("train.steps=70",)),))
     assert collect([changed], results, "smoke") == (0, 0), "of another command"
+
+
+def test_what_was_recorded_elsewhere_need_not_run_again(results: Path, tmp_path: Path) -> None:
+    (tmp_path / "results").rename(tmp_path / "gone")
+    recorded = Known(results / "ours.csv")
+    every = wanted([TOY], "smoke", None, None)
+    left = wanted([TOY], "smoke", None, recorded)
+    assert len(every) - len(left) == 7 and set(left) < set(every)
+    assert wanted([TOY], "smoke", [99], recorded), "a seed that nobody has"
+    changed = replace(TOY, columns=(replace(TOP1, smoke=("train.steps=70",)),))
+    assert len(wanted([changed], "smoke", None, recorded)) == len(every), "of another command"
 
 
 def test_what_was_measured_with_other_settings_of_conf_is_dropped(
