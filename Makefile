@@ -26,8 +26,9 @@ train: $(VENV)/.ready ## the main job: GPT-2 under CO2 on embedded text, two wor
 	$(BIN)/python train.py task=gpt2 method=co2 co2.tau=12 $(ARGS)
 
 # Three processes of tests on two cores, because tests wait, too, for processes that start or end.
-# One that has no test left takes over half of those that another still has.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
+# One that has no test left takes over half of those that another still has. Threads that wait for
+# each other sleep meanwhile; else they spin on a core that another process needs.
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 3 --dist worksteal
 
 test: $(VENV)/.ready ## every test that needs no more than Python: a quarter of an hour on 2 cores (ARGS="-k comm" picks some)
 	$(PYTEST) -m "not slow" $(ARGS)
