@@ -64,8 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(chosen or known, options.scale, seeds, options.launcher, recorded)
         elif options.action == "collect":
             # By name: trials may be among those that were named, too.
-            wanted = {one.name: one for one in (*trials_of(chosen, options.scale), *chosen)}
-            here, elsewhere = collect(list(wanted.values()) or known, options.out, options.scale)
+            named = {one.name: one for one in (*trials_of(chosen, options.scale), *chosen)}
+            here, elsewhere = collect(list(named.values()) or known, options.out, options.scale)
             print(f"{options.out}: {here} values from runs here, {elsewhere} from runs elsewhere")
         else:
             # The page always holds every recipe; the named ones are printed as well.
