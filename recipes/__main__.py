@@ -21,6 +21,7 @@ from recipes.collect import collect
 from recipes.known import Known
 from recipes.recipe import Recipe
 from recipes.registry import RECIPES
+from recipes.tune import tune_methods
 from recipes.tuning import TunedRecipe
 
 
@@ -89,8 +90,6 @@ def trials_of(chosen: Sequence[Recipe], scale: str) -> list[Recipe]:
 
 def tune(options: argparse.Namespace) -> int:
     """Tune the methods of a task. Returns 0; 1 where nothing has won; 130 after Ctrl-C."""
-    from recipes.tune import tune_methods  # imports Optuna, which takes two seconds
-
     require(bool(options.names), "task", "", "name a task, as in: python -m recipes tune gpt2 co2")
     task, *methods = options.names
     try:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from co2.record.table import Table
-from recipes import shares
+from recipes import shares, tune
 from recipes.entries import Difference, Entry, entries
 from recipes.layout import Place, grid, values
 from recipes.methods import ALL_ROWS
@@ -35,8 +35,6 @@ LINKS = {
 }
 """Columns of table3, and their names in the second main table."""
 SLOWEST = "20 Mbit/s"
-SEARCH = ("task", "method", "tau", "average_moments", "scale")
-"""Columns of results/tuning.csv that tell one search from another."""
 TOLD = ("Local SGD", "CO2", "CO2, kept progress", "CO2, kept progress and moments")
 """Rows that the paragraph tells of, beside AllReduce."""
 
@@ -118,7 +116,7 @@ def settings(lines: Rows, tuning: Rows) -> str:
     trials: dict[tuple[str, ...], set[str]] = {}
     for line in tuning:
         if (line["task"], line["method"], line["average_moments"]) in searched:
-            search = tuple(line[name] for name in SEARCH)
+            search = tuple(line[name] for name in tune.KEY)
             trials.setdefault(search, set()).add(line["trial"])
     counts = sorted(map(len, trials.values())) or [0]
     number = f"{counts[0]}" if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from co2.record.table import Table
 from recipes.cells import SummaryJSON
-from recipes.methods import ALL_ROWS, WITH_MOMENTS
+from recipes.methods import ADAM_ONLY, ALL_ROWS
 from recipes.recipe import Column, Recipe, Rows
 
 
@@ -42,7 +42,7 @@ GOALS: dict[str, tuple[str, Metric, float]] = {
 def columns() -> Iterator[Column]:
     """For each task its metric, and the share of training time spent waiting for batches."""
     for name, (task, metric, _) in GOALS.items():
-        needs_adam = (WITH_MOMENTS.name,) if task == "resnet50" else ()
+        without = ADAM_ONLY if task == "resnet50" else ()
         yield Column(
             name,
             (f"task={task}",),
@@ -51,7 +51,7 @@ def columns() -> Iterator[Column]:
             lower=metric is of_entropy,
             curve=False,
             part="metric of the task",
-            without=needs_adam,
+            without=without,
         )
         yield Column(
             f"{name.partition(',')[0]}, waiting for data %",
@@ -61,7 +61,7 @@ def columns() -> Iterator[Column]:
             lower=True,
             curve=False,
             part="waiting for data %",
-            without=needs_adam,
+            without=without,
         )
 
 

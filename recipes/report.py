@@ -125,14 +125,21 @@ def _cell(text: str, best: bool) -> str:
 
 
 def _figure(path: Path) -> str:
-    """An SVG file without what a page does not need: its head, its metadata, its line breaks. A
-    broad one may be scrolled."""
+    """An SVG file without what a page does not need: its head, its metadata, its line breaks, the
+    names of its groups, and all but two decimals of its numbers. A broad one may be scrolled."""
     text = path.read_text()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r">\s+<", "><", text)
     text = re.sub(r"\s*\n\s*", " ", text)
+    text = re.sub(r'<g id="[^"]+"', "<g", text)
+    text = re.sub(r"<[^>]*>", lambda tag: _rounded(tag[0]), text)  # not what stands between tags
     found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)
     assert found is not None, path
     broad = float(found[1]) > _BROAD_POINTS
     return f'<figure class="broad">{text}</figure>\n' if broad else f"<figure>{text}</figure>\n"
+
+
+def _rounded(tag: str) -> str:
+    """A tag whose numbers have two decimals, which is a hundredth of a point."""
+    return re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", tag)

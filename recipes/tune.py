@@ -39,6 +39,7 @@ SHARE = 4
 FINALISTS = 3
 RUNS = "results/runs/tuning"
 KEY = ("task", "method", "tau", "average_moments", "scale")
+"""Columns of results/tuning.csv that tell one search from another."""
 FIELDS = (
     *KEY,
     *("trial", "rung", "settings", "loss", "outcome", "seed", "commit", "hardware", "digest"),
@@ -252,15 +253,14 @@ def _own(config: Config, tau: int | None, moments: bool) -> dict[str, Value]:
 
 def _configs(task: str, methods: Sequence[str], scale: str, moments: bool) -> Iterator[Config]:
     """The methods' configurations as conf has them. Raises `ConfigError` for a wrong name."""
+    able = [name for name in METHODS if not moments or hasattr(METHODS[name].Config, MOMENTS)]
     for name in methods:
         require(name in METHODS, "method", name, nearest(name, METHODS))
-        can = not moments or hasattr(METHODS[name].Config, MOMENTS)
-        require(can, "--average-moments", name, "averages no moments; diloco, co2 and co2_keep do")
+        hint = f"averages no moments; {', '.join(able)} do"
+        require(name in able, "--average-moments", name, hint)
     first = cells.composed_config((f"task={task}", f"scale={scale}", "method=allreduce"))
     inner = first.optim.name.value
-    for name in dict.fromkeys(methods or METHODS):
-        if moments and not hasattr(METHODS[name].Config, MOMENTS):
-            continue
+    for name in dict.fromkeys(methods or able):
         reason = METHODS[name].refused_optimizers.get(inner)
         if reason is not None and not methods:
             print(f"{name} is left out: {task} trains with {inner}, and {reason}")

@@ -13,7 +13,19 @@ from co2.errors import ConfigError
 from co2.record.folder import run_folder
 from co2.record.table import Table, read_csv
 from co2.simulate.paper import PAPER as SCALING
-from recipes import answer, entries, figures, layout, measured, readme, render, rounds, tuning
+from recipes import (
+    answer,
+    entries,
+    figures,
+    layout,
+    measured,
+    readme,
+    render,
+    report,
+    rounds,
+    tune,
+    tuning,
+)
 from recipes.__main__ import main, recipe_of, wanted
 from recipes.cells import Cell, TrainCell, composed_config
 from recipes.collect import collect
@@ -431,6 +443,28 @@ def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture) -> None:
         assert line in error and error.count("\n") == 1
 
 
+def test_a_figure_in_the_page_is_the_same_in_fewer_words(tmp_path: Path) -> None:
+    """Places to a hundredth of a point; what is read, and what is referred to, is untouched."""
+    path = tmp_path / "figure.svg"
+    path.write_text(
+        '<?xml version="1.0"?>\n<svg viewBox="0 0 324 293.76">\n<g id="axes_1">\n'
+        '<path id="m99" d="M 39.904146 -0.006 L 7 16.5"/>\n<text x="1.23456">0.00656</text>\n'
+        "</g>\n</svg>"
+    )
+    report.write(tmp_path / "page.html", [report.Section("one", "One", [], [path])])
+    page = (tmp_path / "page.html").read_text()
+    assert (
+        '<figure><svg viewBox="0 0 324 293.76"><g><path id="m99" d="M 39.90 -0.01 L 7 16.5"/>'
+        '<text x="1.23">0.00656</text></g></svg></figure>'
+    ) in page
+
+
+def test_results_are_small() -> None:
+    files = [path for path in Path("results").rglob("*") if path.is_file()]
+    kept = [path for path in files if path.parts[1] != "runs"]
+    assert [path for path in kept if path.stat().st_size >= 2**20] == []
+
+
 def test_the_readme_shows_what_was_measured(tmp_path: Path) -> None:
     """Nothing in its main table is typed; a value that changes shows."""
     root = Path(__file__).parents[2]
@@ -495,7 +529,7 @@ def test_the_report_opens_with_what_the_values_say() -> None:
 def test_the_main_table_says_whether_its_runs_were_tuned() -> None:
     plain, tuned = compared(), compared(" tuned=true  # optim.lr=0.1")
     tuning = [
-        dict(zip(answer.SEARCH, (task, method, "", "", "smoke"), strict=True), trial=str(trial))
+        dict(zip(tune.KEY, (task, method, "", "", "smoke"), strict=True), trial=str(trial))
         for task in ("gpt2", "vit", "ade20k")
         for method in ("allreduce", "co2")
         for trial in (*range(20 if task == "ade20k" else 12), 3)
