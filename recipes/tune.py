@@ -138,7 +138,8 @@ class Search:
         """The lines of results/tuning.csv, of all trials that have ended."""
         for trial in (*self.short, *self.whole):
             if trial.known is not None:
-                yield dict(trial.known)
+                # In another search, with other knobs, the same setting may have had another number.
+                yield {**trial.known, "trial": trial.number}
                 continue
             status = self.statuses.get(trial.cell)
             if status is None and trial.cell.summary() is None:

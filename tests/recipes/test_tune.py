@@ -16,7 +16,7 @@ from co2.config import OptimConfig, Schedule
 from co2.errors import DIVERGED, ConfigError
 from co2.methods import METHODS
 from co2.record.folder import run_folder
-from co2.record.table import read_csv
+from co2.record.table import Table, read_csv
 from recipes import cells, tune
 from recipes.__main__ import main
 from recipes.cells import TrainCell, composed_config
@@ -221,6 +221,12 @@ def test_a_search_that_was_stopped_goes_on(conf: Path, monkeypatch: pytest.Monke
     winner.unlink()
     assert tune_methods("toy", ["co2", "local_sgd"], 8, "smoke", None, Path("elsewhere")) == 0
     assert winner.read_text() == text, "known trials choose the same winner"
+    others = [{**line, "trial": "99"} for line in lines[:-1]]
+    monkeypatch.setattr(cells, "run", Trainer(landscape))
+    monkeypatch.setattr(tune, "RUNS", "results/runs/renumbered")
+    Table.of_records(others, tune.FIELDS).write_csv(Path("elsewhere/tuning.csv"))
+    assert tune_methods("toy", ["co2", "local_sgd"], 8, "smoke", None, Path("elsewhere")) == 0
+    assert lines == read_csv(Path("elsewhere/tuning.csv")), "numbered by this search"
     lost = [line for line in lines if line["outcome"] == "diverged"]
     assert lost and all(line["loss"] == "inf" and line["rung"] == "15" for line in lost)
 
