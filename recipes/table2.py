@@ -7,9 +7,9 @@ Cost: smoke, 120 runs of a minute on 2 cores, two hours. Paper: GPT-2 small on
 OpenWebText takes some 4 days on 8 A100 for every run; nobody has run it here.
 Every method has what won in 12 trials of its own (`python -m recipes tune`).
 Found: on GPT-2 blocking Local SGD ends 1.7 % above AllReduce, and of the overlapped methods kept
-progress and Overlap-Local-SGD 3 %, CO2 5 %, CoCoD-SGD 7 %; kept progress with averaged moments,
-which are three times the bytes, 1.4 %. On RoBERTa Local SGD is 7 % above, kept progress with
-moments 11.5, the other overlapped ones 16 to 29 %. On TransNormer kept progress is .7 % [.0, 1.4]
+progress 1.4 %, Overlap-Local-SGD 3, CO2 5, CoCoD-SGD 7 %. On RoBERTa Local SGD is 7 % above, kept
+progress 11, the other overlapped ones 16 to 29 %. Averaged moments, which are three times the
+bytes, change nothing in kept progress on either. On TransNormer kept progress is .7 % [.0, 1.4]
 above, SlowMo 1.3, Local SGD 1.8, CO2 2.3 %, and five seeds tell CO2 neither from Local SGD nor from
 Overlap-Local-SGD.
 """
