@@ -10,8 +10,8 @@ Found, percent above AllReduce with two and four replicas; three seeds, of GPT-2
 four replicas two:
     GPT-2     τ = 12: kept progress 1.5 and 4.4; DiLoCo 1.9 and 4.0
               τ = 48: kept progress 3.1 and 11; DiLoCo 2.3 and 7
-    RoBERTa   τ = 12: kept progress 12 and 37; DiLoCo 6 and 15
-              τ = 48: kept progress 27 and 63; DiLoCo 12 and 35
+    RoBERTa   τ = 12: kept progress 12 and 37; DiLoCo 6 and 14
+              τ = 48: kept progress 27 and 63; DiLoCo 12 and 34
     ViT       τ = 12: kept progress 45 and 75; DiLoCo 41 and 60
               τ = 48: kept progress 56 and 178; DiLoCo 26 and 128
 The goal is missed everywhere. On GPT-2 at τ = 12 nothing is lost beside a method that waits.
