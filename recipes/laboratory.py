@@ -1,7 +1,7 @@
 """Cells on real, slow links: trainings of co2.lab, which needs root.
 
 Rows and columns give the laboratory's own options beside overrides: `--workers`, `--mbit`. Seeds
-are repeats of the same training, because it is time that is measured.
+are repeats of the same training, because it is time that is measured, unless a column is `seeded`.
 """
 
 import hashlib
@@ -111,6 +111,8 @@ class LabColumn(Column):
     """Tables of the laboratory with the same trainings, measured earlier."""
     tuned_for: str | None = None
     """The task whose tuned settings every method has; what a row gives wins over them."""
+    seeded: bool = False
+    """Whether every repeat trains with a seed of its own, where it matters what is learned."""
 
     def cell(self, recipe: str, row: Row, scale: str, seed: int) -> LabCell:
         words = own_words((*self.overrides, *row.overrides))
@@ -119,6 +121,8 @@ class LabColumn(Column):
             tuned = tuned_words(self.tuned_for, method.partition("=")[2])
             words = own_words((*self.overrides, method, *tuned, *own))
         given = dict(word.split("=", 1) for word in words)
+        if self.seeded:
+            given["train.seed"] = str(seed)
         workers, mbit = int(given.pop("--workers")), given.pop("--mbit")
         rate = None if mbit == "unlimited" else float(mbit)
         trial = Trial(workers, rate, given.pop("method"), seed)
