@@ -105,6 +105,9 @@ class Members:
     def __init__(
         self, address: tuple[str, int], me: int, silent_s: float, backend: str = "gloo"
     ) -> None:
+        # A collection looks no more at what there is by now. It would take a second or more amid
+        # every recovery (`_break_up`), and make copies of what a worker shares with its parent.
+        gc.freeze()
         self.me, self.silent_s, self._backend = me, silent_s, backend
         if "nccl" in backend:
             nccl.expect_losses()

@@ -1,6 +1,7 @@
 """Members agree on what counts and who is left, and a mean is then one of those who took part."""
 
 import contextlib
+import gc
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -196,6 +197,25 @@ def test_all_learn_the_same_paces(
 ) -> None:
     """To the last bit, and none before all are known."""
     assert set(workers.run(pace, 3, store.port, who)) == {known}
+
+
+def collected(rank: int, world: int, port: int) -> tuple[int, int]:
+    """How many objects a collection amid a recovery leaves alone, and how many it looks at."""
+    members = member(rank, port)
+    members.first(range(world))
+    members.formed()
+    members.renew(admit=False)
+    found = gc.get_freeze_count(), len(gc.get_objects())
+    members.formed()
+    members.agree()
+    members.leave()
+    return found
+
+
+def test_a_recovery_looks_at_no_object_from_before(workers: Pool, store: dist.TCPStore) -> None:
+    """To look at all that PyTorch and others have made takes seconds on a busy machine."""
+    for frozen, seen in workers.run(collected, 2, store.port):
+        assert seen < frozen / 20
 
 
 def decide(rank: int, world: int, port: int) -> str:
