@@ -201,6 +201,7 @@ def test_all_learn_the_same_paces(
 
 def collected(rank: int, world: int, port: int) -> tuple[int, int]:
     """How many objects a collection amid a recovery leaves alone, and how many it looks at."""
+    gc.unfreeze()  # what the pool's process has frozen itself
     members = member(rank, port)
     members.first(range(world))
     members.formed()
