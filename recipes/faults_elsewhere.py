@@ -2,7 +2,7 @@
 
     python -m recipes run faults_elsewhere                 it wants the extra `peers`
 
-Cost: 16 runs of half a minute on 2 cores, four of them of three minutes: 20 minutes.
+Cost: 32 runs of half a minute on 2 cores, four of them of three minutes: half an hour.
 Found: with a killed worker an elastic run loses a second, torchft five, until the heartbeats of the
 lost one count as old, torchrun 16 to 19 and ten to twenty steps; with one that stands still both of
 the former lose the five seconds that they wait for it, and a run under torchrun does not end.
@@ -21,7 +21,18 @@ from recipes.faults import SEEDS, column
 from recipes.functions import FunctionCell
 from recipes.processes import process
 from recipes.recipe import Recipe, Row
-from recipes.trouble import LIMIT_S, RESTARTS, STEPS, TAU, WORKERS, Trouble, killed, stopped
+from recipes.trouble import (
+    LIMIT_S,
+    RESTARTS,
+    STEPS,
+    TAU,
+    WORKERS,
+    Trouble,
+    killed,
+    paused,
+    stopped,
+    two_killed,
+)
 
 FURTHER = 4 * TAU
 """Steps over which it is seen how much time a fault costs."""
@@ -75,7 +86,9 @@ SYSTEMS: dict[str, tuple[type[Trouble], str]] = {
 }
 FAULTS: dict[str, Callable[[Trouble], None]] = {
     "a worker killed": killed,
+    "two killed at once": two_killed,
     "a worker stopped": stopped,
+    "a worker paused": paused,
 }
 KINDS = {kind.__name__: kind for kind, _ in SYSTEMS.values()}
 DONE = {fault.__name__: fault for fault in FAULTS.values()}
