@@ -45,7 +45,7 @@ from co2.comm.watch import STOP, TICK_S, Ticket, Watch, key
 OK, LOST, JOIN, PACES = "ok", "lost", "join", "paces="
 
 FORMING = timedelta(seconds=20)
-"""To connect the members of a generation. One that is lost just then costs so long."""
+"""To connect the members of a generation."""
 STORE_ANSWERS_S = 30.0
 """The store's machine is gone once it has not confirmed for so long that anything has arrived."""
 _ATTEMPTS = 5
@@ -108,7 +108,8 @@ class Members:
         # A collection looks no more at what there is by now. It would take a second or more amid
         # every recovery (`_break_up`), and make copies of what a worker shares with its parent.
         gc.freeze()
-        self.me, self.silent_s, self._backend = me, silent_s, backend
+        self.me, self.silent_s = me, silent_s
+        self._address, self._backend = address, backend
         if "nccl" in backend:
             nccl.expect_losses()
         sockets = Sockets()
@@ -134,7 +135,8 @@ class Members:
         self._admitted = self._next = 0
         self.broken = False
         """Whether this generation has ended for all, because one of them is lost."""
-        self._sockets = Sockets()
+        self._sockets = self._meeting = Sockets()
+        """What carries collectives, and what the members of a generation find each other by."""
         use(self._sockets)
         self._turning = threading.Lock()
         """Held while this generation becomes the next."""
@@ -240,6 +242,7 @@ class Members:
         """End what is under way, and note that. `_turning` is held."""
         ended, self.broken = self.broken, True
         self._sockets.cut()  # first: what NCCL ends from here on does not count
+        self._meeting.cut()
         if not ended:
             nccl.abort()
 
@@ -367,14 +370,22 @@ class Members:
             raise Expelled("it was silent for too long; the others have gone on without it")
         self._admitted = record.admitted
         self._watch.candidates(record.ids)
+        # A connection of the generation's own: when it is cut, nobody waits any more for the
+        # address of one that is lost.
+        meeting = Sockets()
+        store = dist.TCPStore(*self._address, is_master=False)
+        meeting.freeze()
+        with self._turning:
+            self._meeting, self._sockets = meeting, Sockets()
+        use(self._sockets)
+        self.ids = record.ids
         dist.init_process_group(
             self._backend,
-            store=dist.PrefixStore(key("groups", self.generation), self.store),
+            store=dist.PrefixStore(key("groups", self.generation), store),
             rank=record.ids.index(self.me),
             world_size=len(record.ids),
             timeout=FORMING,
         )
-        self.ids = record.ids
 
     def _break_up(self) -> None:
         """Leave the groups of this generation, which is over."""

@@ -8,8 +8,9 @@ side ends the collectives on it with an error at once.
 Not all of them, though: gloo tells those that wait to send or to receive, but forgets one of which
 a part is just on its way. About one in twenty of those that are cut waits for its time-out after
 all (tests/engine/test_sockets.py). So nobody waits for a collective itself here, but `finish` and
-`until_cut` do, for a moment after the cut. What gloo has forgotten is kept for good, because to
-take its process group down would wait for it too.
+`until_cut` do. gloo closes a connection that was cut, and those that it tells have ended two
+milliseconds later; what has not a moment after all are closed was forgotten. It is kept for good,
+because to take its process group down would wait for it too.
 """
 
 import contextlib
@@ -28,8 +29,10 @@ import torch.distributed as dist
 T = TypeVar("T")
 _OWN = Path("/proc/self/fd")
 _LOOK = timedelta(milliseconds=100)
+_CLOSED_S = 0.1
+"""A collective that gloo tells has ended so long after the last connection was closed."""
 _GRACE_S = 1.0
-"""What ends with an error after a cut takes milliseconds."""
+"""After a cut, for a thread of ours, and where a connection is not closed."""
 _FORGOTTEN: list[object] = []
 
 
@@ -39,7 +42,8 @@ class Sockets:
     def __init__(self) -> None:
         self._before = set(_open_sockets())
         self._own: set[str] | None = None
-        self._cut_at = float("inf")
+        self._cut: set[str] = set()
+        self._cut_at = self._closed_at = float("inf")
 
     def freeze(self) -> None:
         """Later connections are somebody else's."""
@@ -48,10 +52,11 @@ class Sockets:
     def cut(self) -> None:
         """Shut them down. May be called by any thread, and again."""
         self._cut_at = min(self._cut_at, time.monotonic())
-        for one in self._each():
+        for name, one in self._each():
             with contextlib.suppress(OSError):
                 one.getpeername()  # fails for one that listens: gloo cannot do without it
                 one.shutdown(socket.SHUT_RDWR)
+                self._cut.add(name)
 
     @property
     def were_cut(self) -> bool:
@@ -61,20 +66,27 @@ class Sockets:
     def give_up_after(self, seconds: float) -> None:
         """End them with an error once what was sent has not arrived for so long, because the other
         machine is gone; the kernel would try for a quarter of an hour."""
-        for one in self._each():
+        for _, one in self._each():
             with contextlib.suppress(OSError):  # no connection by TCP
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * seconds))
+
+    def closed(self) -> bool:
+        """Whether gloo has closed all that were cut, a moment ago or longer. Ask it again and
+        again."""
+        if self.were_cut and self._cut.isdisjoint(_open_sockets()):
+            self._closed_at = min(self._closed_at, time.monotonic())
+        return time.monotonic() - self._closed_at > _CLOSED_S
 
     def give_up(self) -> bool:
         """Whether what still has not ended was forgotten when they were cut."""
         return time.monotonic() - self._cut_at > _GRACE_S
 
-    def _each(self) -> Iterator[socket.socket]:
+    def _each(self) -> Iterator[tuple[str, socket.socket]]:
         for name, number in _open_sockets().items():
             own = name not in self._before if self._own is None else name in self._own
             if own:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
-                    yield one
+                    yield name, one
 
 
 def _open_sockets() -> dict[str, int]:
@@ -127,7 +139,7 @@ def finish(work: dist.Work, group: object, sockets: Sockets | None) -> None:
             if work.is_completed():
                 work.wait()
                 return
-        if sockets.give_up():
+        if sockets.closed() or sockets.give_up():
             _FORGOTTEN.append((work, group))
             raise RuntimeError("a collective was cut")
 

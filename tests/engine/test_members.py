@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from co2.comm.members import Expelled, MemberLost, Members, Record
+from co2.comm.members import FORMING, Expelled, MemberLost, Members, Record
 from co2.comm.mesh import Mesh
 from co2.methods import METHODS
 from co2.train.membership import Membership
@@ -342,6 +342,33 @@ def come_in_vain(rank: int, world: int, port: int) -> tuple[int, ...]:
 
 def test_one_that_was_let_in_in_vain_comes_later(workers: Pool, store: dist.TCPStore) -> None:
     assert workers.run(come_in_vain, 3, store.port, time_limit_s=60) == [(0, 1, 2)] * 3
+
+
+def lost_amid_forming(rank: int, world: int, port: int) -> tuple[tuple[int, ...], float]:
+    """The last one is lost when the others have counted it in, and wait for its address."""
+    members = member(rank, port)
+    members.first(range(world))
+    members.formed()
+    members.agree()
+    began = time.monotonic()
+    if rank == world - 1:
+        with patch.object(members, "_enter", lambda _: vanish(members)):
+            members.renew(admit=False)
+        return (), 0.0
+    members.renew(admit=False)
+    seconds = time.monotonic() - began
+    members.formed()
+    members.agree()
+    ids = members.ids
+    members.leave()
+    return ids, seconds
+
+
+def test_who_is_lost_amid_forming_is_not_waited_for(workers: Pool, store: dist.TCPStore) -> None:
+    *others, _ = workers.run(lost_amid_forming, 3, store.port)
+    for ids, seconds in others:
+        assert ids == (0, 1)
+        assert seconds < FORMING.total_seconds() / 2
 
 
 def hopeless(rank: int, world: int, port: int) -> str:
