@@ -115,8 +115,8 @@ def watched(run: Trouble, fault: Callable[[Trouble], None]) -> dict[str, float]:
     began, first = time.monotonic(), run.step()
     run.until(lambda: run.step() >= first + FURTHER)
     usual, before = time.monotonic() - began, run.step()
-    fault(run)
     since, last, again = time.monotonic(), before, 0
+    fault(run)  # which may take a while itself
     found: dict[str, float] = {}
     while run.process.poll() is None and time.monotonic() - since < LIMIT_S:
         step = run.step()
