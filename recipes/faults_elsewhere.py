@@ -12,6 +12,9 @@ drawn from its seed; in place of a lost worker another is started. torchrun ends
 workers, which go on from the checkpoint of every 30 steps.
 """
 
+import contextlib
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +51,12 @@ class Torchrun(Trouble):
     def command(self) -> list[str]:
         torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}")
         return [sys.executable, *torchrun, f"--max-restarts={RESTARTS}", "train.py", *self.words]
+
+    def kill_all(self) -> None:
+        for one in self.workers():  # each is a session of its own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+        super().kill_all()
 
 
 class Torchft(Trouble):

@@ -128,6 +128,7 @@ class _Starter:
 
     def run(self, told: Told) -> int:
         """Start them, and others where some are lost, until all have ended. Returns the status."""
+        forked.import_all(self._context)  # a machine that says nothing meanwhile counts as lost
         found = self._place.begin(self._config.workers, told.stop)
         if found is None:
             return PREEMPTED

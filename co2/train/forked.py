@@ -21,3 +21,11 @@ def context() -> ForkServerContext:
     imported = [name for name in sys.modules if name.partition(".")[0] in _IMPORTED]
     found.set_forkserver_preload([*imported, *_LATER])
     return found
+
+
+def import_all(context: ForkServerContext) -> None:
+    """Wait until the fork server has imported everything, which takes a minute where the disk is
+    slow: it answers only then."""
+    process = context.Process(target=int)  # does nothing
+    process.start()
+    process.join()

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from co2.comm.members import Members, Unreachable
 from co2.config import LaunchConfig
 from co2.errors import PREEMPTED
+from co2.train import forked
 from co2.train import store as module
-from co2.train.store import INSIDE, WAITING, SharedStore, keep
+from co2.train.elastic import Told, _Starter
+from co2.train.store import INSIDE, WAITING, OwnStore, SharedStore, keep
 
 SILENT_S = 4.0
 
@@ -98,6 +100,19 @@ def test_a_node_is_told_to_stop_before_the_run_begins(
     assert node.leave(PREEMPTED) == PREEMPTED
     closing.set()
     assert ended(status) == PREEMPTED
+
+
+def test_a_node_reports_once_its_workers_need_not_import_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a slow disk that takes longer than a node may be silent."""
+    done: list[str] = []
+    monkeypatch.setattr(forked, "import_all", lambda _: done.append("imported"))
+    place = OwnStore()
+    monkeypatch.setattr(place, "begin", lambda *_: done.append("reported"))
+    config = LaunchConfig(elastic=True)
+    assert _Starter(lambda number: 0, config, place).run(Told()) == PREEMPTED
+    assert done == ["imported", "reported"]
 
 
 def test_members_who_cannot_connect_with_each_other_say_so(held: dist.TCPStore) -> None:
