@@ -32,7 +32,7 @@ _LOOK = timedelta(milliseconds=100)
 _CLOSED_S = 0.1
 """A collective that gloo tells has ended so long after the last connection was closed."""
 _GRACE_S = 1.0
-"""After a cut, for a thread of ours, and where a connection is not closed."""
+"""How long a thread of ours may take to end after a cut, or gloo to close a connection."""
 _FORGOTTEN: list[object] = []
 
 
