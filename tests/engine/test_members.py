@@ -205,6 +205,7 @@ def collected(rank: int, world: int, port: int) -> tuple[int, int]:
     members = member(rank, port)
     members.first(range(world))
     members.formed()
+    members.agree()  # else one renews while the other still connects, and each is in another
     members.renew(admit=False)
     found = gc.get_freeze_count(), len(gc.get_objects())
     members.formed()
@@ -224,6 +225,7 @@ def decide(rank: int, world: int, port: int) -> str:
     members = member(rank, port)
     members.first(range(world))
     members.formed()
+    members.agree()
     ticket = members.open()
     try:
         if rank == world - 1:
