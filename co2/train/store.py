@@ -52,6 +52,7 @@ class OwnStore:
     """Whether there are no other machines."""
 
     def __init__(self) -> None:
+        _wait_little_for_names()
         self.store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         self.address = _HOST, self.store.port
 
@@ -97,6 +98,7 @@ class SharedStore(OwnStore):
         assert config.store is not None
         self.address = config.store_address
         own = _reach(config.store, self.address, config.wait_s)
+        _wait_little_for_names()
         sockets = Sockets()
         self.store = dist.TCPStore(*self.address, is_master=False)
         sockets.give_up_after(STORE_ANSWERS_S)
@@ -271,6 +273,13 @@ def _reach(store: str, address: tuple[str, int], wait_s: float) -> str:
         time.sleep(_LOOK_S)
 
 
+def _wait_little_for_names() -> None:
+    """Have this process, and its workers, wait a second for a name server and not five, twice each.
+    PyTorch's stores ask for the name of whoever connects, to have it in their warnings, and what
+    holds one serves nobody meanwhile."""
+    os.environ.setdefault("RES_OPTIONS", "timeout:1")
+
+
 def _interface(address: str) -> str | None:
     """The network interface that has an IPv4 address; None where none is found."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -301,6 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--nodes={options.nodes}: must be 1 or more")
     if not 0 <= options.port < 2**16:
         parser.error(f"--port={options.port}: must be a port, from 1 to 65535")
+    _wait_little_for_names()
     closing = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: closing.set())
     try:

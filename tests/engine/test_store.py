@@ -1,9 +1,13 @@
 """The store of a run on several machines says with whom it begins, and when it has ended."""
 
+import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -122,3 +126,31 @@ def test_members_who_cannot_connect_with_each_other_say_so(held: dist.TCPStore) 
         with pytest.raises(Unreachable, match=r"members cannot connect with each other \(refused"):
             members.first((0,))
     members._watch.close()
+
+
+def test_a_silent_name_server_holds_nobody_up_for_long(tmp_path: Path) -> None:
+    """It takes ten seconds by default, in each process, in which a store may serve nobody."""
+    names = tmp_path / "resolv.conf"
+    names.write_text("nameserver 127.0.0.1\n")
+    alone = ["unshare", "--map-root-user", "--net", "--mount", "sh", "-c"]
+    prepare = f"ip link set lo up && mount --bind {names} /etc/resolv.conf"
+    if not shutil.which("unshare") or subprocess.run([*alone, prepare]).returncode:
+        pytest.skip("needs namespaces of its own")
+    lines = (
+        "import socket, time",
+        "from co2.train.store import OwnStore",
+        "server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
+        "server.bind(('127.0.0.1', 53))",
+        "began = time.monotonic()",
+        "OwnStore()",
+        "seconds = time.monotonic() - began",
+        "server.settimeout(1.0)",
+        "print(seconds, len(server.recv(512)))",
+    )
+    command = f'{prepare} && exec {sys.executable} -c "{"; ".join(lines)}"'
+    found = subprocess.run([*alone, command], capture_output=True, text=True)
+    if "TimeoutError" in found.stderr:
+        pytest.skip("names are looked up by other means than DNS here")
+    assert found.returncode == 0, found.stderr
+    seconds, asked = map(float, found.stdout.split())
+    assert asked and seconds < 7
