@@ -9,9 +9,9 @@ Every method has what won in 12 trials of its own (`python -m recipes tune`).
 Found: on GPT-2 blocking Local SGD ends 1.7 % above AllReduce, and of the overlapped methods kept
 progress 1.4 %, Overlap-Local-SGD 3, CO2 5, CoCoD-SGD 7 %. On RoBERTa Local SGD is 7 % above, kept
 progress 11, the other overlapped ones 16 to 29 %. Averaged moments, which are three times the
-bytes, change nothing in kept progress on either. On TransNormer kept progress is .9 % [.4, 1.4]
-above, SlowMo 1.3, Local SGD 1.8, CO2 2.3 %, and five seeds tell CO2 neither from Local SGD nor from
-Overlap-Local-SGD.
+bytes, change nothing in kept progress on any of the three. On TransNormer it is .9 % [.4, 1.4]
+above, with them .8 [.1, 1.5], SlowMo 1.3, Local SGD 1.8, CO2 2.3 %, and five seeds tell CO2
+neither from Local SGD nor from Overlap-Local-SGD.
 """
 
 from functools import partial
