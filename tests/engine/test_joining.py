@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from co2.comm.members import Members
+from co2.comm.members import MemberLost, Members
 from co2.comm.mesh import Mesh
 from co2.methods import METHODS
 from co2.methods.base import Method
+from co2.train import handover
 from co2.train.handover import Handover, receive
 from co2.train.quorum import Quorum
 from tests.engine.test_members import CONFIGS, RATE, SIMULATED, TAU, member, store, target, vanish
@@ -181,14 +182,14 @@ def give_to_one_that_is_lost(rank: int, world: int, port: int) -> str:
         if rank == world - 1:
             vanish(members)
             return "vanished"
-        handover = Handover()
+        giving = Handover()
         if rank == 0:
-            handover.give({"weights": torch.zeros(4_000_000)}, [world - 1], dist.group.WORLD)
+            giving.give({"weights": torch.zeros(4_000_000)}, [world - 1], dist.group.WORLD)
         members.renew(admit=False)
         members.formed()
         members.agree()
         left = members.ids
-        handover.close()
+        giving.close()
         assert not [t for t in threading.enumerate() if t.name == "handover"]
         members.agree()
         members.leave()
@@ -199,3 +200,31 @@ def test_one_that_is_lost_as_it_receives(workers: Pool, store: dist.TCPStore) ->
     """It costs the others nothing but a change of members."""
     ended = workers.run(give_to_one_that_is_lost, 3, store.port)
     assert ended == ["(0, 1)", "(0, 1)", "vanished"]
+
+
+def lose_the_giver(rank: int, world: int, port: int) -> str:
+    """The first one vanishes when it has told how much it will send, and nothing of that."""
+    with others(rank, world, port) as members:
+        if rank == 0:
+            dist.send(torch.tensor(1_000_000), world - 1, tag=handover._TAG)
+            vanish(members)
+            return "vanished"
+        if rank == world - 1:
+            with pytest.raises(RuntimeError):
+                receive(dist.group.WORLD)
+            vanish(members)  # it knows too little to train
+            return "ended"
+        with pytest.raises(MemberLost):
+            members.agree()
+        while members.ids != (rank,):
+            members.renew(admit=False)
+        members.formed()
+        members.agree()
+        members.leave()
+        return "went on"
+
+
+def test_one_whose_giver_is_lost_ends(workers: Pool, store: dist.TCPStore) -> None:
+    """It does not wait for the rest, and those who have a state go on."""
+    ended = workers.run(lose_the_giver, 3, store.port, time_limit_s=60)
+    assert ended == ["vanished", "went on", "ended"]
