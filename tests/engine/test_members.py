@@ -205,7 +205,7 @@ def collected(rank: int, world: int, port: int) -> tuple[int, int]:
     members = member(rank, port)
     members.first(range(world))
     members.formed()
-    members.agree()  # else one renews while the other still connects, and each is in another
+    members.agree()  # else one cuts what the other still connects, and no generation has both
     members.renew(admit=False)
     found = gc.get_freeze_count(), len(gc.get_objects())
     members.formed()

@@ -128,8 +128,11 @@ def test_members_who_cannot_connect_with_each_other_say_so(held: dist.TCPStore) 
     members._watch.close()
 
 
-def test_a_silent_name_server_holds_nobody_up_for_long(tmp_path: Path) -> None:
+def test_a_silent_name_server_holds_nobody_up_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It takes ten seconds by default, in each process, in which a store may serve nobody."""
+    monkeypatch.delenv("RES_OPTIONS", raising=False)  # a test before may have set it
     names = tmp_path / "resolv.conf"
     names.write_text("nameserver 127.0.0.1\n")
     alone = ["unshare", "--map-root-user", "--net", "--mount", "sh", "-c"]
