@@ -21,7 +21,8 @@ def collect(recipes: Iterable[Recipe], out: Path, scale: str) -> tuple[int, int]
 
     A value measured elsewhere, as in a committed file, stays as long as the recipe uses the same
     command, conf gives it the same settings, and no such run has finished here. It also serves
-    other recipes that read the same figure from the same run.
+    other recipes that read the same figure from the same run. A value that takes a second run, to
+    compare with, may come from elsewhere as a whole.
 
     Returns:
         The number of values from runs that are here, and of those from elsewhere.
@@ -47,6 +48,8 @@ def collect(recipes: Iterable[Recipe], out: Path, scale: str) -> tuple[int, int]
                 values.append({**key, "value": value, **source, **size, **run})
                 if column.curve:
                     evals += [{**key, **line} for line in _evals(Path(source["folder"]))]
+            elif summary is not None and column.of is None:
+                continue  # the run is here and has no such figure; another run's is not its own
             elif same := known.find(recipe.name, row, column, scale, seed, cell):
                 values.append({**same, **key})
                 if column.curve:

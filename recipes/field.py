@@ -3,7 +3,7 @@
     sudo python -m recipes run field                       losses here, throughput in the laboratory
 
 Cost: 48 runs of a minute, 21 of them table2's, and 108 trainings in the laboratory of half a minute
-to three minutes on 2 cores: three hours. Trainings in results/field count as finished.
+to three minutes on 2 cores, 48 of them table3's: three hours.
 Expected: on links of 20 Mbit/s methods that overlap a whole round keep 70 to 90 % of the throughput
 without communication, blocking ones 40 to 50 %, AllReduce 7 %.
 
@@ -30,7 +30,6 @@ FREEZE = (
     "zero_one_adam.double_every=15",
 )
 """For 60 steps."""
-BEFORE = {task: (Path(f"results/field/{task}/cells.csv"),) for task in TASKS}
 
 
 def rounds(summary: SummaryJSON) -> float:
@@ -84,7 +83,6 @@ def columns(task: str) -> Iterator[Column]:
             digits=1,
             curve=False,
             of=LIMIT.name,
-            before=BEFORE[task],
             part=task,
         )
     yield Column(

@@ -8,8 +8,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from co2.config import Config
@@ -18,9 +17,9 @@ from co2.lab.measurement import measure
 from co2.lab.plan import check_memory
 from co2.lab.slow_network import check_root
 from co2.lab.training import TrialFailed, finished, trial_overrides
-from co2.lab.trial import Conditions, Trial
+from co2.lab.trial import Conditions, Trial, trial_folder
+from co2.record.folder import check_folder, settings_digest
 from co2.record.provenance import of_run
-from co2.record.table import read_csv
 from recipes.cells import SummaryJSON, composed_config, own_words, tuned_words
 from recipes.recipe import Column, Row
 
@@ -36,8 +35,6 @@ class LabCell:
 
     trial: Trial
     overrides: tuple[str, ...]
-    before: tuple[Path, ...] = field(default=(), compare=False)
-    """Tables of the laboratory that count as runs where there is none here; the last one wins."""
 
     @property
     def command(self) -> str:
@@ -47,7 +44,7 @@ class LabCell:
 
     @property
     def digest(self) -> str:
-        return ""
+        return settings_digest(self.config())
 
     def config(self) -> Config:
         """The configuration of the training. Raises `ConfigError`."""
@@ -59,15 +56,17 @@ class LabCell:
         self.config()
 
     def summary(self) -> SummaryJSON | None:
-        return finished(self.trial, EVEN, self._runs) or self._measured_before()
+        found = finished(self.trial, EVEN, self._runs)
+        if found is not None:  # conf may have changed since
+            of_trial = str(trial_folder(self.trial, EVEN, self._runs))
+            same = replace(self.config(), runs=of_trial, tag=self.trial.method)
+            check_folder(same, self.trial.workers)
+        return found
 
     def source(self) -> dict[str, str]:
         folder = self.folder()
-        if folder is not None:
-            return {**of_run(folder), "folder": str(folder)}
-        found = self._measured_before()
-        assert found is not None, "the run has finished"
-        return {name: found[name] for name in ("commit", "hardware", "folder")}
+        assert folder is not None, "the run has finished"
+        return {**of_run(folder), "folder": str(folder)}
 
     def folder(self) -> Path | None:
         """The folder of a run that has finished here."""
@@ -88,27 +87,15 @@ class LabCell:
             name = f"{name[: _LONGEST - len(digest) - 1]}-{digest}"
         return RUNS / name
 
-    def _measured_before(self) -> SummaryJSON | None:
-        trial = self.trial
-        key = (str(trial.workers), trial.rate, trial.method, str(trial.repeat))
-        for path in reversed(self.before):
-            if path.exists():
-                found = _table(path.absolute(), path.stat().st_mtime_ns).get(key)
-                if found is not None:
-                    return {**found, "folder": str(path)}
-        return None
-
 
 @dataclass(frozen=True)
 class LabColumn(Column):
     """A column whose runs are made in the laboratory.
 
     `--workers` and `--mbit` are among the overrides of the column, or of a row where rows differ in
-    them. Further overrides of a row make other trainings than those of `before`.
+    them.
     """
 
-    before: tuple[Path, ...] = ()
-    """Tables of the laboratory with the same trainings, measured earlier."""
     tuned_for: str | None = None
     """The task whose tuned settings every method has; what a row gives wins over them."""
     seeded: bool = False
@@ -126,8 +113,7 @@ class LabColumn(Column):
         workers, mbit = int(given.pop("--workers")), given.pop("--mbit")
         rate = None if mbit == "unlimited" else float(mbit)
         trial = Trial(workers, rate, given.pop("method"), seed)
-        before = self.before if len(row.overrides) == 1 else ()
-        return LabCell(trial, tuple(f"{key}={value}" for key, value in given.items()), before)
+        return LabCell(trial, tuple(f"{key}={value}" for key, value in given.items()))
 
 
 def check(cells: Iterable[LabCell]) -> None:
@@ -171,18 +157,3 @@ def in_turns(cells: Iterable[LabCell]) -> list[LabCell]:
         return cell.trial.repeat, links.index((cell.trial.workers, cell.trial.mbit))
 
     return sorted(wanted, key=turn)
-
-
-@lru_cache
-def _table(path: Path, changed_ns: int) -> dict[tuple[str, ...], SummaryJSON]:
-    """A table of the laboratory by workers, rate, method and repeat, with a summary's figures.
-
-    `changed_ns` is the file's time of change, so that a new table is read again.
-    """
-    found: dict[tuple[str, ...], SummaryJSON] = {}
-    for row in read_csv(path):
-        figures = {name: float(row[name]) for name in ("throughput", "exposed_share")}
-        counts = {name: int(row[name]) for name in ("workers", "steps")}
-        key = (row["workers"], row["mbit"], row["method"], row["repeat"])
-        found[key] = {**row, **figures, **counts}
-    return found

@@ -109,7 +109,8 @@ def _measured(recipe: Recipe, own: Sequence[Entry], ours: Rows, name: str, title
     """Mean ± standard deviation of every row and column of which anything has run."""
     texts, seeds = values(own)
     cells = dict(zip(map(_place, own), texts, strict=True))
-    rows, columns = [row.name for row in recipe.rows], _heads(own)
+    of_part = {entry.row.name for entry in own}
+    rows, columns = [row.name for row in recipe.rows if row.name in of_part], _heads(own)
     best = [_place(entry) for entry in own if entry.best]
     table = grid(cells, rows, columns, best)
     kept = {*table.head, *(row[0] for row in table.rows)}

@@ -2,7 +2,7 @@
 
     sudo python -m recipes run zero_one_time               in the laboratory
 
-Cost: 18 trainings of half a minute to five minutes on 2 cores, half an hour.
+Cost: 24 trainings of half a minute to three minutes on 2 cores, half an hour.
 Expected: on links of 20 Mbit/s both take a fifth of AllReduce's time, on 100 Mbit/s two fifths.
 v is frozen after 15 % of the steps, whose exchanges take most of what is left; in longer trainings
 they weigh less.

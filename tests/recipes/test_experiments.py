@@ -31,6 +31,7 @@ from recipes.ledger import doubled_and_left_out
 from recipes.recipe import Recipe, Row
 from recipes.render import render
 from recipes.tuning import TUNING_SEED
+from tests.recipes.lab_run import write_run
 
 FIRST = time_to_loss.FIRST.name
 PLACE = "gpt2, τ = 12, 2 replicas"
@@ -202,18 +203,15 @@ def test_the_field_counts_rounds_and_takes_shares_of_the_limit(place: Path) -> N
     assert field.rounds({**told, "method": "streaming_diloco"}) == 80
     assert field.rounds({**told, "method": "zero_one_adam", "rounds": 285}) == 285
 
-    cells = place / "results" / "field" / "gpt2" / "cells.csv"
-    cells.parent.mkdir(parents=True)
-    cells.write_text(
-        "workers,mbit,method,repeat,throughput,exposed_share,overlap,steps,commit,hardware\n"
-        "2,20,none,0,12000.0,0.0,,60,abc1234,a cpu\n"
-        "2,20,onebit_adam,0,3000.0,0.7,0.0,60,abc1234,a cpu\n"
-    )
     where = field.share("gpt2", "20")
-    adam = field.RECIPE.cell(
-        field.RECIPE.row("onebit_adam"), field.RECIPE.column(where), "smoke", 0
+    adam, limit = (
+        field.RECIPE.cell(field.RECIPE.row(row), field.RECIPE.column(where), "smoke", 0)
+        for row in ("onebit_adam", "no communication")
     )
     assert isinstance(adam, LabCell) and adam.overrides == ("onebit_adam.freeze_step=10",)
+    assert isinstance(limit, LabCell)
+    write_run(adam, 3_000.0)
+    write_run(limit, 12_000.0)
     assert collect([field.RECIPE], place, "smoke") == (2, 0)
     values = {(r["row"], r["column"]): float(r["value"]) for r in measured.read(place / "ours.csv")}
     assert values == {("onebit_adam", where): 25, ("no communication", where): 100}

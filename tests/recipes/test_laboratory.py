@@ -1,14 +1,17 @@
-"""Recipes of the laboratory: values of its tables and of runs, refusals, what is simulated."""
+"""Recipes of the laboratory: values of its runs, refusals, what is simulated."""
 
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
+from co2.errors import ConfigError
 from co2.lab.training import TrialFailed
-from co2.lab.trial import trial_folder
+from co2.record.folder import plain
 from recipes import (
     field,
     figure1,
@@ -28,18 +31,15 @@ from recipes.laboratory import LabCell
 from recipes.recipe import Recipe
 from recipes.render import render
 from tests.engine.test_timeline import event, mark
+from tests.recipes.lab_run import write_run
 
-HEAD = "workers,mbit,method,repeat,throughput,exposed_share,overlap,steps,commit,hardware\n"
-FEW = "2,20,none,0,12000.0,0.0,,60,abc1234,a cpu\n2,20,co2,0,10500.0,0.1,0.9,60,abc1234,a cpu\n"
 SHARE = field.share("gpt2", "20")
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The laboratory's table has two cells; the working folder is empty otherwise."""
+    """The working folder, which is empty."""
     monkeypatch.chdir(tmp_path)
-    Path("results/field/gpt2").mkdir(parents=True)
-    Path("results/field/gpt2/cells.csv").write_text(HEAD + FEW)
     return tmp_path
 
 
@@ -47,19 +47,6 @@ def cell(recipe: Recipe, row: str, column: str, repeat: int) -> LabCell:
     found = recipe.cell(recipe.row(row), recipe.column(column), "smoke", repeat)
     assert isinstance(found, LabCell)
     return found
-
-
-def write_run(of: LabCell, throughput: float) -> Path:
-    """A training's folder, as the laboratory leaves it."""
-    run = trial_folder(of.trial, laboratory.EVEN, of._runs)
-    folder = run / "gpt2" / "tag" / of.trial.method / "seed0"
-    folder.mkdir(parents=True)
-    summary = {"throughput": throughput, "exposed_share": 0.5, "overlap": 0.5}
-    (folder / "summary.json").write_text(json.dumps({**summary, "workers": 2, "steps": 60}))
-    machine = {"cpu": "another cpu", "cores": 4, "gpus": []}
-    manifest = {"git": {"commit": "f" * 40, "dirty": False}, "hardware": machine}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return folder
 
 
 def test_a_cell_with_many_overrides_has_a_folder_of_its_own() -> None:
@@ -88,17 +75,20 @@ def test_trials_named_beside_their_recipe_are_collected_once(place: Path) -> Non
     assert (line["row"], line["seed"], float(line["value"])) == (row.name, str(seed), 20.0)
 
 
-def test_values_are_of_the_laboratorys_table_and_of_runs(place: Path) -> None:
-    write_run(cell(field.RECIPE, "co2", SHARE, 1), 9_900.0)
-    folder = write_run(cell(field.RECIPE, "no communication", SHARE, 1), 11_000.0)
+def test_values_are_of_runs(place: Path) -> None:
+    for repeat, (of_co2, of_limit) in enumerate([(10_500.0, 12_000.0), (9_900.0, 11_000.0)]):
+        write_run(cell(field.RECIPE, "co2", SHARE, repeat), of_co2)
+        folder = write_run(cell(field.RECIPE, "no communication", SHARE, repeat), of_limit)
     assert collect([field.RECIPE], place / "out", "smoke") == (4, 0)
     rows = measured.read(place / "out" / "ours.csv")
-    before = "results/field/gpt2/cells.csv"
-    found = [(r["row"], r["seed"], float(r["value"]), r["commit"], r["folder"]) for r in rows]
-    assert found[0] == ("co2", "0", 87.5, "abc1234", before)
-    assert found[1] == ("no communication", "0", 100.0, "abc1234", before)
-    assert found[3][3:] == ("fffffff", str(folder.relative_to(place)))
-    assert found[2][:3] == ("co2", "1", pytest.approx(90))
+    found = [(r["row"], r["seed"], pytest.approx(float(r["value"]))) for r in rows]
+    assert found == [
+        ("co2", "0", 87.5),
+        ("no communication", "0", 100),
+        ("co2", "1", 90),
+        ("no communication", "1", 100),
+    ]
+    assert (rows[3]["commit"], rows[3]["folder"]) == ("fffffff", str(folder.relative_to(place)))
     assert rows[2]["command"] == (
         "python -m co2.lab --workers=2 --mbit=20 --methods=co2 --repeats=2"
     )
@@ -107,9 +97,35 @@ def test_values_are_of_the_laboratorys_table_and_of_runs(place: Path) -> None:
     assert not table.best
 
 
+def test_a_training_with_other_settings_of_conf_is_another(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command is the same; conf, which gives the rest of the settings, is not."""
+    column = "2 workers, 20 Mbit/s"
+    folder = write_run(cell(table3.RECIPE, "CO2", column, 0), 9_000.0)
+    made = cell(table3.RECIPE, "CO2", column, 0)
+    config = made.config()
+    (folder / "config.yaml").write_text(yaml.safe_dump(plain(config, 2)))
+    digest = made.digest
+    assert made.summary() is not None
+    assert collect([table3.RECIPE], place, "smoke") == (2, 0), "throughput, and waiting"
+    (place / "results").rename(place / "gone")
+    assert collect([table3.RECIPE], place, "smoke") == (0, 2), "as after a clone"
+
+    other = replace(config, method_config=replace(config.method_config, outer_lr=0.25))
+    monkeypatch.setattr(LabCell, "config", lambda _: other)
+    assert made.digest != digest
+    assert collect([table3.RECIPE], place, "smoke") == (0, 0)
+    (place / "gone").rename(place / "results")
+    with pytest.raises(ConfigError, match=r"co2\.outer_lr"):
+        made.summary()
+
+
 def test_methods_take_turns_within_a_repeat() -> None:
     """All of them on one kind of link before the next, all links before the next repeat."""
-    cells = [made for *_, made in table3.RECIPE.cells("smoke") if isinstance(made, LabCell)]
+    every = [made for *_, made in table3.RECIPE.cells("smoke") if isinstance(made, LabCell)]
+    cells = list(dict.fromkeys(every))
+    assert len(every) > len(cells), "throughput and waiting are read from the same trainings"
     turns = laboratory.in_turns(cells)
     rows = len(table3.RECIPE.rows)
     assert [cell.trial.repeat for cell in turns] == [n for n in range(5) for _ in range(8 * rows)]
@@ -172,6 +188,7 @@ def test_without_root_it_is_one_line_and_nothing_is_trained(
     assert "use sudo" in error and error.count("\n") == 1
     assert not Path("results/runs").exists()
     done = [cell(field.RECIPE, "co2", SHARE, 0)]
+    write_run(done[0], 9_900.0)
     laboratory.check(done)
     assert laboratory.run(done) == [], "what has been measured needs nothing"
 

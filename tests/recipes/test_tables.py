@@ -333,6 +333,25 @@ def test_what_ran_elsewhere_stays_while_the_recipe_asks_for_it(
     assert collect([changed], results, "smoke") == (0, 0), "of another command"
 
 
+def test_a_run_that_is_here_without_a_figure_displaces_that_of_one_elsewhere(
+    results: Path, tmp_path: Path
+) -> None:
+    """One run is told by one line: a run of which something is unknown takes nobody else's."""
+    ratio = replace(TOP1, name="ratio", of="Local SGD")
+    both = replace(TOY, columns=(TOP1, ratio))
+    assert collect([both], results, "smoke") == (14, 0)
+    (tmp_path / "results").rename(tmp_path / "gone")
+    cell = TOY.cell(TOY.row("AllReduce"), TOP1, "smoke", 1)
+    assert isinstance(cell, TrainCell)
+    write_run(cell, 0.5, "a" * 40, 1.0, finished=True)
+    summary = run_folder(cell.config()) / "summary.json"
+    summary.write_text(json.dumps({"final": {"loss": 1.0}, "workers": 2, "steps": 60}))
+    assert collect([both], results, "smoke") == (0, 13), "all but its top-1"
+    rows = measured.read(results / "ours.csv")
+    own = [row["column"] for row in rows if row["row"] == "AllReduce" and row["seed"] == "1"]
+    assert own == ["ratio"], "which takes Local SGD's run, and that is elsewhere"
+
+
 def test_what_was_recorded_elsewhere_need_not_run_again(results: Path, tmp_path: Path) -> None:
     (tmp_path / "results").rename(tmp_path / "gone")
     recorded = Known(results / "ours.csv")
