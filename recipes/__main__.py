@@ -16,7 +16,7 @@ from pathlib import Path
 from co2.arguments import Parser
 from co2.errors import ConfigError, nearest, require
 from co2.train import launch
-from recipes import cells, functions, laboratory, measured, readme, render, slurm
+from recipes import cells, functions, laboratory, measured, pages, render, slurm
 from recipes.collect import collect
 from recipes.known import Known
 from recipes.recipe import Recipe
@@ -69,11 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             here, elsewhere = collect(list(named.values()) or known, options.out, options.scale)
             print(f"{options.out}: {here} values from runs here, {elsewhere} from runs elsewhere")
         else:
-            # The page always holds every recipe; the named ones are printed as well.
+            # The report always holds every recipe; the named ones are printed as well.
             render.render(known, options.out, options.scale)
-            page = options.out.parent / "README.md"
-            if options.scale == "smoke" and page.exists():
-                readme.fill(page, options.out / "ours.csv")
+            if options.scale == "smoke":
+                pages.fill(options.out.parent, options.out / "ours.csv")
             for recipe in chosen:
                 print((options.out / "tables" / f"{recipe.name}{end}.md").read_text())
             print(f"{options.out / f'report{end}.html'}: all of it in one page")

@@ -19,7 +19,7 @@ from recipes import (
     figures,
     layout,
     measured,
-    readme,
+    pages,
     render,
     report,
     rounds,
@@ -484,25 +484,29 @@ def test_results_are_small() -> None:
     assert [path for path in kept if path.stat().st_size >= 2**20] == []
 
 
-def test_the_readme_shows_what_was_measured(tmp_path: Path) -> None:
-    """Nothing in its main table is typed; a value that changes shows."""
+def test_pages_show_what_was_measured(tmp_path: Path) -> None:
+    """Nothing between their marks is typed; a value that changes shows."""
     root = Path(__file__).parents[2]
-    ours, page = root / "results" / "ours.csv", tmp_path / "README.md"
-    page.write_text((root / "README.md").read_text())
-    readme.fill(page, ours)
-    assert page.read_text() == (root / "README.md").read_text(), "python -m recipes render"
+    for name in pages.PAGES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((root / name).read_text())
+    pages.fill(tmp_path, root / "results" / "ours.csv")
+    for name in pages.PAGES:
+        assert (tmp_path / name).read_text() == (root / name).read_text(), "recipes render"
+    main, gaps = tmp_path / "README.md", tmp_path / "docs" / "quality.md"
     changed = tmp_path / "ours.csv"
-    line = dict.fromkeys((*measured.VALUES, *measured.SOURCES), "")
-    line |= {"recipe": "table2", "row": "CO2", "scale": "smoke", "seed": "0", "value": "123.4"}
-    line |= {"command": "python train.py task=gpt2 method=co2"}
-    columns = ("GPT-2", "GPT-2, loss")
-    measured.write(changed, [{**line, "column": column} for column in columns])
-    readme.fill(page, changed)
-    assert "| method | GPT-2 |\n|---|---|\n| CO2 | 123.4000 |" in page.read_text()
-    assert "| method | GPT-2, perplexity ↓ |\n|---|---|\n| CO2 | 123.40 |" in page.read_text()
+    nowhere = dict.fromkeys(measured.SOURCES, "")
+    measured.write(changed, [{**nowhere, **line} for line in compared()])
+    pages.fill(tmp_path, changed)
+    assert "| CO2 | 4.2210 ± 0.0210 | 0.5007 ± 0.0101 |" in main.read_text()
+    assert "| CO2 | 91.0 % [78.3, 103.7] |" in main.read_text()
+    assert "| method | GPT-2 | ViT |\n|---|---|---|\n| CO2 | +5.0 % [" in gaps.read_text()
     measured.write(changed, [])
-    readme.fill(page, changed)
-    assert page.read_text().count("Not run yet.") == 2
+    pages.fill(tmp_path, changed)
+    assert main.read_text().count("Not run yet.") == 2
+    gaps.unlink()  # as where the package is installed without its documentation
+    pages.fill(tmp_path, changed)
+    assert not gaps.exists()
 
 
 LOSSES = {
@@ -527,13 +531,14 @@ def compared(tuned: str = "") -> list[dict[str, str]]:
 
 
 def test_the_report_opens_with_what_the_values_say() -> None:
-    words, losses, further = answer.opening(compared(), [], "smoke").tables
+    words, gaps, losses, further = answer.opening(compared(), [], "smoke").tables
     # +5 % in each seed of GPT-2; on ViT +2, -10, +10 thousandths of .5.
     assert words.text == (
         "CO2 ends with a validation loss +0.1 % (ViT) to +5.0 % (GPT-2) from AllReduce's, a "
         "significant difference on 1 of 2 tasks. On links of 20 Mbit/s (GPT-2, two workers) the "
         "share of the throughput without communication is CO2 91 %."
     )
+    assert gaps.rows == [["CO2", "+5.0 % [4.9, 5.1] *", "+0.1 % [-4.9, 5.1]"]]
     assert losses.rows == [
         ["AllReduce", "4.0200 ± 0.0200", "0.5000 ± 0.0000"],
         ["CO2", "4.2210 ± 0.0210", "0.5007 ± 0.0101"],
