@@ -8,10 +8,11 @@ Only scale=smoke is measured, with two and four workers on one machine. The pape
 are simulated, in a table of its own, beside what the paper reports. Collected are five repeats
 with two workers; with four workers one, and throughput of older commits.
 Found: on links of 20 Mbit/s AllReduce waits 89 % of the time, blocking methods 43 %, overlapped
-ones 1 to 4 %; from 100 Mbit/s on these wait for nothing but with τ auto, which measures first.
+ones 4 % or less; from 100 Mbit/s on .3 % or less, but with τ auto, which measures first, 2 to 3.
 Throughput says the same, but differs by a tenth from one training to the next, so that no method
-is shown to be equivalent to the limit. From 500 Mbit/s on auto takes τ = 1. All is hidden then,
-but every step has an outer step, and gloo adds on the worker's own core: 87 to 94 % of the limit.
+is shown to be equivalent to the limit. From 500 Mbit/s on auto takes τ = 1 and reaches 87 to 94 %
+of the limit. It hardly waits then; what is lost is likely the outer step of every step, and gloo's
+adding on the worker's own core. These were not measured apart.
 """
 
 from collections.abc import Iterator

@@ -492,11 +492,20 @@ def test_pages_show_what_was_measured(tmp_path: Path) -> None:
         (tmp_path / name).write_text((root / name).read_text())
     pages.fill(tmp_path, root / "results" / "ours.csv")
     for name in pages.PAGES:
-        assert (tmp_path / name).read_text() == (root / name).read_text(), "recipes render"
+        page = (tmp_path / name).read_text()
+        assert page == (root / name).read_text(), "python -m recipes render"
     main, gaps = tmp_path / "README.md", tmp_path / "docs" / "quality.md"
     changed = tmp_path / "ours.csv"
-    nowhere = dict.fromkeys(measured.SOURCES, "")
-    measured.write(changed, [{**nowhere, **line} for line in compared()])
+    line = dict.fromkeys((*measured.VALUES, *measured.SOURCES), "")
+    own = {"recipe": "table2", "row": "CO2", "scale": "smoke", "seed": "0", "value": "123.4"}
+    own |= {"command": "python train.py task=gpt2 method=co2"}
+    columns = ("GPT-2", "GPT-2, loss")
+    measured.write(changed, [{**line, **own, "column": column} for column in columns])
+    pages.fill(tmp_path, changed)
+    assert "| method | GPT-2 |\n|---|---|\n| CO2 | 123.4000 |" in main.read_text()
+    assert "| method | GPT-2, perplexity ↓ |\n|---|---|\n| CO2 | 123.40 |" in main.read_text()
+    assert gaps.read_text().count("Not run yet.") == 1, "one method alone has no gap"
+    measured.write(changed, [{**line, **other} for other in compared()])
     pages.fill(tmp_path, changed)
     assert "| CO2 | 4.2210 ± 0.0210 | 0.5007 ± 0.0101 |" in main.read_text()
     assert "| CO2 | 91.0 % [78.3, 103.7] |" in main.read_text()
@@ -504,6 +513,7 @@ def test_pages_show_what_was_measured(tmp_path: Path) -> None:
     measured.write(changed, [])
     pages.fill(tmp_path, changed)
     assert main.read_text().count("Not run yet.") == 2
+    assert gaps.read_text().count("Not run yet.") == 1
     gaps.unlink()  # as where the package is installed without its documentation
     pages.fill(tmp_path, changed)
     assert not gaps.exists()
