@@ -11,8 +11,8 @@ Found, percent above AllReduce with two and four replicas, three seeds:
               τ = 48: kept progress 3.1 and 11; DiLoCo 2.3 and 7
     RoBERTa   τ = 12: kept progress 12 and 37; DiLoCo 6 and 14
               τ = 48: kept progress 27 and 62; DiLoCo 12 and 34
-    ViT       τ = 12: kept progress 45 and 75; DiLoCo 41 and 60
-              τ = 48: kept progress 56 and 178; DiLoCo 26 and 128
+    ViT       τ = 12: kept progress 43 and 75; DiLoCo 44 and 60
+              τ = 48: kept progress 61 and 178; DiLoCo 30 and 128
 The goal is missed everywhere. On GPT-2 at τ = 12 nothing is lost beside a method that waits.
 Averaged moments change nothing that these seeds show; on RoBERTa with four replicas, τ = 12, they
 may help (25 [12, 38] where it is 37 without).

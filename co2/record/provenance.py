@@ -83,13 +83,17 @@ def git() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's name, where the system knows it."""
+    """The processor's name, and in brackets the instructions that PyTorch uses there, as `AVX2`.
+
+    These decide how sums are rounded, so a name alone does not tell which runs can be repeated.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.processor()
+        lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    name = names[0] if names else platform.processor()
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def of_run(folder: Path) -> dict[str, str]:

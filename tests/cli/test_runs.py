@@ -91,6 +91,8 @@ class TestFolder:
         assert manifest["packages"]["torch"] == torch.__version__.partition("+")[0]
         assert {"python", "numpy", "hydra-core"} <= manifest["packages"].keys()
         assert manifest["hardware"]["cores"] >= 1
+        capability = torch.backends.cpu.get_cpu_capability()
+        assert manifest["hardware"]["cpu"].endswith(f" ({capability})")
         assert "train.py" in manifest["command"] and "co2.tau=3" in manifest["command"]
         assert manifest["data"]["num_samples"] == 512
         assert len(manifest["data"]["sha256"]) == 64
