@@ -8,7 +8,7 @@ Found: on links of 20 Mbit/s methods that overlap a whole round keep 90 to 100 %
 without communication, Streaming DiLoCo 62 %, blocking ones 51 to 56 % (SparseLoCo, which sends
 little, 91 %), 0/1 Adam 36 %, 1-bit Adam 34 %, ACCO 10 % and AllReduce 10 %; on 100 Mbit/s ACCO,
 which sends in every step, keeps 57 %.
-Losses are there of the methods that are tuned on GPT-2, eight of fifteen, bytes and rounds of seven.
+Losses are there of the methods that are tuned on GPT-2, eight of fifteen, bytes and rounds of six.
 
 Two workers. Bytes, rounds and loss are of conf's GPT-2 with the settings that `python -m recipes
 tune gpt2` has found; the laboratory's is the larger one of co2/lab/training.py, with conf's
