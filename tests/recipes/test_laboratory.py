@@ -124,15 +124,16 @@ def test_a_training_with_other_settings_of_conf_is_another(
 def test_methods_take_turns_within_a_repeat() -> None:
     """All of them on one kind of link before the next, all links before the next repeat."""
     every = [made for *_, made in table3.RECIPE.cells("smoke") if isinstance(made, LabCell)]
-    cells = list(dict.fromkeys(every))
-    assert len(every) > len(cells), "throughput and waiting are read from the same trainings"
+    two = list(dict.fromkeys(every))
+    assert len(every) > len(two), "throughput and waiting are read from the same trainings"
+    cells = two + [replace(made, trial=replace(made.trial, workers=4)) for made in two]
     turns = laboratory.in_turns(cells)
     rows = len(table3.RECIPE.rows)
-    assert [cell.trial.repeat for cell in turns] == [n for n in range(5) for _ in range(4 * rows)]
+    assert [cell.trial.repeat for cell in turns] == [n for n in range(5) for _ in range(8 * rows)]
     assert {(cell.trial.workers, cell.trial.rate) for cell in turns[:rows]} == {(2, "20")}
     methods = [made.trial.method for made in turns[:rows]]
     assert methods == [made.trial.method for made in turns[rows : 2 * rows]]
-    assert set(turns) == set(cells) and len(turns) == 5 * 4 * rows
+    assert set(turns) == set(cells) and len(turns) == 5 * 8 * rows
     auto = [cell for cell in turns[:rows] if "co2.tau=auto" in cell.overrides]
     assert len(auto) == 1 and auto[0].config().method_config.tau == "auto"
 
