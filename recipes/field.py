@@ -41,7 +41,7 @@ FREEZE = (
 
 
 def rounds(summary: SummaryJSON) -> float:
-    """Collectives of one worker in the training, buckets not counted.
+    """How many times the replicas have exchanged anything in the training.
 
     A method that does not count them has one every τ steps, of each of its fragments.
     """
@@ -146,10 +146,10 @@ def _panel(points: Sequence[tuple[int, Row, list[Entry]]], path: Path, title: st
 RECIPE = Recipe(
     name="field",
     title="The field",
-    text="Two workers, every method with the settings that won in its trials. Rounds: collectives "
-    "of one worker in the training, buckets not counted. Throughput is measured in the laboratory, "
-    "where repeats stand in for seeds; its GPT-2 has 1.3 M parameters and conf's settings. "
-    "results/field/table.md has the figures of an earlier measurement.",
+    text="Two workers, every method with the settings that won in its trials. Rounds: how many "
+    "times the replicas have exchanged anything; what DES-LOC sends together is one. Throughput is "
+    "measured in the laboratory, where repeats stand in for seeds; its GPT-2 has 1.3 M parameters "
+    "and conf's settings. results/field/table.md has the figures of an earlier measurement.",
     rows=(*EVERY_METHOD, LIMIT),
     columns=tuple(column for task in TASKS for column in columns(task)),
     scales=("smoke",),
