@@ -15,6 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+_PIECE = 1 << 20
+"""Elements squared at a time, which bounds the temporaries."""
+
 
 class Compressor(Protocol):
     """Turns a tensor into a scale and small whole numbers, the codes, and back."""
@@ -23,21 +26,24 @@ class Compressor(Protocol):
     def bits(self) -> int:
         """Bits of an element: 1, 2, 4 or 8."""
 
-    def scale(self, pieces: Sequence[Tensor], count: int | Tensor) -> Tensor:
-        """Return s, a 0-dimensional tensor.
+    def scales(self, tensors: Sequence[Tensor], counts: Tensor) -> Tensor:
+        """Return the s of each of these tensors, (tensors,).
 
         Args:
-            pieces: together they make up x.
-            count: n, at least 1.
+            counts: their n (tensors,), at least 1.
         """
         ...
 
     def codes(self, x: Tensor, s: Tensor) -> Tensor:
-        """Return the codes of x (k,): whole numbers (k,) from 0 to 2^bits − 1, of any type."""
+        """Return the codes of x (k,): whole numbers (k,) from 0 to 2^bits − 1, of any type.
+
+        Args:
+            s: (k,), or (1,) for all elements.
+        """
         ...
 
     def values_(self, codes: Tensor, s: Tensor) -> None:
-        """Overwrite codes (k,), given in a floating-point type, with C(x)."""
+        """Overwrite codes (k,), given in a floating-point type, with C(x). s is as in `codes`."""
         ...
 
 
@@ -46,11 +52,8 @@ class Sign:
 
     bits = 1
 
-    def scale(self, pieces: Sequence[Tensor], count: int | Tensor) -> Tensor:
-        # BLAS would add in an order that depends on the address of x, so that a resumed run might
-        # differ.
-        squares = torch.stack([piece.square().sum() for piece in pieces])
-        return torch.sqrt(squares.sum() / count)
+    def scales(self, tensors: Sequence[Tensor], counts: Tensor) -> Tensor:
+        return torch.sqrt(torch.stack([_squares(x) for x in tensors]) / counts)
 
     def codes(self, x: Tensor, s: Tensor) -> Tensor:
         return x >= 0
@@ -65,9 +68,9 @@ class Uniform:
     def __init__(self, bits: int) -> None:
         self.bits, self.largest = bits, 2 ** (bits - 1) - 1
 
-    def scale(self, pieces: Sequence[Tensor], count: int | Tensor) -> Tensor:
-        largest = torch.stack([torch.linalg.vector_norm(piece, math.inf) for piece in pieces])
-        return largest.max() / self.largest
+    def scales(self, tensors: Sequence[Tensor], counts: Tensor) -> Tensor:
+        largest = [torch.linalg.vector_norm(x, math.inf) for x in tensors]
+        return torch.stack(largest) / self.largest
 
     def codes(self, x: Tensor, s: Tensor) -> Tensor:
         multiples = torch.div(x, s.where(s > 0, 1)).round_()
@@ -79,6 +82,16 @@ class Uniform:
 
 
 COMPRESSORS: dict[str, Compressor] = {"sign": Sign(), "int4": Uniform(4), "int8": Uniform(8)}
+
+
+def _squares(x: Tensor) -> Tensor:
+    """Return the sum of squares of x.
+
+    BLAS would add in an order that depends on the address of x, so that a resumed run might differ.
+    """
+    if x.numel() <= _PIECE:
+        return x.square().sum()
+    return torch.stack([piece.square().sum() for piece in x.split(_PIECE)]).sum()
 
 
 def num_bytes(numel: int, bits: int) -> int:

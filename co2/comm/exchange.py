@@ -9,7 +9,8 @@ arXiv 2102.02888, section 4; error feedback: arXiv 1901.09847.)
 
 Every parameter tensor has a scale of its own; on a server, so has the part of it in the chunk. The
 paper has one scale for the whole vector, in which tensors with small values would get lost.
-A message is one row of bytes: the scales of the chunk's tensors, then the packed codes of each.
+A message is one row of bytes: the scales of the chunk's tensors, then the packed codes. These are
+made of many tensors at once, because a model has dozens of small ones.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ from co2.comm.compress import Compressor, num_bytes, pack, unpack
 from co2.comm.mesh import Mesh
 
 _PIECE = 1 << 20
-"""Elements packed at a time, which bounds the temporaries. It must be equal on all workers."""
+"""Elements packed at a time, at most, which bounds the temporaries. It must be equal on all
+workers."""
 
 
 class CompressedMean:
@@ -45,7 +47,8 @@ class CompressedMean:
         like, self.num_replicas = mean.buffer, mesh.num_replicas
         self._mean, self._compressor = mean, compressor
         self._sizes = [size for size in sizes if size]
-        self._parts = _parts(self._sizes, mesh.num_replicas, compressor, like.element_size())
+        self._counts = torch.tensor(self._sizes, device=like.device)
+        self._parts = _parts(self._sizes, mesh.num_replicas, compressor, like)
         self._own = self._parts[mesh.replica]
         self.worker_error = torch.zeros_like(like)
         self.server_error = torch.zeros_like(like[self._own.span])
@@ -70,7 +73,7 @@ class CompressedMean:
                 not stand for 0. None: all elements take part.
         """
         _correct(vector, self.worker_error, mask)
-        scales = self._scales(vector, self._sizes, mask)
+        scales = self._scales(vector, self._sizes, self._counts, mask)
         for part, row in zip(self._parts, self._sent, strict=True):
             alive, error = part.of(mask), self.worker_error[part.span]
             self._compress(part, vector[part.span], scales[part.tensors], alive, row, error)
@@ -78,7 +81,7 @@ class CompressedMean:
         own, alive = vector[self._own.span], self._own.of(mask)
         self._mean_of_received(own)  # overwrites what has been sent
         _correct(own, self.server_error, alive)
-        scales = self._scales(own, self._own.sizes, alive)
+        scales = self._scales(own, self._own.sizes, self._own.counts, alive)
         self._compress(self._own, own, scales, alive, self._mine, self.server_error)
         self._from_servers()
         for part, row in zip(self._parts, self._received, strict=True):
@@ -103,14 +106,16 @@ class CompressedMean:
     def scratch_tensors(self) -> list[Tensor]:
         return [self._piece]
 
-    def _scales(self, x: Tensor, sizes: Sequence[int], mask: Tensor | None) -> Tensor:
-        """Return one scale for each of the tensors that make up x."""
-        scales = x.new_zeros(len(sizes))
-        alive = [None] * len(sizes) if mask is None else mask.split(sizes)
-        for out, values, some in zip(scales, x.split(sizes), alive, strict=True):
-            count = values.numel() if some is None else some.count_nonzero().clamp(min=1)
-            out.copy_(self._compressor.scale(values.split(_PIECE), count))
-        return scales
+    def _scales(
+        self, x: Tensor, sizes: Sequence[int], counts: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """Return one scale for each of the tensors that make up x, of these sizes."""
+        if not sizes:
+            return x.new_zeros(0)
+        if mask is not None:
+            alive = [part.count_nonzero() for part in mask.split(sizes)]
+            counts = torch.stack(alive).clamp_(min=1)
+        return self._compressor.scales(x.split(sizes), counts)
 
     def _compress(
         self,
@@ -125,9 +130,13 @@ class CompressedMean:
         head = scales.view(torch.uint8)
         row[: head.numel()].copy_(head)
         for segment in part.segments:
-            codes = self._compressor.codes(x[segment.span], scales[segment.tensor])
+            s = segment.of_elements(scales)
+            codes = self._compressor.codes(x[segment.span], s)
             pack(codes, self._compressor.bits, row[segment.packed])
-        self._read(part, row, mask, error)
+            values = error[segment.span]
+            values.copy_(codes)
+            self._compressor.values_(values, s)
+        _clear(error, mask)
         torch.sub(x, error, out=error)
 
     def _read(self, part: "Part", row: Tensor, mask: Tensor | None, out: Tensor) -> None:
@@ -136,9 +145,8 @@ class CompressedMean:
         for segment in part.segments:
             values = out[segment.span]
             unpack(row[segment.packed], self._compressor.bits, values)
-            self._compressor.values_(values, scales[segment.tensor])
-            if mask is not None:
-                values.masked_fill_(mask[segment.span] == 0, 0)
+            self._compressor.values_(values, segment.of_elements(scales))
+        _clear(out, mask)
 
     def _mean_of_received(self, out: Tensor) -> None:
         out.zero_()
@@ -148,7 +156,7 @@ class CompressedMean:
                 values = out[segment.span]
                 piece = self._piece[: values.numel()]
                 unpack(row[segment.packed], self._compressor.bits, piece)
-                self._compressor.values_(piece, scales[segment.tensor])
+                self._compressor.values_(piece, segment.of_elements(scales))
                 values.add_(piece)
         out.div_(self.num_replicas)
 
@@ -168,14 +176,23 @@ class CompressedMean:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive elements of one tensor in one chunk, which are packed together."""
+    """Consecutive elements of one chunk, which are packed together."""
 
-    tensor: int
-    """Index of the tensor among those of the chunk."""
     span: slice
     """Its elements, as a slice of the chunk."""
+    tensors: slice
+    """The tensors that they are of, as a slice of the chunk's."""
+    counts: Tensor
+    """How many of them are of each of these tensors."""
     packed: slice
     """Its bytes, as a slice of the message."""
+
+    def of_elements(self, scales: Tensor) -> Tensor:
+        """From scales (tensors of the chunk,) return those of the elements, or (1,) if all of them
+        have the same one."""
+        own = scales[self.tensors]
+        numel = self.span.stop - self.span.start
+        return own if len(own) == 1 else own.repeat_interleave(self.counts, output_size=numel)
 
 
 @dataclass(frozen=True)
@@ -188,6 +205,8 @@ class Part:
     """The tensors that reach into the chunk, as a slice of all tensors."""
     sizes: list[int]
     """How many elements each of them has in the chunk."""
+    counts: Tensor
+    """The same, where the vector is."""
     segments: list[Segment]
     num_bytes: int
     """Bytes of a message."""
@@ -204,9 +223,7 @@ class Part:
         return row[: len(self.sizes) * dtype.itemsize].clone().view(dtype)
 
 
-def _parts(
-    sizes: Sequence[int], replicas: int, compressor: Compressor, scale_bytes: int
-) -> list[Part]:
+def _parts(sizes: Sequence[int], replicas: int, compressor: Compressor, like: Tensor) -> list[Part]:
     """Return the servers' chunks. The last ones may be shorter, or empty."""
     bounds = list(pairwise(accumulate(sizes, initial=0)))
     numel = sum(sizes)
@@ -216,23 +233,55 @@ def _parts(
         begin, end = min(begin, numel), min(begin + chunk, numel)
         inside = [i for i, (first, last) in enumerate(bounds) if first < end and last > begin]
         spans = [(max(bounds[i][0], begin), min(bounds[i][1], end)) for i in inside]
-        at, segments = scale_bytes * len(inside), []
-        for tensor, (first, last) in enumerate(spans):
-            for start in range(first, last, _PIECE):
-                stop = min(start + _PIECE, last)
-                taken = num_bytes(stop - start, compressor.bits)
-                span = slice(start - begin, stop - begin)
-                segments.append(Segment(tensor, span, slice(at, at + taken)))
-                at += taken
-        tensors = slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)
         widths = [last - first for first, last in spans]
-        parts.append(Part(slice(begin, end), tensors, widths, segments, at))
+        segments = _segments(widths, like.element_size() * len(inside), compressor.bits, like)
+        at = segments[-1].packed.stop if segments else 0
+        tensors = slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)
+        counts = torch.tensor(widths, device=like.device)
+        parts.append(Part(slice(begin, end), tensors, widths, counts, segments, at))
     return parts
+
+
+def _segments(widths: Sequence[int], at: int, bits: int, like: Tensor) -> list[Segment]:
+    """Return the segments of tensors of these widths, whose codes begin at this byte."""
+    start, segments = 0, []
+    for pieces in _together(widths, bits):
+        counts = torch.tensor([count for _, count in pieces], device=like.device)
+        numel = sum(count for _, count in pieces)
+        taken = num_bytes(numel, bits)
+        tensors = slice(pieces[0][0], pieces[-1][0] + 1)
+        span, packed = slice(start, start + numel), slice(at, at + taken)
+        segments.append(Segment(span, tensors, counts, packed))
+        start, at = start + numel, at + taken
+    return segments
+
+
+def _together(widths: Sequence[int], bits: int) -> list[list[tuple[int, int]]]:
+    """Group tensors of these widths, as (tensor, elements), so that few calls pack all of them.
+
+    A group has at most `_PIECE` elements. No byte has codes of two tensors, so that a group goes on
+    where the last tensor has filled its bytes.
+    """
+    groups: list[list[tuple[int, int]]] = []
+    held = 0
+    for tensor, width in enumerate(widths):
+        for start in range(0, width, _PIECE):
+            count = min(_PIECE, width - start)
+            if not groups or held * bits % 8 or held + count > _PIECE:
+                groups.append([])
+                held = 0
+            groups[-1].append((tensor, count))
+            held += count
+    return groups
 
 
 def _correct(x: Tensor, error: Tensor, mask: Tensor | None) -> None:
     """Add `error` to x, and set x to 0 where `mask` is 0."""
     x.add_(error)
+    _clear(x, mask)
+
+
+def _clear(x: Tensor, mask: Tensor | None) -> None:
+    """Set x to 0 where `mask` is 0."""
     if mask is not None:
-        for values, some in zip(x.split(_PIECE), mask.split(_PIECE), strict=True):
-            values.masked_fill_(some == 0, 0)
+        x.mul_(mask)

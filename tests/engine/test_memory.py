@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import co2
-from co2.comm import exchange, flat, sparse
+from co2.comm import compress, exchange, flat, sparse
 from co2.config import CommConfig, Precision
 from co2.methods import METHODS
 from co2.methods.parts import compressed
@@ -253,9 +253,9 @@ def test_a_fragment_makes_no_temporary_of_its_size(monkeypatch, kind):
 @pytest.mark.parametrize("name", ADAM)
 def test_a_step_of_adams_variants_makes_none_either(monkeypatch, name):
     monkeypatch.setitem(flat._CHUNK, "cpu", 1024)
-    monkeypatch.setattr(compressed, "_PIECE", 1024)
     monkeypatch.setattr(compressed, "_SAMPLE", 1024)
-    monkeypatch.setattr(exchange, "_PIECE", 1024)
+    for module in (compress, compressed, exchange):
+        monkeypatch.setattr(module, "_PIECE", 1024)
     model, optimizer, method = build(name)
     method.prepare(model, optimizer, co2.Mesh.world())
     train(model, method, 3)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import co2
-from co2.comm import exchange
+from co2.comm import compress, exchange
 from co2.comm.background import BackgroundMean
 from co2.comm.compress import COMPRESSORS, num_bytes, pack, unpack
 from co2.comm.exchange import CompressedMean
@@ -35,7 +35,7 @@ def test_codes_come_back(numel: int, bits: int) -> None:
 
 def compressed(x: Tensor, kind: str) -> Tensor:
     compressor = COMPRESSORS[kind]
-    s = compressor.scale([x], len(x))
+    s = compressor.scales([x], torch.tensor([len(x)]))
     found = torch.empty_like(x)
     found.copy_(compressor.codes(x, s))
     assert found.min() >= 0 and found.max() < 2**compressor.bits
@@ -138,8 +138,9 @@ def history(
     return found
 
 
-SIZES = ([1], [2, 3], [29], [64, 0, 1], [7, 500, 1, 493])
-"""Also none that is a multiple of 8 G, servers that own nothing, and tensors without elements."""
+SIZES = ([1], [2, 3], [29], [64, 0, 1], [64, 8, 3, 24, 40, 16], [7, 500, 1, 493])
+"""Also none that is a multiple of 8 G, servers that own nothing, tensors without elements, and some
+that are packed with others."""
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -193,7 +194,7 @@ def in_small_pieces(rank: int, world: int) -> None:
     for kind in KINDS:
         arguments = (rank, world, [70, 31], kind, 3, torch.float64, kind == "sign")
         whole = history(*arguments)
-        with patch.object(exchange, "_PIECE", 16):
+        with patch.object(exchange, "_PIECE", 16), patch.object(compress, "_PIECE", 16):
             cut = history(*arguments)
         torch.testing.assert_close(cut, whole, rtol=1e-12, atol=1e-12)
 
