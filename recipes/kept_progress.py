@@ -11,9 +11,10 @@ Found, percent above AllReduce with two and four replicas, three seeds:
               τ = 48: kept progress 3.1 and 11; DiLoCo 2.3 and 7
     RoBERTa   τ = 12: kept progress 12 and 37; DiLoCo 6 and 14
               τ = 48: kept progress 27 and 62; DiLoCo 12 and 34
-    ViT       τ = 12: kept progress 43 and 75; DiLoCo 44 and 60
-              τ = 48: kept progress 61 and 178; DiLoCo 30 and 128
-ViT's runs are of two times, between which losses of one seed differ by up to 24 % (quality.md).
+    ViT       τ = 12: kept progress 40 and 75; DiLoCo 38 and 60
+              τ = 48: kept progress 84 and 178; DiLoCo 63 and 128
+ViT's runs with two replicas are of another kind of processor than those with four; losses of one
+seed differ by up to a quarter between such (quality.md).
 The goal is missed everywhere. On GPT-2 at τ = 12 nothing is lost beside a method that waits.
 Averaged moments change nothing that these seeds show; on RoBERTa with four replicas, τ = 12, they
 may help (25 [12, 38] where it is 37 without).
