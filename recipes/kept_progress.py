@@ -14,7 +14,7 @@ Found, percent above AllReduce with two and four replicas, three seeds:
     ViT       τ = 12: kept progress 40 and 75; DiLoCo 38 and 60
               τ = 48: kept progress 84 and 178; DiLoCo 63 and 128
 ViT's runs with two replicas are of another kind of processor than those with four; losses of one
-seed differ by up to a quarter between such (quality.md).
+seed differ by up to 28 % between such (quality.md).
 The goal is missed everywhere. On GPT-2 at τ = 12 nothing is lost beside a method that waits.
 Averaged moments change nothing that these seeds show; on RoBERTa with four replicas, τ = 12, they
 may help (25 [12, 38] where it is 37 without).

@@ -89,7 +89,7 @@ def _squares(x: Tensor) -> Tensor:
 
     BLAS would add in an order that depends on the address of x, so that a resumed run might differ.
     """
-    if x.numel() <= _PIECE:
+    if x.numel() <= _PIECE:  # to split and stack would take most of the time
         return x.square().sum()
     return torch.stack([piece.square().sum() for piece in x.split(_PIECE)]).sum()
 
