@@ -71,7 +71,7 @@ class ACCO(Method):
 
     @torch.no_grad()
     def step(self) -> None:
-        self.steps += 1
+        super().step()
         with record_function(OUTER_STEP):
             if self.steps % 2 == 1:
                 self._first_half_ends()

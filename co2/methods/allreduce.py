@@ -50,7 +50,7 @@ class AllReduce(Method):
         self.sharded = any(local(p) is not p for p in self.model.parameters())
         if self.mesh.num_workers == 1 or self.sharded:
             return self.model
-        self.ddp = ddp = data_parallel(self.model, self.comm.bucket_mb)
+        self.ddp = ddp = data_parallel(self.model, self.comm)
         weights = self.model.named_parameters()
         own = [p for name, p in weights if name in ddp.parameters_to_ignore and p.requires_grad]
         across = self.mesh.new_group_across_replicas() if own else None
@@ -63,8 +63,8 @@ class AllReduce(Method):
         return self.ddp
 
     def step(self) -> None:
+        super().step()
         self.optimizer.step()
-        self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
         totals = self._totals()

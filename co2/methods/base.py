@@ -1,8 +1,9 @@
 """Method: the base class of every way of keeping the replicas in step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from enum import Enum
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from co2.comm.collectives import check_plain, consensus, local, replicate
 from co2.comm.mesh import Mesh
 from co2.comm.phases import OUTER_STEP
 from co2.config import CommConfig, OptimConfig, Waits
+from co2.errors import ConfigError, require
 
 Schedule = Callable[[int], float]
 """The index of a step, from 0 → the largest learning rate of the inner optimizer in that step."""
@@ -54,6 +56,9 @@ class Method:
     averages_gradients: ClassVar[bool] = False
     """Whether all replicas step with the same gradients, averaged by PyTorch's own wrappers. Those
     then work across the replicas too (co2/train/replica.py)."""
+    may_change: ClassVar[frozenset[str]] = frozenset()
+    """Keys of `Config` that may have another value when a state is loaded than when it was saved.
+    The state's tensors depend on all others, or mean something else under them."""
     refused_strategies: Mapping[str, str] = MappingProxyType({})
     """The values of `mesh.strategy` that it cannot be combined with, each with the reason."""
 
@@ -113,6 +118,7 @@ class Method:
         self.model, self.optimizer, self.mesh, self.schedule = model, optimizer, mesh, schedule
         self.group = mesh.new_group_across_replicas()
         self.replica_group = mesh.new_group_within_replica()
+        self._known = {id(param) for param in self._trained()}
         if fresh:
             replicate(model, self.group)
         return self.set_up()
@@ -122,8 +128,28 @@ class Method:
         raise NotImplementedError
 
     def step(self) -> None:
-        """Do the inner optimizer's step and the synchronization due now. Gradients are ready."""
-        raise NotImplementedError
+        """Do the inner optimizer's step and the synchronization due now. Gradients are ready.
+
+        A subclass extends this, which counts the step.
+
+        Raises:
+            ConfigError: a parameter is trained that was not when `prepare` was called. Nobody would
+                synchronize it.
+        """
+        self.steps += 1
+        new = next((param for param in self._trained() if id(param) not in self._known), None)
+        if new is not None:
+            named = (name for name, param in self.model.named_parameters() if param is new)
+            hint = (
+                "is trained only since prepare, and replicas would differ; have it in the optimizer"
+                ", with requires_grad, before prepare (a learning rate of 0 keeps it still)"
+            )
+            raise ConfigError("parameter", next(named, "(not the model's)"), hint)
+
+    def _trained(self) -> Iterator[Tensor]:
+        """The parameters that the inner optimizer trains."""
+        for group in self.optimizer.param_groups:
+            yield from (param for param in group["params"] if param.requires_grad)
 
     def go_on(self) -> None:
         """Do what is due in this step; after `MemberLost` again, with the members that are left."""
@@ -188,11 +214,30 @@ class Method:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that this worker needs to go on exactly, a collective in flight included."""
-        return {"steps": self.steps, "tensors": self.saved_tensors()}
+        own = {"method": type(self).__name__, "config": self._settings()}
+        return {**own, "steps": self.steps, "tensors": self.saved_tensors()}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise `ConfigError` unless this method can go on from a state: it is of the same method,
+        and of a configuration that differs in `may_change` only."""
+        name, saved = type(self).__name__, state.get("method", "another version of co2")
+        hint = f"the state was saved by {saved}; go on with that, or start without the state"
+        require(saved == name, "method", name, hint)
+        for key, value in self._settings().items():
+            then = state["config"].get(key)
+            hint = f"the state was saved with {then}; give that, or start without the state"
+            require(key in self.may_change or value == then, f"{name}.{key}", value, hint)
+
+    def _settings(self) -> dict[str, object]:
+        """The configuration in plain values."""
+        fields = asdict(self.config).items()
+        return {key: value.name if isinstance(value, Enum) else value for key, value in fields}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned. Call it after `prepare`, when the model and the
-        optimizer have been loaded."""
+        optimizer have been loaded. A subclass extends this, which raises what `check_state` raises
+        before it changes anything."""
+        self.check_state(state)
         self.steps = state["steps"]
         for name, tensor in self.saved_tensors().items():
             tensor.copy_(state["tensors"][name])
@@ -239,8 +284,7 @@ class Method:
     @property
     def copy_bytes(self) -> int:
         """Bytes of one model copy, of what this worker holds of the trained parameters."""
-        groups = (group["params"] for group in self.optimizer.param_groups)
-        unique = {id(p): p for params in groups for p in params if p.requires_grad}
+        unique = {id(param): param for param in self._trained()}
         trained = [local(p.detach()) for p in unique.values()]
         width = max((4, *(part.element_size() for part in trained)))
         return width * sum(part.numel() for part in trained)

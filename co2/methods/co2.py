@@ -38,6 +38,7 @@ from co2.methods.parts.outer_shard import OuterShard, ShardChunk
 
 class CO2(LocalMethod):
     waits = Waits.beyond_delay
+    may_change = frozenset({"tau", "outer_momentum", "clip", "clip_mode"})
 
     @dataclass
     class Config:

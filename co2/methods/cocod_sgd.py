@@ -21,6 +21,7 @@ from co2.methods.parts.local import LocalMethod, check_tau
 
 class CoCoDSGD(LocalMethod):
     waits = Waits.beyond_delay
+    may_change = frozenset({"tau"})
 
     @dataclass
     class Config:

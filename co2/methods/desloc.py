@@ -30,6 +30,7 @@ from co2.methods.parts.moments import NEEDS_ADAM, ZERO1, Moment, require_adam
 
 class DESLOC(LocalSGD):
     waits = Waits.always
+    may_change = frozenset({"tau", "first_moment_every", "second_moment_every"})
     refused_strategies: Mapping[str, str] = MappingProxyType({"zero1": ZERO1})
     refused_optimizers: Mapping[str, str] = MappingProxyType(
         dict.fromkeys(("sgd", "muon"), f"it {NEEDS_ADAM}")

@@ -21,6 +21,7 @@ from co2.methods.parts.outer import nesterov
 
 class DiLoCo(LocalMethod):
     waits = Waits.always
+    may_change = frozenset({"tau", "outer_lr", "outer_momentum", "comm_share"})
 
     @dataclass
     class Config:

@@ -29,6 +29,7 @@ from co2.methods.parts.outer import nesterov
 
 class EagerDiLoCo(LocalMethod):
     waits = Waits.beyond_delay
+    may_change = frozenset({"tau", "outer_lr", "outer_momentum"})
     refused_quorum = "adds its own part with a share of 1/G before the others' are known"
 
     @dataclass

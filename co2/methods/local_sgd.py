@@ -19,6 +19,7 @@ from co2.methods.parts.local import LocalMethod, check_comm_share, check_tau
 
 class LocalSGD(LocalMethod):
     waits = Waits.always
+    may_change = frozenset({"tau", "comm_share"})
 
     @dataclass
     class Config:

@@ -40,7 +40,7 @@ class OneBitAdam(CompressedAdam):
 
     @torch.no_grad()
     def step(self) -> None:
-        self.steps += 1
+        super().step()
         frozen = self.steps > self.config.freeze_step
         self.flat.gradients(out=self.mean.buffer)
         if not frozen:

@@ -24,6 +24,7 @@ from co2.methods.parts.local import LocalMethod, check_share, check_tau
 
 class OverlapLocalSGD(LocalMethod):
     waits = Waits.beyond_delay
+    may_change = frozenset({"tau", "outer_momentum"})
 
     @dataclass
     class Config:

@@ -21,6 +21,7 @@ from co2.methods.parts.local import LocalMethod, check_comm_share, check_outer, 
 
 class SlowMo(LocalMethod):
     waits = Waits.always
+    may_change = frozenset({"tau", "outer_lr", "outer_momentum", "comm_share"})
 
     @dataclass
     class Config:

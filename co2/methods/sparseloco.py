@@ -40,6 +40,7 @@ _REASON = "its chunks are of whole tensors, not of parts"
 
 class SparseLoCo(LocalMethod):
     waits = Waits.always
+    may_change = frozenset({"tau", "density", "outer_lr", "error_decay", "comm_share"})
     refused_strategies: Mapping[str, str] = MappingProxyType({"zero2": _REASON, "zero3": _REASON})
 
     @dataclass

@@ -51,6 +51,7 @@ from co2.methods.parts.outer import nesterov
 
 class StreamingDiLoCo(Method):
     waits = Waits.beyond_delay
+    may_change = frozenset({"mixing", "outer_lr", "outer_momentum"})
     refused_quorum = "its fragments meet amid the round, when a slow replica is behind"
 
     @dataclass
@@ -109,8 +110,8 @@ class StreamingDiLoCo(Method):
         return self.model
 
     def step(self) -> None:
+        super().step()
         self.optimizer.step()
-        self.steps += 1
         now = self.steps % self.config.tau
         starting = [fragment for fragment in self.fragments if fragment.starts_at == now]
         syncing = [fragment for fragment in self.fragments if fragment.syncs_at == now]

@@ -85,7 +85,8 @@ class ZeroOneAdam(CompressedAdam):
 
     @torch.no_grad()
     def step(self) -> None:
-        t = self.steps
+        super().step()
+        t = self.steps - 1  # the paper counts from 0
         refreshing = t == self.next_refresh and t < self.config.freeze_step
         self.largest_lr = max(self.largest_lr, self._lr_now())
         self.flat.gradients(out=self.mean.buffer)
@@ -103,7 +104,6 @@ class ZeroOneAdam(CompressedAdam):
             self._return(t)
         else:
             self._move()
-        self.steps += 1
 
     def interval_after(self, t: int) -> int:
         """Return the steps from an exchange at step t, the newest one, to the next."""

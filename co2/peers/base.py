@@ -50,8 +50,8 @@ class Peer(Method):
         raise NotImplementedError
 
     def step(self) -> None:
+        super().step()
         self.advance()
-        self.steps += 1
         if self.steps % self.config.tau == 0:
             self.exposed_s += time.perf_counter() - self._inner_step_ended
 

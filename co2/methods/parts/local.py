@@ -102,11 +102,11 @@ class LocalMethod(Method):
         return self.config.tau if self.auto is None else self.auto.tau
 
     def step(self) -> None:
+        super().step()
         self.optimizer.step()
-        self.steps += 1
         if self.auto is not None:
             self.auto.step_ends()
-        if self.steps - self.round_began == self.tau:
+        if self.steps - self.round_began >= self.tau:  # more: resumed with a smaller τ
             self.round_began = self.steps
             if self.auto is not None:
                 self.auto.round_ends(self.totals())
@@ -170,7 +170,7 @@ class LocalMethod(Method):
         self.mean.load_state_dict(state["mean"])
         if self.moments is not None:
             self.moments.load_state_dict(state)
-        if self.auto is not None:
+        if self.auto is not None and state["auto"] is not None:
             self.auto.load_state_dict(state["auto"])
 
     def stats(self) -> MethodStats:
