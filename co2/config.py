@@ -261,6 +261,10 @@ class CommConfig:
     device: CommDevice = CommDevice.auto
     """Where a method keeps its copies of the model and computes with them. auto: on the model's
     device. cpu: in the host's memory, from which gloo sends them; workers may then share a GPU."""
+    find_unused_parameters: bool = False
+    """Whether DDP looks in every step for parameters that took no part in the loss, which takes
+    time. Without it, a model that has such parameters stops with an error. Of allreduce, and of
+    replicas of several workers."""
 
     def __post_init__(self) -> None:
         hint = "must be a finite number of MiB above 0"

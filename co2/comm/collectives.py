@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from co2.comm.sockets import in_use, until_cut
+from co2.config import CommConfig
 from co2.errors import require
 
 
@@ -60,7 +61,7 @@ def check_plain(model: nn.Module) -> None:
 
 
 def data_parallel(
-    model: nn.Module, bucket_mb: float, group: dist.ProcessGroup | None = None
+    model: nn.Module, comm: CommConfig, group: dist.ProcessGroup | None = None
 ) -> DistributedDataParallel:
     """Wrap a model so that PyTorch averages its gradients, over all workers or those of a group.
     Every worker keeps its own buffers."""
@@ -71,7 +72,8 @@ def data_parallel(
             model,
             process_group=group,
             broadcast_buffers=False,
-            bucket_cap_mb=bucket_mb,
+            bucket_cap_mb=comm.bucket_mb,
+            find_unused_parameters=comm.find_unused_parameters,
             gradient_as_bucket_view=True,
         )
 

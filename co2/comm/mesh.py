@@ -57,9 +57,9 @@ class Mesh:
             replica_size: how many workers share one replica. They must average its gradients at
                 every step by means of their own: DistributedDataParallel or fully_shard over
                 `new_group_within_replica()`. co2/train/replica.py does it for train.py.
-            device: where the batches lie. None: the current GPU under NCCL, and for a single worker
-                that has one; else the CPU. To train on a GPU under gloo, name it here and set
-                comm.device=cpu.
+            device: where the batches lie. None: the current GPU, if there is one, where the process
+                group has NCCL, alone or beside gloo, and without a process group; else the CPU. To
+                train on a GPU under gloo, name it here and set comm.device=cpu.
         Raises:
             ConfigError: the workers cannot be divided into replicas of this size.
             RuntimeError: several workers were started but no process group was initialised.
@@ -71,7 +71,8 @@ class Mesh:
                 "call torch.distributed.init_process_group() before Mesh.world()"
             )
         if device is None:
-            gpu = dist.get_backend() == "nccl" if ready else torch.cuda.is_available()
+            reached = not ready or "nccl" in dist.get_backend_config()
+            gpu = reached and torch.cuda.is_available()
             device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
         rank, size = (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
         check_replica_size(replica_size, size)

@@ -161,7 +161,7 @@ class Replica:
         """The module that the forward pass goes through, from the one that the method prepared."""
         if self.alone or self.across or self.strategy in CUT:
             return model
-        return data_parallel(model, comm.bucket_mb, self.group)
+        return data_parallel(model, comm, self.group)
 
     def state(self, module: nn.Module, optimizer: Optimizer) -> "ReplicaState | None":
         """What a checkpoint holds once for all workers of a replica; None where each is a

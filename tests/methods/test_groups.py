@@ -125,3 +125,26 @@ def groups_of(rank: int, world: int, name: str) -> list[str]:
 def test_each_mean_has_a_group_of_its_own(workers: Pool, name: str) -> None:
     for names in workers.run(groups_of, 2, name):
         assert len(names) >= 4 and len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "kind"),
+    [
+        ("cpu:gloo,cuda:nccl", True, "cuda"),  # named so, or made without a name
+        ("cuda:nccl", True, "cuda"),
+        ("cpu:gloo,cuda:nccl", False, "cpu"),
+        ("cpu:gloo", True, "cpu"),
+    ],
+)
+def test_the_mesh_is_where_the_process_group_reaches(config: str, gpus: bool, kind: str) -> None:
+    with (
+        patch.multiple(
+            dist,
+            is_initialized=lambda: True,
+            get_backend_config=lambda: config,
+            get_rank=lambda: 0,
+            get_world_size=lambda: 2,
+        ),
+        patch.multiple(torch.cuda, is_available=lambda: gpus, current_device=lambda: 0),
+    ):
+        assert co2.Mesh.world().device.type == kind
