@@ -34,7 +34,7 @@ from co2.methods.parts.local import LocalMethod, check_share, check_tau
 
 class CO2Keep(LocalMethod):
     waits = Waits.beyond_delay
-    may_change = frozenset({"tau", "delay", "keep_local", "outer_momentum"})
+    may_change = frozenset({"tau", "keep_local", "outer_momentum"})
 
     @dataclass
     class Config:
@@ -76,9 +76,7 @@ class CO2Keep(LocalMethod):
 
     def step(self) -> None:
         super().step()
-        delay, made = self.config.delay, self.steps - self.round_began
-        # More: resumed with a smaller delay.
-        if delay is not None and self.mean.in_flight and made >= delay:
+        if self.mean.in_flight and self.steps - self.round_began == self.config.delay:
             self._due = [lambda: self.with_weights(self.arrive)]
             self.go_on()
 
@@ -93,7 +91,7 @@ class CO2Keep(LocalMethod):
 
     def show_round_end(self) -> None:
         """Show c + δ_t, and wait for δ_t. Without delay it is in c already."""
-        if not self.mean.in_flight:
+        if self.config.delay == 0:
             return
         self.mean.join()
         for chunk in self.flat.chunks:
