@@ -9,6 +9,7 @@ of the replicas, and after `train` every process holds it. A checkpoint of Train
 for each replica, so that training goes on from it exactly.
 """
 
+import copy
 import os
 from functools import partial
 from pathlib import Path
@@ -58,6 +59,7 @@ class SyncTrainer(Trainer):
         hint = f"{started} processes were started, and each would train alone; give use_cpu=True"
         require(started == self.args.world_size, "args.use_cpu", self.args.use_cpu, hint)
         if not sync.averages_gradients:
+            self.args = copy.copy(self.args)  # the caller may give his to another trainer
             self.args.average_tokens_across_devices = False
         self.sync = sync
         """The method; while `train` runs, the one that keeps its replicas in step."""
@@ -73,6 +75,14 @@ class SyncTrainer(Trainer):
     def _accelerated(self) -> Any:
         """The optimizer, around which accelerate has put its own."""
         return self.optimizer
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """Trainer's. If it is interrupted, each replica keeps its own weights; the next call begins
+        with those of replica 0."""
+        try:
+            return super().train(*args, **options)
+        finally:
+            self._give_back()
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader[Any], resume_from_checkpoint: str | None
@@ -90,17 +100,22 @@ class SyncTrainer(Trainer):
         mesh = Mesh.world(device=self.args.device)
         model = self.sync.prepare(model, self._accelerated.optimizer, mesh)
         self._accelerated.optimizer = loops.Stepping(self.sync)
+        self._training = True
         if resume_from_checkpoint is not None:
             folder = Path(resume_from_checkpoint)
             loops.read(self.sync, self._module, folder, "resume_from_checkpoint")
-        self._training = True
         return model, loader
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:
         loops.end(self.sync, self._module)
-        self._accelerated.optimizer = self.sync.optimizer
-        self._training = False
+        self._give_back()
         return super()._finalize_training(*args, **options)
+
+    def _give_back(self) -> None:
+        """Put back the optimizer whose place the method has taken."""
+        if self._training:
+            self._accelerated.optimizer = self.sync.optimizer
+            self._training = False
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
         """Trainer's, on the consensus. Collective while `train` runs."""

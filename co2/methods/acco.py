@@ -61,6 +61,10 @@ class ACCO(Method):
         require(device is CommDevice.auto, "comm.device", device.name, hint)
 
     def set_up(self) -> nn.Module:
+        # Its schedule reads the state of an inner step, of which the first two calls make none.
+        own_rate = any(group.get("relative_step") for group in self.optimizer.param_groups)
+        hint = "acco needs a learning rate that is given: relative_step=False, and lr"
+        require(not own_rate, "optimizer", type(self.optimizer).__name__, hint)
         self.flat = flat = FlatParams(self.optimizer)
         self.mean = BackgroundMean(
             flat.numel, self.mesh, self.comm, dtype=flat.dtype, device=flat.device

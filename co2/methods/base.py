@@ -1,5 +1,6 @@
 """Method: the base class of every way of keeping the replicas in step."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
@@ -112,9 +113,11 @@ class Method:
                 are sent. It gets everything by `load_state_dict`.
         Raises:
             ConfigError: the method cannot train this model with this optimizer on this mesh, or
-                the model is wrapped in DistributedDataParallel or its like.
+                the model is wrapped in DistributedDataParallel or its like, or the optimizer's step
+                needs a closure, as that of LBFGS does.
         """
         check_plain(model)
+        _check_step(optimizer)
         self.model, self.optimizer, self.mesh, self.schedule = model, optimizer, mesh, schedule
         self.group = mesh.new_group_across_replicas()
         self.replica_group = mesh.new_group_within_replica()
@@ -288,3 +291,12 @@ class Method:
         trained = [local(p.detach()) for p in unique.values()]
         width = max((4, *(part.element_size() for part in trained)))
         return width * sum(part.numel() for part in trained)
+
+
+def _check_step(optimizer: Optimizer) -> None:
+    """Raise `ConfigError` for an optimizer whose step needs a closure."""
+    kind = type(optimizer)
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    needed = closure is not None and closure.default is inspect.Parameter.empty
+    hint = "its step needs a closure, which a method does not have; use another, such as AdamW"
+    require(not needed, "optimizer", kind.__name__, hint)

@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import co2
 from co2.config import CommConfig, Precision
@@ -105,3 +107,44 @@ def test_what_is_quantized_does_not_travel_in_bf16() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_defaults_are_right(name: str) -> None:
     METHODS[name].Config()
+
+
+def trained(name: str, kind: Any, steps: int = 6) -> None:
+    """A few steps with an optimizer of this kind."""
+    model = nn.Linear(2, 1)
+    method = METHODS[name](METHODS[name].Config(**SETTINGS[name]))
+    method.prepare(model, kind(model.parameters()), co2.Mesh.world(device="cpu"))
+    for _ in range(steps):
+        model(torch.ones(3, 2)).square().mean().backward()
+        method.step()
+        method.optimizer.zero_grad()
+    method.flush()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_optimizer_that_needs_a_closure(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^optimizer=LBFGS: its step needs a closure"):
+        trained(name, torch.optim.LBFGS)
+
+
+class OwnRate(torch.optim.Optimizer):
+    """Chooses its learning rate itself, as transformers' Adafactor does with relative_step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": None, "relative_step": True})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad, alpha=0.01)
+
+
+@pytest.mark.parametrize("name", ["slowmo", "co2", "acco", "diloco"])
+def test_an_optimizer_that_chooses_its_rate(name: str) -> None:
+    """It is refused where the method, or the schedule under this method, needs a rate."""
+    says = {"acco": r"^optimizer=OwnRate: .*relative_step=False", "diloco": None}
+    expected = says.get(name, r"^lr=None: .* give OwnRate one$")
+    if expected is None:
+        return trained(name, OwnRate)
+    with pytest.raises(ConfigError, match=expected):
+        trained(name, OwnRate)

@@ -10,7 +10,7 @@ from co2.comm.background import BackgroundMean
 from co2.comm.clocks import CommTotals
 from co2.comm.flat import FlatParams
 from co2.config import CommConfig, Waits
-from co2.errors import require, require_number
+from co2.errors import ConfigError, require, require_number
 from co2.methods.base import Method, MethodStats
 from co2.methods.parts.auto_tau import AUTO, AutoTau
 from co2.methods.parts.moments import NEEDS_ADAM, ZERO1, LateMoments, Moments
@@ -132,8 +132,14 @@ class LocalMethod(Method):
             self.moments.end_round(self.steps)
 
     def lr(self, group: int) -> float:
-        """γ_t: the inner learning rate of a parameter group at the round's last inner step."""
-        return float(self.optimizer.param_groups[group]["lr"])
+        """γ_t: the inner learning rate of a parameter group at the round's last inner step. Raises
+        `ConfigError` where the optimizer does not tell it."""
+        rate = self.optimizer.param_groups[group].get("lr")
+        if rate is None:
+            kind = type(self.optimizer).__name__
+            hint = f"the outer step needs the learning rate; give {kind} one"
+            raise ConfigError("lr", rate, hint)
+        return float(rate)
 
     def flush(self) -> None:
         self.mean.close()
