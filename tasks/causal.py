@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from co2.comm.mesh import Mesh
 
 PUBLIC_VOCAB_SIZE = 50257
-"""Size of GPT-2's own vocabulary, with which openwebtext is tokenized."""
+"""Size of GPT-2's own vocabulary, with which openwebtext is tokenized by default."""
 
 _EVAL_TOKENS = 4096
 """Tokens of one evaluation batch. With GPT-2's vocabulary the logits take 0.8 GB in fp32."""
@@ -57,7 +57,8 @@ class CausalText:
         context: int = 128
         """Tokens that the model reads at once."""
         vocab_size: int = 4096
-        """Size of the vocabulary that is learned from the text; openwebtext has GPT-2's 50257."""
+        """Size of the vocabulary that is learned from the text. That of openwebtext is of its
+        tokenizer, by default GPT-2's 50257."""
         corpus: CorpusName = CorpusName.embedded
         """embedded: Python source that every installation has. openwebtext: see tasks.prepare.
         Where data.path=FILE_OR_FOLDER is given, it replaces either."""
@@ -81,8 +82,6 @@ class CausalText:
     ) -> None:
         self.config, self.train, self.optim, self.data = config, train, optim, data
         self.units_per_sample = config.context
-        own = data.path is None and config.corpus is CorpusName.openwebtext
-        self.vocab_size = PUBLIC_VOCAB_SIZE if own else config.vocab_size
         self._opened: Store | None = None
         self._validation = np.empty(0, np.int64)  # the windows that an evaluation takes
 
@@ -91,13 +90,9 @@ class CausalText:
         context, corpus = self.config.context, self.config.corpus.name
         window = Window(f"{self.name}.context", context, context + 1)
         key = f"{self.name}.corpus"
-        store = opened(self.data, key, corpus, self.vocab_size, window)
-        size = store.meta["vocab_size"]
-        hint = f"its tokenizer has {size} tokens, {self.name} takes {self.vocab_size}"
-        require(size <= self.vocab_size, key, corpus, hint)
-        self._opened = store
+        self._opened = opened(self.data, key, corpus, self.config.vocab_size, window)
         self._sampler(num_workers)
-        available = num_windows(store.count("val"), context)
+        available = num_windows(self._opened.count("val"), context)
         part = self.data.validation
         self._validation = validation_samples(available, self.config.eval_samples, part)
 
@@ -188,6 +183,13 @@ class CausalText:
     def tokenizer(self) -> str | None:
         """The text of tokenizer.json, after `setup`; None where the data have none."""
         return tokenizer_of(self._store)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows. Before `setup`, openwebtext counts as GPT-2's."""
+        if self.data.path is not None or self.config.corpus is CorpusName.embedded:
+            return int(self.config.vocab_size)
+        return PUBLIC_VOCAB_SIZE if self._opened is None else int(self._opened.meta["vocab_size"])
 
     @property
     def separator(self) -> int:

@@ -110,7 +110,6 @@ class GLUE:
         self, config: Config, train: TrainConfig, optim: OptimConfig, data: DataConfig
     ) -> None:
         self.config, self.train, self.optim, self.data = config, train, optim, data
-        self.vocabulary = roberta.vocabulary(config, data)
         self.length = config.length or config.context
         self._text: Store | None = None
         self._examples: dict[str, Examples] = {}
@@ -138,7 +137,8 @@ class GLUE:
 
     def model(self) -> nn.Module:
         """See `Task.model`. The number of topics is known after `setup`."""
-        shape = roberta.architecture(self.config, self.vocabulary.size)
+        known = roberta.vocabulary(self.config, self.data, self._text)
+        shape = roberta.architecture(self.config, known.size)
         shape.num_labels = self.num_labels
         with seeded(self.train.seed):
             return Classifier(shape)

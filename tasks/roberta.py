@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from co2.comm.mesh import Mesh
 
 PUBLIC_VOCAB_SIZE = 50265
-"""Size of RoBERTa's own vocabulary, with which wikibooks is tokenized."""
+"""Size of RoBERTa's own vocabulary, with which wikibooks is tokenized by default."""
 
 _ADDED = 4
 """Number of tokens that a learned vocabulary lacks: <s>, <pad>, <unk> and <mask>."""
@@ -110,7 +110,8 @@ class RoBERTa:
         context: int = 32
         """Tokens that the model reads at once, <s> and </s> included."""
         vocab_size: int = 512
-        """Size of the vocabulary that is learned from the text; wikibooks has RoBERTa's 50265."""
+        """Size of the vocabulary that is learned from the text. That of wikibooks is of its
+        tokenizer, by default RoBERTa's 50265."""
         corpus: CorpusName = CorpusName.embedded
         """embedded: Python source that every installation has. wikibooks: see tasks.prepare.
         Where data.path=FILE_OR_FOLDER is given, it replaces either."""
@@ -136,7 +137,6 @@ class RoBERTa:
     ) -> None:
         self.config, self.train, self.optim, self.data = config, train, optim, data
         self.units_per_sample = config.context
-        self.vocabulary = vocabulary(config, data)
         self._inside = config.context - 2
         self._opened: Store | None = None
         self._validation = np.empty(0, np.int64)  # the windows that an evaluation takes
@@ -225,6 +225,11 @@ class RoBERTa:
         return refusal(model, config, tokenizer, self._store, public, self.fingerprint()["data"])
 
     @property
+    def vocabulary(self) -> Vocabulary:
+        """The model's vocabulary. Before `setup`, that of wikibooks counts as RoBERTa's."""
+        return vocabulary(self.config, self.data, self._opened)
+
+    @property
     def _store(self) -> Store:
         assert self._opened is not None, "call setup() first"
         return self._opened
@@ -261,13 +266,15 @@ class RoBERTa:
 
 
 def is_public(config: RoBERTa.Config, data: DataConfig) -> bool:
-    """Whether the vocabulary is RoBERTa's own."""
+    """Whether the tokens of the data are RoBERTa's ids already."""
     return data.path is None and config.corpus is CorpusName.wikibooks
 
 
-def vocabulary(config: RoBERTa.Config, data: DataConfig) -> Vocabulary:
-    """The model's vocabulary."""
-    return Vocabulary(PUBLIC_VOCAB_SIZE if is_public(config, data) else config.vocab_size + _ADDED)
+def vocabulary(config: RoBERTa.Config, data: DataConfig, store: Store | None) -> Vocabulary:
+    """The model's vocabulary, of the text in `store`; None where it is not open yet."""
+    if not is_public(config, data):
+        return Vocabulary(config.vocab_size + _ADDED)
+    return Vocabulary(PUBLIC_VOCAB_SIZE if store is None else store.meta["vocab_size"])
 
 
 def text_store(node: str, config: RoBERTa.Config, data: DataConfig) -> Store:
@@ -276,19 +283,17 @@ def text_store(node: str, config: RoBERTa.Config, data: DataConfig) -> Store:
     Args:
         node: of the configuration that `config` is, for errors.
     Raises:
-        ConfigError: as `opened`; the store holds no text, or other tokens than RoBERTa's.
+        ConfigError: as `opened`; the store holds no text, or its documents do not end as RoBERTa's.
     """
     corpus, key = config.corpus.name, f"{node}.corpus"
     window = Window(f"{node}.context", config.context, config.context - 2)
     store = opened(data, key, corpus, config.vocab_size, window)
     if is_public(config, data):
-        size, end = store.meta["vocab_size"], store.meta["separator"]
-        fits = size <= PUBLIC_VOCAB_SIZE and end == Vocabulary.END
+        end, ours = store.meta["separator"], Vocabulary.END
         hint = (
-            f"{store.folder} has {size} tokens, documents end with {end}; RoBERTa's tokenizer "
-            f"has {PUBLIC_VOCAB_SIZE} and ends them with {Vocabulary.END}: prepare it again"
+            f"documents of {store.folder} end with {end}, RoBERTa's with {ours}; prepare it again"
         )
-        require(fits, key, corpus, hint)
+        require(end == ours, key, corpus, hint)
     for part, facts in store.meta["parts"].items():
         hint = f"{store.folder}: {part}.bin holds separators and no text"
         name, value = (key, corpus) if data.path is None else ("data.path", data.path)
@@ -333,7 +338,7 @@ def packaged(
         architecture: its class.
         loader: the class of transformers that finds it.
         store: of the text that the vocabulary is of.
-        public: whether the vocabulary is RoBERTa's own.
+        public: see `is_public`.
     """
     config = _config(model)
     tokenizer = roberta_tokenizer(store, public, Vocabulary(config.vocab_size).mask)

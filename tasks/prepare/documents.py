@@ -181,7 +181,7 @@ def _make(
         parts = {part: _joined(shards, part, advance) for part in PARTS}
         files = {"tokenizer.json": loaded.to_str(pretty=True)}
         end = separator_id(loaded, words.separator)
-        store = create(final, parts, loaded.get_vocab_size(), end, plan, files)
+        store = create(final, parts, vocab_size(options.tokenizer, loaded), end, plan, files)
     shutil.rmtree(work, ignore_errors=True)
     return store
 
@@ -211,13 +211,36 @@ def load_tokenizer(name: str, words: Words) -> "Tokenizer":
         raise ConfigError(key, name, hint) from None
     for token in (words.separator, *words.ids):
         require(tokenizer.token_to_id(token) is not None, key, name, f"has no {token}; {take}")
+    size = vocab_size(name, tokenizer)
     for token, wanted in words.ids.items():
-        found, wanted = tokenizer.token_to_id(token), wanted % tokenizer.get_vocab_size()
+        found, wanted = tokenizer.token_to_id(token), wanted % size
         require(found == wanted, key, name, f"has {token} as {found}, not {wanted}; {take}")
     probe = "Ünïcode, \tspaces\n and 數\x07"
     kept = tokenizer.decode(tokenizer.encode(probe, add_special_tokens=False).ids) == probe
     require(kept, key, name, f"does not give text back as it was; {take}")
     return tokenizer
+
+
+def vocab_size(name: str, tokenizer: "Tokenizer") -> int:
+    """Return the size of the vocabulary of a model with this tokenizer.
+
+    A model may know more tokens than its tokenizer, as one does that was trained on a short text.
+    Then its config.json tells how many, where it lies beside the tokenizer's file.
+
+    Args:
+        name: as for `load_tokenizer`.
+        tokenizer: what that has loaded.
+    Raises:
+        ConfigError: that config.json cannot be read.
+    """
+    size, path = tokenizer.get_vocab_size(), Path(name).with_name("config.json")
+    if not (Path(name).is_file() and path.is_file()):
+        return size
+    try:
+        return max(size, int(json.loads(path.read_text()).get("vocab_size", 0)))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        hint = f"{path} cannot be read ({brief(error)}); mend it, or move the tokenizer elsewhere"
+        raise ConfigError("--tokenizer", name, hint) from None
 
 
 def load_rows(key: str, source: str) -> "Dataset":

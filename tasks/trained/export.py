@@ -23,6 +23,7 @@ from co2.record.files import write_durably
 from co2.task import Package, Portable
 from co2.train import launch
 from co2.train.weights import EXPORTED, ties
+from tasks.causal import CausalText
 from tasks.trained.card import card
 from tasks.trained.finished import Finished, opened
 from tasks.whole import written_aside
@@ -108,9 +109,11 @@ def _header(found: Finished) -> dict[str, str]:
 
 
 def _own_config(found: Finished) -> str:
-    """config.json of a model that no other library knows."""
-    name = found.config.task
-    return json.dumps({"task": name, name: found.settings}, indent=2) + "\n"
+    """config.json of a model that no other library knows. The size of a vocabulary has the name
+    that transformers gives it, by which `tasks.prepare` finds it."""
+    name, task = found.config.task, found.task
+    known = {"vocab_size": task.vocab_size} if isinstance(task, CausalText) else {}
+    return json.dumps({"task": name, name: found.settings, **known}, indent=2) + "\n"
 
 
 def _taken(folder: Path) -> bool:

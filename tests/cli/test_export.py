@@ -30,6 +30,7 @@ from tasks.trained import export
 from tasks.trained.finished import opened
 from tests.cli.harness import ROOT, configured, contents, small, weights
 from tests.integrations.replicas import called
+from tests.tasks import small_glue
 
 Finished = Callable[[str], Path]
 WORDS = "replica anchor, über\n\n\tround数 the"
@@ -204,6 +205,35 @@ def digest(folder: Path) -> str:
     import hashlib
 
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("task", "data"),
+    [("gpt2", "openwebtext"), ("moe", "openwebtext"), ("glue", "wikibooks")],
+)
+def test_data_of_its_tokenizer(
+    exported: Finished, words: Callable, text: Path, tmp_path: Path, task: str, data: str
+) -> None:
+    """The vocabulary of the data is the model's (docs/runs.md), which may be larger than that of
+    its tokenizer, as here."""
+    from datasets import Dataset
+
+    from tasks.prepare.__main__ import main
+
+    root, start = tmp_path / "root", exported("roberta" if task == "glue" else task)
+    pieces = text.read_text().split("\n\n")
+    Dataset.from_dict({"text": pieces}).save_to_disk(str(tmp_path / "texts"))
+    own = ("--source", str(tmp_path / "texts"), "--tokenizer", str(start / "tokenizer.json"))
+    assert main([data, *own, "--shards", "2", "--val-share", "0.2", "--root", str(root)]) == 0
+    more = ["data.path=null", f"data.root={root}", f"{task}.corpus={data}"]
+    if task == "glue":
+        small_glue.write(root / "glue", ("rte",))
+        more.append("glue.name=rte")
+    _, model = started(words(task, start, *more), tmp_path / "runs")
+    here = {name.removeprefix("language."): weight for name, weight in model.state_dict().items()}
+    there = load_file(start / "model.safetensors")
+    same = [name for name in there if not name.startswith("lm_head.")]
+    assert len(same) > 20 and all(torch.equal(here[name], there[name]) for name in same)
 
 
 def test_glue_starts_from_roberta(

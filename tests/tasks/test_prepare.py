@@ -1,5 +1,6 @@
 """The shards of openwebtext, on a small data set: killed, resumed, joined, trained on."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,6 +71,7 @@ def test_documents_come_out_as_they_went_in(
     task = gpt2(tmp_path, corpus=CorpusName.openwebtext, context=32)
     task.setup(1)
     assert next(task.batches(mesh(), 0)).shape == (4, 33)
+    assert task.model().transformer.wte.num_embeddings == words.get_vocab_size() < 300
     assert task.fingerprint()["data"] == "openwebtext"
 
 
@@ -125,10 +127,13 @@ def test_wrong_values_are_refused_in_one_line(
     tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "damaged").mkdir()
     no_separator = tmp_path / "tokenizer.json"
     Tokenizer.from_str('{"model": {"type": "BPE", "vocab": {}, "merges": []}}').save(
         str(no_separator)
     )
+    damaged = Path(shutil.copy(command[4], tmp_path / "damaged" / "tokenizer.json"))
+    (damaged.parent / "config.json").write_text("[")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "rows.jsonl").write_text('{"title": "x"}\n')
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -138,6 +143,7 @@ def test_wrong_values_are_refused_in_one_line(
         (["--source", str(tmp_path / "other")], 'has no column "text", only title'),
         (["--tokenizer", str(no_separator)], "has no <|endoftext|>"),
         (["--tokenizer", str(tmp_path / "other" / "rows.jsonl")], "cannot be loaded"),
+        (["--tokenizer", str(damaged)], "config.json cannot be read"),
         (["--shards", "0"], "--shards=0: must be 1 or more"),
         (["--shards", "121"], "hold 120 documents"),
         (["--val-share", "0"], "--val-share=0.0"),
