@@ -162,7 +162,11 @@ class Transformer(nn.Module):
         from timm.models.vision_transformer import Block  # takes seconds
 
         rates = [drop_path * level / max(depth - 1, 1) for level in range(depth)]
-        self.blocks = nn.ModuleList([Block(width, heads, drop_path=rate) for rate in rates])
+        # The published blocks normalize as PyTorch does by default; timm has an eps of its own.
+        norm = nn.LayerNorm
+        self.blocks = nn.ModuleList(
+            [Block(width, heads, drop_path=rate, norm_layer=norm) for rate in rates]
+        )
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:

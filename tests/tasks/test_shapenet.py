@@ -99,6 +99,17 @@ def test_drop_path_grows_with_depth() -> None:
     assert rates == pytest.approx([0, 0.05, 0.1])
 
 
+@pytest.mark.parametrize("objective", Objective)
+def test_it_normalizes_as_the_published_model(objective: Objective) -> None:
+    """Every normalization there has PyTorch's eps; timm's blocks would have another."""
+    norms = [
+        module
+        for module in ready(objective=objective).model().modules()
+        if isinstance(module, torch.nn.LayerNorm | torch.nn.BatchNorm1d)
+    ]
+    assert len(norms) > 8 and {norm.eps for norm in norms} == {1e-5}
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_go_on_from_any_start(folder: Path, workers: int) -> None:
     task = ready(3, path=folder, batch_size=2, workers=workers)
