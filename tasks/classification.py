@@ -17,7 +17,7 @@ from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError, require, require_count
 from co2.task import Batch, Package
 from tasks.evaluation import evaluating, share, total
-from tasks.image_folder import ImageFolder
+from tasks.image_folder import ImageFolder, shown
 from tasks.images import (
     CROP_DRAWS,
     MEAN,
@@ -215,12 +215,18 @@ class Classification:
         raise NotImplementedError
 
     def package(self, model: nn.Module) -> Package:
-        """See `Portable`: what timm reads."""
+        """See `Portable`: what timm reads, and transformers' TimmWrapper."""
+        from timm.data import ImageNetInfo  # takes seconds
+
         name, given = self.architecture()
+        names = [shown(found) for found in self._images.classes]
+        # Both libraries have descriptions of ImageNet's classes, in place of such names.
+        labels = {} if names == ImageNetInfo().label_names() else {"label_names": names}
         size = self.config.image_size
         about = {
             "architecture": name,
             "num_classes": self.num_classes,
+            **labels,
             "model_args": given,
             "pretrained_cfg": {
                 "input_size": [3, size, size],

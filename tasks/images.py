@@ -42,6 +42,11 @@ class Images(Protocol):
     from 0, class by class."""
 
     @property
+    def classes(self) -> Sequence[str]:
+        """Names of the classes, in the order of their labels."""
+        ...
+
+    @property
     def num_classes(self) -> int: ...
 
     def read(self, part: str, index: int) -> tuple[Tensor, int]:
@@ -68,6 +73,7 @@ class MNIST:
     Of each class 300 are for training and 200 for validation, drawn once and whatever the seed.
     """
 
+    classes = tuple("0123456789")
     num_classes = 10
     blockwise = True
 

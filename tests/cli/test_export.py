@@ -148,6 +148,17 @@ def test_images(finished: Finished, exported: Finished, task: str) -> None:
     assert torch.equal(model(images), own(images))
     about = json.loads((folder / "config.json").read_text())
     assert about["num_classes"] == 10 and about["pretrained_cfg"]["input_size"] == [3, 28, 28]
+    assert about["label_names"] == list("0123456789")
+
+
+def test_transformers_names_the_classes(finished: Finished, exported: Finished) -> None:
+    """It reads what timm does, with the names that predictions are shown by."""
+    from transformers import AutoModelForImageClassification
+
+    images, own = torch.rand(3, 3, 28, 28), opened(str(finished("vit"))).model()
+    model = AutoModelForImageClassification.from_pretrained(exported("vit"))
+    assert torch.equal(model(images).logits, own(images))
+    assert model.config.id2label == {n: str(n) for n in range(10)}
 
 
 @pytest.mark.parametrize("task", ["toy", "moe"])

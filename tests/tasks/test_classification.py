@@ -1,9 +1,11 @@
 """resnet50 and vit: models, batches, loss and evaluation, on MNIST and on folders of pictures."""
 
+import json
 import math
 import time
 from itertools import islice
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import torch.nn.functional as F
 from co2.config import Validation
 from co2.errors import ConfigError
 from tasks import resnet50, vit
-from tasks.classification import DatasetName
+from tasks.classification import Classification, DatasetName
 from tasks.images import normalized
 from tests.tasks.build import mesh
 from tests.tasks.pictures import task, tree
@@ -109,6 +111,22 @@ def test_labels_are_those_of_the_pictures(folder: Path) -> None:
     images, labels = next(own.batches(mesh(), 0))
     strongest = images.float().mean((2, 3)).argmax(1)  # blue, green, red: classes 0, 2, 1 by name
     assert labels.tolist() == [{2: 0, 1: 2, 0: 1}[colour] for colour in strongest.tolist()]
+
+
+def test_an_export_names_the_classes(folder: Path) -> None:
+    """In the order of the labels. Those of ImageNet are left to the libraries, which describe them
+    in words."""
+    from timm.data import ImageNetInfo
+
+    def labels(own: Classification) -> list[str] | None:
+        text = own.package(own.model()).files["config.json"]
+        return json.loads(text).get("label_names")
+
+    own = task(path=folder)
+    own.setup(1)
+    assert labels(own) == ["blue sky", "red", "élan"]
+    with patch.object(own._images, "classes", ImageNetInfo().label_names()):
+        assert labels(own) is None
 
 
 def test_the_loss_is_that_of_smoothed_and_mixed_labels() -> None:
