@@ -5,20 +5,22 @@
 
 Every process is a replica. It trains without DistributedDataParallel, and the method's step takes
 the place of the optimizer's. Validation and checkpoints are of the consensus of the replicas, and
-after `fit` every process holds it. Beside a checkpoint FILE lies a folder FILE.sync with a file for
-each replica, so that training goes on from it exactly.
+after `fit` every process holds it, or the weights that callbacks have left. Beside a checkpoint
+FILE lies a folder FILE.sync with a file for each replica, so that training goes on from it exactly.
 """
 
-import shutil
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from co2.comm.mesh import Mesh
@@ -34,7 +36,7 @@ class SyncStrategy(DDPStrategy):
         sync: the method, new: it has prepared nothing. Each `fit` begins with its configuration.
         options: what `DDPStrategy` takes about processes, such as `process_group_backend`.
     Raises:
-        ConfigError: `sync` is no such method. `fit` raises it for several optimizers, for
+        ConfigError: `sync` is no such method. `fit` raises it for several optimizers or none, for
             precision="16-mixed", and for a checkpoint of another number of replicas.
     """
 
@@ -46,7 +48,17 @@ class SyncStrategy(DDPStrategy):
         self._fitting = False
         self._shown: AbstractContextManager[None] | None = None
         """The consensus, while validation looks at it."""
-        self._checkpoint: Path | None = None
+        self._given: dict[str, Any] | None = None
+        """The weights that this strategy has given for the newest checkpoint."""
+        self._ended: dict[str, Any] | None = None
+        """What this replica held as training ended, to go on from."""
+        self._left = 0
+        """The checksum of the weights that the end of training has left."""
+        self._ending = False
+        """Whether training has ended, but callbacks may still write its final weights."""
+        self._trainer: Trainer | None = None
+        """The one that fits."""
+        self._checkpoint = ""
 
     def configure_ddp(self) -> None:
         """The method keeps replicas in step, in `setup`."""
@@ -55,8 +67,12 @@ class SyncStrategy(DDPStrategy):
         super().setup(trainer)
         if trainer.state.fn is not TrainerFn.FITTING:
             return
+        self._ended = None
         count = len(self.optimizers)
         require(count == 1, "configure_optimizers", count, "a method takes one optimizer")
+        hint = "returned no optimizer, and a method needs one; train without a SyncStrategy"
+        mock = isinstance(self.optimizers[0], _MockOptimizer)
+        require(not mock, "configure_optimizers", None, hint)
         hint = "a step that is skipped would tear rounds apart; use bf16-mixed"
         precision = self.precision_plugin.precision
         require(precision != "16-mixed", "precision", precision, hint)
@@ -64,7 +80,8 @@ class SyncStrategy(DDPStrategy):
         self.sync = loops.renewed(self.sync)
         mesh = Mesh.world(device=self.root_device)
         self.model = self.sync.prepare(self.model, self.optimizers[0], mesh)
-        self._fitting = True
+        self._trainer, self._fitting = trainer, True
+        _callbacks(trainer).insert(0, _EndFirst(self._end))
 
     def optimizer_step(
         self,
@@ -89,38 +106,124 @@ class SyncStrategy(DDPStrategy):
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        loops.end(self.sync, self._module)
-        self._fitting = False
+        if self._ending:  # not so after the trial of a LearningRateFinder
+            self._agree()
+            self._ending = False
+
+    def teardown(self) -> None:
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            if self._fitting and not trainer.interrupted:  # there was no step left to train
+                self._end()
+            self._hide()  # after an error in validation
+            self._fitting = self._ending = False
+            kept = [one for one in _callbacks(trainer) if not isinstance(one, _EndFirst)]
+            _callbacks(trainer)[:] = kept
+        super().teardown()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The consensus. Collective during `fit`."""
+        self._given = self._consensus()
+        return self._given
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Save what every replica needs to go on, and the checkpoint. Collective."""
+        more = {"storage_options": storage_options}
+        if "optimizer_states" in checkpoint:  # not so with weights_only
+            with self._as_trained():
+                state = self._held()
+                if state is not None:
+                    state["step"] = checkpoint["global_step"]
+                    path = f"{_beside(filepath)}/{loops.file_name(self.global_rank)}"
+                    self.checkpoint_io.save_checkpoint(state, path, **more)
+        weights, given = checkpoint.get("state_dict", {}), self._given or {}
+        self._given = None
+        changed = any(value is not given.get(name) for name, value in weights.items())
+        trained = self._fitting or self._ended is not None
+        if trained and self.reduce_boolean_decision(changed):  # by averages over a replica's steps
+            checkpoint = {**checkpoint, "state_dict": {**weights, **self._means(weights)}}
+        super().save_checkpoint(checkpoint, filepath, **more)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            self.checkpoint_io.remove_checkpoint(_beside(filepath))
+
+    def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **options: Any) -> Any:
+        self._checkpoint = str(checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, *args, **options)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Go on with what this replica had when the checkpoint was written."""
+        folder = _beside(self._checkpoint)
+        if os.path.islink(self._checkpoint):
+            beside_target = _beside(os.path.realpath(self._checkpoint))
+            folder = beside_target if os.path.isdir(beside_target) else folder
+        step = checkpoint["global_step"]
+        loops.read(self.sync, self._module, folder, "ckpt_path", self._load, step)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy or another process, whose method has prepared nothing."""
+        state = {**super().__getstate__(), "sync": loops.renewed(self.sync)}
+        state.update(_fitting=False, _ending=False, _shown=None, _given=None, _trainer=None)
+        return state
+
+    def _load(self, path: str) -> dict[str, Any]:
+        return self.checkpoint_io.load_checkpoint(path, weights_only=True)
+
+    def _consensus(self) -> dict[str, Any]:
+        if self._ending:
+            self._agree()
         if not self._fitting or self._shown is not None:
             return super().lightning_module_state_dict()
         with self.sync.consensus():
             live = super().lightning_module_state_dict()
             return {name: value.clone() for name, value in live.items()}
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
-    ) -> None:
+    def _held(self) -> dict[str, Any] | None:
+        """What this replica needs to go on exactly; None if nothing has been trained."""
         if self._fitting:
-            with self._as_trained():
-                loops.write(self.sync, self._module, _beside(Path(filepath)))
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+            return loops.held(self.sync, self._module)
+        if self._ended is None:
+            return None
+        ended = {**self._ended, "optimizer": self.optimizers[0].state_dict()}
+        if loops.checksum(self._module) != self._left:  # then training goes on from those weights
+            ended["module"] = self._module.state_dict()
+        return ended
 
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        super().remove_checkpoint(filepath)
-        if self.is_global_zero:
-            shutil.rmtree(_beside(Path(filepath)), ignore_errors=True)
+    def _end(self) -> None:
+        """Leave the consensus in the module, and keep what there was."""
+        held = loops.held(self.sync, self._module)
+        held["module"] = {
+            name: value.to("cpu", copy=True) for name, value in held["module"].items()
+        }
+        del held["optimizer"]  # it stays where it is
+        self._ended = held
+        loops.end(self.sync, self._module)
+        self._left = loops.checksum(self._module)
+        self._fitting, self._ending = False, True
 
-    def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **options: Any) -> Any:
-        self._checkpoint = Path(checkpoint_path)
-        return super().load_checkpoint(checkpoint_path, *args, **options)
+    def _agree(self) -> None:
+        """Give all replicas the mean of what callbacks have made of the final weights, if any."""
+        written = loops.checksum(self._module) != self._left
+        if self.reduce_boolean_decision(written, all=False):
+            module = self._module
+            final = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            with torch.no_grad():
+                for name, mean in self._means(final).items():
+                    final[name].copy_(mean)
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Go on with what this replica had when the checkpoint was written."""
-        assert self._checkpoint is not None
-        loops.read(self.sync, self._module, _beside(self._checkpoint), "ckpt_path")
+    def _means(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Means over the replicas of the weights that a consensus averages. Collective."""
+        frozen = {name for name, one in self._module.named_parameters() if not one.requires_grad}
+        means = {}
+        for name, value in weights.items():
+            if torch.is_tensor(value) and value.is_floating_point() and name not in frozen:
+                dense = value.detach().clone(memory_format=torch.contiguous_format)
+                means[name] = self.reduce(dense.to(self.root_device)).to(value.device)
+        return means
 
     @property
     def _module(self) -> LightningModule:
@@ -147,5 +250,21 @@ class SyncStrategy(DDPStrategy):
             self._show()
 
 
-def _beside(checkpoint: Path) -> Path:
-    return checkpoint.with_name(checkpoint.name + ".sync")
+class _EndFirst(Callback):
+    """Ends training before other callbacks see its end, so that what they write stays."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end()
+
+
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    """The trainer's own list, of which its class does not tell."""
+    found: list[Callback] = vars(trainer)["callbacks"]
+    return found
+
+
+def _beside(checkpoint: str | Path) -> str:
+    return f"{checkpoint}.sync"

@@ -1,6 +1,7 @@
 """What a method does for the loop of another library: it steps, is saved and read, and ends."""
 
 import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
@@ -52,42 +53,77 @@ def end(sync: Method, module: nn.Module) -> None:
     module.load_state_dict(final)
 
 
-def write(sync: Method, module: nn.Module, folder: Path) -> None:
-    """Write what this replica needs to go on exactly into its own file of a folder. Collective."""
-    state = {
+def checksum(module: nn.Module) -> int:
+    """A number that changes with the bits of the parameters and buffers."""
+    found = 0
+    for tensor in (*module.parameters(), *module.buffers()):
+        bits = tensor.detach().cpu().reshape(-1).view(torch.uint8)
+        found = zlib.crc32(bits.numpy().data, found)
+    return found
+
+
+# Any: what torch.save takes.
+def held(sync: Method, module: nn.Module) -> dict[str, Any]:
+    """What this replica needs to go on exactly, by reference. Collective."""
+    return {
         "replicas": sync.mesh.num_replicas,
         "module": module.state_dict(),
         "optimizer": sync.optimizer.state_dict(),
         "sync": sync.state_dict(),
     }
-    path = _file(sync, folder)
+
+
+def write(sync: Method, module: nn.Module, folder: Path) -> None:
+    """Write what this replica needs to go on exactly into its own file of a folder. Collective."""
+    path = folder / file_name(sync.mesh.replica)
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state, path.with_suffix(".tmp"))
+    torch.save(held(sync, module), path.with_suffix(".tmp"))
     os.replace(path.with_suffix(".tmp"), path)
 
 
-def read(sync: Method, module: nn.Module, folder: Path, key: str) -> None:
-    """Go on from what `write` has written, after `prepare`.
+def read(
+    sync: Method,
+    module: nn.Module,
+    folder: Path | str,
+    key: str,
+    load: Callable[[str], dict[str, Any]] | None = None,
+    step: int | None = None,
+) -> None:
+    """Go on from what was written of `held`, after `prepare`.
 
     Args:
         key: the name of the checkpoint's argument, for errors.
+        load: reads a file; None: from the local disk.
+        step: that of the checkpoint. None: it is not compared.
     Raises:
-        ConfigError: the file is missing or damaged, or of another number of replicas.
+        ConfigError: the file is missing or damaged, or of another number of replicas, step or
+            method.
     """
-    path = _file(sync, folder)
-    hint = f"there is no {path.name}; give a checkpoint of this method and as many processes"
-    require(path.exists(), key, folder, hint)
+    name = file_name(sync.mesh.replica)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = (load or _load)(f"{folder}/{name}")
+    except FileNotFoundError:
+        hint = f"there is no {name}; give a checkpoint of this method and as many processes"
+        raise ConfigError(key, folder, hint) from None
     except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-        hint = f"{path.name} cannot be read ({type(error).__name__}); give an older checkpoint"
+        hint = f"{name} cannot be read ({type(error).__name__}); give an older checkpoint"
         raise ConfigError(key, folder, hint) from None
     then, now = state["replicas"], sync.mesh.num_replicas
     require(then == now, key, folder, f"is of {then} processes, not of {now}; start as many")
+    then = state.get("step", step)
+    hint = f"{name} is of step {then}, the checkpoint of step {step}; give an older checkpoint"
+    require(step is None or then == step, key, folder, hint)
+    sync.check_state(state["sync"])
     module.load_state_dict(state["module"])
     sync.optimizer.load_state_dict(state["optimizer"])
     sync.load_state_dict(state["sync"])
 
 
-def _file(sync: Method, folder: Path) -> Path:
-    return folder / f"sync_{sync.mesh.replica}.pt"
+def _load(path: str) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state
+
+
+def file_name(replica: int) -> str:
+    """The name of a replica's file in a checkpoint."""
+    return f"sync_{replica}.pt"

@@ -1,5 +1,6 @@
 """SyncStrategy: it trains as one's own loop does, goes on exactly, and shows the consensus."""
 
+import copy
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,7 +42,11 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def fitted(sync: co2.Method, folder: str, dropout: float = 0.0, **more: Any) -> Any:
-    """The module after a training, with its batches and losses. Any: of Lightning."""
+    """The module after a training, with its batches and losses. Any: of Lightning.
+
+    Args:
+        more: arguments of `Trainer`, `ckpt_path`, and what the first lines take out of it.
+    """
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -65,9 +70,9 @@ def fitted(sync: co2.Method, folder: str, dropout: float = 0.0, **more: Any) -> 
             self.validated.append(loss(self.net, batch).item())
 
         def configure_optimizers(self) -> Any:
-            self.automatic_optimization = optimizers == 1
+            self.automatic_optimization = optimizers < 2
             made = [torch.optim.SGD(self.net.parameters(), lr=0.05) for _ in range(optimizers)]
-            return made if optimizers > 1 else made[0]
+            return made if optimizers > 1 else made[0] if made else None
 
     warnings.simplefilter("ignore")
     optimizers, resume = more.pop("optimizers", 1), more.pop("ckpt_path", None)
@@ -115,19 +120,24 @@ def both_ways(folder: str) -> dict[str, tuple[Weights, Weights]]:
     found = {}
     for name in NAMES:
         module = fitted(method(name), folder)
-        model, sync = net(), method(name)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        wrapped = sync.prepare(model, optimizer, co2.Mesh.world(device="cpu"))
-        for batch in module.batches:
-            loss(wrapped, batch).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            sync.step()
-            optimizer.zero_grad()
-        with sync.consensus():
-            final = held(model)
-        sync.flush()
-        found[name] = held(module.net), final
+        found[name] = held(module.net), by_hand(name, module.batches)
     return found
+
+
+def by_hand(name: str, batches: list[Any]) -> Weights:
+    """Final weights of a loop of one's own."""
+    model, sync = net(), method(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    wrapped = sync.prepare(model, optimizer, co2.Mesh.world(device="cpu"))
+    for batch in batches:
+        loss(wrapped, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        sync.step()
+        optimizer.zero_grad()
+    with sync.consensus():
+        final = held(model)
+    sync.flush()
+    return final
 
 
 def test_it_is_ones_own_loop(tmp_path: Path) -> None:
@@ -185,6 +195,219 @@ def test_checkpoints_hold_the_consensus(tmp_path: Path) -> None:
             torch.testing.assert_close(state, left, rtol=0, atol=0)
 
 
+def resumed(folder: str) -> dict[str, list[tuple[Weights, Weights]]]:
+    """Weights of trainings that go on, and of loops of one's own on the same batches: from a file
+    that was written after `fit`, and from a link, beside whose own name lies what is not its own.
+    """
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    found = {}
+    for name in NAMES:
+        place = Path(folder) / name
+        link = ModelCheckpoint(place, "{step}", every_n_train_steps=5, save_last="link")
+        more = {"enable_checkpointing": True, "max_steps": 5, "callbacks": [link]}
+        begun = fitted(method(name), folder, **more)
+        begun.trainer.save_checkpoint(place / "after.ckpt")
+        other = place / "last.ckpt.sync" / f"sync_{begun.trainer.global_rank}.pt"
+        other.parent.mkdir(exist_ok=True)
+        other.write_bytes(b"of another training")
+        assert (place / "last.ckpt").is_symlink()
+        found[name] = []
+        for kind in ("after", "last"):
+            again = fitted(method(name), folder, ckpt_path=place / f"{kind}.ckpt")
+            final = by_hand(name, [*begun.batches, *again.batches])
+            found[name].append((held(again.net), final))
+    return found
+
+
+def test_it_goes_on_from_files_written_after_fit_and_from_links(tmp_path: Path) -> None:
+    for found in called(resumed, tmp_path, 2, str(tmp_path / "out")):
+        for name, pairs in found.items():
+            for resumed_, final in pairs:
+                torch.testing.assert_close(resumed_, final, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def written_after(folder: str) -> tuple[Weights, Weights]:
+    """Weights that were set after `fit`, and those with which training goes on from a file."""
+    from lightning.pytorch.callbacks import LambdaCallback
+
+    module = fitted(method("co2"), folder, max_steps=6)
+    for value in module.net.parameters():
+        nn.init.constant_(value, 0.5)
+    path = f"{folder}/set.ckpt"
+    module.trainer.save_checkpoint(path)
+    seen: list[Weights] = []
+    see = LambdaCallback(on_train_start=lambda _, one: seen.append(held(one.net)))
+    fitted(method("co2"), folder, ckpt_path=path, callbacks=[see])
+    return held(module.net), seen[0]
+
+
+def test_weights_set_after_fit_are_gone_on_from(tmp_path: Path) -> None:
+    for written, seen in called(written_after, tmp_path, 2, str(tmp_path / "out")):
+        torch.testing.assert_close(seen, written, rtol=0, atol=0)
+
+
+def averaged(folder: str, world: int) -> dict[str, tuple[Weights, Weights, Weights, Weights]]:
+    """With callbacks that average weights over steps: the final weights, this replica's averages,
+    and the weights of checkpoints that were written in training and after it. The last step ends a
+    round, so the weights lag behind."""
+    from lightning.pytorch.callbacks import (
+        EMAWeightAveraging,
+        ModelCheckpoint,
+        StochasticWeightAveraging,
+    )
+
+    found = {}
+    for kind in ("swa", "ema"):
+        ema = kind == "ema"
+        own: Any = EMAWeightAveraging(decay=0.5)
+        if not ema:
+            own = StochasticWeightAveraging(0.01, swa_epoch_start=2)
+        saves = ModelCheckpoint(folder, kind, enable_version_counter=False)
+        more = {"devices": world, "max_epochs": 4, "max_steps": -1, "callbacks": [own, saves]}
+        sync = co2.CO2(co2.CO2.Config(tau=2))
+        module = fitted(sync, folder, enable_checkpointing=True, **more)
+        module.trainer.save_checkpoint(f"{folder}/{kind} after.ckpt")
+        averages = own._average_model.module if ema else own._average_model
+        paths = [f"{folder}/{name}.ckpt" for name in (kind, f"{kind} after")]
+        states = [torch.load(path, weights_only=False)["state_dict"] for path in paths]
+        trained = dict(averages.named_parameters())
+        during, after = [{name: state[name] for name in trained} for state in states]
+        final = {name: held(module)[name] for name in trained}
+        found[kind] = final, held(averages), during, after
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_callbacks_average_stays(tmp_path: Path, world: int) -> None:
+    """After `fit` each replica has the mean of what the callbacks of all have averaged."""
+    ways = called(averaged, tmp_path, world, str(tmp_path / "out"), world)
+    for kind, (final, _, during, after) in ways[0].items():
+        for name in final:
+            each = torch.stack([found[kind][1][name] for found in ways])
+            close = {"rtol": 0, "atol": 1e-6, "msg": f"{kind} {name}"}
+            torch.testing.assert_close(final[name], each.mean(0), **close)
+            torch.testing.assert_close(after[name], final[name], **close)
+            if kind == "ema":  # that of the last epoch's end; SWA averages only at the end
+                torch.testing.assert_close(during[name], final[name], **close)
+            for found in ways:
+                torch.testing.assert_close(found[kind][0][name], final[name], rtol=0, atol=0)
+            if world > 1:
+                assert (each[0] - each[1]).abs().max() > 1e-4
+
+
+def stored(folder: str) -> tuple[list[str], list[str], Weights, Weights]:
+    """What a custom checkpoint IO was asked to write and to remove, and the weights of a training
+    and of one that goes on in the memory of fsspec."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins import TorchCheckpointIO
+
+    written, removed = [], []
+
+    class Told(TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+            written.append(str(path))
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+        def remove_checkpoint(self, path: Any) -> None:
+            removed.append(str(path))
+            super().remove_checkpoint(path)
+
+    def new() -> Any:
+        saves = ModelCheckpoint("memory://bucket/x", "{step}", every_n_train_steps=10)
+        return {"callbacks": [saves], "enable_checkpointing": True, "devices": 1}
+
+    fitted(method("co2"), folder, plugins=[Told()], max_steps=20, **new())
+    whole = fitted(method("co2"), folder, max_steps=25, **new())
+    path = "memory://bucket/x/step=20.ckpt"
+    again = fitted(method("co2"), folder, max_steps=25, ckpt_path=path, **new())
+    return written, removed, held(whole.net), held(again.net)
+
+
+def test_state_goes_where_the_checkpoint_goes(tmp_path: Path) -> None:
+    found = called(stored, tmp_path, 1, str(tmp_path / "out"))
+    written, removed, whole, again = found[0]
+    old, new = (f"memory://bucket/x/step={step}.ckpt" for step in (10, 20))
+    states = [f"{path}.sync/sync_0.pt" for path in (old, new)]
+    assert written == [states[0], old, states[1], new]
+    assert removed == [old, f"{old}.sync"]
+    torch.testing.assert_close(again, whole, rtol=0, atol=0)
+    assert not (tmp_path / "memory:").exists()
+
+
+def weights_only(folder: str) -> list[str]:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    for save in (True, False):
+        name = "weights" if save else "all"
+        saves = ModelCheckpoint(folder, name, save_weights_only=save)
+        fitted(method("co2"), folder, callbacks=[saves], enable_checkpointing=True)
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_weights_only_are_weights_only(tmp_path: Path) -> None:
+    for names in called(weights_only, tmp_path, 2, str(tmp_path / "out")):
+        assert names == ["all.ckpt", "all.ckpt.sync", "weights.ckpt"]
+
+
+def copied(folder: str) -> list[Weights]:
+    """Final weights of trainings that go on from a file of a trainer, and from one of its copy."""
+    from lightning.pytorch.callbacks import TQDMProgressBar
+
+    more = {"callbacks": [TQDMProgressBar(refresh_rate=0)], "enable_progress_bar": True}
+    trainer = fitted(method("co2"), folder, max_steps=5, **more).trainer
+    twin = copy.deepcopy(trainer)
+    assert [type(one) for one in copy.deepcopy(trainer.callbacks)] == [TQDMProgressBar]
+    found = []
+    for number, one in enumerate((trainer, twin)):
+        path = f"{folder}/{number}.ckpt"
+        one.save_checkpoint(path)
+        found.append(held(fitted(method("co2"), folder, ckpt_path=path).net))
+    twin.fit_loop.epoch_loop.max_steps = STEPS
+    twin.fit(twin.lightning_module, twin.train_dataloader)
+    assert twin.strategy.sync.steps == STEPS - 5
+    return found
+
+
+def test_trainers_and_callbacks_can_be_copied(tmp_path: Path) -> None:
+    for found in called(copied, tmp_path, 2, str(tmp_path / "out")):
+        torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def fitted_again(folder: str) -> tuple[Weights, Weights, Weights]:
+    """With what weights a second `fit` begins to train, after the first has ended with an error in
+    validation. And what a training leaves, and the same where no step was left to train."""
+    from lightning.pytorch.callbacks import LambdaCallback
+
+    trainers, seen = [], []
+
+    def fail(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 5 and not trainers:
+            trainers.append(trainer)
+            raise ArithmeticError
+
+    def see(_: Any, module: Any) -> None:
+        seen.append(held(module.net))
+
+    own = LambdaCallback(on_validation_epoch_start=fail, on_train_start=see)
+    more = {"limit_val_batches": 1.0, "num_sanity_val_steps": 1, "val_check_interval": 5}
+    with pytest.raises(ArithmeticError):
+        fitted(method("co2"), folder, callbacks=[own], **more)
+    (trainer,) = trainers
+    module = trainer.lightning_module
+    trainer.fit(module, trainer.train_dataloader, trainer.val_dataloaders)
+    finished = fitted(method("co2"), folder, save_every=5, max_steps=5)
+    again = fitted(method("co2"), folder, max_steps=5, ckpt_path=f"{folder}/step=5.ckpt")
+    return seen[1], held(finished.net), held(again.net)
+
+
+def test_fit_may_follow_an_error_and_an_end(tmp_path: Path) -> None:
+    ways = called(fitted_again, tmp_path, 2, str(tmp_path / "out"))
+    for begun, finished, again in ways:
+        torch.testing.assert_close(begun, ways[0][0], rtol=0, atol=0)
+        torch.testing.assert_close(again, finished, rtol=0, atol=0)
+
+
 def refused(folder: str) -> list[str]:
     from lightning.pytorch.plugins import MixedPrecision
 
@@ -192,18 +415,20 @@ def refused(folder: str) -> list[str]:
 
     lines = []
     half = MixedPrecision("16-mixed", "cpu")
-    for more in ({"optimizers": 2}, {"plugins": [half]}):
+    for more in ({"optimizers": 2}, {"optimizers": 0}, {"plugins": [half]}):
         with pytest.raises(co2.ConfigError) as error:
             fitted(method("co2"), folder, **more)
         lines.append(str(error.value))
     fitted(method("co2"), folder, save_every=5)
-    path = Path(folder) / "step=5.ckpt"
-    for file in path.with_name("step=5.ckpt.sync").glob("*.pt"):
-        file.write_bytes(file.read_bytes()[:100])
-    torch.distributed.barrier()
-    with pytest.raises(co2.ConfigError) as error:
-        fitted(method("co2"), folder, ckpt_path=str(path))
-    lines.append(str(error.value))
+    path, name = f"{folder}/step=5.ckpt", f"sync_{torch.distributed.get_rank()}.pt"
+    own = Path(f"{path}.sync") / name
+    whole, newer = own.read_bytes(), Path(f"{folder}/step=10.ckpt.sync") / name
+    # The second: as when the file is written again, and the processes end halfway.
+    for other, state in (("slowmo", whole), ("co2", newer.read_bytes()), ("co2", whole[:100])):
+        own.write_bytes(state)
+        with pytest.raises(co2.ConfigError) as error:
+            fitted(method(other), folder, ckpt_path=path)
+        lines.append(str(error.value))
     with pytest.raises(co2.ConfigError) as error:
         SyncStrategy("co2")  # type: ignore[arg-type]
     return [*lines, str(error.value)]
@@ -211,7 +436,9 @@ def refused(folder: str) -> list[str]:
 
 def test_what_cannot_be_trained_is_one_line(tmp_path: Path) -> None:
     for lines in called(refused, tmp_path, 2, str(tmp_path / "out")):
-        words = ("configure_optimizers=2: ", "precision=16-mixed: ", "cannot be read", "sync=str: ")
-        assert len(lines) == len(words)
+        of = "configure_optimizers"
+        of_files = ("saved by CO2", "is of step 10, the checkpoint of step 5")
+        of_fit = (f"{of}=2: ", f"{of}=None: ", "precision=16-mixed: ")
+        words = (*of_fit, *of_files, "cannot be read", "sync=str: ")
         for line, word in zip(lines, words, strict=True):
             assert word in line and "\n" not in line
