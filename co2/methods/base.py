@@ -258,6 +258,11 @@ class Method:
         """Inner steps of a round, τ; 1 for a method without rounds."""
         return 1
 
+    def first_means(self) -> dict[str, int]:
+        """What is averaged once in several steps → the step that takes in its first mean, such as
+        {"weights": 2τ}. A shorter training takes in none. Call it after `prepare`."""
+        return {}
+
     @property
     def max_skew_steps(self) -> int:
         """Steps by which one replica may run ahead of another at most."""

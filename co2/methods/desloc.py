@@ -59,6 +59,11 @@ class DESLOC(LocalSGD):
             for number, period in enumerate(periods)
         ]
 
+    def first_means(self) -> dict[str, int]:
+        moments = ("first moments", "second moments")
+        periods = (period for _, period in self.periods)
+        return {**super().first_means(), **dict(zip(moments, periods, strict=True))}
+
     def scratch_tensors(self) -> list[Tensor]:
         own = [tensor for moment, _ in self.periods for tensor in moment.scratch_tensors()]
         return [*super().scratch_tensors(), *own]

@@ -156,6 +156,9 @@ class StreamingDiLoCo(Method):
         totals = (fragment.mean.totals() for fragment in self.fragments)
         return MethodStats.of(sum(totals, start=CommTotals()))
 
+    def first_means(self) -> dict[str, int]:
+        return {f"fragment {n}": one.first_sync for n, one in enumerate(self.fragments)}
+
     @property
     def round_steps(self) -> int:
         return self.config.tau
@@ -209,6 +212,12 @@ class Fragment:
                 outer, x = chunk.of(self.outer), self.flat.local(chunk)
                 nesterov(outer, chunk.of(self.momentum), chunk.of(mean), alpha, beta)
                 chunk.write(x.lerp_(outer, 1 - self.config.mixing))
+
+    @property
+    def first_sync(self) -> int:
+        """The first step with a sync whose collective was started at step 1 or later."""
+        first = self.syncs_at or self.config.tau
+        return first if first > self.config.delay else first + self.config.tau
 
     def state_tensors(self) -> dict[str, Tensor]:
         quantized = {} if self.exchange is None else self.exchange.messages()

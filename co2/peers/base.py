@@ -66,6 +66,9 @@ class Peer(Method):
         sent = self.bytes_per_round() * (self.steps // self.config.tau)
         return MethodStats(self.exposed_s, self.exposed_s, sent)
 
+    def first_means(self) -> dict[str, int]:
+        return {"weights": self.config.tau}
+
     @property
     def round_steps(self) -> int:
         return self.config.tau

@@ -33,6 +33,7 @@ def train(run: Run) -> None:
         membership, losses = session.membership, LossWatch(run, session.checkpoints)
         run.record.begin(session.step)
         run.trace.begin(method.round_steps)
+        _warn_of_late_means(run)
         with StopVote(run.mesh, run.control, lambda: method.max_skew_steps, STOP_SIGNALS) as stop:
             while session.step < steps:
                 set_lr(session.optimizer, config.optim, session.step, steps)
@@ -66,6 +67,17 @@ def train(run: Run) -> None:
         method.flush()
         membership.together(run.barrier)
         run.record.finish(summary)
+
+
+def _warn_of_late_means(run: Run) -> None:
+    """Say what will never be averaged, because its first mean is due after the last step."""
+    steps, firsts = run.config.train.steps, run.method.first_means()
+    late = {what: first for what, first in firsts.items() if first > steps}
+    if late:
+        share = "no communication" if late == firsts else "not all communication"
+        due = ", ".join(f"of {what} is due at step {first}" for what, first in late.items())
+        text = f"warning: {share} will happen in time: the first mean {due}"
+        run.console.print_line(f"{text}, and training ends at step {steps}")
 
 
 def _gradients(session: Session) -> Tensor:

@@ -723,3 +723,40 @@ def parameters(folder: Path) -> Tensor:
     return torch.cat(
         [v.flatten() for name, v in values.items() if "num" not in name and "run" not in name]
     )
+
+
+WARNING = "warning: {} will happen in time: the first mean {}, and training ends at step 20"
+NONE = WARNING.format("no communication", "of weights is due at step {}")
+LATE_MEANS = [
+    ("local_sgd", "local_sgd.tau=21", NONE.format(21)),
+    ("local_sgd", "local_sgd.tau=20", ""),
+    ("local_sgd", "local_sgd.tau=auto", ""),
+    ("co2", "co2.tau=12", NONE.format(24)),
+    ("co2_keep", "co2_keep.tau=18 co2_keep.delay=3", NONE.format(21)),
+    ("torch_post_local_sgd", "torch_post_local_sgd.tau=30", NONE.format(30)),
+    (
+        "streaming_diloco",
+        "streaming_diloco.tau=24",
+        WARNING.format("not all communication", "of fragment 1 is due at step 24"),
+    ),
+    (
+        "desloc",
+        "desloc.tau=20 optim.name=adamw",
+        WARNING.format(
+            "not all communication",
+            "of first moments is due at step 36, of second moments is due at step 72",
+        ),
+    ),
+    ("allreduce", "", ""),
+]
+
+
+@pytest.mark.parametrize(("method", "words", "says"), LATE_MEANS)
+def test_rounds_longer_than_the_training_are_told_before_it(
+    workers: Pool, tmp_path: Path, method: str, words: str, says: str
+) -> None:
+    arguments = (f"method={method}", *words.split(), "train.steps=20")
+    run = pooled(workers, 2, *arguments, runs=tmp_path)
+    first, *others = run.out.splitlines()
+    assert (first if says else "") == says
+    assert not any(line.startswith("warning") for line in others)

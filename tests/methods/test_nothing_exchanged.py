@@ -11,7 +11,7 @@ import torch
 
 from co2.methods import METHODS
 from tests.methods.collectives import nothing_exchanged
-from tests.methods.driver import SETTINGS, Session, Snapshot, inner
+from tests.methods.driver import ROUNDS_OF, SETTINGS, Session, Snapshot, inner
 from tests.methods.test_equals_reference import SHARDED, STEPS, assert_follows
 from tests.workers import Pool
 
@@ -49,3 +49,26 @@ def test_the_reference_tells_a_method_from_no_exchange(
     assert_follows(list(exchanged), *arguments)
     with pytest.raises(AssertionError, match=r"^after round [1-9]"):
         assert_follows(list(dropped), *arguments)
+
+
+def first_that_tells(rank: int, world: int, name: str, settings: dict[str, Any]) -> tuple[int, int]:
+    """The first step after which a replica is another than without any exchange, and the one that
+    the method names."""
+    dropped, exchanged = unsynchronized(rank, world, name, settings)
+    pairs = enumerate(zip(dropped, exchanged, strict=True))
+    differs = (
+        step for step, (one, other) in pairs if any(not torch.equal(one[k], other[k]) for k in one)
+    )
+    return next(differs), min(Session(rank, name, settings).method.first_means().values())
+
+
+LATE = {"co2_keep": {"tau": 3, "delay": 1}, "streaming_diloco": {"tau": 6, "delay": 4}}
+ROUNDS = [*((name, SETTINGS[name]) for name in ROUNDS_OF), *LATE.items()]
+
+
+@pytest.mark.parametrize("case", ROUNDS, ids=str)
+def test_the_first_mean_arrives_when_the_method_says(
+    workers: Pool, case: tuple[str, dict[str, Any]]
+) -> None:
+    for found, told in workers.run(first_that_tells, 2, *case):
+        assert found == told

@@ -195,6 +195,10 @@ class LocalMethod(Method):
     def round_steps(self) -> int:
         return self.tau
 
+    def first_means(self) -> dict[str, int]:
+        """Empty with tau=auto, whose rounds are not known yet."""
+        return {} if self.auto is not None else {"weights": self.max_skew_steps}
+
     @property
     def rounds_apart(self) -> int:
         """Rounds by which one replica may run ahead of another: the one under way, and the next
