@@ -15,7 +15,7 @@ from co2.record.files import whole_lines, write_durably
 from co2.record.folder import plain, run_folder
 from co2.record.metrics import Change, Evaluation, Line, Metrics, Notice, Shares, Summary
 from co2.record.provenance import Origin, manifest
-from co2.record.wandb import Tracking, WandbTracking
+from co2.record.wandb import Tracking, WandbTracking, mode
 
 Entry = Metrics | Evaluation | Notice | Change | Shares
 _RECENT = 256
@@ -86,7 +86,7 @@ class FolderRecord(Record):
         lines = _up_to(self._metrics, step) if self._metrics.exists() else []
         write_durably(self._metrics, "".join(lines))
         self._file = os.open(self._metrics, os.O_WRONLY | os.O_APPEND)
-        if self._config.log.wandb is not Wandb.disabled:
+        if mode(self._config.log.wandb) is not Wandb.disabled:
             self._tracking = WandbTracking(
                 self._config, self._values, self.folder, step, self._origin.tags, self._console
             )

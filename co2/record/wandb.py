@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from co2.config import Config
+from co2.config import Config, Wandb
 from co2.record import timeline
 from co2.record.console import Console
 from co2.record.files import whole_lines, write_durably
@@ -29,6 +29,16 @@ SEGMENTS = "segments.json"
 _FINISH_S = 120.0
 """Seconds that uploading may go on when a segment ends; what is left then stays in its files."""
 _LOWER_IS_BETTER = ("loss", "perplexity")
+
+
+_MODES = (Wandb.disabled, Wandb.offline, Wandb.online)
+
+
+def mode(chosen: Wandb) -> Wandb:
+    """`log.wandb`, or what W&B's own variable WANDB_MODE names, whichever records less."""
+    named = {own.value: own for own in Wandb} | {"dryrun": Wandb.offline}  # as W&B called it once
+    own = named.get(os.environ.get("WANDB_MODE", ""), Wandb.online)
+    return min(chosen, own, key=_MODES.index)
 
 
 class Tracking:
@@ -120,7 +130,7 @@ class WandbTracking(Tracking):
         self._run = wandb.init(
             project="co2-suite",
             dir=self._folder,
-            mode=self._config.log.wandb.value,
+            mode=mode(self._config.log.wandb).value,
             id=state["id"],
             resume="allow",
             config=self._values,

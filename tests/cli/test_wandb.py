@@ -19,11 +19,12 @@ from torch import Tensor
 from wandb.proto.wandb_internal_pb2 import Record
 
 import train
+from co2.config import Wandb
 from co2.errors import PREEMPTED
 from co2.record import wandb_sync
 from co2.record.metrics import UNITS, unit_of
 from co2.record.provenance import Origin
-from co2.record.wandb import SEGMENTS
+from co2.record.wandb import SEGMENTS, mode
 from co2.train import launch
 from recipes import cells
 from recipes.cells import TrainCell
@@ -298,6 +299,33 @@ def test_a_worker_is_lost(tmp_path: Path, victim: int) -> None:
     left = [worker for worker in range(3) if worker != victim]
     assert [(row["step"], row["members/members"]) for row in rows] == [(step, left)]
     assert rows[0]["members/lost"] == {str(victim): "gone"}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "variable", "made"),
+    [
+        ("online", "disabled", "disabled"),
+        ("online", "offline", "offline"),
+        ("online", "dryrun", "offline"),
+        ("online", "online", "online"),
+        ("online", "", "online"),
+        ("offline", "online", "offline"),
+        ("disabled", "online", "disabled"),
+    ],
+)
+def test_its_own_variable_can_only_make_it_record_less(
+    monkeypatch: pytest.MonkeyPatch, chosen: str, variable: str, made: str
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", variable)
+    assert mode(Wandb(chosen)) is Wandb(made)
+
+
+def test_disabled_by_its_own_variable_it_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert trained(tmp_path, "train.steps=2") == 0
+    assert not list(tmp_path.rglob("*wandb*"))
 
 
 def test_its_process_ends(tmp_path: Path) -> None:
