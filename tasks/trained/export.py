@@ -10,6 +10,7 @@ model. It appears whole or not at all.
 import argparse
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -92,6 +93,8 @@ def _write(
     for name, text in files.items():
         write_durably(folder / name, text)
     save_file(weights, folder / EXPORTED, header)
+    # safetensors lets only the owner read it; the other files have the mode that the umask leaves.
+    shutil.copymode(folder / "config.json", folder / EXPORTED)
     with (folder / EXPORTED).open("rb") as file:
         os.fsync(file.fileno())
 

@@ -28,7 +28,7 @@ from tasks.gpt2 import GPT2
 from tasks.roberta import RoBERTa, roberta_ids
 from tasks.trained import export
 from tasks.trained.finished import opened
-from tests.cli.harness import ROOT, configured, contents, small, weights
+from tests.cli.harness import ROOT, configured, contents, folder_of, small, weights
 from tests.integrations.replicas import called
 from tests.tasks import small_glue
 
@@ -88,6 +88,24 @@ def refused(words: tuple[str, ...], runs: Path) -> str:
     assert caught.value.key == "init_from" and "\n" not in str(caught.value)
     assert not runs.exists()
     return caught.value.hint
+
+
+def test_all_files_have_the_mode_that_the_umask_leaves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of a run and its checkpoints, and those of the export."""
+    runs, words = tmp_path / "runs", ("method=co2", "launch.workers=1", "train.steps=2")
+    before = os.umask(0o027)
+    try:
+        train.APP.work(configured(*words, "checkpoint.every=1", "log.wandb=offline", runs=runs))
+        assert export.main([str(folder_of(*words, runs=runs)), str(tmp_path / "made")]) == 0
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert {"model.safetensors", "model.pt", "rank_0.pt"} <= {path.name for path in files}
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {
+        path.name: "0o640" for path in files
+    }
 
 
 def test_gpt2(finished: Finished, exported: Finished) -> None:
