@@ -17,6 +17,7 @@ from tasks.examples import Examples, documents
 from tasks.progress import progress
 from tasks.store import FORMAT, PARTS, Store, create, locked, open_store, token_dtype
 from tasks.text import encoded, separator_id
+from tasks.whole import require_writable
 
 if TYPE_CHECKING:
     from pyarrow import Table
@@ -131,6 +132,7 @@ def read_examples(folder: Path, name: str, words: Store, root: Path) -> dict[str
     place = root / "text" / f"glue_{name}-{identity[:16]}-v{FORMAT}"
     store = open_store(place)
     if store is None:
+        require_writable("data.root", root, place)
         with locked(place):  # another process may have made it while this one waited
             store = open_store(place) or _encode(place, tables, name, words)
     made = {}

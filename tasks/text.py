@@ -30,6 +30,7 @@ from tasks.store import (
     open_store,
     token_dtype,
 )
+from tasks.whole import require_writable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -100,6 +101,7 @@ def prepared(corpus: Corpus, vocab_size: int, window: Window, root: Path) -> Sto
     folder = root / "text" / f"{corpus.name}-{corpus.sha256[:16]}-{vocab_size}-v{FORMAT}"
     store = open_store(folder)
     if store is None:
+        require_writable("data.root", root, folder)
         corpus.check()
         with locked(folder):
             # Another process may have made it while this one waited.

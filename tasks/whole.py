@@ -3,10 +3,13 @@
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+from co2.errors import ConfigError
 
 
 @contextmanager
@@ -35,6 +38,26 @@ def written_aside(folder: Path, sound: Callable[[], bool]) -> Iterator[Path]:
     finally:
         if aside.exists():
             _remove(aside)
+
+
+def require_writable(key: str, root: object, place: Path) -> None:
+    """Refuse a place where nothing can be made, before long work whose result is to lie there.
+    Whatever exists is left as it is.
+
+    Args:
+        key, root: key of the configuration that chose the place, and its value, for errors.
+        place: a file or folder below `root`, which need not exist.
+    Raises:
+        ConfigError: the nearest folder that exists cannot be written.
+    """
+    there = place.absolute().parent
+    try:
+        there = next(path for path in (there, *there.parents) if path.exists())
+        with tempfile.TemporaryDirectory(prefix=".writable", dir=there):
+            pass
+    except OSError as error:
+        hint = f"cannot write {there} ({error.strerror}); choose another"
+        raise ConfigError(key, root, hint) from None
 
 
 def refuse_others(folder: Path, own: Container[str]) -> None:

@@ -23,6 +23,7 @@ from co2.errors import ConfigError, require
 from tasks.progress import progress
 from tasks.store import PARTS, Store, create, locked, open_store, refuse_strangers, token_dtype
 from tasks.text import encoded, separator_id
+from tasks.whole import require_writable
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -146,6 +147,7 @@ def _make(
     sources: Mapping[str, object],
     load: Callable[[], Documents],
 ) -> Store:
+    require_writable("--root", options.root, final)
     loaded, documents = load_tokenizer(options.tokenizer, words), load()
     num_shards, val_share = options.shards, options.val_share
     hint = f"the data hold {len(documents)} documents; use fewer shards"

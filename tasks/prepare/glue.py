@@ -12,6 +12,7 @@ from tasks.glue_tables import GLUE_TASKS, BadTable, read_split
 from tasks.prepare.documents import brief
 from tasks.progress import progress
 from tasks.store import locked
+from tasks.whole import require_writable
 
 if TYPE_CHECKING:
     from pyarrow import Table
@@ -45,6 +46,7 @@ def run(options: argparse.Namespace) -> str:
         with locked(root), progress("GLUE", len(GLUE_TASKS)) as advance:
             for name in GLUE_TASKS:
                 if not (root / name).exists():
+                    require_writable("--root", options.root, root / name)
                     _write(root / name, _splits(options.source, name))
                 advance(1)
     except OSError as error:

@@ -170,6 +170,18 @@ def test_a_hub_out_of_reach(
         assert "\n" not in error
 
 
+def test_a_root_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    for name in ("load_tokenizer", "load_rows"):
+        monkeypatch.setattr(prepare, name, lambda *_: pytest.fail("data were loaded first"))
+    (tmp_path / "root").write_text("a file")
+    assert main([*command, "--root", str(tmp_path / "root")]) == 2
+    error = capsys.readouterr().err.strip()
+    root = tmp_path / "root"
+    assert error == f"error: --root={root}: cannot write {root} (Not a directory); choose another"
+
+
 def test_other_files_in_the_way_are_kept(tmp_path: Path, command: list[str], capsys) -> None:
     mine = tmp_path / "openwebtext" / "raw.tar"
     mine.parent.mkdir()

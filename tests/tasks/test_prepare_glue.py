@@ -46,6 +46,16 @@ def test_it_goes_on_with_the_next_task(tmp_path: Path, monkeypatch: pytest.Monke
     assert after.keys() == GLUE_TASKS.keys() and there.items() <= after.items()
 
 
+def test_a_root_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(prepare, "_splits", lambda *_: pytest.fail("data were loaded first"))
+    (tmp_path / "glue").write_text("a file")
+    assert main(["glue", "--root", str(tmp_path)]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith(f"error: --root={tmp_path}: cannot write {tmp_path / 'glue'} (Not a")
+
+
 def test_a_source_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     source = small_glue.write(tmp_path / "source", ("cola",))
     assert main(["glue", "--root", str(tmp_path / "root"), "--source", str(source)]) == 2

@@ -224,7 +224,10 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_root_that_cannot_be_written(tmp_path: Path, text_file: Path) -> None:
+def test_a_root_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(texts, "learn_tokenizer", lambda *_: pytest.fail("it was encoded first"))
     (tmp_path / "root").write_text("a file")
     with pytest.raises(ConfigError, match=r"^data\.root=.*cannot write") as caught:
         prepared(user_corpus(str(text_file)), 300, of(16), tmp_path / "root")
