@@ -81,13 +81,17 @@ class Run:
     def _speak(self) -> FolderRecord:
         """Make what prints and writes for the run."""
         config, task = self.config, self.task
+        data = task.fingerprint()
         title = f"{config.task} · {config.method} · {config.tag}"
         self.console = ProgressConsole(title, config.train.steps, task.unit)
+        if data.get("num_classes") == 1:
+            text = "warning: the data hold one class, so an accuracy of 1.0 means nothing"
+            self.console.print_line(text)
         self.record = record = FolderRecord(
             config,
             config.launch.workers if config.launch.elastic else self.mesh.num_workers,
             task.unit,
-            task.fingerprint(),
+            data,
             self.origin,
             self.console,
             initial.described(config),

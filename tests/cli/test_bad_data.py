@@ -123,6 +123,20 @@ def test_folder_of_pictures(here: Path, capsys: pytest.CaptureFixture[str], kind
     assert files(here) == before
 
 
+def test_a_single_class_is_told_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = pictures.tree(tmp_path / "tree", train=3, val=1)
+    words = ("task=resnet50", f"data.path={folder}", BATCH, "train.steps=1", "launch.workers=1")
+    warning = "warning: the data hold one class, so an accuracy of 1.0 means nothing"
+    for runs in ("several", "one"):
+        train.APP.work(configured(*words, "log.wandb=disabled", runs=tmp_path / runs))
+        lines = capsys.readouterr().out.splitlines()
+        assert lines.index(warning) == 0 if runs == "one" else warning not in lines
+        for other in folder.glob("*/[!r]*"):
+            shutil.rmtree(other)
+
+
 def postscript(here: Path) -> bytes:
     """A picture that PIL hands to the program `gs`, which is ours here."""
     program = here / "bin" / "gs"
