@@ -57,7 +57,7 @@ def prepare(root: Path, archive: Path | None = None) -> Path:
     """
     final = root / FOLDER
     if archive is not None:
-        require(archive.is_file(), "--archive", archive, "no such file")
+        require(archive.is_file(), "--archive", archive, f"no such file; get it from {URL}")
     if final.exists():
         return final
     own = archive is None

@@ -205,11 +205,14 @@ def load_tokenizer(name: str, words: Words) -> "Tokenizer":
     from tokenizers import Tokenizer
 
     key, take = "--tokenizer", f"take {words.owner}'s"
+    missing = name.endswith(".json") and not Path(name).is_file()
+    require(not missing, key, name, f"no such file; {take}, from {words.hub_name} on the hub")
     try:
         file = name if Path(name).is_file() else hf_hub_download(name, "tokenizer.json")
         tokenizer = Tokenizer.from_file(file)
     except Exception as error:  # the hub's client and the parser raise errors of many types
-        hint = f"cannot be loaded ({brief(error)}); without the network give a tokenizer.json"
+        what = f"cannot be loaded ({brief(error)})"
+        hint = f"{what}; without the network give the tokenizer.json of {words.hub_name}"
         raise ConfigError(key, name, hint) from None
     for token in (words.separator, *words.ids):
         require(tokenizer.token_to_id(token) is not None, key, name, f"has no {token}; {take}")

@@ -80,7 +80,8 @@ def _splits(source: str, name: str) -> dict[str, "Table"]:
             folder = _downloaded(source, name)
         return {split: read_split(folder, name, split) for split in GLUE_TASKS[name].rows}
     except BadTable as bad:
-        raise ConfigError("--source", source, str(bad)) from None
+        hint = f"{bad}; give a folder with parquet files, as {HUB} has them on the hub"
+        raise ConfigError("--source", source, hint) from None
 
 
 def _downloaded(source: str, name: str) -> Path:

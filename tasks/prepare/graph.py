@@ -65,6 +65,14 @@ KNOWN: dict[str, dict[str, int]] = {
 }
 """What is known of the public sets, by their names here."""
 
+PUBLISHED = {
+    "papers100m": "OGB's papers100M-bin, from https://ogb.stanford.edu/docs/nodeprop",
+    "mag240m": "OGB-LSC's mag240m_kddcup2021, from https://ogb.stanford.edu/docs/lsc/mag240m",
+    "friendster": "https://snap.stanford.edu/data/com-Friendster.html has the file",
+    **dict.fromkeys(IGB, "that of the size, from github.com/IllinoisGraphBenchmark/IGB-Datasets"),
+}
+"""What --source must be, and where it is from."""
+
 HELP = f"""\
 Graphs for task=graph: node classification, with features that may be larger than memory.
 
@@ -156,16 +164,21 @@ def _read(final: Path, options: argparse.Namespace) -> GraphFolder:
         graph = open_graph(final)
         if graph is not None:
             return graph
-        require(options.source is not None, "--source", "", f"give the folder of {options.set}")
+        hint = f"give the folder of {options.set}: {PUBLISHED[options.set]}"
+        require(options.source is not None, "--source", "", hint)
         folder = Path(options.source)
-        require(folder.is_dir(), "--source", folder, "no such folder")
+        require(folder.is_dir(), "--source", folder, f"no such folder; {hint}")
         # `fill` knows the origin; graph.json is written after it.
         origin: dict[str, object] = {"name": options.set}
 
         def fill(aside: Path) -> dict[str, object]:
             scratch = aside / "scratch"
             scratch.mkdir()
-            source = _source(folder, scratch, options)
+            try:
+                source = _source(folder, scratch, options)
+            except ConfigError as error:
+                more = f"; {hint}" if error.key == "--source" else ""
+                raise ConfigError(error.key, error.value, f"{error.hint}{more}") from None
             origin.update(source.origin)
             memory = int(options.memory * 2**30)
             try:

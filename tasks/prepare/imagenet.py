@@ -169,15 +169,20 @@ def _classes() -> set[str]:
 
 
 def _found(archives: Path | None) -> dict[str, Path]:
-    where = "https://image-net.org, after registration"
+    where = "from https://image-net.org, after registration"
+    names = [name for name, _ in ARCHIVES.values()]
+    hint = f"give the folder that holds {_listed(names)}, {where}"
     if archives is None:
-        hint = f"ImageNet has to be fetched by hand, from {where}; give the folder of the archives"
-        raise ConfigError("--archives", None, hint)
+        raise ConfigError("--archives", "", hint)
+    require(archives.is_dir(), "--archives", archives, f"no such folder; {hint}")
     files = {part: archives / name for part, (name, _) in ARCHIVES.items()}
-    for file in files.values():
-        hint = f"holds no {file.name}; get it from {where}"
-        require(file.is_file(), "--archives", archives, hint)
+    missing = [file.name for file in files.values() if not file.is_file()]
+    require(not missing, "--archives", archives, f"holds no {_listed(missing)}; get it {where}")
     return files
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
 def _verify(file: Path, md5: str, work: Path) -> None:

@@ -102,7 +102,8 @@ def _make(final: Path, archive: str | None, lists: str | None) -> None:
     if lists is not None:
         for part in PARTS:
             held = (Path(lists) / f"{part}.txt").is_file()
-            require(held, "--lists", lists, f"does not hold {part}.txt")
+            hint = f"does not hold {part}.txt; give Point-BERT's data/ShapeNet55-34/ShapeNet-55"
+            require(held, "--lists", lists, hint)
     work = final.with_name(final.name + ".part")
     found = _unpack(Path(archive), work)
     require(found > 0, "--archive", archive, "holds no .npy file")

@@ -144,6 +144,7 @@ def test_wrong_values_are_refused_in_one_line(
         (["--tokenizer", str(no_separator)], "has no <|endoftext|>"),
         (["--tokenizer", str(tmp_path / "other" / "rows.jsonl")], "cannot be loaded"),
         (["--tokenizer", str(damaged)], "config.json cannot be read"),
+        (["--tokenizer", "none/tokenizer.json"], "no such file; take GPT-2's, from openai-comm"),
         (["--shards", "0"], "--shards=0: must be 1 or more"),
         (["--shards", "121"], "hold 120 documents"),
         (["--val-share", "0"], "--val-share=0.0"),

@@ -125,7 +125,7 @@ def test_archives_that_cannot_be_used(archive: Path, tmp_path: Path, capsys) -> 
     with zipfile.ZipFile(other, "w") as file:
         file.writestr(f"{FOLDER}/images/training/a.jpg", "x")
     for path, says in [
-        (tmp_path / "none.zip", "no such file"),
+        (tmp_path / "none.zip", "no such file; get it from http"),
         (cut, "is damaged, or no archive that can be unpacked"),
         (torn, "is damaged, or no archive that can be unpacked"),
         (other, f"holds no file in {FOLDER}/images/validation"),

@@ -60,7 +60,9 @@ def test_a_source_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixt
     source = small_glue.write(tmp_path / "source", ("cola",))
     assert main(["glue", "--root", str(tmp_path / "root"), "--source", str(source)]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith(f"error: --source={source}: {source / 'sst2'}: has no split train")
+    assert error.startswith(
+        f"error: --source={source}: {source / 'sst2'}: has no split train; give a "
+    )
 
 
 def test_the_hub_is_out_of_reach(

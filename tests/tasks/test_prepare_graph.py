@@ -294,8 +294,12 @@ class TestRefused:
         ("arguments", "says"),
         [
             ([], "--set=: name a graph: papers100m, mag240m"),
-            (["--set", "mag240m"], "--source=: give the folder of mag240m"),
-            (["--set", "mag240m", "--source", "/none"], "--source=/none: no such folder"),
+            (["--set", "mag240m"], "--source=: give the folder of mag240m: OGB-LSC's mag240m_kdd"),
+            (["--set", "mag240m", "--source", "/none"], "--source=/none: no such folder; give the"),
+            (
+                ["--set", "papers100m", "--source", "."],
+                "data.npz; give the folder of papers100m: O",
+            ),
             (["--set", "mag240m", "--memory", 0], "--memory=0.0: must be above 0"),
             (["--set", "generated", "--source", "x"], "--source=x: generated has none"),
             (["--set", "generated", "--nodes", 3], "--nodes=3: must be 4 a class or more"),

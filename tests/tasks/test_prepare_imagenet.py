@@ -152,9 +152,19 @@ def test_archives_that_cannot_be_used(
     archives: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     root = tmp_path / "data"
-    assert main(["imagenet", "--root", str(root)]) == 2
-    line = capsys.readouterr().err
-    assert line.startswith("error: --archives=None: ImageNet has to be fetched by hand, from https")
+    names = [name for name, _ in imagenet.ARCHIVES.values()]
+    for words, says in (
+        ([], "--archives=: give the folder that"),
+        (["--archives", "nowhere"], "--archives=nowhere: no such folder; give the folder that"),
+        (
+            ["--archives", str(tmp_path)],
+            f"--archives={tmp_path}: holds no ILSVRC2012_img_train.tar",
+        ),
+    ):
+        assert main(["imagenet", "--root", str(root), *words]) == 2
+        line = capsys.readouterr().err.strip()
+        assert line.startswith(f"error: {says}") and all(name in line for name in names)
+        assert line.endswith("from https://image-net.org, after registration")
     train = archives / "ILSVRC2012_img_train.tar"
     whole = train.read_bytes()
     train.unlink()

@@ -144,7 +144,7 @@ def test_refused_in_one_line(tmp_path: Path, archive: Path, capsys) -> None:
             (["--archive", torn], "cannot be unpacked"),
             (["--archive", empty], "holds no .npy file"),
             (["--archive", bare], "ShapeNet-55/train.txt is not in the archive; give --lists"),
-            (["--archive", bare, "--lists", tmp_path], "does not hold train.txt"),
+            (["--archive", bare, "--lists", tmp_path], "hold train.txt; give Point-BERT's"),
             (["--archive", short], "1 clouds of train.txt are not in it, such as 00-t0.npy"),
         ]
     ):
