@@ -43,6 +43,17 @@ class ConfigError(ValueError):
         return ConfigError, (self.key, self.value, self.hint)
 
 
+def unusable(error: OSError) -> ConfigError:
+    """The refusal of a file that cannot be used, such as one in a folder that is somebody else's.
+    An error that names no file is raised again: it is none of the user's."""
+    if error.filename is None:
+        raise error
+    mend = "choose another"
+    if isinstance(error, PermissionError):
+        mend += ", or ask its owner for access"
+    return ConfigError("file", error.filename, f"{error.strerror}; {mend}")
+
+
 def exit_at_once(status: int) -> NoReturn:
     """End this process, whatever its threads and process groups wait for."""
     sys.stdout.flush()

@@ -29,7 +29,7 @@ from co2.app.compose import (
 from co2.app.schema import typed
 from co2.app.tuned import with_tuned
 from co2.config import Config, Resume
-from co2.errors import DIVERGED, STOPPED, ConfigError, require
+from co2.errors import DIVERGED, STOPPED, ConfigError, require, unusable
 from co2.record.console import Outcome, closing_table, sweep_table
 from co2.record.folder import check_folder, read_summary, tag_from
 from co2.record.metrics import Summary
@@ -138,8 +138,11 @@ class App:
 
     def check(self, values: Values, overrides: list[str]) -> Config:
         """As `validate`, and makes and checks the data. Raises `ConfigError`."""
-        config = self.validate(values, overrides)
-        self.prepare_data(config)
+        try:
+            config = self.validate(values, overrides)
+            self.prepare_data(config)
+        except OSError as error:
+            raise unusable(error) from None
         return config
 
     def _through_hydra(self, argv: Sequence[str], sweep: bool, origin: Origin) -> int:

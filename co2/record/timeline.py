@@ -18,7 +18,7 @@ from typing import Any
 
 from co2.arguments import Parser
 from co2.comm.phases import OUTER_STEP, SNAPSHOT, WAIT
-from co2.errors import ConfigError, require
+from co2.errors import ConfigError, require, unusable
 
 Span = tuple[float, float]
 """Begin and end, in seconds."""
@@ -75,8 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         found = {title(run): read(run, args.rank) for run in args.runs}
+        draw(found, args.out)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {unusable(error)}", file=sys.stderr)
         return 2
     for name, timeline in found.items():
         words = (
@@ -84,7 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             for key, value in timeline.figures().items()
         )
         print(f"{name}: {'  '.join(words)}")
-    draw(found, args.out)
     print(args.out)
     return 0
 

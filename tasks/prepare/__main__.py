@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from co2.arguments import Parser
-from co2.errors import ConfigError, require
+from co2.errors import ConfigError, require, unusable
 from tasks.prepare import ade20k, glue, graph, imagenet, openwebtext, shapenet, wikibooks
 
 
@@ -64,6 +64,9 @@ def main(argv: list[str] | None = None) -> int:
         print(chosen.run(options))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {unusable(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped; the same command goes on where it stopped", file=sys.stderr)

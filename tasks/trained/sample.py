@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from co2.arguments import Parser
-from co2.errors import ConfigError, require, require_count
+from co2.errors import ConfigError, require, require_count, unusable
 from co2.task import Placed
 from co2.train import launch
 from tasks.causal import CausalText
@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read it has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        return launch.refuse(unusable(error))
     except KeyboardInterrupt:
         pass
     print()

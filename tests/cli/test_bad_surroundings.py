@@ -12,12 +12,13 @@ import recipes.__main__
 import tasks.prepare.__main__
 import train
 from co2.app.sweep_job import sweep_job
-from co2.errors import ConfigError
+from co2.errors import ConfigError, unusable
 from co2.lab import __main__ as lab
 from co2.lab import slow_network
 from co2.record import timeline, wandb_sync
 from co2.simulate import __main__ as simulate
 from co2.train import launch
+from tasks.trained import sample
 from tests.cli.harness import cli
 from tests.cli.refused import files, refused
 
@@ -154,6 +155,57 @@ def test_program(
 ) -> None:
     assert says in refused(program, words.split(" "), capsys)
     assert files(empty) == {}
+
+
+LONG = "x" * 300
+"""No file can have this name: to look for it is an error, as it is in a folder that nobody may
+enter (which root, who may run the tests, can)."""
+UNUSABLE = [
+    ("train", train.APP.main, "task=gpt2 tag=x data.path={}"),
+    ("train", train.APP.main, "task=resnet50 tag=x data.path={}"),
+    ("train", train.APP.main, "task=resnet50 tag=x resnet50.dataset=imagenet data.root={}"),
+    ("train", train.APP.main, "task=ade20k tag=x data.path={}"),
+    ("train", train.APP.main, "task=shapenet tag=x data.path={}"),
+    ("train", train.APP.main, "task=toy tag=x init_from={}"),
+    ("train", train.APP.main, "-m task=toy tag=x,y init_from={}"),
+    ("sample", sample.main, "{}"),
+    ("timeline", timeline.main, "{}"),
+    ("prepare", tasks.prepare.__main__.main, "imagenet --archives {}"),
+    ("prepare", tasks.prepare.__main__.main, "ade20k --root {}"),
+    ("prepare", tasks.prepare.__main__.main, "glue --check {}"),
+]
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [pytest.param(main, words, id=f"{name} {words}") for name, main, words in UNUSABLE],
+)
+def test_a_file_that_cannot_be_looked_at(
+    empty: Path,
+    capsys: pytest.CaptureFixture[str],
+    program: Callable[[list[str]], object],
+    words: str,
+) -> None:
+    line = refused(program, words.format(LONG).split(" "), capsys)
+    assert line.startswith("file=") and line.endswith("File name too long; choose another")
+    assert files(empty) == {}
+
+
+def test_somebody_elses_file() -> None:
+    with pytest.raises(FileNotFoundError):
+        unusable(FileNotFoundError("a bug"))
+    error = unusable(PermissionError(13, "Permission denied", "/home/ann/data"))
+    mend = "choose another, or ask its owner for access"
+    assert str(error) == f"file=/home/ann/data: Permission denied; {mend}"
+
+
+def test_a_picture_that_cannot_be_written(
+    empty: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event = {"ph": "X", "cat": "cpu_op", "name": "aten::add", "ts": 0, "dur": 1}
+    monkeypatch.setattr(timeline, "read", lambda *_: timeline.timeline([event]))
+    line = refused(timeline.main, [".", "--out", f"{__file__}/no.png"], capsys)
+    assert line == f"file={__file__}: File exists; choose another"
 
 
 @pytest.mark.parametrize("index", ["2", "-1", "x", "", "1e9"])
