@@ -186,9 +186,10 @@ def _expected(kind: object) -> str:
     (choice,) = choices
     if isinstance(choice, type) and issubclass(choice, Enum):
         words = f"one of {', '.join(option.value for option in choice)}"
-    elif typing.get_origin(choice) is tuple:
+    elif typing.get_origin(choice) in (list, tuple):
         kinds = typing.get_args(choice)
-        words = "a list of " + ("whole numbers" if ... in kinds else _COUNTS[len(kinds)])
+        any_number = typing.get_origin(choice) is list or ... in kinds
+        words = "a list of " + ("whole numbers" if any_number else _COUNTS[len(kinds)])
     else:
         assert isinstance(choice, type)
         words = _WORDS.get(choice, choice.__name__)

@@ -154,6 +154,8 @@ VALUES = [
     ("optim.power=inf", "optim.power=inf", FINITE),
     ("optim.momentum=1.5", "optim.momentum=1.5", "below 1"),
     ("optim.min_lr_ratio=2", "optim.min_lr_ratio=2", "1 at most"),
+    ("task=graph graph.fanout=3", "graph.fanout=3", "must be a list of whole numbers"),
+    ("task=graph graph.fanout=[1.5]", "graph.fanout=[1.5]", "must be a list of whole numbers"),
     ("optim.milestones=5 optim.schedule=step", "optim.milestones=5", "a list of whole numbers"),
     ("optim.warmup_steps=1.5", "optim.warmup_steps=1.5", WHOLE),
     ("optim.warmup_steps=-1", "optim.warmup_steps=-1", "0 or more"),
