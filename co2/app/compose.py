@@ -337,10 +337,13 @@ def _unknown_key(name: str, overrides: list[str], error: Exception) -> ConfigErr
     node, _, last = key.rpartition(".")
     nodes = {leaf.partition(".")[0] for leaf in known}
     same = sorted(leaf for leaf in known if leaf.rpartition(".")[2] == last)
-    if node not in nodes and same:
+    own = [leaf for leaf in known if leaf.startswith(f"{node}.")]
+    if same:
         hint = "did you mean " + " or ".join(same) + "?"
+    elif node in nodes:
+        hint = nearest(key, own) if own else f"{node} has no keys"
     else:
-        hint = nearest(key, known if node in nodes else nodes)
+        hint = nearest(key, nodes)
     where = f"there is no {node} here; " if node and node not in nodes else "unknown key; "
     return ConfigError(key, value, where + hint)
 
