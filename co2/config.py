@@ -11,7 +11,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from co2.errors import require, require_count, require_number
 
@@ -295,6 +295,14 @@ class LogConfig:
         require_count("every", self.every)
 
 
+AnyPath = TypeVar("AnyPath", str, str | None)
+
+
+def at_home(path: AnyPath) -> AnyPath:
+    """A path with the home folder in place of ~, which no shell expands amid a word."""
+    return path if path is None else os.path.expanduser(path)
+
+
 @dataclass
 class DataConfig:
     root: str = "data"
@@ -308,6 +316,7 @@ class DataConfig:
     sample, the same for every seed: settings are chosen on one and reported on the other."""
 
     def __post_init__(self) -> None:
+        self.root, self.path = at_home(self.root), at_home(self.path)
         require(self.root.strip() != "", "root", self.root, "must be a folder")
         hint = f"must be 0 or more processes, and at most {MOST_LOADERS}"
         require(0 <= self.workers <= MOST_LOADERS, "workers", self.workers, hint)
@@ -342,6 +351,7 @@ class Config:
     """Folder of all runs. This run's is `<task>/<method>/<tag>/seed<k>` in it."""
 
     def __post_init__(self) -> None:
+        self.runs, self.init_from = at_home(self.runs), at_home(self.init_from)
         plain = self.tag.strip() not in ("", ".", "..") and not set(self.tag) & set("/\\")
         good = plain and self.tag.isprintable() and len(os.fsencode(self.tag)) <= LONGEST_NAME
         hint = f"must be a plain folder name of {LONGEST_NAME} bytes at most"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from co2.config import DataConfig, OptimConfig, TrainConfig
+from co2.config import DataConfig, OptimConfig, TrainConfig, at_home
 from co2.config import Optimizer as OptimizerName
 from co2.errors import ConfigError, require, require_count
 from co2.task import Batch
@@ -73,6 +73,7 @@ class ADE20K:
         """Smallest and largest scale of a training image."""
 
         def __post_init__(self) -> None:
+            self.weights = at_home(self.weights)
             require_count("hidden", self.hidden)
             for name in ("crop", "short_side"):
                 require_count(name, getattr(self, name))

@@ -143,7 +143,7 @@ def user_corpus(path: str) -> Corpus:
     Raises:
         ConfigError: the path does not exist, cannot be read or holds no text.
     """
-    key, place = "data.path", Path(path).expanduser()
+    key, place = "data.path", Path(path)
     require(path.strip() != "", key, path, "must be a file or a folder, or null")
     require(place.exists(), key, path, "no such file or folder")
     if place.is_file():

@@ -245,7 +245,7 @@ class Graph:
     def _open(self) -> GraphFolder:
         root, name = Path(self.data.root), self.config.dataset.value
         if self.data.path is not None:
-            own = open_graph(Path(self.data.path).expanduser())
+            own = open_graph(Path(self.data.path))
             hint = "is no sound graph; docs/data.md has the layout"
             if own is None:
                 raise ConfigError("data.path", self.data.path, hint)

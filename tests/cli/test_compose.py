@@ -61,3 +61,12 @@ def test_what_is_wrong_is_said_both_times(word: str, line: str) -> None:
     for _ in range(2):
         with pytest.raises(ConfigError, match=line):
             composed(CONF, "config", ["task=toy", word])
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every key that is a path: shells expand none amid a word."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ["data.root='~/a'", "data.path='~/b'", "init_from='~/c'", "ade20k.weights='~/d'"]
+    config = train.APP.config(["task=ade20k", *words, "runs='~/e'"])
+    found = config.data.root, config.data.path, config.init_from, config.task_config.weights
+    assert [*found, config.runs] == [str(tmp_path / name) for name in "abcde"]
