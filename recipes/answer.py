@@ -47,17 +47,17 @@ def opening(ours: Rows, tuning: Rows, scale: str) -> Section:
         tuning: rows of results/tuning.csv.
     """
     own = [line for line in ours if line["scale"] == scale]
-    words = Table((), (), title="The answer", text=f"{quality(own)} {speed(own)}")
-    tables = [gaps(own), losses(own, tuning), further(own, tuning)]
+    words = Table((), (), title="The answer", text=f"{quality(own, scale)} {speed(own)}")
+    tables = [gaps(own, scale), losses(own, tuning, scale), further(own, tuning, scale)]
     full = [table for table in tables if table.rows]
     return Section("answer", "The answer", [words, *full], [])
 
 
-def gaps(ours: Rows) -> Table:
+def gaps(ours: Rows, scale: str) -> Table:
     """How far the validation loss of every method lies from AllReduce's, in percent of that."""
     cells = {
         (entry.row.name, head): entry.to_first.text(1, relative=True)
-        for head, entry in _picked(ours, LOSSES)
+        for head, entry in _picked(ours, LOSSES, scale)
         if entry.to_first is not None
     }
     table = grid(cells, [row.name for row in ALL_ROWS], [head for *_, head in LOSSES])
@@ -68,7 +68,7 @@ def gaps(ours: Rows) -> Table:
     return replace(table, title="Validation loss above AllReduce's", text=text)
 
 
-def losses(ours: Rows, tuning: Rows) -> Table:
+def losses(ours: Rows, tuning: Rows, scale: str) -> Table:
     """The validation loss of every method on every task; without rows where nothing has run."""
     return _main(
         "Validation loss",
@@ -77,10 +77,11 @@ def losses(ours: Rows, tuning: Rows) -> Table:
         tuning,
         LOSSES,
         {},
+        scale,
     )
 
 
-def further(ours: Rows, tuning: Rows) -> Table:
+def further(ours: Rows, tuning: Rows, scale: str) -> Table:
     """Perplexity, accuracy and throughput of every method, likewise."""
     speeds = {
         (row, LINKS[head]): share.text()
@@ -95,6 +96,7 @@ def further(ours: Rows, tuning: Rows) -> Table:
         tuning,
         FURTHER,
         speeds,
+        scale,
     )
 
 
@@ -105,9 +107,10 @@ def _main(
     tuning: Rows,
     chosen: Chosen,
     more: Mapping[Place, str],
+    scale: str,
 ) -> Table:
     """A table of the chosen columns, and of cells that are texts already."""
-    picked = _picked(ours, chosen)
+    picked = _picked(ours, chosen, scale)
     cells: dict[Place, str] = dict(more)
     best = [(entry.row.name, head) for head, entry in picked if entry.best]
     words = [text]
@@ -140,10 +143,10 @@ def settings(lines: Rows, tuning: Rows) -> str:
     return f"Tuned: each method has what won in {number} trials of its own on the task{rest}."
 
 
-def quality(ours: Rows) -> str:
+def quality(ours: Rows, scale: str) -> str:
     """How far the losses of the rows that are told of lie from AllReduce's."""
     sentences = []
-    picked = _picked(ours, LOSSES)
+    picked = _picked(ours, LOSSES, scale)
     for name in TOLD:
         gaps = {
             head: entry.to_first
@@ -183,13 +186,13 @@ def speed(ours: Rows) -> str:
     )
 
 
-def _picked(ours: Rows, chosen: Chosen) -> list[tuple[str, Entry]]:
+def _picked(ours: Rows, chosen: Chosen, scale: str) -> list[tuple[str, Entry]]:
     """The entries of the chosen columns, with the columns' names in the table."""
     picked = []
     for recipe in dict.fromkeys(recipe for recipe, *_ in chosen):
         heads = {column: head for of, column, head in chosen if of == recipe}
         own = [line for line in ours if line["recipe"] == recipe]
-        for entry in entries(RECIPES[recipe], own):
+        for entry in entries(RECIPES[recipe], own, scale):
             if entry.column.name in heads:
                 picked.append((heads[entry.column.name], entry))
     return picked

@@ -122,8 +122,9 @@ def interval_text(values: Iterable[float], digits: int = 2) -> str:
     return f"{statistics.mean(found.values()):+,.{digits}f}" if found else NOTHING
 
 
-def entries(recipe: Recipe, ours: Rows) -> list[Entry]:
-    """Every cell of a recipe's table, column by column, from its rows of results/ours.csv."""
+def entries(recipe: Recipe, ours: Rows, scale: str) -> list[Entry]:
+    """Every cell of a recipe's table, column by column, from its rows of results/ours.csv at this
+    scale."""
     values = by_seed(ours)
     first, local = recipe.rows[0], local_sgd(recipe)
     found = []
@@ -133,7 +134,7 @@ def entries(recipe: Recipe, ours: Rows) -> list[Entry]:
             for row in (first, local)
         )
         same = []
-        for row in (row for row in recipe.rows if row.name not in column.without):
+        for row in (row for row in recipe.rows if column.takes(row, scale)):
             own = values.get((row.name, column.name), {})
             to_first = None if row is first else paired(own, of_first)
             to_local = None if row in (first, local) else paired(own, of_local)

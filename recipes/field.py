@@ -115,7 +115,7 @@ def loss(task: str) -> str:
 
 def draw(ours: Rows, stem: Path) -> Iterator[Path]:
     """Draw throughput to the right and loss upwards, a panel for each task and rate."""
-    found = {(e.column.name, e.row.name): e for e in entries(RECIPE, ours)}
+    found = {(e.column.name, e.row.name): e for e in entries(RECIPE, ours, "smoke")}
     for task in TASKS:
         for rate in RATES:
             names = (share(task, rate), loss(task))

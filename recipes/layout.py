@@ -32,9 +32,9 @@ def tables(recipe: Recipe, ours: Rows, paper: Rows, scale: str) -> list[Table]:
     papers report.
     """
     name = recipe.name if scale == "smoke" else f"{recipe.name}_{scale}"
-    places = {(row.name, column.name) for row, column in recipe.places()}
+    places = {(row.name, column.name) for row, column in recipe.places(scale)}
     ours = [line for line in ours if (line["row"], line["column"]) in places]
-    found = entries(recipe, ours)
+    found = entries(recipe, ours, scale)
     made: list[Table] = []
     not_run = []
     explained = DIFFERENCES

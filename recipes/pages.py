@@ -8,9 +8,13 @@ from recipes import answer, measured
 from recipes.recipe import Rows
 
 BEGIN, END = "<!-- results: begin (python -m recipes render) -->", "<!-- results: end -->"
+_SCALE = "smoke"
 PAGES: Mapping[str, Callable[[Rows, Rows], Sequence[Table]]] = {
-    "README.md": lambda ours, tuning: (answer.losses(ours, tuning), answer.further(ours, tuning)),
-    "docs/quality.md": lambda ours, tuning: (answer.gaps(ours),),
+    "README.md": lambda ours, tuning: (
+        answer.losses(ours, tuning, _SCALE),
+        answer.further(ours, tuning, _SCALE),
+    ),
+    "docs/quality.md": lambda ours, tuning: (answer.gaps(ours, _SCALE),),
 }
 """The tables of each page, of lines of results/ours.csv and of results/tuning.csv."""
 
@@ -21,7 +25,7 @@ def fill(root: Path, ours: Path) -> None:
 
     Pages that are not there are left out. results/tuning.csv is read beside ours.csv.
     """
-    rows = [row for row in measured.read(ours) if row["scale"] == "smoke"]
+    rows = [row for row in measured.read(ours) if row["scale"] == _SCALE]
     tuning = read_csv(ours.with_name("tuning.csv"))
     for name, tables in PAGES.items():
         page = root / name

@@ -58,6 +58,9 @@ class Column:
     """The value from a run's summary and that of the row `of`; by default, the ratio in percent."""
     without: tuple[str, ...] = ()
     """Names of the rows that cannot be run with it, as 1-bit Adam where a task trains with SGD."""
+    without_large: tuple[str, ...] = ()
+    """Names of further rows that cannot at scale=gpu and scale=paper, where conf's settings are
+    others."""
     part: str = ""
     """What the columns beside it have in common, as in its name: a task, a number of workers. Every
     part of a recipe is printed as a table of its own, with this in its title."""
@@ -72,6 +75,11 @@ class Column:
     def relative(self) -> bool:
         """Whether differences are shown in percent: those of losses are."""
         return self.metric in LOSSES
+
+    def takes(self, row: Row, scale: str) -> bool:
+        """Whether the row can be run with it."""
+        large = () if scale == "smoke" else self.without_large
+        return row.name not in (*self.without, *large)
 
     def cell(self, recipe: str, row: Row, scale: str, seed: int) -> Cell:
         """The run of this column and a row."""
@@ -137,15 +145,15 @@ class Recipe:
     ) -> Iterator[tuple[Row, Column, int, Cell]]:
         """Every seed of every value; all have their first seed before any has its second."""
         for seed in self.seeds if seeds is None else seeds:
-            for row, column in self.places():
+            for row, column in self.places(scale):
                 if self.decided(row, column, scale):
                     yield row, column, seed, self.cell(row, column, scale, seed)
 
-    def places(self) -> Iterator[tuple[Row, Column]]:
+    def places(self, scale: str) -> Iterator[tuple[Row, Column]]:
         """Every row with every column that it can be run with."""
         for row in self.rows:
             for column in self.columns:
-                if row.name not in column.without:
+                if column.takes(row, scale):
                     yield row, column
 
     def cell(self, row: Row, column: Column, scale: str, seed: int) -> Cell:
@@ -162,7 +170,7 @@ class Recipe:
 
     def undecided(self, scale: str) -> int:
         """The number of places in the table whose settings have to be tuned first."""
-        return sum(not self.decided(*place, scale) for place in self.places())
+        return sum(not self.decided(*place, scale) for place in self.places(scale))
 
     def row(self, name: str) -> Row:
         """The row of this name."""

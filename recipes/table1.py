@@ -32,11 +32,11 @@ RECIPE = Recipe(
     columns=(
         loss("ResNet-50, loss", ("task=resnet50",), without=ADAM_ONLY),
         loss("ViT, loss", ("task=vit",)),
-        loss("ADE20K, loss", ("task=ade20k",)),
+        loss("ADE20K, loss", ("task=ade20k",), without_large=ADAM_ONLY),
         loss("ShapeNet, loss", ("task=shapenet",)),
         score("ResNet-50", ("task=resnet50",), "final.top1", without=ADAM_ONLY),
         score("ViT", ("task=vit",), "final.top1"),
-        score("ADE20K", ("task=ade20k",), "final.miou"),
+        score("ADE20K", ("task=ade20k",), "final.miou", without_large=ADAM_ONLY),
         score("ShapeNet", ("task=shapenet",), "final.svm_accuracy"),
     ),
     tuned=True,

@@ -83,7 +83,7 @@ class TunedRecipe(Recipe):
     ) -> Iterator[tuple[Row, Column, int, Cell]]:
         chosen = self.chosen(scale)
         for seed in self.seeds if seeds is None else seeds:
-            for row, column in self.places():
+            for row, column in self.places(scale):
                 tuned = chosen[row.name, column.name]
                 if tuned is not None:
                     yield row, column, seed, column.cell(self.name, tuned, scale, seed)
@@ -110,7 +110,7 @@ class TunedRecipe(Recipe):
         elsewhere = self._elsewhere(scale)
         return {
             (row.name, column.name): self._chosen(row, column, scale, elsewhere)
-            for row, column in self.places()
+            for row, column in self.places(scale)
         }
 
     def _chosen(
@@ -125,7 +125,7 @@ class TunedRecipe(Recipe):
         if not grid or place is None or scale not in trials.scales:
             return row
         values: dict[Row, float] = {}
-        for trial in (trial for trial in grid if trial.name not in place.without):
+        for trial in (trial for trial in grid if place.takes(trial, scale)):
             value = trials.value(trial, place, scale, seed)
             if value is None:
                 cell = trials.cell(trial, place, scale, seed)

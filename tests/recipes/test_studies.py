@@ -43,7 +43,7 @@ def write_trials(trials: Recipe, losses: Mapping[str, float], begin: tuple[str, 
     write_ours(
         [
             line(trials, row.name, column.name, TUNING_SEED, losses.get(row.name, 9.0))
-            for row, column in trials.places()
+            for row, column in trials.places("smoke")
             if row.name.startswith(begin or "")
         ]
     )

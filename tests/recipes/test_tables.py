@@ -33,7 +33,8 @@ from recipes.entries import Entry
 from recipes.glue import FineTuning
 from recipes.known import Known
 from recipes.laboratory import LabCell
-from recipes.recipe import Column, Recipe, Row
+from recipes.methods import WITH_MOMENTS
+from recipes.recipe import SCALES, Column, Recipe, Row
 from recipes.registry import RECIPES
 
 TOP1 = Column("top-1", ("task=toy",), "final.top1", factor=100, digits=1)
@@ -96,7 +97,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def found(results: Path) -> dict[str, Entry]:
-    same = entries.entries(TOY, measured.read(results / "ours.csv"))
+    same = entries.entries(TOY, measured.read(results / "ours.csv"), "smoke")
     return {entry.row.name: entry for entry in same}
 
 
@@ -147,7 +148,7 @@ def test_a_star_is_for_all_tests_of_a_table() -> None:
         ]
         columns = (replace(TOP1, name=name, part=part.format(name)) for name in gains)
         recipe = replace(TOY, columns=tuple(columns))
-        same = entries.entries(recipe, lines)
+        same = entries.entries(recipe, lines, "smoke")
         return [e.column.name for e in same if e.to_first is not None and e.to_first.significant]
 
     strong, fair, weak = (1.0, 1.6, 1.3), (1.0, 1.9, 1.3), (1.0, 1.9, 1.2)  # p .017, .034, .038
@@ -265,6 +266,23 @@ def test_columns_of_a_part_have_a_table_of_their_own() -> None:
     assert "—: cannot be run." in four.source and "one seed." in four.text
     assert [*two.head] == ["method", "20 Mbit/s"] and "—" not in two.source
     assert "2 runs" in four.source, "of what is shown"
+
+
+def test_what_cannot_be_run_at_a_large_scale_has_a_dash_there_alone() -> None:
+    """As Adam's averaged moments on a task whose optimizer is SGD at all scales but smoke."""
+    (loss,) = (column for column in RECIPES["table1"].columns if column.name == "ADE20K, loss")
+    moments = RECIPES["table1"].row(WITH_MOMENTS.name)
+    assert [loss.takes(moments, scale) for scale in SCALES] == [True, False, False]
+    toy = replace(TOY, columns=(TOP1, replace(TOP1, name="ADE20K", without_large=("SlowMo",))))
+    lines = [
+        {"row": row, "column": column, "seed": "0", "value": "3", "hardware": "a cpu"}
+        | {"commit": "c", "folder": "f", "command": row}
+        for row, column in (("AllReduce", "top-1"), ("AllReduce", "ADE20K"), ("SlowMo", "top-1"))
+    ]
+    for scale, cell in (("smoke", "not run"), ("gpu", "—"), ("paper", "—")):
+        (table,) = layout.tables(toy, lines, [], scale)
+        assert table.rows[1] == ["SlowMo", "3.0", cell]
+        assert len(list(toy.cells(scale, [0]))) == 8 - (cell == "—")
 
 
 def test_losses_differ_in_percent() -> None:
@@ -395,18 +413,23 @@ def test_all_is_rendered(results: Path) -> None:
 
 
 def covering(recipe: Recipe, scale: str) -> Iterator[tuple[Row, Column, Cell]]:
-    """Cells that have between them every word of every method: of trials a few will do. Comments,
-    which say what `tuned=true` stands for, do not count."""
-    seen: set[tuple[str, str]] = set()
+    """Cells that have between them every word of every method, and every kind of row with every
+    task: of trials a few will do. Comments, which say what `tuned=true` stands for, do not count.
+    """
+    seen: set[tuple[str, ...]] = set()
     for row, column, _, cell in recipe.cells(scale, seeds=[0]):
-        words = {(row.overrides[0], word) for word in cell.command.partition(" # ")[0].split()}
+        method, *others = row.overrides
+        given = cell.command.partition(" # ")[0].split()
+        keys = [word.partition("=")[0] for word in others]
+        words: set[tuple[str, ...]] = {(method, word) for word in given}
+        words |= {(word, method, *keys) for word in given if word.startswith("task=")}
         if words - seen:
             seen |= words
             yield row, column, cell
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("scale", ["smoke", "paper"])
+@pytest.mark.parametrize("scale", SCALES)
 def test_every_cell_of_every_recipe_composes(
     monkeypatch: pytest.MonkeyPatch, name: str, scale: str
 ) -> None:
@@ -419,7 +442,8 @@ def test_every_cell_of_every_recipe_composes(
     heads = {(figures.slug(column.part), column.head) for column in recipe.columns}
     assert len(heads) == len(recipe.columns), "two columns of a table cannot be told apart"
     if scale not in recipe.scales:
-        with pytest.raises(ConfigError, match=f"{name} can be run at scale=smoke alone"):
+        scales = ", ".join(recipe.scales)
+        with pytest.raises(ConfigError, match=f"{name} can be run at scale={scales} alone"):
             recipe_of(name, scale)
         return
     for row, column, cell in covering(recipe, scale):
@@ -568,9 +592,9 @@ def test_the_main_table_says_whether_its_runs_were_tuned() -> None:
         for method in ("allreduce", "co2")
         for trial in (*range(20 if task == "ade20k" else 12), 3)
     ]
-    assert "Not tuned: all methods" in answer.losses(plain, []).text
-    assert "won in 12 trials of its own on the task." in answer.losses(tuned, tuning).text
-    mixed = answer.losses([*plain[:3], *tuned[3:]], tuning)
+    assert "Not tuned: all methods" in answer.losses(plain, [], "smoke").text
+    assert "won in 12 trials of its own on the task." in answer.losses(tuned, tuning, "smoke").text
+    mixed = answer.losses([*plain[:3], *tuned[3:]], tuning, "smoke")
     assert "on the task; 3 of 12 runs are not tuned." in mixed.text
 
 
