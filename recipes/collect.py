@@ -1,6 +1,6 @@
 """From run folders to results/{ours,runs,evals}.csv: nobody types a value into a table."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from co2.record.files import whole_lines
@@ -17,7 +17,8 @@ Line = dict[str, object]
 
 
 def collect(recipes: Iterable[Recipe], out: Path, scale: str) -> tuple[int, int]:
-    """Write these files from the finished runs of these recipes at one scale; the rest stays.
+    """Write these files from the finished runs of these recipes at one scale; the rest stays. Lines
+    have the same order whichever recipes are collected.
 
     A value measured elsewhere, as in a committed file, stays as long as the recipe uses the same
     command, conf gives it the same settings, and no such run has finished here. It also serves
@@ -59,7 +60,8 @@ def collect(recipes: Iterable[Recipe], out: Path, scale: str) -> tuple[int, int]
         for before in (known.lines, old_evals)
     )
     measured.write(out / "ours.csv", [*kept, *values])
-    Table.of_records([*kept_evals, *evals], EVALS).write_csv(out / "evals.csv")
+    every: list[Mapping[str, object]] = [*kept_evals, *evals]
+    Table.of_records(measured.in_order(every, EVALS), EVALS).write_csv(out / "evals.csv")
     return here, len(values) - here
 
 

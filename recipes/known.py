@@ -19,7 +19,8 @@ class Known:
     """The lines of an ours.csv, found by what they are the value of."""
 
     def __init__(self, path: Path) -> None:
-        self.lines = measured.read(path)
+        # In order: of several lines that serve another recipe, always the same one is found.
+        self.lines = measured.in_order(measured.read(path), measured.LINE)
         self._own = {key_of(line): line for line in self.lines}
         columns = {
             (recipe.name, column.name): column

@@ -3,17 +3,25 @@ each run that values come from."""
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from co2.errors import ConfigError
 from co2.record.table import Table, read_csv
 
+Line = TypeVar("Line", bound=Mapping[str, object])
+"""A line of one of the files."""
+
 KEY = ("recipe", "row", "column", "scale", "seed")
 VALUES = (*KEY, "value")
 SOURCES = ("commit", "hardware", "workers", "steps", "folder", "command", "digest")
+LINE = (*VALUES, *SOURCES)
+"""What is known of a value."""
 RUN = "run"
 """The column that leads from a value to its run."""
+_NUMBERS = ("seed", "step")
+"""Columns that are sorted as numbers."""
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -27,11 +35,23 @@ def read(path: Path) -> list[dict[str, str]]:
     return [{**{name: line[name] for name in VALUES}, **runs[line[RUN]]} for line in lines]
 
 
+def in_order(lines: Iterable[Line], columns: Sequence[str]) -> list[Line]:
+    """The lines sorted by these columns, the first of which counts most. Files have one order
+    whatever was collected last, so a commit shows changed values alone."""
+
+    def place(line: Line) -> tuple[int | str, ...]:
+        texts = ((name, str(line[name])) for name in columns)
+        return tuple(int(text) if name in _NUMBERS else text for name, text in texts)
+
+    return sorted(lines, key=place)
+
+
 def write(path: Path, lines: Iterable[Mapping[str, object]]) -> None:
-    """The reverse of `read`: lines with the fields of `VALUES` and of `SOURCES`."""
+    """The reverse of `read`: lines with the fields of `LINE`. They are written in order, and their
+    runs in the order in which values come from them."""
     values: list[dict[str, object]] = []
     runs: dict[str, dict[str, object]] = {}
-    for line in lines:
+    for line in in_order(lines, LINE):
         source = {name: str(line[name]) for name in SOURCES}
         run = hashlib.sha256(json.dumps(source).encode()).hexdigest()[:12]
         runs[run] = {RUN: run, **source}

@@ -84,12 +84,12 @@ def test_values_are_of_runs(place: Path) -> None:
     found = [(r["row"], r["seed"], pytest.approx(float(r["value"]))) for r in rows]
     assert found == [
         ("co2", "0", 87.5),
-        ("no communication", "0", 100),
         ("co2", "1", 90),
+        ("no communication", "0", 100),
         ("no communication", "1", 100),
     ]
     assert (rows[3]["commit"], rows[3]["folder"]) == ("fffffff", str(folder.relative_to(place)))
-    assert rows[2]["command"] == (
+    assert rows[1]["command"] == (
         "python -m co2.lab --workers=2 --mbit=20 --methods=co2 --repeats=2"
     )
     (table,) = layout.tables(field.RECIPE, rows, [], "smoke")[:1]
