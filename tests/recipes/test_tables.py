@@ -29,7 +29,7 @@ from recipes import (
 )
 from recipes.__main__ import main, recipe_of, wanted
 from recipes.cells import Cell, TrainCell, composed_config
-from recipes.collect import collect
+from recipes.collect import EVALS, collect
 from recipes.entries import Entry
 from recipes.glue import FineTuning
 from recipes.known import Known
@@ -390,6 +390,15 @@ def test_which_of_two_values_serves_another_recipe_depends_on_no_order(
         collect([third], results, "smoke")
         found.append((results / "ours.csv").read_bytes())
     assert found[0] == found[1] and found[0].count(b"third") == 7
+
+
+def test_committed_values_are_in_order(tmp_path: Path) -> None:
+    committed = Path(render.__file__).parent.parent / "results"
+    measured.write(tmp_path / "ours.csv", measured.read(committed / "ours.csv"))
+    for name in ("ours.csv", "runs.csv"):
+        assert (tmp_path / name).read_bytes() == (committed / name).read_bytes(), name
+    evals = read_csv(committed / "evals.csv")
+    assert measured.in_order(evals, EVALS) == evals
 
 
 def test_a_run_that_is_here_without_a_figure_displaces_that_of_one_elsewhere(
