@@ -3,6 +3,7 @@
 python -m recipes list                     every recipe, and how many of its runs have finished
 python -m recipes run table2               train what is missing; after Ctrl-C the same continues
 python -m recipes run table2 --missing     only what results/ours.csv has no value of either
+python -m recipes run table2 --dry-run     only print these runs, and how long they train
 python -m recipes collect                  finished runs → results/{ours,runs,evals}.csv
 python -m recipes render                   → results/tables, results/figures, results/report.html
 python -m recipes tune gpt2 co2 slowmo     settings for a task, each method with as many trials
@@ -16,7 +17,7 @@ from pathlib import Path
 from co2.arguments import Parser
 from co2.errors import ConfigError, nearest, require
 from co2.train import launch
-from recipes import cells, functions, laboratory, measured, pages, render, slurm
+from recipes import cells, functions, laboratory, measured, pages, plan, render, slurm
 from recipes.collect import collect
 from recipes.known import Known
 from recipes.recipe import Recipe
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     less = "of run: leave out runs whose values have been collected, here or elsewhere"
     parser.add_argument("--missing", action="store_true", help=less)
+    dry = "of run: print the runs that are missing with the times that are known, and make none"
+    parser.add_argument("--dry-run", action="store_true", help=dry)
     parser.add_argument("--launcher", default="local", choices=("local", "slurm"))
     parser.add_argument("--trials", type=int, default=12, help="of tune: of each method, short")
     parser.add_argument("--tau", type=int, help="of tune: τ of all methods; default: conf's")
@@ -50,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     try:
+        only = "is of run alone, as in: python -m recipes run table2 --dry-run"
+        require(options.action == "run" or not options.dry_run, "--dry-run", options.action, only)
         if options.action == "tune":
             return tune(options)
         chosen = [recipe_of(name, options.scale) for name in options.names]
@@ -62,6 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             listing(chosen or known, options.scale, options.out)
         elif options.action == "run":
             recorded = Known(options.out / "ours.csv") if options.missing else None
+            if options.dry_run:
+                print_plan(
+                    chosen or known,
+                    options.scale,
+                    seeds,
+                    options.launcher,
+                    recorded,
+                    options.out,
+                )
+                return 0
             return run(chosen or known, options.scale, seeds, options.launcher, recorded)
         elif options.action == "collect":
             # By name: trials may be among those that were named, too.
@@ -171,11 +186,34 @@ def run(
         return 130
     for cell in failed:
         print(f"failed: {cell.command}", file=sys.stderr)
+    print_waiting(chosen, scale)
+    return status
+
+
+def print_plan(
+    chosen: Sequence[Recipe],
+    scale: str,
+    seeds: Sequence[int] | None,
+    launcher: str,
+    recorded: Known | None,
+    out: Path,
+) -> None:
+    """Print what `run` would make with these arguments. Writes nothing."""
+    trials = wanted(trials_of(chosen, scale), scale, None, recorded)
+    made = [*trials, *wanted(chosen, scale, seeds, recorded)]
+    if launcher == "slurm":
+        made = [cell for cell in made if isinstance(cell, cells.TrainCell)]
+    for line in plan.plan(made, out):
+        print(line)
+    print_waiting(chosen, scale)
+
+
+def print_waiting(chosen: Sequence[Recipe], scale: str) -> None:
+    """Tell of the recipes that wait for their trials."""
     for recipe in chosen:
         waiting = _waiting(recipe, scale)
         if waiting:
             print(f"{recipe.name}{waiting}; the same command goes on when these have ended")
-    return status
 
 
 def wanted(

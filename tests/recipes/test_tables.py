@@ -431,6 +431,47 @@ def test_what_was_recorded_elsewhere_need_not_run_again(results: Path, tmp_path:
     assert len(wanted([changed], "smoke", None, recorded)) == len(every), "of another command"
 
 
+def test_a_dry_run_tells_runs_and_times(
+    results: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Evaluations of a run end with its seconds of training: 3 of every run of the fixture."""
+    monkeypatch.setitem(RECIPES, "golden", TOY)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    words = ["run", "golden", "--dry-run", "--out", str(results)]
+    assert main(words) == 0
+    *lines, whole = capsys.readouterr().out.splitlines()
+    left = [cell for *_, cell in TOY.cells("smoke") if cell.summary() is None]
+    assert len(lines) == 5 and {line.split(maxsplit=1)[1] for line in lines} == {
+        cell.command for cell in left
+    }
+    times = [line.split()[0] for line in lines if "method=co2" in line]
+    assert times == ["0:00:03"] * 2, "as long as the seed that has finished"
+    assert all(line.split()[0] == "unknown" for line in lines if "method=slowmo" in line)
+    assert whole.startswith("5 runs to make, 2 of which train for 0:00:06 in all")
+
+    summary = run_folder(left[0].config()) / "summary.json"  # type: ignore[attr-defined]
+    summary.parent.mkdir(parents=True, exist_ok=True)
+    summary.write_text(json.dumps({"train_s": 90.4}))
+    monkeypatch.setattr("recipes.plan.read_csv", lambda path: [])
+    assert main([*words, "--seeds", "0,1,2"]) == 0
+    told = capsys.readouterr().out
+    assert told.count(" 0:01:30 ") == 2, "as a run that is here, whose evaluations are unknown"
+
+    (tmp_path / "results").rename(tmp_path / "gone")
+    assert main([*words, "--missing", "--seeds", "0"]) == 0
+    (line, whole) = capsys.readouterr().out.splitlines()
+    assert "method=slowmo" in line and whole == "1 runs to make, of unknown time"
+    (tmp_path / "gone").rename(tmp_path / "results")
+    summary.unlink()
+    assert before.items() == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}.items()
+
+    assert main(["tune", "gpt2", "--dry-run"]) == 2
+    assert capsys.readouterr().err.startswith("error: --dry-run=tune: is of run alone")
+
+
 def test_what_was_measured_with_other_settings_of_conf_is_dropped(
     results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
