@@ -70,6 +70,10 @@ class Pairs:
         except BadPair as bad:
             raise ConfigError(self._key, self._value, str(bad)) from None
 
+    def files(self) -> list[tuple[Path, Path]]:
+        """Return the image and the mask of every sample."""
+        return list(zip(self._images, self._masks, strict=True))
+
     def digest(self) -> str:
         """Return the sha256 of all files' names and sizes; to read the files would take minutes."""
         text = hashlib.sha256()

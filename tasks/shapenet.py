@@ -129,7 +129,7 @@ class ShapeNet:
 
     def setup(self, num_workers: int) -> None:
         """See `Task.setup`. Only the lists and the names of files are read. A damaged cloud is
-        found when it is used, or by `python -m tasks.prepare shapenet --check`."""
+        found when it is used, or by `python -m tasks.prepare shapenet --verify`."""
         hint = "the head of the classifier has batch norm, which needs at least 2"
         enough = self.reconstructs or self.train.batch_size >= 2
         require(enough, "train.batch_size", self.train.batch_size, hint)

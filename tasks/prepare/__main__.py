@@ -1,6 +1,7 @@
-"""Prepare a data set, or check one that is there: python -m tasks.prepare NAME [--check PATH]"""
+"""Prepare a data set, or look through one: python -m tasks.prepare NAME [--check|--verify PATH]"""
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ class DataSet(Protocol):
 
     @staticmethod
     def arguments(parser: argparse.ArgumentParser) -> None:
-        """Add the data set's own options; --root and --check are added for all."""
+        """Add the data set's own options; --root, --check and --verify are added for all."""
 
     @staticmethod
     def run(options: argparse.Namespace) -> str:
@@ -39,6 +40,16 @@ class DataSet(Protocol):
         """Yield one line for each fault in the finished data set at `path`."""
         ...
 
+    @staticmethod
+    def verify(path: Path) -> Iterator[str]:
+        """Read and decode every sample at `path`, the data set or data of the user's own in its
+        layout. Yield one line for each that is broken.
+
+        Raises:
+            ConfigError: a run would refuse the layout.
+        """
+        ...
+
 
 SETS: dict[str, type[DataSet]] = {
     "ade20k": ade20k,  # type: ignore[dict-item]  # a module serves as well
@@ -50,7 +61,7 @@ SETS: dict[str, type[DataSet]] = {
     "wikibooks": wikibooks,  # type: ignore[dict-item]  # a module serves as well
 }
 _SHOWN = 50
-"""Number of faults that are printed; the others are only counted."""
+"""Number of faults that --check prints; the others are only counted."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,7 +71,11 @@ def main(argv: list[str] | None = None) -> int:
     chosen = SETS[options.name]
     try:
         if options.check is not None:
-            return _report(chosen, Path(options.check), options)
+            path = _existing("--check", options.check)
+            return _report(path, chosen.check(path, options), _SHOWN)
+        if options.verify is not None:
+            path = _existing("--verify", options.verify)
+            return _report(path, chosen.verify(path))
         print(chosen.run(options))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -69,22 +84,28 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {unusable(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; the same command goes on where it stopped", file=sys.stderr)
+        looking = options.check is not None or options.verify is not None
+        again = "begins again" if looking else "goes on where it stopped"
+        print(f"stopped; the same command {again}", file=sys.stderr)
         return 130
     return 0
 
 
-def _report(chosen: type[DataSet], path: Path, options: argparse.Namespace) -> int:
-    require(path.exists(), "--check", path, "no such folder")
-    faults = 0
-    for fault in chosen.check(path, options):
-        faults += 1
-        if faults <= _SHOWN:
+def _existing(key: str, path: str) -> Path:
+    require(Path(path).exists(), key, path, "no such file or folder")
+    return Path(path)
+
+
+def _report(path: Path, faults: Iterator[str], shown: float = math.inf) -> int:
+    number = 0
+    for fault in faults:
+        number += 1
+        if number <= shown:
             print(fault, flush=True)
-    if faults > _SHOWN:
-        print(f"and {faults - _SHOWN} more")
-    print(f"{path}: {faults} faults" if faults else f"{path}: sound")
-    return 1 if faults else 0
+    if number > shown:
+        print(f"and {number - shown} more")
+    print(f"{path}: {number} faults" if number else f"{path}: sound")
+    return 1 if number else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,7 +123,11 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         own.add_argument("--root", default="data", help="where data live: data.root")
-        own.add_argument("--check", metavar="PATH", help="look through a finished data set instead")
+        looks = own.add_mutually_exclusive_group()
+        check = "compare a finished data set with the published one instead"
+        looks.add_argument("--check", metavar="PATH", help=check)
+        verify = "read and decode every sample instead, also of data of your own in this layout"
+        looks.add_argument("--verify", metavar="PATH", help=verify)
         chosen.arguments(own)
     return parser
 

@@ -6,13 +6,13 @@ import shutil
 import stat
 import zipfile
 import zlib
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from co2.errors import ConfigError, require
-from tasks.pairs import FOLDER, SPLITS, BadPair, listed, read_pair
+from tasks.pairs import FOLDER, SPLITS, BadPair, Pairs, listed, read_pair
 from tasks.prepare.download import download
+from tasks.prepare.samples import broken
 from tasks.progress import progress
 from tasks.store import locked
 
@@ -96,20 +96,25 @@ def check(path: Path, options: argparse.Namespace) -> Iterator[str]:
             f"{labels[name]}: has no image" for name in sorted(labels.keys() - found.keys())
         )
         pairs += [(found[name], labels[name]) for name in sorted(found.keys() & labels.keys())]
-    # Threads are enough, because Pillow decodes without holding the interpreter's lock.
-    with progress("reading images and masks", len(pairs)) as advance, ThreadPoolExecutor() as pool:
-        for fault in pool.map(_fault, pairs):
-            advance(1)
-            if fault is not None:
-                yield fault
+    yield from _broken("reading images and masks", pairs)
 
 
-def _fault(pair: tuple[Path, Path]) -> str | None:
-    try:
-        read_pair(*pair)
-    except BadPair as bad:
-        return str(bad)
-    return None
+def verify(path: Path) -> Iterator[str]:
+    """See `DataSet.verify`."""
+    for split in SPLITS:
+        pairs = Pairs(path, split, "--verify", str(path), "see docs/data.md")
+        yield from _broken(f"reading {split}", pairs.files())
+
+
+def _broken(what: str, pairs: Sequence[tuple[Path, Path]]) -> Iterator[str]:
+    def fault(number: int) -> str | None:
+        try:
+            read_pair(*pairs[number])
+        except BadPair as bad:
+            return str(bad)
+        return None
+
+    return broken(what, len(pairs), fault)
 
 
 def _unpack(archive: Path, final: Path) -> None:

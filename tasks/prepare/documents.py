@@ -20,8 +20,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from co2.errors import ConfigError, require
+from tasks.corpus import user_corpus
+from tasks.prepare.samples import broken
 from tasks.progress import progress
-from tasks.store import PARTS, Store, create, locked, open_store, refuse_strangers, token_dtype
+from tasks.store import (
+    PARTS,
+    Store,
+    create,
+    faults,
+    locked,
+    open_store,
+    refuse_strangers,
+    token_dtype,
+)
 from tasks.text import encoded, separator_id
 from tasks.whole import require_writable
 
@@ -280,6 +291,24 @@ def load_rows(key: str, source: str) -> "Dataset":
     require("text" in columns, key, source, f'has no column "text", only {", ".join(columns)}')
     require(len(data) > 0, key, source, "holds no document")
     return data
+
+
+def unreadable(path: Path) -> Iterator[str]:
+    """Yield a line for each fault in a token store, or for each text that cannot be read in the
+    user's own file or folder of texts."""
+    if any((path / f"{part}.bin").exists() for part in PARTS):
+        yield from faults(path)
+        return
+    corpus = user_corpus(str(path))
+
+    def fault(number: int) -> str | None:
+        try:
+            corpus.text(corpus.files[number])
+        except ConfigError as error:
+            return f"{path}: {error.hint}"
+        return None
+
+    yield from broken("reading texts", len(corpus.files), fault)
 
 
 def validates(index: int, share: float) -> bool:

@@ -14,14 +14,15 @@ import shutil
 import tarfile
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from co2.errors import ConfigError, require
-from tasks.image_folder import FORMATS, BadImage, decode, pictures, shown
+from tasks.image_folder import FORMATS, BadImage, ImageFolder, decode, pictures, shown
 from tasks.images import PARTS
+from tasks.prepare.samples import broken
 from tasks.progress import progress
 from tasks.store import locked
 
@@ -48,15 +49,14 @@ and give it as --archives FOLDER. They are verified (MD5) and unpacked to
 145 GB more, 1,281,167 and 50,000 images. The archives stay as they are. Stop it whenever you
 like; the same command goes on where it stopped.
 
---check PATH looks for missing classes and images, and for files that do not begin as images do;
-with --decode it decodes every image, which finds damaged ones."""
+--check PATH looks for missing classes and images, and for files that do not begin as images do.
+--verify PATH decodes every image, which finds damaged ones."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """See `DataSet.arguments`."""
     parser.add_argument("--archives", metavar="FOLDER", help="where the three archives lie")
     parser.add_argument("--unverified", action="store_true", help="do not compare MD5 sums")
-    parser.add_argument("--decode", action="store_true", help="with --check: decode every image")
 
 
 def run(options: argparse.Namespace) -> str:
@@ -101,9 +101,8 @@ def prepare(root: Path, archives: Path | None, verify: bool = True) -> Path:
 
 
 def check(path: Path, options: argparse.Namespace) -> Iterator[str]:
-    """See `DataSet.check`. Finds missing and unknown classes, wrong counts and bad images. Only the
-    beginning of an image is read or, with --decode, all of it."""
-    look = _decoded if options.decode else _begun
+    """See `DataSet.check`. Finds missing and unknown classes, wrong counts and files that do not
+    begin as images do. Only the beginning of an image is read."""
     for part in PARTS:
         if not (path / part).is_dir():
             yield f"{part}: no such folder"
@@ -111,16 +110,30 @@ def check(path: Path, options: argparse.Namespace) -> Iterator[str]:
         there = {entry.name for entry in (path / part).iterdir() if entry.is_dir()}
         yield from (f"{part}/{name}: missing" for name in sorted(_classes() - there))
         yield from (f"{part}/{shown(name)}: no class" for name in sorted(there - _classes()))
-        yield from _check_part(path, part, sorted(there & _classes()), look)
+        yield from _check_part(path, part, sorted(there & _classes()))
 
 
-def _check_part(
-    path: Path, part: str, classes: list[str], look: Callable[[Path], str | None]
-) -> Iterator[str]:
+def verify(path: Path) -> Iterator[str]:
+    """See `DataSet.verify`."""
+    folder = ImageFolder(path, "--verify", path)
+    for part, counts in folder.counts.items():
+
+        def fault(number: int, part: str = part) -> str | None:
+            name, _ = folder.path(part, number)
+            try:
+                decode(path / name)
+            except BadImage as error:
+                return f"{shown(name)} {error}"
+            return None
+
+        yield from broken(f"decoding {part}", int(counts.sum()), fault)
+
+
+def _check_part(path: Path, part: str, classes: list[str]) -> Iterator[str]:
     def looked(name: str) -> tuple[int, list[str]]:
         faults, files = [], sorted(pictures(path / part / name))
         for file in files:
-            fault = look(path / part / name / file)
+            fault = _begun(path / part / name / file)
             if fault is not None:
                 faults.append(f"{part}/{name}/{shown(file)} {fault}")
         return len(files), faults
@@ -150,14 +163,6 @@ def _begun(file: Path) -> str | None:
             Image.open(file, formats=FORMATS).close()
     except Exception as error:  # each of PIL's decoders raises errors of its own
         return f"is no picture ({type(error).__name__})"
-    return None
-
-
-def _decoded(file: Path) -> str | None:
-    try:
-        decode(file)
-    except BadImage as error:
-        return str(error)
     return None
 
 

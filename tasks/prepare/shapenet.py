@@ -12,13 +12,14 @@ import tarfile
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO
 
 from co2.errors import ConfigError, require
-from tasks.clouds import FILES, LISTS, PARTS, category, files_in, listed, read_cloud
+from tasks.clouds import FILES, LISTS, PARTS, category, files_in, listed, open_clouds, read_cloud
+from tasks.prepare.samples import broken
 from tasks.progress import progress
 from tasks.store import locked
 
@@ -83,16 +84,25 @@ def check(path: Path, options: argparse.Namespace) -> Iterator[str]:
     if categories != NUM_CATEGORIES:
         yield f"{path}: the lists name {categories} categories, ShapeNet-55 has {NUM_CATEGORIES}"
     yield from (f"{name}: is named {times} times" for name, times in named.items() if times > 1)
-    with progress(f"reading {len(named):,} clouds", len(named)) as advance:
-        for name in named:
-            if name not in there:
-                yield f"{path / FILES / name}: is missing"
-                continue
-            try:
-                read_cloud(path / FILES / name, NUM_POINTS)
-            except ValueError as error:
-                yield f"{path / FILES / name}: {error}"
-            advance(1)
+    yield from (f"{path / FILES / name}: is missing" for name in named if name not in there)
+    yield from _broken([path / FILES / name for name in named if name in there])
+
+
+def verify(path: Path) -> Iterator[str]:
+    """See `DataSet.verify`."""
+    for clouds in open_clouds(path, "--verify").values():
+        yield from _broken(clouds.files)
+
+
+def _broken(files: Sequence[Path]) -> Iterator[str]:
+    def fault(number: int) -> str | None:
+        try:
+            read_cloud(files[number], NUM_POINTS)
+        except ValueError as error:
+            return f"{files[number]}: {error}"
+        return None
+
+    return broken(f"reading {len(files):,} clouds", len(files), fault)
 
 
 def _make(final: Path, archive: str | None, lists: str | None) -> None:

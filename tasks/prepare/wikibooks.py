@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from tasks.prepare.documents import Documents, Words, add_arguments, load_rows, prepare
+from tasks.prepare.documents import Documents, Words, add_arguments, load_rows, prepare, unreadable
 from tasks.store import faults
 
 ARTICLES = "wikimedia/wikipedia:20231101.en"
@@ -65,3 +65,8 @@ def run(options: argparse.Namespace) -> str:
 def check(path: Path, options: argparse.Namespace) -> Iterator[str]:
     """See `DataSet.check`. Reads every token."""
     return faults(path)
+
+
+def verify(path: Path) -> Iterator[str]:
+    """See `DataSet.verify`. Reads every token of a data set, and all texts of one's own."""
+    return unreadable(path)
