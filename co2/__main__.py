@@ -22,6 +22,7 @@ COMMANDS = {
     "recipes": ("recipes", "the runs of a table or figure: run, collect and render them"),
     "lab": ("co2.lab", "trainings on real slow links on this machine; needs root"),
     "simulate": ("co2.simulate", "what a cluster would do, from a model of its network"),
+    "compare": ("co2.record.compare", "two runs side by side: settings, losses, final figures"),
     "timeline": ("co2.record.timeline", "a picture of who computes and who waits, from traces"),
     "prepare": ("tasks.prepare", "the data of scale=gpu and scale=paper"),
     "wandb-sync": ("co2.record.wandb_sync", "send offline W&B runs"),

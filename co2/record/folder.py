@@ -87,8 +87,8 @@ def check_folder(config: Config, world: int) -> None:
         return
     if not (folder / "summary.json").exists():
         _check_format(folder)
-    there = _flat(_kept(folder))
-    here = _flat(plain(config, world))
+    there = flat(_kept(folder))
+    here = flat(plain(config, world))
     own = {config.task: type(config.task_config), config.method: type(config.method_config)}
     nodes = NODES | own
     for key in sorted(there.keys() | here.keys()):
@@ -159,7 +159,7 @@ def settings_digest(config: Config) -> str:
         config.task: type(config.task_config),
         config.method: type(config.method_config),
     }
-    values = _flat(plain(config, config.launch.workers))
+    values = flat(plain(config, config.launch.workers))
     counted = {
         ".".join(key): value
         for key, value in values.items()
@@ -214,10 +214,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _flat(values: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+def flat(values: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """The values of nested groups, by the names that lead to them. `Any`: they are YAML's."""
     if not isinstance(values, dict):
         return {path: values}
-    pairs = [_flat(value, (*path, str(key))) for key, value in values.items()]
+    pairs = [flat(value, (*path, str(key))) for key, value in values.items()]
     return {key: value for pair in pairs for key, value in pair.items()}
 
 

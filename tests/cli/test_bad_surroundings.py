@@ -15,7 +15,7 @@ from co2.app.sweep_job import sweep_job
 from co2.errors import ConfigError, unusable
 from co2.lab import __main__ as lab
 from co2.lab import slow_network
-from co2.record import timeline, wandb_sync
+from co2.record import compare, timeline, wandb_sync
 from co2.simulate import __main__ as simulate
 from co2.train import launch
 from tasks.trained import sample
@@ -85,6 +85,8 @@ PROGRAMS: list[tuple[str, Callable[..., object], str, str]] = [
     ("simulate", SIMULATE, "--jitter nan", "--jitter=nan: must be a number of 0"),
     ("simulate", SIMULATE, "--tau 0", "--tau=0: " + NUMBER),
     ("simulate", SIMULATE, "--rounds x\ny", r"--rounds=x\ny: " + NUMBER),
+    ("compare", compare.main, "nowhere nowhere", "RUN=nowhere: has no config.yaml"),
+    ("compare", compare.main, "nowhere", "the following arguments are required: RUN"),
     ("timeline", timeline.main, "nowhere", "nowhere"),
     ("timeline", timeline.main, "nowhere --rank x", "--rank: invalid int value: 'x'"),
     ("wandb-sync", wandb_sync.main, "--everything", "unrecognized arguments: --everything"),
