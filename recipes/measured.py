@@ -20,7 +20,7 @@ LINE = (*VALUES, *SOURCES)
 """What is known of a value."""
 RUN = "run"
 """The column that leads from a value to its run."""
-_NUMBERS = ("seed", "step")
+_NUMBERS = ("seed", "step", "rung", "trial")
 """Columns that are sorted as numbers."""
 
 

@@ -30,6 +30,7 @@ from co2.record.files import write_durably
 from co2.record.table import Table, read_csv
 from recipes import cells
 from recipes.cells import TrainCell, own_words
+from recipes.measured import in_order
 from recipes.proposals import AT_ONCE, Proposal, Proposals
 from recipes.spaces import Space, Value
 from recipes.tuning import TUNING, TUNING_SEED
@@ -275,6 +276,8 @@ def _train(searches: Sequence[Search], made: Sequence[Sequence[Trial]], out: Pat
     wanted = [trial.cell for trial in in_turn if trial is not None and trial.known is None]
     if not wanted:
         return
+    for cell in wanted:
+        cell.check()  # a search that is refused records nothing
     try:
         failed = cells.run(wanted)
         for search, own in zip(searches, made, strict=True):
@@ -284,10 +287,13 @@ def _train(searches: Sequence[Search], made: Sequence[Sequence[Trial]], out: Pat
 
 
 def record(searches: Sequence[Search], path: Path) -> None:
-    """Write the searches' lines in place of their old ones; those of other searches stay."""
-    old = [line for line in read_csv(path) if not any(s.is_own(line) for s in searches)]
-    lines = [line for search in searches for line in search.lines()]
-    Table.of_records([*old, *lines], FIELDS).write_csv(path)
+    """Write the searches' lines in place of their old ones; those of other searches stay. The file
+    has one order, whichever search was the last."""
+    lines: list[Mapping[str, object]] = [
+        line for line in read_csv(path) if not any(s.is_own(line) for s in searches)
+    ]
+    lines += [line for search in searches for line in search.lines()]
+    Table.of_records(in_order(lines, (*KEY, "rung", "trial")), FIELDS).write_csv(path)
 
 
 def _conclude(search: Search, trials: int) -> bool:

@@ -240,7 +240,10 @@ def test_other_searches_lines_stay(conf: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [line["tau"] for line in lines] == ["12"] * 4 + ["6"] * 4
     assert (conf / "tuned/toy/co2.yaml").exists() and (conf / "tuned/toy/co2_tau6.yaml").exists()
     monkeypatch.setattr(cells, "run", Trainer(lambda cell: math.inf))
+    Table.of_records(lines[::-1], tune.FIELDS).write_csv(out / "tuning.csv")
     assert tune_methods("toy", ["slowmo"], 2, "smoke", None, out) == 1, "nothing has won"
+    again = read_csv(out / "tuning.csv")
+    assert len(again) == 10 and again[:8] == lines, "in one order, whatever was tuned last"
     assert not (conf / "tuned/toy/slowmo.yaml").exists()
 
 
@@ -295,7 +298,11 @@ def test_a_whole_search_trains(conf: Path, tmp_path: Path, monkeypatch: pytest.M
     assert best["settings"] == " ".join(f"{name}={value}" for name, value in flat.items())
 
 
-def test_what_cannot_be_tuned_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_tuned_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And writes nothing."""
+    monkeypatch.chdir(tmp_path)
     for words, line in (
         ("tune", "name a task"),
         ("tune toi", "task=toi: did you mean toy?"),
@@ -308,6 +315,7 @@ def test_what_cannot_be_tuned_is_one_line(capsys: pytest.CaptureFixture[str]) ->
         assert main(words.split()) == 2
         error = capsys.readouterr().err
         assert line in error and error.count("\n") == 1
+        assert not list(tmp_path.iterdir()), words
 
 
 WINNER = "# @package _global_\noptim:\n  lr: 0.05\nco2:\n  outer_momentum: 0.4\n  outer_lr: 0.7\n"
