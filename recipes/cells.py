@@ -198,7 +198,7 @@ def run(
         left = [cell for cell in missing if cell.config().launch.workers == workers]
         while left:
             for cell in left:
-                APP.make_task(cell.config()).setup(workers)  # data are made here, once
+                APP.prepare_data(cell.config())  # here, once
             print_line(
                 f"{len(left)} runs of {workers} workers to train; the next: {left[0].command}"
             )

@@ -31,7 +31,7 @@ from co2.app.tuned import with_tuned
 from co2.config import Config, Resume
 from co2.errors import DIVERGED, STOPPED, ConfigError, require, unusable
 from co2.record.console import Outcome, closing_table, sweep_table
-from co2.record.folder import check_folder, read_summary, tag_from
+from co2.record.folder import check_data, check_folder, read_summary, tag_from
 from co2.record.metrics import Summary
 from co2.record.provenance import UNKNOWN, Origin
 from co2.task import Placed, Task
@@ -81,10 +81,11 @@ class App:
         return config
 
     def prepare_data(self, config: Config) -> None:
-        """Make and check the data, and the run to start from, once, before any worker starts.
-        Raises `ConfigError`."""
+        """Make and check the data, and the run to start from or to go on with, once, before any
+        worker starts. Raises `ConfigError`."""
         task = self.make_task(config)
         task.setup(launch.world_size(config.launch))
+        check_data(config, task.fingerprint())
         initial.check(config, task)
 
     def make_task(self, config: Config) -> Task:
@@ -160,7 +161,8 @@ class App:
             """Returns what a sweeper that searches makes small: see `objective`."""
             overrides = list(HydraConfig.get().overrides.task)
             if not _in_sweep():
-                config = self.validate(plain(composed_by_hydra), overrides)
+                # Its data too: a cluster may start the job later, and again.
+                config = self.check(plain(composed_by_hydra), overrides)
                 status = self.run(config, origin)
                 if status:
                     raise SystemExit(status)  # under a launcher's own script it decides a requeue

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ _ELASTIC = tuple(
     for key in ("elastic", "min_replicas", "wait_s", "silent_s", "restarts", "store")
 )
 _FREE_KEYS = (("data", "root"), ("data", "workers"), ("launch", "backend"))
+_OTHERWISE = "give this one a tag=NAME of its own, or start that one afresh with resume=never"
 
 
 def run_folder(config: Config) -> Path:
@@ -72,6 +73,11 @@ def plain(config: Config, world: int) -> dict[str, Any]:
     return values
 
 
+def begun(folder: Path) -> bool:
+    """Whether a run's folder holds checkpoints, from which it goes on."""
+    return any((folder / "checkpoints").glob("step_*"))
+
+
 def check_folder(config: Config, world: int) -> None:
     """Refuse a folder that holds a run of another configuration, or checkpoints that this version
     of the suite cannot read. Writes nothing.
@@ -83,11 +89,13 @@ def check_folder(config: Config, world: int) -> None:
     """
     folder = run_folder(config)
     _check_place(config.runs)
-    if config.resume is Resume.never or not (folder / "config.yaml").exists():
+    if config.resume is Resume.never:
+        return
+    if not _trained(folder) and not (folder / "config.yaml").exists():
         return
     if not (folder / "summary.json").exists():
         _check_format(folder)
-    there = flat(_kept(folder))
+    there = flat(kept_config(folder))
     here = flat(plain(config, world))
     own = {config.task: type(config.task_config), config.method: type(config.method_config)}
     nodes = NODES | own
@@ -96,12 +104,61 @@ def check_folder(config: Config, world: int) -> None:
         free = _is_free(key) or (config.launch.elastic and key[0] == "launch")
         if not free and then != here.get(key):
             name = ".".join(key)
-            raise ConfigError(
-                name,
-                here.get(key),
-                f"{os.path.relpath(folder)} holds a run with {name}={then}; "
-                "give this one a tag=NAME of its own, or start that one afresh with resume=never",
-            )
+            hint = f"{os.path.relpath(folder)} holds a run with {name}={then}; {_OTHERWISE}"
+            raise ConfigError(name, here.get(key), hint)
+
+
+def check_data(config: Config, fingerprint: Mapping[str, object]) -> None:
+    """Refuse to go on with a run, or to show a finished one, whose data are others now.
+
+    Args:
+        fingerprint: of the data; see `Task.fingerprint`.
+    Raises:
+        ConfigError: names what differs; or the folder's manifest.json is missing or damaged.
+    """
+    folder = run_folder(config)
+    if config.resume is Resume.never or not _trained(folder):
+        return
+    change = changed_data(kept_manifest(folder)["data"], fingerprint)
+    if change is not None:
+        key = "data.root" if config.data.path is None else "data.path"
+        value = config.data.path or config.data.root
+        raise ConfigError(key, value, f"{os.path.relpath(folder)}: {change}; {_OTHERWISE}")
+
+
+def changed_data(
+    then: Mapping[str, object], now: Mapping[str, object], keys: Iterable[str] | None = None
+) -> str | None:
+    """In words, what of the data is another than when a run began; None if nothing is.
+
+    Args:
+        then: the data's fingerprint in the run's manifest.
+        now: that of today. A key that is newer than the run is left out, and so is the name, which
+            is the configuration's.
+        keys: to compare no others.
+    """
+    there: Mapping[str, object] = json.loads(json.dumps(now, default=str))
+    for key in keys or (key for key in then if key != "data"):
+        if key in then and key in there and then[key] != there[key]:
+            return f"its data have changed since it was trained: {key} is another"
+    return None
+
+
+def kept_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest.json of a run. Raises `ConfigError` if it is missing or damaged. `Any`: JSON."""
+    try:
+        known: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+        parts = [known, known["data"], *known.get("resumed", [])]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        parts = [None]
+    if not all(isinstance(part, dict) for part in parts):
+        raise _damaged(folder / "manifest.json")
+    return known
+
+
+def _trained(folder: Path) -> bool:
+    """Whether a folder holds steps that were trained."""
+    return begun(folder) or (folder / "summary.json").exists()
 
 
 def _check_place(runs: str) -> None:
@@ -116,7 +173,7 @@ def _check_place(runs: str) -> None:
     require(writable, "runs", runs, f"{there} cannot be written; give a folder that can")
 
 
-def _kept(folder: Path) -> dict[str, Any]:
+def kept_config(folder: Path) -> dict[str, Any]:
     """The configuration of the run in a folder. Raises `ConfigError` if it is damaged. `Any`: it is
     as YAML holds it."""
     try:
@@ -129,7 +186,8 @@ def _kept(folder: Path) -> dict[str, Any]:
 
 
 def _damaged(path: Path) -> ConfigError:
-    hint = f"{os.path.relpath(path)} is damaged; train afresh with resume=never"
+    how = "damaged" if path.exists() else "missing"
+    hint = f"{os.path.relpath(path)} is {how}; train afresh with resume=never"
     return ConfigError("resume", "auto", hint)
 
 

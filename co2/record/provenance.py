@@ -57,6 +57,21 @@ def manifest(
     }
 
 
+def of_all_starts(first: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of a run that goes on: the first one. Under "resumed" stands for each later
+    start what of code, machine, versions, workers and command was another than before.
+
+    Args:
+        first: as the run has kept it.
+        now: as if the run began now.
+    """
+    earlier = first.get("resumed", [])
+    last = {key: value for known in (first, *earlier) for key, value in known.items()}
+    kept = ("git", "packages", "hardware", "world_size", "command")
+    changes = {key: now[key] for key in kept if now[key] != last.get(key)}
+    return {**first, "resumed": [*earlier, changes]} if changes else first
+
+
 def git() -> dict[str, Any]:
     """The commit of this source tree, and whether the tree has changes since.
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import yaml
 from co2.config import Config, Wandb
 from co2.record.console import Console
 from co2.record.files import whole_lines, write_durably
-from co2.record.folder import plain, run_folder
+from co2.record.folder import begun, kept_config, kept_manifest, plain, run_folder
 from co2.record.metrics import Change, Evaluation, Line, Metrics, Notice, Shares, Summary
-from co2.record.provenance import Origin, manifest
+from co2.record.provenance import Origin, manifest, of_all_starts
 from co2.record.wandb import Tracking, WandbTracking, mode
 
 Entry = Metrics | Evaluation | Notice | Change | Shares
@@ -28,8 +29,13 @@ class Record:
     def __init__(self) -> None:
         self.recent: deque[Entry] = deque(maxlen=_RECENT)
 
-    def begin(self, step: int) -> None:
-        """Training goes on from `step`: metrics of later steps, of a segment cut off, go."""
+    def begin(self, step: int, before: "Record | None" = None) -> None:
+        """Training goes on from `step`: metrics of later steps, of a segment cut off, go.
+
+        Args:
+            before: of a worker that was not the first until now. What the first one was lost with
+                is written from it.
+        """
 
     def log(self, entry: Entry) -> None:
         """Keep one line of figures."""
@@ -70,9 +76,16 @@ class FolderRecord(Record):
         self._config, self._values = config, plain(config, world)
         self._origin, self._console = origin, console
         self.folder.mkdir(parents=True, exist_ok=True)
+        known = manifest(world, origin, data, init_from)
+        self._log_every = config.log.every
+        """Steps between lines of the segment before or of this one, whichever is more."""
+        if begun(self.folder):
+            known = of_all_starts(kept_manifest(self.folder), known)
+            log = kept_config(self.folder).get("log")
+            then = log.get("every") if isinstance(log, dict) else None
+            self._log_every = max(self._log_every, then if isinstance(then, int) else 0)
         write_durably(self.folder / "config.yaml", yaml.safe_dump(self._values, sort_keys=False))
-        text = json.dumps(manifest(world, origin, data, init_from), indent=1, default=str)
-        write_durably(self.folder / "manifest.json", text)
+        write_durably(self.folder / "manifest.json", json.dumps(known, indent=1, default=str))
         self._metrics = self.folder / "metrics.jsonl"
         self._file: int | None = None
         self._unwritten: list[str] = []
@@ -80,18 +93,37 @@ class FolderRecord(Record):
         self._tracking: Tracking = Tracking()
         self._summary: Summary | None = None
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, before: Record | None = None) -> None:
         # A new file, which stays open: a worker that wrote before, was given up and does not know
         # it yet, goes on in the old one.
-        lines = _up_to(self._metrics, step) if self._metrics.exists() else []
-        write_durably(self._metrics, "".join(lines))
+        lines, unreadable = _up_to(self._metrics, step)
+        if before is None:  # else it has lines that are missing here
+            self._tell_missing(step, [at for at, _ in lines], unreadable)
+        write_durably(self._metrics, "".join(text for _, text in lines))
         self._file = os.open(self._metrics, os.O_WRONLY | os.O_APPEND)
         if mode(self._config.log.wandb) is not Wandb.disabled:
             self._tracking = WandbTracking(
                 self._config, self._values, self.folder, step, self._origin.tags, self._console
             )
+        if before is not None:
+            self._take_over(before)
 
-    def take_over(self, before: Record) -> None:
+    def _tell_missing(self, step: int, told: Sequence[int], unreadable: int) -> None:
+        """Say in a line what metrics.jsonl lacks up to a step.
+
+        Args:
+            told: the steps of its lines.
+            unreadable: how many lines it has that cannot be read.
+        """
+        last = max(told, default=0)
+        found = [f"{unreadable} of its lines cannot be read"] if unreadable else []
+        if last < step // self._log_every * self._log_every:
+            found.append(f"the steps {last + 1} to {step} are missing")
+        if found:
+            text = f"metrics.jsonl is damaged: {', '.join(found)}; the run goes on without them"
+            self._console.print_line(text)
+
+    def _take_over(self, before: Record) -> None:
         """Add what the worker that wrote before was lost with."""
         told = {(line["kind"], line["step"]) for line in whole_lines(self._metrics)}
         for entry in before.recent:
@@ -141,13 +173,20 @@ class FolderRecord(Record):
             self._file = None
 
 
-def _up_to(path: Path, step: int) -> list[str]:
-    """The lines of metrics.jsonl up to a step, without any that a crash has torn."""
-    kept = []
-    for line in path.read_text().splitlines(keepends=True):
-        try:
-            if line.endswith("\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
-        except ValueError:
+def _up_to(path: Path, step: int) -> tuple[list[tuple[int, str]], int]:
+    """The lines of metrics.jsonl up to a step, each after its step, and the number of those that
+    cannot be read. A last one that a crash has torn is not counted."""
+    kept, unreadable = [], 0
+    content = path.read_bytes() if path.exists() else b""
+    for line in content.splitlines(keepends=True):
+        if not line.endswith(b"\n"):
             continue
-    return kept
+        try:
+            at = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            at = None
+        if not isinstance(at, int):
+            unreadable += 1
+        elif at <= step:
+            kept.append((at, line.decode()))
+    return kept, unreadable

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from co2.config import Config, Resume
 from co2.errors import ConfigError, require
-from co2.record.folder import run_folder
+from co2.record.folder import begun, kept_manifest, run_folder
 from co2.task import FineTuning, Portable, Task
 from co2.train import weights
 
@@ -57,19 +57,14 @@ def load(value: str, module: nn.Module, task: Task) -> None:
     weights.copy(module, _saved(value, task), KEY, value, _heads(task))
 
 
-def begun(folder: Path) -> bool:
-    """Whether a run's folder holds checkpoints, from which it goes on."""
-    return any((folder / "checkpoints").glob("step_*"))
-
-
 def described(config: Config) -> dict[str, str] | None:
     """The folder, and the sha256 of the weights, for manifest.json. A run that goes on keeps what
     it has recorded at its start. Raises `ConfigError` if the weights cannot be read."""
     if config.init_from is None:
         return None
     folder = run_folder(config)
-    if begun(folder) and (folder / "manifest.json").exists():
-        kept: dict[str, str] | None = json.loads((folder / "manifest.json").read_text())[KEY]
+    if begun(folder):
+        kept: dict[str, str] | None = kept_manifest(folder).get(KEY)
         return kept
     path = _file(Path(config.init_from))
     try:

@@ -74,9 +74,7 @@ class Run:
         self.mesh, self.control = mesh, mesh.new_group_of_workers("gloo")
         if self.is_first and not spoke:
             before = self.record
-            record = self._speak()
-            record.begin(step)
-            record.take_over(before)
+            self._speak().begin(step, before)
 
     def _speak(self) -> FolderRecord:
         """Make what prints and writes for the run."""

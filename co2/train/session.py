@@ -13,6 +13,7 @@ from co2.comm.background import without_joining
 from co2.config import Precision
 from co2.errors import ConfigError
 from co2.record.files import durable
+from co2.record.folder import begun
 from co2.record.metrics import Change, Evaluation
 from co2.train import initial
 from co2.train.checkpoint import Checkpoints
@@ -38,7 +39,7 @@ class Session:
         config, mesh = run.config, run.mesh
         self.run, self.step = run, 0
         self.module: nn.Module = run.task.model().to(mesh.device)
-        self._from_checkpoint = initial.begun(run.folder)
+        self._from_checkpoint = begun(run.folder)
         if config.init_from is not None and not self._from_checkpoint:
             initial.load(config.init_from, self.module, run.task)
         if config.train.checkpoint_activations:

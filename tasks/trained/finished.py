@@ -13,7 +13,7 @@ from co2.app.schema import typed
 from co2.config import NODES, Config
 from co2.errors import ConfigError, nearest, require
 from co2.peers import known_methods
-from co2.record.folder import completed
+from co2.record.folder import changed_data, completed
 from co2.record.metrics import Summary
 from co2.task import Task
 from co2.train import weights
@@ -110,8 +110,6 @@ def _open_data(task: Task, then: Mapping[str, Any], given: str) -> None:
     except ConfigError as error:
         hint = f"its data are needed, as where it was trained: {error}"
         raise ConfigError(KEY, given, hint) from None
-    now = json.loads(json.dumps(task.fingerprint(), default=str))
-    for key in ("tokens_sha256", "num_classes", "text"):
-        same = key not in now or key not in then or now[key] == then[key]
-        hint = f"its data have changed since it was trained: {key} is another"
-        require(same, KEY, given, hint)
+    change = changed_data(then, task.fingerprint(), ("tokens_sha256", "num_classes", "text"))
+    if change is not None:
+        raise ConfigError(KEY, given, change)

@@ -457,6 +457,33 @@ def test_other_data(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_other_data_than_before(
+    finished: Finished, root: Path, text: Path, tmp_path: Path, ended: bool
+) -> None:
+    """To go on with a run says the same, and so does to show a finished one."""
+    own, run = tmp_path / text.name, finished("gpt2")
+    shutil.copy(text, own)
+    place = tmp_path / "runs" / run.relative_to(run.parents[3])
+    shutil.copytree(run, place)
+    config = (place / "config.yaml").read_text()
+    (place / "config.yaml").write_text(config.replace(str(text), str(own)))
+    if not ended:
+        (place / "summary.json").unlink()
+    few = ("train.steps=2", "train.batch_size=4", "train.eval_every=100", "launch.workers=1")
+    words = (*small("gpt2", root, own), "method=allreduce", *few, f"tag={place.parent.name}")
+    words = (*words, "log.wandb=disabled")
+    train.APP.prepare_data(configured(*words, runs=tmp_path / "runs"))
+    own.write_text(text.read_text() + "And another line.\n")
+    before = contents(place)
+    with pytest.raises(ConfigError) as caught:
+        train.APP.prepare_data(configured(*words, runs=tmp_path / "runs"))
+    assert str(caught.value).startswith(f"data.path={own}: ")
+    assert "its data have changed since it was trained: " in str(caught.value)
+    assert "resume=never" in str(caught.value) and contents(place) == before
+    train.APP.prepare_data(configured(*words, "resume=never", runs=tmp_path / "runs"))
+
+
 def test_the_folder_is_taken(
     finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

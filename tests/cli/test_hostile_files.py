@@ -50,6 +50,7 @@ def run(here: Path) -> Path:
     folder = run_folder(config)
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(plain(config, 2)))
+    (folder / "manifest.json").write_text('{"data": {}}')
     return folder
 
 

@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import train
 from co2.config import Config
-from co2.errors import DIVERGED, PREEMPTED
+from co2.errors import DIVERGED, PREEMPTED, ConfigError
+from co2.record.provenance import of_all_starts
 from co2.train import checkpoint, launch
 from recipes.processes import running
 from tasks.toy import Toy
@@ -274,6 +276,72 @@ def test_torn_metrics(workers: Pool, stopped: Run, whole: Run, tmp_path: Path) -
         file.write('{"kind": "train", "step": 34, "loss": 1.0}\n{"kind": "train", "st')
     run = pooled(workers, 2, *POOLED, runs=tmp_path / "runs")
     assert_same_run(run.folder, whole.folder)
+
+
+NO_LINES = f"the steps 1 to {STOPPED_AT} are missing"
+LOST = {
+    "deleted": (Path.unlink, NO_LINES),
+    "emptied": (lambda path: path.write_text(""), NO_LINES),
+    "garbage": (lambda path: path.write_bytes(bytes(range(128, 255)) * 9), NO_LINES),
+    "a line": (lambda path: altered(path, 7, b"[7]\n"), "1 of its lines cannot be read"),
+    "its end": (lambda path: cut(path, 30), "the steps 31 to 33 are missing"),
+}
+
+
+def altered(path: Path, line: int, content: bytes) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:line], content, *lines[line + 1 :]]))
+
+
+def cut(path: Path, last: int) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if json.loads(line)["step"] <= last))
+
+
+@pytest.mark.parametrize("how", LOST)
+def test_lost_metrics_are_told(workers: Pool, stopped: Run, tmp_path: Path, how: str) -> None:
+    """The run goes on, but not as if nothing had been there."""
+    shutil.copytree(stopped.runs, tmp_path / "runs")
+    path = folder_of(*POOLED, "launch.workers=2", runs=tmp_path / "runs") / "metrics.jsonl"
+    lose, says = LOST[how]
+    lose(path)
+    run = pooled(workers, 2, *POOLED, runs=tmp_path / "runs")
+    (line,) = [line for line in run.out.splitlines() if "metrics.jsonl" in line]
+    assert says in line and run.status == 0
+    assert [line["step"] for line in metrics(run.folder, "train")][-27:] == list(range(34, 61))
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "manifest.json"])
+@pytest.mark.parametrize("how", ["missing", "- {torn", '{"data": {}, "resumed": 5}'])
+def test_what_a_run_was_is_needed(stopped: Run, tmp_path: Path, name: str, how: str) -> None:
+    """Without its configuration another one would go on with its checkpoints."""
+    shutil.copytree(stopped.runs, tmp_path / "runs")
+    path = folder_of(*POOLED, "launch.workers=2", runs=tmp_path / "runs") / name
+    path.unlink()
+    if how != "missing":
+        path.write_text(how if name == "manifest.json" else how[:7])
+        how = "damaged"
+    with pytest.raises(ConfigError, match=rf"/{name} is {how}; train afresh with resume=never"):
+        train.APP.prepare_data(configured(*POOLED, "launch.workers=2", runs=tmp_path / "runs"))
+    fresh = (*POOLED, "launch.workers=2", "resume=never")
+    train.APP.prepare_data(configured(*fresh, runs=tmp_path / "runs"))
+
+
+def test_the_first_manifest_stays(workers: Pool, stopped: Run, tmp_path: Path) -> None:
+    """It is of the start; a later one adds what was another then, and only that."""
+    run = again(workers, stopped, tmp_path)
+    first, kept = (
+        json.loads((folder / "manifest.json").read_text())
+        for folder in (stopped.folder, run.folder)
+    )
+    assert kept == first
+    now = {**first, "command": "train.py again", "world_size": 3, "data": {"sha256": "other"}}
+    once = of_all_starts(first, now)
+    change = {"command": "train.py again", "world_size": 3}
+    assert once == {**first, "resumed": [change]}
+    assert of_all_starts(once, now) == once
+    back = {"command": first["command"], "world_size": 2}
+    assert of_all_starts(once, first) == {**first, "resumed": [change, back]}
 
 
 @contextmanager

@@ -47,10 +47,10 @@ def record(tmp_path: Path, heard: Heard) -> FolderRecord:
     return begun(tmp_path, heard, 0)
 
 
-def begun(tmp_path: Path, heard: Heard, step: int) -> FolderRecord:
+def begun(tmp_path: Path, heard: Heard, step: int, before: Record | None = None) -> FolderRecord:
     config = configured("log.wandb=disabled", runs=tmp_path / "runs")
     record = FolderRecord(config, 2, "samples", {}, Origin("train.py", ()), heard)
-    record.begin(step)
+    record.begin(step, before)
     return record
 
 
@@ -88,8 +88,7 @@ def test_who_was_given_up_adds_no_more_lines(
     others = Record()
     for step in (1, 2, 3):
         others.log(Notice(step, "of another worker"))
-    successor = begun(tmp_path, heard, 3)
-    successor.take_over(others)
+    successor = begun(tmp_path, heard, 3, others)
     record.log(Notice(2, "late"))
     successor.log(Notice(4, "four"))
     assert steps(successor) == [1, 2, 3, 4]
