@@ -31,7 +31,8 @@ from co2.app.tuned import with_tuned
 from co2.config import Config, Resume
 from co2.errors import DIVERGED, STOPPED, ConfigError, require, unusable
 from co2.record.console import Outcome, closing_table, sweep_table
-from co2.record.folder import check_data, check_folder, read_summary, tag_from
+from co2.record.folder import check_data, check_folder, read_summary, run_folder, tag_from
+from co2.record.lock import FolderLock
 from co2.record.metrics import Summary
 from co2.record.provenance import UNKNOWN, Origin
 from co2.task import Placed, Task
@@ -108,6 +109,9 @@ class App:
             if launch.is_first():
                 print("finished already; resume=never trains it afresh and keeps this one aside")
         else:
+            if launch.identity() is None and config.launch.store is None:
+                # Worker 0 holds the folder; this refuses one that is held before any starts.
+                FolderLock.take(run_folder(config)).release()
             status = launch.run(partial(self.work, origin=origin), config)
             if status:
                 return status

@@ -5,11 +5,9 @@ starts the workers tells the others in their store (co2/train/store.py) when one
 than its silence would.
 """
 
-import multiprocessing
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -220,7 +218,7 @@ def _work(
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
     # By which a worker picks its GPU, as under torchrun.
     os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_world))
-    threading.Thread(target=_end_with_starter, daemon=True).start()
+    forked.end_with_starter(_END_S)  # where the store is gone too, the worker says so itself
     global _place
     _place = address, number, first, silent_s
     try:
@@ -236,15 +234,6 @@ def _work(
         status = 1
     if status or forgotten():
         exit_at_once(status)  # threads of lost groups may still wait for somebody
-
-
-def _end_with_starter() -> None:
-    """A worker does not outlive what started it, even where the store does."""
-    starter = multiprocessing.parent_process()
-    assert starter is not None
-    starter.join()
-    time.sleep(_END_S)  # where the store is gone too, the worker says so itself
-    os._exit(1)
 
 
 def _reason(error: Exception) -> str | None:

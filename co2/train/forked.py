@@ -6,7 +6,10 @@ does not touch a GPU, so that what it forks may.
 """
 
 import multiprocessing
+import os
 import sys
+import threading
+import time
 from multiprocessing.context import ForkServerContext
 
 _IMPORTED = ("co2", "tasks")
@@ -29,3 +32,24 @@ def import_all(context: ForkServerContext) -> None:
     process = context.Process(target=int)  # does nothing
     process.start()
     process.join()
+
+
+def end_with_starter(grace_s: float = 0.0) -> None:
+    """From now on this worker ends when the process that started it does, however that ended, or
+    has ended already.
+
+    PR_SET_PDEATHSIG would not do: the kernel takes the fork server for the parent, and that one
+    lives as long as its workers.
+
+    Args:
+        grace_s: seconds in which the worker may still end by itself.
+    """
+    starter = multiprocessing.parent_process()
+    assert starter is not None, "multiprocessing has started this worker"
+
+    def wait() -> None:
+        starter.join()
+        time.sleep(grace_s)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

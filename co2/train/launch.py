@@ -271,6 +271,7 @@ def _guarded(worker: Worker, config: Config, rank: int) -> int:
 def _local_worker(worker: Worker, config: Config) -> None:
     me = identity()
     assert me is not None, "the elastic launcher sets RANK"
+    forked.end_with_starter()
     try:
         status = _as_worker(worker, config, me)
     except Exception:  # a bug: its place is printed here, because the launcher is silenced

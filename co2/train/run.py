@@ -9,10 +9,11 @@ import torch.distributed as dist
 from co2.comm.mesh import Mesh
 from co2.comm.sockets import until_cut
 from co2.config import Config, Resume
-from co2.errors import PREEMPTED
+from co2.errors import PREEMPTED, REFUSED, ConfigError
 from co2.methods import Method
 from co2.record.console import Console, ProgressConsole
 from co2.record.folder import run_folder
+from co2.record.lock import NAME, FolderLock
 from co2.record.provenance import Origin
 from co2.record.record import FolderRecord, Record
 from co2.record.trace import ProfilerTrace, Trace
@@ -40,6 +41,8 @@ class Run:
     """A CPU group of all workers for flags, barriers and final figures, which no collective of the
     training can hold up. None for one worker."""
     origin: Origin
+    lock: FolderLock | None
+    """The first worker's hold on the folder; None on every other worker."""
 
     @classmethod
     def open(cls, config: Config, task: Task, method: Method, mesh: Mesh, origin: Origin) -> "Run":
@@ -52,19 +55,19 @@ class Run:
             mesh: of the workers.
             origin: how the run was started.
         """
-        first, control = mesh.worker == 0, mesh.new_group_of_workers("gloo")
-        folder = run_folder(config)
-        if first and config.resume is Resume.never and folder.exists():
-            _move_aside(folder)
-        if control is not None and not mesh.newcomer:
-            until_cut(lambda: dist.barrier(group=control))
+        control, folder = mesh.new_group_of_workers("gloo"), run_folder(config)
+        lock = None if mesh.newcomer else _claim(config, folder, mesh, control)
         trace = Trace()
         if config.trace:
             trace = ProfilerTrace(folder / "trace" / f"rank_{mesh.worker}.json")
         silent = Console(), Record()
-        made = cls(config, folder, mesh, task, method, *silent, trace, control, origin)
-        if first:
-            made._speak()
+        made = cls(config, folder, mesh, task, method, *silent, trace, control, origin, lock)
+        if lock is not None:
+            try:
+                made._speak()
+            except BaseException:
+                lock.release()
+                raise
         return made
 
     def regroup(self, mesh: Mesh, step: int) -> None:
@@ -73,7 +76,7 @@ class Run:
         spoke = self.is_first
         self.mesh, self.control = mesh, mesh.new_group_of_workers("gloo")
         if self.is_first and not spoke:
-            before = self.record
+            before, self.lock = self.record, FolderLock.take_over(self.folder)
             self._speak().begin(step, before)
 
     def _speak(self) -> FolderRecord:
@@ -121,11 +124,49 @@ class Run:
         self.trace.close()
         self.console.close()
         self.record.close(0 if error is None or stopped else 1)
+        if self.lock is not None:
+            self.lock.release()
 
 
-def _move_aside(folder: Path) -> None:
-    """Nothing is lost: `seed0` becomes `seed0.1`, or takes the next free number."""
+def _claim(
+    config: Config, folder: Path, mesh: Mesh, control: dist.ProcessGroup | None
+) -> FolderLock | None:
+    """Hold the folder, on the first worker; with resume=never it is a new one. Collective.
+
+    Raises:
+        ConfigError: another run trains there. On the other workers `SystemExit`, so that one line
+            tells it.
+    """
+    lock, refused = None, None
+    if mesh.worker == 0:
+        try:
+            lock = _take(config, folder)
+        except ConfigError as error:
+            refused = error
+    box = [refused is not None]
+    if control is not None:
+        until_cut(lambda: dist.broadcast_object_list(box, src=0, group=control))
+    if refused is not None:
+        raise refused
+    if box[0]:
+        raise SystemExit(REFUSED)
+    return lock
+
+
+def _take(config: Config, folder: Path) -> FolderLock:
+    lock = FolderLock.take(folder)
+    if config.resume is Resume.never and any(path.name != NAME for path in folder.iterdir()):
+        lock.folder = _move_aside(folder)
+        lock.release()
+        lock = FolderLock.take(folder)
+    return lock
+
+
+def _move_aside(folder: Path) -> Path:
+    """Nothing is lost: `seed0` becomes `seed0.1`, or takes the next free number. Returns where it
+    is now."""
     number = 1
     while (target := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
     folder.rename(target)
+    return target
