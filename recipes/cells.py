@@ -96,7 +96,7 @@ class TrainCell:
         config = self.config()
         found = read_summary(run_folder(config))
         if found is not None:
-            check_folder(config, config.launch.workers)  # conf may have changed since
+            check_folder(config, config.launch.workers, as_it_is=True)  # conf may have changed
         return found
 
     def source(self) -> dict[str, str]:

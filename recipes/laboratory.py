@@ -60,7 +60,7 @@ class LabCell:
         if found is not None:  # conf may have changed since
             of_trial = str(trial_folder(self.trial, EVEN, self._runs))
             same = replace(self.config(), runs=of_trial, tag=self.trial.method)
-            check_folder(same, self.trial.workers)
+            check_folder(same, self.trial.workers, as_it_is=True)
         return found
 
     def source(self) -> dict[str, str]:

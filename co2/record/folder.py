@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from co2.config import NODES, Config, Resume
+from co2.config import NODES, Config, Resume, Schedule
 from co2.errors import ConfigError, require
 from co2.record.files import CHECKPOINT_FORMAT
 from co2.record.metrics import Summary
@@ -78,12 +78,15 @@ def begun(folder: Path) -> bool:
     return any((folder / "checkpoints").glob("step_*"))
 
 
-def check_folder(config: Config, world: int) -> None:
+def check_folder(config: Config, world: int, as_it_is: bool = False) -> None:
     """Refuse a folder that holds a run of another configuration, or checkpoints that this version
     of the suite cannot read. Writes nothing.
 
-    A key that the folder does not know, because it is newer, may have its default.
+    A key that the folder does not know, because it is newer, may have its default. A run at a
+    constant rate may go on with more steps.
 
+    Args:
+        as_it_is: the run there must be the whole one, and may not go on.
     Raises:
         ConfigError: names the first key that differs.
     """
@@ -103,8 +106,13 @@ def check_folder(config: Config, world: int) -> None:
         then = there.get(key, _default(key, nodes))
         free = _is_free(key) or (config.launch.elastic and key[0] == "launch")
         if not free and then != here.get(key):
-            name = ".".join(key)
-            hint = f"{os.path.relpath(folder)} holds a run with {name}={then}; {_OTHERWISE}"
+            name, why = ".".join(key), ""
+            fewer = isinstance(then, int) and then < config.train.steps
+            if name == "train.steps" and fewer and not as_it_is:
+                why = _objection_to_more_steps(config, folder, then)
+                if not why:
+                    continue
+            hint = f"{os.path.relpath(folder)} holds a run with {name}={then}{why}; {_OTHERWISE}"
             raise ConfigError(name, here.get(key), hint)
 
 
@@ -159,6 +167,17 @@ def kept_manifest(folder: Path) -> dict[str, Any]:
 def _trained(folder: Path) -> bool:
     """Whether a folder holds steps that were trained."""
     return begun(folder) or (folder / "summary.json").exists()
+
+
+def _objection_to_more_steps(config: Config, folder: Path, then: int) -> str:
+    """Why a run of `then` steps cannot go on as if it had had more from its start; empty if it
+    can."""
+    optim, saved = config.optim, folder / "checkpoints" / f"step_{then}"
+    if optim.schedule is not Schedule.constant or optim.warmup_steps > then:
+        return ", on which its rate depends: only optim.schedule=constant goes on with more"
+    if (folder / "summary.json").exists() and not saved.exists():
+        return ", of which the last was not saved (checkpoint.every=0)"
+    return ""
 
 
 def _check_place(runs: str) -> None:
@@ -252,11 +271,12 @@ def _default(key: tuple[str, ...], nodes: Mapping[str, type]) -> Any:
 
 
 def read_summary(config: Config) -> Summary | None:
-    """The figures of a finished run; None where the run has not finished. Raises `ConfigError` if
-    they are damaged."""
+    """The figures of a finished run; None where the run has not finished, or has fewer steps than
+    it is to have. Raises `ConfigError` if they are damaged."""
     folder = run_folder(config)
     try:
-        return Summary.read(folder)
+        found = Summary.read(folder)
+        return None if found is None or found.steps < config.train.steps else found
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise _damaged(folder / "summary.json") from None
 

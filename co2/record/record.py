@@ -76,6 +76,8 @@ class FolderRecord(Record):
         self._config, self._values = config, plain(config, world)
         self._origin, self._console = origin, console
         self.folder.mkdir(parents=True, exist_ok=True)
+        # Before the new configuration, with which a run may go on after its end.
+        (self.folder / "summary.json").unlink(missing_ok=True)
         known = manifest(world, origin, data, init_from)
         self._log_every = config.log.every
         """Steps between lines of the segment before or of this one, whichever is more."""

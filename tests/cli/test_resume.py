@@ -22,6 +22,7 @@ from torch import Tensor
 import train
 from co2.config import Config
 from co2.errors import DIVERGED, PREEMPTED, ConfigError
+from co2.record.folder import check_folder, read_summary
 from co2.record.provenance import of_all_starts
 from co2.train import checkpoint, launch
 from recipes.processes import running
@@ -342,6 +343,59 @@ def test_the_first_manifest_stays(workers: Pool, stopped: Run, tmp_path: Path) -
     assert of_all_starts(once, now) == once
     back = {"command": first["command"], "world_size": 2}
     assert of_all_starts(once, first) == {**first, "resumed": [change, back]}
+
+
+CONSTANT = ("optim.schedule=constant", "optim.warmup_steps=4", "optim.min_lr_ratio=0.0")
+LONGER = (*CONSTANT, "log.every=1", "train.eval_every=8", "tag=longer")
+
+
+@pytest.mark.parametrize("choice", ["method=co2 co2.tau=3", "method=allreduce optim.name=adamw"])
+def test_a_finished_run_goes_on_with_more_steps(workers: Pool, tmp_path: Path, choice: str) -> None:
+    """8 steps and then 8 more are 16 at once, bit for bit: also a collective that was under way as
+    the run ended, the momentum, and the order of the data."""
+    arguments = (*LONGER, *choice.split())
+    first = pooled(workers, 2, *arguments, "train.steps=8", runs=tmp_path / "parts")
+    assert json.loads((first.folder / "summary.json").read_text())["steps"] == 8
+    run = pooled(workers, 2, *arguments, "train.steps=16", runs=tmp_path / "parts")
+    assert resumed_at(run.out) == [8]
+    whole = pooled(workers, 2, *arguments, "train.steps=16", runs=tmp_path / "whole")
+    assert_same_run(run.folder, whole.folder)
+    shorter = (*arguments, "train.steps=8", "launch.workers=2")
+    with pytest.raises(ConfigError, match=r"train.steps=8: .* holds a run with train.steps=16; "):
+        configured(*shorter, runs=tmp_path / "parts")
+
+
+def test_a_run_that_got_more_steps_has_not_finished(workers: Pool, tmp_path: Path) -> None:
+    """Also where it is stopped before the new end: nothing takes the old figures for its own."""
+    runs, arguments = tmp_path / "runs", (*LONGER, "method=co2", "co2.tau=2")
+    pooled(workers, 2, *arguments, "train.steps=4", runs=runs)
+    more = (*arguments, "train.steps=40")
+    config = configured(*more, "launch.workers=2", runs=runs)
+    assert read_summary(config) is None
+    with pytest.raises(ConfigError, match=r"train.steps=40: .* holds a run with train.steps=4; "):
+        check_folder(config, 2, as_it_is=True)
+    stop = {"setup": signalled, "setup_arguments": (0, 2)}
+    run = pooled(workers, 2, *more, runs=runs, **stop)
+    assert run.status == PREEMPTED and not (run.folder / "summary.json").exists()
+    ended = pooled(workers, 2, *more, runs=runs)
+    assert ended.status == 0 and read_summary(config) is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("optim.schedule=cosine",), "only optim.schedule=constant goes on with more"),
+        (("optim.warmup_steps=5",), "only optim.schedule=constant goes on with more"),
+        (("checkpoint.every=0",), "the last was not saved"),
+    ],
+)
+def test_no_more_steps(workers: Pool, tmp_path: Path, words: tuple[str, ...], reason: str) -> None:
+    """Where the rate depends on their number, and where the last step was not saved."""
+    arguments = (*LONGER, *words)
+    pooled(workers, 1, *arguments, "train.steps=4", runs=tmp_path)
+    longer = (*arguments, "train.steps=8", "launch.workers=1")
+    with pytest.raises(ConfigError, match=rf"^train.steps=8: .* train.steps=4, .*{reason}.*tag="):
+        configured(*longer, runs=tmp_path)
 
 
 @contextmanager
