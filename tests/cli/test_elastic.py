@@ -15,6 +15,7 @@ import torch
 
 from co2.errors import PREEMPTED, ConfigError
 from co2.record.files import whole_lines
+from co2.record.lock import NAME
 from recipes.ledger import doubled_and_left_out
 from recipes.processes import is_running, running
 from tests.cli.harness import (
@@ -147,6 +148,7 @@ def test_those_that_are_left_go_on(tmp_path: Path, method: str, victims: tuple[i
     assert math.isfinite(summary["final"]["loss"]) and summary["final"]["accuracy"] > 0.6
     assert all(value.isfinite().all() for value in weights(folder).values())
     assert all(f"worker {one} is lost (gone)" in text for one in victims)
+    assert not (folder / NAME).exists(), "who has taken over held the folder, too, and freed it"
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
