@@ -6,12 +6,16 @@ torchrun --nproc-per-node 2 train.py task=gpt2 method=allreduce
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
-from co2.app.application import App
-from tasks import TASKS
+from co2 import program
+
+with program.starting(__name__):
+    from co2.app.application import App
+    from tasks import TASKS
 
 APP = App(conf=Path(__file__).parent / "conf", tasks=TASKS)
 
 if __name__ == "__main__":
-    sys.exit(APP.main(sys.argv[1:]))
+    program.run(partial(APP.main, sys.argv[1:]))

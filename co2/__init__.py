@@ -8,6 +8,8 @@ Names are imported when they are first used, so that the simulator, which needs 
 import it.
 """
 
+from __future__ import annotations  # an old Python must come as far as co2/program.py
+
 from importlib import import_module
 from typing import TYPE_CHECKING
 

@@ -7,10 +7,12 @@ this file imports none of them, and the library does not depend on tasks or reci
 import os
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import NoReturn
 
-from co2.errors import REFUSED, nearest
+from co2 import program
+
+with program.starting(__name__, slow=False):
+    from co2.errors import REFUSED, nearest
 
 COMMANDS = {
     "train": ("train", "one run, or with -m a sweep: co2 train task=gpt2 method=co2 co2.tau=12"),
@@ -29,9 +31,6 @@ COMMANDS = {
 }
 """Sub-command → module that it runs, and what it is for."""
 
-# One package of each kind that the extra brings: configuration, schema, figures, console.
-_SUITE = ("hydra", "pydantic", "matplotlib", "rich")
-
 
 def usage() -> str:
     """The help text: every sub-command in a line."""
@@ -47,13 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if arguments else REFUSED
+    if arguments[0] == "--version":
+        print(program.version())
+        return 0
     name, *rest = arguments
     if name not in COMMANDS:
         return _refuse(f"co2 {name}: no such command; {nearest(name, COMMANDS)}")
-    missing = [package for package in _SUITE if find_spec(package) is None]
-    if missing:
-        hint = f"needs {', '.join(missing)}: pip install 'co2-suite[suite]'"
-        return _refuse(f"co2 {name}: {hint}")
     _become(COMMANDS[name][0], rest)
 
 
@@ -68,4 +66,4 @@ def _refuse(line: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

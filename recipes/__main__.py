@@ -14,16 +14,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from co2.arguments import Parser
-from co2.errors import ConfigError, nearest, require
-from co2.train import launch
-from recipes import cells, functions, laboratory, measured, pages, plan, render, slurm
-from recipes.collect import collect
-from recipes.known import Known
-from recipes.recipe import Recipe
-from recipes.registry import RECIPES
-from recipes.tune import tune_methods
-from recipes.tuning import TunedRecipe
+from co2 import program
+
+with program.starting(__name__):
+    from co2.arguments import Parser
+    from co2.errors import ConfigError, nearest, require
+    from co2.train import launch
+    from recipes import cells, functions, laboratory, measured, pages, plan, render, slurm
+    from recipes.collect import collect
+    from recipes.known import Known
+    from recipes.recipe import Recipe
+    from recipes.registry import RECIPES
+    from recipes.tune import tune_methods
+    from recipes.tuning import TunedRecipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -238,4 +241,4 @@ def train(made: Sequence[cells.Cell]) -> list[cells.Cell]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

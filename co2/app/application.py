@@ -15,12 +15,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from co2 import peers
+from co2 import peers, program
 from co2.app.compose import (
     HYDRA_ERRORS,
     Values,
     command_line,
     composed,
+    key_of,
     plain,
     preflight,
     quoted,
@@ -103,8 +104,14 @@ class App:
         mesh = launch.mesh(config)
         train(Run.open(config, task, peers.make_method(config), mesh, origin))
 
-    def run(self, config: Config, origin: Origin = UNKNOWN) -> int:
-        """One run, to its end. Returns its exit status."""
+    def run(
+        self, config: Config, origin: Origin = UNKNOWN, overrides: Sequence[str] | None = None
+    ) -> int:
+        """One run, to its end. Returns its exit status.
+
+        Args:
+            overrides: that it stands for, where a person has given them.
+        """
         if config.resume is Resume.auto and read_summary(config):
             if launch.is_first():
                 print("finished already; resume=never trains it afresh and keeps this one aside")
@@ -120,8 +127,42 @@ class App:
             # Another machine's file may show here later.
             assert summary or config.launch.store, "a run that ended well has a summary"
             if summary is not None:
-                print(closing_table(summary))
+                print(closing_table(summary), end="")
+                if overrides is not None and (command := self.next_command(config, overrides)):
+                    print(f"try next: {command}")
         return 0
+
+    def next_command(self, config: Config, overrides: Sequence[str]) -> str | None:
+        """The baseline with the settings of this run; after the baseline, a sweep of CO2's τ. None
+        where that cannot be run.
+
+        Left out are the method's own settings, and what the other method refuses.
+        """
+        own = ("method", "tag", "resume")
+        words = [
+            word
+            for word in overrides
+            if (key := key_of(word)) not in own and not key.startswith(f"{config.method}.")
+        ]
+        after = ["method=co2"] if config.method == "allreduce" else ["method=allreduce"]
+        for _ in range(len(words) + 1):
+            try:
+                self.config([*words, *after])
+                break
+            except ConfigError as error:
+                refused = error.key
+            words = [word for word in words if key_of(word) != refused]
+        else:
+            return None
+        flags = []
+        if config.method == "allreduce":
+            flags, after = ["-m"], [*after, "co2.tau=1,3,6,12,24,48"]
+        line = shlex.join([*flags, *words, *after])
+        if launch.identity() is not None:
+            return f"train.py {line} (started as this run was)"
+        script = self.conf.parent / "train.py"
+        here = Path("train.py").resolve() == script.resolve()
+        return f"{program.python()} {'train.py' if here else '-m co2 train'} {line}"
 
     def main(self, argv: Sequence[str]) -> int:
         """The command line of `train.py`, without the program. Returns the exit status."""
@@ -129,13 +170,16 @@ class App:
         os.environ.setdefault("HYDRA_FULL_ERROR", "1")
         try:
             line = command_line(argv)
+            if "--version" in line.flags:  # Hydra would print its own
+                print(program.version())
+                return 0
             configs = preflight(self.conf, "config", argv, self.check)
             origin = Origin(shlex.join(["train.py", *argv]))
             if line.flags or line.hydra_runs:
                 sys.argv[1:] = argv = list(map(quoted, argv))  # where hydra.main reads it
                 return self._through_hydra(argv, line.sweep, origin)
             (config,) = configs
-            return self.run(config, origin)
+            return self.run(config, origin, line.overrides)
         except ConfigError as error:
             return launch.refuse(error)
         except HYDRA_ERRORS as error:
@@ -167,14 +211,14 @@ class App:
             if not _in_sweep():
                 # Its data too: a cluster may start the job later, and again.
                 config = self.check(plain(composed_by_hydra), overrides)
-                status = self.run(config, origin)
+                status = self.run(config, origin, overrides)
                 if status:
                     raise SystemExit(status)  # under a launcher's own script it decides a requeue
                 return objective(status, read_summary(config))
             summary = None
             try:
                 config = self.validate(plain(composed_by_hydra), overrides)
-                status = self.run(config, origin)
+                status = self.run(config, origin, overrides)
                 summary = None if status else read_summary(config)
             except ConfigError as error:  # a value that a sweeper has made up
                 status = launch.refuse(error)

@@ -5,9 +5,11 @@ raises leaves this module as a `ConfigError`.
 """
 
 import argparse
+import contextlib
 import copy
 import itertools
 import re
+import shlex
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -158,6 +160,11 @@ def quoted(override: str) -> str:
     return key + sign + ",".join(words)
 
 
+def key_of(override: str) -> str:
+    """The key that an override sets."""
+    return override.lstrip("+~").partition("=")[0]
+
+
 def plain(config: DictConfig) -> Values:
     """What Hydra composed, with interpolations resolved. Raises `ConfigError`."""
     try:
@@ -225,12 +232,8 @@ def jobs(overrides: Sequence[str], multirun: bool) -> Iterator[list[str]]:
     """
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        # The first line holds the reason; the override itself follows "parsing override".
-        text = str(error).splitlines()[0]
-        wrong = re.search(r"parsing override '(.*?)'", str(error))
-        key, _, value = (wrong.group(1) if wrong else "command line").partition("=")
-        raise ConfigError(key, value, f"not an override that Hydra can read ({text})") from None
+    except OverrideParseException as error:
+        raise _unreadable_override(error.override, overrides) from None
     choices = []
     for override in parsed:
         if override.is_sweep_override():
@@ -251,6 +254,33 @@ def jobs(overrides: Sequence[str], multirun: bool) -> Iterator[list[str]]:
             choices.append([str(override.input_line)])
     for job in itertools.product(*choices):
         yield list(job)
+
+
+def _unreadable_override(override: str, overrides: Sequence[str]) -> ConfigError:
+    """An override that Hydra's grammar does not have, with the quotes that would make it one."""
+    key, sign, value = override.partition("=")
+    hint = "is not key=value"
+    if not sign:
+        before = overrides[max(0, overrides.index(override) - 1)]
+        if "=" in before:
+            whole, _, begin = before.partition("=")
+            hint += (
+                f"; a value with a space stands in quotes: {_in_quotes(whole, f'{begin} {key}')}"
+            )
+        return ConfigError(key, value, hint)
+    if value.startswith("~"):
+        return ConfigError(key, value, "no shell expands a ~ here; write $HOME")
+    hint = "cannot be read; give key=value"
+    with contextlib.suppress(HydraException):
+        OverridesParser.create().parse_override(f"{key}='{value}'")
+        hint = f"has a character that needs two pairs of quotes: {_in_quotes(key, value)}"
+    return ConfigError(key, value, hint)
+
+
+def _in_quotes(key: str, value: str) -> str:
+    """An override as a shell and Hydra read it: the outer quotes are the shell's."""
+    word = f"{key}='{value}'"
+    return shlex.quote(word) if set(word) & set('"$`\\') else f'"{word}"'
 
 
 def _compose(folder: Path, name: str, overrides: list[str]) -> Values:

@@ -13,15 +13,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from co2.arguments import Parser
-from co2.errors import REFUSED, ConfigError, require
-from co2.lab import report
-from co2.lab.measurement import measure
-from co2.lab.plan import plan
-from co2.lab.slow_network import check_root, remove_leftovers
-from co2.lab.training import TrialFailed
-from co2.lab.trial import LIMIT
-from co2.peers import PEERS, known_methods
+from co2 import program
+
+with program.starting(__name__):
+    from co2.arguments import Parser
+    from co2.errors import REFUSED, ConfigError, require
+    from co2.lab import report
+    from co2.lab.measurement import measure
+    from co2.lab.plan import plan
+    from co2.lab.slow_network import check_root, remove_leftovers
+    from co2.lab.training import TrialFailed
+    from co2.lab.trial import LIMIT
+    from co2.peers import PEERS, known_methods
 
 FAILED = 1
 INTERRUPTED = 130
@@ -93,4 +96,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

@@ -86,7 +86,7 @@ class ProgressConsole(Console):
 
 
 def closing_table(summary: Summary) -> str:
-    """The end of a run: what was learnt, what it cost, where it lies, and what to try next."""
+    """The end of a run: what was learnt, what it cost, and where it lies."""
     table = Table(title=summary.title, title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -121,7 +121,6 @@ def closing_table(summary: Summary) -> str:
     table.add_row("peak memory of a worker", f"{summary.peak_memory_bytes / 2**20:,.0f} MiB")
     table.add_row("wall time", f"{summary.wall_s:.0f} s")
     table.add_row("folder", summary.folder)
-    table.add_row("try next", _next_command(summary))
     return _rendered(table)
 
 
@@ -138,13 +137,6 @@ def _rendered(table: Table) -> str:
     with console.capture() as capture:
         console.print(table)
     return capture.get()
-
-
-def _next_command(summary: Summary) -> str:
-    """The baseline after anything else; after the baseline, a sweep of CO2's τ."""
-    if summary.method == "allreduce":
-        return f"python train.py -m task={summary.task} method=co2 co2.tau=1,3,6,12,24,48"
-    return f"python train.py task={summary.task} method=allreduce"
 
 
 @dataclass(frozen=True)

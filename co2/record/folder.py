@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -188,8 +189,11 @@ def _check_place(runs: str) -> None:
     except OSError as error:
         raise ConfigError("runs", runs, f"cannot be used ({error.strerror})") from None
     require(there.is_dir(), "runs", runs, f"{there} is no folder; give one that can be written")
-    writable = os.access(there, os.W_OK | os.X_OK)
-    require(writable, "runs", runs, f"{there} cannot be written; give a folder that can")
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=there))  # os.access finds /proc writable
+    except OSError as error:
+        hint = f"{there} cannot be written ({error.strerror}); give a folder that can"
+        raise ConfigError("runs", runs, hint) from None
 
 
 def kept_config(folder: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from co2 import program
 from co2.arguments import Parser
 from co2.comm.phases import OUTER_STEP, SNAPSHOT, WAIT
 from co2.errors import ConfigError, require, unusable
@@ -228,4 +229,4 @@ def figure(timelines: dict[str, Timeline]) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from co2 import program
 from co2.arguments import Parser
 from co2.record.wandb import is_open
 
@@ -58,4 +59,4 @@ def _synced(file: Path) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

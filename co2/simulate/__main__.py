@@ -13,18 +13,21 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from co2.arguments import Parser
-from co2.errors import REFUSED, ConfigError, require
-from co2.simulate import paper
-from co2.simulate.failures import LLAMA_MTBF_HOURS
-from co2.simulate.figure import Panel, draw
-from co2.simulate.goodput import goodput_panels, goodput_points, goodput_report
-from co2.simulate.methods import SIMULATED, WITH_MOMENTS
-from co2.simulate.models import GPUS, MODELS
-from co2.simulate.network import COLLECTIVES
-from co2.simulate.options import check
-from co2.simulate.report import Report
-from co2.simulate.scaling import scaling_panels, scaling_points, scaling_report
+from co2 import program
+
+with program.starting(__name__, slow=False):
+    from co2.arguments import Parser
+    from co2.errors import REFUSED, ConfigError, require
+    from co2.simulate import paper
+    from co2.simulate.failures import LLAMA_MTBF_HOURS
+    from co2.simulate.figure import Panel, draw
+    from co2.simulate.goodput import goodput_panels, goodput_points, goodput_report
+    from co2.simulate.methods import SIMULATED, WITH_MOMENTS
+    from co2.simulate.models import GPUS, MODELS
+    from co2.simulate.network import COLLECTIVES
+    from co2.simulate.options import check
+    from co2.simulate.report import Report
+    from co2.simulate.scaling import scaling_panels, scaling_points, scaling_report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,4 +129,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

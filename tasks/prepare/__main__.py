@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from co2 import program
 from co2.arguments import Parser
 from co2.errors import ConfigError, require, unusable
 from tasks.prepare import ade20k, glue, graph, imagenet, openwebtext, shapenet, wikibooks
@@ -133,4 +134,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

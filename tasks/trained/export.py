@@ -11,13 +11,13 @@ import argparse
 import json
 import os
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from torch import Tensor, nn
 
+from co2 import program
 from co2.arguments import Parser
 from co2.errors import ConfigError, require
 from co2.record.files import write_durably
@@ -129,4 +129,4 @@ def _refuse(given: str) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

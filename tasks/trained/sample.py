@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from co2 import program
 from co2.arguments import Parser
 from co2.errors import ConfigError, require, require_count, unusable
 from co2.task import Placed
@@ -140,4 +141,4 @@ def _check(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

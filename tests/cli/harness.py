@@ -49,6 +49,9 @@ STORY = (
 STORY_LAG = 6
 """Steps from being told to stop until its workers do: 2τ."""
 
+ANNOUNCED = "importing PyTorch takes some seconds\n"
+"""What an interpreter of one's own says on stderr."""
+
 SMALL: dict[str, tuple[str, ...]] = {
     "toy": (),
     "resnet50": (),

@@ -84,7 +84,7 @@ def test_without_the_extra(library: Path, tmp_path: Path) -> None:
     run = ended(library.with_name("co2"), "train", "task=toy", cwd=tmp_path)
     assert run.returncode == 2 and run.stdout == ""
     (line,) = run.stderr.splitlines()
-    assert line.startswith("error: co2 train: needs hydra") and "'co2-suite[suite]'" in line
+    assert line.startswith("error: hydra is missing in ") and "'co2-suite[suite]'" in line
 
 
 def test_it_trains_from_any_folder(library: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from co2.train.meters import Meter
 from co2.train.schedule import learning_rate
 from tasks.toy import CLASSES, Toy
 from tests.cli.harness import (
+    ANNOUNCED,
     LIMIT_S,
     ROOT,
     STORY,
@@ -158,10 +159,10 @@ class TestFolder:
             "bytes sent per step",
             "extra model copies",
             "eval_every10-steps60-tau3/seed0",
-            "python train.py",
+            "try next: ",
         ):
             assert text in table, text
-        assert spawned.err == ""
+        assert spawned.err == ANNOUNCED
 
     def test_workers_are_forked(self, spawned: Run) -> None:
         """Interpreters are the command's own, Python's resource tracker, and the fork server."""

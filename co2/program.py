@@ -1,0 +1,164 @@
+"""What every program of the suite does around its work: how it starts, prints and ends.
+
+It imports nothing but Python's own, and older Pythons than the suite's can run it: it is there
+before the packages are, and says which Python has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import signal
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import NoReturn
+
+    from _typeshed import ReadableBuffer
+
+OLDEST = (3, 11)
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells tell it."""
+_REFUSED = 2
+_GONE = frozenset((errno.EPIPE, errno.EIO, errno.ECONNRESET))
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+_OURS = ("benchmarks", "co2", "recipes", "tasks", "train")
+_ROOT = Path(__file__).parents[1]
+
+
+@contextlib.contextmanager
+def starting(name: str, slow: bool = True) -> Iterator[None]:
+    """Around the imports of a program: of the module that Python runs, and of a package on
+    `python -m`'s way to it. Elsewhere it does nothing.
+
+    A Python that is too old or lacks a package ends with one line, and Ctrl-C ends without any.
+
+    Args:
+        name: the module's `__name__`.
+        slow: PyTorch is among them, so that they take seconds and a line tells of them.
+    """
+    if name != "__main__" and sys.argv[:1] != ["-m"]:
+        yield
+        return
+    if sys.version_info < OLDEST:
+        version = ".".join(map(str, sys.version_info[:2]))
+        oldest = ".".join(map(str, OLDEST))
+        _refuse(f"this is Python {version}, and {oldest} or newer is needed")
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:  # not where a shell has it ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        if slow and "torch" not in sys.modules:
+            _announce()
+        yield
+    except ModuleNotFoundError as error:
+        _refuse_without(error)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """End this process with the status of `main()`: without a traceback where a person has pressed
+    Ctrl-C, a package is missing or nobody reads what is printed any more."""
+    keep_output()
+    try:
+        status = main()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next one ends it at once
+        status = INTERRUPTED
+    except ModuleNotFoundError as error:
+        _refuse_without(error)
+    sys.exit(status)
+
+
+def keep_output(training: bool = False) -> None:
+    """From now on a closed terminal and a pipe without a reader do not end this process, and every
+    line reaches its file in one piece: lines of several processes do not mix.
+
+    Args:
+        training: nor does a full disk, for there is more at stake than what is printed.
+    """
+    if training:
+        _Lasting.ignored |= _FULL
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by whoever started this process
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif stream is getattr(sys, f"__{name}__"):
+            stream.flush()
+            raw = io.BufferedWriter(_Lasting(stream.fileno(), "wb", closefd=False))
+            # What the encoding lacks is spelt out, as Python does for stderr.
+            kept = io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True)
+            setattr(sys, name, kept)
+
+
+class _Lasting(io.FileIO):
+    """A file that may cease to take what is printed, which is lost then."""
+
+    ignored = _GONE
+
+    def write(self, data: ReadableBuffer) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in self.ignored:
+                raise
+            return memoryview(data).nbytes
+
+
+def _announce() -> None:
+    for package in ("torch", "hydra"):
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(name=package)
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        print("importing PyTorch takes some seconds", file=sys.stderr, flush=True)
+
+
+def python() -> str:
+    """The Python that runs this, as a command line of the current folder has it."""
+    import shutil  # slow: until `starting`, Ctrl-C ends in a traceback
+
+    path = Path(sys.executable)
+    if path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd()))
+    return "python" if shutil.which("python") == sys.executable else str(path)
+
+
+def version() -> str:
+    """The suite's own, for `--version`."""
+    from importlib import metadata  # which the oldest Pythons lack
+
+    try:
+        return f"co2-suite {metadata.version('co2-suite')}"
+    except metadata.PackageNotFoundError:
+        return "co2-suite, not installed"
+
+
+def _refuse_without(error: ModuleNotFoundError) -> NoReturn:
+    """Say which package is missing. One of our own is a bug, which is raised."""
+    package = (error.name or "").partition(".")[0]
+    if package in _OURS:
+        raise error
+    _refuse(f"{package} is missing in {sys.executable}")
+
+
+def _refuse(reason: str) -> NoReturn:
+    own = _ROOT / ".venv" / "bin" / "python"
+    if own.exists() and str(own) != sys.executable:
+        with contextlib.suppress(ValueError):
+            own = own.relative_to(Path.cwd())
+        hint = f"use {own}"
+    elif (_ROOT / "Makefile").exists():
+        hint = (
+            "`make train` installs everything into .venv; or: python -m pip install -e '.[suite]'"
+        )
+    else:
+        hint = "python -m pip install 'co2-suite[suite]'"
+    print(f"error: {reason}; {hint}", file=sys.stderr, flush=True)
+    sys.exit(_REFUSED)
