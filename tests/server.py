@@ -218,6 +218,7 @@ def _serve(address: str) -> tuple[dict[str, Any], list[int]]:
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.signal(signal.SIGHUP, signal.SIG_DFL)  # not as under nohup
                 os.setsid()  # before the client knows the process, and may kill its session
                 client.sendall(f"{os.getpid()}\n".encode())
                 for other in (client, listener, *clients.values()):

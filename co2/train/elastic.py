@@ -23,7 +23,7 @@ from co2.comm.watch import StoreLost
 from co2.config import Config, LaunchConfig
 from co2.errors import PREEMPTED, exit_at_once, require
 from co2.methods.base import Method
-from co2.train import forked
+from co2.train import faults, forked
 from co2.train.store import FINAL, OwnStore, SharedStore
 
 _LOOK_S = 0.5
@@ -49,6 +49,7 @@ def members(device: torch.device, backend: str) -> Members | None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         _current = Members(address, number, silent_s, backend)
+        faults.share(_current.store)
         if first:
             _current.first(first)
         else:

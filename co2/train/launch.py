@@ -25,10 +25,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from co2 import program
 from co2.comm.mesh import Mesh
 from co2.config import CommDevice, Config, LaunchConfig, Precision
 from co2.errors import REFUSED, ConfigError, exit_at_once, require
-from co2.train import elastic, forked
+from co2.train import elastic, faults, forked
 
 _PEER_S = 1.0
 """A worker whose peer is gone ends this many seconds later, so that the run gets the peer's
@@ -37,8 +38,8 @@ status."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What a full disk, a quota, and a limit on the size of files say."""
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Signals that ask a run to finish its step, to save and to exit."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+"""Signals that ask a run to finish its step, save and exit; a closed terminal sends SIGHUP."""
 
 Worker = Callable[[Config], None]
 
@@ -119,6 +120,12 @@ def world_size(config: LaunchConfig) -> int:
     return me.world if me else config.workers
 
 
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """`STOP_SIGNALS`, without SIGHUP under nohup, which has it ignored."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(n for n in STOP_SIGNALS if n != signal.SIGHUP or not ignored)
+
+
 def is_first() -> bool:
     """Whether this process prints for the run: it is worker 0, or it starts the workers."""
     try:
@@ -130,8 +137,12 @@ def is_first() -> bool:
 
 def refuse(error: ConfigError) -> int:
     """Print in one line, once, what cannot be run. Returns the exit status."""
+    line = f"error: {error}"
+    faults.note(line)
     if is_first():
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
+    else:
+        time.sleep(_PEER_S)  # the first to end has the others killed, who must have spoken by then
     return REFUSED
 
 
@@ -170,7 +181,7 @@ def run(worker: Worker, config: Config) -> int:
     if me is not None:
         return _as_worker(worker, config, me)
     if config.launch.elastic:
-        with _forwarded(STOP_SIGNALS) as told:
+        with _forwarded(stop_signals()) as told:
             return elastic.launch(partial(_guarded, worker, config), config.launch, told)
     if config.launch.workers == 1:
         return _guarded(worker, config, 0)
@@ -230,9 +241,11 @@ def _process_group(config: Config, me: Identity) -> Iterator[None]:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"attempt/{attempt}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    faults.share(store)
     try:
         yield
     finally:
+        faults.share(None)
         dist.destroy_process_group()
         # What the run has left in cycles keeps gloo's threads. One that lets go of a tensor while
         # the interpreter ends takes the process with it.
@@ -240,28 +253,33 @@ def _process_group(config: Config, me: Identity) -> Iterator[None]:
 
 
 def _guarded(worker: Worker, config: Config, rank: int) -> int:
-    """Run the worker; a user's mistake and the loss of a peer each end it with one line."""
+    """Run the worker; a user's mistake and the loss of a peer each end it with one line, and a bug
+    with one traceback, of the worker that meets it first."""
+    program.keep_output(training=True)
     try:
         worker(config)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
     except ConfigError as error:
         # One that shows only in training, such as a damaged file, and perhaps on this worker only.
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        faults.tell(f"error: {error}")
         return REFUSED
-    except OSError as error:
-        if error.errno not in _NO_ROOM:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            mend = "make room, and the same command goes on from the last checkpoint"
+            where = error.filename or f"worker {rank}"
+            faults.tell(f"error: {where}: {error.strerror}; {mend}")
+            return REFUSED
+        if config.launch.elastic:
             raise
-        mend = "make room, and the same command goes on from the last checkpoint"
-        where = error.filename or f"worker {rank}"
-        print(f"error: {where}: {error.strerror}; {mend}", file=sys.stderr, flush=True)
-        return REFUSED
-    except RuntimeError as error:
         lost = re.search(r"(?i)closed by peer|reset by peer|connection refused", str(error))
-        if config.launch.elastic or not lost:
-            raise
-        print(f"worker {rank}: a peer is gone, stopping", file=sys.stderr, flush=True)
+        if not isinstance(error, RuntimeError) or not lost:
+            if faults.is_first(f"{type(error).__name__}: {error}"):
+                raise
+            return 1
         time.sleep(_PEER_S)
+        if not faults.are_told():  # whoever is gone was killed
+            faults.tell(f"error: worker {rank} has lost another worker", "a lost worker")
         # Groups do not end before what is under way on them, which may wait for the lost one, and
         # others wait for connections that this process holds.
         exit_at_once(1)
@@ -301,9 +319,9 @@ def _spawn(worker: Worker, config: Config) -> int:
         max_restarts=0,
         monitor_interval=0.2,
         start_method=forked.context().get_start_method(),
-        signals_to_handle="SIGHUP,SIGQUIT",
+        signals_to_handle="SIGQUIT",
     )
-    with _forwarded(STOP_SIGNALS):
+    with _forwarded(stop_signals()):
         try:
             elastic_launch(elastic, _local_worker)(worker, config)
         except ChildFailedError as error:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from co2.errors import PREEMPTED
 from co2.record.metrics import Notice
-from co2.train.launch import STOP_SIGNALS
+from co2.train.launch import stop_signals
 from co2.train.losses import LossWatch
 from co2.train.randomness import seed_everything
 from co2.train.replica import accumulating
@@ -34,7 +34,8 @@ def train(run: Run) -> None:
         run.record.begin(session.step)
         run.trace.begin(method.round_steps)
         _warn_of_late_means(run)
-        with StopVote(run.mesh, run.control, lambda: method.max_skew_steps, STOP_SIGNALS) as stop:
+        signals = stop_signals()
+        with StopVote(run.mesh, run.control, lambda: method.max_skew_steps, signals) as stop:
             while session.step < steps:
                 set_lr(session.optimizer, config.optim, session.step, steps)
                 units = session.units

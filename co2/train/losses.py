@@ -2,12 +2,12 @@
 
 import math
 import os
-import sys
 
 import torch
 from torch import Tensor
 
 from co2.errors import DIVERGED
+from co2.train import faults
 from co2.train.checkpoint import Checkpoints
 from co2.train.run import Run
 
@@ -55,11 +55,10 @@ class LossWatch:
         steps = self._checkpoints.steps()
         folder = os.path.relpath(self._checkpoints.folder)
         last = f"{folder}/step_{steps[0]}" if steps else "none"
-        print(
+        faults.tell(
             f"error: the loss is {loss} at step {step} on worker {self._worker}; "
             f"last good checkpoint: {last}; "
             "try a lower optim.lr, a longer warm-up or train.clip_norm=1",
-            file=sys.stderr,
-            flush=True,
+            fault="a loss that is not finite",
         )
         raise SystemExit(DIVERGED)

@@ -100,11 +100,11 @@ def inode(path: Path) -> int:
 
 
 def test_told_to_stop(tmp_path: Path, spawned: Run) -> None:
-    """SIGTERM, then SIGUSR1, to train.py; there are no other checkpoints than theirs."""
+    """SIGTERM, SIGUSR1 and SIGHUP to train.py; there are no other checkpoints than theirs."""
     arguments, runs = (*STORY, SLOW, "checkpoint.every=0"), tmp_path / "runs"
     folder, log = folder_of(*arguments, runs=runs), tmp_path / "log"
     saved: list[int] = []
-    for number, step in ((signal.SIGTERM, 10), (signal.SIGUSR1, 30)):
+    for number, step in ((signal.SIGTERM, 5), (signal.SIGUSR1, 20), (signal.SIGHUP, 35)):
         with started(*arguments, runs=runs, log=log) as process:
             until(lambda s=step: last_step(folder) >= s, process)
             os.kill(process.pid, number)
@@ -121,7 +121,7 @@ def test_told_to_stop(tmp_path: Path, spawned: Run) -> None:
     ended = cli(*arguments, runs=runs)
     assert ended.status == 0, ended.err
     assert resumed_at(ended.out) == saved[-1:]
-    assert saved_steps(folder) == saved
+    assert saved_steps(folder) == saved[-2:]
     assert_same_run(folder, spawned.folder)
 
 
@@ -172,7 +172,7 @@ def catches(pid: int, number: int) -> bool:
 def test_one_worker_is_killed(tmp_path: Path) -> None:
     """The others stop by themselves, and the status says what happened."""
     runs, log = tmp_path / "runs", tmp_path / "log"
-    arguments = (*STORY, "toy.delay_s=0.1")
+    arguments = (*STORY, "toy.delay_s=0.1", "launch.workers=3")
     folder = folder_of(*arguments, runs=runs)
     with started(*arguments, runs=runs, log=log) as process:
         until(lambda: last_step(folder) >= 3, process)
@@ -184,6 +184,9 @@ def test_one_worker_is_killed(tmp_path: Path) -> None:
         while alive(process.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not alive(process.pid)
+    told = [line for line in log.read_text().splitlines() if "error" in line]
+    (line,) = told
+    assert re.fullmatch(r"error: worker [012] has lost another worker", line)
     assert "Traceback" not in log.read_text()
     assert not (folder / "summary.json").exists()
 
@@ -630,5 +633,14 @@ def test_a_loss_that_is_not_finite_on_another_replica(tmp_path: Path) -> None:
     ended = cli(*arguments, runs=runs, script=script)
     assert_line(ended.err, 7, 1, "runs/toy/co2/")
     assert "checkpoints/step_6;" in ended.err
-    assert "Traceback" not in ended.err
+    assert len(ended.err.splitlines()) == 1, "the other workers end in silence"
     assert ended.status == DIVERGED
+
+
+@pytest.mark.parametrize("elastic", ["false", "true"])
+def test_a_loss_that_is_not_finite_on_all_replicas(tmp_path: Path, elastic: str) -> None:
+    """It is told by one of them."""
+    words = (*DIVERGE, "method=local_sgd", f"launch.elastic={elastic}")
+    ended = cli(*words, runs=tmp_path / "runs")
+    assert ended.status == DIVERGED
+    assert len(re.findall("the loss is", ended.err)) == 1, ended.err
