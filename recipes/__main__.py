@@ -107,7 +107,8 @@ def trials_of(chosen: Sequence[Recipe], scale: str) -> list[Recipe]:
 
 def tune(options: argparse.Namespace) -> int:
     """Tune the methods of a task. Returns 0; 1 where nothing has won; 130 after Ctrl-C."""
-    require(bool(options.names), "task", "", "name a task, as in: python -m recipes tune gpt2 co2")
+    example = f"{program.python()} -m recipes tune gpt2 co2"
+    require(bool(options.names), "task", "", f"name a task, as in: {example}")
     task, *methods = options.names
     try:
         return tune_methods(

@@ -1,6 +1,6 @@
 """A hundred faults: does an elastic run end by itself, and what does it lose?
 
-    sudo python -m recipes run faults                      all that is missing
+    sudo .venv/bin/python -m recipes run faults            all that is missing
 
 Cost: 120 runs of half a minute on 2 cores, an hour. Disks and links want root.
 Found: all 112 disturbed runs end by themselves. No step is missing or repeated, and no sample is

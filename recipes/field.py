@@ -1,6 +1,6 @@
 """The whole field: bytes, rounds, throughput on slow links, and validation loss of every method.
 
-    sudo python -m recipes run field                       losses here, throughput in the laboratory
+    sudo .venv/bin/python -m recipes run field             losses here, throughput in the laboratory
 
 Cost: 48 runs of two minutes, 21 of them table2's, and 96 trainings in the laboratory of half a
 minute to three minutes on 2 cores, 48 of them table3's: three hours.

@@ -1,6 +1,6 @@
 """Features larger than memory: what each store of task=graph makes of the same disk.
 
-    sudo python -m recipes run graph                       needs 60 GB of disk
+    sudo .venv/bin/python -m recipes run graph             needs 60 GB of disk
 
 Cost: 45 trainings of half a minute to six minutes on 2 cores, an hour and a half, and two minutes
 to write the graph.

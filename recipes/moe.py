@@ -1,6 +1,6 @@
 """The exchange of tokens between workers that share experts: padded in one piece, and in tiles.
 
-    sudo python -m recipes run moe                         in the laboratory
+    sudo .venv/bin/python -m recipes run moe               in the laboratory
 
 Cost: 105 trainings of 10 to 60 seconds on 2 cores, three quarters of an hour.
 Found: tiles carry a third of the bytes. Between two workers on links of 250 Mbit/s, where the

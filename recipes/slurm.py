@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from co2.errors import require
+from co2.program import python
 from co2.record.folder import run_folder
 from recipes.cells import APP, TrainCell, once
 
@@ -32,7 +33,8 @@ def submit(cells: Sequence[TrainCell]) -> int:
         if subprocess.run(words, env=_tagged(cell)).returncode:
             print(f"{count} of {len(missing)} jobs submitted", file=sys.stderr)
             return 1
-    print(f"{len(missing)} jobs submitted; run `python -m recipes collect` when they have ended")
+    command = f"{python()} -m recipes collect"
+    print(f"{len(missing)} jobs submitted; run `{command}` when they have ended")
     return 0
 
 

@@ -1,6 +1,6 @@
 """Time on a slow link to the loss that AllReduce ends at on an unlimited one.
 
-    sudo python -m recipes run time_to_loss                in the laboratory: trials, then winners
+    sudo .venv/bin/python -m recipes run time_to_loss      in the laboratory: trials, then winners
 
 Cost: 67 trials and 21 trainings of half a minute to 6 on 2 cores, an hour and a half.
 Found: on links of 20 Mbit/s AllReduce needs 8.6 times as long as without a limit, with bf16 on the

@@ -1,6 +1,6 @@
 """The seconds that 1-bit Adam and 0/1 Adam take on slow links, beside AllReduce.
 
-    sudo python -m recipes run zero_one_time               in the laboratory
+    sudo .venv/bin/python -m recipes run zero_one_time     in the laboratory
 
 Cost: 24 trainings of half a minute to three minutes on 2 cores, half an hour.
 Found: on links of 20 Mbit/s both take a quarter of AllReduce's time (41 and 39 s beside 156, and 16

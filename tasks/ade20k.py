@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from co2.config import DataConfig, OptimConfig, TrainConfig, at_home
 from co2.config import Optimizer as OptimizerName
 from co2.errors import ConfigError, require, require_count
+from co2.program import python
 from co2.task import Batch
 from tasks import pairs, scenes
 from tasks.evaluation import evaluating, share, tally
@@ -225,7 +226,7 @@ class ADE20K:
         if self.config.source is Source.scenes:
             return Scenes(split)
         root = self.data.root
-        hint = f"prepare it with: python -m tasks.prepare ade20k --root {root}"
+        hint = f"prepare it with: {python()} -m tasks.prepare ade20k --root {root}"
         return Pairs(Path(root) / pairs.FOLDER, split, "data.root", root, hint)
 
     def _samples(self, split: str) -> Scenes | Pairs:

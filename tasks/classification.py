@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError, require, require_count
+from co2.program import python
 from co2.task import Batch, Package
 from tasks.evaluation import evaluating, share, total
 from tasks.image_folder import ImageFolder, shown
@@ -292,13 +293,13 @@ model = timm.create_model(
         if self.config.dataset is DatasetName.mnist:
             return MNIST()
         folder, key = Path(self.data.root) / "imagenet", f"{self.name}.dataset"
-        command = f"python -m tasks.prepare imagenet --root {self.data.root}"
+        command = f"{python()} -m tasks.prepare imagenet --root {self.data.root}"
         hint = f"{folder} does not exist; {command} --archives FOLDER makes it from the archives"
         require(folder.is_dir(), key, "imagenet", hint)
         tree = ImageFolder(folder, key, "imagenet")
         if tree.num_classes != IMAGENET_CLASSES:
             hint = f"{folder} holds {tree.num_classes} classes instead of {IMAGENET_CLASSES}"
-            look = f"python -m tasks.prepare imagenet --check {folder} tells which are missing"
+            look = f"{python()} -m tasks.prepare imagenet --check {folder} tells which are missing"
             raise ConfigError(key, "imagenet", f"{hint}; {look}")
         return tree
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError, require
+from co2.program import python
 from co2.task import Batch, Package
 from tasks import passages, roberta
 from tasks.corpus import embedded_corpus, user_corpus
@@ -275,7 +276,7 @@ class GLUE:
         try:
             return read_examples(root / "glue" / name, name, self._store, root)
         except BadTable as bad:
-            hint = f"{bad}; make it: python -m tasks.prepare glue --root {root}"
+            hint = f"{bad}; make it: {python()} -m tasks.prepare glue --root {root}"
             raise ConfigError("glue.name", name, hint) from None
         except OSError as error:
             hint = f"{error.filename or root}: {error.strerror or error}"

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from co2.comm.mesh import Mesh
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError, require, require_count, require_number
+from co2.program import python
 from co2.task import Batch, ReadTotals
 from tasks.evaluation import evaluating, total
 from tasks.graphs import calls, ginex
@@ -177,7 +178,7 @@ class Graph:
             yield from ahead(self._loaded(store, start, left), self.config.ahead)
             yield from self._loaded(store, start + left, None)
         except OSError as error:
-            hint = f"cannot be read: {error.strerror}; python -m tasks.prepare graph --check"
+            hint = f"cannot be read: {error.strerror}; {python()} -m tasks.prepare graph --check"
             raise ConfigError("graph", error.filename, f"{hint} {self.graph.folder}") from None
 
     def _loaded(self, store: Store, start: int, number: int | None) -> Iterator[dict[str, Tensor]]:
@@ -254,7 +255,7 @@ class Graph:
             return calls.prepared(root)
         found = open_graph(root / "graphs" / name)
         if found is None:
-            command = f"python -m tasks.prepare graph --set {name} --root {root}"
+            command = f"{python()} -m tasks.prepare graph --set {name} --root {root}"
             hint = f"no sound {root / 'graphs' / name}; make it: {command}"
             raise ConfigError("graph.dataset", name, hint)
         return found

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from co2.program import python
 from tasks.masking import Vocabulary
 from tasks.store import Store
 
@@ -137,7 +138,7 @@ def other_vocabulary(there: str | None, here: str | None, data: object, public: 
         return None
     return (
         f"its tokenizer.json is not that of {data}; give this run the data that the model has "
-        f"seen, or make some with its tokenizer: python -m tasks.prepare {public} "
+        f"seen, or make some with its tokenizer: {python()} -m tasks.prepare {public} "
         "--tokenizer FOLDER/tokenizer.json"
     )
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import require, require_count, require_number
+from co2.program import python
 from co2.task import Batch
 from tasks.clouds import (
     PARTS,
@@ -146,7 +147,7 @@ class ShapeNet:
             self._opened = open_clouds(folder, "data.path")
         else:
             folder = Path(self.data.root) / "shapenet55"
-            hint = "is not there; see: python -m tasks.prepare shapenet --help"
+            hint = f"is not there; see: {python()} -m tasks.prepare shapenet --help"
             require(folder.is_dir(), "data.root", folder, hint)
             self._opened = open_clouds(folder, "data.root")
         self._sampler(num_workers)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from co2.config import DataConfig
 from co2.errors import ConfigError, require
+from co2.program import python
 from tasks.corpus import Corpus, embedded_corpus, user_corpus
 from tasks.progress import progress
 from tasks.store import (
@@ -79,7 +80,8 @@ def opened(data: DataConfig, key: str, corpus: str, vocab_size: int, window: Win
         return prepared(embedded_corpus(key), vocab_size, window, root)
     store = open_store(root / corpus)
     if store is None:
-        hint = f"no sound {root / corpus}; make it: python -m tasks.prepare {corpus} --root {root}"
+        command = f"{python()} -m tasks.prepare {corpus} --root {root}"
+        hint = f"no sound {root / corpus}; make it: {command}"
         raise ConfigError(key, corpus, hint)
     for part in PARTS:
         window.require(store.count(part), part, key, corpus)

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from co2.app.compose import Values, unreadable
 from co2.errors import require
+from co2.program import python
 
 Settings = dict[str, object]
 """By full name, as on the command line: `co2.outer_lr` → 0.7."""
@@ -90,7 +91,7 @@ def tune_command(
 ) -> str:
     """The command that writes this file."""
     tau, moments = _apart(conf, method, node)
-    words = ["python -m recipes tune", task, method]
+    words = [f"{python()} -m recipes tune", task, method]
     words += [f"--tau {tau}"] if tau is not None else []
     words += ["--average-moments"] if moments else []
     words += [f"--scale {scale}"] if scale != "smoke" else []

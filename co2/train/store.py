@@ -32,6 +32,7 @@ from co2.comm.members import STORE_ANSWERS_S
 from co2.comm.sockets import Sockets
 from co2.config import LaunchConfig
 from co2.errors import DIVERGED, PREEMPTED, REFUSED, STOPPED, ConfigError
+from co2.program import python
 
 FINAL = (REFUSED, DIVERGED, *STOPPED)
 """Exit statuses of workers that another attempt would have, too."""
@@ -254,7 +255,8 @@ def _status(statuses: Sequence[int]) -> int:
 def _reach(store: str, address: tuple[str, int], wait_s: float) -> str:
     """Wait until the store answers. Returns the address by which it sees this machine."""
     deadline = time.monotonic() + wait_s
-    hint = "nobody answers there; start the store with python -m co2.train.store, and name its host"
+    start = f"{python()} -m co2.train.store"
+    hint = f"nobody answers there; start the store with {start}, and name its host"
     told = False
     while True:
         try:

@@ -114,6 +114,10 @@ def torchrun(arguments: list[str]) -> None:
     script(options.training_script, options.training_script_args, world)
 
 
+def source(arguments: list[str]) -> None:
+    assert arguments == [".venv/bin/activate"]
+
+
 def srun(arguments: list[str]) -> None:
     at = arguments.index("python")
     check(shlex.join(arguments[at:]))
@@ -254,6 +258,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "pip": pip,
     "python": python,
     "sbatch": sbatch,
+    "source": source,
     "srun": srun,
     "torchrun": torchrun,
 }

@@ -27,6 +27,7 @@ from tests.workers import Pool
 
 SHOWN = {line: page.name for page in PAGES for line in pages.commands(page.read_text(), PROGRAMS)}
 """Every command, and a page that has it."""
+ACTIVATE = "source .venv/bin/activate"
 TINY = ("train.steps=30", "train.batch_size=1", "gpt2.eval_samples=2", "gpt2.vocab_size=300")
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -114,6 +115,24 @@ def test_a_wrong_command_is_found(command: str) -> None:
 def test_what_is_not_run_is_shown() -> None:
     """The list is no longer than it must be."""
     assert NOT_RUN.keys() <= {line.split()[0] for line in SHOWN}
+
+
+@by_page
+def test_python_is_that_of_the_environment(page: Path) -> None:
+    """A plain `python` is, where the page has activated it before; sudo takes another anyway."""
+    if page.name == "CHANGELOG.md":  # what earlier versions had
+        return
+    shown = list(pages.commands(page.read_text(), PROGRAMS))
+    activated = shown.index(ACTIVATE) if ACTIVATE in shown else len(shown)
+    for at, line in enumerate(shown):
+        program = line.split()[0]
+        assert program not in ("python", "torchrun") or at > activated, line
+        assert not line.startswith(("sudo python", "sudo co2")), line
+
+
+def test_what_a_recipe_s_head_runs_as_root() -> None:
+    for path in (ROOT / "recipes").glob("*.py"):
+        assert "sudo python" not in path.read_text(), path
 
 
 @by_page
