@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from co2.comm import profiled
 from co2.comm.clocks import CudaStopwatch, HostStopwatch, Stopwatch
 from co2.comm.sockets import Sockets, finish, in_use
 
@@ -89,7 +90,7 @@ class HostLane:
 
         clock.begin()
         self._group, self._sockets = group, in_use()
-        self._works = [_all_reduce(bucket, group) for bucket in buckets]
+        self._works = [profiled.note(_all_reduce(bucket, group), group) for bucket in buckets]
         futures = [work.get_future() for work in self._works]
         self._collected = torch.futures.collect_all(futures)
         self._clocked = self._collected.then(stop_clock)

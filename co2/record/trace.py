@@ -11,9 +11,13 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from co2.comm import profiled
+
 _WARM_UP_STEPS = 3
 _ROUNDS = 3
 _FEWEST_STEPS = 12
+_DROPPED: list[profile] = []
+"""Profilers that never stop, because a collective may still write into their memory."""
 
 
 class Trace:
@@ -28,8 +32,12 @@ class Trace:
     def step(self) -> None:
         """A step of this process has ended."""
 
-    def close(self) -> None:
-        """Nothing is recorded after it."""
+    def close(self, wait: bool = True) -> None:
+        """Nothing is recorded after it.
+
+        Args:
+            wait: for the collectives under way. A trace that may not wait for them is dropped.
+        """
 
 
 class ProfilerTrace(Trace):
@@ -58,13 +66,19 @@ class ProfilerTrace(Trace):
                 activities.append(ProfilerActivity.CUDA)
             # Shapes and types show what a collective carries.
             self._profile = profile(activities=activities, record_shapes=True)
+            profiled.begin()
             self._profile.start()
         elif self._steps == self.last:
             self.close()
 
-    def close(self) -> None:
-        if self._profile is not None:
+    def close(self, wait: bool = True) -> None:
+        if self._profile is None:
+            return
+        if profiled.end(wait):
             self._profile.stop()
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._profile.export_chrome_trace(str(self.path))
-            self._profile = None
+        else:
+            self._profile.toggle_collection_dynamic(False, self._profile.activities)
+            _DROPPED.append(self._profile)
+        self._profile = None

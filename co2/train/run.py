@@ -121,7 +121,8 @@ class Run:
     ) -> None:
         # A run that was told to stop, and has saved, is no failure.
         stopped = isinstance(error, SystemExit) and error.code == PREEMPTED
-        self.trace.close()
+        # After an error what is under way may wait for a worker that is gone.
+        self.trace.close(wait=error is None or stopped)
         self.console.close()
         self.record.close(0 if error is None or stopped else 1)
         if self.lock is not None:

@@ -8,6 +8,7 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
+from co2.comm import profiled
 from co2.comm.mesh import Mesh
 
 
@@ -70,7 +71,7 @@ class StopVote:
             return self.received
         flag = torch.tensor([int(self.received)])
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._pending.append((flag, work))
+        self._pending.append((flag, profiled.note(work, self._group)))
         outcomes = []
         while len(self._pending) > self._max_skew_steps():
             outcomes.append(self._oldest())

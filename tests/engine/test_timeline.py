@@ -1,13 +1,23 @@
 """Traces of real runs hold their rounds, and the timeline's lanes are what the events say."""
 
+import contextlib
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import profile
 
+from co2.comm import profiled
 from co2.comm.phases import OUTER_STEP, SNAPSHOT, WAIT
 from co2.record import timeline
+from tasks.toy import Toy
 from tests.cli.harness import metrics, pooled
 from tests.workers import Pool
 
@@ -101,6 +111,73 @@ def test_a_real_run(workers: Pool, tmp_path: Path, method: str) -> None:
     losses = [[line["loss"] for line in metrics(run.folder, "train")] for run in (plain, traced)]
     assert losses[0] == losses[1]
     assert not (plain.folder / "trace").exists()
+
+
+LATE_S = 0.5
+"""Whoever waits for worker 1 waits so long; whoever does not is seen earlier."""
+
+
+@contextlib.contextmanager
+def late_at_the_end(folder: Path) -> Iterator[None]:
+    """Setup: worker 1 is late at step 17 of a trace that ends with step 18. Each worker writes down
+    how many of its collectives are under way as its profiler stops."""
+    rank, works, calls = dist.get_rank(), [], []
+    all_reduce, stop, loss = dist.all_reduce, profile.stop, Toy.loss
+
+    def launch(*args: Any, **kwargs: Any) -> dist.Work | None:
+        work = all_reduce(*args, **kwargs)
+        works.extend([] if work is None else [work])
+        return work
+
+    def counting(self: profile) -> None:
+        under_way = sum(not work.is_completed() for work in works)
+        (folder / f"worker{rank}").write_text(str(under_way))
+        stop(self)
+
+    def late(self: Toy, *args: Any) -> Tensor:
+        calls.append(None)
+        if rank == 1 and len(calls) == 17:
+            until = time.monotonic() + LATE_S
+            while time.monotonic() < until and not (folder / "worker0").exists():
+                time.sleep(0.01)
+        return loss(self, *args)
+
+    patches = (patch.object(dist, "all_reduce", launch), patch.object(profile, "stop", counting))
+    with patches[0], patches[1], patch.object(Toy, "loss", late):
+        yield
+
+
+@pytest.mark.parametrize("method", ["co2", "overlap_local_sgd"])
+def test_nothing_is_under_way_as_a_trace_ends(workers: Pool, tmp_path: Path, method: str) -> None:
+    """gloo would write the end of a collective, such as that of a round or of the vote on stopping,
+    into memory that the profiler has freed; many such runs died within the next hundred steps."""
+    arguments = [f"method={method}", f"{method}.tau=3", "train.steps=120", "train.eval_every=120"]
+    setup = {"setup": late_at_the_end, "setup_arguments": (tmp_path,)}
+    runs = tmp_path / "runs"
+    run = pooled(workers, 2, *arguments, "checkpoint.every=9", "trace=true", runs=runs, **setup)
+    assert run.status == 0, run.err
+    assert [(tmp_path / f"worker{rank}").read_text() for rank in range(2)] == ["0", "0"]
+    assert len(timeline.read(run.folder).outer_steps) == 4
+
+
+def launched_while_recording(rank: int, world: int) -> tuple[bool, bool, bool]:
+    """Whether the profiler may stop: with nothing under way, with something, and after a wait."""
+    found = []
+    for collectives, wait in ((0, False), (1, False), (1, True)):
+        profiled.begin()
+        launched = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(collectives)]
+        for work in launched:
+            profiled.note(work, None)
+        found.append(profiled.end(wait))
+        assert not wait or all(work.is_completed() for work in launched)
+        for work in launched:
+            work.wait()
+    return tuple(found)
+
+
+def test_a_run_that_fails_does_not_wait_for_its_trace(workers: Pool) -> None:
+    """What is under way may wait for a worker that is gone, and then the profiler must not stop."""
+    assert workers.run(launched_while_recording, 2) == [(True, False, True)] * 2
 
 
 def test_a_run_that_ends_within_the_window(workers: Pool, tmp_path: Path) -> None:

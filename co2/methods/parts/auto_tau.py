@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from co2.comm import profiled
 from co2.comm.clocks import CommTotals, stopwatch
 from co2.comm.mesh import Mesh
 
@@ -121,9 +122,10 @@ class AutoTau:
         # replica may also have waited for another.
         self._agreement = torch.tensor([-step_s, comm_s, exposed], dtype=torch.float64)
         if self._group is not None:
-            self._work = dist.all_reduce(
+            work = dist.all_reduce(
                 self._agreement, op=dist.ReduceOp.MIN, group=self._group, async_op=True
             )
+            self._work = profiled.note(work, self._group)
 
     def _agreed(self) -> tuple[float, float, float]:
         self._arrive()
