@@ -102,14 +102,14 @@ class Meter:
         """The figures of the steps since the last call; `step`, `loss` and `lr` are as they are
         now."""
         stats, before = self._stats(), self._before
-        exposed_s = stats.exposed_s - before.exposed_s
+        exposed_s = _grown(before.exposed_s, stats.exposed_s)
         seconds = max(self._interval_s, 1e-9)
         metrics = Metrics(
             step=step,
             loss=loss,
             lr=lr,
             throughput=_rate(self._interval_units, self._interval_s),
-            comm_s=stats.comm_s - before.comm_s,
+            comm_s=_grown(before.comm_s, stats.comm_s),
             exposed_s=exposed_s,
             bytes=stats.bytes_sent - before.bytes_sent,
             exposed_share=exposed_s / seconds,
@@ -157,6 +157,12 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _grown(before: float, now: float) -> float:
+    """What came to a total of seconds. AllReduce's are DDP's averages times the steps so far, and
+    fall a little where a step was quicker than the average."""
+    return 0.0 if now < before else now - before
 
 
 def _rate(units: int, seconds: float) -> float:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from co2.methods.base import MethodStats
 from co2.record.metrics import UNITS, Evaluation, Ledger, Metrics, Summary, unit_of
+from co2.train.meters import Meter
 
 SUMMARY = Summary(
     title="toy · co2 · tau3 · seed 0",
@@ -63,6 +65,17 @@ def test_what_is_not_finite_is_null() -> None:
     broken = dataclasses.replace(SUMMARY, comm_s=math.nan, final={"loss": math.inf})
     values = json.loads(json.dumps(broken.as_json(), allow_nan=False))
     assert values["comm_s"] is None and values["final"] == {"loss": None}
+
+
+def test_what_falls_is_no_time_below_zero() -> None:
+    """DDP tells averages, and an average times the steps so far may fall from step to step."""
+    totals = iter([(1.0, 0.5), (2.0, 0.75), (1.9, 0.7499), (1.9, 0.7499), (math.nan, math.nan)])
+    meter = Meter(lambda: MethodStats(*next(totals), 0.0))
+    found = [meter.interval(step, 0.0, 0.1) for step in range(4)]
+    assert [one.comm_s for one in found[:3]] == [1.0, 0.0, 0.0]
+    assert [one.exposed_s for one in found[:3]] == [0.25, 0.0, 0.0]
+    assert [math.copysign(1, one.exposed_share) for one in found[:3]] == [1, 1, 1]
+    assert math.isnan(found[3].exposed_share), "fully_shard keeps no clocks"
 
 
 def test_lines_have_the_names_of_metrics_jsonl() -> None:
