@@ -23,6 +23,8 @@ _ELASTIC = tuple(
     f"launch.{key}"
     for key in ("elastic", "min_replicas", "wait_s", "silent_s", "restarts", "store")
 )
+_LONG = 8
+"""Characters of a number that goes into a folder name as it was given."""
 _FREE_KEYS = (("data", "root"), ("data", "workers"), ("launch", "backend"))
 _OTHERWISE = "give this one a tag=NAME of its own, or start that one afresh with resume=never"
 
@@ -306,8 +308,21 @@ def flat(values: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
 
 def _safe(value: str) -> str:
     """A value as part of a folder name; a path keeps its last part and gets a digest."""
-    short = value if "/" not in value else f"{Path(value).name}-{_digest(value)[:6]}"
+    short = f"{Path(value).name}-{_digest(value)[:6]}" if "/" in value else _short(value)
     return "".join(char if char.isalnum() or char in "._+" else "_" for char in short)
+
+
+def _short(value: str) -> str:
+    """A long fraction to four digits, with a digest of all its digits if that is another number;
+    anything else as it is."""
+    if len(value) <= _LONG or value.lstrip("-").isdigit():
+        return value
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    short = f"{number:.4g}"
+    return short if float(short) == number else f"{short}-{_digest(repr(number))[:6]}"
 
 
 def _digest(text: str) -> str:

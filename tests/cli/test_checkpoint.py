@@ -487,6 +487,15 @@ class TestTag:
         one, other = self.of(*many, "co2.z=1"), self.of(*many, "co2.z=2")
         assert one != other and len(one) <= 120
 
+    def test_long_fractions_are_short(self) -> None:
+        assert self.of("optim.lr=0.00100000000") == "lr0.001"
+        drawn, next_one = "0.30000000000000004", "0.3000000000000001"
+        tags = [self.of(f"optim.lr={value}") for value in (drawn, next_one, "0.3")]
+        assert len(set(tags)) == 3 and all(len(tag) <= len("lr0.1234_abcdef") for tag in tags)
+        assert tags[0] == self.of(f"optim.lr={drawn}0"), "the same number"
+        assert len(self.of("optim.lr=-1.2345678901e-05")) <= len("lr_1.235e_05_abcdef")
+        assert self.of("train.steps=1234567890") == "steps1234567890"
+
     def test_a_sweep_never_collides(self) -> None:
         jobs = [
             (
