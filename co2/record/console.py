@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ from co2.errors import DIVERGED, PREEMPTED, REFUSED
 from co2.record.metrics import Metrics, Summary
 
 NOTHING = "—"
+_FIRST_STEPS, _FEWEST_STEPS, _RECENT_STEPS = 2, 3, 100
+"""Of a process: steps that say nothing of the pace; the fewest, and the most, that it is read
+from."""
 
 
 class Console:
@@ -42,8 +46,8 @@ class ProgressConsole(Console):
     def __init__(self, title: str, steps: int, unit: str, every_s: float = 5.0) -> None:
         self.console = rich.console.Console()
         self.steps, self.unit, self.title, self.every_s = steps, unit, title, every_s
-        self._began = self._last_line = time.perf_counter()
-        self._first: int | None = None
+        self._last_line = time.perf_counter()
+        self._pace = Pace(steps)
         self._bar: Progress | None = None
         if self.console.is_terminal:
             columns = (
@@ -72,17 +76,43 @@ class ProgressConsole(Console):
             if text:
                 self._bar.update(self._task, figures=text)
             return
-        self._first = step - 1 if self._first is None else self._first
         now = time.perf_counter()
+        left = self._pace.left(step, now)
         if text and (now - self._last_line >= self.every_s or step == self.steps):
-            left = (now - self._began) / (step - self._first) * (self.steps - step)
-            self.print_line(f"step {step}/{self.steps}  {text}  {left:.0f} s left")
+            told = "" if left is None else f"  {left:.0f} s left"
+            self.print_line(f"step {step}/{self.steps}  {text}{told}")
             self._last_line = now
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+class Pace:
+    """How long the rest of a run takes, if its steps go on as the last hundred did.
+
+    The first steps of a process compile and allocate, so they do not count.
+
+    Args:
+        steps: of the whole run.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps, self._seen = steps, 0
+        self._ends: deque[float] = deque(maxlen=_RECENT_STEPS + 1)
+        """When the last steps ended."""
+
+    def left(self, step: int, now: float) -> float | None:
+        """Seconds left after this step, which has ended now; None while too few have been seen. To
+        be called after every step."""
+        self._seen += 1
+        if self._seen >= _FIRST_STEPS:
+            self._ends.append(now)
+        timed = len(self._ends) - 1
+        if timed < _FEWEST_STEPS:
+            return None
+        return (now - self._ends[0]) / timed * (self._steps - step)
 
 
 def closing_table(summary: Summary) -> str:
@@ -120,8 +150,9 @@ def closing_table(summary: Summary) -> str:
     table.add_row("extra model copies", f"{summary.extra_model_copies:g}{place}")
     table.add_row("peak memory of a worker", f"{summary.peak_memory_bytes / 2**20:,.0f} MiB")
     table.add_row("wall time", f"{summary.wall_s:.0f} s")
-    table.add_row("folder", summary.folder)
-    return _rendered(table)
+    # Below the table, where a narrow terminal does not cut it: it is to be copied.
+    return f"{_rendered(table)}folder: {summary.folder}
+"
 
 
 def _number(value: float | None) -> str:
@@ -151,27 +182,30 @@ class Outcome:
 
 
 def sweep_table(outcomes: Sequence[Outcome]) -> str:
-    """The end of a sweep: a line for each job, named by the overrides in which the jobs differ."""
+    """The end of a sweep: a line for each job, named by the overrides in which the jobs differ, and
+    below the table where each lies, or how it has failed."""
     common = set.intersection(*(set(outcome.overrides) for outcome in outcomes))
     finals = [outcome.summary.final for outcome in outcomes if outcome.summary]
     names = list(dict.fromkeys(name for final in finals for name in final))
     table = Table(title=f"sweep: {' '.join(o for o in outcomes[0].overrides if o in common)}")
-    for head in ("job", *names, "units/s", "overlap", "folder or error"):
+    for head in ("job", *names, "units/s", "overlap"):
         table.add_column(head, overflow="fold")
+    places = []
     for outcome in outcomes:
         own = " ".join(o for o in outcome.overrides if o not in common) or "(the only one)"
         summary = outcome.summary
         if summary is None:
-            table.add_row(own, *[NOTHING] * (len(names) + 2), _failure(outcome.status))
+            table.add_row(own, *[NOTHING] * (len(names) + 2))
+            places.append(f"{own}: {_failure(outcome.status)}\n")
             continue
+        places.append(f"{own}: {summary.folder}\n")
         table.add_row(
             own,
             *(_number(summary.final.get(name)) for name in names),
             f"{summary.throughput:,.0f}",
             _number(summary.overlap),
-            summary.folder,
         )
-    return _rendered(table) + _best(outcomes, common)
+    return _rendered(table) + "".join(places) + _best(outcomes, common)
 
 
 def _best(outcomes: Sequence[Outcome], common: set[str]) -> str:

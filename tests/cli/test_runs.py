@@ -338,8 +338,8 @@ def test_a_failed_job_of_a_sweep_loses_no_other(tmp_path: Path) -> None:
     ]
     assert finished == ["lr0.1-workers1", "lr0.2-workers1"]
     table = ended.out[ended.out.index("sweep: ") :]
-    (failed,) = [line for line in table.splitlines() if "optim.lr=1e+30" in line]
-    assert "the loss is not finite (exit status 65)" in failed
+    failed = "optim.lr=1e+30: the loss is not finite (exit status 65); see above"
+    assert failed in table.splitlines()
     assert table.count("/lr0.") == 2
 
 
