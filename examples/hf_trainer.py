@@ -37,7 +37,7 @@ data = [{"input_ids": piece, "labels": piece} for piece in pieces]
 trainer = SyncTrainer(
     model,
     TrainingArguments(
-        "results/hf_trainer",
+        "results/runs/examples/hf_trainer",
         max_steps=120,
         per_device_train_batch_size=8,
         learning_rate=3e-3,

@@ -43,7 +43,7 @@ if __name__ == "__main__":
         max_epochs=4,
         logger=False,
         enable_progress_bar=False,
-        default_root_dir="results/lightning_trainer",
+        default_root_dir="results/runs/examples/lightning_trainer",
     )
     trainer.fit(Sums(), DataLoader(train, 64, shuffle=True), DataLoader(validation, 64))
     if trainer.is_global_zero:

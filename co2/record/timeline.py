@@ -72,11 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--rank", type=int, default=0, help="of the worker to draw (default: 0)")
-    parser.add_argument("--out", type=Path, default=Path("timeline.png"))
+    place = "default: trace/timeline.png in the first run's folder"
+    parser.add_argument("--out", type=Path, help=f"the picture ({place})")
     args = parser.parse_args(argv)
+    out = args.out or args.runs[0] / "trace" / "timeline.png"
     try:
         found = {title(run): read(run, args.rank) for run in args.runs}
-        draw(found, args.out)
+        draw(found, out)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -89,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for key, value in timeline.figures().items()
         )
         print(f"{name}: {'  '.join(words)}")
-    print(args.out)
+    print(out)
     return 0
 
 
