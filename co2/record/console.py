@@ -151,8 +151,7 @@ def closing_table(summary: Summary) -> str:
     table.add_row("peak memory of a worker", f"{summary.peak_memory_bytes / 2**20:,.0f} MiB")
     table.add_row("wall time", f"{summary.wall_s:.0f} s")
     # Below the table, where a narrow terminal does not cut it: it is to be copied.
-    return f"{_rendered(table)}folder: {summary.folder}
-"
+    return f"{_rendered(table)}folder: {summary.folder}\n"
 
 
 def _number(value: float | None) -> str:
