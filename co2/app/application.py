@@ -211,14 +211,14 @@ class App:
             if not _in_sweep():
                 # Its data too: a cluster may start the job later, and again.
                 config = self.check(plain(composed_by_hydra), overrides)
-                status = self.run(config, origin, overrides)
+                status = self.run(config, origin)
                 if status:
                     raise SystemExit(status)  # under a launcher's own script it decides a requeue
                 return objective(status, read_summary(config))
             summary = None
             try:
                 config = self.validate(plain(composed_by_hydra), overrides)
-                status = self.run(config, origin, overrides)
+                status = self.run(config, origin)
                 summary = None if status else read_summary(config)
             except ConfigError as error:  # a value that a sweeper has made up
                 status = launch.refuse(error)

@@ -60,7 +60,7 @@ def with_tuned(
 def tuned_settings(conf: Path, task: str, method: str, scale: str, node: Node) -> Settings:
     """What won for this task and method. Raises `ConfigError` if nothing has been tuned."""
     path = tuned_file(conf, task, method, scale, node)
-    command = tune_command(conf, task, method, scale, node)
+    command = f"{python()} {tune_command(conf, task, method, scale, node)}"
     hint = (
         f"task={task} method={method} has no {path.name} in conf/tuned/{task}; make it: {command}"
     )
@@ -89,9 +89,9 @@ def tuned_file(conf: Path, task: str, method: str, scale: str, node: Node) -> Pa
 def tune_command(
     conf: Path, task: str, method: str, scale: str, node: Node, trials: int | None = None
 ) -> str:
-    """The command that writes this file."""
+    """The command that writes this file, behind the name of a Python."""
     tau, moments = _apart(conf, method, node)
-    words = [f"{python()} -m recipes tune", task, method]
+    words = ["-m recipes tune", task, method]
     words += [f"--tau {tau}"] if tau is not None else []
     words += ["--average-moments"] if moments else []
     words += [f"--scale {scale}"] if scale != "smoke" else []

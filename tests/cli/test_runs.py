@@ -634,7 +634,9 @@ def test_wandb_offline(tmp_path: Path) -> None:
     assert ended.status == 0, ended.err
     (place,) = (ended.folder / "wandb").glob("offline-run-*")
     assert list(place.glob("run-*.wandb"))
-    assert "wandb" not in ended.out.lower() + ended.err.lower().replace(str(tmp_path), "")
+    out, _, again = ended.out.rpartition("try next: ")
+    assert "log.wandb=offline" in again
+    assert "wandb" not in out.lower() + ended.err.lower().replace(str(tmp_path), "")
     assert {path.name for path in tmp_path.iterdir()} == {"home", "runs"}
 
 

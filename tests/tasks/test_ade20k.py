@@ -13,6 +13,7 @@ from PIL import Image
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError
+from co2.program import python
 from tasks import ADE20K
 from tasks.ade20k import Source
 from tasks.pairs import FOLDER
@@ -406,7 +407,7 @@ def test_data_that_are_not_prepared(tmp_path: Path) -> None:
         ade20k(tmp_path, source=Source.ade20k).setup(1)
     assert str(caught.value) == (
         f"data.root={tmp_path}: {tmp_path}/{FOLDER}/images/training: no such folder; "
-        f"prepare it with: python -m tasks.prepare ade20k --root {tmp_path}"
+        f"prepare it with: {python()} -m tasks.prepare ade20k --root {tmp_path}"
     )
 
 
