@@ -19,7 +19,7 @@ from co2.config import Config
 from co2.errors import STOPPED, require
 from co2.methods import METHODS
 from co2.peers import PEERS
-from co2.record.folder import check_folder, run_folder, settings_digest
+from co2.record.folder import check_data, check_folder, run_folder, settings_digest
 from co2.record.provenance import Origin, of_run
 from co2.train import launch
 from tasks import TASKS
@@ -198,7 +198,10 @@ def run(
         left = [cell for cell in missing if cell.config().launch.workers == workers]
         while left:
             for cell in left:
-                APP.prepare_data(cell.config())  # here, once
+                config = cell.config()
+                task = APP.make_task(config)
+                task.setup(workers)  # data are made here, once
+                check_data(config, task.fingerprint())
             print_line(
                 f"{len(left)} runs of {workers} workers to train; the next: {left[0].command}"
             )

@@ -97,7 +97,7 @@ def check_folder(config: Config, world: int, as_it_is: bool = False) -> None:
     _check_place(config.runs)
     if config.resume is Resume.never:
         return
-    if not _trained(folder) and not (folder / "config.yaml").exists():
+    if not begun(folder) and not (folder / "config.yaml").exists():
         return
     if not (folder / "summary.json").exists():
         _check_format(folder)
@@ -128,7 +128,8 @@ def check_data(config: Config, fingerprint: Mapping[str, object]) -> None:
         ConfigError: names what differs; or the folder's manifest.json is missing or damaged.
     """
     folder = run_folder(config)
-    if config.resume is Resume.never or not _trained(folder):
+    trained = begun(folder) or (folder / "summary.json").exists()
+    if config.resume is Resume.never or not trained:
         return
     change = changed_data(kept_manifest(folder)["data"], fingerprint)
     if change is not None:
@@ -165,11 +166,6 @@ def kept_manifest(folder: Path) -> dict[str, Any]:
     if not all(isinstance(part, dict) for part in parts):
         raise _damaged(folder / "manifest.json")
     return known
-
-
-def _trained(folder: Path) -> bool:
-    """Whether a folder holds steps that were trained."""
-    return begun(folder) or (folder / "summary.json").exists()
 
 
 def _objection_to_more_steps(config: Config, folder: Path, then: int) -> str:
