@@ -8,6 +8,7 @@ model. It appears whole or not at all.
 """
 
 import argparse
+import errno
 import json
 import os
 import shutil
@@ -88,11 +89,15 @@ def once(model: nn.Module, prefix: str) -> dict[str, Tensor]:
 def _write(
     folder: Path, files: Mapping[str, str], weights: dict[str, Tensor], header: dict[str, str]
 ) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     for name, text in files.items():
         write_durably(folder / name, text)
-    save_file(weights, folder / EXPORTED, header)
+    try:
+        save_file(weights, folder / EXPORTED, header)
+    except SafetensorError as error:  # a full disk, which is no OSError there
+        raise OSError(errno.EIO, str(error), str(folder / EXPORTED)) from None
     # safetensors lets only the owner read it; the other files have the mode that the umask leaves.
     shutil.copymode(folder / "config.json", folder / EXPORTED)
     with (folder / EXPORTED).open("rb") as file:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -88,6 +88,27 @@ def refused(words: tuple[str, ...], runs: Path) -> str:
     assert caught.value.key == "init_from" and "\n" not in str(caught.value)
     assert not runs.exists()
     return caught.value.hint
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    finished: Finished,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    why = "I/O error: No space left on device (os error 28)"
+
+    def full(weights: dict[str, Tensor], path: Path, header: dict[str, str]) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError(f"Error while serializing: {why}")
+
+    run = str(finished("toy"))
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    assert export.main([run, str(tmp_path / "made")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: FOLDER={tmp_path / 'made'}: ") and why in line
+    assert line.endswith("give a folder that can be written")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_all_files_have_the_mode_that_the_umask_leaves(
