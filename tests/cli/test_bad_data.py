@@ -20,6 +20,7 @@ from PIL import EpsImagePlugin, Image
 
 import train
 from co2.errors import ConfigError
+from co2.program import python
 from co2.train import launch
 from tasks import store
 from tests.cli.harness import TOY, configured
@@ -84,7 +85,8 @@ def test_prepared_text(here: Path, capsys: pytest.CaptureFixture[str], kind: str
     STORES[kind](folder)
     before = files(here)
     line = refused(train.APP.main, [*TOY[1:], *words, f"runs={here / 'runs'}"], capsys)
-    assert line.startswith("gpt2.corpus=openwebtext: no sound root/openwebtext; make it: python")
+    where = "gpt2.corpus=openwebtext: no sound root/openwebtext"
+    assert line.startswith(f"{where}; make it: {python()} -m tasks.prepare")
     assert files(here) == before and MARK not in before
 
 
