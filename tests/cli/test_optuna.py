@@ -74,8 +74,8 @@ def test_every_trial_fails(tmp_path: Path) -> None:
         "launch.workers=1",
     )
     ended = cli("-m", SWEEPER, *words, runs=runs)
-    assert ended.status == 1
-    assert ended.out[ended.out.index("sweep: ") :].count("failed (exit status 1)") == 2
+    assert ended.status == 2
+    assert ended.out[ended.out.index("sweep: ") :].count("refused (exit status 2)") == 2
     assert "No trials are completed" not in ended.err
 
 

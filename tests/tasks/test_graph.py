@@ -11,6 +11,7 @@ import torch
 
 from co2.config import DataConfig, OptimConfig, TrainConfig, Validation
 from co2.errors import ConfigError
+from co2.program import python
 from tasks.graph import DatasetName, Graph
 from tasks.graphs.networks import Network
 from tests.tasks import random_graph
@@ -60,7 +61,7 @@ def test_a_graph_that_is_not_prepared(tmp_path: Path, name: DatasetName) -> None
     """One line with the command that makes it; the command knows the name."""
     with pytest.raises(ConfigError) as e:
         graph(None, str(tmp_path), dataset=name).setup(1)
-    command = f"python -m tasks.prepare graph --set {name.value} --root {tmp_path}"
+    command = f"{python()} -m tasks.prepare graph --set {name.value} --root {tmp_path}"
     assert str(e.value).endswith(f"make it: {command}") and "\n" not in str(e.value)
 
 
