@@ -27,8 +27,8 @@ from torchvision import datasets, transforms
 from benchmarks import report
 from co2.comm.mesh import Mesh
 from co2.config import DataConfig, OptimConfig, TrainConfig
-from tasks.images import MEAN, STD, normalized
-from tasks.resnet50 import ResNet50
+from tasks.vision.images import MEAN, STD, normalized
+from tasks.vision.resnet50 import ResNet50
 
 BATCH_SIZE, CLASSES = 32, 3
 REFERENCE, OURS, WITH_FP32 = "torchvision", "ours", "ours, normalized too"

@@ -26,8 +26,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import report
 from benchmarks.gpu import peak_flops
-from tasks.experts import Experts, Kernel
-from tasks.moe import SHAPES, Size
+from tasks.moe.experts import Experts, Kernel
+from tasks.moe.moe import SHAPES, Size
 
 SIZES = ("small-8e", "small-64e", "medium-128e")
 HEAD = [

@@ -119,7 +119,7 @@ class TrainConfig:
 class OptimConfig:
     name: Optimizer = Optimizer.adamw
     """muon: Muon for the hidden matrices, AdamW for embeddings, head, convolutions, norms and
-    biases (tasks/optimizer.py)."""
+    biases (tasks/shared/optimizer.py)."""
     lr: float = 1e-3
     """Peak learning rate of the inner optimizer."""
     weight_decay: float = 0.0

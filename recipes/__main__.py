@@ -20,13 +20,14 @@ with program.starting(__name__):
     from co2.arguments import Parser
     from co2.errors import ConfigError, nearest, require
     from co2.train import launch
-    from recipes import cells, functions, laboratory, measured, pages, plan, render, slurm
-    from recipes.collect import collect
-    from recipes.known import Known
     from recipes.recipe import Recipe
     from recipes.registry import RECIPES
-    from recipes.tune import tune_methods
-    from recipes.tuning import TunedRecipe
+    from recipes.runs import cells, functions, laboratory, measured, plan, slurm
+    from recipes.runs.collect import collect
+    from recipes.runs.known import Known
+    from recipes.tables import pages, render
+    from recipes.tuning.tune import tune_methods
+    from recipes.tuning.tuning import TunedRecipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from co2.record.table import Table
-from recipes.cells import Cell, SummaryJSON, TrainCell, own_words
+from recipes.runs.cells import Cell, SummaryJSON, TrainCell, own_words
 
 RUNS = "results/runs/recipes"
 """Where the runs of all recipes are kept: a run that two of them use is made once."""

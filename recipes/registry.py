@@ -1,14 +1,20 @@
 """All recipes, by the names that people call."""
 
-from recipes import (
+from recipes.faults import faults, faults_elsewhere, goodput
+from recipes.paper import figure1, table1, table2, table3, table4, tau_sweep
+from recipes.recipe import Recipe
+from recipes.signs import (
+    zero_one_adam,
+    zero_one_time,
+    zero_one_training,
+    zero_one_volume,
+    zero_one_why,
+)
+from recipes.studies import (
     digits,
-    faults,
-    faults_elsewhere,
     field,
-    figure1,
     gap,
     glue,
-    goodput,
     graph,
     kept_progress,
     kept_variants,
@@ -17,19 +23,8 @@ from recipes import (
     quality,
     rates,
     rounds,
-    table1,
-    table2,
-    table3,
-    table4,
-    tau_sweep,
     time_to_loss,
-    zero_one_adam,
-    zero_one_time,
-    zero_one_training,
-    zero_one_volume,
-    zero_one_why,
 )
-from recipes.recipe import Recipe
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe

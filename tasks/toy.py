@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import require, require_count, require_number
 from co2.task import Batch
-from tasks.evaluation import evaluating, total
-from tasks.loader import batches_in_block, load_blocks
-from tasks.optimizer import make_optimizer
-from tasks.randomness import seeded
-from tasks.sampling import Sampler, Stretches, evaluated, validation_samples
+from tasks.shared.evaluation import evaluating, total
+from tasks.shared.loader import batches_in_block, load_blocks
+from tasks.shared.optimizer import make_optimizer
+from tasks.shared.randomness import seeded
+from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
 
 if TYPE_CHECKING:
     from co2.comm.mesh import Mesh

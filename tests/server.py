@@ -141,7 +141,7 @@ class Server:
 
     def fork(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> Forked:
         """Send a request (see `_answer`) with open files; return the new process."""
-        from recipes.processes import is_running  # not above: this file is a program, too
+        from recipes.runs.processes import is_running  # not above: this file is a program, too
 
         connection = socket.socket(socket.AF_UNIX)
         while True:

@@ -49,7 +49,7 @@ MODELS = {
     "vit-base": ModelShape(86_567_656, "images", 128, 6 * 86_567_656 * 197),
 }
 """Models by name. Parameters are as timm and transformers count them; TransNormer's are the round
-figures of the names, within 2 % of tasks/transnormer_model.py with a vocabulary of 50257."""
+figures of the names, within 2 % of tasks/text/transnormer_model.py with a vocabulary of 50257."""
 
 GPUS = {"a100": 312e12, "h100": 989e12, "v100": 125e12}
 """Dense peak rate in flop/s by GPU, in bf16 (V100: fp16), from NVIDIA's data sheets."""

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from co2.errors import ConfigError, require
-from tasks.corpus import user_corpus
 from tasks.prepare.samples import broken
-from tasks.progress import progress
-from tasks.store import (
+from tasks.shared.progress import progress
+from tasks.shared.whole import require_writable
+from tasks.text.corpus import user_corpus
+from tasks.text.store import (
     PARTS,
     Store,
     create,
@@ -33,8 +34,7 @@ from tasks.store import (
     refuse_strangers,
     token_dtype,
 )
-from tasks.text import encoded, separator_id
-from tasks.whole import require_writable
+from tasks.text.text import encoded, separator_id
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -9,8 +9,8 @@ import urllib.request
 from pathlib import Path
 
 from co2.errors import ConfigError
-from tasks.progress import progress
-from tasks.store import locked
+from tasks.shared.progress import progress
+from tasks.text.store import locked
 
 _CHUNK = 1 << 20
 _TIMEOUT_S = 60.0

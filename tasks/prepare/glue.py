@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from co2.errors import ConfigError
-from tasks.glue_tables import GLUE_TASKS, BadTable, read_split
+from tasks.glue.glue_tables import GLUE_TASKS, BadTable, read_split
 from tasks.prepare.documents import brief
-from tasks.progress import progress
-from tasks.store import locked
-from tasks.whole import require_writable
+from tasks.shared.progress import progress
+from tasks.shared.whole import require_writable
+from tasks.text.store import locked
 
 if TYPE_CHECKING:
     from pyarrow import Table

@@ -1,8 +1,8 @@
-"""Writes public graphs, or one by rule, in the layout of `tasks.graphs.folder`, for graph.
+"""Writes public graphs, or one by rule, in the layout of `tasks.graph.folder`, for graph.
 
 The folder is made aside and renamed, so a run that is stopped leaves nothing, and the same command
 starts again. Memory is bounded by an option, but for a few numbers a node; edges are sorted out of
-core (`tasks.graphs.edges`), and features go from file to file in pieces.
+core (`tasks.graph.edges`), and features go from file to file in pieces.
 """
 
 import argparse
@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from co2.errors import ConfigError, require, require_count
-from tasks.graphs.edges import Edges, write_rows
-from tasks.graphs.folder import (
+from tasks.graph.edges import Edges, write_rows
+from tasks.graph.folder import (
     LABEL,
     GraphFolder,
     create,
@@ -23,10 +23,10 @@ from tasks.graphs.folder import (
     open_graph,
     write_array,
 )
-from tasks.graphs.generated import generate
+from tasks.graph.generated import generate
 from tasks.prepare.graph_sets import IGB, Source, friendster, igb, mag240m, papers100m
-from tasks.progress import progress
-from tasks.store import locked
+from tasks.shared.progress import progress
+from tasks.text.store import locked
 
 _BYTES_OF_AN_EDGE = 128
 """While a piece of edges is read, checked and spilled."""
@@ -212,7 +212,7 @@ def _source(folder: Path, scratch: Path, options: argparse.Namespace) -> Source:
 
 
 def _fill(folder: Path, source: Source, memory: int) -> dict[str, object]:
-    """Write a graph; see `tasks.graphs.folder.create`."""
+    """Write a graph; see `tasks.graph.folder.create`."""
     with progress(f"sorting {source.num_edges:,} edges", source.num_edges) as advance:
 
         def counted() -> Iterator[Edges]:

@@ -32,11 +32,11 @@ from typing import Any
 import numpy as np
 
 from co2.errors import ConfigError, require
-from tasks.graphs.arrays import Stored, stored
-from tasks.graphs.edges import Edges
-from tasks.graphs.folder import LABEL, PARTS
-from tasks.graphs.generated import blurred, drawn_parts
-from tasks.progress import progress
+from tasks.graph.arrays import Stored, stored
+from tasks.graph.edges import Edges
+from tasks.graph.folder import LABEL, PARTS
+from tasks.graph.generated import blurred, drawn_parts
+from tasks.shared.progress import progress
 
 IGB = {
     "igb-tiny": 100_000,

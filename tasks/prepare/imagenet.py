@@ -20,11 +20,11 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from co2.errors import ConfigError, require
-from tasks.image_folder import FORMATS, BadImage, ImageFolder, decode, pictures, shown
-from tasks.images import PARTS
 from tasks.prepare.samples import broken
-from tasks.progress import progress
-from tasks.store import locked
+from tasks.shared.progress import progress
+from tasks.text.store import locked
+from tasks.vision.image_folder import FORMATS, BadImage, ImageFolder, decode, pictures, shown
+from tasks.vision.images import PARTS
 
 ARCHIVES = {
     "train": ("ILSVRC2012_img_train.tar", "1d675b47d978889d74fa0da5fadfb00e"),

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tasks.prepare.documents import Documents, Words, add_arguments, load_rows, prepare, unreadable
-from tasks.store import SEPARATOR, faults
+from tasks.text.store import SEPARATOR, faults
 
 HUB_NAME = "Skylion007/openwebtext"
 WORDS = Words("GPT-2", "openai-community/gpt2", SEPARATOR)

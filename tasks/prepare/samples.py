@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from tasks.progress import progress
+from tasks.shared.progress import progress
 
 _AT_ONCE = 256
 """Samples that a thread reads before it tells of them."""

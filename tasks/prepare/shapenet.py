@@ -18,10 +18,19 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from co2.errors import ConfigError, require
-from tasks.clouds import FILES, LISTS, PARTS, category, files_in, listed, open_clouds, read_cloud
 from tasks.prepare.samples import broken
-from tasks.progress import progress
-from tasks.store import locked
+from tasks.shapenet.clouds import (
+    FILES,
+    LISTS,
+    PARTS,
+    category,
+    files_in,
+    listed,
+    open_clouds,
+    read_cloud,
+)
+from tasks.shared.progress import progress
+from tasks.text.store import locked
 
 NUM_CLOUDS = {"train": 41952, "test": 10518}
 NUM_CATEGORIES = 55

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tasks.prepare.documents import Documents, Words, add_arguments, load_rows, prepare, unreadable
-from tasks.store import faults
+from tasks.text.store import faults
 
 ARTICLES = "wikimedia/wikipedia:20231101.en"
 SENTENCES = "bookcorpus/bookcorpus"

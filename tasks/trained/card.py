@@ -2,8 +2,8 @@
 
 from collections.abc import Collection
 
-from tasks.classification import Classification
 from tasks.trained.finished import Finished
+from tasks.vision.classification import Classification
 
 _SMOKE = (
     "This is smoke scale: a small model, trained for minutes on little or generated data. The "

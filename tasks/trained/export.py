@@ -25,10 +25,10 @@ from co2.record.files import write_durably
 from co2.task import Package, Portable
 from co2.train import launch
 from co2.train.weights import EXPORTED, ties
-from tasks.causal import CausalText
+from tasks.shared.whole import written_aside
+from tasks.text.causal import CausalText
 from tasks.trained.card import card
 from tasks.trained.finished import Finished, opened
-from tasks.whole import written_aside
 
 _KEY = "FOLDER"
 _TAKEN = "exists and is not empty; give a new folder"

@@ -20,7 +20,7 @@ from co2.arguments import Parser
 from co2.errors import ConfigError, require, require_count, unusable
 from co2.task import Placed
 from co2.train import launch
-from tasks.causal import CausalText
+from tasks.text.causal import CausalText
 from tasks.trained.finished import KEY, opened
 
 

@@ -31,7 +31,7 @@ from co2.config import Config
 from co2.record.files import whole_lines
 from co2.record.folder import run_folder
 from co2.task import Task
-from recipes.processes import running
+from recipes.runs.processes import running
 from tasks.toy import Toy
 from tests.server import Forked, environment, fork_program
 from tests.workers import Pool

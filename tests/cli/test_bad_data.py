@@ -22,7 +22,7 @@ import train
 from co2.errors import ConfigError
 from co2.program import python
 from co2.train import launch
-from tasks import store
+from tasks.text import store
 from tests.cli.harness import TOY, configured
 from tests.cli.refused import MARK, Payload, files, pickled, refused
 from tests.tasks import pictures, small_ade20k, small_glue, test_shapenet
@@ -325,7 +325,7 @@ TABLES: dict[str, tuple[str, Callable[[pa.Table], pa.Table | bytes], str]] = {
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_table(here: Path, kind: str) -> None:
-    from tasks.glue_tables import BadTable, read_split
+    from tasks.glue.glue_tables import BadTable, read_split
 
     name, change, says = TABLES[kind]
     (folder := here / name).mkdir()

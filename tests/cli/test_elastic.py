@@ -16,8 +16,8 @@ import torch
 from co2.errors import PREEMPTED, ConfigError
 from co2.record.files import whole_lines
 from co2.record.lock import NAME
-from recipes.ledger import doubled_and_left_out
-from recipes.processes import is_running, running
+from recipes.runs.ledger import doubled_and_left_out
+from recipes.runs.processes import is_running, running
 from tests.cli.harness import (
     LIMIT_S,
     Process,

@@ -97,7 +97,7 @@ def test_no_file_depends_on_a_method() -> None:
 @contextmanager
 def few_scenes() -> Iterator[None]:
     """Setup: ADE20K's scenes are 20, not 512, for each of which UperNet takes its time."""
-    with patch("tasks.scenes.Scenes.__len__", lambda scenes: 20):
+    with patch("tasks.ade20k.scenes.Scenes.__len__", lambda scenes: 20):
         yield
 
 

@@ -24,8 +24,8 @@ import train
 from co2.errors import ConfigError
 from co2.task import Task
 from co2.train import initial
-from tasks.gpt2 import GPT2
-from tasks.roberta import RoBERTa, roberta_ids
+from tasks.text.gpt2 import GPT2
+from tasks.text.roberta import RoBERTa, roberta_ids
 from tasks.trained import export
 from tasks.trained.finished import opened
 from tests.cli.harness import ROOT, configured, contents, folder_of, small, weights

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from co2.config import Strategy
 from co2.errors import PREEMPTED, ConfigError
 from co2.task import Task
-from tasks.moe import MoE
+from tasks.moe.moe import MoE
 from tasks.toy import Toy
 from tests.cli.harness import (
     SMALL,

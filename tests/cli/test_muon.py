@@ -10,7 +10,7 @@ import co2
 from co2.config import OptimConfig, Optimizer
 from co2.errors import PREEMPTED
 from co2.methods import METHODS
-from tasks.optimizer import make_optimizer
+from tasks.shared.optimizer import make_optimizer
 from tests.cli.harness import assert_same_run, assert_same_weights, metrics, pooled, signalled
 from tests.cli.test_resume import METHODS as CHOICES
 from tests.grids import OF_A_KIND, grid

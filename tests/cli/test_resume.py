@@ -25,7 +25,7 @@ from co2.errors import DIVERGED, PREEMPTED, ConfigError
 from co2.record.folder import check_folder, read_summary
 from co2.record.provenance import of_all_starts
 from co2.train import checkpoint, launch
-from recipes.processes import running
+from recipes.runs.processes import running
 from tasks.toy import Toy
 from tests.cli.harness import (
     LIMIT_S,

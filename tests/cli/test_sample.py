@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from tasks.causal import CausalText
+from tasks.text.causal import CausalText
 from tasks.trained import sample
 from tasks.trained.finished import opened
 

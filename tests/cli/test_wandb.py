@@ -26,8 +26,8 @@ from co2.record.metrics import UNITS, unit_of
 from co2.record.provenance import Origin
 from co2.record.wandb import SEGMENTS, mode
 from co2.train import launch
-from recipes import cells
-from recipes.cells import TrainCell
+from recipes.runs import cells
+from recipes.runs.cells import TrainCell
 from tasks.toy import Toy
 from tests.cli.harness import configured, folder_of, metrics
 from tests.cli.test_elastic import ELASTIC, SLOW, assert_no_step_is_missing, disturbed, words

@@ -30,7 +30,7 @@ from co2.simulate.failures import (
 )
 from co2.simulate.goodput import ways
 from co2.simulate.methods import BLOCKING, NOT_ELASTIC, OVERLAPPED
-from recipes import trouble as campaign
+from recipes.faults import trouble as campaign
 from tests.grids import grid
 
 ROUND = Round(10.0, mean_s=0.5, state_s=2.0)

@@ -26,8 +26,8 @@ from co2.lab.plan import plan
 from co2.lab.slow_network import PREFIX, SlowNetwork, check_root, remove_leftovers
 from co2.lab.training import TrialFailed, train, trial_overrides
 from co2.lab.trial import Change, Conditions, Trial, trial_folder
-from recipes.cells import composed_config
-from recipes.processes import is_running
+from recipes.runs.cells import composed_config
+from recipes.runs.processes import is_running
 
 ROOT = Path(training.TRAIN).parent
 

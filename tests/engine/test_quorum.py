@@ -10,7 +10,7 @@ from co2.comm.members import Members
 from co2.config import OptimConfig, Optimizer
 from co2.train.quorum import Quorum, steps_of
 from co2.train.samples import rebalanced
-from tasks.optimizer import make_optimizer
+from tasks.shared.optimizer import make_optimizer
 
 TAU = 6
 

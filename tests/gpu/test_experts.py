@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tasks.experts import Exchange, Experts, Kernel
-from tasks.moe import nvshmem_available
+from tasks.moe.experts import Exchange, Experts, Kernel
+from tasks.moe.moe import nvshmem_available
 from tests.workers import Pool
 
 pytestmark = [

@@ -13,7 +13,7 @@ import co2
 from co2.config import CommConfig, MeshConfig, Strategy
 from co2.methods import METHODS
 from co2.train.replica import Replica, accumulating, checkpoint_activations, whole_weights
-from tasks.experts import Experts
+from tasks.moe.experts import Experts
 
 DENSE = tuple(strategy for strategy in Strategy if strategy is not Strategy.ep)
 """Strategies of models without experts."""

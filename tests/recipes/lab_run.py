@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from co2.lab.trial import trial_folder
-from recipes import laboratory
-from recipes.laboratory import LabCell
+from recipes.runs import laboratory
+from recipes.runs.laboratory import LabCell
 
 
 def write_run(of: LabCell, throughput: float) -> Path:

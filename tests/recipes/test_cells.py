@@ -6,7 +6,7 @@ import pytest
 
 from co2.errors import DIVERGED, ConfigError
 from co2.record.folder import run_folder
-from recipes.cells import TrainCell, own_words, run
+from recipes.runs.cells import TrainCell, own_words, run
 from tests.cli.harness import TOY, assert_same_run, cli
 from tests.recipes.trained import trained
 

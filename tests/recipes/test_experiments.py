@@ -9,28 +9,19 @@ import pytest
 import torch
 
 from co2.record.folder import run_folder
-from recipes import (
-    digits,
-    field,
-    functions,
-    glue,
-    goodput,
-    kept_progress,
-    kept_variants,
-    layout,
-    measured,
-    quality,
-    time_to_loss,
-)
-from recipes import entries as entries_module
-from recipes.cells import TrainCell, composed_config
-from recipes.collect import collect
-from recipes.functions import FunctionCell, FunctionColumn
-from recipes.laboratory import LabCell
-from recipes.ledger import doubled_and_left_out
+from recipes.faults import goodput
 from recipes.recipe import Recipe, Row
-from recipes.render import render
-from recipes.tuning import TUNING_SEED
+from recipes.runs import functions, measured
+from recipes.runs.cells import TrainCell, composed_config
+from recipes.runs.collect import collect
+from recipes.runs.functions import FunctionCell, FunctionColumn
+from recipes.runs.laboratory import LabCell
+from recipes.runs.ledger import doubled_and_left_out
+from recipes.studies import digits, field, glue, kept_progress, kept_variants, quality, time_to_loss
+from recipes.tables import entries as entries_module
+from recipes.tables import layout
+from recipes.tables.render import render
+from recipes.tuning.tuning import TUNING_SEED
 from tests.recipes.lab_run import write_run
 
 FIRST = time_to_loss.FIRST.name

@@ -12,24 +12,15 @@ import yaml
 from co2.errors import ConfigError
 from co2.lab.training import TrialFailed
 from co2.record.folder import plain
-from recipes import (
-    field,
-    figure1,
-    graph,
-    laboratory,
-    layout,
-    measured,
-    moe,
-    scaling,
-    shares,
-    table3,
-    time_to_loss,
-)
 from recipes.__main__ import main
-from recipes.collect import collect
-from recipes.laboratory import LabCell
+from recipes.paper import figure1, scaling, table3
 from recipes.recipe import Recipe
-from recipes.render import render
+from recipes.runs import laboratory, measured
+from recipes.runs.collect import collect
+from recipes.runs.laboratory import LabCell
+from recipes.studies import field, graph, moe, time_to_loss
+from recipes.tables import layout, shares
+from recipes.tables.render import render
 from tests.engine.test_timeline import event, mark
 from tests.recipes.lab_run import write_run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes import render
+from recipes.tables import render
 from tests.recipes.test_tables import TOY, results
 
 __all__ = ["results"]  # a fixture

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from recipes import gap, measured, rates, rounds, table4, tau_sweep
-from recipes.cells import TrainCell, own_words
-from recipes.collect import collect
-from recipes.power_law import RESAMPLES, PowerLaw, interval, resampled
+from recipes.paper import table4, tau_sweep
 from recipes.recipe import Recipe, Row, Rows
-from recipes.tuning import TUNING_SEED, TunedRecipe
+from recipes.runs import measured
+from recipes.runs.cells import TrainCell, own_words
+from recipes.runs.collect import collect
+from recipes.studies import gap, rates, rounds
+from recipes.tables.power_law import RESAMPLES, PowerLaw, interval, resampled
+from recipes.tuning.tuning import TUNING_SEED, TunedRecipe
 from tests.recipes.test_experiments import line, place, write_ours, write_summary
 
 __all__ = ["place"]  # a fixture

@@ -14,29 +14,20 @@ from co2.errors import ConfigError
 from co2.record.folder import run_folder
 from co2.record.table import Table, read_csv
 from co2.simulate.paper import PAPER as SCALING
-from recipes import (
-    answer,
-    entries,
-    figures,
-    layout,
-    measured,
-    pages,
-    render,
-    report,
-    rounds,
-    tune,
-    tuning,
-)
 from recipes.__main__ import main, recipe_of, wanted
-from recipes.cells import Cell, TrainCell, composed_config
-from recipes.collect import EVALS, collect
-from recipes.entries import Entry
-from recipes.glue import FineTuning
-from recipes.known import Known
-from recipes.laboratory import LabCell
-from recipes.methods import WITH_MOMENTS
 from recipes.recipe import SCALES, Column, Recipe, Row
 from recipes.registry import RECIPES
+from recipes.runs import measured
+from recipes.runs.cells import Cell, TrainCell, composed_config
+from recipes.runs.collect import EVALS, collect
+from recipes.runs.known import Known
+from recipes.runs.laboratory import LabCell
+from recipes.studies import rounds
+from recipes.studies.glue import FineTuning
+from recipes.tables import answer, entries, figures, layout, pages, render, report
+from recipes.tables.entries import Entry
+from recipes.tables.methods import WITH_MOMENTS
+from recipes.tuning import tune, tuning
 
 TOP1 = Column("top-1", ("task=toy",), "final.top1", factor=100, digits=1)
 TOY = Recipe(
@@ -457,7 +448,7 @@ def test_a_dry_run_tells_runs_and_times(
     summary = run_folder(left[0].config()) / "summary.json"  # type: ignore[attr-defined]
     summary.parent.mkdir(parents=True, exist_ok=True)
     summary.write_text(json.dumps({"train_s": 90.4}))
-    monkeypatch.setattr("recipes.plan.read_csv", lambda path: [])
+    monkeypatch.setattr("recipes.runs.plan.read_csv", lambda path: [])
     assert main([*words, "--seeds", "0,1,2"]) == 0
     told = capsys.readouterr().out
     assert told.count(" 0:01:30 ") == 2, "as a run that is here, whose evaluations are unknown"

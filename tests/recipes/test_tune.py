@@ -17,13 +17,14 @@ from co2.errors import DIVERGED, ConfigError
 from co2.methods import METHODS
 from co2.record.folder import run_folder
 from co2.record.table import Table, read_csv
-from recipes import cells, tune
 from recipes.__main__ import main
-from recipes.cells import TrainCell, composed_config
-from recipes.proposals import Proposals
 from recipes.recipe import Column, Recipe, Row
-from recipes.spaces import KNOBS, Space
-from recipes.tune import FINALISTS, schedule_words, tune_methods
+from recipes.runs import cells
+from recipes.runs.cells import TrainCell, composed_config
+from recipes.tuning import tune
+from recipes.tuning.proposals import Proposals
+from recipes.tuning.spaces import KNOBS, Space
+from recipes.tuning.tune import FINALISTS, schedule_words, tune_methods
 from tests.cli.harness import TOY
 from tests.recipes.trained import trained
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipes.zero_one_volume import (
+from recipes.signs.zero_one_volume import (
     BITS,
     KAPPA,
     LONGEST,

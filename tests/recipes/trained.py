@@ -1,4 +1,4 @@
-"""Cells trained by `recipes.cells.run` in a process that need not import everything first.
+"""Cells trained by `recipes.runs.cells.run` in a process that need not import everything first.
 
 Run as a program: `trained.py REQUEST RESULT`. Its workers are forked from it, where those of a test
 would be new interpreters; see tests/server.py.
@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from recipes import cells
-from recipes.cells import TrainCell
+from recipes.runs import cells
+from recipes.runs.cells import TrainCell
 from tests.cli.harness import LIMIT_S
 from tests.server import environment, fork_program
 

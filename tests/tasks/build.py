@@ -9,7 +9,7 @@ import torch
 from co2.comm.mesh import Mesh
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from tasks import GPT2, MoE, Toy, TransNormer
-from tasks.causal import CausalText
+from tasks.text.causal import CausalText
 
 Text = TypeVar("Text", bound=CausalText)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from tasks.experts import Experts, Kernel
+from tasks.moe.experts import Experts, Kernel
 
 WIDTH = 18
 
@@ -83,7 +83,7 @@ def results(case: Case, kernel: Kernel) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    from tasks import fused_experts
+    from tasks.moe import fused_experts
 
     found = []
     for case in pickle.load(sys.stdin.buffer):

@@ -8,7 +8,7 @@ from PIL import Image
 
 from co2.config import DataConfig, OptimConfig, Optimizer, TrainConfig, Validation
 from tasks import TASKS
-from tasks.classification import Classification
+from tasks.vision.classification import Classification
 
 COLOURS = {"blue sky": (40, 80, 220), "élan": (60, 160, 60), "red": (220, 60, 40)}
 

@@ -1,11 +1,11 @@
-"""A small graph at random, in the layout of tasks/graphs/folder.py."""
+"""A small graph at random, in the layout of tasks/graph/folder.py."""
 
 from pathlib import Path
 
 import numpy as np
 
-from tasks.graphs import folder as layout
-from tasks.graphs.folder import GraphFolder, create, neighbour_type, write_array
+from tasks.graph import folder as layout
+from tasks.graph.folder import GraphFolder, create, neighbour_type, write_array
 
 
 def write(

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tasks.glue_tables import GLUE_TASKS
+from tasks.glue.glue_tables import GLUE_TASKS
 
 ROWS = {"train": 40, "validation": 23, "validation_matched": 13, "validation_mismatched": 11}
 WORDS = ["replica", "anchor", "über", "round", "数", "step", "a", "the", "of", "gap"]

@@ -15,10 +15,10 @@ from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError
 from co2.program import python
 from tasks import ADE20K
-from tasks.ade20k import Source
-from tasks.pairs import FOLDER
-from tasks.segmentation import IGNORED
-from tasks.upernet import upernet
+from tasks.ade20k.ade20k import Source
+from tasks.ade20k.pairs import FOLDER
+from tasks.ade20k.segmentation import IGNORED
+from tasks.ade20k.upernet import upernet
 from tests.tasks import small_ade20k as small
 from tests.tasks.build import mesh
 
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation of 20 scenes."""
-    monkeypatch.setattr("tasks.scenes.Scenes.__len__", lambda self: 20)
+    monkeypatch.setattr("tasks.ade20k.scenes.Scenes.__len__", lambda self: 20)
 
 
 @pytest.fixture(scope="module")

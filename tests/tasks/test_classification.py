@@ -14,9 +14,9 @@ import torch.nn.functional as F
 
 from co2.config import Validation
 from co2.errors import ConfigError
-from tasks import resnet50, vit
-from tasks.classification import Classification, DatasetName
-from tasks.images import normalized
+from tasks.vision import resnet50, vit
+from tasks.vision.classification import Classification, DatasetName
+from tasks.vision.images import normalized
 from tests.tasks.build import mesh
 from tests.tasks.pictures import task, tree
 from tests.tasks.test_evaluation import as_workers
@@ -164,7 +164,7 @@ def test_evaluation_counts_every_picture_once(folder: Path, name: str) -> None:
     scores = own.evaluate(model)
     assert all(module.training for module in model.modules())
     model.eval()
-    from tasks.images import central_crop
+    from tasks.vision.images import central_crop
 
     crop = central_crop(28, 35, own.interpolation)
     pairs = [own._images.read("val", index) for index in range(15)]
@@ -228,7 +228,7 @@ def scores(rank: int, world: int, path: Path) -> dict[str, float]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 28 * 28, 3))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tasks.classification._EVAL_BATCH", 4)
+        patch.setattr("tasks.vision.classification._EVAL_BATCH", 4)
         return own.evaluate(model)
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tasks import evaluation
-from tasks.evaluation import evaluating, share, tally, total
+from tasks.shared import evaluation
+from tasks.shared.evaluation import evaluating, share, tally, total
 from tests.tasks.build import toy
 
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from co2.errors import ConfigError
-from tasks.experts import EXPERTS as EXPERT_WEIGHTS
-from tasks.experts import Exchange, Experts, Kernel, balance_loss, route, z_loss
+from tasks.moe.experts import EXPERTS as EXPERT_WEIGHTS
+from tasks.moe.experts import Exchange, Experts, Kernel, balance_loss, route, z_loss
 from tests.workers import Pool
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 6, 10, 5, 23

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tasks.experts import Kernel
+from tasks.moe.experts import Kernel
 from tests.server import ROOT, environment
 from tests.tasks.interpreted import Case, results
 
@@ -93,8 +93,8 @@ def test_compiles_for_gpus(capability: int, dtype: torch.dtype) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from tasks import fused_kernel
-    from tasks.fused_experts import PLANS
+    from tasks.moe import fused_kernel
+    from tasks.moe.fused_experts import PLANS
 
     plan = PLANS[dtype]
     computed = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}[dtype]

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from co2.config import Validation
 from co2.errors import ConfigError
 from tasks import GPT2
-from tasks.causal import CorpusName
-from tasks.gpt2 import Size
-from tasks.randomness import initial_std
-from tasks.text import token_bytes
+from tasks.shared.randomness import initial_std
+from tasks.text.causal import CorpusName
+from tasks.text.gpt2 import Size
+from tasks.text.text import token_bytes
 from tests.tasks.build import gpt2, mesh
 from tests.tasks.test_evaluation import as_workers
 
@@ -157,7 +157,7 @@ def test_the_halves_of_the_validation_text(root: Path, text_file: Path) -> None:
 def test_evaluation_is_the_same_for_any_number_of_workers(
     monkeypatch: pytest.MonkeyPatch, root: Path, text_file: Path, limit: int | None
 ) -> None:
-    monkeypatch.setattr("tasks.causal._EVAL_TOKENS", 512)  # 16 windows a batch
+    monkeypatch.setattr("tasks.text.causal._EVAL_TOKENS", 512)  # 16 windows a batch
     task = gpt2(root, text_file, context=32, vocab_size=300, eval_samples=limit)
     task.setup(1)
     model = task.model()
@@ -226,7 +226,7 @@ def test_config(key: str, value: float) -> None:
 
 def test_importing_tasks_is_cheap() -> None:
     heavy = "{'transformers', 'datasets', 'tokenizers', 'sympy', 'pandas', 'triton'}"
-    code = f"import sys, tasks; print('tasks.gpt2' in sys.modules, {heavy} & set(sys.modules))"
+    code = f"import sys, tasks; print('tasks.text.gpt2' in sys.modules, {heavy} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout == "True set()\n", result.stderr
 

@@ -12,8 +12,8 @@ import torch
 from co2.config import DataConfig, OptimConfig, TrainConfig, Validation
 from co2.errors import ConfigError
 from co2.program import python
-from tasks.graph import DatasetName, Graph
-from tasks.graphs.networks import Network
+from tasks.graph.graph import DatasetName, Graph
+from tasks.graph.networks import Network
 from tests.tasks import random_graph
 
 
@@ -96,7 +96,7 @@ def test_weights_depend_on_the_seed_alone(folder: Path, kind: Network) -> None:
 
 def test_the_published_size() -> None:
     """GraphSAGE of papers100M: two matrices and a bias for each layer."""
-    from tasks.graphs.networks import GraphNetwork
+    from tasks.graph.networks import GraphNetwork
 
     with torch.device("meta"):
         model = GraphNetwork(Network.sage, (128, 256, 256, 172), 4, 0.2)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from co2.errors import ConfigError
-from tasks.graphs import calls, edges, generated
-from tasks.graphs.folder import PARTS, GraphFolder, faults
-from tasks.graphs.source import Program
+from tasks.graph import calls, edges, generated
+from tasks.graph.folder import PARTS, GraphFolder, faults
+from tasks.graph.source import Program
 
 
 def brute(

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tasks.graphs.networks import Edges, GATLayer, GraphNetwork, Network, SAGELayer
-from tasks.graphs.sampling import Neighbourhood, Restricted, Topology
-from tasks.randomness import generator
+from tasks.graph.networks import Edges, GATLayer, GraphNetwork, Network, SAGELayer
+from tasks.graph.sampling import Neighbourhood, Restricted, Topology
+from tasks.shared.randomness import generator
 
 # Node 0 has 4 neighbours, 1 has 1, 2 has none, 3 has 2, 4 has 3.
 LISTS = [[1, 2, 3, 4], [0], [], [0, 4], [0, 1, 3]]

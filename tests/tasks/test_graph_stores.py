@@ -16,14 +16,14 @@ import torch
 from co2.comm.mesh import Mesh
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError
-from tasks.graph import Graph
-from tasks.graphs import direct, packing, plan
-from tasks.graphs.ahead import ahead
-from tasks.graphs.direct import PAGE, DirectFile, Readers, read_rows
-from tasks.graphs.folder import GraphFolder
-from tasks.graphs.networks import Network
-from tasks.graphs.stores import StoreName
-from tasks.graphs.verified import Records, RecordsWriter, Torn
+from tasks.graph import direct, packing, plan
+from tasks.graph.ahead import ahead
+from tasks.graph.direct import PAGE, DirectFile, Readers, read_rows
+from tasks.graph.folder import GraphFolder
+from tasks.graph.graph import Graph
+from tasks.graph.networks import Network
+from tasks.graph.stores import StoreName
+from tasks.graph.verified import Records, RecordsWriter, Torn
 from tests.grids import grid
 from tests.tasks import random_graph
 

@@ -13,7 +13,7 @@ from PIL import Image
 from torchvision.datasets import ImageFolder as Reference
 
 from co2.errors import ConfigError
-from tasks.image_folder import BadImage, ImageFolder, decode
+from tasks.vision.image_folder import BadImage, ImageFolder, decode
 from tests.tasks.pictures import COLOURS, picture, tree
 
 

@@ -6,7 +6,8 @@ import torch
 import torchvision
 from PIL import Image
 
-from tasks.images import (
+from tasks.shared.randomness import Draws, generator, resumed, seeded, seeds
+from tasks.vision.images import (
     CROP_DRAWS,
     MEAN,
     MNIST,
@@ -18,7 +19,6 @@ from tasks.images import (
     rand_augment,
     random_crops,
 )
-from tasks.randomness import Draws, generator, resumed, seeded, seeds
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from co2.errors import ConfigError
-from tasks.loader import load, load_blocks
-from tasks.randomness import Draws, generator, generators, seeded, seeds
+from tasks.shared.loader import load, load_blocks
+from tasks.shared.randomness import Draws, generator, generators, seeded, seeds
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from tasks.masking import IGNORED, Vocabulary, _drawn, masked, num_chosen
-from tasks.randomness import generator
+from tasks.shared.randomness import generator
+from tasks.text.masking import IGNORED, Vocabulary, _drawn, masked, num_chosen
 
 WORDS = Vocabulary(1000)
 

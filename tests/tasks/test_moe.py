@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-import tasks.moe as task_module
+import tasks.moe.moe as task_module
 from co2.config import Strategy
 from co2.errors import ConfigError
-from tasks.causal import CorpusName
-from tasks.experts import Exchange, Experts, Kernel
-from tasks.moe import SHAPES, MoE, Size, mixtures
+from tasks.moe.experts import Exchange, Experts, Kernel
+from tasks.moe.moe import SHAPES, MoE, Size, mixtures
+from tasks.text.causal import CorpusName
 from tests.grids import grid
 from tests.tasks.build import gpt2, mesh, moe
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from co2.config import DataConfig, OptimConfig, Optimizer, TrainConfig
 from co2.errors import ConfigError
 from tasks import TASKS
-from tasks.muon import MuonAdamW
-from tasks.optimizer import make_optimizer
+from tasks.shared.muon import MuonAdamW
+from tasks.shared.optimizer import make_optimizer
 
 OPTIM = OptimConfig(name=Optimizer.muon, lr=0.02, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6)
 STEPS = range(6)
@@ -157,7 +157,7 @@ def test_vit() -> None:
 
 @pytest.mark.parametrize("objective", ["reconstruction", "classification"])
 def test_shapenet(objective: str) -> None:
-    from tasks.shapenet import Objective
+    from tasks.shapenet.shapenet import Objective
 
     muon, adamw = names_of("shapenet", objective=Objective(objective))
     places = {"encoder.position.0.weight", "encoder.embed.first.0.weight"}

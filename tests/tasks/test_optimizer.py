@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from co2.config import OptimConfig, Optimizer
-from tasks.optimizer import make_optimizer
+from tasks.shared.optimizer import make_optimizer
 
 
 def model() -> nn.Module:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tasks.points import chamfer, farthest_points, patches, squared_distances, taken
+from tasks.shapenet.points import chamfer, farthest_points, patches, squared_distances, taken
 
 
 def cloud(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tasks.causal import CorpusName
 from tasks.prepare import documents as prepare
 from tasks.prepare.__main__ import main
-from tasks.store import open_store
+from tasks.text.causal import CorpusName
+from tasks.text.store import open_store
 from tests.tasks.build import gpt2, mesh
 from tests.tasks.conftest import story
 
@@ -36,7 +36,7 @@ def source(tmp_path_factory: pytest.TempPathFactory, documents: list[str]) -> Pa
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tasks.text import learn_tokenizer
+    from tasks.text.text import learn_tokenizer
 
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     learn_tokenizer([story(5000)], 300).save(str(path))
@@ -77,7 +77,7 @@ def test_documents_come_out_as_they_went_in(
 
 KILLED = """
 import os, signal, sys
-from tasks import store
+from tasks.text import store
 from tasks.prepare.__main__ import main
 write, calls = store._write_text, 0
 def deadly(path, text):

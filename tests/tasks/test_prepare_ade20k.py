@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tasks.pairs import FOLDER
+from tasks.ade20k.pairs import FOLDER
 from tasks.prepare import ade20k as prepare
 from tasks.prepare.__main__ import main
 from tests.tasks import small_ade20k as small

@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.glue_tables import GLUE_TASKS, read_split
+from tasks.glue.glue_tables import GLUE_TASKS, read_split
 from tasks.prepare import glue as prepare
 from tasks.prepare.__main__ import main
 from tests.tasks import small_glue

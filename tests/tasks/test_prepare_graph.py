@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.graphs import edges as rows_of
-from tasks.graphs.folder import GraphFolder, faults, open_graph
+from tasks.graph import edges as rows_of
+from tasks.graph.folder import GraphFolder, faults, open_graph
 from tasks.prepare import graph as prepare
 from tasks.prepare import graph_sets
 from tasks.prepare.__main__ import main

@@ -11,7 +11,7 @@ import pytest
 
 from tasks.prepare import shapenet as prepare
 from tasks.prepare.__main__ import main
-from tasks.shapenet import Shapes
+from tasks.shapenet.shapenet import Shapes
 from tests.tasks.build import mesh
 from tests.tasks.test_shapenet import ready
 

@@ -15,8 +15,8 @@ from tasks import RoBERTa
 from tasks.prepare import documents as shared
 from tasks.prepare import wikibooks
 from tasks.prepare.__main__ import main
-from tasks.roberta import CorpusName
-from tasks.store import Store, open_store
+from tasks.text.roberta import CorpusName
+from tasks.text.store import Store, open_store
 from tests.tasks.build import mesh
 from tests.tasks.conftest import story
 from tests.tasks.test_roberta import roberta
@@ -118,7 +118,7 @@ def test_documents_come_out_as_they_went_in(
 
 KILLED = """
 import os, signal, sys
-from tasks import store
+from tasks.text import store
 from tasks.prepare import wikibooks
 from tasks.prepare.__main__ import main
 wikibooks.JOINED = 10

@@ -12,10 +12,11 @@ from transformers import RobertaConfig
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError
-from tasks import RoBERTa, store
-from tasks.masking import IGNORED, Vocabulary
-from tasks.roberta import CorpusName, Size, begin_as_waves
-from tasks.sampling import Sampler
+from tasks import RoBERTa
+from tasks.shared.sampling import Sampler
+from tasks.text import store
+from tasks.text.masking import IGNORED, Vocabulary
+from tasks.text.roberta import CorpusName, Size, begin_as_waves
 from tests.tasks.build import gpt2, mesh
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from co2.config import Validation
 from co2.errors import ConfigError
-from tasks.sampling import Sampler, validation_samples
+from tasks.shared.sampling import Sampler, validation_samples
 
 
 def drawn(sampler: Sampler, draws: range) -> list[np.ndarray]:

@@ -4,8 +4,8 @@ import time
 
 import numpy as np
 
-from tasks.scenes import CLASSES, COUNTS, SIZE, Scenes, _inside, scenes
-from tasks.segmentation import IGNORED
+from tasks.ade20k.scenes import CLASSES, COUNTS, SIZE, Scenes, _inside, scenes
+from tasks.ade20k.segmentation import IGNORED
 
 
 def test_shapes_and_classes() -> None:

@@ -5,8 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tasks.randomness import Draws, seeded, seeds
-from tasks.segmentation import (
+from tasks.ade20k.segmentation import (
     IGNORED,
     VIEW_DRAWS,
     augmented,
@@ -17,6 +16,7 @@ from tasks.segmentation import (
     scores,
     whole,
 )
+from tasks.shared.randomness import Draws, seeded, seeds
 
 CLASSES = 6
 
@@ -110,7 +110,7 @@ def view(
 def test_image_and_labels_stay_together(
     monkeypatch: pytest.MonkeyPatch, scales: tuple[float, float]
 ) -> None:
-    monkeypatch.setattr("tasks.segmentation._COLOURS", ())
+    monkeypatch.setattr("tasks.ade20k.segmentation._COLOURS", ())
     seen = 0
     for number in range(20):
         found, labels = view(number, *sample(64, 80), 48, 64, scales)
@@ -194,7 +194,7 @@ def test_views_are_those_of_torchvision_bit_for_bit() -> None:
 
 def test_both_halves_of_the_coin(monkeypatch: pytest.MonkeyPatch) -> None:
     """A flip in about half of the views, and every scale between the two."""
-    monkeypatch.setattr("tasks.segmentation._COLOURS", ())
+    monkeypatch.setattr("tasks.ade20k.segmentation._COLOURS", ())
     image = torch.zeros(3, 32, 32, dtype=torch.uint8)
     labels = torch.arange(32, dtype=torch.uint8).expand(32, 32)  # by column
     flips, filled = [], []

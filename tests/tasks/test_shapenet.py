@@ -14,11 +14,11 @@ import torch.nn.functional as F
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError
-from tasks.clouds import normalized, scale_and_shift, scaled_and_moved
-from tasks.point_mae import PointMAE
-from tasks.points import chamfer, patches, taken
-from tasks.randomness import generator
-from tasks.shapenet import Objective, ShapeNet, Shapes, Size, svm_accuracy
+from tasks.shapenet.clouds import normalized, scale_and_shift, scaled_and_moved
+from tasks.shapenet.point_mae import PointMAE
+from tasks.shapenet.points import chamfer, patches, taken
+from tasks.shapenet.shapenet import Objective, ShapeNet, Shapes, Size, svm_accuracy
+from tasks.shared.randomness import generator
 from tests.tasks.build import mesh
 from tests.tasks.test_evaluation import as_workers
 
@@ -263,7 +263,9 @@ def test_classification_is_the_same_for_any_number_of_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In this process, so that batches can be small. (The SVM needs real workers: below.)"""
-    monkeypatch.setattr("tasks.shapenet._EVAL_BATCH", 16)  # 70 clouds: the last batch has 6
+    monkeypatch.setattr(
+        "tasks.shapenet.shapenet._EVAL_BATCH", 16
+    )  # 70 clouds: the last batch has 6
     task = ready(objective=Objective.classification)
     model = task.model()
     alone = task.evaluate(model)

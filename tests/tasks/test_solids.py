@@ -5,8 +5,8 @@ import time
 import numpy as np
 import pytest
 
-from tasks.randomness import generator
-from tasks.solids import NOISE, STRETCH, solids, surface
+from tasks.shapenet.solids import NOISE, STRETCH, solids, surface
+from tasks.shared.randomness import generator
 
 
 def upright(name: str, count: int = 20, points: int = 400) -> tuple[np.ndarray, ...]:

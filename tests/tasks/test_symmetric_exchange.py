@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory as symm_mem
 
 from co2.errors import ConfigError
-from tasks.experts import Exchange, Experts
-from tasks.symmetric_exchange import check_numbers, symmetric
-from tasks.token_exchange import Traffic, tiled
+from tasks.moe.experts import Exchange, Experts
+from tasks.moe.symmetric_exchange import check_numbers, symmetric
+from tasks.moe.token_exchange import Traffic, tiled
 from tests.workers import Pool
 
 WIDTH, HIDDEN = 3, 5

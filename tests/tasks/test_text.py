@@ -11,11 +11,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from co2.errors import ConfigError
-from tasks import store as stores
-from tasks import text as texts
-from tasks.corpus import user_corpus
-from tasks.store import PARTS, Store, open_store
-from tasks.text import (
+from tasks.text import store as stores
+from tasks.text import text as texts
+from tasks.text.corpus import user_corpus
+from tasks.text.store import PARTS, Store, open_store
+from tasks.text.text import (
     Window,
     encoded,
     learn_tokenizer,
@@ -237,9 +237,9 @@ def test_a_root_that_cannot_be_written_is_refused_before_the_work(
 PREPARE = """
 import sys
 from pathlib import Path
-from tasks import progress
-from tasks.corpus import user_corpus
-from tasks.text import Window, prepared
+from tasks.shared import progress
+from tasks.text.corpus import user_corpus
+from tasks.text.text import Window, prepared
 progress._LONG = 0  # so that the little text here is worth a line
 window = Window("gpt2.context", 16, 17)
 store = prepared(user_corpus(sys.argv[1]), 300, window, Path(sys.argv[2]))

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tasks.token_exchange import Traffic, bulk, tiled, tiles
+from tasks.moe.token_exchange import Traffic, bulk, tiled, tiles
 from tests.workers import Pool
 
 WIDTH = 3

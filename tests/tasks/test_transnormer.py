@@ -12,10 +12,10 @@ import torch
 from co2.config import OptimConfig
 from co2.errors import ConfigError
 from co2.simulate.models import MODELS
-from tasks import transnormer_model as parts
-from tasks.causal import CorpusName
-from tasks.optimizer import make_optimizer
-from tasks.transnormer import SHAPES, Size, TransNormer
+from tasks.shared.optimizer import make_optimizer
+from tasks.text import transnormer_model as parts
+from tasks.text.causal import CorpusName
+from tasks.text.transnormer import SHAPES, Size, TransNormer
 from tests.tasks.build import mesh, transnormer
 
 

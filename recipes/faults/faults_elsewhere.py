@@ -1,0 +1,165 @@
+"""The same faults under other systems: what does a lost worker cost those that are left?
+
+    python -m recipes run faults_elsewhere                 it wants the extra `peers`
+
+Cost: 32 runs of half a minute on 2 cores, four of them of three minutes: half an hour.
+Found: with killed workers an elastic run loses a third of a second, torchft five seconds, until
+the heartbeats of the lost ones count as old, torchrun 16 to 32 and two to 28 steps; with one that
+stands still for good both of the former lose the five seconds that they wait for it, and a run
+under torchrun does not end. For one that is paused all wait as long as it is.
+
+Every run is one of the recipe `faults`, to which one thing happens at a step, and to a worker,
+drawn from its seed; in place of a lost worker another is started. torchrun ends and starts all
+workers, which go on from the checkpoint of every 30 steps.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from co2.record.files import whole_lines
+from recipes.faults.faults import SEEDS, column
+from recipes.faults.trouble import (
+    LIMIT_S,
+    RESTARTS,
+    STEPS,
+    TAU,
+    WORKERS,
+    Trouble,
+    killed,
+    paused,
+    stopped,
+    two_killed,
+)
+from recipes.recipe import Recipe, Row
+from recipes.runs.functions import FunctionCell
+from recipes.runs.processes import process
+
+FURTHER = 4 * TAU
+"""Steps over which it is seen how much time a fault costs."""
+
+
+class Torchrun(Trouble):
+    """Workers that torchrun starts, and all of them again when one is lost."""
+
+    launch = ()
+    started_by = b"train.py"
+    forked = False
+
+    def command(self) -> list[str]:
+        torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}")
+        return [sys.executable, *torchrun, f"--max-restarts={RESTARTS}", "train.py", *self.words]
+
+    def kill_all(self) -> None:
+        for one in self.workers():  # each is a session of its own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+        super().kill_all()
+
+
+class Torchft(Trouble):
+    """torchft's DiLoCo with its manager and lighthouse."""
+
+    started_by = b"spawn_main"
+    forked = False
+
+    def command(self) -> list[str]:
+        module = ("-m", "recipes.faults.torchft_run", str(self.place), str(RESTARTS))
+        return [sys.executable, *module, *self.words]
+
+    def step(self) -> int:
+        return max(self._steps(), default=0)
+
+    def _steps(self) -> Iterator[int]:
+        """How far each replica is that is not lost."""
+        for path in self.place.glob("*.jsonl"):
+            lines = whole_lines(path)
+            step = lines[-1]["step"] if lines else 0
+            if step == self.steps or not _is_lost(int(path.stem.partition("-")[2])):
+                yield step
+
+
+def _is_lost(pid: int) -> bool:
+    """Whether a process is killed or stands still."""
+    found = process(pid)
+    return found is None or found.stopped
+
+
+SYSTEMS: dict[str, tuple[type[Trouble], str]] = {
+    "CO2, launch.elastic": (Trouble, "co2"),
+    "DiLoCo, torchft": (Torchft, "diloco"),
+    "CO2, torchrun": (Torchrun, "co2"),
+    "DDP, torchrun": (Torchrun, "allreduce"),
+}
+FAULTS: dict[str, Callable[[Trouble], None]] = {
+    "a worker killed": killed,
+    "two killed at once": two_killed,
+    "a worker stopped": stopped,
+    "a worker paused": paused,
+}
+KINDS = {kind.__name__: kind for kind, _ in SYSTEMS.values()}
+DONE = {fault.__name__: fault for fault in FAULTS.values()}
+
+
+def train(cells: Sequence[FunctionCell]) -> None:
+    """Make these runs, one after the other."""
+    for number, cell in enumerate(cells, start=1):
+        run = KINDS[str(cell.settings["system"])](cell)
+        run.start()
+        try:
+            found = watched(run, DONE[str(cell.settings["fault"])])
+        except TimeoutError:
+            found = {"ended": 0.0}
+        finally:
+            run.kill_all()
+        cell.finish(found, WORKERS, STEPS)
+        print(f"{number} of {len(cells)}: {' '.join(cell.overrides)}, seed {cell.seed}: {found}")
+
+
+def watched(run: Trouble, fault: Callable[[Trouble], None]) -> dict[str, float]:
+    """Do it to a run, and see what it costs. Raises `TimeoutError` for a run that ends before."""
+    run.until_some_step()
+    began, first = time.monotonic(), run.step()
+    run.until(lambda: run.step() >= first + FURTHER)
+    usual, before = time.monotonic() - began, run.step()
+    since, last, again = time.monotonic(), before, 0
+    fault(run)  # which may take a while itself
+    found: dict[str, float] = {}
+    while run.process.poll() is None and time.monotonic() - since < LIMIT_S:
+        step = run.step()
+        again += max(0, last - step)
+        if step >= before + FURTHER and "seconds" not in found:
+            found["seconds"] = time.monotonic() - since - usual
+        last = step
+        time.sleep(0.01)
+    return found | {"ended": float(run.process.poll() == 0), "again": float(again)}
+
+
+def row(system: str, fault: str) -> Row:
+    """A system with a fault."""
+    kind, method = SYSTEMS[system]
+    words = (f"method={method}", f"system={kind.__name__}", f"fault={FAULTS[fault].__name__}")
+    return Row(f"{fault}: {system}", words)
+
+
+RECIPE = Recipe(
+    name="faults_elsewhere",
+    title="Faults under other systems",
+    text=f"Toy, {WORKERS} workers on 2 cores, {STEPS} steps, τ = {TAU}; what happens is drawn from "
+    f"the seed. Seconds lost: from the fault until the training is {FURTHER} steps further, less "
+    f"what {FURTHER} steps took before it; where they are not run it got no further. Steps again: "
+    "by how many a training falls back. A run has ended by itself if it did within "
+    f"{LIMIT_S:g} seconds.",
+    rows=tuple(row(system, fault) for fault in FAULTS for system in SYSTEMS),
+    columns=(
+        column("ended by itself", "ended", 2, train),
+        column("seconds lost", "seconds", 1, train),
+        column("steps again", "again", 0, train),
+    ),
+    seeds=SEEDS,
+    scales=("smoke",),
+    compared=False,
+)

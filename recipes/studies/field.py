@@ -1,0 +1,157 @@
+"""The whole field: bytes, rounds, throughput on slow links, and validation loss of every method.
+
+    sudo .venv/bin/python -m recipes run field             losses here, throughput in the laboratory
+
+Cost: 48 runs of two minutes, 21 of them table2's, and 96 trainings in the laboratory of half a
+minute to three minutes on 2 cores, 48 of them table3's: three hours.
+Found: on links of 20 Mbit/s methods that overlap a whole round keep 90 to 100 % of the throughput
+without communication, Streaming DiLoCo 62 %, blocking ones 51 to 56 % (SparseLoCo, which sends
+little, 91 %), 0/1 Adam 36 %, 1-bit Adam 34 %, ACCO 10 % and AllReduce 10 %; on 100 Mbit/s ACCO,
+which sends in every step, keeps 57 %.
+Percent above AllReduce's loss, and percent of its bytes, with three seeds:
+    1-bit Adam -.3 and 18, ACCO -.1 and 100, 0/1 Adam 1.1 and 4, DES-LOC 1.2 and 21
+    co2_keep 1.5 and 8, Streaming DiLoCo 1.5 and 8, Local SGD 1.6 and 8, DiLoCo 1.9 and 8
+    SlowMo 2.1 and 8, Eager DiLoCo 3.0 and 8, Overlap-Local-SGD 3.1 and 8, CO2 5.0 and 8
+    SparseLoCo 5.2 and .1, CoCoD-SGD 6.6 and 8
+
+Two workers. Bytes, rounds and loss are of conf's GPT-2 with the settings that `python -m recipes
+tune gpt2` has found; the laboratory's is the larger one of co2/lab/training.py, with conf's
+settings but for 1-bit Adam and 0/1 Adam, which freeze v early, because its trainings have 60 steps.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from recipes.recipe import Column, Recipe, Row, Rows
+from recipes.runs.cells import SummaryJSON, composed_config
+from recipes.runs.laboratory import LabColumn
+from recipes.tables import figures
+from recipes.tables.entries import Entry, entries
+from recipes.tables.methods import EVERY_METHOD, LIMIT
+
+TASKS = ("gpt2",)
+RATES = ("20", "100")
+FREEZE = (
+    "onebit_adam.freeze_step=10",
+    "zero_one_adam.freeze_step=10",
+    "zero_one_adam.double_every=15",
+)
+"""For 60 steps."""
+
+
+def rounds(summary: SummaryJSON) -> float:
+    """How many times the replicas have exchanged anything in the training.
+
+    A method that does not count them has one every τ steps, of each of its fragments.
+    """
+    if "rounds" in summary:
+        return float(summary["rounds"])
+    words = (f"task={summary['task']}", f"method={summary['method']}")
+    config = composed_config(words).method_config
+    whole = summary["steps"] // getattr(config, "tau", 1)
+    return float(whole * getattr(config, "fragments", 1))
+
+
+def columns(task: str) -> Iterator[Column]:
+    """What is measured of one task."""
+    without = (LIMIT.name,)
+    overrides = (f"task={task}",)
+    yield Column(
+        f"{task}, bytes per step",
+        overrides,
+        "bytes_per_step",
+        lower=True,
+        digits=0,
+        curve=False,
+        without=without,
+        part=task,
+    )
+    yield Column(
+        f"{task}, rounds",
+        overrides,
+        rounds,
+        lower=True,
+        digits=0,
+        curve=False,
+        without=without,
+        part=task,
+    )
+    for rate in RATES:
+        yield LabColumn(
+            share(task, rate),
+            # The laboratory's own settings of GPT-2 hold where no task is named.
+            (
+                "--workers=2",
+                f"--mbit={rate}",
+                *(() if task == "gpt2" else overrides),
+                *(FREEZE if task == "gpt2" else ()),
+            ),
+            "throughput",
+            digits=1,
+            curve=False,
+            of=LIMIT.name,
+            part=task,
+        )
+    yield Column(
+        loss(task),
+        overrides,
+        "final.loss",
+        lower=True,
+        digits=4,
+        without=without,
+        part=task,
+    )
+
+
+def share(task: str, rate: str) -> str:
+    """The name of the column for throughput on links of this rate."""
+    return f"{task}, % of the throughput without communication, {rate} Mbit/s"
+
+
+def loss(task: str) -> str:
+    """The name of the column for validation loss."""
+    return f"{task}, validation loss"
+
+
+def draw(ours: Rows, stem: Path) -> Iterator[Path]:
+    """Draw throughput to the right and loss upwards, a panel for each task and rate."""
+    found = {(e.column.name, e.row.name): e for e in entries(RECIPE, ours, "smoke")}
+    for task in TASKS:
+        for rate in RATES:
+            names = (share(task, rate), loss(task))
+            both = [
+                (number, row, [found[name, row.name] for name in names])
+                for number, row in enumerate(EVERY_METHOD)
+                if all((name, row.name) in found for name in names)
+            ]
+            known = [line for line in both if all(entry.values for entry in line[2])]
+            if known:
+                path = figures.beside(stem, task, rate)
+                _panel(known, path, f"{task}, {rate} Mbit/s")
+                yield path
+
+
+def _panel(points: Sequence[tuple[int, Row, list[Entry]]], path: Path, title: str) -> None:
+    """A dot for each method."""
+    with figures.panel(path, title) as axis:
+        for number, row, (throughput, final) in points:
+            style = figures.style(number, row.name) | {"linestyle": "none"}
+            axis.plot(throughput.mean, final.mean, **style)
+        axis.set_xlim(0, 125)
+        axis.set_xlabel("throughput, % of that without communication")
+        axis.set_ylabel("validation loss")
+
+
+RECIPE = Recipe(
+    name="field",
+    title="The field",
+    text="Two workers, every method with the settings that won in its trials. Rounds: how many "
+    "times the replicas have exchanged anything; what DES-LOC sends together is one. Throughput is "
+    "measured in the laboratory, where repeats stand in for seeds; its GPT-2 has 1.3 M parameters "
+    "and conf's settings. results/field/table.md has the figures of an earlier measurement.",
+    rows=(*EVERY_METHOD, LIMIT),
+    columns=tuple(column for task in TASKS for column in columns(task)),
+    scales=("smoke",),
+    draw=draw,
+    tuned=True,
+)

@@ -1,0 +1,221 @@
+"""What the whole comparison comes to: its main tables, and a paragraph made from their values.
+
+The README and docs/quality.md have the tables, results/report.html opens with all of it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from co2.record.table import Table
+from recipes.recipe import Rows
+from recipes.registry import RECIPES
+from recipes.tables import shares
+from recipes.tables.entries import Difference, Entry, entries
+from recipes.tables.layout import Place, grid, values
+from recipes.tables.methods import ALL_ROWS
+from recipes.tables.report import Section
+from recipes.tuning import tune
+
+Chosen = Sequence[tuple[str, str, str]]
+"""A recipe, its column, and the name of that column in a main table."""
+LOSSES: Chosen = [
+    (recipe, column.name, column.head)
+    for recipe in ("table2", "table1")
+    for column in RECIPES[recipe].columns
+    if column.part == "loss"
+]
+FURTHER: Chosen = [
+    ("table2", "GPT-2", "GPT-2, perplexity ↓"),
+    ("table2", "RoBERTa", "RoBERTa, perplexity ↓"),
+    ("table1", "ResNet-50", "ResNet-50, top-1 %"),
+    ("table1", "ViT", "ViT, top-1 %"),
+]
+LINKS = {
+    "100 Mbit/s": "throughput, % of the limit, 100 Mbit/s",
+    "20 Mbit/s": "throughput, % of the limit, 20 Mbit/s",
+}
+"""Columns of table3, and their names in the second main table."""
+SLOWEST = "20 Mbit/s"
+TOLD = ("Local SGD", "CO2", "CO2, kept progress", "CO2, kept progress and moments")
+"""Rows that the paragraph tells of, beside AllReduce."""
+
+
+def opening(ours: Rows, tuning: Rows, scale: str) -> Section:
+    """The first section of the report: the paragraph, then the main tables.
+
+    Args:
+        ours: rows of results/ours.csv, of all recipes.
+        tuning: rows of results/tuning.csv.
+    """
+    own = [line for line in ours if line["scale"] == scale]
+    words = Table((), (), title="The answer", text=f"{quality(own, scale)} {speed(own)}")
+    tables = [gaps(own, scale), losses(own, tuning, scale), further(own, tuning, scale)]
+    full = [table for table in tables if table.rows]
+    return Section("answer", "The answer", [words, *full], [])
+
+
+def gaps(ours: Rows, scale: str) -> Table:
+    """How far the validation loss of every method lies from AllReduce's, in percent of that."""
+    cells = {
+        (entry.row.name, head): entry.to_first.text(1, relative=True)
+        for head, entry in _picked(ours, LOSSES, scale)
+        if entry.to_first is not None
+    }
+    table = grid(cells, [row.name for row in ALL_ROWS], [head for *_, head in LOSSES])
+    text = (
+        "In percent of AllReduce's, over the seeds that both have, with the 95 % t interval; a "
+        "star where it is significant at 5 % after Holm's correction for all tests of the recipe."
+    )
+    return replace(table, title="Validation loss above AllReduce's", text=text)
+
+
+def losses(ours: Rows, tuning: Rows, scale: str) -> Table:
+    """The validation loss of every method on every task; without rows where nothing has run."""
+    return _main(
+        "Validation loss",
+        "Cross-entropy; of ShapeNet the Chamfer distance.",
+        ours,
+        tuning,
+        LOSSES,
+        {},
+        scale,
+    )
+
+
+def further(ours: Rows, tuning: Rows, scale: str) -> Table:
+    """Perplexity, accuracy and throughput of every method, likewise."""
+    speeds = {
+        (row, LINKS[head]): share.text()
+        for (row, head), share in _shares(ours).items()
+        if head in LINKS
+    }
+    return _main(
+        "Perplexity, accuracy and throughput",
+        "Throughput is that of GPT-2 with two workers (table3), with its 95 % interval; the limit "
+        "is the same training without communication, and ≈ is equivalent to it.",
+        ours,
+        tuning,
+        FURTHER,
+        speeds,
+        scale,
+    )
+
+
+def _main(
+    title: str,
+    text: str,
+    ours: Rows,
+    tuning: Rows,
+    chosen: Chosen,
+    more: Mapping[Place, str],
+    scale: str,
+) -> Table:
+    """A table of the chosen columns, and of cells that are texts already."""
+    picked = _picked(ours, chosen, scale)
+    cells: dict[Place, str] = dict(more)
+    best = [(entry.row.name, head) for head, entry in picked if entry.best]
+    words = [text]
+    if any(entry.values for _, entry in picked):
+        texts, seeds = values([entry for _, entry in picked])
+        cells |= {(e.row.name, head): cell for (head, e), cell in zip(picked, texts, strict=True)}
+        words += [f"{seeds[0].upper()}{seeds[1:]}", settings(_lines(ours, chosen), tuning)]
+    columns = [*(head for *_, head in chosen), *(LINKS.values() if more else ())]
+    table = grid(cells, [row.name for row in ALL_ROWS], columns, best)
+    return replace(table, title=title, text=" ".join(words))
+
+
+def settings(lines: Rows, tuning: Rows) -> str:
+    """Whether the runs behind these lines of ours.csv were tuned, and in how many trials."""
+    commands = {line["command"] for line in lines}
+    given = [command.partition("#")[0].split() for command in commands]
+    tuned = [words for words in given if "tuned=true" in words]
+    if not tuned:
+        return "Not tuned: all methods have the settings of conf, which favours AllReduce."
+    searched = {_search(words) for words in tuned}
+    trials: dict[tuple[str, ...], set[str]] = {}
+    for line in tuning:
+        if (line["task"], line["method"], line["average_moments"]) in searched:
+            search = tuple(line[name] for name in tune.KEY)
+            trials.setdefault(search, set()).add(line["trial"])
+    counts = sorted(map(len, trials.values())) or [0]
+    number = f"{counts[0]}" if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
+    untuned = len(commands) - len(tuned)
+    rest = f"; {untuned} of {len(commands)} runs are not tuned" if untuned else ""
+    return f"Tuned: each method has what won in {number} trials of its own on the task{rest}."
+
+
+def quality(ours: Rows, scale: str) -> str:
+    """How far the losses of the rows that are told of lie from AllReduce's."""
+    sentences = []
+    picked = _picked(ours, LOSSES, scale)
+    for name in TOLD:
+        gaps = {
+            head: entry.to_first
+            for head, entry in picked
+            if entry.row.name == name and entry.to_first is not None
+        }
+        if gaps:
+            sentences.append(f"{name} ends with a validation loss {_range(gaps)}.")
+    return " ".join(sentences) or (
+        "No run of table1 or table2 has a validation loss to compare yet, so nothing is said about "
+        "it."
+    )
+
+
+def _range(gaps: Mapping[str, Difference]) -> str:
+    """From the smallest to the largest difference to AllReduce, with their tasks."""
+    tasks = sorted(gaps, key=lambda task: gaps[task].percent)
+    ends = [f"{gaps[task].percent:+.1f} % ({task})" for task in (tasks[0], tasks[-1])]
+    clear = sum(gap.significant for gap in gaps.values())
+    words = ends[0] if len(tasks) == 1 else f"{ends[0]} to {ends[1]}"
+    return f"{words} from AllReduce's, a significant difference on {clear} of {len(tasks)} tasks"
+
+
+def speed(ours: Rows) -> str:
+    """The throughput that the rows keep on the slowest links."""
+    found = _shares(ours)
+    told = [
+        f"{name} {found[name, SLOWEST].mean:.0f} %"
+        for name in ("AllReduce", *TOLD)
+        if (name, SLOWEST) in found
+    ]
+    if not told:
+        return "Nothing has been measured on slow links yet."
+    return (
+        f"On links of {SLOWEST} (GPT-2, two workers) the share of the throughput without "
+        f"communication is {'; '.join(told)}."
+    )
+
+
+def _picked(ours: Rows, chosen: Chosen, scale: str) -> list[tuple[str, Entry]]:
+    """The entries of the chosen columns, with the columns' names in the table."""
+    picked = []
+    for recipe in dict.fromkeys(recipe for recipe, *_ in chosen):
+        heads = {column: head for of, column, head in chosen if of == recipe}
+        own = [line for line in ours if line["recipe"] == recipe]
+        for entry in entries(RECIPES[recipe], own, scale):
+            if entry.column.name in heads:
+                picked.append((heads[entry.column.name], entry))
+    return picked
+
+
+def _lines(ours: Rows, chosen: Chosen) -> Rows:
+    places = {(recipe, column) for recipe, column, _ in chosen}
+    return [line for line in ours if (line["recipe"], line["column"]) in places]
+
+
+def _shares(ours: Rows) -> dict[Place, shares.Share]:
+    """The shares of two workers, by names of row and link."""
+    own = [line for line in ours if line["recipe"] == "table3"]
+    return shares.shares(RECIPES["table3"], own, "2 workers")
+
+
+def _search(words: Sequence[str]) -> tuple[str, str, str]:
+    """Task, method, and whether moments are averaged, as results/tuning.csv has them."""
+    task, method = _value(words, "task"), _value(words, "method")
+    return task, method, "true" if f"{method}.average_moments=true" in words else ""
+
+
+def _value(words: Sequence[str], key: str) -> str:
+    """The value of a `key=value` word; every command of a run has these."""
+    return next(word.partition("=")[2] for word in words if word.startswith(f"{key}="))

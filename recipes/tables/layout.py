@@ -1,0 +1,199 @@
+"""Tables as a paper prints them: rows are methods; columns are tasks, links or figures of a run.
+
+What was measured, the differences in it, and what papers report are three kinds of tables, so that
+none can be taken for another.
+"""
+
+import statistics
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from co2.record.table import NOT_AVAILABLE, NOT_RUN, NOTHING, Table
+from recipes.recipe import Recipe, Rows
+from recipes.tables.entries import Difference, Entry, entries, local_sgd
+from recipes.tables.figures import slug
+
+EMPTY = (NOT_RUN, NOT_AVAILABLE, NOTHING)
+"""Texts of cells without a value."""
+DIFFERENCES = (
+    "Mean difference over the seeds that both have, two or more, with its 95 % t interval; a star "
+    "where it is significant at 5 % after Holm's correction for all tests, to either row, of the "
+    "table above."
+)
+
+Place = tuple[str, str]
+"""Names of a row and of a column."""
+
+
+def tables(recipe: Recipe, ours: Rows, paper: Rows, scale: str) -> list[Table]:
+    """All tables of a recipe, from its rows of results/ours.csv at this scale and of paper.csv.
+
+    For each part of the recipe what was measured and, right below, the differences; at the end what
+    papers report.
+    """
+    name = recipe.name if scale == "smoke" else f"{recipe.name}_{scale}"
+    places = {(row.name, column.name) for row, column in recipe.places(scale)}
+    ours = [line for line in ours if (line["row"], line["column"]) in places]
+    found = entries(recipe, ours, scale)
+    made: list[Table] = []
+    not_run = []
+    explained = DIFFERENCES
+    for part in dict.fromkeys(column.part for column in recipe.columns):
+        own = [entry for entry in found if entry.column.part == part]
+        if any(entry.values for entry in own):
+            title = f"{recipe.title}: {part}" if part else recipe.title
+            stem = f"{name}_{slug(part)}" if part else name
+            made.append(_measured(recipe, own, ours, stem, f"{title} (scale={scale})"))
+            compared = _differences(recipe, own, stem, title) if recipe.compared else ()
+            for table in compared:
+                made.append(replace(table, text=f"{explained} {table.text}".strip()))
+                explained = ""
+        else:
+            not_run.append(part)
+    if not made:
+        made = [Table((), (), name, f"{recipe.title} (scale={scale})")]
+        not_run = []
+    first = made[0]
+    parts = f"Nothing has run of: {'; '.join(not_run)}." if not_run else ""
+    notes = (first.source, parts, origin(recipe, ours, scale))
+    text = " ".join(filter(None, (recipe.text, first.text)))
+    made[0] = replace(first, text=text, source=" ".join(filter(None, notes)))
+    return [*made, *_reported(recipe, paper, name)]
+
+
+def grid(
+    cells: Mapping[Place, str],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    best: Collection[Place] = (),
+) -> Table:
+    """A table with those rows and columns in which any cell has a value.
+
+    Args:
+        cells: texts; a dash stands where there is none.
+        best: places of the values in bold.
+    """
+    full = [place for place, text in cells.items() if text not in EMPTY]
+    rows = [name for name in rows if any(name == row for row, _ in full)]
+    columns = [name for name in columns if any(name == column for _, column in full)]
+    return Table(
+        head=["method", *columns],
+        rows=[[row, *(cells.get((row, column), NOTHING) for column in columns)] for row in rows],
+        best=frozenset((rows.index(row), 1 + columns.index(column)) for row, column in best),
+    )
+
+
+def values(found: Sequence[Entry]) -> tuple[list[str], str]:
+    """Mean ± standard deviation of each entry, and words for what that is.
+
+    Entries with another number of seeds than most tell it. At least one must have a value.
+    """
+    counts = [len(entry.values) for entry in found if entry.values]
+    usual = statistics.mode(counts)
+    texts = [
+        entry.measured
+        if len(entry.values) in (0, usual)
+        else f"{entry.measured} (n = {len(entry.values)})"
+        for entry in found
+    ]
+    words = f"{usual} seeds" if usual > 1 else "one seed"
+    words += " (n where it is another number)" if len(set(counts)) > 1 else ""
+    if max(counts) == 1:
+        return texts, f"{words}."
+    return texts, (
+        f"mean ± standard deviation over {words}; bold where the best interval overlaps no other."
+    )
+
+
+def _measured(recipe: Recipe, own: Sequence[Entry], ours: Rows, name: str, title: str) -> Table:
+    """Mean ± standard deviation of every row and column of which anything has run."""
+    texts, seeds = values(own)
+    cells = dict(zip(map(_place, own), texts, strict=True))
+    of_part = {entry.row.name for entry in own}
+    rows, columns = [row.name for row in recipe.rows if row.name in of_part], _heads(own)
+    best = [_place(entry) for entry in own if entry.best]
+    table = grid(cells, rows, columns, best)
+    kept = {*table.head, *(row[0] for row in table.rows)}
+    machines = sorted({line["hardware"] for line in ours})
+    gone = [word for word in (*rows, *columns) if word not in kept]
+    notes = [f"Not run, and left out: {'; '.join(gone)}."] if gone else []
+    if any(NOTHING in row for row in table.rows):
+        notes.append(f"{NOTHING}: cannot be run.")
+    return replace(
+        table,
+        name=name,
+        title=title,
+        text=f"Measured here ({'; '.join(machines)}): {seeds}",
+        source=" ".join(notes),
+    )
+
+
+def _differences(recipe: Recipe, own: Sequence[Entry], name: str, title: str) -> Iterator[Table]:
+    """A table of the differences to the first row, and one of those to local SGD."""
+    local = local_sgd(recipe)
+    pairs: list[tuple[str, list[Difference | None]]] = [
+        (recipe.rows[0].name, [entry.to_first for entry in own]),
+        ("" if local is None else local.name, [entry.to_local for entry in own]),
+    ]
+    for other, found in pairs:
+        cells = {
+            _place(entry): to.text(entry.column.digits, entry.column.relative)
+            for entry, to in zip(own, found, strict=True)
+            if to is not None
+        }
+        if not cells:
+            continue
+        table = grid(cells, [row.name for row in recipe.rows], _heads(own))
+        relative = any(entry.column.relative for entry in own)
+        yield replace(
+            table,
+            name=f"{name}_to_{slug(other)}",
+            title=f"{title}, differences to {other}",
+            text=f"Differences of losses are in percent of {other}'s mean." if relative else "",
+        )
+
+
+def _reported(recipe: Recipe, paper: Rows, name: str) -> Iterator[Table]:
+    """What results/paper.csv has for this recipe, whether or not it was measured here."""
+    cells = {}
+    for line in paper:
+        value = f"{int(line['value']):,}" if line["value"].isdecimal() else line["value"]
+        spread = f" ± {line['spread']}" if line["spread"] else ""
+        cells[line["row"], line["column"]] = f"{value}{spread}"
+    if not cells:
+        return
+    rows = dict.fromkeys([*(row.name for row in recipe.rows), *(row for row, _ in cells)])
+    columns = list(dict.fromkeys(column for _, column in cells))
+    every = {
+        (row, column): cells.get((row, column), NOT_AVAILABLE) for row in rows for column in columns
+    }
+    yield replace(
+        grid(every, list(rows), columns),
+        name=f"{name}_reported",
+        title=f"{recipe.title}: what papers report",
+        text="Not measured here. Models, data and networks are the papers' own, thousands of times "
+        "as large: compare how a method stands to AllReduce, not the values.",
+        source="results/paper.csv has the source of each value.",
+    )
+
+
+def origin(recipe: Recipe, ours: Rows, scale: str) -> str:
+    """Number and commits of the runs behind a table, and the command that repeats them."""
+    again = f"`python -m recipes run {recipe.name} --scale {scale}`"
+    if not ours:
+        return f"Nothing has run: {again}."
+    commits = sorted({line["commit"] for line in ours})
+    mixed = ", a mixture" if len(commits) > 1 else ""
+    runs = len({(line["folder"], line["command"]) for line in ours})
+    return (
+        f"{runs} runs: results/runs.csv has folder and command of each. Commit "
+        f"{', '.join(commits)}{mixed}. Again: {again}."
+    )
+
+
+def _place(entry: Entry) -> Place:
+    return entry.row.name, entry.column.head
+
+
+def _heads(own: Sequence[Entry]) -> list[str]:
+    return list(dict.fromkeys(entry.column.head for entry in own))

@@ -1,0 +1,69 @@
+"""From results/{ours,runs,evals,paper}.csv to tables, figures and results/report.html."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from co2.record.table import Table, read_csv
+from recipes.recipe import Recipe
+from recipes.runs import measured
+from recipes.studies import rounds
+from recipes.tables import answer, figures, layout, report
+
+PAPERS = Path(__file__).parents[1] / "results" / "paper.csv"
+"""The papers' own values, in a clone as in an installed package."""
+
+
+def render(recipes: Sequence[Recipe], out: Path, scale: str) -> None:
+    """Write tables and figures of these recipes, and the page that holds them all."""
+    end = ending(scale)
+    sections = []
+    known = [measured.read(out / "ours.csv"), read_csv(out / "evals.csv")]
+    papers = read_csv(out / "paper.csv") or read_csv(PAPERS)
+    for recipe in recipes:
+        ours, evals = (
+            [row for row in rows if (row["recipe"], row["scale"]) == (recipe.name, scale)]
+            for rows in known
+        )
+        paper = [row for row in papers if row["recipe"] == recipe.name]
+        tables = layout.tables(recipe, ours, paper, scale)
+        tables += recipe.beside(ours, paper) if recipe.beside else ()
+        write_tables(tables, out / "tables" / f"{recipe.name}{end}")
+        stem = out / "figures" / f"{recipe.name}{end}"
+        drawn = list(figures.curves(recipe, evals, stem))
+        drawn += recipe.draw(ours, stem) if recipe.draw else ()
+        sections.append(report.Section(recipe.name, recipe.title, tables, drawn))
+    opening = answer.opening(known[0], read_csv(out / "tuning.csv"), scale)
+    gap = rounds.figure(out / "figures" / f"rounds{end}")
+    report.write(out / f"report{end}.html", _with_gap(opening, sections, gap))
+
+
+def _with_gap(
+    opening: report.Section, sections: Sequence[report.Section], gap: Path
+) -> list[report.Section]:
+    """All sections. The figure `gap` moves to the opening if any section has it."""
+    if not any(gap in section.figures for section in sections):
+        return [opening, *sections]
+    others = [
+        replace(section, figures=[path for path in section.figures if path != gap])
+        for section in sections
+    ]
+    return [replace(opening, figures=[gap]), *others]
+
+
+def write_tables(tables: Sequence[Table], stem: Path) -> None:
+    """Write `<stem>.md` and `.tex` with all tables, and a CSV file for each by its own name.
+
+    Of a table without rows only its words are written, to `<stem>.md`.
+    """
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    full = [table for table in tables if table.rows]
+    stem.with_name(f"{stem.name}.md").write_text("\n".join(table.page() for table in tables))
+    stem.with_name(f"{stem.name}.tex").write_text("\n".join(table.latex() for table in full))
+    for table in full:
+        table.write_csv(stem.with_name(f"{table.name}.csv"))
+
+
+def ending(scale: str) -> str:
+    """What the names of a scale's files end in."""
+    return "" if scale == "smoke" else f"_{scale}"

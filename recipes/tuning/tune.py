@@ -1,0 +1,331 @@
+"""Equal tuning: every method gets the same number of trials, at the same lengths, on the same data.
+
+python -m recipes tune TASK [METHOD…] [--trials 12] [--tau N] [--average-moments] [--scale smoke]
+
+For each method, AllReduce included: as many short trials as `--trials` says, of a quarter of the
+steps; then the best three of them at the full number of steps; the best of these wins. What counts
+is the validation loss on the tuning part of the data, with a seed that no table uses. Methods take
+turns, in the same processes. After Ctrl-C the same command goes on; so it does where the trials in
+results/tuning.csv were made elsewhere: what has ended with the same settings is not made again.
+
+All trials go to results/tuning.csv, the winner to conf/tuned/<task>/<method>.yaml, which
+`tuned=true` loads.
+
+Cost: 12 trials of a quarter and 3 whole ones are 6 runs of a method on a task.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from co2.app.tuned import MOMENTS, tune_command, tuned_file
+from co2.config import Config, OptimConfig
+from co2.errors import DIVERGED, nearest, require
+from co2.methods import METHODS
+from co2.record.files import write_durably
+from co2.record.table import Table, read_csv
+from recipes.runs import cells
+from recipes.runs.cells import TrainCell, own_words
+from recipes.runs.measured import in_order
+from recipes.tuning.proposals import AT_ONCE, Proposal, Proposals
+from recipes.tuning.spaces import Space, Value
+from recipes.tuning.tuning import TUNING, TUNING_SEED
+
+SHARE = 4
+"""A short trial has one step for so many of a whole run."""
+FINALISTS = 3
+RUNS = "results/runs/tuning"
+KEY = ("task", "method", "tau", "average_moments", "scale")
+"""Columns of results/tuning.csv that tell one search from another."""
+FIELDS = (
+    *KEY,
+    *("trial", "rung", "settings", "loss", "outcome", "seed", "commit", "hardware", "digest"),
+)
+"""Columns of results/tuning.csv. `rung` is the number of steps; a loss of inf is that of a trial
+whose outcome is `diverged` or `failed`; `digest` is of all settings, as in results/runs.csv."""
+Line = Mapping[str, str]
+"""A line of results/tuning.csv."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training of a search."""
+
+    number: int
+    """From 1; a finalist keeps the number of its short trial."""
+    steps: int
+    proposal: Proposal
+    settings: Mapping[str, Value]
+    """By full name, for this number of steps."""
+    cell: TrainCell
+    known: Line | None = None
+    """Its line, if it had ended before, here or elsewhere."""
+
+    @property
+    def loss(self) -> float:
+        """The final validation loss; infinite for a training that diverged or failed."""
+        if self.known is not None:
+            return float(self.known["loss"])
+        summary = self.cell.summary()
+        loss = None if summary is None else summary["final"]["loss"]
+        return math.inf if loss is None else float(loss)
+
+    def source(self) -> dict[str, str]:
+        """Commit and hardware; empty where the run failed before it had a folder."""
+        source = self.known or (self.cell.source() if self.cell.begun() else {})
+        return {name: source.get(name, "") for name in ("commit", "hardware")}
+
+
+@dataclass
+class Search:
+    """The trials of one method on one task.
+
+    Args:
+        base: the task's and method's configuration as conf has it.
+        own: what the comparison is about, by key of the method's node; the rest is conf's.
+        lines_before: of results/tuning.csv.
+    """
+
+    base: Config
+    own: Mapping[str, Value] = field(default_factory=dict)
+    lines_before: Sequence[Line] = ()
+    short: list[Trial] = field(default_factory=list)
+    """A quarter of the steps each."""
+    whole: list[Trial] = field(default_factory=list)
+    """The finalists, at the full number of steps."""
+    statuses: dict[TrainCell, int] = field(default_factory=dict)
+    """Exit statuses of the runs that failed."""
+
+    def __post_init__(self) -> None:
+        self.space = Space.of(self.base)
+        self.proposals = Proposals(self.space)
+        ended = ("finished", "diverged")
+        own = [line for line in self.lines_before if self.is_own(line)]
+        self.known = {line["digest"]: line for line in own if line["outcome"] in ended}
+
+    def propose(self, count: int) -> list[Trial]:
+        """The next short trials."""
+        steps = max(1, self.base.train.steps // SHARE)
+        first = len(self.short) + 1
+        numbered = enumerate((self.proposals.ask() for _ in range(count)), start=first)
+        made = [self._trial(number, proposal, steps) for number, proposal in numbered]
+        self.short += made
+        return made
+
+    def learn(self, made: Sequence[Trial]) -> None:
+        """Take in the losses of short trials that have ended."""
+        for trial in made:
+            self.proposals.tell(trial.proposal, trial.loss)
+        self.proposals.widen()
+
+    def finalists(self) -> list[Trial]:
+        """The best short trials, to be trained in full; those without a loss are none."""
+        ended = [trial for trial in self.short if math.isfinite(trial.loss)]
+        best = sorted(ended, key=lambda trial: trial.loss)[:FINALISTS]
+        steps = self.base.train.steps
+        self.whole = [self._trial(trial.number, trial.proposal, steps) for trial in best]
+        return self.whole
+
+    def winner(self) -> Trial | None:
+        """The best finalist; None where none has ended well."""
+        best = min(self.whole, key=lambda trial: trial.loss, default=None)
+        return best if best is not None and math.isfinite(best.loss) else None
+
+    def lines(self) -> Iterator[dict[str, object]]:
+        """The lines of results/tuning.csv, of all trials that have ended."""
+        for trial in (*self.short, *self.whole):
+            if trial.known is not None:
+                # In another search, with other knobs, the same setting may have had another number.
+                yield {**trial.known, "trial": trial.number}
+                continue
+            status = self.statuses.get(trial.cell)
+            if status is None and trial.cell.summary() is None:
+                continue
+            lost = "diverged" if status in (None, DIVERGED) else "failed"
+            words = [f"{name}={_text(value)}" for name, value in trial.settings.items()]
+            yield {
+                **self.key(),
+                "trial": trial.number,
+                "rung": trial.steps,
+                "settings": " ".join(words),
+                "loss": trial.loss,
+                "outcome": "finished" if math.isfinite(trial.loss) else lost,
+                "seed": TUNING_SEED,
+                **trial.source(),
+                "digest": trial.cell.digest,
+            }
+
+    def key(self) -> dict[str, str]:
+        """What tells this search's lines from others'."""
+        tau, config = self.tau(), self.base
+        moments = "true" if MOMENTS in self.own else ""
+        values = (config.task, config.method, "" if tau is None else str(tau), moments)
+        return dict(zip(KEY, (*values, config.scale), strict=True))
+
+    def is_own(self, line: Line) -> bool:
+        """Whether a line of results/tuning.csv is of this search."""
+        return {name: line[name] for name in KEY} == self.key()
+
+    def tau(self) -> object:
+        """τ of the trials; None for a method without one."""
+        return self.own.get("tau", getattr(self.base.method_config, "tau", None))
+
+    def _trial(self, number: int, proposal: Proposal, steps: int) -> Trial:
+        config = self.base
+        settings = self.space.words(proposal.rate, proposal.chosen, steps, self.tau())
+        words = [f"task={config.task}", f"scale={config.scale}", f"method={config.method}"]
+        words += [f"{config.method}.{key}={_text(value)}" for key, value in self.own.items()]
+        words += [f"{name}={_text(value)}" for name, value in settings.items()]
+        words += [*schedule_words(config.optim, config.train.steps, steps), *TUNING]
+        words += [f"train.seed={TUNING_SEED}", f"runs={RUNS}"]
+        # Nothing is kept of a trial but its figures; stopped by Ctrl-C it saves nevertheless.
+        words += ["log.wandb=disabled", "checkpoint.every=0"] if config.scale == "smoke" else []
+        cell = TrainCell(own_words(words), ("tune",))
+        known = self.known.get(cell.digest) if self.known else None
+        return Trial(number, steps, proposal, settings, cell, known)
+
+
+def schedule_words(optim: OptimConfig, full: int, steps: int) -> list[str]:
+    """The overrides of a run of `steps` steps with the schedule of one of `full` steps: warm-up,
+    milestones and stairs keep their share of it. Evaluated at its end only."""
+    words = [f"train.steps={steps}", f"train.eval_every={steps}"]
+    if steps == full:
+        return words
+
+    def shortened(number: int) -> int:
+        return round(number * steps / full)
+
+    words.append(f"optim.warmup_steps={shortened(optim.warmup_steps)}")
+    if optim.milestones:
+        words.append(f"optim.milestones=[{','.join(map(str, map(shortened, optim.milestones)))}]")
+    if optim.decay_every is not None:
+        words.append(f"optim.decay_every={max(1, shortened(optim.decay_every))}")
+    return words
+
+
+def tune_methods(
+    task: str,
+    methods: Sequence[str],
+    trials: int,
+    scale: str,
+    tau: int | None,
+    out: Path,
+    moments: bool = False,
+) -> int:
+    """Tune these methods, by default all that the task can be trained with.
+
+    Args:
+        moments: whether the inner Adam's moments are averaged too, in methods that can.
+    Returns:
+        0, or 1 if no training of some method ended well.
+    Raises:
+        ConfigError: for what cannot be run, before anything is.
+        SystemExit: after Ctrl-C; the same call goes on.
+    """
+    require(task in cells.APP.tasks, "task", task, nearest(task, cells.APP.tasks))
+    require(trials >= 1, "--trials", trials, "must be 1 or more")
+    require(tau is None or tau >= 1, "--tau", tau, "must be 1 or more steps")
+    before = read_csv(out / "tuning.csv")
+    searches = [
+        Search(config, _own(config, tau, moments), before)
+        for config in _configs(task, methods, scale, moments)
+    ]
+    for begin in range(0, trials, AT_ONCE):
+        count = min(AT_ONCE, trials - begin)
+        made = [search.propose(count) for search in searches]
+        _train(searches, made, out)
+        for search, own in zip(searches, made, strict=True):
+            search.learn(own)
+    _train(searches, [search.finalists() for search in searches], out)
+    lost = [search for search in searches if not _conclude(search, trials)]
+    return 1 if lost else 0
+
+
+def _own(config: Config, tau: int | None, moments: bool) -> dict[str, Value]:
+    """What the command line says of this method."""
+    found: dict[str, Value] = {MOMENTS: True} if moments else {}
+    if tau is not None and hasattr(config.method_config, "tau"):
+        found["tau"] = tau
+    return found
+
+
+def _configs(task: str, methods: Sequence[str], scale: str, moments: bool) -> Iterator[Config]:
+    """The methods' configurations as conf has them. Raises `ConfigError` for a wrong name."""
+    able = [name for name in METHODS if not moments or hasattr(METHODS[name].Config, MOMENTS)]
+    for name in methods:
+        require(name in METHODS, "method", name, nearest(name, METHODS))
+        hint = f"averages no moments; {', '.join(able)} do"
+        require(name in able, "--average-moments", name, hint)
+    first = cells.composed_config((f"task={task}", f"scale={scale}", "method=allreduce"))
+    inner = first.optim.name.value
+    for name in dict.fromkeys(methods or able):
+        reason = METHODS[name].refused_optimizers.get(inner)
+        if reason is not None and not methods:
+            print(f"{name} is left out: {task} trains with {inner}, and {reason}")
+            continue
+        yield cells.composed_config((f"task={task}", f"scale={scale}", f"method={name}"))
+
+
+def _train(searches: Sequence[Search], made: Sequence[Sequence[Trial]], out: Path) -> None:
+    """Train what is missing of these trials, of all methods in turn, and record it."""
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*made))
+    wanted = [trial.cell for trial in in_turn if trial is not None and trial.known is None]
+    if not wanted:
+        return
+    for cell in wanted:
+        cell.check()  # a search that is refused records nothing
+    try:
+        failed = cells.run(wanted)
+        for search, own in zip(searches, made, strict=True):
+            search.statuses |= {t.cell: failed[t.cell] for t in own if t.cell in failed}
+    finally:
+        record(searches, out / "tuning.csv")
+
+
+def record(searches: Sequence[Search], path: Path) -> None:
+    """Write the searches' lines in place of their old ones; those of other searches stay. The file
+    has one order, whichever search was the last."""
+    lines: list[Mapping[str, object]] = [
+        line for line in read_csv(path) if not any(s.is_own(line) for s in searches)
+    ]
+    lines += [line for search in searches for line in search.lines()]
+    Table.of_records(in_order(lines, (*KEY, "rung", "trial")), FIELDS).write_csv(path)
+
+
+def _conclude(search: Search, trials: int) -> bool:
+    """Write the winner and say what it is. Returns whether there is one."""
+    config, best = search.base, search.winner()
+    place = (cells.APP.conf, config.task, config.method, config.scale, search.own)
+    if best is None:
+        print(f"{config.method}: no training ended well, so nothing has won")
+        return False
+    path, border = tuned_file(*place), search.proposals.at_border(best.proposal)
+    at_border = f"at the border of its range: {', '.join(border)}"
+    head = [
+        f"Written by: python {tune_command(*place, trials)}",
+        f"Trial {best.number} of {trials}, then best at the full {best.steps} steps: a loss of "
+        f"{best.loss:.4f} on the tuning part of the data",
+        f"with seed {TUNING_SEED}. Commit {best.source()['commit']}.",
+        *([f"The winner is {at_border}."] if border else []),
+    ]
+    nodes: dict[str, dict[str, Value]] = {}
+    for name, value in best.settings.items():
+        node, _, key = name.partition(".")
+        nodes.setdefault(node, {})[key] = value
+    path.parent.mkdir(parents=True, exist_ok=True)
+    comments = "".join(f"# {line}\n" for line in head)
+    text = yaml.safe_dump(nodes, sort_keys=False)
+    write_durably(path, f"# @package _global_\n{comments}{text}")
+    cells.composed_config.cache_clear()
+    words = " ".join(f"{name}={_text(value)}" for name, value in best.settings.items())
+    print(f"{config.method}: loss {best.loss:.4f} with {words}{f'; {at_border}' if border else ''}")
+    return True
+
+
+def _text(value: Value) -> str:
+    """A value as on the command line."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

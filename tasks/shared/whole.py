@@ -1,0 +1,102 @@
+"""Folders that appear whole or not at all."""
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from co2.errors import ConfigError
+
+
+@contextmanager
+def written_aside(folder: Path, sound: Callable[[], bool]) -> Iterator[Path]:
+    """Yield an empty folder, which becomes `folder` when the block ends without an exception, and
+    vanishes otherwise.
+
+    Of several writers on one machine only one is here at a time (`tasks.text.store.locked`). If another
+    machine was first, its folder is kept.
+
+    Args:
+        folder: place of the folder; what is there is replaced unless it is sound.
+        sound: whether what is at `folder` can be used.
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    mine = f".{folder.name}.{socket.gethostname()}"
+    for stale in folder.parent.glob(f"{mine}.*"):  # left by a process that was killed
+        _remove(stale)
+    aside = folder.parent / f"{mine}.{os.getpid()}"
+    aside.mkdir()
+    try:
+        yield aside
+        _move(aside, folder, sound)
+    finally:
+        if aside.exists():
+            _remove(aside)
+
+
+def require_writable(key: str, root: object, place: Path) -> None:
+    """Refuse a place where nothing can be made, before long work whose result is to lie there.
+    Whatever exists is left as it is.
+
+    Args:
+        key, root: key of the configuration that chose the place, and its value, for errors.
+        place: a file or folder below `root`, which need not exist.
+    Raises:
+        ConfigError: the nearest folder that exists cannot be written.
+    """
+    there = place.absolute().parent
+    try:
+        there = next(path for path in (there, *there.parents) if path.exists())
+        with tempfile.TemporaryDirectory(prefix=".writable", dir=there):
+            pass
+    except OSError as error:
+        hint = f"cannot write {there} ({error.strerror}); choose another"
+        raise ConfigError(key, root, hint) from None
+
+
+def refuse_others(folder: Path, own: Container[str]) -> None:
+    """Raise `FileExistsError` if `folder` holds files of other names, such as a download: what
+    replaces a damaged folder removes all of it."""
+    strange = folder.exists() and (
+        not folder.is_dir() or any(entry.name not in own for entry in folder.iterdir())
+    )
+    if strange:
+        raise FileExistsError(17, "is in the way: it holds files that are not ours", str(folder))
+
+
+def to_disk(file: IO[bytes] | IO[str]) -> None:
+    """Flush a file to the disk, so that a later rename cannot reach the disk before the data."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _move(aside: Path, folder: Path, sound: Callable[[], bool]) -> None:
+    for _ in range(10):
+        try:
+            os.rename(aside, folder)
+            return
+        except OSError:
+            if not folder.exists():
+                raise
+        if sound():
+            return
+        damaged = aside.with_name(aside.name + ".damaged")
+        try:
+            os.rename(folder, damaged)
+        except FileNotFoundError:  # another machine has moved it
+            continue
+        _remove(damaged)
+    raise FileExistsError(17, "is replaced by others again and again", str(folder))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

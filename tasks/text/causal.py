@@ -1,0 +1,228 @@
+"""Next-token prediction on text, which gpt2, moe and transnormer share."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from co2.config import DataConfig, OptimConfig, TrainConfig
+from co2.errors import require, require_count
+from co2.task import Batch, Package
+from tasks.shared.evaluation import evaluating, total
+from tasks.shared.loader import load
+from tasks.shared.optimizer import make_optimizer
+from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
+from tasks.text.portable import other_vocabulary, tokenizer_files, tokenizer_of
+from tasks.text.store import SEPARATOR, Store
+from tasks.text.text import (
+    Window,
+    described,
+    num_windows,
+    opened,
+    token_bytes,
+    unigram_entropy,
+    windows,
+)
+
+if TYPE_CHECKING:
+    from co2.comm.mesh import Mesh
+
+PUBLIC_VOCAB_SIZE = 50257
+"""Size of GPT-2's own vocabulary, with which openwebtext is tokenized by default."""
+
+_EVAL_TOKENS = 4096
+"""Tokens of one evaluation batch. With GPT-2's vocabulary the logits take 0.8 GB in fp32."""
+
+
+class CorpusName(Enum):
+    embedded = "embedded"
+    openwebtext = "openwebtext"
+
+
+class CausalText:
+    """Base class of tasks whose sample is `context` tokens and the token that follows them. A
+    subclass adds the model."""
+
+    @dataclass
+    class Config:
+        context: int = 128
+        """Tokens that the model reads at once."""
+        vocab_size: int = 4096
+        """Size of the vocabulary that is learned from the text. That of openwebtext is of its
+        tokenizer, by default GPT-2's 50257."""
+        corpus: CorpusName = CorpusName.embedded
+        """embedded: Python source that every installation has. openwebtext: see tasks.prepare.
+        Where data.path=FILE_OR_FOLDER is given, it replaces either."""
+        eval_samples: int | None = None
+        """Number of validation windows in one evaluation, spread evenly; null takes all."""
+
+        def __post_init__(self) -> None:
+            require_count("context", self.context)
+            hint = "must be a whole number from 257 (256 bytes and the separator) to 1000000"
+            require(257 <= self.vocab_size <= 1_000_000, "vocab_size", self.vocab_size, hint)
+            if self.eval_samples is not None:
+                require_count("eval_samples", self.eval_samples)
+
+    name: str
+    """Name of the task and of its node in the configuration."""
+    unit = "tokens"
+
+    # `Any`, because each subclass has a Config of its own.
+    def __init__(
+        self, config: Any, train: TrainConfig, optim: OptimConfig, data: DataConfig
+    ) -> None:
+        self.config, self.train, self.optim, self.data = config, train, optim, data
+        self.units_per_sample = config.context
+        self._opened: Store | None = None
+        self._validation = np.empty(0, np.int64)  # the windows that an evaluation takes
+
+    def setup(self, num_workers: int) -> None:
+        """See `Task.setup`. The first run on a corpus tokenizes it, about 10 s for 16 MB."""
+        context, corpus = self.config.context, self.config.corpus.name
+        window = Window(f"{self.name}.context", context, context + 1)
+        key = f"{self.name}.corpus"
+        self._opened = opened(self.data, key, corpus, self.config.vocab_size, window)
+        self._sampler(num_workers)
+        available = num_windows(self._opened.count("val"), context)
+        part = self.data.validation
+        self._validation = validation_samples(available, self.config.eval_samples, part)
+
+    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        """Return logits of the next token, [B, T, vocabulary], after each of `tokens` [B, T]."""
+        return model(tokens)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return make_optimizer(model, self.optim)
+
+    def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
+        """See `Task.batches`. A batch holds windows, int64 [batch_size, context + 1]."""
+        sampler, tokens = (
+            self._sampler(mesh.num_workers, mesh.stretches),
+            self._store.tokens("train"),
+        )
+
+        def make(draw: int) -> Tensor:
+            return windows(tokens, sampler.indices(draw, mesh.worker), self.config.context)
+
+        return load(make, count(start), self.data.workers, mesh.device)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean next-token cross-entropy in nats, computed in fp32 even under autocast."""
+        return self._cross_entropy(model, batch, "mean")
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """See `Task.evaluate`.
+
+        Returns:
+            "loss": mean cross-entropy over the targets of the validation windows, in nats;
+            "perplexity": its exponential;
+            "bits_per_byte": the same loss in bits for each byte of the targets' text, which does
+            not depend on the tokenizer. Left out where the store has no tokenizer.
+        """
+        context, tokens = self.config.context, self._store.tokens("val")
+        device = next(model.parameters()).device
+        chosen, size = self._validation, max(1, _EVAL_TOKENS // context)
+
+        def compute(batch: int) -> Tensor:
+            inside = windows(tokens, chosen[batch * size : (batch + 1) * size], context)
+            losses = self._cross_entropy(model, inside.to(device), "none").double()
+            return torch.cat([losses.sum()[None], self.counts(model).to(losses)])
+
+        with evaluating(model):
+            whole, *counted = total(compute, num_batches=-(-len(chosen) // size))
+        loss = whole / (len(chosen) * context)
+        scores = {"loss": loss, "perplexity": torch.tensor(loss, dtype=torch.float64).exp().item()}
+        if self._num_bytes:
+            scores["bits_per_byte"] = whole / math.log(2) / self._num_bytes
+        return scores | self.scores(counted)
+
+    def counts(self, model: nn.Module) -> Tensor:
+        """What else an evaluation adds up, [K], after the model has seen a batch. Nothing."""
+        return torch.empty(0)
+
+    def scores(self, counted: Sequence[float]) -> dict[str, float]:
+        """What these sums are worth."""
+        return {}
+
+    def baselines(self) -> dict[str, float]:
+        """See `Task.baselines`. "unigram_entropy" is that of the whole validation text, in nats."""
+        return {"unigram_entropy": self._unigram_entropy}
+
+    def fingerprint(self) -> dict[str, object]:
+        """See `Task.fingerprint`."""
+        name = self.config.corpus.name if self.data.path is None else self.data.path
+        samples = evaluated(self.data.validation, self._validation)
+        return {**described(self._store, name), "evaluated": samples}
+
+    def package(self, model: nn.Module) -> Package:
+        """See `Portable`."""
+        special = {"bos_token": SEPARATOR, "eos_token": SEPARATOR}
+        files = tokenizer_files(self.tokenizer(), self.config.context, **special)
+        return Package(files)
+
+    def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `Portable`."""
+        return dict(weights)
+
+    def refusal(
+        self, model: nn.Module, config: Mapping[str, Any], tokenizer: str | None
+    ) -> str | None:
+        """See `Portable`."""
+        data = self.fingerprint()["data"]
+        return other_vocabulary(tokenizer, self.tokenizer(), data, "openwebtext")
+
+    def tokenizer(self) -> str | None:
+        """The text of tokenizer.json, after `setup`; None where the data have none."""
+        return tokenizer_of(self._store)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows. Before `setup`, openwebtext counts as GPT-2's."""
+        if self.data.path is not None or self.config.corpus is CorpusName.embedded:
+            return int(self.config.vocab_size)
+        return PUBLIC_VOCAB_SIZE if self._opened is None else int(self._opened.meta["vocab_size"])
+
+    @property
+    def separator(self) -> int:
+        """The token that ends every document, after `setup`."""
+        return int(self._store.meta["separator"])
+
+    @property
+    def _store(self) -> Store:
+        assert self._opened is not None, "call setup() first"
+        return self._opened
+
+    @cached_property
+    def _unigram_entropy(self) -> float:
+        return unigram_entropy(self._store.tokens("val"))
+
+    def _sampler(self, num_workers: int, stretches: Stretches = ()) -> Sampler:
+        samples = num_windows(self._store.count("train"), self.config.context)
+        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed, stretches)
+
+    @cached_property
+    def _num_bytes(self) -> int | None:
+        """Bytes of text in the targets of an evaluation; None where the tokens' are unknown."""
+        lengths = token_bytes(self._store)
+        if lengths is None:
+            return None
+        inside = windows(self._store.tokens("val"), self._validation, self.config.context)
+        return int(lengths[inside[:, 1:].numpy()].sum())
+
+    def _cross_entropy(self, model: nn.Module, batch: Batch, reduction: str) -> Tensor:
+        """Return the next-token cross-entropy of windows [B, context + 1] in nats, fp32."""
+        assert isinstance(batch, Tensor)
+        logits = self.logits(model, batch[:, :-1])
+        with torch.autocast(logits.device.type, enabled=False):
+            return F.cross_entropy(
+                logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction=reduction
+            )

@@ -1,0 +1,308 @@
+"""Image classification, which resnet50 and vit share."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from co2.config import DataConfig, OptimConfig, TrainConfig
+from co2.errors import ConfigError, require, require_count
+from co2.program import python
+from co2.task import Batch, Package
+from tasks.shared.evaluation import evaluating, share, total
+from tasks.shared.loader import batches_in_block, load, load_blocks
+from tasks.shared.optimizer import make_optimizer
+from tasks.shared.randomness import Draws, resumed, seeds
+from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
+from tasks.vision.image_folder import ImageFolder, shown
+from tasks.vision.images import (
+    CROP_DRAWS,
+    MEAN,
+    MNIST,
+    STD,
+    Augment,
+    Images,
+    central_crop,
+    normalized,
+    random_crops,
+)
+
+if TYPE_CHECKING:
+    from co2.comm.mesh import Mesh
+
+IMAGENET_CLASSES = 1000
+
+_EVAL_BATCH = 100
+"""Images of one evaluation batch; ImageNet's validation part makes 500 batches."""
+
+
+class DatasetName(Enum):
+    mnist = "mnist"
+    imagenet = "imagenet"
+
+
+class Classification:
+    """Base class of tasks whose samples are images with a label. A subclass adds the model.
+
+    Images stay uint8 until they are on the model's device, because fp32 has four times the bytes
+    to copy.
+    """
+
+    @dataclass
+    class Config:
+        dataset: DatasetName = DatasetName.mnist
+        """mnist: 5000 digits of it. imagenet: ImageNet-1K in data.root, see tasks.prepare.
+        Where data.path=FOLDER, with train/<class>/ and val/<class>/, is given, it replaces
+        either."""
+        image_size: int = 28
+        """Side of the square images that the model reads, in pixels."""
+        eval_resize: int = 28
+        """Length of the shorter side in evaluation, before the centre is cropped, in pixels."""
+        crop: float = 0.08
+        """Smallest share of an image that a training crop covers; with 1 it covers (nearly) all."""
+        flip: bool = True
+        """Whether half of the training crops are mirrored, left to right."""
+        label_smoothing: float = 0.0
+
+        def __post_init__(self) -> None:
+            for name in ("image_size", "eval_resize"):
+                require_count(name, getattr(self, name))
+            hint = f"must be at least image_size, which is {self.image_size}"
+            require(self.eval_resize >= self.image_size, "eval_resize", self.eval_resize, hint)
+            require(0 < self.crop <= 1, "crop", self.crop, "must be above 0 and at most 1")
+            hint = "must be 0 or more and below 1"
+            smooth = self.label_smoothing
+            require(0 <= smooth < 1, "label_smoothing", smooth, hint)
+
+    name: str
+    """Name of the task and of its node in the configuration."""
+    interpolation = "bilinear"
+    """Interpolation of the crops in training and evaluation."""
+    unit = "samples"
+    units_per_sample = 1
+
+    # `Any`, because each subclass has a Config of its own.
+    def __init__(
+        self, config: Any, train: TrainConfig, optim: OptimConfig, data: DataConfig
+    ) -> None:
+        self.config, self.train, self.optim, self.data = config, train, optim, data
+        self._opened: Images | None = None
+        self._validation = np.empty(0, np.int64)  # the images that an evaluation takes
+
+    def setup(self, num_workers: int) -> None:
+        """See `Task.setup`. A folder is listed, in seconds for ImageNet, but no image is read."""
+        self._opened = self._open()
+        self._sampler(num_workers)
+        available, part = int(self._opened.counts["val"].sum()), self.data.validation
+        # Images are sorted by class, so that each half has half of every class.
+        self._validation = validation_samples(available, None, part, alternate=True)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return make_optimizer(model, self.optim)
+
+    def batches(self, mesh: "Mesh", start: int) -> Iterator[Batch]:
+        """See `Task.batches`.
+
+        A batch holds images, uint8 [batch_size, 3, image_size, image_size], and labels, int64
+        [batch_size]. Where images are mixed, it also holds the weight of each pixel: see `mixing`.
+        """
+        # The crops use it. The import takes half a second, which should not be in the first step.
+        import torchvision.transforms.v2  # noqa: F401
+
+        sampler, images = self._sampler(mesh.num_workers, mesh.stretches), self._images
+        config, changes, worker = self.config, self.changes(), mesh.worker
+
+        def make(draws: range) -> tuple[Tensor, ...]:
+            samples, epochs = sampler.block(draws, worker)
+            pictures, labels = images.read_many("train", samples)
+            starts = seeds(self.train.seed, epochs, samples)
+            drawn = Draws(starts, CROP_DRAWS)
+            seen = random_crops(
+                pictures, drawn, config.image_size, config.crop, config.flip, self.interpolation
+            )
+            if changes:
+                used = drawn.used.tolist()
+                for row, (start, words) in enumerate(zip(starts, used, strict=True)):
+                    with resumed(start, words):
+                        picture = seen[row]
+                        for change in changes:
+                            picture = change(picture)
+                        seen[row] = picture
+            made = (seen, torch.from_numpy(labels))
+            keep = [mixed for draw in draws if (mixed := self.mixing(draw, worker)) is not None]
+            return (*made, torch.cat(keep)) if keep else made
+
+        size = batches_in_block(self.train.batch_size) if images.blockwise else 1
+        return load_blocks(make, start, size, self.data.workers, mesh.device)
+
+    def changes(self) -> list[Augment]:
+        """Return what is done to each training image after its crop, in this order."""
+        return []
+
+    def mixing(self, draw: int, worker: int) -> Tensor | None:
+        """Return the weight of each pixel when images are mixed, fp32 [image_size, image_size] (see
+        `tasks.vision.images.mixing`); None where they are not mixed.
+
+        Args:
+            draw: index of the micro-batch.
+            worker: the worker that draws it.
+        """
+        return None
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean cross-entropy in nats with label smoothing, computed in fp32 even under autocast.
+
+        Each image of a mixed batch is mixed with the one before it, and the first with the last;
+        the loss mixes their labels in the same shares.
+        """
+        assert isinstance(batch, tuple)
+        images, labels, *mixed = batch
+        inputs = normalized(images)
+        if mixed:
+            keep = mixed[0]
+            inputs = inputs * keep + inputs.roll(1, 0) * (1 - keep)
+        logits = model(inputs)
+        with torch.autocast(logits.device.type, enabled=False):
+            logits, smooth = logits.float(), self.config.label_smoothing
+            loss = F.cross_entropy(logits, labels, label_smoothing=smooth)
+            if mixed:
+                other = F.cross_entropy(logits, labels.roll(1), label_smoothing=smooth)
+                loss = torch.lerp(other, loss, keep.mean())
+        return loss
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """See `Task.evaluate`.
+
+        Returns:
+            "loss": mean cross-entropy in nats, without label smoothing;
+            "top1", "top5": top-1 and top-5 accuracy, from 0 to 1.
+        """
+        device, images = next(model.parameters()).device, self._images
+        chosen = self._validation
+        num_batches = -(-len(chosen) // _EVAL_BATCH)
+        crop = central_crop(self.config.image_size, self.config.eval_resize, self.interpolation)
+
+        def make(batch: int) -> tuple[Tensor, Tensor]:
+            rows = chosen[batch * _EVAL_BATCH : (batch + 1) * _EVAL_BATCH].tolist()
+            seen, labels = zip(*(images.read("val", row) for row in rows), strict=True)
+            return torch.stack([crop(image) for image in seen]), torch.tensor(labels)
+
+        made = load(make, share(num_batches), self.data.workers, device)
+
+        def compute(batch: int) -> Tensor:
+            inputs, labels = (part.to(device, non_blocking=True) for part in next(made))
+            logits = model(normalized(inputs)).float()
+            losses = F.cross_entropy(logits, labels, reduction="none")
+            first = logits.topk(min(5, logits.shape[1])).indices
+            right = first == labels[:, None]
+            sums = [losses.double().sum(), right[:, 0].double().sum(), right.double().sum()]
+            return torch.stack(sums)
+
+        with evaluating(model):
+            loss, top1, top5 = total(compute, num_batches)
+        whole = len(chosen)
+        return {"loss": loss / whole, "top1": top1 / whole, "top5": top5 / whole}
+
+    def architecture(self) -> tuple[str, dict[str, object]]:
+        """The name by which timm makes this model, and what else it is given."""
+        raise NotImplementedError
+
+    def package(self, model: nn.Module) -> Package:
+        """See `Portable`: what timm reads, and transformers' TimmWrapper."""
+        from timm.data import ImageNetInfo  # takes seconds
+
+        name, given = self.architecture()
+        names = [shown(found) for found in self._images.classes]
+        # Both libraries have descriptions of ImageNet's classes, in place of such names.
+        labels = {} if names == ImageNetInfo().label_names() else {"label_names": names}
+        size = self.config.image_size
+        about = {
+            "architecture": name,
+            "num_classes": self.num_classes,
+            **labels,
+            "model_args": given,
+            "pretrained_cfg": {
+                "input_size": [3, size, size],
+                "crop_pct": size / self.config.eval_resize,
+                "interpolation": self.interpolation,
+                "mean": MEAN,
+                "std": STD,
+            },
+        }
+        words = [f"num_classes={self.num_classes}", *(f"{k}={v!r}" for k, v in given.items())]
+        usage = f"""import timm
+
+model = timm.create_model(
+    "{name}",
+    {", ".join(words)},
+    checkpoint_path="FOLDER/model.safetensors",
+)"""
+        return Package({"config.json": json.dumps(about, indent=2) + "\n"}, usage)
+
+    def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `Portable`."""
+        return dict(weights)
+
+    def refusal(
+        self, model: nn.Module, config: Mapping[str, Any], tokenizer: str | None
+    ) -> str | None:
+        """See `Portable`: timm's names and shapes tell all."""
+        return None
+
+    def baselines(self) -> dict[str, float]:
+        """See `Task.baselines`. "majority_top1" is the top-1 accuracy of a model that always
+        predicts the most frequent class."""
+        counts = self._images.counts["val"]
+        return {"majority_top1": counts.max().item() / counts.sum().item()}
+
+    def fingerprint(self) -> dict[str, object]:
+        """See `Task.fingerprint`."""
+        images = self._images
+        counts = {part: int(own.sum()) for part, own in images.counts.items()}
+        return {
+            **images.facts(),
+            "num_samples": counts,
+            "num_classes": images.num_classes,
+            "evaluated": evaluated(self.data.validation, self._validation),
+        }
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes. It is known before `setup` except for a folder of the user's."""
+        if self._opened is None and self.data.path is None:
+            own = self.config.dataset is DatasetName.imagenet
+            return IMAGENET_CLASSES if own else MNIST.num_classes
+        return self._images.num_classes
+
+    @property
+    def _images(self) -> Images:
+        assert self._opened is not None, "call setup() first"
+        return self._opened
+
+    def _open(self) -> Images:
+        if self.data.path is not None:
+            return ImageFolder(Path(self.data.path), "data.path", self.data.path)
+        if self.config.dataset is DatasetName.mnist:
+            return MNIST()
+        folder, key = Path(self.data.root) / "imagenet", f"{self.name}.dataset"
+        command = f"{python()} -m tasks.prepare imagenet --root {self.data.root}"
+        hint = f"{folder} does not exist; {command} --archives FOLDER makes it from the archives"
+        require(folder.is_dir(), key, "imagenet", hint)
+        tree = ImageFolder(folder, key, "imagenet")
+        if tree.num_classes != IMAGENET_CLASSES:
+            hint = f"{folder} holds {tree.num_classes} classes instead of {IMAGENET_CLASSES}"
+            look = f"{python()} -m tasks.prepare imagenet --check {folder} tells which are missing"
+            raise ConfigError(key, "imagenet", f"{hint}; {look}")
+        return tree
+
+    def _sampler(self, num_workers: int, stretches: Stretches = ()) -> Sampler:
+        samples = int(self._images.counts["train"].sum())
+        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed, stretches)

