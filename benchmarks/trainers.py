@@ -29,7 +29,7 @@ import co2
 from benchmarks import report
 from co2.integrations.transformers import SyncTrainer
 from co2.lab.slow_network import SlowNetwork, check_root
-from tasks.text.corpus import embedded_corpus
+from tasks.shared.corpus import embedded_corpus
 
 WORKERS, BATCH, LENGTH = 2, 8, 128
 SHAPE = GPT2Config(

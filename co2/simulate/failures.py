@@ -206,10 +206,10 @@ def campaign_goodput(
 ) -> float:
     """Goodput to expect of one elastic run on one machine, some of whose workers are killed.
 
-    Made to be held against recipes/faults/faults.py, whose workers are replicas, and are started again at
-    once. A worker is lost at any instant of its round with the same probability; its round is lost,
-    and those until it has come back, if the run lasts so long. The others do all steps, and wait at
-    the ends of two rounds.
+    Made to be held against recipes/faults/faults.py, whose workers are replicas, and are started
+    again at once. A worker is lost at any instant of its round with the same probability; its round
+    is lost, and those until it has come back, if the run lasts so long. The others do all steps,
+    and wait at the ends of two rounds.
 
     Args:
         workers: G, each of them a replica.

@@ -9,8 +9,9 @@ out is one or two rounds of a lost replica, and what then fills no batch. The lo
 spread between seeds.
 
 Every cell is a run of train.py on the toy with four workers, to which one thing happens
-(recipes/faults/trouble.py) at a step, and to a worker, drawn from its seed. Where links are cut each
-worker is a machine of its own, and where the disk is full the run's folder lies on a small one.
+(recipes/faults/trouble.py) at a step, and to a worker, drawn from its seed. Where links are cut
+each worker is a machine of its own, and where the disk is full the run's folder lies on a
+small one.
 """
 
 import json

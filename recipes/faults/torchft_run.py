@@ -1,6 +1,6 @@
 """A training with torchft's DiLoCo, with its manager and lighthouse, as its own examples start it.
 
-    python -m recipes.faults.torchft_run FOLDER RESTARTS WORD…    the words of train.py, method=diloco
+    python -m recipes.faults.torchft_run FOLDER RESTARTS WORD…  the words of train.py, method=diloco
 
 Every replica is a process; one that is lost is started again, RESTARTS times in all. FOLDER gets a
 file for each process, with a line for each step that it has made: how far the training is then, in

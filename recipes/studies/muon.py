@@ -11,7 +11,7 @@ AdamW (-.6 % [-1.8, .6]), and 3.0 % [1.8, 4.3] above AllReduce with Muon. Before
 with weights for their width (docs/quality.md) Muon gained a tenth and more.
 
 Both optimizers have as many trials: every learning rate with every outer step for DiLoCo, and every
-learning rate for AllReduce. Under Muon the rate is that of hidden matrices too (tasks/shared/muon.py).
+learning rate for AllReduce. Under Muon the rate is that of hidden matrices too (shared/muon.py).
 """
 
 from recipes.recipe import Column, Row

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from co2.errors import ConfigError, require
-from tasks.vision.image_folder import FORMATS
+from tasks.shared.pictures import FORMATS
 
 CLASSES = 150
 FOLDER = "ADEChallengeData2016"
@@ -29,8 +29,8 @@ class BadPair(Exception):
 
 
 class Pairs:
-    """A split of a folder in the layout above, as `tasks.ade20k.segmentation.Samples`. Its files are read
-    when a sample is asked for.
+    """A split of a folder in the layout above, as `tasks.ade20k.segmentation.Samples`. Its files
+    are read when a sample is asked for.
 
     Args:
         folder: holds images/ and annotations/.

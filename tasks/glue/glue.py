@@ -27,13 +27,13 @@ from tasks.glue import passages
 from tasks.glue.examples import Examples
 from tasks.glue.glue_tables import GLUE_TASKS, BadTable, read_examples
 from tasks.glue.scores import METRICS
+from tasks.shared.corpus import embedded_corpus, user_corpus
 from tasks.shared.evaluation import evaluating, table
 from tasks.shared.loader import batches_in_block, load_blocks
 from tasks.shared.optimizer import make_optimizer
 from tasks.shared.randomness import seeded
 from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
 from tasks.text import roberta
-from tasks.text.corpus import embedded_corpus, user_corpus
 from tasks.text.masking import Vocabulary
 from tasks.text.store import Store
 from tasks.text.text import described

@@ -15,8 +15,8 @@ import numpy as np
 
 from tasks.glue.examples import Examples, documents
 from tasks.shared.progress import progress
-from tasks.shared.whole import require_writable
-from tasks.text.store import FORMAT, PARTS, Store, create, locked, open_store, token_dtype
+from tasks.shared.whole import locked, require_writable
+from tasks.text.store import FORMAT, PARTS, Store, create, open_store, token_dtype
 from tasks.text.text import encoded, separator_id
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import numpy as np
 
 from co2.errors import require
 from tasks.glue.examples import Examples, documents
+from tasks.shared.corpus import Corpus
 from tasks.shared.sampling import spread
-from tasks.text.corpus import Corpus
 from tasks.text.store import PARTS, Store
 
 TOPICS = 6

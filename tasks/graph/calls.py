@@ -28,8 +28,8 @@ from co2.errors import ConfigError
 from tasks.graph.edges import write_rows
 from tasks.graph.folder import FORMAT, LABEL, PARTS, GraphFolder, create, open_graph, write_array
 from tasks.graph.source import Function, Program
-from tasks.text.corpus import Corpus, embedded_corpus
-from tasks.text.store import locked
+from tasks.shared.corpus import Corpus, embedded_corpus
+from tasks.shared.whole import locked
 
 FEATURES = 128
 FEWEST = 100

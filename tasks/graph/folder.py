@@ -148,7 +148,7 @@ def create(
     """Make a graph aside and move it to `folder`, where it replaces a damaged one.
 
     Args:
-        folder: place of the graph. The caller holds `tasks.text.store.locked(folder)`.
+        folder: place of the graph. The caller holds `tasks.shared.whole.locked(folder)`.
         fill: writes all files but graph.json into the folder that it is given, and returns
             "nodes", "edges", "features", "classes", "parts" ({"train": …, "val": …, "test": …},
             counts) and "types" ({"features": …, "neighbours": …}, names of NumPy's types).

@@ -33,7 +33,7 @@ from tasks.graph.folder import (
 )
 from tasks.shared.progress import progress
 from tasks.shared.randomness import generator
-from tasks.text.store import locked
+from tasks.shared.whole import locked
 
 SAME = 0.7
 SKEW = 3

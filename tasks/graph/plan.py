@@ -33,8 +33,7 @@ from tasks.graph.folder import neighbour_type
 from tasks.graph.sampling import Layer, Neighbourhood
 from tasks.graph.verified import Records, RecordsWriter, Torn
 from tasks.shared.progress import progress
-from tasks.shared.whole import to_disk, written_aside
-from tasks.text.store import locked
+from tasks.shared.whole import locked, to_disk, written_aside
 
 FORMAT = 1
 """Of the files. Plans of others are not used."""

@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from tasks.moe import fused_kernel
-from tasks.moe.experts import Routing
+from tasks.moe.routing import Routing
 from tasks.moe.token_exchange import Weights
 
 

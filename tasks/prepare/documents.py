@@ -21,15 +21,14 @@ import numpy as np
 
 from co2.errors import ConfigError, require
 from tasks.prepare.samples import broken
+from tasks.shared.corpus import user_corpus
 from tasks.shared.progress import progress
-from tasks.shared.whole import require_writable
-from tasks.text.corpus import user_corpus
+from tasks.shared.whole import locked, require_writable
 from tasks.text.store import (
     PARTS,
     Store,
     create,
     faults,
-    locked,
     open_store,
     refuse_strangers,
     token_dtype,

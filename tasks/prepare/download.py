@@ -10,7 +10,7 @@ from pathlib import Path
 
 from co2.errors import ConfigError
 from tasks.shared.progress import progress
-from tasks.text.store import locked
+from tasks.shared.whole import locked
 
 _CHUNK = 1 << 20
 _TIMEOUT_S = 60.0

@@ -11,8 +11,7 @@ from co2.errors import ConfigError
 from tasks.glue.glue_tables import GLUE_TASKS, BadTable, read_split
 from tasks.prepare.documents import brief
 from tasks.shared.progress import progress
-from tasks.shared.whole import require_writable
-from tasks.text.store import locked
+from tasks.shared.whole import locked, require_writable
 
 if TYPE_CHECKING:
     from pyarrow import Table

@@ -26,7 +26,7 @@ from tasks.graph.folder import (
 from tasks.graph.generated import generate
 from tasks.prepare.graph_sets import IGB, Source, friendster, igb, mag240m, papers100m
 from tasks.shared.progress import progress
-from tasks.text.store import locked
+from tasks.shared.whole import locked
 
 _BYTES_OF_AN_EDGE = 128
 """While a piece of edges is read, checked and spilled."""

@@ -21,9 +21,10 @@ from pathlib import Path, PurePosixPath
 
 from co2.errors import ConfigError, require
 from tasks.prepare.samples import broken
+from tasks.shared.pictures import FORMATS, BadImage, decode
 from tasks.shared.progress import progress
-from tasks.text.store import locked
-from tasks.vision.image_folder import FORMATS, BadImage, ImageFolder, decode, pictures, shown
+from tasks.shared.whole import locked
+from tasks.vision.image_folder import ImageFolder, pictures, shown
 from tasks.vision.images import PARTS
 
 ARCHIVES = {

@@ -30,7 +30,7 @@ from tasks.shapenet.clouds import (
     read_cloud,
 )
 from tasks.shared.progress import progress
-from tasks.text.store import locked
+from tasks.shared.whole import locked
 
 NUM_CLOUDS = {"train": 41952, "test": 10518}
 NUM_CATEGORIES = 55

@@ -371,7 +371,7 @@ def svm_accuracy(
     Args:
         train, test: features, float64 [N, F] and [M, F].
         train_kinds, test_kinds: categories, int64 [N] and [M].
-        gather: `tasks.shared.evaluation.table`, or a function that does the same without other workers.
+        gather: `tasks.shared.evaluation.table`, or one that does the same without other workers.
         device: device on which `gather` works.
     Returns:
         The accuracy; NaN where a feature is not finite.

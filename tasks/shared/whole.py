@@ -1,11 +1,12 @@
 """Folders that appear whole or not at all."""
 
+import hashlib
 import os
 import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -17,7 +18,7 @@ def written_aside(folder: Path, sound: Callable[[], bool]) -> Iterator[Path]:
     """Yield an empty folder, which becomes `folder` when the block ends without an exception, and
     vanishes otherwise.
 
-    Of several writers on one machine only one is here at a time (`tasks.text.store.locked`). If another
+    Of several writers on one machine only one is here at a time (`locked`). If another
     machine was first, its folder is kept.
 
     Args:
@@ -58,6 +59,19 @@ def require_writable(key: str, root: object, place: Path) -> None:
     except OSError as error:
         hint = f"cannot write {there} ({error.strerror}); choose another"
         raise ConfigError(key, root, hint) from None
+
+
+def locked(folder: Path) -> AbstractContextManager[object]:
+    """Return a lock with which only one process of this machine at a time makes `folder`.
+
+    It saves work and is not needed for correctness: the rename makes two writers safe, even on two
+    machines. The lock's file is in the system's temporary folder, where file locks work, and where
+    a refused run leaves nothing behind.
+    """
+    from filelock import FileLock
+
+    name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
+    return FileLock(Path(tempfile.gettempdir()) / f"tokens-{os.getuid()}-{name}.lock")
 
 
 def refuse_others(folder: Path, own: Container[str]) -> None:

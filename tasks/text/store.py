@@ -9,10 +9,7 @@ A store is written aside and renamed, so a killed process leaves no half-written
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,19 +99,6 @@ def faults(folder: Path) -> Iterator[str]:
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
     """Return the narrowest type that a store uses for token ids below `vocab_size`."""
     return np.uint16 if vocab_size < 2**16 else np.uint32
-
-
-def locked(folder: Path) -> AbstractContextManager[object]:
-    """Return a lock with which only one process of this machine at a time makes `folder`.
-
-    It saves work and is not needed for correctness: the rename makes two writers safe, even on two
-    machines. The lock's file is in the system's temporary folder, where file locks work, and where
-    a refused run leaves nothing behind.
-    """
-    from filelock import FileLock
-
-    name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
-    return FileLock(Path(tempfile.gettempdir()) / f"tokens-{os.getuid()}-{name}.lock")
 
 
 def create(

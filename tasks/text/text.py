@@ -19,16 +19,15 @@ from torch import Tensor
 from co2.config import DataConfig
 from co2.errors import ConfigError, require
 from co2.program import python
+from tasks.shared.corpus import Corpus, embedded_corpus, user_corpus
 from tasks.shared.progress import progress
-from tasks.shared.whole import require_writable
-from tasks.text.corpus import Corpus, embedded_corpus, user_corpus
+from tasks.shared.whole import locked, require_writable
 from tasks.text.store import (
     FORMAT,
     PARTS,
     SEPARATOR,
     Store,
     create,
-    locked,
     open_store,
     token_dtype,
 )

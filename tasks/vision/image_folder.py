@@ -2,25 +2,20 @@
 
 import hashlib
 import os
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from co2.errors import ConfigError, require
+from tasks.shared.pictures import BadImage, decode
 from tasks.vision.images import PARTS
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """Suffixes of images, in any case; torchvision has the same ones. Other files are ignored."""
-
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""What is decoded, whatever a file's name says. For others PIL starts programs, or may: PostScript
-goes to Ghostscript."""
 
 _THREADS = 8
 """Folders that are listed at once, because on a network file system listing is mostly waiting."""
@@ -133,35 +128,6 @@ class ImageFolder:
             raise self._error(what) from None
 
 
-class BadImage(Exception):
-    """A file cannot be used. The message continues a sentence that begins with its name."""
-
-
-def decode(path: Path) -> Tensor:
-    """Decode an image to RGB: uint8 [3, height, width].
-
-    PIL decodes it, because torchvision's own decoder is hardly faster and is about to be removed.
-
-    Raises:
-        BadImage: the file cannot be read, is damaged or is not an image.
-    """
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with warnings.catch_warnings():  # about odd metadata, which some of a million images have
-            warnings.simplefilter("ignore")
-            with Image.open(path, formats=FORMATS) as image:
-                pixels = np.array(image.convert("RGB"))
-    except UnidentifiedImageError:
-        raise BadImage("is no picture") from None
-    except OSError as error:
-        what = "cannot be read" if error.errno else "is damaged"
-        raise BadImage(f"{what} ({error.strerror or _first_line(error)})") from None
-    except Exception as error:  # each of PIL's decoders raises errors of its own
-        raise BadImage(f"is damaged ({_first_line(error)})") from None
-    return torch.from_numpy(pixels).permute(2, 0, 1)
-
-
 def pictures(folder: str | Path, below: str = "") -> Iterator[str]:
     """Yield the images in `folder` and below it: paths relative to it, in no fixed order.
 
@@ -180,7 +146,3 @@ def pictures(folder: str | Path, below: str = "") -> Iterator[str]:
 def shown(name: str) -> str:
     """Return a file's name as text that can be printed, whatever its bytes are."""
     return os.fsencode(name).decode(errors="replace")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

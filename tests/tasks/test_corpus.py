@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from co2.errors import ConfigError
-from tasks.text.corpus import embedded_corpus, user_corpus
+from tasks.shared.corpus import embedded_corpus, user_corpus
 from tests.tasks.build import gpt2
 from tests.tasks.conftest import story
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from co2.errors import ConfigError
 from tasks.moe.experts import EXPERTS as EXPERT_WEIGHTS
-from tasks.moe.experts import Exchange, Experts, Kernel, balance_loss, route, z_loss
+from tasks.moe.experts import Exchange, Experts, Kernel, balance_loss, z_loss
+from tasks.moe.routing import route
 from tests.workers import Pool
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 6, 10, 5, 23

@@ -19,7 +19,7 @@ from tasks.glue.examples import Examples, fitted
 from tasks.glue.glue import Name
 from tasks.glue.glue_tables import GLUE_TASKS
 from tasks.glue.scores import METRICS
-from tasks.text.corpus import user_corpus
+from tasks.shared.corpus import user_corpus
 from tasks.text.masking import Vocabulary
 from tasks.text.roberta import CorpusName
 from tests.tasks import small_glue
@@ -147,7 +147,7 @@ def test_adjoining(root: Path, text_file: Path) -> None:
 
 def test_the_embedded_tasks_are_large_enough() -> None:
     """By the text of sympy itself; 3.5 characters make no more than two tokens."""
-    from tasks.text.corpus import embedded_corpus
+    from tasks.shared.corpus import embedded_corpus
 
     sizes: dict[str, int] = {}
     for name, text in embedded_corpus("glue.corpus").named_documents("val"):

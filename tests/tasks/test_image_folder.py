@@ -13,7 +13,8 @@ from PIL import Image
 from torchvision.datasets import ImageFolder as Reference
 
 from co2.errors import ConfigError
-from tasks.vision.image_folder import BadImage, ImageFolder, decode
+from tasks.shared.pictures import BadImage, decode
+from tasks.vision.image_folder import ImageFolder
 from tests.tasks.pictures import COLOURS, picture, tree
 
 

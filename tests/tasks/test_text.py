@@ -11,9 +11,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from co2.errors import ConfigError
+from tasks.shared.corpus import user_corpus
 from tasks.text import store as stores
 from tasks.text import text as texts
-from tasks.text.corpus import user_corpus
 from tasks.text.store import PARTS, Store, open_store
 from tasks.text.text import (
     Window,
@@ -238,7 +238,7 @@ PREPARE = """
 import sys
 from pathlib import Path
 from tasks.shared import progress
-from tasks.text.corpus import user_corpus
+from tasks.shared.corpus import user_corpus
 from tasks.text.text import Window, prepared
 progress._LONG = 0  # so that the little text here is worth a line
 window = Window("gpt2.context", 16, 17)
