@@ -24,6 +24,7 @@ from typing import Any
 
 from co2.record.table import NOTHING, Table
 from recipes.faults import trouble
+from recipes.faults.columns import SEEDS, column
 from recipes.faults.trouble import (
     LIMIT_S,
     SAMPLES,
@@ -36,13 +37,12 @@ from recipes.faults.trouble import (
     Trouble,
 )
 from recipes.recipe import Recipe, Row, Rows
-from recipes.runs.functions import FunctionCell, FunctionColumn, Trainer
+from recipes.runs.functions import FunctionCell, FunctionColumn
 from recipes.runs.ledger import doubled_and_left_out
 from recipes.tables.entries import by_seed, percent_above
 
 METHODS = ("local_sgd", "diloco", "co2", "co2_keep")
 UNDISTURBED = "nothing"
-SEEDS = (0, 1)
 
 Fault = tuple[type[Trouble], Callable[[Any], None]]
 """A kind of run, and what happens to it. Any: such a run."""
@@ -116,24 +116,17 @@ def row(name: str, method: str) -> Row:
     return Row(f"{name}: {method}", (f"method={method}", f"fault={TOKENS[name]}"))
 
 
-def column(name: str, metric: str, digits: int, train: Trainer = train) -> FunctionColumn:
-    """One of the figures of a run."""
-    return FunctionColumn(
-        name,
-        (),
-        f"final.{metric}",
-        lower=metric not in ("ended", "goodput"),
-        digits=digits,
-        curve=False,
-        train=train,
-    )
-
-
-ENDED, WRONG = column("ended by itself", "ended", 2), column("steps wrong", "wrong_steps", 2)
-DOUBLED = column("samples doubled", "doubled", 0)
-LEFT_OUT = column("samples left out", "left_out", 0)
-LOST, SECONDS = column("replicas lost", "lost", 1), column("seconds to go on", "seconds", 2)
-LOSS = column("loss", "loss", 4)
+ENDED, WRONG = (
+    column("ended by itself", "ended", 2, train),
+    column("steps wrong", "wrong_steps", 2, train),
+)
+DOUBLED = column("samples doubled", "doubled", 0, train)
+LEFT_OUT = column("samples left out", "left_out", 0, train)
+LOST, SECONDS = (
+    column("replicas lost", "lost", 1, train),
+    column("seconds to go on", "seconds", 2, train),
+)
+LOSS = column("loss", "loss", 4, train)
 
 
 def tables(ours: Rows, _: Rows) -> Iterator[Table]:

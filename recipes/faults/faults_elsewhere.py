@@ -13,18 +13,13 @@ drawn from its seed; in place of a lost worker another is started. torchrun ends
 workers, which go on from the checkpoint of every 30 steps.
 """
 
-import contextlib
-import os
-import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-from co2.record.files import whole_lines
-from recipes.faults.faults import SEEDS, column
+from recipes.faults.columns import SEEDS, column
+from recipes.faults.elsewhere import Torchft, Torchrun
 from recipes.faults.trouble import (
     LIMIT_S,
-    RESTARTS,
     STEPS,
     TAU,
     WORKERS,
@@ -36,56 +31,9 @@ from recipes.faults.trouble import (
 )
 from recipes.recipe import Recipe, Row
 from recipes.runs.functions import FunctionCell
-from recipes.runs.processes import process
 
 FURTHER = 4 * TAU
 """Steps over which it is seen how much time a fault costs."""
-
-
-class Torchrun(Trouble):
-    """Workers that torchrun starts, and all of them again when one is lost."""
-
-    launch = ()
-    started_by = b"train.py"
-    forked = False
-
-    def command(self) -> list[str]:
-        torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}")
-        return [sys.executable, *torchrun, f"--max-restarts={RESTARTS}", "train.py", *self.words]
-
-    def kill_all(self) -> None:
-        for one in self.workers():  # each is a session of its own
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(one, signal.SIGKILL)
-        super().kill_all()
-
-
-class Torchft(Trouble):
-    """torchft's DiLoCo with its manager and lighthouse."""
-
-    started_by = b"spawn_main"
-    forked = False
-
-    def command(self) -> list[str]:
-        module = ("-m", "recipes.faults.torchft_run", str(self.place), str(RESTARTS))
-        return [sys.executable, *module, *self.words]
-
-    def step(self) -> int:
-        return max(self._steps(), default=0)
-
-    def _steps(self) -> Iterator[int]:
-        """How far each replica is that is not lost."""
-        for path in self.place.glob("*.jsonl"):
-            lines = whole_lines(path)
-            step = lines[-1]["step"] if lines else 0
-            if step == self.steps or not _is_lost(int(path.stem.partition("-")[2])):
-                yield step
-
-
-def _is_lost(pid: int) -> bool:
-    """Whether a process is killed or stands still."""
-    found = process(pid)
-    return found is None or found.stopped
 
 
 SYSTEMS: dict[str, tuple[type[Trouble], str]] = {

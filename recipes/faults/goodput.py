@@ -22,8 +22,8 @@ import yaml
 from co2.record.files import whole_lines
 from co2.record.table import Table
 from co2.simulate.failures import DISCARD, ELASTIC, RESTART, Faults, Round, goodput
-from recipes.faults.faults import column
-from recipes.faults.faults_elsewhere import Torchft, Torchrun
+from recipes.faults.columns import column
+from recipes.faults.elsewhere import Torchft, Torchrun
 from recipes.faults.trouble import WORKERS, Trouble, killed
 from recipes.recipe import Recipe, Row, Rows
 from recipes.runs.functions import FunctionCell

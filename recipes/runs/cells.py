@@ -24,7 +24,7 @@ from co2.record.provenance import Origin, of_run
 from co2.train import launch
 from tasks import TASKS
 
-APP = App(conf=Path(__file__).parents[1] / "conf", tasks=TASKS)
+APP = App(conf=Path(__file__).parents[2] / "conf", tasks=TASKS)
 """The same application as train.py's."""
 
 SummaryJSON = dict[str, Any]
@@ -225,3 +225,16 @@ def _train(cells: Sequence[TrainCell], _: Config) -> None:
     """Train these cells; every worker calls this."""
     for cell in cells:
         APP.work(cell.config(), cell.origin)
+
+
+def rounds(summary: SummaryJSON) -> float:
+    """How many times the replicas have exchanged anything in the training.
+
+    A method that does not count them has one every τ steps, of each of its fragments.
+    """
+    if "rounds" in summary:
+        return float(summary["rounds"])
+    words = (f"task={summary['task']}", f"method={summary['method']}")
+    config = composed_config(words).method_config
+    whole = summary["steps"] // getattr(config, "tau", 1)
+    return float(whole * getattr(config, "fragments", 1))

@@ -12,7 +12,7 @@ from co2.program import python
 from co2.record.folder import run_folder
 from recipes.runs.cells import APP, TrainCell, once
 
-SCRIPT = Path(__file__).parent.parent / "slurm" / "train.sbatch"
+SCRIPT = Path(__file__).parents[2] / "slurm" / "train.sbatch"
 
 
 def submit(cells: Sequence[TrainCell]) -> int:

@@ -21,34 +21,13 @@ does as well (zero_one_why). Trainings end amid the fall that follows.
 from functools import partial
 
 from recipes.recipe import Column, Row
-from recipes.runs.cells import SummaryJSON
-from recipes.studies.field import rounds
-from recipes.tuning.tuning import TunedRecipe, at_rates, trial_column
+from recipes.runs.cells import SummaryJSON, rounds
+from recipes.signs.common import ALLREDUCE, ROWS, STEPS, schedule, trials, trials_on
+from recipes.tuning.tuning import TunedRecipe, at_rates
 
 MIB = 2**20
 TASKS = ("gpt2", "roberta")
-RATES = ("1e-3", "2e-3", "4e-3", "8e-3")
 RATES_BETWEEN = ("1.4e-3", "2.8e-3", "5.6e-3", "1.1e-2")
-ALLREDUCE = Row("AllReduce", ("method=allreduce",))
-ROWS = (
-    ALLREDUCE,
-    Row("1-bit Adam", ("method=onebit_adam",)),
-    Row("0/1 Adam", ("method=zero_one_adam",)),
-)
-STEPS = 1800
-
-
-def schedule(steps: int) -> tuple[str, ...]:
-    """A warm-up of a twentieth of the steps; v is frozen after 15 % of them."""
-    freeze = round(0.15 * steps)
-    return (
-        f"train.steps={steps}",
-        f"train.eval_every={steps}",
-        f"optim.warmup_steps={steps // 20}",
-        f"onebit_adam.freeze_step={freeze}",
-        f"zero_one_adam.freeze_step={freeze}",
-        "optim.betas=[0.9,0.999]",
-    )
 
 
 def volume(summary: SummaryJSON) -> float:
@@ -70,11 +49,6 @@ def columns(task: str) -> list[Column]:
     ]
 
 
-def trials(row: Row) -> tuple[Row, ...]:
-    """The row with every learning rate."""
-    return at_rates(row, RATES)
-
-
 def further_trials(row: Row) -> tuple[Row, ...]:
     """As many trials again, for RoBERTa: v frozen later, and for AllReduce the rates between."""
     if row == ALLREDUCE:
@@ -84,11 +58,6 @@ def further_trials(row: Row) -> tuple[Row, ...]:
         Row(f"{trial.name}, v frozen later", (*trial.overrides, f"{node}.freeze_step=×2"))
         for trial in trials(row)
     )
-
-
-def trials_on(task: str, without: tuple[str, ...] = ()) -> Column:
-    """Validation loss of a trial of this task."""
-    return trial_column(task, (f"task={task}", *schedule(STEPS // 2)), without)
 
 
 PER_TASK = {task: columns(task) for task in TASKS}

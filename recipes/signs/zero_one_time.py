@@ -10,7 +10,7 @@ whose exchanges take most of what is left; in longer trainings they weigh less.
 
 from recipes.recipe import Recipe
 from recipes.runs.laboratory import LabColumn
-from recipes.signs.zero_one_adam import ROWS, schedule
+from recipes.signs.common import ROWS, schedule
 from recipes.tables.methods import LIMIT
 
 STEPS = 60

@@ -3,7 +3,7 @@
     python -m recipes run zero_one_training                all that is missing at scale=smoke
 
 Cost at smoke scale: 30 runs of three quarters of a minute on 2 cores, 22 minutes. At scale=paper it
-has the paper's schedules; what the paper does not say is as in zero_one_volume.py, which marks it.
+has the paper's schedules; what the paper does not say is as in published.py, which marks it.
 The smoke schedules are the same curves over fewer steps.
 Found: on RoBERTa 1-bit Adam is 1.7 % ahead of AllReduce and 0/1 Adam .3 %. In 600 steps the
 loss only reaches that of the tokens' frequencies, so this says nothing of what comes after, which
@@ -11,7 +11,7 @@ zero_one_adam has. On ResNet-18 no difference.
 """
 
 from recipes.recipe import Column, Recipe, Row
-from recipes.signs.zero_one_volume import TRAININGS
+from recipes.signs.published import TRAININGS
 
 _ADAM = ("optim.name=adamw", "optim.betas=[0.9,0.999]")
 

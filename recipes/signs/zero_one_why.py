@@ -15,7 +15,7 @@ All have one learning rate, which is not the best of each method: see zero_one_a
 """
 
 from recipes.recipe import Column, Recipe, Row
-from recipes.signs.zero_one_adam import STEPS, schedule
+from recipes.signs.common import STEPS, schedule
 
 RATE = "optim.lr=2e-3"
 

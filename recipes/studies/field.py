@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from recipes.recipe import Column, Recipe, Row, Rows
-from recipes.runs.cells import SummaryJSON, composed_config
+from recipes.runs.cells import rounds
 from recipes.runs.laboratory import LabColumn
 from recipes.tables import figures
 from recipes.tables.entries import Entry, entries
@@ -37,19 +37,6 @@ FREEZE = (
     "zero_one_adam.double_every=15",
 )
 """For 60 steps."""
-
-
-def rounds(summary: SummaryJSON) -> float:
-    """How many times the replicas have exchanged anything in the training.
-
-    A method that does not count them has one every τ steps, of each of its fragments.
-    """
-    if "rounds" in summary:
-        return float(summary["rounds"])
-    words = (f"task={summary['task']}", f"method={summary['method']}")
-    config = composed_config(words).method_config
-    whole = summary["steps"] // getattr(config, "tau", 1)
-    return float(whole * getattr(config, "fragments", 1))
 
 
 def columns(task: str) -> Iterator[Column]:

@@ -25,9 +25,7 @@ from recipes.tables import figures
 from recipes.tables.entries import by_seed, interval_text, percent_above
 from recipes.tuning.tuning import TunedRecipe, at_rates, trial_column
 
-STEADY: tuple[str, ...] = ("gap_aware_steady",)
-"""Kinds whose Λ does not fade with the learning rate."""
-GAPS = ("none", "1.5", "2", "3", "gap_aware", "gap_aware_elementwise", *STEADY)
+GAPS = ("none", "1.5", "2", "3", "gap_aware", "gap_aware_elementwise", "gap_aware_steady")
 OUTER_STEPS = (("0", "1"), ("0.2", "1"), ("0.4", "1"), ("0.2", "0.7"))
 """β and α."""
 RATES = ("4e-3", "8e-3")

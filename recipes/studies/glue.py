@@ -22,7 +22,7 @@ from pathlib import Path
 from co2.record.folder import tag_from
 from recipes.recipe import RUNS, Column, Row
 from recipes.runs.cells import TrainCell
-from recipes.signs.zero_one_adam import ROWS, STEPS, schedule, trials, trials_on
+from recipes.signs.common import ROWS, STEPS, schedule, trials, trials_on
 from recipes.tuning.tuning import TunedRecipe
 
 NEW = Row("no pre-training", ("method=allreduce",), limit=True)

@@ -202,6 +202,7 @@ RECIPE = TunedRecipe(
     columns=tuple(map(column, ROUNDS)),
     scales=("smoke",),
     draw=draw,
+    headline=figure,
     beside=tables,
     grids={row.name: at_rates(row, (*LOWER.get(row.name, ()), *RATES)) for row in ROWS},
     tuned_in={name(rounds): trials_of(tuned) for rounds, tuned in TUNED_ROUNDS.items()},

@@ -1,23 +1,22 @@
 """From results/{ours,runs,evals,paper}.csv to tables, figures and results/report.html."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from co2.record.table import Table, read_csv
 from recipes.recipe import Recipe
 from recipes.runs import measured
-from recipes.studies import rounds
 from recipes.tables import answer, figures, layout, report
 
-PAPERS = Path(__file__).parents[1] / "results" / "paper.csv"
+PAPERS = Path(__file__).parents[2] / "results" / "paper.csv"
 """The papers' own values, in a clone as in an installed package."""
 
 
 def render(recipes: Sequence[Recipe], out: Path, scale: str) -> None:
     """Write tables and figures of these recipes, and the page that holds them all."""
     end = ending(scale)
-    sections = []
+    sections, headlines = [], []
     known = [measured.read(out / "ours.csv"), read_csv(out / "evals.csv")]
     papers = read_csv(out / "paper.csv") or read_csv(PAPERS)
     for recipe in recipes:
@@ -32,23 +31,22 @@ def render(recipes: Sequence[Recipe], out: Path, scale: str) -> None:
         stem = out / "figures" / f"{recipe.name}{end}"
         drawn = list(figures.curves(recipe, evals, stem))
         drawn += recipe.draw(ours, stem) if recipe.draw else ()
+        headlines += [recipe.headline(stem)] if recipe.headline else []
         sections.append(report.Section(recipe.name, recipe.title, tables, drawn))
     opening = answer.opening(known[0], read_csv(out / "tuning.csv"), scale)
-    gap = rounds.figure(out / "figures" / f"rounds{end}")
-    report.write(out / f"report{end}.html", _with_gap(opening, sections, gap))
+    report.write(out / f"report{end}.html", _with_headlines(opening, sections, headlines))
 
 
-def _with_gap(
-    opening: report.Section, sections: Sequence[report.Section], gap: Path
+def _with_headlines(
+    opening: report.Section, sections: Sequence[report.Section], headlines: Collection[Path]
 ) -> list[report.Section]:
-    """All sections. The figure `gap` moves to the opening if any section has it."""
-    if not any(gap in section.figures for section in sections):
-        return [opening, *sections]
+    """All sections. Figures that are headlines move to the opening."""
     others = [
-        replace(section, figures=[path for path in section.figures if path != gap])
+        replace(section, figures=[path for path in section.figures if path not in headlines])
         for section in sections
     ]
-    return [replace(opening, figures=[gap]), *others]
+    drawn = [path for section in sections for path in section.figures if path in headlines]
+    return [replace(opening, figures=drawn), *others]
 
 
 def write_tables(tables: Sequence[Table], stem: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from co2.record.folder import run_folder
 from recipes.faults import goodput
 from recipes.recipe import Recipe, Row
-from recipes.runs import functions, measured
+from recipes.runs import cells, functions, measured
 from recipes.runs.cells import TrainCell, composed_config
 from recipes.runs.collect import collect
 from recipes.runs.functions import FunctionCell, FunctionColumn
@@ -189,10 +189,10 @@ def test_quality_counts_the_seeds_that_reach_the_goal() -> None:
 
 def test_the_field_counts_rounds_and_takes_shares_of_the_limit(place: Path) -> None:
     told = {"task": "gpt2", "steps": 480}
-    assert field.rounds({**told, "method": "allreduce"}) == 480
-    assert field.rounds({**told, "method": "co2"}) == 40
-    assert field.rounds({**told, "method": "streaming_diloco"}) == 80
-    assert field.rounds({**told, "method": "zero_one_adam", "rounds": 285}) == 285
+    assert cells.rounds({**told, "method": "allreduce"}) == 480
+    assert cells.rounds({**told, "method": "co2"}) == 40
+    assert cells.rounds({**told, "method": "streaming_diloco"}) == 80
+    assert cells.rounds({**told, "method": "zero_one_adam", "rounds": 285}) == 285
 
     where = field.share("gpt2", "20")
     adam, limit = (

@@ -544,7 +544,7 @@ def test_what_the_paper_reports_is_in_a_table_of_its_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And it agrees with what the simulator is compared with."""
-    paper = Path(render.__file__).parent.parent / "results" / "paper.csv"
+    paper = render.PAPERS
     (tmp_path / "paper.csv").write_text(paper.read_text())
     monkeypatch.chdir(tmp_path)
     render.render(list(RECIPES.values()), tmp_path, "smoke")
@@ -685,12 +685,15 @@ def test_the_main_table_says_whether_its_runs_were_tuned() -> None:
 def test_the_gap_against_rounds_stands_at_the_top(results: Path) -> None:
     """Once, and only if a recipe has drawn it now."""
 
+    def headline(stem: Path) -> Path:
+        return rounds.figure(stem.with_name("rounds"))
+
     def draw(_: object, stem: Path) -> list[Path]:
-        path = rounds.figure(stem.with_name("rounds"))
+        path = headline(stem)
         path.write_text('<svg viewBox="0 0 1 1"><!--the gap--></svg>')
         return [path]
 
-    render.render([replace(TOY, draw=draw)], results, "smoke")
+    render.render([replace(TOY, draw=draw, headline=headline)], results, "smoke")
     page = (results / "report.html").read_text()
     assert page.count("the gap") == 1 and page.index("the gap") < page.index("<nav>")
     render.render([TOY], results, "smoke")
