@@ -1,11 +1,11 @@
 """From results/{ours,runs,evals,paper}.csv to tables, figures and results/report.html."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from co2.record.table import Table, read_csv
-from recipes.recipe import Recipe
+from recipes.recipe import SCALES, Recipe
 from recipes.runs import measured
 from recipes.tables import answer, figures, layout, report
 
@@ -14,9 +14,11 @@ PAPERS = Path(__file__).parents[2] / "results" / "paper.csv"
 
 
 def render(recipes: Sequence[Recipe], out: Path, scale: str) -> None:
-    """Write tables and figures of these recipes, and the page that holds them all."""
+    """Write tables and figures of all recipes of a scale, and the page that holds them; delete
+    those that no recipe makes any more."""
     end = ending(scale)
     sections, headlines = [], []
+    made: set[Path] = set()
     known = [measured.read(out / "ours.csv"), read_csv(out / "evals.csv")]
     papers = read_csv(out / "paper.csv") or read_csv(PAPERS)
     for recipe in recipes:
@@ -27,14 +29,19 @@ def render(recipes: Sequence[Recipe], out: Path, scale: str) -> None:
         paper = [row for row in papers if row["recipe"] == recipe.name]
         tables = layout.tables(recipe, ours, paper, scale)
         tables += recipe.beside(ours, paper) if recipe.beside else ()
-        write_tables(tables, out / "tables" / f"{recipe.name}{end}")
+        made |= set(write_tables(tables, out / "tables" / f"{recipe.name}{end}"))
         stem = out / "figures" / f"{recipe.name}{end}"
         drawn = list(figures.curves(recipe, evals, stem))
         drawn += recipe.draw(ours, stem) if recipe.draw else ()
+        made |= set(drawn)
         headlines += [recipe.headline(stem)] if recipe.headline else []
         sections.append(report.Section(recipe.name, recipe.title, tables, drawn))
     opening = answer.opening(known[0], read_csv(out / "tuning.csv"), scale)
     report.write(out / f"report{end}.html", _with_headlines(opening, sections, headlines))
+    for folder in (out / "tables", out / "figures"):
+        for path in folder.glob("*"):
+            if path not in made and _scale_of(path) == scale:
+                path.unlink()
 
 
 def _with_headlines(
@@ -49,17 +56,28 @@ def _with_headlines(
     return [replace(opening, figures=drawn), *others]
 
 
-def write_tables(tables: Sequence[Table], stem: Path) -> None:
-    """Write `<stem>.md` and `.tex` with all tables, and a CSV file for each by its own name.
+def write_tables(tables: Sequence[Table], stem: Path) -> Iterator[Path]:
+    """Write `<stem>.md` and `.tex` with all tables, and a CSV file for each by its own name; yield
+    the files.
 
     Of a table without rows only its words are written, to `<stem>.md`.
     """
     stem.parent.mkdir(parents=True, exist_ok=True)
     full = [table for table in tables if table.rows]
-    stem.with_name(f"{stem.name}.md").write_text("\n".join(table.page() for table in tables))
-    stem.with_name(f"{stem.name}.tex").write_text("\n".join(table.latex() for table in full))
+    pages, latex = (stem.with_name(f"{stem.name}.{kind}") for kind in ("md", "tex"))
+    pages.write_text("\n".join(table.page() for table in tables))
+    latex.write_text("\n".join(table.latex() for table in full))
+    yield from (pages, latex)
     for table in full:
-        table.write_csv(stem.with_name(f"{table.name}.csv"))
+        path = stem.with_name(f"{table.name}.csv")
+        table.write_csv(path)
+        yield path
+
+
+def _scale_of(path: Path) -> str:
+    """The scale whose file this is, by its name."""
+    others = (scale for scale in SCALES if ending(scale) and path.stem.endswith(ending(scale)))
+    return next(others, "smoke")
 
 
 def ending(scale: str) -> str:

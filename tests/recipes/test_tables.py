@@ -496,6 +496,16 @@ def test_all_is_rendered(results: Path) -> None:
     assert (results / "report.html").read_text() == page, "scales have files of their own"
 
 
+def test_what_no_recipe_makes_any_more_is_deleted(results: Path) -> None:
+    tables = results / "tables"
+    tables.mkdir()
+    for name in ("gone.md", "gone.csv", "other_paper.md"):
+        (tables / name).write_text("old")
+    render.render([TOY], results, "smoke")
+    assert {path.name for path in tables.glob("*.md")} == {"golden.md", "other_paper.md"}
+    assert not (tables / "gone.csv").exists()
+
+
 def covering(recipe: Recipe, scale: str) -> Iterator[tuple[Row, Column, Cell]]:
     """Cells that have between them every word of every method, and every kind of row with every
     task: of trials a few will do. Comments, which say what `tuned=true` stands for, do not count.
