@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from scipy.stats import t as student
+from scipy.stats import ttest_rel
 
 from co2.record.table import NOT_RUN, NOTHING
 from recipes.recipe import Column, Recipe, Row, Rows
@@ -160,16 +160,16 @@ def paired(values: dict[int, float], others: dict[int, float]) -> Difference | N
     None for fewer than two seeds, and where a seed has no number.
     """
     seeds = sorted(values.keys() & others.keys())
-    differences = [values[seed] - others[seed] for seed in seeds]
+    own, theirs = ([one[seed] for seed in seeds] for one in (values, others))
+    differences = [value - other for value, other in zip(own, theirs, strict=True)]
     if len(seeds) < 2 or not all(map(math.isfinite, differences)):
         return None
-    mean, other = statistics.mean(differences), statistics.mean(others[seed] for seed in seeds)
+    mean, other = statistics.mean(differences), statistics.mean(theirs)
     if math.isclose(min(differences), max(differences), rel_tol=1e-9):
         return Difference(mean, other)
-    error, freedom = statistics.stdev(differences) / math.sqrt(len(seeds)), len(seeds) - 1
-    half_width = float(student.ppf(1 - LEVEL / 2, freedom)) * error
-    p = float(2 * student.sf(abs(mean) / error, freedom))
-    return Difference(mean, other, half_width, p)
+    test = ttest_rel(own, theirs)
+    low, high = test.confidence_interval(1 - LEVEL)
+    return Difference(mean, other, float(high - low) / 2, float(test.pvalue))
 
 
 def with_significance(found: Sequence[Entry]) -> list[Entry]:

@@ -5,12 +5,11 @@ machine that is slower on another day does not count. Whether a method is as fas
 asked by two one-sided t-tests: that its mean share is above 98 %, and that it is below 102 %.
 """
 
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from scipy.stats import t as student
+from scipy.stats import ttest_1samp
 
 from co2.record.table import Table
 from recipes.recipe import Recipe, Rows
@@ -47,12 +46,12 @@ def share_of(values: Sequence[float]) -> Share:
     mean = statistics.mean(values)
     if len(values) < 2:
         return Share(mean)
-    error, freedom = statistics.stdev(values) / math.sqrt(len(values)), len(values) - 1
-    nearest = min(mean - (100 - MARGIN), (100 + MARGIN) - mean)
-    if error == 0:
-        return Share(mean, 0.0, p=0.0 if nearest > 0 else 1.0)
-    half_width = float(student.ppf(1 - LEVEL / 2, freedom)) * error
-    return Share(mean, half_width, p=float(student.sf(nearest / error, freedom)))
+    if min(values) == max(values):
+        return Share(mean, 0.0, p=0.0 if abs(mean - 100) < MARGIN else 1.0)
+    above = ttest_1samp(values, 100 - MARGIN, alternative="greater")
+    below = ttest_1samp(values, 100 + MARGIN, alternative="less")
+    low, high = ttest_1samp(values, 100).confidence_interval(1 - LEVEL)
+    return Share(mean, float(high - low) / 2, p=float(max(above.pvalue, below.pvalue)))
 
 
 def shares(recipe: Recipe, ours: Rows, part: str) -> dict[Place, Share]:
