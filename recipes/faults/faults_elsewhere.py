@@ -3,10 +3,8 @@
     python -m recipes run faults_elsewhere                 it wants the extra `peers`
 
 Cost: 32 runs of half a minute on 2 cores, four of them of three minutes: half an hour.
-Found: with killed workers an elastic run loses a third of a second, torchft five seconds, until
-the heartbeats of the lost ones count as old, torchrun 16 to 32 and two to 28 steps; with one that
-stands still for good both of the former lose the five seconds that they wait for it, and a run
-under torchrun does not end. For one that is paused all wait as long as it is.
+Found (results/tables/faults_elsewhere.md): a killed worker costs an elastic run a fraction of a
+second, torchft its heartbeat time-out, and torchrun a restart and repeated steps.
 
 Every run is one of the recipe `faults`, to which one thing happens at a step, and to a worker,
 drawn from its seed; in place of a lost worker another is started. torchrun ends and starts all

@@ -3,8 +3,8 @@
     python -m recipes run goodput                          it wants the extra `peers`
 
 Cost: 12 runs of three minutes on 2 cores: 40 minutes.
-Found: an elastic run keeps 98.7 %, torchft 96.7 ± .7, torchrun, which starts all workers
-again, 84 to 87. The runs of the first are newer than the others.
+Found (results/tables/goodput.md): an elastic run keeps most, torchft a little less, and torchrun
+least, because it starts all workers again.
 
 Four workers sleep for a quarter of a second in every step, so that rounds last three seconds, as on
 GPUs. Which of the rounds, and which worker, is drawn from the seed. What comes out is held against

@@ -7,12 +7,9 @@ first). All methods of a repeat take turns on one link, then on the next. Only s
 measured, with as many workers as this machine has cores: two. What more of them do on one machine
 is a matter of the cores they share (results/lab/four has an earlier measurement of four). The
 paper's 8 to 128 GPUs are simulated, in a table of its own, beside what the paper reports.
-Found: on links of 20 Mbit/s AllReduce waits 89 % of the time, blocking methods 43 %, overlapped
-ones 4 % or less; from 100 Mbit/s on .3 % or less, but with τ auto, which measures first, 2 to 3.
-Throughput says the same, but differs by a tenth from one training to the next, so that no method
-is shown to be equivalent to the limit. From 500 Mbit/s on auto takes τ = 1 and reaches 87 to 94 %
-of the limit. It hardly waits then; what is lost is likely the outer step of every step, and gloo's
-adding on the worker's own core. These were not measured apart.
+Found (results/tables/table3.md): on slow links AllReduce mostly waits, blocking methods wait for
+nearly half of the time, and overlapped ones hardly at all. Throughput differs by a tenth between
+trainings, so no method is shown to be equivalent to the limit.
 """
 
 from collections.abc import Iterator

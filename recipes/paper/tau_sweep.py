@@ -4,10 +4,8 @@
     python -m recipes run tau_sweep --scale paper --launcher slurm
 
 Cost: smoke, 28 trials and 51 runs of a minute and a half on 2 cores, two hours.
-Found: the loss of both grows with τ, CO2's faster, because its means are a round late: 5.5 % above
-AllReduce's at τ = 1, 9.7 at 12 and 16 at 192, where Local SGD's is .5, 1.6 and 6.5. At τ = 96 a
-training has 37 rounds and at 192 it has 18, so these say little of long trainings. What τ is worth
-in time depends on the link: table3.
+Found (results/tables/tau_sweep.md): the loss of both methods grows with τ, CO2's faster, because
+its means are a round late. Trainings at the largest τ have few rounds and say little of long ones.
 
 The learning rate is tuned at three τ, with as many trials for both methods; any other τ has the
 rate of the nearest of these. At scale=paper nothing is tuned. Weights are evaluated as training

@@ -3,9 +3,8 @@
     sudo .venv/bin/python -m recipes run zero_one_time     in the laboratory
 
 Cost: 24 trainings of half a minute to three minutes on 2 cores, half an hour.
-Found: on links of 20 Mbit/s both take a quarter of AllReduce's time (41 and 39 s beside 156, and 16
-without communication), on 100 Mbit/s a little more than half. v is frozen after 15 % of the steps,
-whose exchanges take most of what is left; in longer trainings they weigh less.
+Found (results/tables/zero_one_time.md): on slow links both take a fraction of AllReduce's time; the
+steps before v is frozen take most of what is left.
 """
 
 from recipes.recipe import Recipe

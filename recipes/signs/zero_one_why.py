@@ -3,13 +3,8 @@
     python -m recipes run zero_one_why                     all that is missing
 
 Cost: 27 runs of half a minute to a minute on 2 cores; twenty minutes.
-Found: when v is frozen. RoBERTa's loss stands at that of the tokens' frequencies for hundreds of
-steps, which AllReduce leaves after 730 to 870: by then nine logged losses, of 90 steps, have a mean
-below 4.6. With v frozen after 15 % of the 1,800, step 270, two seeds of three leave it after 1,080
-and 1,380 steps and end at 4.3 and 4.6; the third ends at 3.7. Frozen after 30 %, step 540, all
-leave it by 990 and end at 3.65 to 3.70, where AllReduce ends at 3.87 to 4.22. Longer intervals and
-the signs of the update change little; a larger mask loses. 1-bit Adam ends near AllReduce with
-either freeze.
+Found (results/tables/zero_one_why.md): when v is frozen decides; longer intervals and the signs of
+the update change little.
 
 All have one learning rate, which is not the best of each method: see zero_one_adam.
 """

@@ -4,15 +4,9 @@
 
 Cost: 48 runs of two minutes, 21 of them table2's, and 96 trainings in the laboratory of half a
 minute to three minutes on 2 cores, 48 of them table3's: three hours.
-Found: on links of 20 Mbit/s methods that overlap a whole round keep 90 to 100 % of the throughput
-without communication, Streaming DiLoCo 62 %, blocking ones 51 to 56 % (SparseLoCo, which sends
-little, 91 %), 0/1 Adam 36 %, 1-bit Adam 34 %, ACCO 10 % and AllReduce 10 %; on 100 Mbit/s ACCO,
-which sends in every step, keeps 57 %.
-Percent above AllReduce's loss, and percent of its bytes, with three seeds:
-    1-bit Adam -.3 and 18, ACCO -.1 and 100, 0/1 Adam 1.1 and 4, DES-LOC 1.2 and 21
-    co2_keep 1.5 and 8, Streaming DiLoCo 1.5 and 8, Local SGD 1.6 and 8, DiLoCo 1.9 and 8
-    SlowMo 2.1 and 8, Eager DiLoCo 3.0 and 8, Overlap-Local-SGD 3.1 and 8, CO2 5.0 and 8
-    SparseLoCo 5.2 and .1, CoCoD-SGD 6.6 and 8
+Found (results/tables/field.md): methods that overlap a whole round keep nearly all of the
+throughput on slow links; of those, kept progress loses least. 1-bit Adam and ACCO lose nothing that
+three seeds show, and exchange at every step.
 
 Two workers. Bytes, rounds and loss are of conf's GPT-2 with the settings that `python -m recipes
 tune gpt2` has found; the laboratory's is the larger one of co2/lab/training.py, with conf's

@@ -3,10 +3,8 @@
     python -m recipes run gap                              its trials, then what won in them
 
 Cost: 58 trials and 87 runs of 22 seconds on 2 cores, one hour.
-Found: below 1 (docs/choosing.md derives the rule) the loss ends 8.9 to 14.6 % above that of
-AllReduce, and at 1 or more 10.4 to 50 %. The mildest of the latter is `gap_aware`, whose Λ goes to
-1 as the learning rate decays, so that it passes the line late. Best are sums of .5 to .9, whatever
-makes the gap.
+Found (results/tables/gap.md): the rule tells stable settings from unstable ones, with few
+exceptions; sums of 0.5 to 0.9 are best, whatever makes the gap.
 
 Λ is that of the last round, as the run's summary has it; for `gap_aware_elementwise` it is that of
 an element which moves as far as the mean does. Every setting takes the better of two learning

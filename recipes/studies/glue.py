@@ -6,10 +6,8 @@ Cost: 20 trials of a third of a minute, 15 pre-trainings of three quarters of a 
 fine-tunings of half a minute on 2 cores, 40 minutes; what zero_one_adam has run counts. A
 fine-tuning starts from the folder of its pre-training, which is trained before it; on a cluster,
 where all runs are queued at once, have the pre-trainings first.
-Found: on adjoin every encoder is far better than a new one. Those of CO2 and co2_keep, which end 18
-and 16 % above AllReduce's loss, are 4.5 points behind its. On topic a new encoder does as well as
-any that these seeds show. 0/1 Adam freezes v too early here for two seeds of three (zero_one_why):
-their encoders are the worst on both, on topic 4 and 9 points behind AllReduce's.
+Found (results/tables/glue.md): pre-training is what helps; the encoder of a method that ends at a
+higher loss is a little worse, and 0/1 Adam freezes v too early here (zero_one_why).
 
 Pre-training has the learning rate that won among as many for each method. Fine-tuning is the same
 for all: AllReduce, with the settings of conf. So a row differs by the encoder alone, and the seed

@@ -4,9 +4,8 @@
 
 Cost: 45 trainings of half a minute to six minutes on 2 cores, an hour and a half, and two minutes
 to write the graph.
-Found: an epoch of one worker takes 43 s with diskgnn, 29 with memory and no limit, 192 to 319 with
-ginex, and at least 300 to 817 with mmap; 14 with partition, whose accuracy is 66 % in place of 96.
-Two workers and the other figures: docs/graphs.md.
+Found (results/tables/graph.md): of the stores that respect the limit, diskgnn is by far the fastest
+that keeps the accuracy.
 
 The graph has features of 4 GB; a worker has 1.4 GB of memory for everything, the page cache
 included. Seconds of an epoch are those of a step times the steps of an epoch. Before each run the

@@ -3,14 +3,8 @@
     sudo .venv/bin/python -m recipes run moe               in the laboratory
 
 Cost: 105 trainings of 10 to 60 seconds on 2 cores, three quarters of an hour.
-Found: tiles carry a third of the bytes. Between two workers on links of 250 Mbit/s, where the
-exchange takes `bulk` as long as all else, a step takes half as long with `tiled` (under AllReduce
-1.9 to 2.0 times less, under CO2 2.3 to 2.4); on 100 Mbit/s 2.5 to 3 times less, on 500 1.2 to 1.5,
-and without a limit no less that three repeats show. More is hidden than the experts' computation:
-putting tiles together hides some, too. Without any exchange a step takes 45 ms in place of tiled's
-98: of those 53, 17 are exposed, and the rest is work on tiles and sockets by the core that trains.
-Four workers are two replicas of two: between those AllReduce waits at every step, CO2 does not; on
-100 Mbit/s a step under CO2 takes 232 ms, under AllReduce 368.
+Found (results/tables/moe.md): tiles carry a third of the bytes and hide most of their exchange;
+without a limit on the links three repeats show no gain.
 """
 
 from collections.abc import Iterator

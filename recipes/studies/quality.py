@@ -3,11 +3,8 @@
     python -m recipes run quality                          the runs of table1 and table2
 
 Cost: none beside those tables.
-Found: every method reaches every goal with every seed, but for CO2 and CoCoD-SGD on ViT, where each
-does with one seed of three. Their top-1 is 90.0 and 88.0 % on average. Losses are 51 to 54 % of the
-unigram entropy on GPT-2, 53 to 54 on TransNormer and 52 to 67 on RoBERTa. Waiting for data
-takes less than 2 % of the time, but for ViT under CO2, 2.04 ± .12 (1.75 under AllReduce); language
-waits .4 to 1.0 %.
+Found (results/tables/quality.md): every method reaches every goal with every seed, but for CO2 and
+CoCoD-SGD on ViT. Waiting for data takes less than 2 % of the time, but for ViT under CO2.
 
 Seeds differ in weights, data order, augmentation and masks, not in validation data.
 """

@@ -4,10 +4,9 @@
 
 Cost: 80 runs of 25 seconds on 2 cores, and longer where 8 workers share them: an hour. 8 workers
 hold 7 GB.
-Found: the best rate is the same for all four methods and for 1 to 8 replicas, .0060 to .0076; √G
-does not show. The loss at it rises with the replicas, for local SGD from AllReduce's own to 13 %
-above it. Expected was that local methods want a rate up to √G times as large, as a local replica's
-gradient is √G noisier and the part of Adam's step that is signal smaller.
+Found (results/tables/rates.md): the best rate is the same for all four methods and for 1 to 8
+replicas. We had expected local methods to want up to √G times AllReduce's rate, because a local
+replica's gradient is √G noisier.
 
 One seed, on the validation data for tuning: nothing here is reported as a method's quality.
 """

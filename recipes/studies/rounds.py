@@ -4,10 +4,8 @@
 
 Cost: 63 trials of 6 to 70 seconds and 60 runs of 6 seconds (25 rounds) to 4 minutes (1,000) on 2
 cores, two hours.
-Measured: the gap of every method falls with the number of rounds, but from 25 to 100 of them only
-DiLoCo's. CO2's falls slowest: 11 % at 25 and 100 rounds, 9 at 300, 5.5 at 1,000. There Local SGD is
-below 1 %, and kept progress and DiLoCo are at 2. DiLoCo wants a quarter of the others' rate, and is
-the worst in trainings of 25 rounds.
+Found (results/tables/rounds.md): every gap falls as trainings become longer, CO2's slowest. DiLoCo
+wants a quarter of the others' rate.
 
 Every method takes the best of four learning rates for each number of rounds, found on a seed and
 on validation data that the table does not show; DiLoCo, whose best was the lowest, of five. For

@@ -3,11 +3,9 @@
     sudo .venv/bin/python -m recipes run time_to_loss      in the laboratory: trials, then winners
 
 Cost: 67 trials and 21 trainings of half a minute to 6 on 2 cores, an hour and a half.
-Found: on links of 20 Mbit/s AllReduce needs 8.6 times as long as without a limit, with bf16 on the
-wire; in the trials, which last 9 seconds without a limit, fp32 took 137. co2_keep needs 1.00 of the
-time (.84, 1.08 and 1.09 by seed), Overlap-Local-SGD 1.04, CO2 1.25, Local SGD 1.40, DiLoCo 1.42.
-The first row took 23 seconds in the first repeat and 16 or 17 in the others, which shifts all
-ratios of that repeat. On a machine that computed half as fast AllReduce needed 3.8 times as long.
+Found (results/tables/time_to_loss.md): on a slow link the overlapped methods need about the time
+that AllReduce needs without a limit, blocking ones half as much again, and AllReduce itself many
+times as much.
 
 Every method on the slow link has the same rights. Its learning rate and knobs are those that won in
 its 12 trials on the task (conf/tuned/gpt2, for τ = 12 and 3,600 steps). The trials here try for
