@@ -123,7 +123,7 @@ class Server:
         process = subprocess.Popen(
             [sys.executable, __file__, address, *modules],
             cwd=ROOT,
-            env=environment(),
+            env=environment(JE_ARROW_MALLOC_CONF="background_thread:false"),
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the tests, which then close the pipe
         )
@@ -303,6 +303,9 @@ if __name__ == "__main__":
     for module in modules:
         importlib.import_module(module)
     _share_media_folder(os.path.dirname(address))
+    # A lock that another thread holds at the fork is held for ever in the forked process. pyarrow's
+    # allocator has such a thread, unless its environment says otherwise.
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
     gc.collect()
     gc.freeze()  # the collector of a forked process need not touch, and so copy, these pages
     _answer(*_serve(address))
