@@ -1,6 +1,6 @@
 """What the whole comparison comes to: its main tables, and a paragraph made from their values.
 
-The README and docs/quality.md have the tables, results/report.html opens with all of it.
+README.md and docs/quality.md have a table each, results/report.html opens with all of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from recipes.registry import RECIPES
 from recipes.tables import shares
 from recipes.tables.entries import Difference, Entry, entries
 from recipes.tables.layout import Place, grid, values
-from recipes.tables.methods import ALL_ROWS
+from recipes.tables.methods import ALL_ROWS, METHODS
 from recipes.tables.report import Section
 from recipes.tuning import tune
 
@@ -36,6 +36,19 @@ LINKS = {
 }
 """Columns of table3, and their names in the second main table."""
 SLOWEST = "20 Mbit/s"
+WAITING: Chosen = [
+    ("table3", f"2 workers, waiting for communication %, {SLOWEST}", "waiting, % of the time")
+]
+DATA = {
+    "GPT-2": "GPT-2, source text of sympy",
+    "TransNormer-LLM": "TransNormer-LLM, source text of sympy",
+    "RoBERTa": "RoBERTa, source text of sympy",
+    "ResNet-50": "ResNet-50, MNIST, 5,000 digits",
+    "ViT": "ViT, MNIST, 5,000 digits",
+    "ADE20K": "UperNet, generated scenes",
+    "ShapeNet": "Point-MAE, generated solids",
+}
+"""Columns by their names, with the model and the data that they are of at scale=smoke."""
 TOLD = ("Local SGD", "CO2", "CO2, kept progress", "CO2, kept progress and moments")
 """Rows that the paragraph tells of, beside AllReduce."""
 
@@ -50,8 +63,44 @@ def opening(ours: Rows, tuning: Rows, scale: str) -> Section:
     own = [line for line in ours if line["scale"] == scale]
     words = Table((), (), title="The answer", text=f"{quality(own, scale)} {speed(own)}")
     tables = [gaps(own, scale), losses(own, tuning, scale), further(own, tuning, scale)]
-    full = [table for table in tables if table.rows]
+    full = [by_data(table) if scale == "smoke" else table for table in tables if table.rows]
     return Section("answer", "The answer", [words, *full], [])
+
+
+def by_data(table: Table) -> Table:
+    """The table with the data of scale=smoke in its head."""
+    names = [head.partition(", ") for head in table.head]
+    return replace(table, head=[DATA.get(name, name) + mark + rest for name, mark, rest in names])
+
+
+def compact(ours: Rows, tuning: Rows, scale: str) -> Table:
+    """What README.md shows of every method: time spent waiting, and loss above AllReduce's."""
+    cells = {
+        (entry.row.name, head): f"{entry.mean:.1f}"
+        for head, entry in _picked(ours, WAITING, scale)
+        if entry.values
+    }
+    seeds: set[int] = set()
+    for head, entry in _picked(ours, LOSSES, scale):
+        place = entry.row.name, head
+        if entry.to_first is not None:
+            star = " *" if entry.to_first.significant else ""
+            cells[place] = f"{entry.to_first.percent:+z.1f}{star}"
+            seeds.add(len(entry.values))
+        elif entry.values and entry.row.name == METHODS[0].name:
+            cells[place] = "0"
+    heads = [head for *_, head in (*WAITING, *LOSSES)]
+    table = by_data(grid(cells, [row.name for row in METHODS], heads))
+    if not seeds:
+        return replace(table, title="Lower is better")
+    text = (
+        f"Waiting: while a worker stands still for the network (GPT-2, two workers, links of "
+        f"{SLOWEST}). All others: percent by which the validation loss is above AllReduce's, mean "
+        f"over {' or '.join(map(str, sorted(seeds)))} seeds; a star where the difference is "
+        "significant at 5 % after Holm's correction. "
+        f"{settings(_lines(ours, LOSSES), tuning)}"
+    )
+    return replace(table, title="Lower is better", text=text)
 
 
 def gaps(ours: Rows, scale: str) -> Table:
