@@ -17,7 +17,7 @@ Why κ is below 1: in a direction of such high curvature that `delay` steps undo
 optimum, q^i holds the same correction that the mean brings. With a delay of τ a replica's own
 deviation is then multiplied by −κ from round to round, and that of the replicas' mean by (1 − κ)^½:
 the former does not die out for κ = 1, the latter not for κ = 0, as in CO2. Both shrink fastest
-together at κ = .62. docs/co2_keep.md tells what else was tried.
+together at κ = 0.62. docs/co2_keep.md tells what else was tried.
 As in every method here the pseudo-gradient −p travels, and `momentum` holds −u.
 """
 

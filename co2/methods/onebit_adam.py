@@ -7,8 +7,8 @@
     always  x ← x − γ m̂/(√v̂ + ε),  m̂ = m/(1−β1^t),  v̂ = v/(1−β2^min(t, freeze_step))
 
 This method takes the place of the inner Adam or AdamW: γ, β1, β2, ε and weight decay are those of
-each of its parameter groups; the paper's β1 and β2 are .9 and .999. All replicas hold the same x, m
-and v after every step.
+each of its parameter groups; the paper's β1 and β2 are 0.9 and 0.999. All replicas hold the same x,
+m and v after every step.
 Chosen here:
 - The bias corrections are PyTorch's, so that the first stage is AllReduce under AdamW. That of m
   goes on after the freeze (it is soon 1), that of v stays as it was then.
@@ -18,7 +18,7 @@ Chosen here:
   then on, and move by weight decay alone (the mask, parts/compressed.py). The authors' code has a
   mask too, which users fill in by hand.
 - `compress: update` sends the signs of m/(√v + ε), and multiplies by √v + ε on arrival. That is not
-  the paper's; docs/methods.md compares the two.
+  the paper's; results/tables/zero_one_why.md compares the two.
 """
 
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ has halved, up to `max_interval` (the paper's H): from a t in T_u to the next th
 2^⌊log2(γ_max/γ_t)⌋ steps, γ_max being the largest rate so far; or, with `double_every`,
 2^⌊(t − freeze_step)/double_every⌋.
 κ → `kappa`. This method takes the place of the inner Adam or AdamW: γ, β1, β2, ε and weight decay
-are those of each of its parameter groups; the paper's β1 and β2 are .9 and .999.
+are those of each of its parameter groups; the paper's β1 and β2 are 0.9 and 0.999.
 Chosen here:
 - v is refreshed before it is used, because the first step would otherwise divide by ε. It is Adam's
   bias-corrected v, because refreshes soon become too rare to outgrow the bias. m has no correction,
@@ -27,7 +27,7 @@ Chosen here:
   weight decay alone, and their m and u are 0 after a compressed exchange (the mask,
   parts/compressed.py). The authors' code has a mask too, which users fill in by hand.
 - `compress: update` sends the signs of u/(√v + ε), and multiplies by √v + ε on arrival. That is not
-  the paper's; docs/methods.md compares the two.
+  the paper's; results/tables/zero_one_why.md compares the two.
 - AdamW's decay shrinks x_{t'} by the same factors as x. If Σγ = 0, m starts from 0 again.
 """
 
