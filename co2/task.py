@@ -87,7 +87,7 @@ class Task(Protocol):
 
 @runtime_checkable
 class Exchanging(Protocol):
-    """What a task has beside `Task` if the workers of a replica exchange parts of their batches."""
+    """Optional protocol: the workers of a replica exchange parts of their batches."""
 
     def traffic(self, model: nn.Module) -> ExchangeTotals:
         """What this has cost in training since the model was made: 0 where it has not happened."""
@@ -110,7 +110,7 @@ class ReadTotals:
 
 @runtime_checkable
 class Reading(Protocol):
-    """What a task has beside `Task` if its batches come from disk in training."""
+    """Optional protocol: batches come from disk in training."""
 
     def read(self) -> ReadTotals:
         """What this worker has read: zeros where nothing is."""
@@ -119,7 +119,7 @@ class Reading(Protocol):
 
 @runtime_checkable
 class Placed(Protocol):
-    """What a task has beside `Task` if it does not train everywhere."""
+    """Optional protocol: the task does not train everywhere."""
 
     def check_place(self, device: torch.device, strategy: Strategy) -> None:
         """Raise `ConfigError`, before any worker starts, for a device of the workers or a
@@ -143,7 +143,7 @@ weights = load_file("FOLDER/model.safetensors")"""
 
 @runtime_checkable
 class Portable(Protocol):
-    """What a task has beside `Task` if other libraries know its model, or its vocabulary matters.
+    """Optional protocol: other libraries know the task's model, or its vocabulary matters.
 
     Weights of any other task are exported and read by their own names.
     """
@@ -176,7 +176,7 @@ class Portable(Protocol):
 
 @runtime_checkable
 class FineTuning(Protocol):
-    """What a task has beside `Task` if its runs may start from runs of other tasks (`init_from`).
+    """Optional protocol: runs may start from runs of other tasks (`init_from`).
 
     Every other task may start from runs of its own, whose weights must have the same names and
     shapes.

@@ -92,15 +92,15 @@ class BackgroundMean:
         self._lane: Lane = CudaLane() if self.buffer.is_cuda else HostLane()
         self.members = mesh.members
         self._ticket: Ticket | None = None
-        """Of what is in flight; None where nothing was sent."""
+        """Of the pending collective; None where nothing was sent."""
         self._sent: Tensor | None = None
-        """What was sent in it, where members may be lost; None where the caller sends again."""
+        """A copy of what was sent, where members may be lost; None where the caller sends again."""
         self._weights: Mapping[int, int] = {}
-        """What the part of each member who has one in what is in flight weighs."""
+        """Weight of each member in the pending mean."""
         self._again = False
-        """Whether what is in flight does not count, and waits for `launch_again`."""
+        """Whether the pending collective was given up and waits for `launch_again`."""
         self._sequence = False
-        """Whether what is in flight is more than a mean."""
+        """Whether the pending collective is more than a mean."""
         self._comm_s = self._exposed_s = 0.0
         self._bytes_sent = 0
 
@@ -124,13 +124,13 @@ class BackgroundMean:
         self._sent.copy_(self.buffer)
 
     def _weigh(self) -> None:
-        """Multiply what is sent, so that the mean is weighted by steps."""
+        """Scale the buffer so that the mean is weighted by steps."""
         if self.members is not None:
             self._weights = self.members.weights()
             self._scale(self.members)
 
     def _scale(self, members: Members) -> None:
-        """Multiply what is sent by G times this replica's share of the weight of all."""
+        """Pre-scale the buffer so that a plain average equals the weighted one."""
         together = sum(self._weights.get(one, 0) for one in members.ids)
         own = self._weights.get(members.me, 0)
         if own * self.num_replicas != together:

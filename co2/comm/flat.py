@@ -134,7 +134,7 @@ class FlatParams:
         ]
 
     def round(self) -> AbstractContextManager[None]:
-        """Enter this around everything that reads or writes live parameters as a round ends."""
+        """Context for synchronized access to the live parameters at a round's end."""
         return self.transfer.round()
 
     def zeros(self) -> Tensor:

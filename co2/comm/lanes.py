@@ -1,7 +1,6 @@
-"""Lanes: what carries the collective that is under way, and how long it took.
+"""Lanes: each runs one asynchronous collective at a time and measures it.
 
-On a CPU gloo's threads do, and on a GPU a stream of its own. A lane carries one thing at a time; to
-wait for it does not hold up anything else.
+On a CPU gloo's threads carry it, on a GPU a stream of its own. Waiting for it blocks nothing else.
 """
 
 from collections.abc import Callable
@@ -58,8 +57,8 @@ class Lane(Protocol):
         """
 
     def give_up(self) -> None:
-        """Wait until what was launched does not use the buffer any more: it is over, or has failed
-        because its connections are cut."""
+        """Abort, and return when the buffer is free: the collective is over, or has failed because
+        its connections are cut."""
 
     def close(self) -> None:
         """End what was started to carry. Nothing is launched after it."""

@@ -154,7 +154,7 @@ class Members:
         self._watch.ended(ticket, well)
 
     def settle(self, ticket: Ticket) -> None:
-        """Wait for the decision about a collective whose own part has ended well.
+        """Wait until the group commits or aborts this collective; its own part has succeeded.
 
         Raises:
             MemberLost: it does not count.
@@ -195,7 +195,7 @@ class Members:
         self._watch.stop_asked = True
 
     def tell(self, store: dist.Store, ticket: Ticket) -> None:
-        """Say that this member's part has ended well; the last one to say so decides."""
+        """Report success; the last reporter commits."""
         ids = self.ids
         if ticket[0] != self.generation:  # it has ended since; `ids` are the next one's
             return

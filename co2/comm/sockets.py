@@ -5,12 +5,11 @@ gloo cannot be told to give up a collective: a worker whose peer is stopped or u
 its time-out, which must be longer than any replica computes. A connection that is shut down on this
 side ends the collectives on it with an error at once.
 
-Not all of them, though: gloo tells those that wait to send or to receive, but forgets one of which
-a part is just on its way. About one in twenty of those that are cut waits for its time-out after
-all (tests/engine/test_sockets.py). So nobody waits for a collective itself here, but `finish` and
-`until_cut` do. gloo closes a connection that was cut, and those that it tells have ended two
-milliseconds later; what has not a moment after all are closed was forgotten. It is kept for good,
-because to take its process group down would wait for it too.
+About 5 % of cut collectives never return: gloo fails those that wait to send or to receive, but not
+one of which a part is on its way (tests/engine/test_sockets.py). So wait with `finish` and
+`until_cut` only. gloo closes the cut connections and fails their collectives within two
+milliseconds; we time out 0.1 s after all are closed. Work that is incomplete then is leaked on
+purpose, because destroying its process group would wait for it too.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ T = TypeVar("T")
 _OWN = Path("/proc/self/fd")
 _LOOK = timedelta(milliseconds=100)
 _CLOSED_S = 0.1
-"""A collective that gloo tells has ended so long after the last connection was closed."""
+"""Grace period for gloo to fail pending work after it has closed the last connection."""
 _GRACE_S = 1.0
 """How long a thread of ours may take to end after a cut, or gloo to close a connection."""
 _FORGOTTEN: list[object] = []
@@ -78,7 +77,7 @@ class Sockets:
         return time.monotonic() - self._closed_at > _CLOSED_S
 
     def give_up(self) -> bool:
-        """Whether what still has not ended was forgotten when they were cut."""
+        """Whether pending work counts as leaked: the grace period after the cut is over."""
         return time.monotonic() - self._cut_at > _GRACE_S
 
     def _each(self) -> Iterator[tuple[str, socket.socket]]:
@@ -115,7 +114,7 @@ def in_use() -> Sockets | None:
 
 
 def forgotten() -> bool:
-    """Whether something was forgotten, so that an interpreter which ends well would wait for it."""
+    """Whether work was leaked, for which an interpreter that ends normally would wait."""
     return bool(_FORGOTTEN)
 
 
@@ -126,7 +125,7 @@ def finish(work: dist.Work, group: object, sockets: Sockets | None) -> None:
         work: of the group's, and no `send` or `recv`.
         sockets: those that carry it.
     Raises:
-        RuntimeError: it has failed, or was forgotten when they were cut.
+        RuntimeError: it has failed, or never returned after the cut.
     """
     if sockets is None:
         work.wait()
@@ -148,7 +147,7 @@ def until_cut(act: Callable[[], T]) -> T:
     """Do something that blocks until others have done it too, in a thread where it may be cut.
 
     Raises:
-        RuntimeError: it was forgotten when it was cut.
+        RuntimeError: it never returned after the cut.
     """
     sockets = _current
     if sockets is None:

@@ -28,7 +28,7 @@ class Direct:
 
     @contextmanager
     def round(self) -> Iterator[None]:
-        """Enter this around everything that a method does with live parameters as a round ends."""
+        """Context for synchronized access to the live parameters at a round's end."""
         yield
 
     def local(self, index: int) -> Tensor:

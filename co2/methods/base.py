@@ -69,7 +69,7 @@ class Method:
     refused_elastic: str | None = "has no rounds at whose end replicas could come and go"
     """Why replicas cannot come and go; None where they can (`means`, `go_on`)."""
 
-    refused_quorum: str | None = "has no means at the end of each round in which steps could weigh"
+    refused_quorum: str | None = "does not support weighted averaging"
     """Why replicas cannot make unequal numbers of steps in a round (co2/train/quorum.py); None
     where they can."""
 
@@ -155,7 +155,7 @@ class Method:
             yield from (param for param in group["params"] if param.requires_grad)
 
     def go_on(self) -> None:
-        """Do what is due in this step; after `MemberLost` again, with the members that are left."""
+        """Run this step's pending synchronization; may be repeated after `MemberLost`."""
         while self._due:
             with torch.no_grad(), record_function(OUTER_STEP):
                 self._due[0]()
@@ -189,11 +189,11 @@ class Method:
         return consensus(self.model, self.group, self.replica_group, self.show_trained)
 
     def show_trained(self) -> None:
-        """Set the live weights to those that training left on this replica: a method overrides it
-        whose outer step goes on from an older point, while what was trained last is in flight.
+        """Set the live weights to the newest local ones. Override it if the live weights lag behind
+        them.
 
         `consensus` calls it on all replicas, takes the mean, and puts the live weights back.
-        Nothing else may change. `BackgroundMean.join` waits for a result and leaves it in flight.
+        Nothing else may change. `BackgroundMean.join` waits for a result and leaves it pending.
         """
 
     def flush(self) -> None:

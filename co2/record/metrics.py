@@ -125,7 +125,7 @@ class Shares:
         return {"kind": "steps", **dataclasses.asdict(self)}
 
     def text(self) -> str:
-        """This entry for a person; empty where somebody's few steps only become a few others."""
+        """This entry for a person; empty if no replica entered or left reduced-step mode."""
         steps = f"of {self.round_steps} steps in a round"
         parts = [f"worker {one} makes {self.steps[one]} {steps}" for one in self.fewer]
         parts += [f"worker {one} makes all steps again" for one in self.again]

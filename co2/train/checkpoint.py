@@ -98,7 +98,7 @@ class Checkpoints:
         self._publication: Future[None] | None = None
         """On worker 0: of what was begun last. One follows the other."""
         self._untold: dict[Path, Part] = {}
-        """Own parts that worker 0 could not be told of, because the disk was full."""
+        """Completion notices not yet delivered to worker 0, because the disk was full."""
         self._all_written = threading.Event()
         """Set when no worker writes any more: what is missing then does not come."""
         self._known: dict[int, Part] = {}

@@ -100,7 +100,7 @@ def launch(worker: Callable[[int], int], config: LaunchConfig, told: Told) -> in
     are lost.
 
     Returns:
-        The exit status: 0 if any worker has ended well, which only all that are left can do.
+        The exit status: 0 if any worker succeeded (the survivors finish together).
     Raises:
         ConfigError: the store of a run on several machines cannot be reached.
     """

@@ -43,7 +43,7 @@ def train(run: Run) -> None:
                     # On a CPU a bad loss ends the run before it reaches the others.
                     losses.add(session.step, _gradients(session))
                 else:
-                    session.pass_over()
+                    session.skip_step()
                 membership.synchronize()
                 session.optimizer.zero_grad(set_to_none=True)
                 session.step += 1

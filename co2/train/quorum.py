@@ -5,7 +5,7 @@
     m_i = τ                                where t_i ≤ 1.2 t_K
     m_i = max(1, ⌊τ t_K / t_i⌋)            for a slower one
 
-A replica makes the first m_i steps of a round and passes over the others: it draws no samples, and
+A replica makes the first m_i steps of a round and skips the others: it draws no samples, and
 its inner optimizer, which has no gradients then, does nothing. So it is in time for the mean, in
 which it weighs m_i, as a learner in Decoupled DiLoCo (arXiv 2604.21428) weighs what it has
 processed. Everything else happens at the same steps as on the other replicas.
@@ -31,7 +31,7 @@ from co2.comm.members import Members
 from co2.record.metrics import Shares
 
 TOLERANCE = 0.2
-"""A replica that needs this share more than the K-th fastest still makes all steps."""
+"""How much slower than the K-th fastest a replica may be before its steps are cut."""
 
 
 def steps_of(paces: Sequence[float], quorum: int, round_steps: int) -> list[int]:

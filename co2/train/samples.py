@@ -12,16 +12,16 @@ from co2.train.run import Run
 class Samples:
     """The micro-batches of one worker.
 
-    All workers count alike what they have drawn, also a step that one of them passes over, so that
-    the same number stands for the same place in the data on each of them.
+    All workers count alike, also the steps that one of them skips, so that the same number stands
+    for the same place in the data on each of them.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self.draws = 0
-        """Micro-batches that a worker which makes every step has drawn so far."""
+        """Global micro-batch counter."""
         self.behind = 0
-        """How many of them this worker has not drawn yet, because it has passed over steps."""
+        """How many of them this worker has not drawn yet, because it has skipped steps."""
         self._batches: Iterator[Any] = iter(())
 
     def begin(self) -> None:
@@ -39,8 +39,8 @@ class Samples:
         self.draws += 1
         return self.to_device(next(self._batches))
 
-    def pass_over(self) -> None:
-        """Make no step of this replica's own. Its samples wait for its next one."""
+    def skip_step(self) -> None:
+        """Count a step without drawing; its samples wait for this replica's next one."""
         self.draws += self.accumulate
         self.behind += self.accumulate
 

@@ -96,9 +96,9 @@ class Session:
         """Tokens or samples of the step under way, of all workers that make it."""
         return self.samples.units(self.quorum.making(self.step, self.run.mesh.num_workers))
 
-    def pass_over(self) -> None:
-        """Make no step of this replica's own."""
-        self.samples.pass_over()
+    def skip_step(self) -> None:
+        """Skip this step on this replica."""
+        self.samples.skip_step()
         self.meter.totals.passed_over += 1
 
     def save(self) -> None:
@@ -108,8 +108,7 @@ class Session:
             self.checkpoints.start(self.step, self.state())
 
     def save_now(self) -> bool:
-        """Have a checkpoint of this step, and wait for it. Collective. False, with a line for a
-        person, where that failed."""
+        """Save synchronously. Collective. False, with a line for a person, where that failed."""
 
         def act() -> bool:
             begun = self.checkpoints.finish() == self.step

@@ -187,7 +187,7 @@ def keep(store: dist.TCPStore, wanted: int, closing: threading.Event) -> int:
         else:
             for place, numbers in begun.items():
                 if nodes[place].silent:
-                    _bury(store, numbers)
+                    _mark_node_dead(store, numbers)
             inside = [
                 place
                 for place, node in here.items()
@@ -236,7 +236,7 @@ def _begin(store: dist.Store, here: dict[int, _Node]) -> dict[int, range]:
     return begun
 
 
-def _bury(store: dist.Store, numbers: range) -> None:
+def _mark_node_dead(store: dist.Store, numbers: range) -> None:
     """Tell the others of workers of a node that was lost before they gave a sign of life."""
     for number in numbers:
         if not store.check([f"alive/{number}"]) and not store.check([f"gone/{number}"]):

@@ -22,7 +22,7 @@ def make_optimizer(
     """Return AdamW, SGD or Muon over the trainable weights of `model`.
 
     It has two groups, in this order: weights of two or more dimensions, with weight decay; and all
-    others (biases, norms) without, because to shrink a scale or a shift regularizes nothing.
+    others, without: no weight decay on norms and biases.
     Weights named in `spared` (positions, class tokens) have no weight decay either. Both groups
     exist even if one is empty, so that all checkpoints have the same form. Each keeps the peak
     learning rate as "initial_lr", from which a schedule computes "lr".

@@ -23,7 +23,7 @@ class LocalMethod(Method):
     - `waits`;
     - `init_outer_state()`, which makes the vectors that it holds, and `state_tensors()`, which
       names them beside the communication buffer;
-    - `end_round()`, in which everything before the mean has arrived may be done twice;
+    - `end_round()`, which must be idempotent up to the wait for the mean;
     - `show_round_end()`, if it lets replicas go on from a point that misses the round just trained.
 
     Where `Config` has `average_moments` and it is true, the moments of the inner Adam are averaged
@@ -36,7 +36,7 @@ class LocalMethod(Method):
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         super().__init__(config, comm)
         self.round_began = 0
-        """The value of `steps` when the round under way began."""
+        """The value of `steps` when this round began."""
         self.moments: Moments | None = None
         """What averages the inner Adam's moments; None where they stay local."""
         if self.averages_moments:
