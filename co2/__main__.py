@@ -17,10 +17,10 @@ with program.starting(__name__, slow=False):
 COMMANDS = {
     "train": ("train", "one run, or with -m a sweep: co2 train task=gpt2 method=co2 co2.tau=12"),
     "sample": (
-        "tasks.trained.sample",
+        "train sample",
         'text from a run of a language model: co2 sample RUN "def "',
     ),
-    "export": ("tasks.trained.export", "a run's weights in the form that other libraries read"),
+    "export": ("train export", "a run's weights in the form that other libraries read"),
     "recipes": ("recipes", "the runs of a table or figure: run, collect and render them"),
     "lab": ("co2.lab", "trainings on real slow links on this machine; needs root"),
     "simulate": ("co2.simulate", "what a cluster would do, from a model of its network"),
@@ -29,7 +29,7 @@ COMMANDS = {
     "prepare": ("tasks.prepare", "the data of scale=gpu and scale=paper"),
     "wandb-sync": ("co2.record.wandb_sync", "send offline W&B runs"),
 }
-"""Sub-command → module that it runs, and what it is for."""
+"""Sub-command → module that it runs and that module's first arguments, and what it is for."""
 
 
 def usage() -> str:
@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = arguments
     if name not in COMMANDS:
         return _refuse(f"co2 {name}: no such command; {nearest(name, COMMANDS)}")
-    _become(COMMANDS[name][0], rest)
+    module, *first = COMMANDS[name][0].split()
+    _become(module, [*first, *rest])
 
 
 def _become(module: str, arguments: Sequence[str]) -> NoReturn:

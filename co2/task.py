@@ -1,7 +1,7 @@
 """What every task offers to the training loop."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -139,6 +139,11 @@ weights = load_file("FOLDER/model.safetensors")"""
     """Lines of Python that read the folder, which they call FOLDER."""
     prefix: str = ""
     """What the names of the task's weights begin with, and those of the others do not."""
+    config: Mapping[str, object] = field(default_factory=dict)
+    """What config.json says beside the task's settings, if it is not among `files`. The size of a
+    vocabulary is "vocab_size", as in transformers, by which `tasks.prepare` finds it."""
+    note: str = ""
+    """A sentence for the README.md: what the model reads."""
 
 
 @runtime_checkable
@@ -171,6 +176,27 @@ class Portable(Protocol):
             config: the folder's config.json; empty where there is none.
             tokenizer: the text of its tokenizer.json, if it has one.
         """
+        ...
+
+
+@runtime_checkable
+class Writing(Protocol):
+    """What a task has beside `Task` if its model writes text."""
+
+    config: Any
+    """Its `context` is the number of tokens that the model reads at once."""
+
+    @property
+    def separator(self) -> int:
+        """The token that ends every document, after `setup`."""
+        ...
+
+    def tokenizer(self) -> str | None:
+        """The text of tokenizer.json, after `setup`; None where the data have none."""
+        ...
+
+    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        """Of the token after each of `tokens` [batch, length]: [batch, length, vocabulary]."""
         ...
 
 

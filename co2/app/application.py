@@ -16,6 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from co2 import peers, program
+from co2.app import export, sample
 from co2.app.compose import (
     HYDRA_ERRORS,
     Values,
@@ -40,6 +41,9 @@ from co2.task import Placed, Task
 from co2.train import elastic, initial, launch, replica
 from co2.train.loop import train
 from co2.train.run import Run
+
+OF_FINISHED = {"sample": sample.main, "export": export.main}
+"""Sub-commands, which take a finished run."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +172,8 @@ class App:
         """The command line of `train.py`, without the program. Returns the exit status."""
         # Hydra's own variable: its errors reach the lines below, instead of being printed by it.
         os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+        if argv and argv[0] in OF_FINISHED:
+            return OF_FINISHED[argv[0]](self.tasks, argv[1:])
         try:
             line = command_line(argv)
             if "--version" in line.flags:  # Hydra would print its own

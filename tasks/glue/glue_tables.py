@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from co2.whole import locked, require_writable
 from tasks.glue.examples import Examples, documents
 from tasks.shared.progress import progress
-from tasks.shared.whole import locked, require_writable
 from tasks.text.store import FORMAT, PARTS, Store, create, open_store, token_dtype
 from tasks.text.text import encoded, separator_id
 

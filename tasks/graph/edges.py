@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from co2.whole import to_disk
 from tasks.graph.folder import neighbour_type
-from tasks.shared.whole import to_disk
 
 MEMORY = 1 << 30
 """Bytes, by default."""

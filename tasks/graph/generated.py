@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from co2.errors import require, require_count
+from co2.whole import locked
 from tasks.graph.edges import Edges, write_rows
 from tasks.graph.folder import (
     LABEL,
@@ -33,7 +34,6 @@ from tasks.graph.folder import (
 )
 from tasks.shared.progress import progress
 from tasks.shared.randomness import generator
-from tasks.shared.whole import locked
 
 SAME = 0.7
 SKEW = 3

@@ -25,13 +25,13 @@ from pathlib import Path
 import numpy as np
 
 from co2.errors import ConfigError
+from co2.whole import to_disk
 from tasks.graph.direct import PAGE, DirectFile, gathered
 from tasks.graph.folder import GraphFolder
 from tasks.graph.plan import Draft
 from tasks.graph.sampling import looked_up
 from tasks.graph.verified import write_sums
 from tasks.shared.progress import progress
-from tasks.shared.whole import to_disk
 
 LONGEST_SEGMENT = 64
 """Batches: each has a bit."""

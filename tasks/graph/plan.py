@@ -27,13 +27,13 @@ from typing import IO, Any
 import numpy as np
 
 from co2.errors import ConfigError
+from co2.whole import locked, to_disk, written_aside
 from tasks.graph.batches import Batches
 from tasks.graph.direct import Readers
 from tasks.graph.folder import neighbour_type
 from tasks.graph.sampling import Layer, Neighbourhood
 from tasks.graph.verified import Records, RecordsWriter, Torn
 from tasks.shared.progress import progress
-from tasks.shared.whole import locked, to_disk, written_aside
 
 FORMAT = 1
 """Of the files. Plans of others are not used."""

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from co2.errors import ConfigError, require
+from co2.whole import locked
 from tasks.ade20k.pairs import FOLDER, SPLITS, BadPair, Pairs, listed, read_pair
 from tasks.prepare.download import download
 from tasks.prepare.samples import broken
 from tasks.shared.progress import progress
-from tasks.shared.whole import locked
 
 URL = f"http://data.csail.mit.edu/places/ADEchallenge/{FOLDER}.zip"
 SHA1 = "sha1:219e1696abb36c8ba3a3afe7fb2f4b4606a897c7"

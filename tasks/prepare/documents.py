@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from co2.errors import ConfigError, require
+from co2.whole import locked, require_writable
 from tasks.prepare.samples import broken
 from tasks.shared.corpus import user_corpus
 from tasks.shared.progress import progress
-from tasks.shared.whole import locked, require_writable
 from tasks.text.store import (
     PARTS,
     Store,

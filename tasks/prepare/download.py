@@ -9,8 +9,8 @@ import urllib.request
 from pathlib import Path
 
 from co2.errors import ConfigError
+from co2.whole import locked
 from tasks.shared.progress import progress
-from tasks.shared.whole import locked
 
 _CHUNK = 1 << 20
 _TIMEOUT_S = 60.0

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from co2.errors import ConfigError
+from co2.whole import locked, require_writable
 from tasks.glue.glue_tables import GLUE_TASKS, BadTable, read_split
 from tasks.prepare.documents import brief
 from tasks.shared.progress import progress
-from tasks.shared.whole import locked, require_writable
 
 if TYPE_CHECKING:
     from pyarrow import Table

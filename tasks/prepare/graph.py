@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from co2.errors import ConfigError, require, require_count
+from co2.whole import locked
 from tasks.graph.edges import Edges, write_rows
 from tasks.graph.folder import (
     LABEL,
@@ -26,7 +27,6 @@ from tasks.graph.folder import (
 from tasks.graph.generated import generate
 from tasks.prepare.graph_sets import IGB, Source, friendster, igb, mag240m, papers100m
 from tasks.shared.progress import progress
-from tasks.shared.whole import locked
 
 _BYTES_OF_AN_EDGE = 128
 """While a piece of edges is read, checked and spilled."""

@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from co2.errors import ConfigError, require
+from co2.whole import locked
 from tasks.prepare.samples import broken
 from tasks.shared.pictures import FORMATS, BadImage, decode
 from tasks.shared.progress import progress
-from tasks.shared.whole import locked
 from tasks.vision.image_folder import ImageFolder, pictures, shown
 from tasks.vision.images import PARTS
 

@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from co2.errors import ConfigError, require
+from co2.whole import locked
 from tasks.prepare.samples import broken
 from tasks.shapenet.clouds import (
     FILES,
@@ -30,7 +31,6 @@ from tasks.shapenet.clouds import (
     read_cloud,
 )
 from tasks.shared.progress import progress
-from tasks.shared.whole import locked
 
 NUM_CLOUDS = {"train": 41952, "test": 10518}
 NUM_CATEGORIES = 55

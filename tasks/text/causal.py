@@ -167,7 +167,7 @@ class CausalText:
         """See `Portable`."""
         special = {"bos_token": SEPARATOR, "eos_token": SEPARATOR}
         files = tokenizer_files(self.tokenizer(), self.config.context, **special)
-        return Package(files)
+        return Package(files, config={"vocab_size": self.vocab_size})
 
     def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `Portable`."""

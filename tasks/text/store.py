@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from co2.whole import refuse_others, to_disk, written_aside
 from tasks.shared.progress import progress
-from tasks.shared.whole import refuse_others, to_disk, written_aside
 
 FORMAT = 1
 """Version of the stores and of their content (split, tokenizer). Stores of others are not used."""

@@ -245,7 +245,8 @@ model = timm.create_model(
     {", ".join(words)},
     checkpoint_path="FOLDER/model.safetensors",
 )"""
-        return Package({"config.json": json.dumps(about, indent=2) + "\n"}, usage)
+        note = "It reads RGB from 0 to 1, less ImageNet's mean, over its deviation."
+        return Package({"config.json": json.dumps(about, indent=2) + "\n"}, usage, note=note)
 
     def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `Portable`."""

@@ -18,7 +18,6 @@ from co2.lab import slow_network
 from co2.record import compare, timeline, wandb_sync
 from co2.simulate import __main__ as simulate
 from co2.train import launch
-from tasks.trained import sample
 from tests.cli.harness import cli
 from tests.cli.refused import files, refused
 
@@ -170,7 +169,7 @@ UNUSABLE = [
     ("train", train.APP.main, "task=shapenet tag=x data.path={}"),
     ("train", train.APP.main, "task=toy tag=x init_from={}"),
     ("train", train.APP.main, "-m task=toy tag=x,y init_from={}"),
-    ("sample", sample.main, "{}"),
+    ("sample", train.APP.main, "sample {}"),
     ("timeline", timeline.main, "{}"),
     ("prepare", tasks.prepare.__main__.main, "imagenet --archives {}"),
     ("prepare", tasks.prepare.__main__.main, "ade20k --root {}"),

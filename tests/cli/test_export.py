@@ -21,13 +21,14 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 import train
+from co2.app import export
+from co2.app.finished import opened
 from co2.errors import ConfigError
 from co2.task import Task
 from co2.train import initial
+from tasks import TASKS
 from tasks.text.gpt2 import GPT2
 from tasks.text.roberta import RoBERTa, roberta_ids
-from tasks.trained import export
-from tasks.trained.finished import opened
 from tests.cli.harness import ROOT, configured, contents, folder_of, small, weights
 from tests.integrations.replicas import called
 from tests.tasks import small_glue
@@ -43,7 +44,7 @@ def exported(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Fi
 
     def of(task: str) -> Path:
         if task not in made:
-            assert export.main([str(finished(task)), str(base / task)]) == 0
+            assert export.main(TASKS, [str(finished(task)), str(base / task)]) == 0
             made[task] = base / task
         return made[task]
 
@@ -104,7 +105,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
 
     run = str(finished("toy"))
     monkeypatch.setattr(safetensors.torch, "save_file", full)
-    assert export.main([run, str(tmp_path / "made")]) == 2
+    assert export.main(TASKS, [run, str(tmp_path / "made")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: FOLDER={tmp_path / 'made'}: ") and why in line
     assert line.endswith("give a folder that can be written")
@@ -119,7 +120,7 @@ def test_all_files_have_the_mode_that_the_umask_leaves(
     before = os.umask(0o027)
     try:
         train.APP.work(configured(*words, "checkpoint.every=1", "log.wandb=offline", runs=runs))
-        assert export.main([str(folder_of(*words, runs=runs)), str(tmp_path / "made")]) == 0
+        assert export.main(TASKS, [str(folder_of(*words, runs=runs)), str(tmp_path / "made")]) == 0
     finally:
         os.umask(before)
     files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink()]
@@ -134,7 +135,7 @@ def test_gpt2(finished: Finished, exported: Finished) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = exported("gpt2")
-    names, run = read(folder), opened(str(finished("gpt2")))
+    names, run = read(folder), opened(TASKS, str(finished("gpt2")))
     model, tokenizer, own = names["model"], names["tokenizer"], run.model()
     assert isinstance(run.task, GPT2)
     store = run.task._store
@@ -153,7 +154,7 @@ def test_gpt2(finished: Finished, exported: Finished) -> None:
 
 def test_roberta(finished: Finished, exported: Finished) -> None:
     folder = exported("roberta")
-    names, run = read(folder), opened(str(finished("roberta")))
+    names, run = read(folder), opened(TASKS, str(finished("roberta")))
     model, tokenizer, own = names["model"], names["tokenizer"], run.model()
     assert isinstance(run.task, RoBERTa)
     store = run.task._store
@@ -173,7 +174,7 @@ def test_roberta(finished: Finished, exported: Finished) -> None:
 
 
 def test_glue(finished: Finished, exported: Finished) -> None:
-    names, own = read(exported("glue")), opened(str(finished("glue"))).model()
+    names, own = read(exported("glue")), opened(TASKS, str(finished("glue"))).model()
     given = names["tokenizer"](["the round", "anchor"], padding=True, return_tensors="pt")
     logits = names["model"](**given).logits
     assert logits.shape == (2, 2)
@@ -183,7 +184,7 @@ def test_glue(finished: Finished, exported: Finished) -> None:
 @pytest.mark.parametrize("task", ["vit", "resnet50"])
 def test_images(finished: Finished, exported: Finished, task: str) -> None:
     folder, images = exported(task), torch.rand(3, 3, 28, 28)
-    model, own = read(folder)["model"].eval(), opened(str(finished(task))).model()
+    model, own = read(folder)["model"].eval(), opened(TASKS, str(finished(task))).model()
     assert torch.equal(model(images), own(images))
     about = json.loads((folder / "config.json").read_text())
     assert about["num_classes"] == 10 and about["pretrained_cfg"]["input_size"] == [3, 28, 28]
@@ -194,7 +195,7 @@ def test_transformers_names_the_classes(finished: Finished, exported: Finished) 
     """It reads what timm does, with the names that predictions are shown by."""
     from transformers import AutoModelForImageClassification
 
-    images, own = torch.rand(3, 3, 28, 28), opened(str(finished("vit"))).model()
+    images, own = torch.rand(3, 3, 28, 28), opened(TASKS, str(finished("vit"))).model()
     model = AutoModelForImageClassification.from_pretrained(exported("vit"))
     assert torch.equal(model(images).logits, own(images))
     assert model.config.id2label == {n: str(n) for n in range(10)}
@@ -414,7 +415,7 @@ def test_weights_that_do_not_fit(exported: Finished, words: Callable, tmp_path: 
 def answer(capsys: pytest.CaptureFixture[str], *words: Path | str) -> str:
     """The line with which it is refused."""
     capsys.readouterr()
-    assert export.main(list(map(str, words))) == 2
+    assert export.main(TASKS, list(map(str, words))) == 2
     caught = capsys.readouterr()
     (line,) = caught.err.splitlines()
     assert caught.out == "" and line.startswith("error: ")
@@ -461,7 +462,7 @@ def test_a_run_of_an_older_version(finished: Finished, tmp_path: Path) -> None:
     older = re.sub(r"\n  clip_norm: .*", "", text)
     assert older != text
     (run / "config.yaml").write_text(older)
-    assert opened(str(run)).config.train.clip_norm is None
+    assert opened(TASKS, str(run)).config.train.clip_norm is None
 
 
 def test_other_data(
@@ -520,7 +521,9 @@ def test_the_folder_is_taken(
     below = taken / "model.safetensors" / "out"
     assert answer(capsys, run, below).startswith(f"error: FOLDER={below}: ")
     assert contents(tmp_path) == before
-    assert export.main([str(run), str(empty)]) == 0 and (empty / "model.safetensors").exists()
+    assert (
+        export.main(TASKS, [str(run), str(empty)]) == 0 and (empty / "model.safetensors").exists()
+    )
     assert "holds an exported model" in answer(capsys, empty, tmp_path / "out")
 
 

@@ -9,9 +9,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from co2.app import sample
+from co2.app.finished import opened
+from tasks import TASKS
 from tasks.text.causal import CausalText
-from tasks.trained import sample
-from tasks.trained.finished import opened
 
 Finished = Callable[[str], Path]
 CONTEXT = 32
@@ -19,7 +20,7 @@ CONTEXT = 32
 
 def printed(capsys: pytest.CaptureFixture[str], run: Path, *words: str) -> str:
     capsys.readouterr()  # what training has printed
-    assert sample.main([str(run), *words]) == 0
+    assert sample.main(TASKS, [str(run), *words]) == 0
     caught = capsys.readouterr()
     assert caught.err == "" and caught.out.endswith("\n")
     return caught.out[:-1]
@@ -41,7 +42,7 @@ def test_the_likeliest_token_each_time(
     finished: Finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Against the model itself, beyond its context, whose last tokens it then sees."""
-    run = opened(str(finished("gpt2")))
+    run = opened(TASKS, str(finished("gpt2")))
     assert isinstance(run.task, CausalText)
     text = run.task.tokenizer()
     assert text is not None
@@ -112,12 +113,12 @@ def test_refused(
 ) -> None:
     run = str(finished(task))
     capsys.readouterr()
-    assert sample.main([run, *words]) == 2
+    assert sample.main(TASKS, [run, *words]) == 2
     caught = capsys.readouterr()
     (line,) = caught.err.splitlines()
     assert caught.out == "" and line.startswith("error: ") and says in line
 
 
 def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert sample.main([str(tmp_path / "none")]) == 2
+    assert sample.main(TASKS, [str(tmp_path / "none")]) == 2
     assert "no such folder" in capsys.readouterr().err

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection
 
-from tasks.trained.finished import Finished
-from tasks.vision.classification import Classification
+from co2.app.finished import Finished
+from co2.task import Package
 
 _SMOKE = (
     "This is smoke scale: a small model, trained for minutes on little or generated data. The "
@@ -11,12 +11,12 @@ _SMOKE = (
 )
 
 
-def card(found: Finished, usage: str, files: Collection[str]) -> str:
+def card(found: Finished, package: Package, files: Collection[str]) -> str:
     """The text.
 
     Args:
         found: the run.
-        usage: lines of Python that read the folder.
+        package: how others read it.
         files: names of those beside the weights.
     """
     config, summary = found.config, found.summary
@@ -40,11 +40,11 @@ def card(found: Finished, usage: str, files: Collection[str]) -> str:
     ]
     if config.scale == "smoke":
         lines += [_SMOKE, ""]
-    if isinstance(found.task, Classification):
-        lines += ["It reads RGB from 0 to 1, less ImageNet's mean, over its deviation.", ""]
+    if package.note:
+        lines += [package.note, ""]
     if "tokenizer.json" not in files and found.task.unit == "tokens":
         lines += ["Its data have no tokenizer of their own, so there is none here.", ""]
-    lines += ["To read it, where FOLDER is this folder:", "", "```python", usage, "```", ""]
+    lines += ["To read it, where FOLDER is this folder:", "", "```python", package.usage, "```", ""]
     lines += [
         f"`init_from=FOLDER` starts another run of task={config.task} from it.",
         "",

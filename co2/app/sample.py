@@ -10,21 +10,19 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from co2 import program
+from co2.app.finished import KEY, opened
 from co2.arguments import Parser
 from co2.errors import ConfigError, require, require_count, unusable
-from co2.task import Placed
+from co2.task import Placed, Task, Writing
 from co2.train import launch
-from tasks.text.causal import CausalText
-from tasks.trained.finished import KEY, opened
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(tasks: Mapping[str, type[Task]], argv: Sequence[str]) -> int:
     """The command line. Returns 0, or 2 for a wrong value."""
     parser = Parser(
         prog="python -m co2 sample",
@@ -46,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         _check(options)
-        pieces = sample(options)
+        pieces = sample(tasks, options)
         for piece in pieces:
             print(shown(piece), end="", flush=True)
     except ConfigError as error:
@@ -62,17 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def sample(options: argparse.Namespace) -> Iterator[str]:
+def sample(tasks: Mapping[str, type[Task]], options: argparse.Namespace) -> Iterator[str]:
     """The prompt, and then pieces of text as the model writes them. Raises `ConfigError`."""
     from tokenizers import Tokenizer
     from tokenizers.decoders import DecodeStream
 
-    found = opened(options.run)
+    found = opened(tasks, options.run)
     task, name = found.task, found.config.task
     hint = f"is a run of task={name}, which writes no text; give one of gpt2, moe or transnormer"
     if name in ("roberta", "glue"):
         hint = f"is a run of task={name}, which fills masks or classifies, and writes no text"
-    if not isinstance(task, CausalText):
+    if not isinstance(task, Writing):
         raise ConfigError(KEY, options.run, hint)
     text = task.tokenizer()
     if text is None:
@@ -122,7 +120,7 @@ def shown(text: str) -> str:
 
 
 @torch.no_grad()
-def _next(task: CausalText, model: nn.Module, tokens: list[int], device: torch.device) -> Tensor:
+def _next(task: Writing, model: nn.Module, tokens: list[int], device: torch.device) -> Tensor:
     """Logits of the token that follows these, fp32 [vocabulary] on the CPU."""
     return task.logits(model, torch.tensor([tokens], device=device))[0, -1].float().cpu()
 
@@ -138,7 +136,3 @@ def _check(options: argparse.Namespace) -> None:
         options.prompt.encode()
     except UnicodeEncodeError:
         raise ConfigError("PROMPT", options.prompt, "must be UTF-8") from None
-
-
-if __name__ == "__main__":
-    program.run(main)

@@ -18,23 +18,21 @@ from typing import NoReturn
 
 from torch import Tensor, nn
 
-from co2 import program
+from co2.app.card import card
+from co2.app.finished import Finished, opened
 from co2.arguments import Parser
 from co2.errors import ConfigError, require
 from co2.record.files import write_durably
-from co2.task import Package, Portable
+from co2.task import Package, Portable, Task
 from co2.train import launch
 from co2.train.weights import EXPORTED, ties
-from tasks.shared.whole import written_aside
-from tasks.text.causal import CausalText
-from tasks.trained.card import card
-from tasks.trained.finished import Finished, opened
+from co2.whole import written_aside
 
 _KEY = "FOLDER"
 _TAKEN = "exists and is not empty; give a new folder"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(tasks: Mapping[str, type[Task]], argv: Sequence[str]) -> int:
     """The command line. Returns 0, or 2 for a wrong value."""
     parser = Parser(
         prog="python -m co2 export",
@@ -45,15 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", metavar="FOLDER", help="a new folder")
     options = parser.parse_args(argv)
     try:
-        export(options.run, options.folder)
+        export(tasks, options.run, options.folder)
     except ConfigError as error:
         return launch.refuse(error)
     print(f"{options.folder}: {', '.join(sorted(os.listdir(options.folder)))}")
     return 0
 
 
-def export(run: str, given: str) -> None:
-    """Write the weights of the run in folder `run` to the folder `given`.
+def export(tasks: Mapping[str, type[Task]], run: str, given: str) -> None:
+    """Write the weights of the run in folder `run`, of one of these tasks, to the folder `given`.
 
     Raises:
         ConfigError: there is no finished run, or the folder cannot be written or is taken.
@@ -61,13 +59,13 @@ def export(run: str, given: str) -> None:
     try:
         folder = Path(given).resolve()
         require(not _taken(folder), _KEY, given, _TAKEN)
-        found = opened(run)
+        found = opened(tasks, run)
         model = found.model()
         package = Package({})
         if isinstance(found.task, Portable):
             package = found.task.package(model)
-        files = {"config.json": _own_config(found), **package.files}
-        files["README.md"] = card(found, package.usage, files)
+        files = {"config.json": _own_config(found, package), **package.files}
+        files["README.md"] = card(found, package, files)
         with written_aside(folder, lambda: _refuse(given)) as aside:
             _write(aside, files, once(model, package.prefix), _header(found))
     except OSError as error:
@@ -116,12 +114,10 @@ def _header(found: Finished) -> dict[str, str]:
     }
 
 
-def _own_config(found: Finished) -> str:
-    """config.json of a model that no other library knows. The size of a vocabulary has the name
-    that transformers gives it, by which `tasks.prepare` finds it."""
-    name, task = found.config.task, found.task
-    known = {"vocab_size": task.vocab_size} if isinstance(task, CausalText) else {}
-    return json.dumps({"task": name, name: found.settings, **known}, indent=2) + "\n"
+def _own_config(found: Finished, package: Package) -> str:
+    """config.json of a model that no other library knows."""
+    name = found.config.task
+    return json.dumps({"task": name, name: found.settings, **package.config}, indent=2) + "\n"
 
 
 def _taken(folder: Path) -> bool:
@@ -131,7 +127,3 @@ def _taken(folder: Path) -> bool:
 def _refuse(given: str) -> NoReturn:
     """Called where something has come to the folder's place meanwhile, which is not replaced."""
     raise ConfigError(_KEY, given, _TAKEN)
-
-
-if __name__ == "__main__":
-    program.run(main)

@@ -17,7 +17,6 @@ from co2.record.folder import changed_data, completed
 from co2.record.metrics import Summary
 from co2.task import Task
 from co2.train import weights
-from train import APP
 
 KEY = "RUN"
 """The argument, for errors."""
@@ -56,8 +55,8 @@ class Finished:
         return model.eval()
 
 
-def opened(given: str) -> Finished:
-    """Open the folder of a finished run and the data of its task.
+def opened(tasks: Mapping[str, type[Task]], given: str) -> Finished:
+    """Open the folder of a finished run of one of these tasks, and the data of its task.
 
     Raises:
         ConfigError: there is no such folder, it holds no finished run of a known task, one of its
@@ -81,23 +80,25 @@ def opened(given: str) -> Finished:
         hint = "its config.yaml, manifest.json or summary.json is missing or damaged"
         raise ConfigError(KEY, given, f"{hint}; train that run again") from None
     assert summary is not None, "its file is there"
-    hint = f"is a run of task={name}; {nearest(name, APP.tasks)}"
-    require(name in APP.tasks, KEY, given, hint)
-    config = _config(values, name, given)
-    task = APP.make_task(config)
+    hint = f"is a run of task={name}; {nearest(name, tasks)}"
+    require(name in tasks, KEY, given, hint)
+    config = _config(tasks, values, name, given)
+    task = tasks[name](config.task_config, config.train, config.optim, config.data)
     _open_data(task, data, given)
     settings = values.get(name, {})
     return Finished(folder, given, config, settings, command, commit, data, summary, task)
 
 
-def _config(values: Mapping[str, Any], task: str, given: str) -> Config:
+def _config(
+    tasks: Mapping[str, type[Task]], values: Mapping[str, Any], task: str, given: str
+) -> Config:
     """The run's configuration. One of an older version has the defaults of newer keys."""
     methods = known_methods()
     chosen = [kind for name, kind in methods.items() if name == values.get("method")]
-    kinds: dict[str, Any] = {task: APP.tasks[task].Config}
+    kinds: dict[str, Any] = {task: tasks[task].Config}
     kinds |= {str(values["method"]): kind.Config for kind in chosen}
     try:
-        return typed(completed(values, NODES | kinds), methods, APP.tasks)
+        return typed(completed(values, NODES | kinds), methods, tasks)
     except ConfigError as error:
         hint = f"its config.yaml does not fit this version of the suite: {error}"
         raise ConfigError(KEY, given, hint) from None

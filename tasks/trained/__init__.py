@@ -1,1 +1,0 @@
-"""What is done with a trained model: it is exported, or asked for text."""
