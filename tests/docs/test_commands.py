@@ -20,7 +20,7 @@ from co2.record import timeline
 from co2.record.folder import read_summary
 from tests.cli.harness import ROOT, configured, pooled
 from tests.docs import pages
-from tests.docs.commands import NOT_RUN, PROGRAMS, check
+from tests.docs.commands import PROGRAMS, check
 from tests.docs.pages import PAGES
 from tests.workers import Pool
 
@@ -71,7 +71,7 @@ unknown --program
         "python -m co2.record.timeline RUN",
         "scancel JOB",
     ]
-    assert len(SHOWN) > 30 and set(SHOWN.values()) > {"README.md", "slurm.md", "data.md"}
+    assert set(SHOWN.values()) > {"README.md", "slurm.md", "data.md"}
 
 
 @pytest.mark.parametrize(
@@ -109,11 +109,6 @@ unknown --program
 def test_a_wrong_command_is_found(command: str) -> None:
     with pytest.raises((AssertionError, ConfigError, ImportError, SystemExit)):
         check(command)
-
-
-def test_what_is_not_run_is_shown() -> None:
-    """The list is no longer than it must be."""
-    assert NOT_RUN.keys() <= {line.split()[0] for line in SHOWN}
 
 
 @by_page

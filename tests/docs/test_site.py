@@ -66,7 +66,7 @@ def test_every_link_leads_somewhere(site: Path) -> None:
             file = file / "index.html" if file.is_dir() else file
             if not file.is_file() or (name and file in pages and name not in pages[file].names):
                 lost.add(f"{page.relative_to(site)}: {target}")
-    assert len(pages) > 60 and not lost
+    assert pages and not lost
 
 
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:

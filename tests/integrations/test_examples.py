@@ -1,5 +1,4 @@
-"""Every example is short, and its own commands run where nothing but the extra that it names is
-installed."""
+"""Every example's own commands run where nothing but the extra that it names is installed."""
 
 import re
 import shutil
@@ -26,11 +25,9 @@ EXTRAS = {
 COMMAND = re.compile(r"^#? {0,5}((?:torchrun|python|accelerate|bash) .*)$", re.MULTILINE)
 
 
-def test_all_are_here_and_short() -> None:
+def test_none_is_forgotten() -> None:
     names = {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}
     assert names == {*EXTRAS, "slurm.sbatch"}
-    for name in names:
-        assert len((ROOT / "examples" / name).read_text().splitlines()) <= 60
 
 
 @pytest.fixture(scope="module")

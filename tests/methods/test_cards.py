@@ -1,6 +1,5 @@
 """docs/methods.md: a card for every method, whose facts and picture are those of the code."""
 
-import inspect
 import re
 
 import pytest
@@ -21,13 +20,10 @@ CARDS = dict(re.findall(r"^## `(\w+)`\n(.*?)(?=^## |^<!--|\Z)", PAGE, re.M | re.
 ROWS = dict(re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|", PAGE, re.M))
 """Method → the table's entry about what it waits for."""
 WAITS = {
-    Waits.always: (r"always\b", r"Blocking|Partly overlapped"),
-    Waits.beyond_delay: (
-        r"beyond (a round|a step|`delay` steps)$",
-        r"Fully overlapped|Overlapped for",
-    ),
+    Waits.always: r"always\b",
+    Waits.beyond_delay: r"beyond (a round|a step|`delay` steps)$",
 }
-"""What a method waits for → the table's words for it, and those of its card and its file."""
+"""What a method waits for → the table's entry."""
 SENDS = {
     "2(G−1)/G · n": lambda G, n, tau: 2 * (G - 1) / G * n,
     "2(G−1)/G · n/τ": lambda G, n, tau: 2 * (G - 1) / G * n / tau,
@@ -48,21 +44,13 @@ OWN: dict[str, dict[str, int]] = {
 def test_every_method_has_one() -> None:
     assert CARDS.keys() == METHODS.keys()
     for name, card in CARDS.items():
-        assert card.count("\n") < 20, name
         assert f"(../co2/methods/{name}.py)" in card
-        assert "**Choose it**" in card
-        assert name == "co2_keep" or re.search(r"arXiv \d{4}\.\d{5}", card), name
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_what_it_waits_for_is_what_the_code_declares(name: str) -> None:
     assert ROWS.keys() == METHODS.keys()
-    cell, words = WAITS[METHODS[name].waits]
-    assert re.match(cell, ROWS[name].strip()), ROWS[name]
-    assert len(re.findall(words, CARDS[name].partition("![")[0])) == 1
-    if name != "allreduce":
-        title = (inspect.getdoc(inspect.getmodule(METHODS[name])) or "").splitlines()[0]
-        assert re.search(words, title), title
+    assert re.match(WAITS[METHODS[name].waits], ROWS[name].strip()), ROWS[name]
 
 
 def measured(rank: int, world: int, name: str) -> tuple[float, float, int]:

@@ -484,7 +484,7 @@ def test_all_is_rendered(results: Path) -> None:
     assert "left out: SlowMo." in (results / "tables/golden.md").read_text()
     assert "CO2_3,60.0 (n = 1)" in (results / "tables/golden.csv").read_text()
     page = (results / "report.html").read_text()
-    assert page.count("<tr>") == 6 and "<svg" in page and "http://" not in page.split("<svg")[0]
+    assert "<svg" in page and "http://" not in page.split("<svg")[0]
     assert "<metadata>" not in page and page.index("The answer") < page.index("<nav>")
     names = {path.name for path in (results / "figures").iterdir()}
     assert names == {"golden_top_1_steps.svg"}, "no seconds of a machine that did other things"
