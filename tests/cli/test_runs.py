@@ -640,17 +640,19 @@ def test_wandb_offline(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"home", "runs"}
 
 
-def test_waiting_for_data_is_a_share_of_training() -> None:
+def test_waiting_for_data_is_a_share_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     meter = Meter(MethodStats)
     for step in range(4):
         with meter.waiting():
-            time.sleep(0.5 if step == 0 else 0.03)  # the first step is not timed
-        time.sleep(0.03)
+            now += 50 if step == 0 else 3  # the first step is not timed
+        now += 5
         with meter.paused():
-            time.sleep(0.1)
+            now += 10
         meter.step(units=1)
     share = meter.interval(4, 0.5, 0.1).data_share
-    assert 0.3 < share < 0.7
+    assert share == pytest.approx(3 / 8)
     assert meter.interval(4, 0.5, 0.1).data_share == 0
     totals = meter.state_dict()
     assert totals["data_s"] / totals["train_s"] == pytest.approx(share)

@@ -34,15 +34,12 @@ def cut_again_and_again(rank: int, world: int, numel: int, longest_s: float) -> 
         dist.barrier()
         work = dist.all_reduce(torch.ones(numel), group=group, async_op=True)
         time.sleep(longest_s * random.random())
-        began = time.monotonic()
         sockets.cut()
         try:
             finish(work, group, sockets)
         except RuntimeError:
             failed += 1
-        assert time.monotonic() - began < 10
         del work, group  # takes the group down, unless it was forgotten
-        assert time.monotonic() - began < 10
     return failed, TRIALS - failed
 
 

@@ -44,12 +44,12 @@ def test_results_come_by_rank(workers: Pool) -> None:
 
 def test_ranks_need_not_communicate(workers: Pool) -> None:
     for _ in range(30):  # without a barrier about one in fifty failed or hung
-        assert workers.run(leave, 4, time_limit_s=20.0) == [0, 1, 2, 3]
+        assert workers.run(leave, 4) == [0, 1, 2, 3]
 
 
 def test_nor_over_groups_of_their_own(workers: Pool) -> None:
     for _ in range(30):  # as above
-        assert workers.run(leave_a_group, 4, time_limit_s=20.0) == [0, 1, 2, 3]
+        assert workers.run(leave_a_group, 4) == [0, 1, 2, 3]
 
 
 def test_an_error_comes_back_with_its_traceback(workers: Pool) -> None:
