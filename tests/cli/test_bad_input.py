@@ -32,6 +32,7 @@ from tests.cli.harness import (
     started_processes,
 )
 from tests.server import environment
+from tests.tasks.build import sampler
 from tests.workers import Pool
 
 COUNT = "must be a whole number, 1 or more"
@@ -574,10 +575,8 @@ def test_a_damaged_file_is_one_line_whoever_meets_it(tmp_path: Path, ahead: int)
     arguments = ("task=resnet50", f"data.path={tmp_path / 'tree'}", "train.batch_size=2")
     arguments += ("method=local_sgd", "train.steps=4", f"data.workers={ahead}")
     config = configured(*arguments, runs=tmp_path / "runs")
-    task = train.APP.make_task(config)
-    task.setup(2)
-    met = task._sampler(2).indices(1, 1)[0]
-    victim = tmp_path / "tree" / task._images.path("train", int(met))[0]
+    met = int(sampler(train.APP.make_task(config), 16, 2).indices(1, 1)[0])
+    victim = tmp_path / "tree" / "train" / "ab"[met // 8] / f"{met % 8}.jpg"
     victim.write_bytes(victim.read_bytes()[:-100])
     run = cli(*arguments, runs=tmp_path / "runs")
     assert run.status == 2

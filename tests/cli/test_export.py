@@ -32,6 +32,7 @@ from tasks.text.roberta import RoBERTa, roberta_ids
 from tests.cli.harness import ROOT, configured, contents, folder_of, small, weights
 from tests.integrations.replicas import called
 from tests.tasks import small_glue
+from tests.tasks.build import text_of
 
 Finished = Callable[[str], Path]
 WORDS = "replica anchor, über\n\n\tround数 the"
@@ -138,14 +139,12 @@ def test_gpt2(finished: Finished, exported: Finished) -> None:
     names, run = read(folder), opened(TASKS, str(finished("gpt2")))
     model, tokenizer, own = names["model"], names["tokenizer"], run.model()
     assert isinstance(run.task, GPT2)
-    store = run.task._store
+    learned = run.task.tokenizer()
+    assert learned is not None
     tokens = torch.tensor([tokenizer.encode(WORDS)])
-    assert (
-        tokens[0].tolist()
-        == Tokenizer.from_file(f"{store.folder}/tokenizer.json").encode(WORDS).ids
-    )
+    assert tokens[0].tolist() == Tokenizer.from_str(learned).encode(WORDS).ids
     assert tokenizer.decode(tokens[0]) == WORDS
-    assert tokenizer.eos_token_id == model.config.eos_token_id == store.meta["separator"]
+    assert tokenizer.eos_token_id == model.config.eos_token_id == run.task.separator
     assert torch.equal(model(tokens).logits, own(input_ids=tokens).logits)
     _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
@@ -157,10 +156,10 @@ def test_roberta(finished: Finished, exported: Finished) -> None:
     names, run = read(folder), opened(TASKS, str(finished("roberta")))
     model, tokenizer, own = names["model"], names["tokenizer"], run.model()
     assert isinstance(run.task, RoBERTa)
-    store = run.task._store
-    learned = Tokenizer.from_file(f"{store.folder}/tokenizer.json").encode(WORDS).ids
+    text = text_of(run.task)
+    learned = Tokenizer.from_file(f"{text.folder}/tokenizer.json").encode(WORDS).ids
     tokens = torch.tensor([tokenizer.encode(WORDS)])
-    assert tokens[0].tolist() == [0, *roberta_ids(store, False)[learned], 2]
+    assert tokens[0].tolist() == [0, *roberta_ids(text, False)[learned], 2]
     size = model.config.vocab_size
     filled = tokenizer("replica <mask> round")["input_ids"]
     assert size == 516 and filled.count(size - 1) == 1 and tokenizer.mask_token_id == size - 1

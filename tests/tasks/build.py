@@ -9,7 +9,10 @@ import torch
 from co2.comm.mesh import Mesh
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from tasks import GPT2, MoE, Toy, TransNormer
+from tasks.shared.sampling import Sampler
 from tasks.text.causal import CausalText
+from tasks.text.store import Store
+from tasks.text.text import Window, opened
 
 Text = TypeVar("Text", bound=CausalText)
 
@@ -35,3 +38,15 @@ def toy(seed: int = 0, batch_size: int = 8, path: str | None = None, **config: A
 
 def mesh(replica: int = 0, num_replicas: int = 1) -> Mesh:
     return Mesh(replica, num_replicas, torch.device("cpu"))
+
+
+def sampler(task: Any, num_samples: int, num_workers: int = 1) -> Sampler:
+    """What chooses the samples of a task's batches."""
+    return Sampler(num_samples, num_workers, task.train.batch_size, task.train.seed)
+
+
+def text_of(task: Any) -> Store:
+    """The tokens of the text that a task trains on, after its `setup`."""
+    config = task.config
+    window = Window("context", config.context, config.context)
+    return opened(task.data, "corpus", config.corpus.name, config.vocab_size, window)

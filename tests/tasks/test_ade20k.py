@@ -16,11 +16,11 @@ from co2.errors import ConfigError
 from co2.program import python
 from tasks import ADE20K
 from tasks.ade20k.ade20k import Source
-from tasks.ade20k.pairs import FOLDER
+from tasks.ade20k.pairs import FOLDER, Pairs
 from tasks.ade20k.segmentation import IGNORED
 from tasks.ade20k.upernet import upernet
 from tests.tasks import small_ade20k as small
-from tests.tasks.build import mesh
+from tests.tasks.build import mesh, sampler
 
 
 def ade20k(
@@ -155,7 +155,8 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_batches_go_on_from_any_start(task: ADE20K) -> None:
-    per_epoch = task._sampler(3).draws_per_epoch
+    num_samples = task.fingerprint()["num_samples"]
+    per_epoch = sampler(task, num_samples["training"], 3).draws_per_epoch
     for start in (0, per_epoch - 1, per_epoch):
         ahead = task.batches(mesh(1, 3), start)
         next(ahead)
@@ -191,10 +192,14 @@ def test_batches_are_the_same_with_loading_processes(folder: Path) -> None:
         assert all(torch.equal(*parts) for parts in zip(one, other, strict=True))
 
 
+def validation(folder: Path) -> Pairs:
+    return Pairs(folder, "validation", "data.path", str(folder), "is missing")
+
+
 def test_classes_are_read_as_the_benchmark_counts_them(folder: Path) -> None:
     task = ade20k(folder.parent, source=Source.ade20k)
     task.setup(1)
-    image, labels = task._samples("validation")[1]
+    image, labels = validation(folder)[1]
     mask = np.array(Image.open(small.annotation(folder, "validation", 2))).astype(int)
     pixels = np.array(Image.open(small.image(folder, "validation", 2)))
     assert (image.permute(1, 2, 0).numpy() == pixels).all()
@@ -250,7 +255,7 @@ def test_evaluation_is_that_of_all_pixels_at_their_own_size(folder: Path) -> Non
 
     model.eval()
     truths, founds, losses = [], [], []
-    samples = task._samples("validation")
+    samples = validation(folder)
     for number in range(3):
         image, labels = samples[number]
         short = min(labels.shape)
@@ -322,7 +327,7 @@ def test_over_gloo(workers, folder: Path) -> None:
 def test_baselines(folder: Path) -> None:
     task = ade20k(path=folder)
     task.setup(1)
-    samples = task._samples("validation")
+    samples = validation(folder)
     labels = torch.cat([samples.labels(number).flatten() for number in range(3)])
     counts = labels[labels != IGNORED].bincount()
     share = counts.max().item() / counts.sum().item()

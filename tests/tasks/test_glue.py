@@ -15,15 +15,16 @@ from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError
 from co2.task import FineTuning
 from tasks import GLUE, RoBERTa
+from tasks.glue import passages
 from tasks.glue.examples import Examples, fitted
 from tasks.glue.glue import Name
-from tasks.glue.glue_tables import GLUE_TASKS
+from tasks.glue.glue_tables import GLUE_TASKS, read_examples
 from tasks.glue.scores import METRICS
 from tasks.shared.corpus import user_corpus
 from tasks.text.masking import Vocabulary
-from tasks.text.roberta import CorpusName
+from tasks.text.roberta import CorpusName, roberta_ids
 from tests.tasks import small_glue
-from tests.tasks.build import mesh
+from tests.tasks.build import mesh, sampler, text_of
 from tests.tasks.conftest import story
 
 
@@ -100,9 +101,20 @@ def test_rows() -> None:
         assert fitted(np.array([[first, second]]), 7).tolist() == [kept]
 
 
+def examples(task: GLUE) -> dict[str, Examples]:
+    """What the task reads, made of its text or its tables."""
+    name, root, path = task.config.name, Path(task.data.root), task.data.path
+    if name.value in GLUE_TASKS:
+        return read_examples(root / "glue" / name.value, name.value, text_of(task), root)
+    assert path is not None
+    if name is Name.topic:
+        return passages.topic(text_of(task), user_corpus(path), task.length - 2)
+    return passages.adjoin(text_of(task), user_corpus(path), (task.length - 4) // 2)
+
+
 def texts(task: GLUE, part: str) -> list[list[str]]:
-    tokenizer = Tokenizer.from_file(str(task._store.folder / "tokenizer.json"))
-    found = task._examples[part]
+    tokenizer = Tokenizer.from_file(str(text_of(task).folder / "tokenizer.json"))
+    found = examples(task)[part]
     return [
         [
             tokenizer.decode(found.tokens[start : start + length].tolist())
@@ -119,7 +131,8 @@ def test_topics(root: Path, folder: Path) -> None:
     assert task.num_labels == 3 and task.baselines() == {"majority_accuracy": 1 / 3}
     for part in ("train", "val"):
         documents = list(corpus.named_documents(part))
-        found = task._examples[part]
+        found = examples(task)[part]
+        assert task.fingerprint()["num_samples"][part] == len(found)
         assert (found.lengths == 32).all() and len(np.unique(found.starts)) == len(found)
         assert (np.diff(np.sort(found.starts[:, 0])) >= 32).all()  # none overlap
         assert len(set(np.bincount(found.labels))) == 1
@@ -137,7 +150,8 @@ def test_topics_of_a_single_file(root: Path, text_file: Path) -> None:
 
 def test_adjoining(root: Path, text_file: Path) -> None:
     task = adjoin(root, text_file)
-    for found in task._examples.values():
+    for part, found in examples(task).items():
+        assert task.fingerprint()["num_samples"][part] == len(found)
         apart = found.starts[:, 1] - found.starts[:, 0]
         assert ((apart == 15) == (found.labels == 1)).all()
         assert np.bincount(found.labels).tolist() == [len(found) // 2] * 2
@@ -167,8 +181,8 @@ def test_examples_are_the_tables(of_glue, name: str, saved: bool) -> None:
         rows = [[row[column] for column in columns] for one in tables for row in one.to_pylist()]
         assert texts(task, part) == rows
         labels = np.concatenate([one["label"].to_numpy() for one in tables])
-        assert np.allclose(task._examples[part].labels, labels)
-    assert task._examples["val"].first == len(
+        assert np.allclose(examples(task)[part].labels, labels)
+    assert examples(task)["val"].first == len(
         small_glue.table(name, GLUE_TASKS[name].validation[0])
     )
     assert len(list((Path(task.data.root) / "text").glob(f"glue_{name}-*"))) == 1
@@ -179,10 +193,11 @@ def test_examples_are_the_tables(of_glue, name: str, saved: bool) -> None:
 def test_every_task_of_glue(of_glue, name: str) -> None:
     """The metrics are those of all predictions, whatever the batches."""
     task = of_glue(name)
-    model, found = task.model(), task._examples["val"]
+    model, found = task.model(), examples(task)["val"]
     loss = task.loss(model, next(task.batches(mesh(), 0)))
     assert loss.shape == () and loss.dtype == torch.float32
-    tokens, labels = task._batch("val", np.arange(len(found)))
+    rows = found.rows(np.arange(len(found)), roberta_ids(text_of(task), False), task.length)
+    tokens, labels = torch.from_numpy(rows), torch.from_numpy(found.labels)
     with torch.no_grad():
         logits = model(tokens)
     regression = name == "stsb"
@@ -225,7 +240,8 @@ def test_padding_changes_nothing(root: Path, text_file: Path) -> None:
 
 def test_batches_go_on_from_any_start(root: Path, text_file: Path) -> None:
     task = adjoin(root, text_file)
-    per_epoch = task._sampler(3).draws_per_epoch
+    num_samples = task.fingerprint()["num_samples"]["train"]
+    per_epoch = sampler(task, num_samples, 3).draws_per_epoch
     whole = task.batches(mesh(1, 3), 0)
     batches = [next(whole) for _ in range(per_epoch + 3)]
     assert batches[0][0].shape == (4, 34) and batches[0][1].shape == (4,)

@@ -18,7 +18,7 @@ from tasks.shared.randomness import initial_std
 from tasks.text.causal import CorpusName
 from tasks.text.gpt2 import Size
 from tasks.text.text import token_bytes
-from tests.tasks.build import gpt2, mesh
+from tests.tasks.build import gpt2, mesh, sampler, text_of
 from tests.tasks.test_evaluation import as_workers
 
 
@@ -28,6 +28,10 @@ def task(root: Path, text_file: Path) -> GPT2:
     task = gpt2(root, text_file, context=32, vocab_size=300)
     task.setup(3)
     return task
+
+
+def num_windows(task: GPT2, part: str) -> int:
+    return (text_of(task).count(part) - 1) // 32
 
 
 def num_parameters(**config) -> int:
@@ -63,7 +67,7 @@ def test_dropout_reaches_the_model(root: Path) -> None:
 
 
 def test_batches_go_on_from_any_start(task: GPT2) -> None:
-    per_epoch = task._sampler(3).draws_per_epoch
+    per_epoch = sampler(task, num_windows(task, "train"), 3).draws_per_epoch
     whole = task.batches(mesh(1, 3), 0)
     batches = [next(whole) for _ in range(per_epoch + 3)]
     for start in (0, 1, per_epoch - 1, per_epoch, per_epoch + 2):
@@ -74,10 +78,10 @@ def test_batches_go_on_from_any_start(task: GPT2) -> None:
 
 
 def test_batches_are_windows_of_the_training_part(task: GPT2) -> None:
-    tokens = np.asarray(task._store.tokens("train"), np.int64)
-    sampler = task._sampler(3)
+    tokens = np.asarray(text_of(task).tokens("train"), np.int64)
+    chosen = sampler(task, num_windows(task, "train"), 3).indices(2, 1)
     batch = next(task.batches(mesh(1, 3), 2))
-    for row, index in zip(batch.tolist(), sampler.indices(2, 1), strict=True):
+    for row, index in zip(batch.tolist(), chosen, strict=True):
         assert row == tokens[index * 32 : index * 32 + 33].tolist()
 
 
@@ -119,7 +123,7 @@ def test_it_learns_a_batch_by_heart(task: GPT2) -> None:
 
 def test_evaluation_is_the_mean_over_all_windows(task: GPT2) -> None:
     model = task.model()
-    tokens = torch.from_numpy(np.asarray(task._store.tokens("val"), np.int64))
+    tokens = torch.from_numpy(np.asarray(text_of(task).tokens("val"), np.int64))
     count = (len(tokens) - 1) // 32
     with torch.no_grad():
         rows = (
@@ -130,23 +134,44 @@ def test_evaluation_is_the_mean_over_all_windows(task: GPT2) -> None:
     scores = task.evaluate(model)
     assert scores["loss"] == pytest.approx(losses.item(), rel=1e-5)
     assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
-    lengths = token_bytes(task._store)
+    lengths = token_bytes(text_of(task))
     assert lengths is not None
     bits = scores["loss"] * count * 32 / math.log(2)
     assert scores["bits_per_byte"] == pytest.approx(bits / lengths[rows[1].numpy()].sum())
     assert model.training
 
 
-def test_the_halves_of_the_validation_text(root: Path, text_file: Path) -> None:
+def evaluated(monkeypatch: pytest.MonkeyPatch, task: GPT2) -> tuple[list[int], float]:
+    """The windows that an evaluation reads, and its loss."""
+    rows = np.asarray(text_of(task).tokens("val"))[: num_windows(task, "val") * 32].reshape(-1, 32)
+    numbers = {tuple(row): number for number, row in enumerate(rows.tolist())}
+    assert len(numbers) == len(rows), "no two windows are alike"
+    read: list[int] = []
+    original = task.logits
+
+    def logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        read.extend(numbers[tuple(row)] for row in tokens.tolist())
+        return original(model, tokens)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(task, "logits", logits)
+        loss = task.evaluate(task.model())["loss"]
+    return read, loss
+
+
+def test_the_halves_of_the_validation_text(
+    monkeypatch: pytest.MonkeyPatch, root: Path, text_file: Path
+) -> None:
     """They have no window in common, and the whole is their mean."""
     found = {}
     for part in Validation:
         task = gpt2(root, text_file, context=32, vocab_size=300)
         task.data.validation = part
         task.setup(1)
+        read, loss = evaluated(monkeypatch, task)
         facts = task.fingerprint()["evaluated"]
-        assert facts == {"part": part.value, "num_samples": len(task._validation)}
-        found[part] = task._validation.tolist(), task.evaluate(task.model())["loss"]
+        assert facts == {"part": part.value, "num_samples": len(read)}
+        found[part] = read, loss
     (whole, loss), (report, of_report), (tuning, of_tuning) = found.values()
     assert sorted(report + tuning) == whole and of_report != of_tuning
     mean = (len(report) * of_report + len(tuning) * of_tuning) / len(whole)
@@ -167,15 +192,17 @@ def test_evaluation_is_the_same_for_any_number_of_workers(
             assert as_workers(patch, world, lambda: task.evaluate(model)) == alone
 
 
-def test_a_limited_evaluation_is_spread_over_the_whole_part(root: Path, text_file: Path) -> None:
+def test_a_limited_evaluation_is_spread_over_the_whole_part(
+    monkeypatch: pytest.MonkeyPatch, root: Path, text_file: Path
+) -> None:
     task = gpt2(root, text_file, context=32, vocab_size=300, eval_samples=10)
     task.setup(1)
-    chosen, available = task._validation, (task._store.count("val") - 1) // 32
-    assert len(set(chosen.tolist())) == 10
+    (chosen, _), available = evaluated(monkeypatch, task), num_windows(task, "val")
+    assert len(set(chosen)) == 10
     assert chosen[0] == 0 and available * 0.85 < chosen[-1] < available
     task.config.eval_samples = 10**9
     task.setup(1)
-    assert task._validation.tolist() == list(range(available))
+    assert evaluated(monkeypatch, task)[0] == list(range(available))
 
 
 def test_evaluation_of_broken_weights_says_so(task: GPT2) -> None:

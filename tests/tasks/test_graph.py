@@ -14,6 +14,7 @@ from co2.errors import ConfigError
 from co2.program import python
 from tasks.graph.graph import DatasetName, Graph
 from tasks.graph.networks import Network
+from tasks.graph.sampling import Topology
 from tests.tasks import random_graph
 
 
@@ -105,13 +106,24 @@ def test_the_published_size() -> None:
     assert sum(weight.numel() for weight in model.parameters()) == expected
 
 
-def test_halves_of_the_validation_nodes(folder: Path) -> None:
+def test_halves_of_the_validation_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[int] = set()
+    original = Topology.neighbourhood
+
+    def neighbourhood(topology: Topology, nodes: np.ndarray, *more: Any) -> Any:
+        seen.update(nodes.tolist())
+        return original(topology, nodes, *more)
+
+    monkeypatch.setattr(Topology, "neighbourhood", neighbourhood)
+
     def chosen(part: Validation) -> set[int]:
         task = graph(folder)
         task.data.validation = part
         task.setup(1)
-        assert task.fingerprint()["evaluated"]["part"] == part.value
-        return set(task._validation.tolist())
+        seen.clear()
+        task.evaluate(task.model())
+        assert task.fingerprint()["evaluated"] == {"part": part.value, "num_samples": len(seen)}
+        return set(seen)
 
     halves = [chosen(part) for part in (Validation.report, Validation.tuning)]
     assert set.isdisjoint(*halves)

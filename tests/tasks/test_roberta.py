@@ -13,11 +13,11 @@ from transformers import RobertaConfig
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError
 from tasks import RoBERTa
-from tasks.shared.sampling import Sampler
 from tasks.text import store
-from tasks.text.masking import IGNORED, Vocabulary
-from tasks.text.roberta import CorpusName, Size, begin_as_waves
-from tests.tasks.build import gpt2, mesh
+from tasks.text.masking import IGNORED, Vocabulary, masked
+from tasks.text.roberta import CorpusName, Size, begin_as_waves, roberta_ids
+from tasks.text.text import windows
+from tests.tasks.build import gpt2, mesh, sampler, text_of
 
 
 def roberta(
@@ -58,6 +58,10 @@ def test_sizes() -> None:
     assert num_parameters() < 200_000
 
 
+def num_windows(task: RoBERTa, part: str) -> int:
+    return text_of(task).count(part) // 32
+
+
 def test_weights_depend_on_the_seed_alone(root: Path) -> None:
     def weights(seed: int) -> torch.Tensor:
         torch.rand(seed + 1)
@@ -95,22 +99,23 @@ def test_positions_of_a_narrow_model_begin_as_waves() -> None:
 
 def test_ids_are_laid_out_as_roberta_does(task: RoBERTa) -> None:
     """<s>, text, </s>; the store's separator is </s>; other tokens keep their order."""
-    tokens = np.asarray(task._store.tokens("train"), np.int64)
-    separator = task._store.meta["separator"]
-    indices = np.array([2, 5, 0])
-    seen, places, targets = task._batch("train", indices, 0, 0)
+    tokens = np.asarray(text_of(task).tokens("train"), np.int64)
+    separator = text_of(task).meta["separator"]
+    indices = sampler(task, num_windows(task, "train")).indices(0, 0)
+    seen, places, targets = next(task.batches(mesh(), 0))
     original = seen.scatter(1, places, targets)
     for row, index in zip(original.tolist(), indices, strict=True):
         text = tokens[index * 32 : index * 32 + 32]
         assert row[0] == Vocabulary.START and row[-1] == Vocabulary.END
         expected = [2 if t == separator else t + 4 - (t > separator) for t in text.tolist()]
         assert row[1:-1] == expected
-    assert task._ids.max() == task.vocabulary.mask - 1 and task.vocabulary.size == 304
+    assert roberta_ids(text_of(task), False).max() == task.vocabulary.mask - 1
+    assert task.vocabulary.size == 304
     assert separator in tokens[-1:]  # the document's end is there to be mapped
 
 
 def test_batches_go_on_from_any_start(root: Path, text_file: Path, task: RoBERTa) -> None:
-    per_epoch = task._sampler(3).draws_per_epoch
+    per_epoch = sampler(task, num_windows(task, "train"), 3).draws_per_epoch
     whole = task.batches(mesh(1, 3), 0)
     batches = [next(whole) for _ in range(per_epoch + 3)]
     seen, places, targets = batches[0]
@@ -127,15 +132,15 @@ def test_batches_go_on_from_any_start(root: Path, text_file: Path, task: RoBERTa
 
 
 def test_a_window_has_another_mask_in_every_epoch(task: RoBERTa) -> None:
-    sampler: Sampler = task._sampler(1)
+    samples = sampler(task, num_windows(task, "train"))
     masks: dict[int, list[torch.Tensor]] = {}
     drawn = task.batches(mesh(), 0)
-    for draw in range(2 * sampler.draws_per_epoch):
+    for draw in range(2 * samples.draws_per_epoch):
         _, places, _ = next(drawn)
-        for index, own in zip(sampler.indices(draw, 0).tolist(), places, strict=True):
+        for index, own in zip(samples.indices(draw, 0).tolist(), places, strict=True):
             masks.setdefault(index, []).append(own)
     twice = [both for both in masks.values() if len(both) == 2]
-    assert len(twice) > 0.9 * sampler.num_samples
+    assert len(twice) > 0.9 * samples.num_samples
     assert sum(torch.equal(*both) for both in twice) <= 1
 
 
@@ -182,8 +187,12 @@ def test_every_weight_learns_a_batch_by_heart(task: RoBERTa) -> None:
 def test_evaluation_is_the_mean_over_all_windows(root: Path, text_file: Path) -> None:
     task = small(root, text_file)
     model = task.model()
-    available = task._store.count("val") // 32
-    seen, places, targets = task._batch("val", np.arange(available), 1907_11692)
+    numbers = np.arange(num_windows(task, "val"))
+    inside = windows(text_of(task).tokens("val"), numbers, 32, overlap=0).numpy()
+    rows = np.full((len(inside), 34), Vocabulary.START)
+    rows[:, 1:-1], rows[:, -1] = roberta_ids(text_of(task), False)[inside], Vocabulary.END
+    made = masked(rows, task.vocabulary, 1907_11692, numbers)
+    seen, places, targets = map(torch.from_numpy, made)
     with torch.no_grad():
         expected = F.cross_entropy(model(seen, places).flatten(0, 1), targets.flatten())
     scores = task.evaluate(model)
@@ -218,17 +227,19 @@ def test_evaluation_over_gloo(workers, task: RoBERTa, root: Path, text_file: Pat
 
 
 def test_the_baseline_leaves_separators_out(task: RoBERTa) -> None:
-    tokens = np.asarray(task._store.tokens("val"))
-    words = tokens[tokens != task._store.meta["separator"]]
+    tokens = np.asarray(text_of(task).tokens("val"))
+    words = tokens[tokens != text_of(task).meta["separator"]]
     shares = np.unique(words, return_counts=True)[1] / len(words)
     expected = -(shares * np.log(shares)).sum()
     assert task.baselines() == {"unigram_entropy": pytest.approx(expected)}
 
 
-def test_gpt2_shares_the_cache(root: Path, text_file: Path, task: RoBERTa) -> None:
+def test_gpt2_shares_the_cache(
+    monkeypatch: pytest.MonkeyPatch, root: Path, text_file: Path, task: RoBERTa
+) -> None:
     other = gpt2(root, text_file, context=32, vocab_size=300)
+    monkeypatch.setattr("tasks.text.text.create", lambda *_: pytest.fail("it is made again"))
     other.setup(1)
-    assert other._store.folder == task._store.folder
     assert task.fingerprint() == other.fingerprint()
 
 
@@ -242,7 +253,7 @@ def test_wikibooks_keeps_its_ids(tmp_path: Path) -> None:
     kept(tmp_path, [*range(1000, 1015), 2] * 20)
     task = roberta(tmp_path, corpus=CorpusName.wikibooks, context=34)
     task.setup(1)
-    seen, places, targets = task._batch("train", np.arange(2), 0)
+    seen, places, targets = next(task.batches(mesh(), 0))
     assert seen.scatter(1, places, targets)[0].tolist() == [0, *([*range(1000, 1015), 2] * 2), 2]
     assert task.vocabulary.mask == 50264 and (targets != 2).all()
     assert task.fingerprint()["data"] == "wikibooks"

@@ -14,12 +14,20 @@ import torch.nn.functional as F
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError
-from tasks.shapenet.clouds import normalized, scale_and_shift, scaled_and_moved
+from tasks.shapenet.clouds import normalized, open_clouds, scale_and_shift, scaled_and_moved
 from tasks.shapenet.point_mae import PointMAE
 from tasks.shapenet.points import chamfer, patches, taken
-from tasks.shapenet.shapenet import Objective, ShapeNet, Shapes, Size, svm_accuracy
+from tasks.shapenet.shapenet import (
+    NUM_SOLIDS,
+    Objective,
+    ShapeNet,
+    Shapes,
+    Size,
+    svm_accuracy,
+)
+from tasks.shapenet.solids import solids
 from tasks.shared.randomness import generator
-from tests.tasks.build import mesh
+from tests.tasks.build import mesh, sampler
 from tests.tasks.test_evaluation import as_workers
 
 SMALL = {"points": 32, "groups": 8, "group_size": 8, "eval_samples": 70, "svm_samples": 100}
@@ -113,7 +121,7 @@ def test_it_normalizes_as_the_published_model(objective: Objective) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_go_on_from_any_start(folder: Path, workers: int) -> None:
     task = ready(3, path=folder, batch_size=2, workers=workers)
-    per_epoch = task._sampler(3).draws_per_epoch
+    per_epoch = sampler(task, 14, 3).draws_per_epoch
     assert per_epoch == 2
     whole = ready(3, path=folder, batch_size=2).batches(mesh(1, 3), 0)
     batches = [next(whole) for _ in range(per_epoch + 3)]
@@ -127,25 +135,30 @@ def test_batches_go_on_from_any_start(folder: Path, workers: int) -> None:
     assert not torch.equal(other[0], clouds)
 
 
+def kinds_of_solids(part: str) -> np.ndarray:
+    _, kinds = solids(sum(NUM_SOLIDS.values()), 2, seed=0)
+    cut = NUM_SOLIDS["train"]
+    return kinds[:cut] if part == "train" else kinds[cut:]
+
+
 def test_a_few_solids_are_of_all_kinds() -> None:
     """Evenly spread samples of kinds that took turns could all be of one kind."""
-    task = ready(eval_samples=60, svm_samples=100)
     for part, wanted in (("test", 60), ("train", 100)):
-        clouds = task._part(part)
-        chosen = np.arange(wanted) * len(clouds) // wanted
-        assert len(set(clouds.kinds[chosen].tolist())) == 10
+        kinds = kinds_of_solids(part)
+        chosen = np.arange(wanted) * len(kinds) // wanted
+        assert len(set(kinds[chosen].tolist())) == 10
 
 
 def test_every_epoch_draws_moves_and_masks_anew(folder: Path) -> None:
     """The sample alone, with seed and epoch, decides: not its place in the batch or the replica."""
 
     def seen(task: ShapeNet, num_replicas: int, draws: range) -> dict[tuple[int, int], tuple]:
-        sampler, found = task._sampler(num_replicas), {}
+        samples, found = sampler(task, 14, num_replicas), {}
         for replica in range(num_replicas):
             batches = task.batches(mesh(replica, num_replicas), 0)
             for draw, (clouds, orders) in zip(draws, batches, strict=False):
-                for i, *made in zip(sampler.indices(draw, replica), clouds, orders, strict=True):
-                    found[sampler.epoch(draw), int(i)] = tuple(map(torch.Tensor.tolist, made))
+                for i, *made in zip(samples.indices(draw, replica), clouds, orders, strict=True):
+                    found[samples.epoch(draw), int(i)] = tuple(map(torch.Tensor.tolist, made))
         return found
 
     alone = seen(ready(path=folder, batch_size=6), 1, range(4))
@@ -161,9 +174,9 @@ def test_every_epoch_draws_moves_and_masks_anew(folder: Path) -> None:
 
 def test_a_batch_is_points_of_its_cloud(folder: Path) -> None:
     task = ready(path=folder)
-    (clouds, _), chosen = next(task.batches(mesh(), 0)), task._sampler(1).indices(0, 0)
+    (clouds, _), chosen = next(task.batches(mesh(), 0)), sampler(task, 14).indices(0, 0)
     for made, i in zip(clouds.double().numpy(), chosen, strict=True):
-        name = task._part("train").files[i]
+        name = open_clouds(folder, "data.path")["train"].files[i]
         points = np.load(name)[:, :3]
         rng = generator(0, 0, int(i))
         part = points[rng.permutation(40)[:32]]
@@ -239,13 +252,28 @@ def test_it_learns_a_batch_by_heart(objective: Objective) -> None:
     assert losses[-1] < 0.7 * hidden.square().sum(-1).mean().item()  # of drawing the centres
 
 
+def judged(
+    task: ShapeNet, model: torch.nn.Module
+) -> tuple[dict[str, float], torch.Tensor, torch.Tensor]:
+    """The scores of an evaluation; the clouds whose loss it takes, and the orders of patches."""
+    clouds, orders = [], []
+
+    def note(_: torch.nn.Module, given: tuple[Any, ...]) -> None:
+        if len(given) == 3 or not task.reconstructs:
+            clouds.append(given[0])
+            orders.extend(given[1:2])
+
+    with model.register_forward_pre_hook(note):
+        scores = task.evaluate(model)
+    return scores, torch.cat(clouds), torch.cat(orders) if orders else torch.empty(0)
+
+
 @pytest.mark.parametrize("objective", Objective)
 def test_evaluation_is_the_mean_over_the_test_clouds(folder: Path, objective: Objective) -> None:
     task = ready(path=folder, objective=objective)
     model = task.model()
-    scores = task.evaluate(model)
-    assert model.training and next(iter(scores)) == "loss"
-    clouds, orders = task._batch("test", np.arange(5), 1)
+    scores, clouds, orders = judged(task, model)
+    assert model.training and next(iter(scores)) == "loss" and len(clouds) == 5
     model.eval()
     with torch.no_grad():
         if objective is Objective.classification:
@@ -320,12 +348,11 @@ def test_baselines() -> None:
     task = ready()
     found = task.baselines()
     chosen = np.arange(70) * 1000 // 70
-    kinds = task._part("test").kinds[chosen]
+    kinds = kinds_of_solids("test")[chosen]
     assert found["majority_accuracy"] == np.bincount(kinds).max() / 70
     assert 0.2 < found["untrained_svm_accuracy"] < 1
-    untrained = task.evaluate(task.model())
-    assert found["untrained_svm_accuracy"] == untrained["svm_accuracy"]
-    clouds, orders = task._batch("test", chosen, 1)
+    untrained, clouds, orders = judged(task, task.model())
+    assert found["untrained_svm_accuracy"] == untrained["svm_accuracy"] and len(clouds) == 70
     hidden = taken(patches(clouds, 8, 8)[0], orders[:, 4:])
     assert found["centre_loss"] == pytest.approx(hidden.square().sum(-1).mean().item(), rel=1e-5)
     assert set(ready(objective=Objective.classification).baselines()) == {"majority_accuracy"}
@@ -336,7 +363,7 @@ def test_a_folder_of_ones_own(folder: Path) -> None:
     facts = task.fingerprint()
     assert facts["num_samples"] == {"train": 14, "test": 5} and facts["num_classes"] == 2
     assert task.baselines() == {"majority_accuracy": 0.6}
-    assert task._part("test").kinds.tolist() == [0, 1, 0, 1, 0]
+    assert open_clouds(folder, "data.path")["test"].kinds.tolist() == [0, 1, 0, 1, 0]
     lists = folder / "ShapeNet-55" / "test.txt"
     lists.write_text("\n".join(lists.read_text().split()[::-1]))
     assert ready(path=folder).fingerprint()["sha256"] != facts["sha256"]
