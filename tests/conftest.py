@@ -57,7 +57,7 @@ LONG = (
     "tests/cli/test_wandb.py::test_its_process_ends",
     "tests/cli/test_wandb.py::test_steps_that_are_trained_again",
     "tests/docs/test_commands.py::test_a_timeline_of_two_runs",
-    "tests/docs/test_commands.py::test_its_program_takes_it",
+    "tests/docs/test_commands.py::test_every_command_is_taken",
     "tests/docs/test_commands.py::test_ones_own_text",
     "tests/engine/test_example.py",
     "tests/engine/test_lab.py",

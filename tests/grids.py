@@ -25,3 +25,17 @@ def grid(cases: Iterable[Any], telling: Callable[[Any], bool], one: bool = False
         parts = case if isinstance(case, tuple) and not one else (case,)
         values.append(pytest.param(*parts, marks=() if telling(case) else pytest.mark.slow))
     return values
+
+
+def first_of_each(
+    cases: Iterable[Any], kind: Callable[[Any], object], one: bool = False
+) -> list[Any]:
+    """A `grid` whose telling cases are the first of every kind."""
+    seen: set[object] = set()
+
+    def is_first(case: Any) -> bool:
+        known = kind(case) in seen
+        seen.add(kind(case))
+        return not known
+
+    return grid(cases, is_first, one)

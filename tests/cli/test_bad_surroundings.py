@@ -20,6 +20,7 @@ from co2.simulate import __main__ as simulate
 from co2.train import launch
 from tests.cli.harness import cli
 from tests.cli.refused import files, refused
+from tests.grids import first_of_each
 
 NUMBER = "must be a whole number"
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
@@ -108,7 +109,9 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return here
 
 
-@pytest.mark.parametrize(("good", "name", "value", "hint"), ENVIRONMENTS)
+@pytest.mark.parametrize(
+    ("good", "name", "value", "hint"), first_of_each(ENVIRONMENTS, lambda case: case[1])
+)
 def test_environment(
     empty: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -144,12 +147,13 @@ def test_nccl_without_enough_gpus(
 
 
 @pytest.mark.parametrize(
-    ("program", "words", "says"),
-    [pytest.param(main, words, says, id=f"{n} {words}") for n, main, words, says in PROGRAMS],
+    ("name", "program", "words", "says"),
+    first_of_each(PROGRAMS, lambda case: (case[0], case[3].partition(":")[0])),
 )
 def test_program(
     empty: Path,
     capsys: pytest.CaptureFixture[str],
+    name: str,
     program: Callable[[list[str]], object],
     words: str,
     says: str,

@@ -20,6 +20,7 @@ from co2.train import launch
 from tasks import TASKS
 from tests.cli.harness import TOY, configured
 from tests.cli.refused import MARK, Payload, files, pickled, refused, tagged
+from tests.grids import first_of_each
 
 Spoil = Callable[[Path], object]
 DEEP = "[" * 100_000
@@ -95,7 +96,7 @@ RUNS: dict[str, tuple[Spoil, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", first_of_each(RUNS, lambda kind: RUNS[kind][1]))
 def test_run_folder(run: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     spoil, says = RUNS[kind]
     spoil(run)
@@ -179,7 +180,7 @@ STARTS: dict[str, tuple[Spoil, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", STARTS)
+@pytest.mark.parametrize("kind", first_of_each(STARTS, lambda kind: STARTS[kind][1]))
 def test_init_from(start: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     spoil, says = STARTS[kind]
     spoil(start)
@@ -221,7 +222,9 @@ CONFIGURATIONS: dict[str, tuple[str, Callable[[Path], str], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", CONFIGURATIONS)
+@pytest.mark.parametrize(
+    "kind", first_of_each(CONFIGURATIONS, lambda kind: CONFIGURATIONS[kind][0])
+)
 def test_configuration(here: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     name, make, says = CONFIGURATIONS[kind]
     conf = shutil.copytree(train.APP.conf, here / "conf")

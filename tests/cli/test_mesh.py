@@ -90,18 +90,14 @@ def test_goes_on_exactly(
     assert summary["bytes_per_step"] > 0 and summary["comm_s"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "strategy"),
     [
+        (("method=allreduce",), "ddp"),
+        (("method=allreduce",), "zero1"),
         (("method=allreduce",), "zero3"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (("method=allreduce",), "ddp"),
-                (("method=allreduce",), "zero1"),
-                (("method=streaming_diloco", "streaming_diloco.tau=3"), "zero3"),
-            )
-        ),
+        (("method=streaming_diloco", "streaming_diloco.tau=3"), "zero3"),
     ],
     ids=str,
 )

@@ -88,6 +88,7 @@ def test_it_follows_its_reference(
             torch.testing.assert_close(now, then, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow  # as tests/methods/test_resume.py of every other method
 def test_it_resumes_exactly(workers: Pool) -> None:
     workers.run(registered_stops, 2)
 

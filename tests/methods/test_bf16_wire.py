@@ -7,7 +7,7 @@ from torch import Tensor
 import co2
 from co2.comm.background import BackgroundMean
 from co2.config import CommConfig, Precision
-from tests.grids import grid
+from tests.grids import OF_A_KIND, grid
 from tests.methods import problem
 from tests.methods.driver import ADAM, SETTINGS, SPARSE, Snapshot, inner, trajectory
 from tests.workers import Pool
@@ -46,7 +46,10 @@ def moved(one: Snapshot, other: Snapshot) -> float:
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in (*ADAM, *SPARSE)])
+@pytest.mark.parametrize(
+    "name",
+    grid([one for one in SETTINGS if one not in (*ADAM, *SPARSE)], OF_A_KIND.__contains__),
+)
 def test_the_trajectory_stays_close(workers: Pool, name: str, world: int) -> None:
     """Every displacement is off by at most 2^-8 of itself for each of the G roundings, and what it
     moves passes that on: together less than 3 % of the way made."""

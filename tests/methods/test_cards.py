@@ -11,6 +11,7 @@ from benchmarks.method_pictures import DRAWN, picture
 from co2.config import Waits
 from co2.methods import METHODS
 from tests.cli.harness import ROOT
+from tests.grids import grid
 from tests.workers import Pool
 
 DOCS = ROOT / "docs"
@@ -74,7 +75,7 @@ def measured(rank: int, world: int, name: str) -> tuple[float, float, int]:
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", grid([2, 3], (3).__eq__))  # of two, 2(G−1)/G is G−1
 def test_the_numbers_are_the_codes_own(workers: Pool, name: str, world: int) -> None:
     card = " ".join(CARDS[name].split())
     [(copies, part)] = re.findall(r"\*\*Holds\*\* (\d+)( \+ 1/G)? copies", card)

@@ -251,6 +251,7 @@ RARE = {"freeze_step": 9, "kappa": 1, "double_every": 1, "max_interval": 4}
 """Refreshes at 0, 1, 3 and 7; exchanges at every other step to 10, and at 12."""
 
 
+@pytest.mark.slow  # tests/methods/test_resume.py has both, on two replicas
 @pytest.mark.parametrize(
     ("name", "settings"),
     [*((name, SETTINGS[name]) for name in ADAM), ("zero_one_adam", RARE)],

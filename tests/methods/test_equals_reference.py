@@ -129,7 +129,7 @@ LESS_TELLING = [
 
 def is_telling(one: tuple[tuple[str, dict[str, Any]], int]) -> bool:
     case, world = one
-    return case[0] in OF_A_KIND if world == 4 else case not in LESS_TELLING
+    return case not in LESS_TELLING if world == 3 else case[0] in OF_A_KIND
 
 
 @pytest.mark.parametrize(("case", "world"), grid(ON_WORLDS, is_telling), ids=str)
@@ -146,7 +146,7 @@ def test_equals_reference_with_adamw(workers: Pool, case: tuple[str, dict[str, A
     compare(workers, case, "adamw", 2, torch.float64, 1e-12)
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", grid([1, 3], (3).__eq__))
 @pytest.mark.parametrize("case", WITH_MOMENTS, ids=str)
 def test_averaged_moments_on_other_worlds(
     workers: Pool, case: tuple[str, dict[str, Any]], world: int
@@ -154,7 +154,7 @@ def test_averaged_moments_on_other_worlds(
     compare(workers, case, "adamw", world, torch.float64, 1e-12)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", grid(SETTINGS, OF_A_KIND.__contains__))
 def test_equals_reference_in_fp32(workers: Pool, name: str) -> None:
     compare(workers, (name, SETTINGS[name]), inner(name), 2, torch.float32, 1e-4)
 

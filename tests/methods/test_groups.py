@@ -16,6 +16,7 @@ from co2.comm import collectives
 from co2.comm.background import BackgroundMean
 from co2.methods import METHODS
 from tests.cli.harness import pooled
+from tests.grids import OF_A_KIND, grid
 from tests.methods.driver import SETTINGS, inner, parts
 from tests.methods.problem import OPTIMIZERS
 from tests.workers import Pool
@@ -58,7 +59,7 @@ def watched(log: Path) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", grid(SETTINGS, OF_A_KIND.__contains__))
 def test_no_group_has_two_roles(workers: Pool, tmp_path: Path, name: str) -> None:
     run = pooled(
         workers,

@@ -13,6 +13,7 @@ import co2
 from co2.errors import ConfigError
 from co2.methods import METHODS
 from co2.methods.parts.compressed import Compress
+from tests.grids import OF_A_KIND, grid
 from tests.methods import problem
 from tests.methods.driver import SETTINGS, Session, Snapshot, assert_same, inner
 from tests.workers import Pool
@@ -106,7 +107,7 @@ def goes_on(rank: int, world: int, name: str, key: str) -> list[dict[str, torch.
     return shared
 
 
-@pytest.mark.parametrize(("name", "key"), FREE, ids=str)
+@pytest.mark.parametrize(("name", "key"), grid(FREE, lambda pair: pair[0] in OF_A_KIND), ids=str)
 def test_a_key_that_may_change(workers: Pool, name: str, key: str) -> None:
     """What the replicas share stays equal on both, wherever in a round the value changes."""
     first, second = workers.run(goes_on, 2, name, key)

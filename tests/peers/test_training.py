@@ -50,7 +50,10 @@ def test_trains(name: str, tmp_path: Path) -> None:
     assert summary["overlap"] == 0
 
 
-@pytest.mark.parametrize("told_in", [7, 8], ids=["inside a round", "at its end"])
+@pytest.mark.parametrize(
+    "told_in",
+    [pytest.param(7, id="inside a round"), pytest.param(8, id="its end", marks=pytest.mark.slow)],
+)
 def test_goes_on_exactly(workers: Pool, tmp_path: Path, name: str, told_in: int) -> None:
     """Evaluations change nothing, and a run that was told to stop goes on to the last bit."""
     words = (
