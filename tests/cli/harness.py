@@ -11,6 +11,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -190,6 +191,16 @@ def spied(folder: Path) -> dict[str, str]:
 def started_processes(folder: Path) -> int:
     """Python processes that were started with `spied(folder)`."""
     return len((folder / "seen").read_text().splitlines())
+
+
+@contextlib.contextmanager
+def held_port() -> Iterator[str]:
+    """A port for a server of another process. It stays bound here, so that nobody else gets it
+    before that server, which binds it with SO_REUSEADDR as well."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield str(held.getsockname()[1])
 
 
 Process = subprocess.Popen | Forked

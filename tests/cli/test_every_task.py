@@ -31,6 +31,7 @@ from tests.cli.harness import (
     small,
 )
 from tests.grids import grid
+from tests.tasks import random_graph
 from tests.workers import Pool
 
 SCALES = ("smoke", "gpu", "paper")
@@ -125,6 +126,8 @@ def test_goes_on_exactly(workers: Pool, tmp_path: Path, root: Path, text: Path, 
         "checkpoint.keep=3",
         "log.every=1",
     )
+    if task == "graph":  # its own takes seconds to be made
+        arguments = (*arguments, f"data.path={random_graph.write(tmp_path / 'graph').folder}")
     whole = pooled(workers, 2, *arguments, runs=tmp_path / "whole", setup=few_scenes)
     assert whole.status == 0, whole.err
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")

@@ -71,14 +71,16 @@ def stopped(
 def test_goes_on_exactly(
     workers: Pool, tmp_path: Path, root: Path, text: Path, strategy: str
 ) -> None:
-    arguments = words(strategy, *CO2, "train.accumulate=2", "train.clip_norm=1")
+    arguments = (*words(strategy, *CO2), "train.clip_norm=1")
     if strategy == "ep":
         arguments = (*small("moe", root, text), *arguments, "train.batch_size=2")
+        told: tuple[int, type[Task]] = (TOLD_IN, MoE)
+    else:
+        arguments = (*arguments, "train.accumulate=2")
+        told = (2 * TOLD_IN, Toy)  # a loss is asked for twice a step
     whole = pooled(workers, 4, *arguments, runs=tmp_path / "whole")
     assert whole.status == 0, whole.err
-    # A loss is asked for twice a step.
-    task = MoE if strategy == "ep" else Toy
-    run = stopped(workers, arguments, tmp_path / "cut", 2 * TOLD_IN, task)
+    run = stopped(workers, arguments, tmp_path / "cut", *told)
     folder = run.folder / "checkpoints"
     assert saved_steps(run.folder) == [10, STOPPED_AT]
     assert (folder / f"step_{STOPPED_AT}" / "replica_1" / ".metadata").exists()
@@ -177,7 +179,7 @@ def test_trains_as_replicas_of_one_worker(
         torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("method", ["allreduce", "co2"])
+@pytest.mark.parametrize("method", grid(["allreduce", "co2"], "co2".__eq__))
 def test_experts_shared_by_two_workers(
     workers: Pool, tmp_path: Path, root: Path, text: Path, method: str
 ) -> None:

@@ -62,6 +62,7 @@ def test_search(tmp_path: Path) -> None:
 
 
 @installed
+@pytest.mark.slow
 def test_every_trial_fails(tmp_path: Path) -> None:
     """There is no best one, and the table says why: a file lies where the folders should be."""
     runs = tmp_path / "runs"

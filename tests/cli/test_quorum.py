@@ -53,14 +53,11 @@ def test_a_run_in_which_nobody_is_slow_is_the_same_run(tmp_path: Path) -> None:
 
 
 def test_one_slow_replica_does_not_slow_the_others(tmp_path: Path) -> None:
-    """Waiting for it, they would need four times as long; without, as long as for themselves. Half
-    is asked for, because the first round has to be measured, and this machine may be busy."""
-    taken = {}
-    for name, more in (("waiting", ()), ("quorum", ("launch.quorum=2",))):
-        ended = cli(*SHARED, *words("local_sgd"), *SLOW, *more, runs=tmp_path / name)
-        assert ended.status == 0, ended.err
-        taken[name] = read_summary(ended.folder)["train_s"]
-    assert taken["quorum"] < 0.6 * taken["waiting"]
+    """It makes fewer steps: so few that a busy machine, which slows all of them alike, leaves it
+    behind. The first round has to be measured."""
+    slow_one = ("toy.delay_s=0.05", "toy.late_s=0.35", "launch.quorum=2")
+    ended = cli(*SHARED, *words("local_sgd"), *slow_one, runs=tmp_path / "runs")
+    assert ended.status == 0, ended.err
     *others, slow = read_summary(ended.folder)["steps_made"]
     assert others == [STEPS, STEPS] and STEPS // TAU <= slow < 0.6 * STEPS
     assert_every_step_once(ended.folder)
@@ -73,7 +70,7 @@ def test_one_slow_replica_does_not_slow_the_others(tmp_path: Path) -> None:
 MEAN_A_ROUND = ("co2", "co2_keep", "slowmo", "diloco", "cocod_sgd", "overlap_local_sgd")
 
 
-@pytest.mark.parametrize("method", grid(MEAN_A_ROUND, ("co2", "co2_keep", "slowmo").__contains__))
+@pytest.mark.parametrize("method", grid(MEAN_A_ROUND, ("co2_keep", "slowmo").__contains__))
 def test_every_method_with_a_mean_a_round_trains_on(tmp_path: Path, method: str) -> None:
     delay = ("co2_keep.delay=2",) if method == "co2_keep" else ()
     arguments = (*SHARED, *words(method), *delay, "toy.late_s=0.04", "launch.quorum=2")

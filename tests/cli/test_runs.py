@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -42,6 +41,7 @@ from tests.cli.harness import (
     execute,
     folder_of,
     folders,
+    held_port,
     metrics,
     pooled,
     saved_steps,
@@ -357,16 +357,19 @@ class TestWhoStartsTheWorkers:
         runs = tmp_path / "runs"
         words = command(*STORY, runs=runs)[1:]
         # What the command torchrun runs.
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        port = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-        ended = execute([*launcher, *port, *words], runs)
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        ended = execute([*launcher, "--nproc-per-node", "2", *words], runs)
         assert ended.status == 0, ended.err
         assert ended.out.count("┌") == 1, "only worker 0 speaks"
         assert ended.folder.relative_to(runs) == spawned.folder.relative_to(spawned.runs)
         assert_same_run(ended.folder, spawned.folder)
 
     def test_srun(self, tmp_path: Path, spawned: Run) -> None:
-        runs, port = tmp_path / "runs", str(free_port())
+        with held_port() as port:
+            self._srun(tmp_path, spawned, port)
+
+    def _srun(self, tmp_path: Path, spawned: Run, port: str) -> None:
+        runs = tmp_path / "runs"
         _, *words = command(*STORY, "launch.workers=7", "tag=srun", runs=runs)
         logs = [tmp_path / f"log_{rank}" for rank in range(2)]
         tasks = []
@@ -398,12 +401,6 @@ class TestWhoStartsTheWorkers:
     def test_the_pool_of_the_tests(self, workers: Pool, tmp_path: Path, spawned: Run) -> None:
         """So that what is shown with it is shown of train.py."""
         assert_same_run(pooled(workers, 2, *STORY, runs=tmp_path / "runs").folder, spawned.folder)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager
@@ -625,6 +622,7 @@ def test_compile(workers: Pool, tmp_path: Path) -> None:
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-3)
 
 
+@pytest.mark.slow  # a new interpreter, and W&B's own process; tests/cli/test_wandb.py has others
 def test_wandb_offline(tmp_path: Path) -> None:
     """Neither an account nor a home folder with one is there."""
     (tmp_path / "home").mkdir()

@@ -23,7 +23,7 @@ from tests.cli.harness import Run, metrics, pooled
 from tests.cli.test_checkpoint import ALONE, assert_state, checkpoints, state
 from tests.workers import Pool
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -103,7 +103,11 @@ def on(nodes: int, *arguments: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("machines", [(nodes, *arguments)], indirect=True)
 
 
-@on(2, *words("co2"), "launch.workers=2", "checkpoint.every=0", "toy.delay_s=0.04")
+@on(
+    2,
+    *words("co2"),
+    *("launch.workers=2", "launch.silent_s=10", "checkpoint.every=0", "toy.delay_s=0.1"),
+)
 def test_a_machine_is_lost_and_comes_back(machines: Machines) -> None:
     """The one whose worker writes for the run, with all its processes. Started again, its workers
     join those who train."""

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.server import environment, fork_program
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
@@ -23,6 +25,7 @@ def test_it_learns_alone(tmp_path: Path):
         assert last_loss(file.read()) < 1.0  # 8 at the start
 
 
+@pytest.mark.slow  # new interpreters
 def test_it_learns_with_two_workers():
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     words = [*launcher, "--nproc-per-node", "2", str(EXAMPLE)]

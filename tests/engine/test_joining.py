@@ -5,7 +5,6 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -109,7 +108,7 @@ def train(rank: int, world: int, port: int, name: str) -> tuple[list[float], lis
         members.join()
         replica = Replica(rank, name, members)
         members.agree()
-        members.store.wait(["trained on"], timedelta(seconds=30))
+        members.store.wait(["trained on"])
         replica.load(receive(replica.control))
         replica.method.launch_again()
     else:

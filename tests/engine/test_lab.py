@@ -77,7 +77,7 @@ link.close()
 """
 CLIENT = """
 import socket, sys, time
-for _ in range(100):
+for _ in range(6000):
     try:
         link = socket.create_connection(("10.99.0.1", 5000)); break
     except OSError:
@@ -173,7 +173,7 @@ def test_a_killed_owner_leaves_no_process_and_its_names_go_at_the_next_start() -
     worker = int(owner.stdout.readline())
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while is_running(worker):
         assert time.monotonic() < deadline, "its worker lives on"
         time.sleep(0.02)
@@ -307,7 +307,7 @@ def step():
     return time.monotonic() - began
 
 def connected():
-    for _ in range(1000):
+    for _ in range(15_000):
         try:
             return socket.create_connection((os.environ["MASTER_ADDR"], 5000))
         except OSError:
@@ -319,7 +319,7 @@ folder.mkdir(parents=True)
 step()
 time.sleep(0.5)  # a change that does not wait for the first figures would come now
 (folder / "metrics.jsonl").write_text("{}")
-seconds, deadline = 0.0, time.monotonic() + 20
+seconds, deadline = 0.0, time.monotonic() + 300
 while seconds < 0.25 and time.monotonic() < deadline:
     seconds = step()
 (folder / "summary.json").write_text(json.dumps({"seconds": seconds}))

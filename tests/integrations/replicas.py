@@ -5,14 +5,13 @@ Run as a program: `replicas.py REQUEST RESULT`.
 
 import os
 import pickle
-import socket
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.cli.harness import LIMIT_S
+from tests.cli.harness import LIMIT_S, held_port
 from tests.server import environment, fork_program
 
 
@@ -23,11 +22,15 @@ def called(fn: Callable[..., Any], place: Path, world: int, *args: Any) -> list[
         place: a folder, in which they work.
         world: 1 is a process that nobody has told of others.
     """
+    with held_port() as port:
+        return _called(fn, place, world, args, port)
+
+
+def _called(
+    fn: Callable[..., Any], place: Path, world: int, args: tuple[Any, ...], port: str
+) -> list[Any]:
     request, processes = place / "request", []
     request.write_bytes(pickle.dumps((fn, args)))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     for rank in range(world):
         told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         told |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

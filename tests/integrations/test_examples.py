@@ -2,13 +2,12 @@
 
 import re
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.cli.harness import LIMIT_S, ROOT
+from tests.cli.harness import LIMIT_S, ROOT, held_port
 from tests.installed import build_wheel, install
 from tests.server import environment
 
@@ -67,9 +66,11 @@ def test_they_run(place: tuple[str, Path], tmp_path: Path) -> None:
 
 def losses(lines: list[str], cwd: Path, env: dict[str, str]) -> list[float]:
     """What commands, which run at the same time, say of their last losses."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    with held_port() as port:
+        return _losses(lines, cwd, env, port)
+
+
+def _losses(lines: list[str], cwd: Path, env: dict[str, str], port: str) -> list[float]:
     running = []
     for number, line in enumerate(lines):
         words = line.replace("10.0.0.1", "127.0.0.1").split()

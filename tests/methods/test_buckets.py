@@ -9,6 +9,7 @@ from torch import Tensor
 import co2
 from co2.comm.background import BackgroundMean
 from co2.methods import METHODS
+from tests.grids import OF_A_KIND, grid
 from tests.methods import problem
 from tests.methods.collectives import Recorder
 from tests.methods.driver import DENSE, SETTINGS, assert_same
@@ -53,7 +54,7 @@ def _trained(
     return history, [numel for _, call, numel, *_ in recorder.log if call == "all_reduce"]
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", grid(DENSE, OF_A_KIND.__contains__))
 def test_buckets_change_nothing(workers: Pool, name: str) -> None:
     workers.run(cut, 2, name)
 

@@ -14,7 +14,7 @@ from co2.config import CommConfig, CommDevice
 from co2.errors import ConfigError
 from co2.methods import METHODS
 from co2.train import meters
-from tests.grids import OF_A_KIND, grid
+from tests.grids import grid
 from tests.methods.driver import (
     MOMENTS,
     ROUNDS_OF,
@@ -48,7 +48,7 @@ OTHER_WORLDS = [(name, world) for name in ("co2", "streaming_diloco") for world 
     ("name", "world"),
     grid(
         [*((name, 2) for name in ROUNDS_OF), *OTHER_WORLDS],
-        lambda case: case in OTHER_WORLDS or case[0] in (*OF_A_KIND, *SPARSE),
+        lambda case: case in OTHER_WORLDS[:2] or case[0] in ("co2_keep", "desloc", *SPARSE),
     ),
 )
 def test_copies_may_be_late_or_early(workers: Pool, name: str, world: int) -> None:
@@ -66,7 +66,9 @@ def moments_whenever(rank: int, world: int, name: str, settings: dict[str, Any])
 MOMENTS_HERE = [*MOMENTS.items(), ("desloc", SETTINGS["desloc"])]
 
 
-@pytest.mark.parametrize(("name", "settings"), MOMENTS_HERE)
+@pytest.mark.parametrize(
+    ("name", "settings"), grid(MOMENTS_HERE, lambda case: case[0] in ("co2_keep", "desloc"))
+)
 def test_copies_of_moments_may_be_late_or_early(
     workers: Pool, name: str, settings: dict[str, Any]
 ) -> None:

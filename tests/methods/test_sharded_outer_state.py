@@ -16,6 +16,7 @@ from torch import Tensor
 import co2
 from co2.comm import clocks, flat
 from co2.comm.background import BackgroundMean
+from tests.grids import grid
 from tests.methods import problem
 from tests.methods.collectives import Recorder
 from tests.methods.driver import SETTINGS, Session, assert_same, trajectory
@@ -76,7 +77,7 @@ def drift(
     return history, method
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", grid([1, 2, 3, 4], (3).__eq__))
 def test_every_layout(workers: Pool, world: int) -> None:
     workers.run(laid_out, world)
 
@@ -104,7 +105,7 @@ def starts(rank: int, world: int, fields: dict[str, Any]) -> list[list[Tensor]]:
     return [[state[name] for name in names if name != "unknown"] for state in history[::TAU]]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", grid([2, 3, 4], (3).__eq__))
 def test_replicas_start_rounds_bit_for_bit_alike(workers: Pool, world: int) -> None:
     first, *others = workers.run(starts, world, ELEMENTWISE)
     for other in others:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.grids import OF_A_KIND, grid
 from tests.methods.collectives import Recorder, SlowNetwork
 from tests.methods.driver import (
     DENSE,
@@ -65,7 +66,13 @@ def _on_slow_network(
     return history, forced
 
 
-@pytest.mark.parametrize(("name", "world"), [*((name, 2) for name in OVERLAPPED), ("co2", 3)])
+@pytest.mark.parametrize(
+    ("name", "world"),
+    grid(
+        [*((name, 2) for name in OVERLAPPED), ("co2", 3)],
+        lambda case: case == ("co2", 3) or (case[0] in OF_A_KIND and case[0] != "co2"),
+    ),
+)
 def test_the_network_may_take_a_whole_round(workers: Pool, name: str, world: int) -> None:
     workers.run(delayed, world, name)
 
@@ -106,7 +113,7 @@ def recorded(rank: int, world: int, name: str) -> list[tuple[int, str, int, str,
     return recorder.log
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", grid(SETTINGS, OF_A_KIND.__contains__))
 def test_ranks_issue_the_same_collectives(workers: Pool, name: str) -> None:
     first, *others = workers.run(recorded, 3, name)
     for other in others:

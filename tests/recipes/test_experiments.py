@@ -127,6 +127,7 @@ def test_variants_are_what_their_names_tell() -> None:
     assert len(commands) == len(kept_variants.VARIANTS) * 3
 
 
+@pytest.mark.slow  # trains a whole study's model three times
 def test_a_variant_is_simulated() -> None:
     """The share of progress that is kept matters only where a mean arrives late."""
     config = copy.deepcopy(kept_variants.config(18, 0))

@@ -230,6 +230,7 @@ class TestCalls:
             rows.append(np.fromfile(folder / "features.bin", np.float32))
         assert rows[0].any() and (rows[0] == rows[1]).all()
 
+    @pytest.mark.slow  # reads all of sympy
     def test_sympy(self, call_graph: GraphFolder, monkeypatch: pytest.MonkeyPatch) -> None:
         graph = call_graph
         assert not list(faults(graph.folder))
@@ -249,6 +250,7 @@ class TestCalls:
         monkeypatch.setattr(calls, "fill", None)  # made already
         assert calls.prepared(graph.folder.parent.parent).meta == graph.meta
 
+    @pytest.mark.slow
     def test_neighbours_help(self, call_graph: GraphFolder) -> None:
         own = call_graph.features()
         both = np.concatenate([own, neighbourhood(call_graph)], axis=1)

@@ -251,7 +251,7 @@ def test_two_processes_at_once(tmp_path: Path, text_file: Path) -> None:
     command = [sys.executable, "-c", PREPARE, str(text_file), str(tmp_path)]
     pipe = subprocess.PIPE
     both = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) for _ in range(2)]
-    outputs = [process.communicate(timeout=60) for process in both]
+    outputs = [process.communicate(timeout=300) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert outputs[0][0] == outputs[1][0] != ""
     told = "".join(errors for _, errors in outputs)
