@@ -145,7 +145,7 @@ LONG = (
     "tests/tasks/test_shapenet.py::test_over_gloo",
     "tests/tasks/test_shapenet.py::test_weights_depend_on_the_seed_alone",
 )
-"""What takes two seconds of processor time or more, alone or with all its cases: `make test-fast`
+"""What takes more than a second of processor time, alone or with all its cases: `make test-fast`
 leaves it out."""
 
 

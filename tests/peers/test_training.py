@@ -18,6 +18,7 @@ from tests.cli.harness import (
     signalled,
     started,
 )
+from tests.grids import grid
 from tests.workers import Pool
 
 SHARES = {"torch_post_local_sgd": 1.0, "torchft_diloco": 1.0, "fairscale_slowmo": 1.25}
@@ -52,7 +53,8 @@ def test_trains(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "told_in",
-    [pytest.param(7, id="inside a round"), pytest.param(8, id="its end", marks=pytest.mark.slow)],
+    grid([7, 8], (7).__eq__),
+    ids=["inside a round", "at its end"],
 )
 def test_goes_on_exactly(workers: Pool, tmp_path: Path, name: str, told_in: int) -> None:
     """Evaluations change nothing, and a run that was told to stop goes on to the last bit."""

@@ -1,7 +1,5 @@
 """The generated scenes: alike everywhere, labelled as drawn, and made quickly."""
 
-import time
-
 import numpy as np
 
 from tasks.ade20k.scenes import CLASSES, COUNTS, SIZE, Scenes, _inside, scenes
@@ -66,12 +64,6 @@ def test_they_depend_on_nothing_that_happened_before() -> None:
     again = scenes.__wrapped__("validation")
     assert all(np.array_equal(*both) for both in zip(again, scenes("validation"), strict=True))
     assert Scenes("training").digest() != Scenes("validation").digest()
-
-
-def test_quickly() -> None:
-    start = time.process_time()
-    scenes.__wrapped__("training")
-    assert time.process_time() - start < 2
 
 
 def test_one_by_one() -> None:
