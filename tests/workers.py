@@ -70,7 +70,7 @@ class Pool:
         self._workers: list[tuple[Forked, Connection]] = []
 
     def run(
-        self, fn: Callable[..., Any], world: int, *args: Any, time_limit_s: float = 120.0
+        self, fn: Callable[..., Any], world: int, *args: Any, time_limit_s: float = 300.0
     ) -> list[Any]:
         """`fn(rank, world, *args)` on `world` ranks of one process group.
 
