@@ -51,7 +51,7 @@ def main() -> None:
         "--cells",
         type=Path,
         nargs="+",
-        default=[Path("results/lab/cells.csv"), Path("results/lab/four/cells.csv")],
+        default=[Path("results/lab/cells.csv")],
     )
     parser.add_argument("--tau", type=int, default=12, help="of the trainings")
     parser.add_argument("--out", type=Path, default=Path("results/lab"))

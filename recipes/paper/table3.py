@@ -5,8 +5,8 @@
 Cost: 180 trainings of 20 seconds to 3 minutes on 2 cores, 27 minutes a repeat (--seeds 0: the
 first). All methods of a repeat take turns on one link, then on the next. Only scale=smoke is
 measured, with as many workers as this machine has cores: two. What more of them do on one machine
-is a matter of the cores they share (results/lab/four has an earlier measurement of four). The
-paper's 8 to 128 GPUs are simulated, in a table of its own, beside what the paper reports.
+is a matter of the cores they share. The paper's 8 to 128 GPUs are simulated, in a table of its own,
+beside what the paper reports.
 Found (results/tables/table3.md): on slow links AllReduce mostly waits, blocking methods wait for
 nearly half of the time, and overlapped ones hardly at all. Throughput differs by a tenth between
 trainings, so no method is shown to be equivalent to the limit.

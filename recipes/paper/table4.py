@@ -37,8 +37,8 @@ RECIPE = TunedRecipe(
     name="table4",
     title="Ablation: gap penalty and clip",
     text="CO2 on GPT-2 with τ = 12, validation perplexity, all rows at the best of three learning "
-    "rates for the first (table4_trials). With a constant gap of 2, β + α/Λ is .5, .7 and .9 here "
-    "(docs/choosing.md); without one it is 1.2. φ bounds every element of the outer momentum.",
+    "rates for the first (table4_trials). With a constant gap of 2, β + α/Λ is 0.5, 0.7 and 0.9 "
+    "here (docs/choosing.md); without one it is 1.2. φ bounds every element of the outer momentum.",
     rows=ROWS,
     columns=(COLUMN,),
     grids={row.name: at_rates(CO2, RATES) for row in ROWS},

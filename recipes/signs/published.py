@@ -47,7 +47,7 @@ TRAININGS = {
         16_000,
         12_500,
         _bert,
-        "warm-up of 12,500 steps, then × .99 every 520 steps: the paper. Freeze at 16,000: "
+        "warm-up of 12,500 steps, then × 0.99 every 520 steps: the paper. Freeze at 16,000: "
         "DeepSpeed's tutorial of 1-bit Adam. 118,000 steps: assumed",
     ),
     "BERT-large": Training(
@@ -55,7 +55,7 @@ TRAININGS = {
         23_000,
         12_500,
         _bert,
-        "warm-up of 12,500 steps, then × .99 every 520 steps: the paper. Freeze at 23,000: "
+        "warm-up of 12,500 steps, then × 0.99 every 520 steps: the paper. Freeze at 23,000: "
         "DeepSpeed's tutorial of 1-bit Adam. 152,000 steps, of which that is 15 %: assumed",
     ),
     "GPT-2": Training(
@@ -71,7 +71,7 @@ TRAININGS = {
         round(0.15 * 90 * _EPOCH),
         5 * _EPOCH,
         _imagenet,
-        "90 epochs of batches of 256, × .1 at epochs 30 and 60: the paper. Freeze of 1-bit Adam "
+        "90 epochs of batches of 256, × 0.1 at epochs 30 and 60: the paper. Freeze of 1-bit Adam "
         "after 15 %, that of 0/1 Adam after 5 epochs: assumed",
     ),
 }

@@ -16,7 +16,7 @@ _ADAM = ("optim.name=adamw", "optim.betas=[0.9,0.999]")
 
 
 def _bert(steps: int, warmup: int, stair: int, freeze: int) -> tuple[str, ...]:
-    """Up to the peak in the warm-up, then × .99 in every stair."""
+    """Up to the peak in the warm-up, then × 0.99 in every stair."""
     return (
         f"train.steps={steps}",
         f"train.eval_every={steps}",
@@ -28,7 +28,7 @@ def _bert(steps: int, warmup: int, stair: int, freeze: int) -> tuple[str, ...]:
 
 
 def _imagenet(steps: int, freeze: int) -> tuple[str, ...]:
-    """× .1 after each third."""
+    """× 0.1 after each third."""
     return (
         f"train.steps={steps}",
         f"train.eval_every={steps}",
@@ -67,8 +67,8 @@ _RESNET_SMOKE = ("optim.lr=3e-3", *_imagenet(1200, 180))
 RECIPE = Recipe(
     name="zero_one_training",
     title="0/1 Adam's own trainings",
-    text="RoBERTa stands for the paper's BERT, with its schedule: a linear warm-up, then × .99 in "
-    "every stair; ResNet-18 learns with × .1 after each third. AdamW with betas of .9 and .999, "
+    text="RoBERTa stands for the paper's BERT, with its schedule: a linear warm-up, then × 0.99 in "
+    "every stair; ResNet-18 learns with × 0.1 after each third. AdamW with betas of 0.9 and 0.999, "
     "and the same learning rate for all three.",
     rows=(
         Row("AllReduce", ("method=allreduce",)),

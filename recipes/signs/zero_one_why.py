@@ -23,7 +23,7 @@ def frozen(method: str, share: float) -> str:
 RECIPE = Recipe(
     name="zero_one_why",
     title="What decides how 0/1 Adam ends on RoBERTa",
-    text=f"RoBERTa, {STEPS} steps, two workers, a learning rate of 2e-3 and betas of .9 and .999 "
+    text=f"RoBERTa, {STEPS} steps, two workers, a learning rate of 2e-3 and betas of 0.9 and 0.999 "
     "for all. v is frozen after 15 % of the steps where nothing else is said.",
     rows=(
         Row("AllReduce", ("method=allreduce", RATE)),

@@ -202,7 +202,7 @@ RECIPE = Recipe(
     name="digits",
     title="Digits: the staleness gap",
     text="Consensus of 8 replicas after 960 steps, on 397 test images; the setting stands at the "
-    "head of this recipe. results/digits.md has the figures of an earlier measurement.",
+    "head of this recipe.",
     rows=(
         Row("AllReduce", ("method=allreduce",)),
         Row("Local SGD", ("method=local_sgd",)),

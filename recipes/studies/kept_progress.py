@@ -6,18 +6,11 @@
 
 Cost: 126 runs of a minute on 2 cores, some of them table1's and table2's: two hours. To tune takes
 6 runs of a method for each task and τ.
-Found, percent above AllReduce with two and four replicas, three seeds:
-    GPT-2     τ = 12: kept progress 1.5 and 4.4; DiLoCo 1.9 and 4.0
-              τ = 48: kept progress 3.1 and 11; DiLoCo 2.3 and 7
-    RoBERTa   τ = 12: kept progress 12 and 37; DiLoCo 6 and 14
-              τ = 48: kept progress 27 and 62; DiLoCo 12 and 34
-    ViT       τ = 12: kept progress 40 and 75; DiLoCo 38 and 60
-              τ = 48: kept progress 84 and 178; DiLoCo 63 and 128
-ViT's runs with two replicas are of another kind of processor than those with four; losses of one
-seed differ by up to 28 % between such (quality.md).
-The goal is missed everywhere. On GPT-2 at τ = 12 nothing is lost beside a method that waits.
-Averaged moments change nothing that these seeds show; on RoBERTa with four replicas, τ = 12, they
-may help (25 [12, 38] where it is 37 without).
+Found (results/tables/kept_progress.md): on GPT-2 at τ = 12 kept progress loses no more than DiLoCo,
+which waits; elsewhere it loses more, and its goal, 1 % from AllReduce, is missed everywhere.
+Averaged moments change nothing that these seeds show. ViT's runs with two replicas are of another
+kind of processor than those with four; losses of one seed differ by up to 28 % between such
+(quality.md).
 
 co2_keep has a delay of a whole round, conf's, so it is fully overlapped whenever any method can be.
 Settings are those that won with two replicas, on a seed and on validation data that the table does
@@ -127,8 +120,7 @@ RECIPE = Recipe(
     title="Kept progress beside AllReduce and DiLoCo",
     text="Validation loss after as many samples, each method with the settings that won for its "
     "task and τ with two replicas. co2_keep's delay is τ: what it sends has a whole round to "
-    "arrive. Averaged moments cost three times the bytes. results/kept_progress.md has the figures "
-    "of an earlier measurement.",
+    "arrive. Averaged moments cost three times the bytes.",
     rows=ROWS,
     columns=tuple(
         column(task, tau, replicas) for task in SAMPLES for tau in TAUS for replicas in REPLICAS

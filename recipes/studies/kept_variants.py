@@ -254,8 +254,7 @@ RECIPE = Recipe(
     title="Variants of kept progress, simulated",
     text=f"Validation loss of task=vit at smoke scale after {STEPS} steps of {REPLICAS} replicas, "
     f"batches of 16, τ = {TAU}; a delay of {TAU} steps where the name tells no other. One process "
-    "simulates all replicas. It is early in the training, where methods differ most. "
-    "results/kept_variants.md has the figures of an earlier measurement with one seed.",
+    "simulates all replicas. It is early in the training, where methods differ most.",
     rows=tuple(_row(name, variant) for name, variant in VARIANTS.items()),
     columns=(
         FunctionColumn(

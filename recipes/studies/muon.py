@@ -5,10 +5,8 @@
 Cost: 40 trials of half a minute and 12 runs of one on 2 cores, half an hour. PyTorch's Muon works
 in bf16: on a processor without instructions for it (AVX2) a step takes 3.4 times as long as
 AdamW's, and this recipe an hour and a half.
-Found, three seeds: DiLoCo with Muon ends 4.2 % [3.8, 4.7] below DiLoCo with AdamW, AllReduce with
-Muon 3.5 % [3.3, 3.8] below AllReduce with AdamW. So DiLoCo with Muon is level with AllReduce with
-AdamW (-.6 % [-1.8, .6]), and 3.0 % [1.8, 4.3] above AllReduce with Muon. Before narrow models began
-with weights for their width (docs/quality.md) Muon gained a tenth and more.
+Found (results/tables/muon.md): Muon gains about as much under AllReduce as under DiLoCo, so DiLoCo
+with Muon is level with AllReduce with AdamW, and behind AllReduce with Muon.
 
 Both optimizers have as many trials: every learning rate with every outer step for DiLoCo, and every
 learning rate for AllReduce. Under Muon the rate is that of hidden matrices too (shared/muon.py).

@@ -95,8 +95,7 @@ RECIPE = Recipe(
     title="What every task learns",
     text="Two workers, embedded or generated data, every method with the settings that won in its "
     "trials. No more than 2 % of training time should be spent waiting for batches, which is "
-    "measured under AllReduce and CO2: batches are made alike under all methods. "
-    "results/quality.md has the figures of an earlier measurement, of every method.",
+    "measured under AllReduce and CO2: batches are made alike under all methods.",
     rows=ALL_ROWS,
     columns=tuple(columns()),
     scales=("smoke",),
