@@ -7,6 +7,7 @@ this file imports none of them, and the library does not depend on tasks or reci
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from co2 import program
@@ -57,7 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _become(module: str, arguments: Sequence[str]) -> NoReturn:
-    # -P: a train.py or a folder tasks/ in the current folder is not ours.
+    # -P: a train.py or a folder tasks/ in the current folder is not ours. This file's own tree is,
+    # also where it is not installed: then the module can say which packages are missing.
+    root = Path(__file__).parents[1]
+    if (root / "pyproject.toml").exists():
+        paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])
 
 

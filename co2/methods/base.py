@@ -144,8 +144,8 @@ class Method:
         if new is not None:
             named = (name for name, param in self.model.named_parameters() if param is new)
             hint = (
-                "is trained only since prepare, and replicas would differ; have it in the optimizer"
-                ", with requires_grad, before prepare (a learning rate of 0 keeps it still)"
+                "was not trained when prepare was called, so replicas would drift apart; put it "
+                "into the optimizer and set requires_grad before prepare"
             )
             raise ConfigError("parameter", next(named, "(not the model's)"), hint)
 
@@ -217,19 +217,28 @@ class Method:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that this worker needs to go on exactly, a collective in flight included."""
-        own = {"method": type(self).__name__, "config": self._settings()}
+        own = {"method": self._name(), "config": self._settings()}
         return {**own, "steps": self.steps, "tensors": self.saved_tensors()}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise `ConfigError` unless this method can go on from a state: it is of the same method,
         and of a configuration that differs in `may_change` only."""
-        name, saved = type(self).__name__, state.get("method", "another version of co2")
+        whole = isinstance(state, Mapping) and {"method", "config"} <= state.keys()
+        hint = "is no state that a method of this version saved; give what state_dict() returned"
+        require(whole, "state", type(state).__name__, hint)
+        name, saved = self._name(), state["method"]
         hint = f"the state was saved by {saved}; go on with that, or start without the state"
         require(saved == name, "method", name, hint)
         for key, value in self._settings().items():
             then = state["config"].get(key)
             hint = f"the state was saved with {then}; give that, or start without the state"
             require(key in self.may_change or value == then, f"{name}.{key}", value, hint)
+
+    def _name(self) -> str:
+        """As in the registry, which has the names of the files; of others' methods the class's."""
+        kind = type(self)
+        ours = kind.__module__.startswith("co2.")
+        return kind.__module__.rpartition(".")[2] if ours else kind.__name__
 
     def _settings(self) -> dict[str, object]:
         """The configuration in plain values."""

@@ -67,10 +67,10 @@ class ProgressConsole(Console):
     def progress(self, step: int, metrics: Metrics | None = None) -> None:
         text = ""
         if metrics is not None:
-            text = (
-                f"loss {metrics.loss:.3f}  {metrics.throughput:,.0f} {self.unit}/s  "
-                f"exposed {_share(metrics.exposed_share)}"
-            )
+            text = f"loss {metrics.loss:.3f}"
+            if metrics.throughput > 0:  # else no step was timed yet
+                text += f"  {metrics.throughput:,.0f} {self.unit}/s"
+                text += f"  exposed {_share(metrics.exposed_share)}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
             if text:

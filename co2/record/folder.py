@@ -141,7 +141,7 @@ def check_data(config: Config, fingerprint: Mapping[str, object]) -> None:
 def changed_data(
     then: Mapping[str, object], now: Mapping[str, object], keys: Iterable[str] | None = None
 ) -> str | None:
-    """In words, what of the data is another than when a run began; None if nothing is.
+    """In words, what of the data differs from when a run began; None if nothing is.
 
     Args:
         then: the data's fingerprint in the run's manifest.
@@ -152,7 +152,7 @@ def changed_data(
     there: Mapping[str, object] = json.loads(json.dumps(now, default=str))
     for key in keys or (key for key in then if key != "data"):
         if key in then and key in there and then[key] != there[key]:
-            return f"its data have changed since it was trained: {key} is another"
+            return f"its data have changed since it was trained: {key} differs"
     return None
 
 

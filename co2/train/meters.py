@@ -103,7 +103,6 @@ class Meter:
         now."""
         stats, before = self._stats(), self._before
         exposed_s = _grown(before.exposed_s, stats.exposed_s)
-        seconds = max(self._interval_s, 1e-9)
         metrics = Metrics(
             step=step,
             loss=loss,
@@ -112,8 +111,8 @@ class Meter:
             comm_s=_grown(before.comm_s, stats.comm_s),
             exposed_s=exposed_s,
             bytes=stats.bytes_sent - before.bytes_sent,
-            exposed_share=exposed_s / seconds,
-            data_share=self._interval_data_s / seconds,
+            exposed_share=_share(exposed_s, self._interval_s),
+            data_share=_share(self._interval_data_s, self._interval_s),
             own=stats.own,
         )
         self._before = stats
@@ -167,6 +166,12 @@ def _grown(before: float, now: float) -> float:
 
 def _rate(units: int, seconds: float) -> float:
     return units / seconds if seconds > 0 else 0.0
+
+
+def _share(part: float, seconds: float) -> float:
+    """0 where no step was timed, as where the only one is a segment's first. Not a number where
+    `part` is none."""
+    return part * (1 / seconds if seconds > 0 else 0)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from co2.comm.members import FORMING, Expelled, MemberLost, Members, Record
+from co2.comm.members import Expelled, MemberLost, Members, Record
 from co2.comm.mesh import Mesh
 from co2.comm.watch import key
 from co2.methods import METHODS
@@ -330,9 +330,7 @@ def test_newcomers_are_let_in_where_all_have_agreed(workers: Pool, store: dist.T
 
 def come_in_vain(rank: int, world: int, port: int) -> tuple[int, ...]:
     """The members cannot connect when the last one comes, so that it has to ask again."""
-    # The newcomer's only: the others may need longer on a busy machine.
-    forming = timedelta(seconds=5) if rank == world - 1 else FORMING
-    with patch("co2.comm.members.FORMING", forming):
+    with patch("co2.comm.members.FORMING", timedelta(seconds=5)):
         members = member(rank, port)
         if rank == world - 1:
             members.join()

@@ -78,6 +78,15 @@ def test_what_falls_is_no_time_below_zero() -> None:
     assert math.isnan(found[3].exposed_share), "fully_shard keeps no clocks"
 
 
+def test_the_first_step_of_a_segment_has_no_share() -> None:
+    """It is not timed, but the method's clocks run."""
+    clocks = iter((0.0, 5.0))
+    meter = Meter(lambda: MethodStats(0.0, next(clocks), 0.0))
+    meter.step(8)
+    first = meter.interval(1, 0.0, 0.1)
+    assert first.exposed_s == 5 and first.exposed_share == first.throughput == 0
+
+
 def test_lines_have_the_names_of_metrics_jsonl() -> None:
     metrics = Metrics(10, 0.5, 0.1, 100.0, 1.0, 0.25, 64.0, 0.2, 0.0, {"tau": 3.0})
     line = metrics.line("tokens")

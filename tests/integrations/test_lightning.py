@@ -437,7 +437,7 @@ def refused(folder: str) -> list[str]:
 def test_what_cannot_be_trained_is_one_line(tmp_path: Path) -> None:
     for lines in called(refused, tmp_path, 2, str(tmp_path / "out")):
         of = "configure_optimizers"
-        of_files = ("saved by CO2", "is of step 10, the checkpoint of step 5")
+        of_files = ("saved by co2", "is of step 10, the checkpoint of step 5")
         of_fit = (f"{of}=2: ", f"{of}=None: ", "precision=16-mixed: ")
         words = (*of_fit, *of_files, "cannot be read", "sync=str: ")
         for line, word in zip(lines, words, strict=True):

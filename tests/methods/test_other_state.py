@@ -120,7 +120,7 @@ def test_a_key_that_may_not(name: str, key: str) -> None:
     before.step()
     after = session(0, name, {**SETTINGS[name], key: OTHER[key]})
     untouched = copy.deepcopy(after.method.saved_tensors())
-    with pytest.raises(ConfigError, match=f"{type(after.method).__name__}.{key}=.* saved with"):
+    with pytest.raises(ConfigError, match=f"{name}.{key}=.* saved with"):
         after.method.load_state_dict(before.method.state_dict())
     assert_same(after.method.saved_tensors(), untouched)
     assert after.method.steps == 0
@@ -134,8 +134,13 @@ def test_another_method(saved: str, loaded: str) -> None:
     before, after = (session(0, name, SETTINGS[name]) for name in (saved, loaded))
     with pytest.raises(ConfigError) as error:
         after.method.load_state_dict(before.method.state_dict())
-    names = [type(one.method).__name__ for one in (after, before)]
-    assert f"method={names[0]}: the state was saved by {names[1]}" in str(error.value)
+    assert f"method={loaded}: the state was saved by {saved}" in str(error.value)
+
+
+@pytest.mark.parametrize("state", [None, [], {}, {"steps": 3}], ids=repr)
+def test_what_is_no_state(state: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^state=.*: is no state that a method"):
+        session(0, "co2", SETTINGS["co2"]).method.load_state_dict(state)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -157,5 +162,5 @@ def test_a_parameter_trained_since_prepare(name: str, added: bool) -> None:
     if added:
         optimizer.add_param_group({"params": [late]})
     of = next(at for at, param in net.named_parameters() if param is late)
-    with pytest.raises(ConfigError, match=f"parameter={of}: .* before prepare"):
+    with pytest.raises(ConfigError, match=f"parameter={of}: was not trained .* before prepare"):
         method.step()
