@@ -105,9 +105,9 @@ def test_every_command_is_listed_and_starts(library: Path, tmp_path: Path) -> No
     (packages,) = library.parents[1].glob("lib/python*/site-packages")
     listed = ended(library.with_name("co2"), "--help", cwd=tmp_path)
     assert listed.returncode == 0
-    for name, (module, _) in COMMANDS.items():
+    for name, (words, _) in COMMANDS.items():
         assert f"\n  {name} " in listed.stdout
-        path = packages / module.replace(".", "/")
+        path = packages / words.split()[0].replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists()
     run = ended(library.with_name("co2"), "simulate", "--help", cwd=tmp_path, extra=True)
     assert run.returncode == 0 and "usage" in run.stdout

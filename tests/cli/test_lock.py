@@ -27,11 +27,11 @@ from tests.cli.harness import (
     configured,
     folder_of,
     folders,
+    held_port,
     metrics,
     started,
     until,
 )
-from tests.cli.test_runs import free_port
 from tests.server import environment, fork_program
 from tests.workers import Pool
 
@@ -77,18 +77,19 @@ def test_the_second_of_two_is_refused(tmp_path: Path) -> None:
 
 def as_tasks(tmp_path: Path, runs: Path) -> tuple[list[int], str]:
     """The same run with two tasks of srun: their statuses, and what both print."""
-    log, port, tasks = tmp_path / "tasks", str(free_port()), []
+    log, tasks = tmp_path / "tasks", []
     place = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1"}
-    with log.open("a") as file:
-        for rank in ("0", "1"):
-            env = environment(**place, SLURM_PROCID=rank, SLURM_LOCALID=rank, MASTER_PORT=port)
-            _, *words = command(*RUN, runs=runs)
-            tasks.append(fork_program(words, tmp_path, env, file.fileno(), file.fileno()))
-    try:
-        return [task.wait(LIMIT_S) for task in tasks], log.read_text()
-    finally:
-        for task in tasks:
-            task.kill()
+    with held_port() as port:
+        with log.open("a") as file:
+            for rank in ("0", "1"):
+                env = environment(**place, SLURM_PROCID=rank, SLURM_LOCALID=rank, MASTER_PORT=port)
+                _, *words = command(*RUN, runs=runs)
+                tasks.append(fork_program(words, tmp_path, env, file.fileno(), file.fileno()))
+        try:
+            return [task.wait(LIMIT_S) for task in tasks], log.read_text()
+        finally:
+            for task in tasks:
+                task.kill()
 
 
 def test_afresh_moves_only_runs_aside(tmp_path: Path) -> None:

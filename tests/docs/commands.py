@@ -170,8 +170,12 @@ def co2_command(arguments: list[str]) -> None:
     if arguments == ["--help"]:
         return
     assert arguments[0] in COMMANDS, f"co2 has no command {arguments[0]}"
-    name, _ = COMMANDS[arguments[0]]
-    if name == "train":
+    name, *own = COMMANDS[arguments[0]][0].split()
+    if own:
+        parsed = _parsed(name, [*own, *arguments[1:]], train.APP.main)
+        if parsed is not None:
+            nothing_left(parsed.options, parsed.rest)
+    elif name == "train":
         trains(arguments[1:])
     else:
         module(name, arguments[1:])
@@ -181,17 +185,20 @@ def module(name: str, arguments: list[str]) -> None:
     assert name.partition(".")[0] in OURS, f"nothing checks python -m {name}"
     if (ROOT / name.replace(".", "/")).is_dir():
         name += ".__main__"
-    parsed = _parsed(name, [NAMES.get(word, word) for word in arguments])
+    main = importlib.import_module(name).main
+    words = [NAMES.get(word, word) for word in arguments]
+    parsed = _parsed(name, words, lambda _: main())
     if parsed is not None:
         MEANS.get(name, nothing_left)(parsed.options, parsed.rest)
 
 
-def _parsed(name: str, arguments: list[str]) -> "Parsed | None":
-    """What a module's `main` makes of its arguments; None where they ask for its help."""
-    main = importlib.import_module(name).main
+def _parsed(
+    name: str, arguments: list[str], main: Callable[[list[str]], object]
+) -> "Parsed | None":
+    """What a program makes of its arguments; None where they ask for its help."""
     with patch.object(sys, "argv", [name, *arguments]), _stopped_after_parsing():
         try:
-            main()
+            main(arguments)
         except Parsed as parsed:
             return parsed
         except SystemExit as ended:

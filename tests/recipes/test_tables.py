@@ -384,7 +384,7 @@ def test_which_of_two_values_serves_another_recipe_depends_on_no_order(
 
 
 def test_committed_values_are_in_order(tmp_path: Path) -> None:
-    committed = Path(render.__file__).parent.parent / "results"
+    committed = render.PAPERS.parent
     measured.write(tmp_path / "ours.csv", measured.read(committed / "ours.csv"))
     for name in ("ours.csv", "runs.csv"):
         assert (tmp_path / name).read_bytes() == (committed / name).read_bytes(), name
