@@ -6,19 +6,20 @@ r"""The paper's Figure 1 from real runs: when a worker computes, sends, and stan
         results/runs/gpt2/co2/default/seed0
 
 Draws a lane for computation and one for the network for each run, and prints what they add up to.
+All runs are shown with the same number of steps: the last ones of each trace.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from co2 import program
 from co2.arguments import Parser
-from co2.comm.phases import OUTER_STEP, SNAPSHOT, WAIT
+from co2.comm.phases import OUTER_STEP, SNAPSHOT, STEP_END, WAIT
 from co2.errors import ConfigError, require, unusable
 
 Span = tuple[float, float]
@@ -49,11 +50,39 @@ class Timeline:
     """Collectives of floating-point numbers; those of flags are left out."""
     still: list[Span]
     """No operator runs although a collective does."""
+    step_ends: list[float] = field(default_factory=list)
+    """When steps end, and before them when the first one begins. Empty: the trace has no marks."""
+
+    @property
+    def steps(self) -> int:
+        """Number of whole steps; 0 where they are not marked."""
+        return max(0, len(self.step_ends) - 1)
+
+    def last(self, steps: int) -> "Timeline":
+        """The timeline of the last so many steps, of which there must be as many."""
+        assert 0 < steps <= self.steps
+        ends = self.step_ends[-steps - 1 :]
+        begin, end = ends[0], ends[-1]
+
+        def cut(spans: list[Span]) -> list[Span]:
+            clipped = [(max(span[0], begin), min(span[1], end)) for span in spans]
+            return [(since - begin, until - begin) for since, until in clipped if since < until]
+
+        return Timeline(
+            seconds=end - begin,
+            compute=cut(self.compute),
+            outer_steps=cut(self.outer_steps),
+            snapshots=cut(self.snapshots),
+            collectives=cut(self.collectives),
+            still=cut(self.still),
+            step_ends=[moment - begin for moment in ends],
+        )
 
     def figures(self) -> dict[str, float | None]:
         """What the lanes add up to, in seconds; overlap as in a run's summary."""
         comm_s, still_s = total(self.collectives), total(self.still)
         return {
+            "steps": float(self.steps),
             "window_s": self.seconds,
             "compute_s": total(self.compute),
             "collectives": float(len(self.collectives)),
@@ -77,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     out = args.out or args.runs[0] / "trace" / "timeline.png"
     try:
-        found = {title(run): read(run, args.rank) for run in args.runs}
+        found = alike({title(run): read(run, args.rank) for run in args.runs})
         draw(found, out)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -153,6 +182,7 @@ def timeline(events: Sequence[dict[str, Any]]) -> Timeline:
         snapshots=named(SNAPSHOT),
         collectives=collectives,
         still=without(merged(collectives), compute),
+        step_ends=sorted(end for _, end in spans(e for e in marked if e["name"] == STEP_END)),
     )
 
 
@@ -186,6 +216,12 @@ def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
     return left
 
 
+def alike(timelines: dict[str, Timeline]) -> dict[str, Timeline]:
+    """The timelines of equally many steps: as many as all have. Whole where one has no marks."""
+    steps = min(timeline.steps for timeline in timelines.values())
+    return {name: one.last(steps) if steps else one for name, one in timelines.items()}
+
+
 def total(spans: Iterable[Span]) -> float:
     """Seconds of all spans together."""
     return sum(end - begin for begin, end in spans)
@@ -198,36 +234,48 @@ def draw(timelines: dict[str, Timeline], path: Path) -> None:
 
 
 def figure(timelines: dict[str, Timeline]) -> Any:
-    """A panel for each run on one scale of time: above what computes, below what travels."""
+    """A panel for each run on one scale of time: above what computes, below what travels, and under
+    both how long the steps took. Its letters can be read on a phone."""
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    drawn = Figure(figsize=(12, 0.8 + 1.5 * len(timelines)), layout="constrained")
-    FigureCanvasAgg(drawn)
-    panels = drawn.subplots(len(timelines), 1, squeeze=False, sharex=True)[:, 0]
-    for axis, (name, lanes) in zip(panels, timelines.items(), strict=True):
-        for kind, spans, lane in (
-            ("compute", lanes.compute, 1),
-            ("outer step", lanes.outer_steps, 1),
-            ("snapshot", lanes.snapshots, 1),
-            ("stands still", lanes.still, 1),
-            ("collective", lanes.collectives, 0),
-        ):
-            bars = [(begin, end - begin) for begin, end in spans]
-            axis.broken_barh(bars, (lane - 0.4, 0.8), color=_COLOURS[kind], linewidth=0)
-        axis.set_yticks([1, 0], ["compute", "network"])
-        axis.set_title(name, loc="left", fontsize="medium")
-    panels[-1].set_xlabel("seconds")
-    patches = [Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()]
-    drawn.legend(
-        handles=patches,
-        loc="outside upper left",
-        ncols=len(patches),
-        fontsize="small",
-        frameon=False,
-    )
+    with rc_context({"font.size": 14}):
+        drawn = Figure(figsize=(6, 1 + 1.6 * len(timelines)), layout="constrained")
+        FigureCanvasAgg(drawn)
+        panels = drawn.subplots(len(timelines), 1, squeeze=False, sharex=True)[:, 0]
+        for axis, (name, lanes) in zip(panels, timelines.items(), strict=True):
+            _panel(axis, name, lanes)
+        panels[-1].set_xlabel("seconds")
+        patches = [Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()]
+        drawn.legend(
+            handles=patches,
+            loc="outside upper left",
+            ncols=3,
+            frameon=False,
+            handlelength=1,
+            columnspacing=1,
+        )
     return drawn
+
+
+def _panel(axis: Any, name: str, lanes: Timeline) -> None:
+    for kind, spans, lane in (
+        ("compute", lanes.compute, 1),
+        ("outer step", lanes.outer_steps, 1),
+        ("snapshot", lanes.snapshots, 1),
+        ("stands still", lanes.still, 1),
+        ("collective", lanes.collectives, 0),
+    ):
+        bars = [(begin, end - begin) for begin, end in spans]
+        axis.broken_barh(bars, (lane - 0.4, 0.8), color=_COLOURS[kind], linewidth=0)
+    axis.set_yticks([1, 0], ["compute", "network"])
+    axis.set_title(name, loc="left", fontsize="medium")
+    if lanes.steps:
+        axis.set_ylim(-1.3, 1.5)
+        words = f"{lanes.steps} steps in {lanes.seconds:.1f} s"
+        axis.text(0, -0.85, words, verticalalignment="center")
 
 
 if __name__ == "__main__":

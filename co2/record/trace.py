@@ -1,17 +1,18 @@
 """A Chrome trace of a few rounds, by torch.profiler: `trace=true`.
 
-Beside PyTorch's own operators and collectives it holds the phases of a round, under the names in
-co2/comm/phases.py. chrome://tracing and ui.perfetto.dev open it; `python -m co2.record.timeline
-RUN` draws it. A collective that a Python thread carries on a CPU (BackgroundMean.run) is not in the
-trace; the wait for it is.
+Beside PyTorch's own operators and collectives it holds the phases of a round and the ends of steps,
+under the names in co2/comm/phases.py. chrome://tracing and ui.perfetto.dev open it; `python -m
+co2.record.timeline RUN` draws it. A collective that a Python thread carries on a CPU
+(BackgroundMean.run) is not in the trace; the wait for it is.
 """
 
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from co2.comm import profiled
+from co2.comm.phases import STEP_END
 
 _WARM_UP_STEPS = 3
 _ROUNDS = 3
@@ -68,7 +69,10 @@ class ProfilerTrace(Trace):
             self._profile = profile(activities=activities, record_shapes=True)
             profiled.begin()
             self._profile.start()
-        elif self._steps == self.last:
+        if self._profile is not None:
+            with record_function(STEP_END):
+                pass
+        if self._steps == self.last:
             self.close()
 
     def close(self, wait: bool = True) -> None:

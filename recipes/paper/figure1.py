@@ -41,7 +41,7 @@ def draw(ours: Rows, stem: Path) -> Iterator[Path]:
         runs[row.name] = cell.folder()
     found = {name: timeline.read(folder) for name, folder in runs.items() if folder is not None}
     if len(found) == len(RECIPE.rows):
-        figures.save(timeline.figure(found), path)
+        figures.save(timeline.figure(timeline.alike(found)), path)
     if path.exists():
         yield path
 
@@ -49,9 +49,9 @@ def draw(ours: Rows, stem: Path) -> Iterator[Path]:
 RECIPE = Recipe(
     name="figure1",
     title="Timeline",
-    text="GPT-2, two workers on links of 100 Mbit/s, some rounds after two of warm-up. Above what "
-    "worker 0 computes, below what travels; red where it stands still although something travels. "
-    "Repeats stand in for seeds.",
+    text="GPT-2, two workers on links of 100 Mbit/s. The picture shows equally many steps of every "
+    "row, after two rounds of warm-up: above what worker 0 computes, below what travels; red where "
+    "it stands still although something travels. Repeats stand in for seeds.",
     rows=(
         Row("AllReduce", ("method=allreduce",)),
         Row("Local SGD", ("method=local_sgd",)),

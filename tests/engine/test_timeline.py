@@ -1,6 +1,7 @@
 """Traces of real runs hold their rounds, and the timeline's lanes are what the events say."""
 
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -11,11 +12,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from matplotlib.text import Text
 from torch import Tensor
 from torch.profiler import profile
 
 from co2.comm import profiled
-from co2.comm.phases import OUTER_STEP, SNAPSHOT, WAIT
+from co2.comm.phases import OUTER_STEP, SNAPSHOT, STEP_END, WAIT
 from co2.record import timeline
 from tasks.toy import Toy
 from tests.cli.harness import metrics, pooled
@@ -78,6 +80,45 @@ def test_a_gpu_whose_host_waits() -> None:
     close(lanes.still, [(0.5, 0.6)])
 
 
+def steps(*ends: float) -> list[dict[str, Any]]:
+    """A trace of steps that end at these moments: each computes first and sends in its second half,
+    with nothing else to do."""
+    events = [mark(STEP_END, 0, 0)]
+    for begin, end in itertools.pairwise((0.0, *ends)):
+        half = (begin + end) / 2
+        events += [event("aten::mm", begin, half), mark(STEP_END, end, end)]
+        events += [mark("gloo:all_reduce", half, end, "float")]
+    return [*events, event("aten::mm", ends[-1], ends[-1] + 1)]  # of a step that is cut off
+
+
+def test_runs_are_shown_with_equally_many_steps() -> None:
+    """The last ones of each, because a round sends what the round before it has brought about."""
+    slow, fast = (timeline.timeline(steps(*ends)) for ends in ((2, 4), (1, 2, 2.5, 3)))
+    assert (slow.steps, fast.steps) == (2, 4)
+    shown = timeline.alike({"slow": slow, "fast": fast})
+    assert [(lanes.steps, pytest.approx(lanes.seconds)) for lanes in shown.values()] == [
+        (2, 4),
+        (2, 1),
+    ]
+    close(shown["fast"].compute, [(0, 0.25), (0.5, 0.75)])
+    close(shown["fast"].still, [(0.25, 0.5), (0.75, 1)])
+    words = {text.get_text() for text in timeline.figure(shown).findobj(Text)}
+    assert {"slow", "2 steps in 4.0 s", "fast", "2 steps in 1.0 s"} <= words
+
+
+def test_a_span_over_the_first_step_that_is_shown_is_cut() -> None:
+    lanes = timeline.timeline([*steps(1, 2), mark("gloo:all_reduce", 0.2, 1.3, "float")]).last(1)
+    close(sorted(lanes.collectives), [(0, 0.3), (0.5, 1)])
+
+
+def test_a_trace_without_ends_of_steps_is_shown_whole() -> None:
+    unmarked = timeline.timeline([event("aten::mm", 0, 3)])
+    shown = timeline.alike({"old": unmarked, "new": timeline.timeline(steps(1, 2))})
+    assert [lanes.seconds for lanes in shown.values()] == [pytest.approx(3), pytest.approx(3)]
+    words = " ".join(text.get_text() for text in timeline.figure(shown).findobj(Text))
+    assert words.count("steps in") == 1, "the old one has a number of steps that nobody knows"
+
+
 def test_spans() -> None:
     assert timeline.merged([(2, 3), (0, 1), (0.5, 1.5)]) == [(0, 1.5), (2, 3)]
     assert timeline.merged([(0, 1), (1.1, 2)], pause=0.2) == [(0, 2)]
@@ -98,6 +139,7 @@ def test_a_real_run(workers: Pool, tmp_path: Path, method: str) -> None:
     for rank in range(2):
         lanes = timeline.read(traced.folder, rank)
         assert 0 < timeline.total(lanes.compute) <= lanes.seconds
+        assert lanes.steps == 12
         if method == "allreduce":  # one bucket a step
             assert 11 <= len(lanes.collectives) <= 13 and not lanes.outer_steps
         else:
