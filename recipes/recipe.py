@@ -138,6 +138,9 @@ class Recipe:
     tuned: bool = False
     """Whether runs of train.py have the settings that `python -m recipes tune` has found for their
     task and method at scale=smoke. Runs for which there are none yet are left out."""
+    goal: Row | None = None
+    """The row whose final loss the others are to reach: a line in the figures, whose seconds are
+    then on a logarithmic axis."""
     undisturbed: bool = False
     """Whether the machine did nothing else during its runs, so that their seconds can be compared.
     Losses are drawn over seconds only then."""

@@ -119,7 +119,7 @@ def _panel(points: Sequence[tuple[int, Row, list[Entry]]], path: Path, title: st
             style = figures.style(number, row.name) | {"linestyle": "none"}
             axis.plot(throughput.mean, final.mean, **style)
         axis.set_xlim(0, 125)
-        axis.set_xlabel("throughput, % of that without communication")
+        axis.set_xlabel("throughput, % of that\nwithout communication")
         axis.set_ylabel("validation loss")
 
 
