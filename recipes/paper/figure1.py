@@ -3,7 +3,8 @@
     sudo make figure1                                      what is missing, in the laboratory
 
 Cost: 9 trainings of a minute or less on 2 cores, 5 minutes in all. The picture shows the first
-repeat. It is drawn again only where that repeat's traces are, in results/runs.
+repeat. It is drawn again only where that repeat's traces are, in results/runs. The committed one is
+of later runs than the table, whose traces did not mark the ends of steps.
 Expected: on links of 100 Mbit/s AllReduce waits most of the time, Local SGD at the end of every
 round, CO2 never.
 """

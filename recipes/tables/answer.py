@@ -1,4 +1,4 @@
-"""What the whole comparison comes to: its main tables, and a paragraph made from their values.
+"""What the whole comparison comes to: its main tables, and sentences made from their values.
 
 README.md and docs/quality.md have a table each, results/report.html opens with all of it.
 """
@@ -11,9 +11,9 @@ from recipes.recipe import Rows
 from recipes.registry import RECIPES
 from recipes.tables import shares
 from recipes.tables.entries import Difference, Entry, entries
-from recipes.tables.layout import Place, grid, values
+from recipes.tables.layout import Place, grid, listed, values
 from recipes.tables.methods import ALL_ROWS, METHODS
-from recipes.tables.report import Section
+from recipes.tables.report import Opening
 from recipes.tuning import tune
 
 Chosen = Sequence[tuple[str, str, str]]
@@ -50,21 +50,35 @@ DATA = {
 }
 """Columns by their names, with the model and the data that they are of at scale=smoke."""
 TOLD = ("Local SGD", "CO2", "CO2, kept progress", "CO2, kept progress and moments")
-"""Rows that the paragraph tells of, beside AllReduce."""
+"""Rows that the sentences tell of, beside AllReduce."""
 
 
-def opening(ours: Rows, tuning: Rows, scale: str) -> Section:
-    """The first section of the report: the paragraph, then the main tables.
+def opening(
+    ours: Rows, tuning: Rows, scale: str, said: tuple[str, Sequence[str]] | None = None
+) -> Opening:
+    """What the report begins with: the answer, then the main tables.
 
     Args:
         ours: rows of results/ours.csv, of all recipes.
         tuning: rows of results/tuning.csv.
+        said: the answer as the documentation has it, words and points; by default it is made from
+            the values.
     """
     own = [line for line in ours if line["scale"] == scale]
-    words = Table((), (), title="The answer", text=f"{quality(own, scale)} {speed(own)}")
+    text, points = said or ("", [*quality(own, scale), speed(own)])
+    below = f"Loss is validation loss: lower is better.{tasks() if scale == 'smoke' else ''}"
     tables = [gaps(own, scale), losses(own, tuning, scale), further(own, tuning, scale)]
     full = [by_data(table) if scale == "smoke" else table for table in tables if table.rows]
-    return Section("answer", "The answer", [words, *full], [])
+    return Opening(text, points, below, full)
+
+
+def tasks() -> str:
+    """A sentence that names the models with the data of scale=smoke."""
+    models: dict[str, list[str]] = {}
+    for model, _, data in (name.partition(", ") for name in DATA.values()):
+        models.setdefault(data, []).append(model)
+    named = (f"{listed(names)} on {data}" for data, names in models.items())
+    return f" The tasks: {'; '.join(named)}."
 
 
 def by_data(table: Table) -> Table:
@@ -193,8 +207,8 @@ def settings(lines: Rows, tuning: Rows) -> str:
     return f"Tuned: each method has what won in {number} trials of its own on the task{rest}."
 
 
-def quality(ours: Rows, scale: str) -> str:
-    """How far the losses of the rows that are told of lie from AllReduce's."""
+def quality(ours: Rows, scale: str) -> list[str]:
+    """How far the losses of the rows that are told of lie from AllReduce's, a sentence for each."""
     sentences = []
     picked = _picked(ours, LOSSES, scale)
     for name in TOLD:
@@ -205,10 +219,8 @@ def quality(ours: Rows, scale: str) -> str:
         }
         if gaps:
             sentences.append(f"{name} ends with a validation loss {_range(gaps)}.")
-    return " ".join(sentences) or (
-        "No run of table1 or table2 has a validation loss to compare yet, so nothing is said about "
-        "it."
-    )
+    nothing = "No run of table1 or table2 has a validation loss to compare yet."
+    return sentences or [nothing]
 
 
 def _range(gaps: Mapping[str, Difference]) -> str:

@@ -86,23 +86,41 @@ def grid(
 def values(found: Sequence[Entry]) -> tuple[list[str], str]:
     """Mean ± standard deviation of each entry, and words for what that is.
 
-    Entries with another number of seeds than most tell it. At least one must have a value.
+    The words tell how many seeds most columns have, and which columns have another number; within a
+    column, entries with another number than most tell it. At least one must have a value.
     """
     counts = [len(entry.values) for entry in found if entry.values]
     usual = statistics.mode(counts)
+    columns: dict[str, list[int]] = {entry.column.name: [] for entry in found}
+    for entry in found:
+        columns[entry.column.name] += [len(entry.values)] if entry.values else []
+    # The usual number of all wins where two are as frequent in a column.
+    of_column = {name: statistics.mode([*own, usual]) for name, own in columns.items()}
     texts = [
         entry.measured
-        if len(entry.values) in (0, usual)
+        if len(entry.values) in (0, of_column[entry.column.name])
         else f"{entry.measured} (n = {len(entry.values)})"
         for entry in found
     ]
+    heads: dict[int, list[str]] = {}
+    for column in dict.fromkeys(entry.column for entry in found):
+        heads.setdefault(of_column[column.name], []).append(column.head)
+    notes = [f"{number} for {listed(of)}" for number, of in heads.items() if number != usual]
+    mixed = any(len(set(own)) > 1 for own in columns.values())
+    notes += ["n where it is another number"] if mixed else []
     words = f"{usual} seeds" if usual > 1 else "one seed"
-    words += " (n where it is another number)" if len(set(counts)) > 1 else ""
+    words += f" ({'; '.join(notes)})" if notes else ""
     if max(counts) == 1:
         return texts, f"{words}."
     return texts, (
         f"mean ± standard deviation over {words}; bold where the best interval overlaps no other."
     )
+
+
+def listed(words: Sequence[str]) -> str:
+    """Words as a sentence lists them: a, b and c."""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _measured(recipe: Recipe, own: Sequence[Entry], ours: Rows, name: str, title: str) -> Table:

@@ -1,5 +1,7 @@
-"""The table that a page of the documentation has between two marks."""
+"""What a page of the documentation and the results share: the table that a page has between two
+marks, and the answer in a few points, which the report repeats."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -29,6 +31,20 @@ def fill(root: Path, ours: Path) -> None:
         page = root / name
         if page.exists():
             page.write_text(_filled(page.read_text(), table(rows, tuning)))
+
+
+def in_short(root: Path) -> tuple[str, list[str]] | None:
+    """What docs/quality.md says in short: the words before its points, and the points.
+
+    None where the page is not there, as where the package is installed without documentation.
+    """
+    page = root / "docs" / "quality.md"
+    if not page.exists():
+        return None
+    told = page.read_text().partition("\n## In short\n")[2]
+    told = told.partition(BEGIN)[0].partition("\n## ")[0]
+    text, *points = (" ".join(part.split()) for part in re.split(r"^- ", told, flags=re.MULTILINE))
+    return text, points
 
 
 def _filled(text: str, table: Table) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from co2.record.table import Table, read_csv
 from recipes.recipe import SCALES, Recipe
 from recipes.runs import measured
-from recipes.tables import answer, figures, layout, report
+from recipes.tables import answer, figures, layout, pages, report
 
 PAPERS = Path(__file__).parents[2] / "results" / "paper.csv"
 """The papers' own values, in a clone as in an installed package."""
@@ -36,8 +36,9 @@ def render(recipes: Sequence[Recipe], out: Path, scale: str) -> None:
         made |= set(drawn)
         headlines += [recipe.headline(stem)] if recipe.headline else []
         sections.append(report.Section(recipe.name, recipe.title, tables, drawn))
-    opening = answer.opening(known[0], read_csv(out / "tuning.csv"), scale)
-    report.write(out / f"report{end}.html", _with_headlines(opening, sections, headlines))
+    said = pages.in_short(out.parent) if scale == "smoke" else None
+    opening = answer.opening(known[0], read_csv(out / "tuning.csv"), scale, said)
+    report.write(out / f"report{end}.html", *_with_headlines(opening, sections, headlines))
     for folder in (out / "tables", out / "figures"):
         for path in folder.glob("*"):
             if path not in made and _scale_of(path) == scale:
@@ -45,15 +46,15 @@ def render(recipes: Sequence[Recipe], out: Path, scale: str) -> None:
 
 
 def _with_headlines(
-    opening: report.Section, sections: Sequence[report.Section], headlines: Collection[Path]
-) -> list[report.Section]:
-    """All sections. Figures that are headlines move to the opening."""
+    opening: report.Opening, sections: Sequence[report.Section], headlines: Collection[Path]
+) -> tuple[report.Opening, list[report.Section]]:
+    """Opening and sections. Figures that are headlines move to the opening."""
     others = [
         replace(section, figures=[path for path in section.figures if path not in headlines])
         for section in sections
     ]
     drawn = [path for section in sections for path in section.figures if path in headlines]
-    return [replace(opening, figures=drawn), *others]
+    return replace(opening, figures=drawn), others
 
 
 def write_tables(tables: Sequence[Table], stem: Path) -> Iterator[Path]:

@@ -1,4 +1,5 @@
-"""The report opens in a browser, as wide as a phone: no error, nothing fetched, columns sort."""
+"""The report opens in a browser, as wide as a phone: no error, nothing fetched, columns sort, and a
+link opens its experiment."""
 
 import re
 import shutil
@@ -14,6 +15,7 @@ __all__ = ["results"]  # a fixture
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 PROBE = """<script>
+location.hash = "golden";
 const head = document.querySelectorAll("th button")[1];
 const rows = () => [...document.querySelector("tbody").rows];
 const order = () => rows().map((row) => row.cells[0].textContent);
@@ -22,6 +24,9 @@ const up = order();
 head.click();
 console.log("probe " + JSON.stringify([up, order()]));
 const page = document.documentElement;
+const details = document.querySelector("details");
+show();
+console.log("probe open " + details.open);
 console.log("probe fits " + (page.scrollWidth <= page.clientWidth));
 console.log("probe requests " + performance.getEntriesByType("resource").length);
 </script>"""
@@ -46,6 +51,7 @@ def test_it_opens_without_an_error_and_sorts(results: Path, tmp_path: Path) -> N
     told = re.findall(r'CONSOLE[^"]*"(.*)", source', ended.stderr)
     assert told == [
         'probe [["CO2_3","Local SGD","AllReduce"],["AllReduce","Local SGD","CO2_3"]]',
+        "probe open true",
         "probe fits true",
         "probe requests 0",
     ]

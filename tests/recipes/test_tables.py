@@ -485,7 +485,8 @@ def test_all_is_rendered(results: Path) -> None:
     assert "CO2_3,60.0 (n = 1)" in (results / "tables/golden.csv").read_text()
     page = (results / "report.html").read_text()
     assert "<svg" in page and "http://" not in page.split("<svg")[0]
-    assert "<metadata>" not in page and page.index("The answer") < page.index("<nav>")
+    assert "<metadata>" not in page and page.index("<nav>") < page.index('id="answer"')
+    assert '<details><summary>Golden</summary><section id="golden">' in page
     names = {path.name for path in (results / "figures").iterdir()}
     assert names == {"golden_top_1_steps.svg"}, "no seconds of a machine that did other things"
     first = (results / "figures" / "golden_top_1_steps.svg").read_bytes()
@@ -588,7 +589,7 @@ def test_a_figure_in_the_page_is_the_same_in_fewer_words(tmp_path: Path) -> None
         '<path id="m99" d="M 39.904146 -0.006 L 7 16.5"/>\n<text x="1.23456">0.00656</text>\n'
         "</g>\n</svg>"
     )
-    report.write(tmp_path / "page.html", [report.Section("one", "One", [], [path])])
+    report.write(tmp_path / "page.html", report.Opening("", [], "", [], [path]), [])
     page = (tmp_path / "page.html").read_text()
     assert (
         '<figure><svg viewBox="0 0 324 293.76"><g><path id="m99" d="M 39.90 -0.01 L 7 16.5"/>'
@@ -664,13 +665,16 @@ def compared(tuned: str = "") -> list[dict[str, str]]:
 
 
 def test_the_report_opens_with_what_the_values_say() -> None:
-    words, gaps, losses, further = answer.opening(compared(), [], "smoke").tables
+    opening = answer.opening(compared(), [], "smoke")
+    gaps, losses, further = opening.tables
     # +5 % in each seed of GPT-2; on ViT +2, -10, +10 thousandths of .5.
-    assert words.text == (
+    assert opening.points == [
         "CO2 ends with a validation loss +0.1 % (ViT) to +5.0 % (GPT-2) from AllReduce's, a "
-        "significant difference on 1 of 2 tasks. On links of 20 Mbit/s (GPT-2, two workers) the "
-        "share of the throughput without communication is CO2 91 %."
-    )
+        "significant difference on 1 of 2 tasks.",
+        "On links of 20 Mbit/s (GPT-2, two workers) the share of the throughput without "
+        "communication is CO2 91 %.",
+    ]
+    assert "lower is better" in opening.below and "UperNet on generated scenes" in opening.below
     assert gaps.rows == [["CO2", "+5.0 % [4.9, 5.1] *", "+0.1 % [-4.9, 5.1]"]]
     assert losses.rows == [
         ["AllReduce", "4.0200 ± 0.0200", "0.5000 ± 0.0000"],
@@ -679,9 +683,78 @@ def test_the_report_opens_with_what_the_values_say() -> None:
     data = ["GPT-2, source text of sympy", "ViT, MNIST, 5,000 digits"]
     assert [*losses.head] == ["method", *data] and losses.best == {(0, 1)}
     assert further.rows == [["CO2", "91.0 % [78.3, 103.7]"]]
-    (nothing,) = answer.opening(compared(), [], "paper").tables
-    assert "nothing is said about it" in nothing.text
-    assert "Nothing has been measured on slow links" in nothing.text
+    nothing = answer.opening(compared(), [], "paper")
+    assert not nothing.tables and len(nothing.points) == 2
+    assert "Nothing has been measured on slow links" in nothing.points[1]
+
+
+def test_the_report_repeats_the_answer_of_the_documentation(results: Path) -> None:
+    docs = results.parent / "docs"
+    docs.mkdir(exist_ok=True)
+    page = docs / "quality.md"
+    page.write_text(
+        "# Does it?\n\n## In short\n\nOn two cores:\n\n- It **hides** `x`,\n  as [it](x.md) says.\n"
+        f"- It pays.\n\n{pages.BEGIN}\na table\n{pages.END}\n\n## Claim\n\n- Not of it.\n"
+    )
+    assert pages.in_short(results.parent) == (
+        "On two cores:",
+        ["It **hides** `x`, as [it](x.md) says.", "It pays."],
+    )
+    render.render([TOY], results, "smoke")
+    shown = (results / "report.html").read_text()
+    assert (
+        "<li>It <strong>hides</strong> <code>x</code>, as it says.</li>\n<li>It pays.</li>" in shown
+    )
+    assert "Not of it" not in shown
+    page.unlink()
+    assert pages.in_short(results.parent) is None
+    assert pages.in_short(Path(__file__).parents[2]), "the report opens with its points"
+
+
+def test_a_number_of_seeds_that_a_column_shares_stands_once() -> None:
+    """Only a cell that differs from its column says its own."""
+    columns = [replace(TOP1, name=name) for name in ("a", "b", "c")]
+    counts = {"a": (3, 3), "b": (5, 5), "c": (3, 2)}
+    found = [
+        Entry(row, column, {seed: 0.5 + seed for seed in range(counts[column.name][number])})
+        for column in columns
+        for number, row in enumerate(TOY.rows[:2])
+    ]
+    texts, words = layout.values(found)
+    assert [text.partition(" (")[2] for text in texts] == ["", "", "", "", "", "n = 2)"]
+    assert "over 3 seeds (5 for b; n where it is another number);" in words
+
+
+def losses_at(row: str, seed: int, *losses: float) -> list[dict[str, str]]:
+    """Lines of evals.csv: a loss every hundred steps, which take ten seconds."""
+    return [
+        {
+            "row": row,
+            "column": "top-1",
+            "seed": str(seed),
+            "step": str(100 * number),
+            "train_s": str(10 * number),
+            "loss": str(loss),
+        }
+        for number, loss in enumerate(losses, start=1)
+    ]
+
+
+def test_curves_have_bands_and_the_goal_a_line(tmp_path: Path) -> None:
+    one, other = TOY.rows[:2]
+    evals = [*losses_at(one.name, 0, 4, 3), *losses_at(other.name, 0, 4, 2)]
+    plain, banded, aimed = (tmp_path / name for name in ("plain", "banded", "aimed"))
+    (drawn,) = figures.curves(TOY, evals, plain)
+    text = drawn.read_text()
+    assert "FillBetween" not in text and "goal" not in text, "one seed has no deviation"
+    evals += losses_at(other.name, 1, 5, 3)
+    (drawn,) = figures.curves(TOY, evals, banded)
+    assert drawn.read_text().count('<g id="FillBetween') == 1, "only one row has two seeds"
+    steps, seconds = figures.curves(replace(TOY, goal=one, undisturbed=True), evals, aimed)
+    assert all("goal: 3.00" in path.read_text() for path in (steps, seconds))
+    assert (
+        seconds.name == "aimed_top_1_seconds.svg" and "seconds of training" in seconds.read_text()
+    )
 
 
 def test_the_main_table_says_whether_its_runs_were_tuned() -> None:
@@ -711,6 +784,6 @@ def test_the_gap_against_rounds_stands_at_the_top(results: Path) -> None:
 
     render.render([replace(TOY, draw=draw, headline=headline)], results, "smoke")
     page = (results / "report.html").read_text()
-    assert page.count("the gap") == 1 and page.index("the gap") < page.index("<nav>")
+    assert page.count("the gap") == 1 and page.index("the gap") < page.index("<details>")
     render.render([TOY], results, "smoke")
     assert "the gap" not in (results / "report.html").read_text()
