@@ -27,7 +27,8 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells tell it."""
 _REFUSED = 2
 _GONE = frozenset((errno.EPIPE, errno.EIO, errno.ECONNRESET))
-_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+"""What a full disk, a quota, and a limit on the size of files say."""
 _OURS = ("benchmarks", "co2", "recipes", "tasks", "train")
 _ROOT = Path(__file__).parents[1]
 
@@ -85,7 +86,7 @@ def keep_output(training: bool = False) -> None:
         training: nor does a full disk, for there is more at stake than what is printed.
     """
     if training:
-        _Lasting.ignored |= _FULL
+        _Lasting.ignored |= NO_ROOM
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by whoever started this process

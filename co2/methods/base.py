@@ -217,7 +217,7 @@ class Method:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that this worker needs to go on exactly, a collective in flight included."""
-        own = {"method": self._name(), "config": self._settings()}
+        own = {"method": self.registered_name(), "config": self._settings()}
         return {**own, "steps": self.steps, "tensors": self.saved_tensors()}
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -226,7 +226,7 @@ class Method:
         whole = isinstance(state, Mapping) and {"method", "config"} <= state.keys()
         hint = "is no state that a method of this version saved; give what state_dict() returned"
         require(whole, "state", type(state).__name__, hint)
-        name, saved = self._name(), state["method"]
+        name, saved = self.registered_name(), state["method"]
         hint = f"the state was saved by {saved}; go on with that, or start without the state"
         require(saved == name, "method", name, hint)
         for key, value in self._settings().items():
@@ -234,11 +234,11 @@ class Method:
             hint = f"the state was saved with {then}; give that, or start without the state"
             require(key in self.may_change or value == then, f"{name}.{key}", value, hint)
 
-    def _name(self) -> str:
+    @classmethod
+    def registered_name(cls) -> str:
         """As in the registry, which has the names of the files; of others' methods the class's."""
-        kind = type(self)
-        ours = kind.__module__.startswith("co2.")
-        return kind.__module__.rpartition(".")[2] if ours else kind.__name__
+        ours = cls.__module__.startswith("co2.")
+        return cls.__module__.rpartition(".")[2] if ours else cls.__name__
 
     def _settings(self) -> dict[str, object]:
         """The configuration in plain values."""

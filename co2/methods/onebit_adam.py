@@ -32,7 +32,6 @@ from co2.methods.parts.compressed import CompressedAdam, CompressedAdamConfig
 
 class OneBitAdam(CompressedAdam):
     waits = Waits.always
-    name = "onebit_adam"
 
     @dataclass
     class Config(CompressedAdamConfig):

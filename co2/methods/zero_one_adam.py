@@ -46,7 +46,6 @@ from co2.methods.parts.compressed import CompressedAdam, CompressedAdamConfig
 
 class ZeroOneAdam(CompressedAdam):
     waits = Waits.always
-    name = "zero_one_adam"
 
     @dataclass
     class Config(CompressedAdamConfig):

@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -16,6 +15,7 @@ from co2.config import NODES, Config, Resume, Schedule
 from co2.errors import ConfigError, require
 from co2.record.files import CHECKPOINT_FORMAT
 from co2.record.metrics import Summary
+from co2.whole import nearest_existing, try_to_write
 
 # Nodes and keys that may differ between two segments of one run.
 _FREE = ("log", "checkpoint", "resume", "trace", "runs", "tag")
@@ -181,14 +181,13 @@ def _objection_to_more_steps(config: Config, folder: Path, then: int) -> str:
 
 def _check_place(runs: str) -> None:
     """Refuse a place where no folder of runs can be made."""
-    place = Path(runs).absolute()
     try:
-        there = next(path for path in (place, *place.parents) if path.exists())
+        there = nearest_existing(Path(runs))
     except OSError as error:
         raise ConfigError("runs", runs, f"cannot be used ({error.strerror})") from None
     require(there.is_dir(), "runs", runs, f"{there} is no folder; give one that can be written")
     try:
-        os.rmdir(tempfile.mkdtemp(dir=there))  # os.access finds /proc writable
+        try_to_write(there)
     except OSError as error:
         hint = f"{there} cannot be written ({error.strerror}); give a folder that can"
         raise ConfigError("runs", runs, hint) from None

@@ -5,7 +5,6 @@ torch.distributed's elastic launcher.
 """
 
 import contextlib
-import errno
 import gc
 import logging
 import multiprocessing
@@ -35,8 +34,6 @@ _PEER_S = 1.0
 """A worker whose peer is gone ends this many seconds later, so that the run gets the peer's
 status."""
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What a full disk, a quota, and a limit on the size of files say."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Signals that ask a run to finish its step, save and exit; a closed terminal sends SIGHUP."""
@@ -265,7 +262,7 @@ def _guarded(worker: Worker, config: Config, rank: int) -> int:
         faults.tell(f"error: {error}")
         return REFUSED
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        if isinstance(error, OSError) and error.errno in program.NO_ROOM:
             mend = "make room, and the same command goes on from the last checkpoint"
             where = error.filename or f"worker {rank}"
             faults.tell(f"error: {where}: {error.strerror}; {mend}")

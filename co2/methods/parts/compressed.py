@@ -61,7 +61,7 @@ class CompressedAdamConfig:
 
 
 class CompressedAdam(Method):
-    """Adam whose replicas exchange signs. A subclass sets `name`, `Config`, which extends
+    """Adam whose replicas exchange signs. A subclass sets `Config`, which extends
     `CompressedAdamConfig`, and `waits`, and implements `step()`; it calls `set_mask` where it has
     changed v for compressed exchanges to come. If it holds more than m and v, it makes that in
     `set_up` and names it in `state_tensors`.
@@ -75,8 +75,6 @@ class CompressedAdam(Method):
     the v above 0 of their tensor (of 65,536 elements of it, evenly spread).
     """
 
-    name: str
-    """The method's name in the registry, for error messages."""
     refused_strategies: Mapping[str, str] = MappingProxyType(
         {
             "zero1": "it takes the inner optimizer's place, which has no state to share; use ddp",
@@ -88,9 +86,9 @@ class CompressedAdam(Method):
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         super().__init__(config, comm)
         dtype, device = self.comm.dtype, self.comm.device
-        hint = f"{self.name} sends signs; it needs fp32"
+        hint = f"{self.registered_name()} sends signs; it needs fp32"
         require(dtype is Precision.fp32, "comm.dtype", dtype.name, hint)
-        hint = f"{self.name} updates the model at every step, where it is; use auto"
+        hint = f"{self.registered_name()} updates the model at every step, where it is; use auto"
         require(device is CommDevice.auto, "comm.device", device.name, hint)
         self.rounds = 0
         """How many times the replicas have exchanged anything."""
@@ -99,16 +97,16 @@ class CompressedAdam(Method):
     def check(cls, optim: OptimConfig) -> None:
         """Raise `ConfigError` for an inner optimizer whose place this method cannot take."""
         adamw = optim.name is OptimizerName.adamw
-        require(adamw, "optim.name", optim.name.name, f"{cls.name} needs adamw")
+        require(adamw, "optim.name", optim.name.name, f"{cls.registered_name()} needs adamw")
 
     def set_up(self) -> nn.Module:
         """Raises `ConfigError` for an optimizer other than plain Adam or AdamW."""
         kind = type(self.optimizer)
         adam = kind in (Adam, AdamW)
-        require(adam, "optim.name", kind.__name__, f"{self.name} needs adamw")
+        require(adam, "optim.name", kind.__name__, f"{self.registered_name()} needs adamw")
         for group in self.optimizer.param_groups:
             plain = not group["amsgrad"] and not group["maximize"]
-            hint = f"{self.name} takes no amsgrad and no maximize"
+            hint = f"{self.registered_name()} takes no amsgrad and no maximize"
             require(plain, "optim.name", kind.__name__, hint)
         self.flat = flat = FlatParams(self.optimizer)
         self.mean = BackgroundMean(
@@ -177,11 +175,7 @@ class CompressedAdam(Method):
     def tensor_names(self) -> list[str]:
         """The names of the trained parameters, in the order of the vectors."""
         names = {id(weight): name for name, weight in self.model.named_parameters()}
-        groups = (group["params"] for group in self.optimizer.param_groups)
-        trained = {
-            id(weight): None for params in groups for weight in params if weight.requires_grad
-        }
-        return [names[key] for key in trained]
+        return [names[key] for key in dict.fromkeys(map(id, self._trained()))]
 
     def notices(self) -> list[str]:
         taken, self._notices = self._notices, []

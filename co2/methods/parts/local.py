@@ -84,7 +84,7 @@ class LocalMethod(Method):
         return self.model
 
     def _new_moments(self) -> Moments:
-        name = type(self).__module__.rpartition(".")[2]
+        name = self.registered_name()
         if self.waits is Waits.always:
             return Moments(self.flat, self.optimizer, self.mean, name)
         return LateMoments(self.flat, self.optimizer, self.mesh, self.comm, name)
