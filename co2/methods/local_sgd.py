@@ -13,11 +13,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from co2.comm.flat import Chunk
 from co2.config import Waits
-from co2.methods.parts.local import LocalMethod, check_comm_share, check_tau
+from co2.methods.parts.blocking import Blocking
+from co2.methods.parts.local import check_comm_share, check_tau
 
 
-class LocalSGD(LocalMethod):
+class LocalSGD(Blocking):
     waits = Waits.always
     may_change = frozenset({"tau", "comm_share"})
 
@@ -32,16 +34,5 @@ class LocalSGD(LocalMethod):
             check_tau(self.tau)
             check_comm_share(self.comm_share)
 
-    def init_outer_state(self) -> None:
-        self.anchor = self.flat.copy()
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        return {**super().state_tensors(), "anchor": self.anchor}
-
-    def end_round(self) -> None:
-        self.flat.displacement(self.anchor, out=self.mean.buffer)
-        mean = self.mean.mean_now()
-        for chunk in self.flat.chunks:
-            anchor = chunk.of(self.anchor)
-            anchor.sub_(chunk.of(mean))
-            chunk.write(anchor)
+    def outer_step(self, chunk: Chunk, x: Tensor, d: Tensor) -> None:
+        x.sub_(d)

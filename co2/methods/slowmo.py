@@ -15,11 +15,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from co2.comm.flat import Chunk
 from co2.config import Waits
-from co2.methods.parts.local import LocalMethod, check_comm_share, check_outer, check_tau
+from co2.methods.parts.blocking import Blocking
+from co2.methods.parts.local import check_comm_share, check_outer, check_tau
 
 
-class SlowMo(LocalMethod):
+class SlowMo(Blocking):
     waits = Waits.always
     may_change = frozenset({"tau", "outer_lr", "outer_momentum", "comm_share"})
 
@@ -41,23 +43,18 @@ class SlowMo(LocalMethod):
             check_outer(self.outer_lr, self.outer_momentum)
 
     def init_outer_state(self) -> None:
-        self.anchor = self.flat.copy()
+        super().init_outer_state()
         self.momentum = self.flat.zeros()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        return {**super().state_tensors(), "anchor": self.anchor, "momentum": self.momentum}
+        return {**super().state_tensors(), "momentum": self.momentum}
 
-    def end_round(self) -> None:
-        self.flat.displacement(self.anchor, out=self.mean.buffer)
-        mean = self.mean.mean_now()
+    def outer_step(self, chunk: Chunk, x: Tensor, d: Tensor) -> None:
         alpha, beta = self.config.outer_lr, self.config.outer_momentum
-        for chunk in self.flat.chunks:
-            gamma = self.lr(chunk.group)
-            m, d, x = chunk.of(self.momentum), chunk.of(mean), chunk.of(self.anchor)
-            if gamma == 0:
-                m.mul_(beta).add_(d)
-                x.sub_(d, alpha=alpha)
-            else:
-                m.mul_(beta).add_(d, alpha=1 / gamma)
-                x.sub_(m, alpha=alpha * gamma)
-            chunk.write(x)
+        gamma, m = self.lr(chunk.group), chunk.of(self.momentum)
+        if gamma == 0:
+            m.mul_(beta).add_(d)
+            x.sub_(d, alpha=alpha)
+        else:
+            m.mul_(beta).add_(d, alpha=1 / gamma)
+            x.sub_(m, alpha=alpha * gamma)

@@ -30,15 +30,17 @@ from typing import Any
 
 from torch import Tensor
 
+from co2.comm.flat import Chunk
 from co2.comm.sparse import SparseMean
 from co2.config import CommConfig, Precision, Waits
 from co2.errors import require, require_number
-from co2.methods.parts.local import LocalMethod, check_comm_share, check_tau
+from co2.methods.parts.blocking import Blocking
+from co2.methods.parts.local import check_comm_share, check_tau
 
 _REASON = "its chunks are of whole tensors, not of parts"
 
 
-class SparseLoCo(LocalMethod):
+class SparseLoCo(Blocking):
     waits = Waits.always
     may_change = frozenset({"tau", "density", "outer_lr", "error_decay", "comm_share"})
     refused_strategies: Mapping[str, str] = MappingProxyType({"zero2": _REASON, "zero3": _REASON})
@@ -73,25 +75,24 @@ class SparseLoCo(LocalMethod):
         self.refused_elastic = "what a replica has not sent yet cannot be handed to a newcomer"
 
     def init_outer_state(self) -> None:
-        self.anchor = self.flat.copy()
+        super().init_outer_state()
         sizes = [param.numel() for param in self.flat.params]
         density, decay = self.config.density, self.config.error_decay
         self.exchange = SparseMean(sizes, self.mesh, self.mean, density, decay)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        own = {"anchor": self.anchor, "error": self.exchange.error}
-        return {**super().state_tensors(), **own, **self.exchange.messages()}
+        own = {"error": self.exchange.error, **self.exchange.messages()}
+        return {**super().state_tensors(), **own}
 
     def saved_tensors(self) -> dict[str, Tensor]:
         """All but the buffer and the messages: nothing is in flight between two steps."""
         return {"anchor": self.anchor, "error": self.exchange.error}
 
-    def end_round(self) -> None:
-        self.flat.displacement(self.anchor, out=self.mean.buffer)
+    def mean_now(self) -> Tensor:
         self.exchange.start(self.mean.buffer)
         mean = self.mean.wait()
         assert mean is not None
-        for chunk in self.flat.chunks:
-            x = chunk.of(self.anchor)
-            x.sub_(chunk.of(mean), alpha=self.config.outer_lr)
-            chunk.write(x)
+        return mean
+
+    def outer_step(self, chunk: Chunk, x: Tensor, d: Tensor) -> None:
+        x.sub_(d, alpha=self.config.outer_lr)
