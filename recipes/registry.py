@@ -3,13 +3,7 @@
 from recipes.faults import faults, faults_elsewhere, goodput
 from recipes.paper import figure1, table1, table2, table3, table4, tau_sweep
 from recipes.recipe import Recipe
-from recipes.signs import (
-    zero_one_adam,
-    zero_one_time,
-    zero_one_training,
-    zero_one_volume,
-    zero_one_why,
-)
+from recipes.signs import zero_one_adam, zero_one_training, zero_one_volume
 from recipes.studies import (
     digits,
     field,
@@ -43,8 +37,6 @@ RECIPES: dict[str, Recipe] = {
         rates.RECIPE,
         zero_one_adam.RECIPE.trials,
         zero_one_adam.RECIPE,
-        zero_one_why.RECIPE,
-        zero_one_time.RECIPE,
         zero_one_volume.RECIPE,
         zero_one_training.RECIPE,
         figure1.RECIPE,

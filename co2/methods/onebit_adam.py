@@ -18,7 +18,7 @@ Chosen here:
   then on, and move by weight decay alone (the mask, parts/compressed.py). The authors' code has a
   mask too, which users fill in by hand.
 - `compress: update` sends the signs of m/(√v + ε), and multiplies by √v + ε on arrival. That is not
-  the paper's; results/tables/zero_one_why.md compares the two.
+  the paper's; results/tables/zero_one_training.md compares the two.
 """
 
 from dataclasses import dataclass

@@ -27,7 +27,7 @@ Chosen here:
   weight decay alone, and their m and u are 0 after a compressed exchange (the mask,
   parts/compressed.py). The authors' code has a mask too, which users fill in by hand.
 - `compress: update` sends the signs of u/(√v + ε), and multiplies by √v + ε on arrival. That is not
-  the paper's; results/tables/zero_one_why.md compares the two.
+  the paper's; results/tables/zero_one_training.md compares the two.
 - AdamW's decay shrinks x_{t'} by the same factors as x. If Σγ = 0, m starts from 0 again.
 """
 

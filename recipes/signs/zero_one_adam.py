@@ -11,9 +11,9 @@ may be better still.
 Every method takes what won among as many trials as the others have, over half of the steps, on a
 seed and on validation data that the table does not show. On RoBERTa, whose loss stands still at
 that of the tokens' frequencies for hundreds of steps, the trials of the signs include a later
-freeze: zero_one_why shows that it is what matters there. No trial there has left that loss, so they
-know little of which setting ends best: AllReduce's winner is 4e-3, and in the whole training 2e-3
-does as well (zero_one_why). Trainings end amid the fall that follows.
+freeze: zero_one_training shows that it is what matters there. No trial there has left that loss, so
+they know little of which setting ends best: AllReduce's winner is 4e-3, and in the whole training
+2e-3 does as well (zero_one_training). Trainings end amid the fall that follows.
 """
 
 from functools import partial
@@ -71,8 +71,8 @@ RECIPE = TunedRecipe(
     "of them, on RoBERTa after 30 % where that won. The intervals of 0/1 Adam follow the learning "
     "rate, up to 16. Each method has what won in zero_one_adam_trials: of four learning rates, on "
     "RoBERTa of eight settings. Volume is what one worker sends; a round is a time that the "
-    "replicas exchange anything. zero_one_time has the seconds, and zero_one_volume the paper's "
-    "shares: of trainings many times as long, at best.",
+    "replicas exchange anything. zero_one_training has the seconds, and zero_one_volume the "
+    "paper's shares: of trainings many times as long, at best.",
     rows=ROWS,
     columns=tuple(column for found in PER_TASK.values() for column in found),
     seeds=(0, 1, 2, 3, 4),

@@ -47,7 +47,7 @@ class Compress(Enum):
 class CompressedAdamConfig:
     freeze_step: int = 100
     """Steps after which v stands still. Too early, v is not what it will be
-    (recipes/signs/zero_one_why.py)."""
+    (recipes/signs/zero_one_training.py)."""
     compress: Compress = Compress.momentum
     """Whose signs travel: the momentum's, as in the papers, or the update's."""
     mask_below: float = 0.01
