@@ -90,10 +90,11 @@ class TrainConfig:
     batch_size: int = 8
     """Samples in one micro-batch of one worker."""
     accumulate: int = 1
-    """Micro-batches whose gradients make one step."""
-    keep_global_batch: bool = False
-    """Whether an elastic run makes more or fewer micro-batches a step as replicas come and go, so
-    that all together train on about as many samples as before."""
+    """Micro-batches of one worker whose gradients make one step; with `global_batch` it is worked
+    out."""
+    global_batch: int | None = None
+    """Samples in one step of the whole run. `accumulate` follows from it and the number of workers
+    (co2/train/global_batch.py). null: batch_size × accumulate on each worker."""
     precision: Precision = Precision.fp32
     """With bf16, forward pass and loss run under autocast; weights and outer state stay fp32."""
     compile: bool = False
@@ -109,10 +110,19 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulate", "eval_every"):
             require_count(name, getattr(self, name))
+        if self.global_batch is not None:
+            require_count("global_batch", self.global_batch)
         require(0 <= self.seed < 2**32, "seed", self.seed, "must be 0 or more, and below 2³²")
         if self.clip_norm is not None:
             hint = "must be above 0, or null for no clipping"
             require_number("clip_norm", self.clip_norm, 1e-30, hint)
+
+    def micro_batches(self, workers: int) -> int:
+        """Micro-batches of a step on each of so many workers. With `global_batch`, the number that
+        comes nearest to it, and at least one."""
+        if self.global_batch is None:
+            return self.accumulate
+        return max(1, round(self.global_batch / (self.batch_size * workers)))
 
 
 @dataclass
@@ -190,8 +200,8 @@ class OptimConfig:
 @dataclass
 class LaunchConfig:
     workers: int = 2
-    """Local workers that train.py starts. Under torchrun or srun, the number that those start
-    counts."""
+    """Local workers that train.py starts; null in conf/ stands for one on each GPU, or 2 without
+    GPUs. Under torchrun or srun, the number that those start counts."""
     backend: str = "auto"
     """auto trains on GPUs under nccl where every local worker has a GPU of its own; with
     comm.device=cpu, on GPUs under gloo where there is any; otherwise on the CPU under gloo. gloo

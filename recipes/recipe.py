@@ -15,6 +15,8 @@ RUNS = "results/runs/recipes"
 """Where the runs of all recipes are kept: a run that two of them use is made once."""
 SEEDS = (0, 1, 2)
 SCALES = ("smoke", "gpu", "paper")
+NODE = 8
+"""Workers of a run at scale=paper, unless its column has others: a node's GPUs."""
 LOSSES = ("final.loss", "final.cross_entropy", "final.perplexity")
 """Metrics whose differences are shown in percent. Others are shares already, or counts and seconds,
 which are shown as they are."""
@@ -50,6 +52,8 @@ class Column:
     digits: int = 2
     smoke: tuple[str, ...] = ()
     """Further overrides at scale=smoke, for shorter runs than conf's where a recipe has many."""
+    paper: tuple[str, ...] = ()
+    """Further overrides at scale=paper."""
     curve: bool = True
     """Whether its validation losses are drawn over steps and seconds."""
     of: str | None = None
@@ -83,8 +87,9 @@ class Column:
 
     def cell(self, recipe: str, row: Row, scale: str, seed: int) -> Cell:
         """The run of this column and a row."""
-        overrides = [*self.overrides, f"scale={scale}"]
-        overrides += self.smoke if scale == "smoke" else ()
+        overrides = [f"launch.workers={NODE}"] if scale == "paper" else []
+        overrides += [*self.overrides, f"scale={scale}"]
+        overrides += {"smoke": self.smoke, "paper": self.paper}.get(scale, ())
         overrides += [*row.overrides, f"train.seed={seed}", f"runs={RUNS}"]
         overrides += ("log.wandb=disabled",) if scale == "smoke" else ()
         return TrainCell(own_words(overrides), recipes=(recipe,))

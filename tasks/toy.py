@@ -168,9 +168,7 @@ class Toy:
         }
 
     def _sampler(self, num_workers: int, stretches: Stretches = ()) -> Sampler:
-        return Sampler(
-            self.config.samples, num_workers, self.train.batch_size, self.train.seed, stretches
-        )
+        return Sampler.of(self.train, self.config.samples, num_workers, stretches)
 
 
 def _late(batches: Iterator[Batch], seconds: float) -> Iterator[Batch]:

@@ -39,6 +39,7 @@ from co2.record.metrics import Summary
 from co2.record.provenance import UNKNOWN, Origin
 from co2.task import Placed, Task
 from co2.train import elastic, initial, launch, replica
+from co2.train.global_batch import accumulated
 from co2.train.loop import train
 from co2.train.run import Run
 
@@ -66,12 +67,13 @@ class App:
         """The composed configuration as a checked run. Raises `ConfigError`; writes nothing."""
         methods = peers.known_methods()
         values, named_by = with_tuned(self.conf, values, overrides)
-        config = typed(values, methods, self.tasks)
+        config = typed(_with_workers(values), methods, self.tasks)
         methods[config.method].check(config.optim)
         world = launch.world_size(config.launch)
         if values.get("tag") is None:
-            tag = tag_from(named_by, world, config.launch.workers, config.method)
+            tag = tag_from(named_by, world, values["launch"]["workers"], config.method)
             config = replace(config, tag=tag)
+        config = accumulated(config, world)
         launch.check(config)
         peers.check(config, world, launch.first_device(config).type)
         method = peers.make_method(config)
@@ -254,6 +256,14 @@ def objective(status: int, summary: Summary | None) -> float | None:
         return math.inf if status == DIVERGED else None
     loss = summary.final["loss"]
     return math.inf if loss is None else loss
+
+
+def _with_workers(values: Values) -> Values:
+    """The values, with a number for launch.workers=null."""
+    node = values.get("launch")
+    if not isinstance(node, dict) or node.get("workers", 0) is not None:
+        return values
+    return {**values, "launch": {**node, "workers": launch.workers_here()}}
 
 
 def _in_sweep() -> bool:

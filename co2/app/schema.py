@@ -22,6 +22,7 @@ from co2.errors import ConfigError, nearest, require
 RENAMED = {
     "co2_keep.kept": "co2_keep.keep_local",
     "co2_keep.injection": "co2_keep.momentum_weight",
+    "train.keep_global_batch": "train.global_batch, in samples of one step",
 }
 """Keys that had another name, with the one that they have now."""
 

@@ -26,6 +26,9 @@ _ELASTIC = tuple(
 _LONG = 8
 """Characters of a number that goes into a folder name as it was given."""
 _FREE_KEYS = (("data", "root"), ("data", "workers"), ("launch", "backend"))
+_GONE = {("train", "keep_global_batch"): (False, "train.global_batch")}
+"""Keys that runs of earlier versions have: the value that changed nothing, and the key that there
+is now."""
 _OTHERWISE = "give this one a tag=NAME of its own, or start that one afresh with resume=never"
 
 
@@ -35,13 +38,13 @@ def run_folder(config: Config) -> Path:
     return path.absolute()
 
 
-def tag_from(overrides: Sequence[str], world: int, workers: int, method: str) -> str:
+def tag_from(overrides: Sequence[str], world: int, workers: int | None, method: str) -> str:
     """The overrides that matter, as a folder name: `co2.tau=3` → `tau3`; none → `default`.
 
     Args:
         overrides: `key=value` as given on the command line.
         world: number of processes.
-        workers: `launch.workers`, from which `world` may differ under torchrun.
+        workers: `launch.workers` as composed, from which `world` may differ under torchrun.
         method: the chosen one, whose keys are written without its name.
     """
     parts = []
@@ -54,6 +57,7 @@ def tag_from(overrides: Sequence[str], world: int, workers: int, method: str) ->
             key in elsewhere
             or key in _ELASTIC
             or (elastic and key == "launch.workers")
+            or override == "launch.workers=null"
             or node in (*_FREE, "hydra")
         ):
             continue
@@ -86,7 +90,8 @@ def check_folder(config: Config, world: int, as_it_is: bool = False) -> None:
     of the suite cannot read. Writes nothing.
 
     A key that the folder does not know, because it is newer, may have its default. A run at a
-    constant rate may go on with more steps.
+    constant rate may go on with more steps. `train.accumulate` is not compared where it follows
+    from `train.global_batch`, which is.
 
     Args:
         as_it_is: the run there must be the whole one, and may not go on.
@@ -101,13 +106,14 @@ def check_folder(config: Config, world: int, as_it_is: bool = False) -> None:
         return
     if not (folder / "summary.json").exists():
         _check_format(folder)
-    there = flat(kept_config(folder))
+    there = flat(_without_gone(kept_config(folder)))
     here = flat(plain(config, world))
     own = {config.task: type(config.task_config), config.method: type(config.method_config)}
     nodes = NODES | own
     for key in sorted(there.keys() | here.keys()):
         then = there.get(key, _default(key, nodes))
         free = _is_free(key) or (config.launch.elastic and key[0] == "launch")
+        free |= key == ("train", "accumulate") and config.train.global_batch is not None
         if not free and then != here.get(key):
             name, why = ".".join(key), ""
             fewer = isinstance(then, int) and then < config.train.steps
@@ -115,6 +121,8 @@ def check_folder(config: Config, world: int, as_it_is: bool = False) -> None:
                 why = _objection_to_more_steps(config, folder, then)
                 if not why:
                     continue
+            if key in _GONE:
+                why = f", which is {_GONE[key][1]} now"
             hint = f"{os.path.relpath(folder)} holds a run with {name}={then}{why}; {_OTHERWISE}"
             raise ConfigError(name, here.get(key), hint)
 
@@ -218,13 +226,23 @@ def completed(values: Mapping[str, Any], nodes: Mapping[str, type]) -> dict[str,
         values: of its config.yaml. `Any`: they are as YAML holds them.
         nodes: the schemas, by the names of their nodes.
     """
-    whole = dict(values)
+    whole = _without_gone(values)
     for node, schema in nodes.items():
-        known = values.get(node, {})
+        known = whole.get(node, {})
         if isinstance(known, dict):
             names = [field.name for field in dataclasses.fields(schema)]
             newer = {name: _default((node, name), nodes) for name in names if name not in known}
             whole[node] = {**known, **newer}
+    return whole
+
+
+def _without_gone(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without keys that there are no longer, where they changed nothing."""
+    whole = dict(values)
+    for (node, name), (harmless, _) in _GONE.items():
+        known = whole.get(node)
+        if isinstance(known, dict) and known.get(name) == harmless:
+            whole[node] = {key: value for key, value in known.items() if key != name}
     return whole
 
 

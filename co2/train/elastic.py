@@ -66,10 +66,8 @@ def check(config: Config, method: Method, started: bool) -> None:
     """
     quorum = config.launch.quorum
     if not config.launch.elastic:
-        hint = "is for elastic runs; use {}, or launch.elastic=true"
-        require(quorum is None, "launch.quorum", quorum, hint.format("null"))
-        kept = config.train.keep_global_batch
-        require(not kept, "train.keep_global_batch", "true", hint.format("false"))
+        hint = "is for elastic runs; use null, or launch.elastic=true"
+        require(quorum is None, "launch.quorum", quorum, hint)
         return
     if quorum is not None:
         reason = method.refused_quorum

@@ -117,6 +117,11 @@ def world_size(config: LaunchConfig) -> int:
     return me.world if me else config.workers
 
 
+def workers_here() -> int:
+    """How many local workers a run has whose `launch.workers` is null."""
+    return torch.cuda.device_count() or LaunchConfig.workers
+
+
 def stop_signals() -> tuple[signal.Signals, ...]:
     """`STOP_SIGNALS`, without SIGHUP under nohup, which has it ignored."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -47,7 +47,7 @@ class Samples:
     @property
     def accumulate(self) -> int:
         """Micro-batches of a step, as the workers now are."""
-        return self._accumulate(self._run.mesh.num_workers)
+        return self._run.config.train.micro_batches(self._run.mesh.num_workers)
 
     def units(self, workers: int) -> int:
         """Tokens or samples of a step that so many workers make."""
@@ -56,8 +56,8 @@ class Samples:
 
     def compared(self, before: int) -> str:
         """The global batch now, and with the number of workers that there was before, in words."""
-        size, workers = self._run.config.train.batch_size, (self._run.mesh.num_workers, before)
-        now, then = (size * self._accumulate(number) * number for number in workers)
+        train, workers = self._run.config.train, (self._run.mesh.num_workers, before)
+        now, then = (train.batch_size * train.micro_batches(one) * one for one in workers)
         return f", on {now} samples a step, before {then}"
 
     def stretches(self, before: int, now: int) -> tuple[tuple[int, int], ...]:
@@ -71,22 +71,3 @@ class Samples:
         if device.type == "cpu":  # it is there; to look at every tensor takes longer than to draw
             return batch
         return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), batch)
-
-    def _accumulate(self, num_workers: int) -> int:
-        train, stretches = self._run.config.train, self._run.mesh.stretches
-        if not train.keep_global_batch or not stretches:
-            return train.accumulate
-        _, first = stretches[0]
-        return rebalanced(train.accumulate, first, num_workers)
-
-
-def rebalanced(accumulate: int, first: int, now: int) -> int:
-    """Micro-batches of a step with which as many samples as before make a step, as nearly as whole
-    micro-batches allow.
-
-    Args:
-        accumulate: micro-batches with which a run began.
-        first: workers with which it began.
-        now: workers that it has now.
-    """
-    return max(1, round(accumulate * first / now))

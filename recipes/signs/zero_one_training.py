@@ -51,10 +51,10 @@ _ROBERTA = (
     "optim.decay_rate=0.99",
     "optim.lr=4e-4",
     "train.batch_size=32",
-    "train.accumulate=16",  # 4096 windows with 8 workers
+    "train.accumulate=1",
     *_bert(_LARGE.steps, _LARGE.warmup, 520, _LARGE.freeze_step),
 )
-_ROBERTA_SMOKE = ("optim.lr=2.5e-3", "train.accumulate=1", *_bert(600, 50, 2, 90))
+_ROBERTA_SMOKE = ("optim.lr=2.5e-3", *_bert(600, 50, 2, 90))
 _RESNET = (
     "task=resnet50",
     "resnet50.depth=18",
@@ -63,7 +63,7 @@ _RESNET = (
     "optim.lr=1e-4",
     "optim.nesterov=false",
     "optim.warmup_steps=0",
-    "train.batch_size=32",  # 256 images with 8 workers
+    "train.batch_size=32",
     "train.accumulate=1",
     *_imagenet(_IMAGENET.steps, _IMAGENET.freeze_step),
 )
@@ -108,6 +108,7 @@ RECIPE = Recipe(
             lower=True,
             digits=3,
             smoke=_ROBERTA_SMOKE,
+            paper=("train.global_batch=4096",),
             without=(*NO_VARIANT, LIMIT.name),
             part="own trainings",
         ),
@@ -118,6 +119,7 @@ RECIPE = Recipe(
             factor=100,
             digits=2,
             smoke=_RESNET_SMOKE,
+            paper=("train.global_batch=256",),
             without=(*NO_VARIANT, LIMIT.name),
             part="own trainings",
         ),

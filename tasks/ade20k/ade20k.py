@@ -235,4 +235,4 @@ class ADE20K:
 
     def _sampler(self, num_workers: int, stretches: Stretches = ()) -> Sampler:
         samples = len(self._samples("training"))
-        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed, stretches)
+        return Sampler.of(self.train, samples, num_workers, stretches)

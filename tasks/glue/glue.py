@@ -317,4 +317,4 @@ class GLUE:
 
     def _sampler(self, num_workers: int, stretches: Stretches = ()) -> Sampler:
         samples = len(self._examples["train"])
-        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed, stretches)
+        return Sampler.of(self.train, samples, num_workers, stretches)

@@ -297,7 +297,7 @@ class Graph:
 
     def _sampler(self, num_workers: int, stretches: Stretches = ()) -> Sampler:
         nodes, train = self.graph.part("train"), self.train
-        found = num_workers, train.batch_size, train.seed, stretches
+        found = num_workers, train.batch_size, train.seed, stretches, train.global_batch
         if self.config.store is StoreName.partition:
             return GroupedSampler(self._parts(), nodes, *found)
         return Sampler(len(nodes), *found)
@@ -345,6 +345,7 @@ class Graph:
             "store": config.store.value,
             "seed": self.train.seed,
             "batch_size": self.train.batch_size,
+            "global_batch": self.train.global_batch,
             "worker": mesh.worker,
             "workers": mesh.stretches or mesh.num_workers,
             "fanout": config.fanout,

@@ -64,7 +64,7 @@ class GroupedSampler(Sampler):
     Args:
         parts: of the nodes.
         nodes: int64, the node of each sample.
-        num_workers, batch_size, seed, stretches: as for `Sampler`.
+        num_workers, batch_size, seed, stretches, global_batch: as for `Sampler`.
     """
 
     def __init__(
@@ -75,8 +75,9 @@ class GroupedSampler(Sampler):
         batch_size: int,
         seed: int,
         stretches: Stretches = (),
+        global_batch: int | None = None,
     ) -> None:
-        super().__init__(len(nodes), num_workers, batch_size, seed, stretches)
+        super().__init__(len(nodes), num_workers, batch_size, seed, stretches, global_batch)
         self._parts, self._nodes = parts, nodes
 
     def _order(self, epoch: int) -> np.ndarray:

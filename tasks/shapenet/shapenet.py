@@ -248,7 +248,7 @@ class ShapeNet:
 
     def _sampler(self, num_workers: int, stretches: Stretches = ()) -> Sampler:
         samples = len(self._part("train"))
-        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed, stretches)
+        return Sampler.of(self.train, samples, num_workers, stretches)
 
     def _batch(
         self, part: str, indices: np.ndarray, *key: int | np.ndarray, augment: bool = False

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from co2.config import Validation
+from co2.config import TrainConfig, Validation
 from co2.errors import ConfigError, require
 
 Stretches = Sequence[tuple[int, int]]
@@ -13,11 +13,11 @@ Stretches = Sequence[tuple[int, int]]
 
 
 class _Stretch(NamedTuple):
-    """Draws of one global batch."""
+    """Draws of as many workers."""
 
     draw: int
     """The first one."""
-    global_batch: int
+    size: int
     """Samples of a draw, of all workers together."""
     epoch: int
     """That of the first draw."""
@@ -28,11 +28,13 @@ class _Stretch(NamedTuple):
 class Sampler:
     """Chooses the samples of a micro-batch as a pure function of (seed, draw, worker).
 
-    A draw takes one micro-batch for every worker: `batch_size * num_workers` samples, the global
-    batch. Each epoch has a permutation of its own and floor(num_samples / global batch) draws, so
-    within an epoch no sample is used twice, by any workers; the few samples left over are not used
-    in that epoch. The samples of a draw depend on the size of the global batch only, not on the
-    number of workers that divide it.
+    A draw takes one micro-batch for every worker: `batch_size * num_workers` samples. Each epoch
+    has a permutation of its own and floor(num_samples / size of a draw) draws, so within an epoch
+    no sample is used twice, by any workers; the few samples left over are not used in that epoch.
+    The samples of a draw depend on its size only, not on the number of workers that divide it.
+
+    With `global_batch` an epoch has floor(num_samples / global_batch) of these, so that the samples
+    of a step depend on neither the size of a micro-batch nor the number of workers.
 
     Where workers have come or gone, the epoch under way goes on from the sample that it had come
     to, in the same permutation: within it, too, no sample is used twice.
@@ -44,8 +46,9 @@ class Sampler:
         seed: seed of the permutations.
         stretches: from which draw on how many workers drew, the last entry being these; empty where
             there were always as many.
+        global_batch: `train.global_batch`.
     Raises:
-        ConfigError: the training set does not fill one global batch.
+        ConfigError: the training set does not fill one draw, or one global batch.
     """
 
     def __init__(
@@ -55,21 +58,28 @@ class Sampler:
         batch_size: int,
         seed: int,
         stretches: Stretches = (),
+        global_batch: int | None = None,
     ) -> None:
+        if global_batch is not None and global_batch > num_samples:
+            hint = f"the training data hold {num_samples} samples; use at most that many"
+            raise ConfigError("train.global_batch", global_batch, hint)
         if num_workers > num_samples:
             hint = f"the training data hold {num_samples} samples, fewer than workers"
             raise ConfigError("launch.workers", num_workers, f"{hint}; use at most {num_samples}")
-        if batch_size * num_workers > num_samples:
+        used = num_samples - num_samples % (global_batch or 1)
+        if batch_size * num_workers > used:
             hint = (
                 f"{num_workers} workers draw {batch_size * num_workers} samples at once, the "
-                f"training data hold {num_samples}; use at most {num_samples // num_workers}"
+                f"training data hold {used}; use at most {used // num_workers}"
             )
             raise ConfigError("train.batch_size", batch_size, hint)
         self.num_samples = num_samples
         self.num_workers = num_workers
         self.batch_size = batch_size
         self.seed = seed
-        self.draws_per_epoch = num_samples // (batch_size * num_workers)
+        self._used = used
+        """Samples of an epoch, before what does not fill a draw is left out."""
+        self.draws_per_epoch = used // (batch_size * num_workers)
         """Of an epoch that these workers begin."""
         self._stretches: list[_Stretch] = []
         for draw, workers in stretches or ((0, num_workers),):
@@ -77,6 +87,14 @@ class Sampler:
             self._stretches.append(_Stretch(draw, batch_size * workers, *place))
         self._epoch = -1
         self._permutation = np.empty(0, dtype=np.uint32)
+
+    @classmethod
+    def of(
+        cls, train: TrainConfig, num_samples: int, num_workers: int, stretches: Stretches = ()
+    ) -> "Sampler":
+        """The sampler of a run with these settings. Raises `ConfigError`."""
+        size, whole = train.batch_size, train.global_batch
+        return cls(num_samples, num_workers, size, train.seed, stretches, whole)
 
     def indices(self, draw: int, worker: int) -> np.ndarray:
         """Return the samples of one micro-batch.
@@ -109,13 +127,13 @@ class Sampler:
     def _place(self, draw: int) -> tuple[int, int]:
         """Return the epoch of a draw, and where in its permutation the draw begins."""
         stretch = next(s for s in reversed(self._stretches) if s.draw <= draw)
-        left = (self.num_samples - stretch.first) // stretch.global_batch
+        left = (self._used - stretch.first) // stretch.size
         passed = draw - stretch.draw
         if passed < left:
-            return stretch.epoch, stretch.first + passed * stretch.global_batch
-        per_epoch = self.num_samples // stretch.global_batch
+            return stretch.epoch, stretch.first + passed * stretch.size
+        per_epoch = self._used // stretch.size
         epochs, position = divmod(passed - left, per_epoch)
-        return stretch.epoch + 1 + epochs, position * stretch.global_batch
+        return stretch.epoch + 1 + epochs, position * stretch.size
 
     def _order(self, epoch: int) -> np.ndarray:
         """Return the permutation of an epoch. For 10 M samples, making it takes 40 MB and 0.2 s."""

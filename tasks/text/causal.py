@@ -207,7 +207,7 @@ class CausalText:
 
     def _sampler(self, num_workers: int, stretches: Stretches = ()) -> Sampler:
         samples = num_windows(self._store.count("train"), self.config.context)
-        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed, stretches)
+        return Sampler.of(self.train, samples, num_workers, stretches)
 
     @cached_property
     def _num_bytes(self) -> int | None:

@@ -262,7 +262,7 @@ class RoBERTa:
 
     def _sampler(self, num_workers: int, stretches: Stretches = ()) -> Sampler:
         samples = num_windows(self._store.count("train"), self._inside, overlap=0)
-        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed, stretches)
+        return Sampler.of(self.train, samples, num_workers, stretches)
 
 
 def is_public(config: RoBERTa.Config, data: DataConfig) -> bool:

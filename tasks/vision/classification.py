@@ -306,4 +306,4 @@ model = timm.create_model(
 
     def _sampler(self, num_workers: int, stretches: Stretches = ()) -> Sampler:
         samples = int(self._images.counts["train"].sum())
-        return Sampler(samples, num_workers, self.train.batch_size, self.train.seed, stretches)
+        return Sampler.of(self.train, samples, num_workers, stretches)

@@ -58,7 +58,7 @@ def test_composes(place: tuple[str, str], method: str) -> None:
     """Every task at every scale, and so every method: none of `conf`'s files depends on a method
     and on a task or a scale."""
     task, scale = place
-    choice = [f"task={task}", f"method={method}", f"scale={scale}"]
+    choice = [f"task={task}", f"method={method}", f"scale={scale}", "launch.workers=2"]
     with initialize_config_dir(config_dir=str(train.APP.conf), version_base="1.3"):
         values, _ = with_tuned(train.APP.conf, plain(compose("config", choice)), choice)
     config = typed(values, METHODS, TASKS)

@@ -122,7 +122,7 @@ def read_state(folder: Path, step: int, rank: int) -> dict[str, Any]:
 
 
 KEPT = (
-    *("train.keep_global_batch=true", "train.accumulate=2", "train.batch_size=8"),
+    *("train.global_batch=48", "train.batch_size=8"),
     *("toy.delay_s=0.02", "log.every=1"),
 )
 
@@ -175,10 +175,6 @@ def test_resumed_by_fewer_and_by_as_many_as_before(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("launch.quorum=2",), r"launch\.quorum=2: is for elastic runs; use null"),
-        (
-            ("train.keep_global_batch=true",),
-            r"train\.keep_global_batch=true: is for elastic runs; use false",
-        ),
         (("launch.elastic=true", "launch.quorum=0"), r"launch\.quorum=0: must be a whole number"),
         (
             ("launch.elastic=true", "launch.quorum=3"),

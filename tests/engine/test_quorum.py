@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from co2.comm.members import Members
-from co2.config import OptimConfig, Optimizer
+from co2.config import OptimConfig, Optimizer, TrainConfig
 from co2.train.quorum import Quorum, steps_of
-from co2.train.samples import rebalanced
 from tasks.shared.optimizer import make_optimizer
 
 TAU = 6
@@ -163,10 +162,11 @@ def inner(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("accumulate", "first", "now", "expected"),
-    [(2, 3, 3, 2), (2, 3, 2, 3), (1, 4, 2, 2), (1, 4, 3, 1), (4, 2, 3, 3), (1, 2, 8, 1)],
+    ("whole", "workers", "expected"),
+    [(48, 3, 2), (48, 2, 3), (32, 2, 2), (32, 3, 1), (64, 3, 3), (16, 8, 1), (None, 8, 5)],
 )
 def test_a_global_batch_is_kept_as_whole_micro_batches_allow(
-    accumulate: int, first: int, now: int, expected: int
+    whole: int | None, workers: int, expected: int
 ) -> None:
-    assert rebalanced(accumulate, first, now) == expected
+    settings = TrainConfig(batch_size=8, accumulate=5, global_batch=whole)
+    assert settings.micro_batches(workers) == expected

@@ -56,6 +56,22 @@ def test_number_of_replicas_does_not_change_the_global_batch() -> None:
         )
 
 
+def test_a_step_has_the_same_samples_however_it_is_cut() -> None:
+    """Over three epochs; 100 samples hold three steps of 32, and four are left over."""
+
+    def steps(workers: int, batch: int) -> list[list[int]]:
+        sampler = Sampler(100, workers, batch, seed=5, global_batch=32)
+        micro = 32 // (workers * batch)
+        assert sampler.draws_per_epoch == 3 * micro
+        ranges = (range(step * micro, (step + 1) * micro) for step in range(9))
+        return [np.concatenate(drawn(sampler, draws)).tolist() for draws in ranges]
+
+    whole = steps(1, 32)
+    assert len({sample for step in whole[:3] for sample in step}) == 96
+    for workers, batch in ((1, 8), (2, 8), (4, 8), (8, 1), (2, 16)):
+        assert steps(workers, batch) == whole
+
+
 def test_an_order_is_drawn_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ten million samples it takes long."""
     drawn: list[object] = []
@@ -82,6 +98,13 @@ def test_too_few_samples(samples: int, replicas: int, batch: int, key: str, best
     assert caught.value.key == key
     assert str(caught.value).endswith(f"use at most {best}")
     Sampler(samples, replicas if batch > 1 else int(best), min(batch, int(best)), seed=0)
+
+
+def test_too_few_samples_for_a_global_batch() -> None:
+    with pytest.raises(ConfigError, match=r"train\.global_batch=32: the training data hold 31 "):
+        Sampler(31, 2, 4, seed=0, global_batch=32)
+    with pytest.raises(ConfigError, match=r"train\.batch_size=4: .* hold 24; use at most 3$"):
+        Sampler(31, 8, 4, seed=0, global_batch=24)  # an elastic run that has grown
 
 
 HALVES = (Validation.report, Validation.tuning)
@@ -118,15 +141,18 @@ def test_a_single_sample_has_no_halves() -> None:
         validation_samples(1, None, Validation.tuning)
 
 
+@pytest.mark.parametrize("whole", [None, 12])
 @pytest.mark.parametrize("changes", [((0, 3), (4, 2)), ((0, 2), (3, 4), (5, 1)), ((0, 1), (30, 3))])
 def test_where_workers_come_and_go_an_epoch_sees_no_sample_twice(
-    changes: tuple[tuple[int, int], ...],
+    changes: tuple[tuple[int, int], ...], whole: int | None
 ) -> None:
-    """And none is left out but those that do not fill a global batch at the epoch's end."""
+    """And none is left out but those that do not fill a draw or a global batch at its end."""
     samples, batch, draws = 50, 2, 60
     seen: dict[int, list[int]] = {}
     for number, (first, workers) in enumerate(changes):
-        sampler = Sampler(samples, workers, batch, seed=3, stretches=changes[: number + 1])
+        sampler = Sampler(
+            samples, workers, batch, seed=3, stretches=changes[: number + 1], global_batch=whole
+        )
         end = changes[number + 1][0] if number + 1 < len(changes) else draws
         for draw in range(first, end):
             for worker in range(workers):
@@ -134,11 +160,12 @@ def test_where_workers_come_and_go_an_epoch_sees_no_sample_twice(
                 assert len(found) == batch
                 seen.setdefault(sampler.epoch(draw), []).extend(found)
     assert sorted(seen) == list(range(len(seen))), "no epoch is skipped"
-    *whole, _ = seen.values()
-    for found in whole:
+    *ended, _ = seen.values()
+    for found in ended:
         assert len(set(found)) == len(found)
-        assert len(found) > samples - batch * max(workers for _, workers in changes)
-    later = Sampler(samples, changes[-1][1], batch, seed=3, stretches=changes)
+        left_over = batch * max(workers for _, workers in changes)
+        assert len(found) > samples - samples % (whole or 1) - left_over
+    later = Sampler(samples, changes[-1][1], batch, seed=3, stretches=changes, global_batch=whole)
     assert all(
         later.indices(draw, 0).tolist() == sampler.indices(draw, 0).tolist()
         for draw in range(changes[-1][0], draws)
