@@ -17,8 +17,9 @@ def accumulated(config: Config, workers: int) -> Config:
     follows. An elastic run on several machines does not know its workers yet, and keeps 1.
 
     Raises:
-        ConfigError: both keys are given; or `train.global_batch` cannot be divided into micro-
-            batches. Where replicas come and go it is then rounded, so a begun elastic run may.
+        ConfigError: both keys are given, or the workers' micro-batches do not divide
+            `train.global_batch`. An elastic run that goes on rounds instead: its replicas come and
+            go.
     """
     train, launch = config.train, config.launch
     if train.global_batch is None:
