@@ -118,7 +118,7 @@ def command(task: str, method: str, folder: Path, given: Sequence[str]) -> Seque
     """The words of train.py, of which the last ones win."""
     own = REHEARSALS[task]
     words = [f"task={task}", f"method={method}", *COMMON, f"launch.workers={own.workers}"]
-    words += [f"train.batch_size={own.batch}", "train.accumulate=1"]
+    words += [f"train.batch_size={own.batch}", f"train.global_batch={own.batch * own.workers}"]
     words += [f"data.root={folder / 'data'}", f"runs={folder / 'runs'}", *own.words, *given]
     return own_words(words)
 
