@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +22,7 @@ from tasks.ade20k.pairs import Pairs
 from tasks.ade20k.scenes import Scenes
 from tasks.ade20k.segmentation import (
     IGNORED,
-    VIEW_DRAWS,
-    augmented,
+    augmentation,
     confusion,
     cross_entropy,
     enlarged,
@@ -31,9 +31,9 @@ from tasks.ade20k.segmentation import (
 )
 from tasks.ade20k.upernet import check_backbone, upernet
 from tasks.shared.evaluation import evaluating, share, tally
-from tasks.shared.loader import batches_in_block, load, load_blocks
+from tasks.shared.loader import load
 from tasks.shared.optimizer import make_optimizer
-from tasks.shared.randomness import Draws, seeded, seeds
+from tasks.shared.randomness import seeded
 from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
 
 if TYPE_CHECKING:
@@ -128,25 +128,19 @@ class ADE20K:
         A batch holds views, fp32 [batch_size, 3, crop, crop], and labels, uint8 [batch_size, crop,
         crop].
         """
-        sampler, samples = (
-            self._sampler(mesh.num_workers, mesh.stretches),
-            self._samples("training"),
-        )
-        config = self.config
+        sampler = self._sampler(mesh.num_workers, mesh.stretches)
+        config, samples = self.config, self._samples("training")
+        view = augmentation(config.crop, config.short_side, config.scales)
 
-        def make(draws: range) -> tuple[Tensor, ...]:
-            chosen, epochs = sampler.block(draws, mesh.worker)
-            starts = seeds(self.train.seed, epochs, chosen)
-            return augmented(
-                [samples[sample] for sample in chosen.tolist()],
-                Draws(starts, VIEW_DRAWS),
-                config.crop,
-                config.short_side,
-                config.scales,
-            )
+        def make(draw: int) -> tuple[Tensor, Tensor]:
+            made, epoch = [], sampler.epoch(draw)
+            for sample in sampler.indices(draw, mesh.worker).tolist():
+                with seeded(self.train.seed, epoch, sample):
+                    made.append(view(*samples[sample]))
+            views, labels = zip(*made, strict=True)
+            return torch.stack(views), torch.stack(labels)
 
-        size = batches_in_block(self.train.batch_size) if isinstance(samples, Scenes) else 1
-        return load_blocks(make, start, size, self.data.workers, mesh.device)
+        return load(make, count(start), self.data.workers, mesh.device)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross-entropy over the labelled pixels in nats, fp32. In training mode the

@@ -28,13 +28,12 @@ class Scenes:
 
     def __init__(self, split: str) -> None:
         self._images, self._labels = (torch.from_numpy(part) for part in scenes(split))
-        self._samples = list(zip(self._images.unbind(), self._labels.unbind(), strict=True))
 
     def __len__(self) -> int:
         return len(self._images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self._samples[index]
+        return self._images[index], self._labels[index]
 
     def labels(self, index: int) -> Tensor:
         """Return the labels of a sample, uint8 [SIZE, SIZE]."""

@@ -4,35 +4,39 @@ Augmentation is mmsegmentation's for ADE20K (configs/_base_/datasets/ade20k.py):
 crop in which no class has too large a share, a flip, and changes of colour.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from tasks.shared.randomness import Draws
 
 IGNORED = 255
 """The label of unlabelled pixels, which no loss and no metric counts."""
 
 _TRIES = 10
-VIEW_DRAWS = 1 + 2 * _TRIES + 1 + 4 * 5
-"""Words of 32 bits that `augmented` draws at most for one sample."""
 _LARGEST_SHARE = 0.75
 """Largest share of one class in a crop. The crop of the last try is taken as it is."""
-
-_AT_ONCE = 64
-"""Number of images that are processed at once, few enough to stay in the processor's cache."""
 
 _LONG_SIDE = 4
 """Largest ratio of the longer side to `short_side`; images beyond it are resized to it."""
 
 _MEAN, _STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 """Mean and standard deviation of ImageNet's pixels, with which public backbones are trained."""
+
+
+_COLOURS: tuple[dict[str, float], ...] = (
+    {"brightness": 0.125},
+    {"contrast": 0.5},
+    {"saturation": 0.5},
+    {"hue": 0.1},
+)
+"""Changes of colour in their order, as arguments of torchvision's ColorJitter. The ranges are
+mmsegmentation's: up to 32 of 255 levels of brightness, and up to 18 of 180 degrees of hue."""
+
+View = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Takes an image with its labels, see `Samples`, and draws from PyTorch's global CPU generator.
+Returns a normalized view, fp32 [3, crop, crop], and its labels, uint8 [crop, crop]."""
 
 
 class Samples(Protocol):
@@ -43,46 +47,35 @@ class Samples(Protocol):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]: ...
 
 
-def augmented(
-    samples: Sequence[tuple[Tensor, Tensor]],
-    draws: Draws,
-    crop: int,
-    short_side: int,
-    scales: tuple[float, float],
-) -> tuple[Tensor, Tensor]:
-    """Make a random view of each sample.
+def augmentation(crop: int, short_side: int, scales: tuple[float, float]) -> View:
+    """Return the function that makes a random view of a sample.
 
     Args:
-        samples: B images with their labels, see `Samples`.
-        draws: B rows of at least `VIEW_DRAWS` words.
         crop: side of the views, in pixels. Where an image does not fill its view, the view has the
             mean colour and no label.
         short_side: shorter side of an image at scale 1, in pixels.
         scales: smallest and largest scale.
-    Returns:
-        The normalized views, fp32 [B, 3, crop, crop], and their labels, uint8 [B, crop, crop].
     """
-    low, high = scales
-    scale = low + (high - low) * draws.uniform(0, 1).astype(np.float64)
-    groups = _resized(samples, short_side, scale.tolist())
-    corners = _corners(groups, draws, crop)
-    flipped = draws.uniform(0, 1) < 0.5
-    pixels = np.zeros((len(samples), 4, crop, crop), np.uint8)
-    pixels[:, 3] = IGNORED
-    extents = np.empty((len(samples), 2), np.int64)
-    for group in groups:
-        extents[group.rows] = height, width = group.extent(crop)
-        for row, sample in zip(group.rows, group.pixels.numpy(), strict=True):
-            top, left = corners[row]
-            window = sample[:, top : top + height, left : left + width]
-            pixels[row, :, :height, :width] = window[:, :, ::-1] if flipped[row] else window
-    images, masks = pixels[:, :3].copy(), pixels[:, 3].copy()
-    recolour(images, extents, draws)
-    views = normalized(torch.from_numpy(images))
-    for row in np.flatnonzero((extents < crop).any(axis=1)).tolist():  # 0 is the mean colour
-        height, width = extents[row].tolist()
-        views[row, :, height:], views[row, :, :, width:] = 0, 0
-    return views, torch.from_numpy(masks)
+    from torchvision.transforms import v2
+
+    changes = [v2.RandomApply([v2.ColorJitter(**change)], p=0.5) for change in _COLOURS]
+
+    def view(image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        scale = torch.empty(()).uniform_(*scales).item()
+        size = list(_size(*labels.shape, short_side, scale))
+        image = v2.functional.resize(image, size, antialias=True)
+        nearest = v2.InterpolationMode.NEAREST_EXACT
+        labels = v2.functional.resize(labels[None], size, interpolation=nearest)[0]
+        rows, columns = _window(labels, crop)
+        image, labels = image[:, rows, columns], labels[rows, columns]
+        if torch.rand(()) < 0.5:
+            image, labels = image.flip(-1), labels.flip(-1)
+        for change in changes:
+            image = change(image)
+        border = (0, crop - labels.shape[1], 0, crop - labels.shape[0])
+        return F.pad(normalized(image), border), F.pad(labels, border, value=IGNORED)
+
+    return view
 
 
 def whole(image: Tensor, short_side: int) -> Tensor:
@@ -151,192 +144,14 @@ def _size(height: int, width: int, short_side: int, scale: float) -> tuple[int, 
     return max(1, round(height * factor)), max(1, round(width * factor))
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Samples of the same size, for which one call of PyTorch is enough."""
-
-    rows: np.ndarray
-    """The rows of these samples in the batch, int64 [N]."""
-    pixels: Tensor
-    """Red, green, blue and label of each pixel, uint8 [N, 4, H, W]."""
-
-    def extent(self, crop: int) -> tuple[int, int]:
-        """Return height and width of the part of a crop that these samples fill."""
-        height, width = self.pixels.shape[2:]
-        return min(crop, height), min(crop, width)
-
-
-def _resized(
-    samples: Sequence[tuple[Tensor, Tensor]], short_side: int, scales: list[float]
-) -> list[_Group]:
-    """Resize each sample to its scale. Samples of equal old and new size are resized together."""
-    from torchvision.transforms.v2 import functional
-
-    sizes: dict[tuple[int, ...], list[int]] = {}
-    for row, ((_, labels), scale) in enumerate(zip(samples, scales, strict=True)):
-        height, width = labels.shape
-        size = _size(height, width, short_side, scale)
-        sizes.setdefault((height, width, *size), []).append(row)
-    groups = []
-    for (_, _, *wanted), rows in sizes.items():
-        images, labels = (torch.stack([samples[row][part] for row in rows]) for part in (0, 1))
-        images = functional.resize(images, wanted, antialias=True)
-        for axis in (1, 2):
-            labels = labels.index_select(axis, _nearest(labels.shape[axis], wanted[axis - 1]))
-        groups.append(_Group(np.array(rows), torch.cat([images, labels[:, None]], dim=1)))
-    return groups
-
-
-@lru_cache(maxsize=256)
-def _nearest(before: int, after: int) -> Tensor:
-    """Return the indices that nearest-exact interpolation takes from an axis, int64 [after]."""
-    places = torch.arange(before, dtype=torch.float32).view(1, 1, -1)
-    return F.interpolate(places, size=after, mode="nearest-exact").flatten().long()
-
-
-def _corners(groups: list[_Group], draws: Draws, crop: int) -> np.ndarray:
-    """Choose where each sample is cropped: the first of ten tries in which no class has too large a
-    share, or else the last.
-
-    Returns:
-        Top and left, int64 [B, 2].
-    """
-    count = sum(len(group.rows) for group in groups)
-    sides = np.empty((count, 2), np.int64)
-    for group in groups:
-        sides[group.rows] = group.pixels.shape[2:]
-    free = (sides - crop).clip(0)
-    # All labels in one array, at least as large as a crop.
-    labels = np.full((count, *np.maximum(sides.max(axis=0), crop)), IGNORED, np.uint8)
-    for group in groups:
-        height, width = group.pixels.shape[2:]
-        labels[group.rows, :height, :width] = group.pixels[:, 3].numpy()
-    crops = np.lib.stride_tricks.sliding_window_view(labels, (crop, crop), axis=(1, 2))
-    corners = np.zeros((count, 2), np.int64)
-    pending = np.arange(count)
-    for tried in range(1, _TRIES + 1):
-        chosen = np.isin(np.arange(count), pending)
-        shares = np.stack([draws.uniform(0, 1, chosen) for _ in range(2)], axis=1)
-        corners[pending] = (shares.astype(np.float64) * (free + 1)).astype(np.int64)[pending]
-        filled = [_is_filled(crops[some, *corners[some].T]) for some in _parts(pending)]
-        pending = pending[np.concatenate(filled)]
-        # Where only one crop is possible, all further tries would choose it again.
-        single = ~free[pending].any(axis=1)
-        draws.skip(2 * (_TRIES - tried), np.isin(np.arange(count), pending[single]))
-        pending = pending[~single]
-        if not len(pending):
+def _window(labels: Tensor, crop: int) -> tuple[slice, slice]:
+    """Choose the rows and columns of a crop: the first of ten tries in which no class has too large
+    a share, or else the last."""
+    free = [max(0, side - crop) for side in labels.shape]
+    for _ in range(_TRIES if any(free) else 1):
+        corner = [int(torch.randint(most + 1, ())) for most in free]
+        rows, columns = (slice(first, first + crop) for first in corner)
+        counts = labels[rows, columns].flatten().bincount(minlength=IGNORED + 1)[:IGNORED]
+        if counts.max() < _LARGEST_SHARE * counts.sum():
             break
-    return corners
-
-
-def _is_filled(labels: np.ndarray) -> np.ndarray:
-    """Return whether one class has too large a share of a crop: bool [N] for labels [N, H, W]."""
-    places = labels.reshape(len(labels), -1) + 256 * np.arange(len(labels))[:, None]
-    counts = np.bincount(places.ravel(), minlength=256 * len(labels)).reshape(-1, 256)
-    counts = counts[:, :IGNORED]
-    filled: np.ndarray = counts.max(axis=1) >= _LARGEST_SHARE * counts.sum(axis=1)
-    return filled
-
-
-def recolour(images: np.ndarray, extents: np.ndarray, draws: Draws) -> None:
-    """Change brightness, contrast, saturation and hue in place, each in half of the images.
-
-    The random numbers and the pixels are those of torchvision's RandomApply of one ColorJitter for
-    each change. All images that have the same change are changed at once.
-
-    Args:
-        images: uint8 [B, 3, H, W]; changed in place.
-        extents: number of rows and columns of each image that hold its pixels, int64 [B, 2]. Beyond
-            them, at the bottom and at the right, the image is 0, and afterwards it has no meaning.
-        draws: B rows of random words.
-    """
-    for change, low, high in _COLOURS:
-        changed = draws.uniform(0, 1) < 0.5
-        draws.skip(3, changed)  # torchvision draws an order of four changes, even for one
-        factors = draws.uniform(low, high, changed)
-        for some in _parts(np.flatnonzero(changed)):
-            each = torch.from_numpy(factors[some])[:, None, None]
-            images[some] = change(torch.from_numpy(images[some]), each, extents[some]).numpy()
-
-
-def _parts(rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Divide rows into parts of at most `_AT_ONCE`."""
-    for start in range(0, len(rows), _AT_ONCE):
-        yield rows[start : start + _AT_ONCE]
-
-
-# Each change takes pixels, uint8 [N, 3, H, W], factors, fp32 [N, 1, 1], extents, int64 [N, 2],
-# and returns pixels, uint8 [N, 3, H, W].
-
-
-def _brighter(pixels: Tensor, factors: Tensor, extents: np.ndarray) -> Tensor:
-    return (pixels * factors[:, None]).clamp_(0, 255).byte()
-
-
-def _contrasted(pixels: Tensor, factors: Tensor, extents: np.ndarray) -> Tensor:
-    # Pixels that an image does not fill are still 0, and add nothing to the sum.
-    grey, numels = _grey(pixels), torch.from_numpy(extents.prod(axis=1))
-    return _blended(pixels, (grey.flatten(1).sum(dim=1) / numels)[:, None, None], factors)
-
-
-def _saturated(pixels: Tensor, factors: Tensor, extents: np.ndarray) -> Tensor:
-    return _blended(pixels, _grey(pixels), factors)
-
-
-def _turned(pixels: Tensor, factors: Tensor, extents: np.ndarray) -> Tensor:
-    """Rotate the hue of each pixel by a share of the circle."""
-    colours = pixels.float().mul_(1 / 255)
-    red, green, blue = colours.unbind(1)
-    value = torch.maximum(torch.maximum(red, green), blue)
-    span = value - torch.minimum(torch.minimum(red, green), blue)
-    # Levels are 1/255 apart, so clamping changes zeros only, and those divide zeros.
-    saturation = span / value.clamp(min=1e-3)
-    away = (value[:, None] - colours).div_(span.clamp(min=1e-3)[:, None])
-    from_red, from_green, from_blue = away.unbind(1)
-    hue = torch.where(value == green, from_red + 2 - from_blue, from_green + 4 - from_red)
-    hue = torch.where(value == red, from_blue - from_green, hue)
-    hue = _fraction(hue * (1 / 6) + 1)
-    sixths = _fraction(hue + factors) * 6
-    sector = sixths.floor()
-    inside = saturation * (sixths - sector)
-    pale = 1 - saturation
-    falling, rising, least = (
-        (share * value).clamp_(0, 1) for share in (1 - inside, inside + pale, pale)
-    )
-    levels = torch.stack([value, least, falling, rising], dim=1)
-    # PyTorch's index_select takes three times as long.
-    order = np.take(_SECTORS, sector.long().numpy(), axis=1, mode="clip")
-    return levels.gather(1, torch.from_numpy(order).transpose(0, 1)).mul_(256 - 1e-3).byte()
-
-
-def _fraction(numbers: Tensor) -> Tensor:
-    return numbers - numbers.floor()
-
-
-def _grey(pixels: Tensor) -> Tensor:
-    """Return the grey levels of pixels: whole numbers from 0 to 255, fp32 [N, H, W]."""
-    red, green, blue = pixels.unbind(1)
-    return red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114).floor_()
-
-
-def _blended(pixels: Tensor, others: Tensor, factors: Tensor) -> Tensor:
-    """Return pixels · factor + others · (1 − factor), clipped to 0 and 255; others are grey."""
-    # The sum is rounded once, as PyTorch rounds it where the factor is a single number.
-    sums = (pixels * factors[:, None]).double() + (others.double() * (1 - factors).double())[
-        :, None
-    ]
-    return sums.float().clamp_(0, 255).byte()
-
-
-_SECTORS = np.array([[0, 2, 1, 1, 3, 0, 0], [3, 0, 0, 2, 1, 1, 3], [1, 1, 3, 0, 0, 2, 1]])
-"""Which level red, green and blue have in each sixth of the circle of hues, with the first repeated
-at the end: 0 is the value, 1 the least, 2 the falling and 3 the rising level."""
-
-_COLOURS = (
-    (_brighter, 0.875, 1.125),
-    (_contrasted, 0.5, 1.5),
-    (_saturated, 0.5, 1.5),
-    (_turned, -0.1, 0.1),
-)
-"""Changes of colour in their order, and the ranges of their factors. They are mmsegmentation's: up
-to 32 of 255 levels of brightness, factors from 0.5 to 1.5, and up to 18 of 180 degrees of hue."""
+    return rows, columns

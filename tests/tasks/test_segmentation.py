@@ -1,14 +1,16 @@
 """Augmentation and metrics of segmentation, against plain computations."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tasks.ade20k import segmentation
 from tasks.ade20k.segmentation import (
     IGNORED,
-    VIEW_DRAWS,
-    augmented,
+    augmentation,
     confusion,
     cross_entropy,
     enlarged,
@@ -16,7 +18,7 @@ from tasks.ade20k.segmentation import (
     scores,
     whole,
 )
-from tasks.shared.randomness import Draws, seeded, seeds
+from tasks.shared.randomness import seeded
 
 CLASSES = 6
 
@@ -101,9 +103,8 @@ def view(
     scales: tuple[float, float],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One view, of a key."""
-    draws = Draws(seeds(0, np.array([number])), VIEW_DRAWS)
-    images, masks = augmented([(image, labels)], draws, crop, short_side, scales)
-    return images[0], masks[0]
+    with seeded(number):
+        return augmentation(crop, short_side, scales)(image, labels)
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 2.0)])
@@ -134,62 +135,64 @@ def test_what_the_image_does_not_fill_has_no_label() -> None:
 
 
 def test_views_vary_and_depend_on_the_key_alone() -> None:
-    """Not on the neighbours in a batch."""
-    given = [sample(64, 80), sample(40, 50)] * 5
-    draws = Draws(seeds(0, np.arange(10)), VIEW_DRAWS)
-    views, masks = augmented(given, draws, 48, 64, (0.5, 2.0))
-    assert all(not torch.equal(a, b) for n, a in enumerate(views) for b in views[:n])
-    for number in range(10):
-        alone = view(number, *given[number], 48, 64, (0.5, 2.0))
-        assert torch.equal(alone[0], views[number]) and torch.equal(alone[1], masks[number])
+    image, labels = sample(64, 80)
+    views = [view(number, image, labels, 48, 64, (0.5, 2.0)) for number in range(10)]
+    assert all(not torch.equal(a, b) for n, (a, _) in enumerate(views) for b, _ in views[:n])
+    torch.rand(1)
+    for number in (3, 7):
+        again = view(number, image, labels, 48, 64, (0.5, 2.0))
+        assert all(torch.equal(a, b) for a, b in zip(again, views[number], strict=True))
+    assert all(type(part) is torch.Tensor for part in views[0])
+    assert torch.equal(image, sample(64, 80)[0]) and torch.equal(labels, sample(64, 80)[1])
 
 
-def test_views_are_those_of_torchvision_bit_for_bit() -> None:
-    """One by one, in the order of mmsegmentation, with torchvision's own changes."""
-    from torchvision.transforms import v2
+def pixels(left: list[int], right: list[int]) -> torch.Tensor:
+    """An image of two halves."""
+    halves = torch.tensor([left] * 16 + [right] * 16, dtype=torch.uint8)
+    return halves.T[:, None].expand(3, 32, 32).contiguous()
 
-    jitters: list[dict[str, float]] = [
-        {"brightness": 0.125},
-        {"contrast": 0.5},
-        {"saturation": 0.5},
-        {"hue": 0.1},
-    ]
-    colours = v2.Compose([v2.RandomApply([v2.ColorJitter(**j)], 0.5) for j in jitters])
-    source = np.random.default_rng(0)
-    given = []
-    for height, width in [(64, 80), (40, 50), (33, 33)] * 10:
-        pixels = torch.from_numpy(source.integers(0, 256, (3, height, width), np.uint8))
-        given.append((pixels, sample(height, width)[1] // 12))
-    draws = Draws(seeds(5, np.arange(30)), VIEW_DRAWS)
-    views, masks = augmented(given, draws, 48, 40, (0.6, 1.6))
 
-    def uniform() -> float:
-        return torch.rand(()).item()
-
-    for number, (image, labels) in enumerate(given):
-        with seeded(5, number):
-            side = 40 * (0.6 + (1.6 - 0.6) * uniform())
-            factor = side / min(labels.shape)
-            size = [round(length * factor) for length in labels.shape]
-            nearest = v2.InterpolationMode.NEAREST_EXACT
-            image = v2.functional.resize(image, size, antialias=True)
-            labels = v2.functional.resize(labels[None], size, interpolation=nearest)[0]
-            for _ in range(10):
-                top, left = (int(uniform() * (max(0, length - 48) + 1)) for length in size)
-                cut = slice(top, top + 48), slice(left, left + 48)
-                counts = labels[cut].flatten().bincount()
-                if counts.max() < 0.75 * counts.sum():
-                    break
-            image, labels = image[:, cut[0], cut[1]], labels[cut]
-            if uniform() < 0.5:
-                image, labels = image.flip(-1), labels.flip(-1)
-            image = normalized(colours(image))
-        height, width = labels.shape
-        assert torch.equal(views[number, :, :height, :width], image)
-        assert torch.equal(masks[number, :height, :width], labels)
-        assert (masks[number, height:] == IGNORED).all()
-        assert (masks[number, :, width:] == IGNORED).all()
-        assert not views[number, :, height:].any() and not views[number, :, :, width:].any()
+@pytest.mark.parametrize(
+    ("number", "image", "measure", "low", "high"),
+    [
+        (0, pixels([160] * 3, [160] * 3), lambda rgb: rgb[0] / 160, 0.875, 1.125),
+        (1, pixels([50] * 3, [150] * 3), lambda rgb: (rgb[0] - 100).abs() / 50, 0.5, 1.5),
+        (2, pixels([120, 80, 40], [120, 80, 40]), lambda rgb: (rgb[0] - rgb[2]) / 80, 0.5, 1.5),
+        # Of a red that turns, green or blue rises by six times the share of the circle.
+        (
+            3,
+            pixels([200, 50, 50], [200, 50, 50]),
+            lambda rgb: 1 + (rgb[1] - rgb[2]) / 900,
+            0.9,
+            1.1,
+        ),
+    ],
+)
+def test_each_change_of_colour_has_its_range(
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    image: torch.Tensor,
+    measure: Callable[[torch.Tensor], torch.Tensor],
+    low: float,
+    high: float,
+) -> None:
+    """Half of the views have it, and its factors are uniform."""
+    colours = segmentation._COLOURS[number : number + 1]
+    monkeypatch.setattr("tasks.ade20k.segmentation._COLOURS", colours)
+    labels = torch.zeros(32, 32, dtype=torch.uint8)
+    mean, deviation = (torch.tensor(rgb) for rgb in (segmentation._MEAN, segmentation._STD))
+    change, factors = augmentation(32, 32, (1.0, 1.0)), []
+    for n in range(400):
+        with seeded(n):
+            seen, _ = change(image, labels)
+        factors.append(float(measure((seen[:, 5, 5] * deviation + mean).round())))
+    off = [factor for factor in factors if factor != 1]
+    error = 0.03 * (high - low)  # of whole levels
+    assert 160 < len(off) < 240  # half, within four standard deviations
+    assert low - error < min(off) < low + 3 * error and high - 3 * error < max(off) < high + error
+    assert np.mean(off) == pytest.approx(
+        (low + high) / 2, abs=4 * (high - low) / 12**0.5 / 160**0.5
+    )
 
 
 def test_both_halves_of_the_coin(monkeypatch: pytest.MonkeyPatch) -> None:
