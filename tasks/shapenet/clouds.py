@@ -142,9 +142,10 @@ def read_cloud(path: Path, points: int) -> np.ndarray:
     return cloud
 
 
-def drawn(cloud: np.ndarray, points: int, rng: np.random.Generator) -> np.ndarray:
-    """Return `points` of the cloud's points, drawn without repetition, in random order."""
-    return cloud.take(rng.permutation(len(cloud))[:points], axis=0)
+def drawn(cloud: np.ndarray, points: int, shares: np.ndarray) -> np.ndarray:
+    """Return `points` of the cloud's points, without repetition, in the order of their `shares`:
+    a number for each point of the cloud."""
+    return cloud.take(shares.argsort()[:points], axis=0)
 
 
 def normalized(clouds: np.ndarray) -> np.ndarray:
@@ -155,12 +156,13 @@ def normalized(clouds: np.ndarray) -> np.ndarray:
     return clouds / np.maximum(radius, np.finfo(np.float32).tiny)
 
 
-def scaled_and_moved(clouds: np.ndarray, factors: np.ndarray, shifts: np.ndarray) -> np.ndarray:
-    """Apply Point-MAE's augmentation to clouds [B, N, 3]: scale each axis by `factors` and move it
-    by `shifts`, [B, 3] each; see `scale_and_shift`."""
+def scaled_and_moved(clouds: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    """Apply Point-MAE's augmentation to clouds [B, N, 3]: scale each axis by 2/3 to 3/2, and move
+    it by up to ±0.2.
+
+    Args:
+        shares: where in these ranges the factors and the shifts of each cloud are, from 0 to 1,
+            float64 [B, 6].
+    """
+    factors, shifts = 2 / 3 + (3 / 2 - 2 / 3) * shares[:, :3], -0.2 + 0.4 * shares[:, 3:]
     return (clouds * factors[:, None] + shifts[:, None]).astype(np.float32)
-
-
-def scale_and_shift(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Draw in Point-MAE's ranges: factors from 2/3 to 3/2, shifts up to ±0.2; float64 [3] each."""
-    return rng.uniform(2 / 3, 3 / 2, 3), rng.uniform(-0.2, 0.2, 3)

@@ -29,7 +29,6 @@ from tasks.shapenet.clouds import (
     drawn,
     normalized,
     open_clouds,
-    scale_and_shift,
     scaled_and_moved,
 )
 from tasks.shapenet.point_mae import PointClassifier, PointMAE, Shape
@@ -38,7 +37,7 @@ from tasks.shapenet.solids import NAMES, solids
 from tasks.shared.evaluation import evaluating, share, table
 from tasks.shared.loader import batches_in_block, load, load_blocks
 from tasks.shared.optimizer import make_optimizer
-from tasks.shared.randomness import generators, seeded
+from tasks.shared.randomness import seeded, uniforms
 from tasks.shared.sampling import Sampler, Stretches, evaluated, spread, validation_samples
 
 if TYPE_CHECKING:
@@ -254,18 +253,16 @@ class ShapeNet:
         self, part: str, indices: np.ndarray, *key: int | np.ndarray, augment: bool = False
     ) -> tuple[Tensor, ...]:
         """Return the tensors of a batch; each row is a pure function of (*key, index)."""
-        clouds, scales, orders = [], [], []
-        for index, rng in zip(indices.tolist(), generators(*key, indices), strict=True):
-            cloud = self._part(part).cloud(index, self.config.points)
-            clouds.append(drawn(cloud, self.config.points, rng))
-            if augment:
-                scales.append(scale_and_shift(rng))
-            orders.append(rng.permutation(self.config.groups))
-        whole = normalized(np.stack(clouds))
+        points, groups = self.config.points, self.config.groups
+        clouds = [self._part(part).cloud(index, points) for index in indices.tolist()]
+        numbers = uniforms(6 + groups + max(map(len, clouds)), *key, indices)
+        moves, orders, ranks = np.split(numbers, [6, 6 + groups], axis=1)
+        pairs = zip(clouds, ranks, strict=True)
+        whole = normalized(np.stack([drawn(c, points, rank[: len(c)]) for c, rank in pairs]))
         if augment:
-            whole = scaled_and_moved(whole, *np.stack(scales, axis=1))
+            whole = scaled_and_moved(whole, moves)
         if self.reconstructs:
-            return torch.from_numpy(whole), torch.from_numpy(np.stack(orders))
+            return torch.from_numpy(whole), torch.from_numpy(orders.argsort(axis=1))
         return torch.from_numpy(whole), torch.from_numpy(self._part(part).kinds[indices])
 
     def _losses(self, model: nn.Module, batch: Batch) -> Tensor:

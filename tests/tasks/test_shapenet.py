@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError
-from tasks.shapenet.clouds import normalized, open_clouds, scale_and_shift, scaled_and_moved
+from tasks.shapenet.clouds import drawn, normalized, open_clouds, scaled_and_moved
 from tasks.shapenet.point_mae import PointMAE
 from tasks.shapenet.points import chamfer, patches, taken
 from tasks.shapenet.shapenet import (
@@ -26,7 +26,7 @@ from tasks.shapenet.shapenet import (
     svm_accuracy,
 )
 from tasks.shapenet.solids import solids
-from tasks.shared.randomness import generator
+from tasks.shared.randomness import uniforms
 from tests.tasks.build import mesh, sampler
 from tests.tasks.test_evaluation import as_workers
 
@@ -178,12 +178,21 @@ def test_a_batch_is_points_of_its_cloud(folder: Path) -> None:
     for made, i in zip(clouds.double().numpy(), chosen, strict=True):
         name = open_clouds(folder, "data.path")["train"].files[i]
         points = np.load(name)[:, :3]
-        rng = generator(0, 0, int(i))
-        part = points[rng.permutation(40)[:32]]
+        (own,) = uniforms(6 + 8 + 40, 0, 0, int(i))
+        part = points[own[14:].argsort()[:32]]
         part = part - part.mean(0)
         part /= np.linalg.norm(part, axis=1).max()
-        factors, shift = rng.uniform(2 / 3, 3 / 2, 3), rng.uniform(-0.2, 0.2, 3)
+        factors, shift = 2 / 3 + own[:3] * 5 / 6, 0.4 * own[3:6] - 0.2
         np.testing.assert_allclose(made, part * factors + shift, atol=1e-5)
+
+
+def test_points_are_drawn_without_repetition_and_in_random_order() -> None:
+    cloud = np.arange(40.0)[:, None].repeat(3, 1)
+    chosen = np.stack([drawn(cloud, 8, shares)[:, 0] for shares in uniforms(40, np.arange(500))])
+    assert all(len(set(row)) == 8 for row in chosen.tolist())
+    often = np.bincount(chosen.astype(int).ravel(), minlength=40)
+    assert abs(often - 100).max() < 4.5 * 100**0.5
+    assert abs(chosen.mean(0) - 19.5).max() < 4 * 40 / 12**0.5 / 500**0.5  # at every place
 
 
 def test_normalizing_and_augmenting() -> None:
@@ -193,8 +202,7 @@ def test_normalizing_and_augmenting() -> None:
     assert np.linalg.norm(made, axis=1).max() == pytest.approx(1)
     assert not normalized(np.ones((4, 3), np.float32)).any()
     ends = np.array([[0, 0, 0], [1, 1, 1]], np.float32)
-    drawn = [scale_and_shift(generator(n)) for n in range(200)]
-    moved = scaled_and_moved(np.stack([ends] * 200), *np.stack(drawn, axis=1))
+    moved = scaled_and_moved(np.stack([ends] * 200), uniforms(6, np.arange(200)))
     factors = moved[:, 1] - moved[:, 0]
     assert factors.min() > 0.66 and factors.max() < 1.51 and np.ptp(factors, axis=1).min() > 0
     assert 0.15 < np.abs(moved[:, 0]).max() <= 0.2
