@@ -1,10 +1,11 @@
-"""Numbers depend on the key alone, and are uniform and independent."""
+"""Random numbers depend on the key alone; those of SplitMix64 are uniform and independent."""
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import chisquare, kstest
 
-from tasks.shared.randomness import _GAMMA, _hashed, uniforms
+from tasks.shared.randomness import _GAMMA, _hashed, generator, seeded, uniforms
 
 SAMPLES = np.arange(20_000)
 
@@ -19,6 +20,20 @@ def test_the_hash_is_that_of_splitmix64() -> None:
         4593380528125082431,
         16408922859458223821,
     ]
+
+
+def test_generators_depend_on_the_key_alone() -> None:
+    def drawn(*key: int) -> list[float]:
+        with seeded(*key):
+            return torch.rand(4).tolist()
+
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    assert drawn(1, 2, 3) == drawn(1, 2, 3)
+    assert len({tuple(drawn(*key)) for key in [(1, 2, 3), (3, 2, 1), (1, 2), (1, 2, 4)]}) == 4
+    assert torch.equal(torch.get_rng_state(), before)
+    assert np.array_equal(generator(1, 2).random(3), generator(1, 2).random(3))
+    assert not np.array_equal(generator(1, 2).random(3), generator(2, 1).random(3))
 
 
 def test_a_row_is_a_function_of_its_key() -> None:
