@@ -62,7 +62,7 @@ def augmentation(crop: int, short_side: int, scales: tuple[float, float]) -> Vie
 
     def view(image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         scale = torch.empty(()).uniform_(*scales).item()
-        size = list(_size(*labels.shape, short_side, scale))
+        size = list(_size(labels.shape[0], labels.shape[1], short_side, scale))
         image = v2.functional.resize(image, size, antialias=True)
         nearest = v2.InterpolationMode.NEAREST_EXACT
         labels = v2.functional.resize(labels[None], size, interpolation=nearest)[0]
