@@ -4,6 +4,7 @@ import argparse
 import os
 import shutil
 import stat
+import sys
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -12,11 +13,12 @@ from pathlib import Path
 from co2.errors import ConfigError, require
 from co2.whole import locked
 from tasks.ade20k.pairs import FOLDER, SPLITS, BadPair, Pairs, listed, read_pair
-from tasks.prepare.download import download
 from tasks.prepare.samples import broken
 from tasks.shared.progress import progress
 
-URL = f"http://data.csail.mit.edu/places/ADEchallenge/{FOLDER}.zip"
+_ARCHIVE = f"{FOLDER}.zip"
+_CHUNK = 1 << 20
+URL = f"http://data.csail.mit.edu/places/ADEchallenge/{_ARCHIVE}"
 SHA1 = "sha1:219e1696abb36c8ba3a3afe7fb2f4b4606a897c7"
 """The archive's checksum, from public toolkits (GluonCV's scripts/datasets/ade20k.py and
 others)."""
@@ -24,10 +26,10 @@ others)."""
 HELP = f"""\
 ADE20K, 150 classes, for task=ade20k ade20k.source=ade20k.
 
-Downloads {FOLDER}.zip (about 0.9 GB) and unpacks it into
+Downloads {_ARCHIVE} (about 0.9 GB) and unpacks it into
   <root>/{FOLDER}/images/{{training,validation}}/*.jpg        20210 and 2000 images
   <root>/{FOLDER}/annotations/{{training,validation}}/*.png   their masks
-Stop it whenever you like; the same command goes on where it stopped.
+Stopped while unpacking, the same command goes on where it stopped; a download begins anew.
 Its terms of use: https://groups.csail.mit.edu/vision/datasets/ADE20K/
 
 Without the network:
@@ -37,7 +39,7 @@ Without the network:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """See `DataSet.arguments`."""
-    parser.add_argument("--archive", metavar="FILE", help=f"an {FOLDER}.zip that you have")
+    parser.add_argument("--archive", metavar="FILE", help=f"an {_ARCHIVE} that you have")
 
 
 def run(options: argparse.Namespace) -> str:
@@ -60,20 +62,15 @@ def prepare(root: Path, archive: Path | None = None) -> Path:
         require(archive.is_file(), "--archive", archive, f"no such file; get it from {URL}")
     if final.exists():
         return final
-    own = archive is None
-    if archive is None:
-        archive = root / f"{FOLDER}.zip"
-        hint = f"fetch {FOLDER}.zip another way and give --archive FILE"
-        download(URL, archive, SHA1, hint)
     try:
         with locked(final):
             if not final.exists():
-                _unpack(archive, final)
+                _unpack(archive or _downloaded(root), final)
+            if archive is None:
+                (root / _ARCHIVE).unlink(missing_ok=True)
     except OSError as error:
         what = f"{error.filename or final}: {error.strerror or error}"
         raise ConfigError("--root", root, f"{what}; make room or choose another") from None
-    if own:
-        archive.unlink(missing_ok=True)
     return final
 
 
@@ -115,6 +112,19 @@ def _broken(what: str, pairs: Sequence[tuple[Path, Path]]) -> Iterator[str]:
         return None
 
     return broken(what, len(pairs), fault)
+
+
+def _downloaded(root: Path) -> Path:
+    """Return the archive, which appears only when it is complete and its checksum is right."""
+    import pooch
+    from requests import RequestException
+
+    loader = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), chunk_size=_CHUNK)
+    try:
+        return Path(pooch.retrieve(URL, SHA1, _ARCHIVE, root, downloader=loader))
+    except (RequestException, ValueError) as error:
+        hint = f"fetch it yourself (curl -C - -O {URL}) and give --archive FILE"
+        raise ConfigError("download", URL, f"{error}; {hint}") from None
 
 
 def _unpack(archive: Path, final: Path) -> None:

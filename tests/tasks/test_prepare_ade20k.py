@@ -1,7 +1,12 @@
 """ADE20K prepared from a small archive: unpacked, resumed, refused, looked through."""
 
+import errno
 import hashlib
+import socket
+import threading
 import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +17,6 @@ from tasks.ade20k.pairs import FOLDER
 from tasks.prepare import ade20k as prepare
 from tasks.prepare.__main__ import main
 from tests.tasks import small_ade20k as small
-from tests.tasks.test_download import Server, server  # noqa: F401  # a fixture
 
 
 @pytest.fixture
@@ -72,27 +76,107 @@ def test_it_goes_on_where_it_was_stopped(
     assert again[0] == written[4] and not set(again) & set(written[:4])
 
 
-def test_the_whole_way_over_http(
-    server: Server,  # noqa: F811
-    archive: Path,
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys,
-) -> None:
-    server.content, server.breaks, server.piece = archive.read_bytes(), 1, 5000
+class Server(ThreadingHTTPServer):
+    """Answers with `content`, of which it sends no more than `sent` bytes, or with an error."""
+
+    daemon_threads = True
+    content, sent, status = b"", 1 << 30, 200
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/{FOLDER}.zip"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if self.server.status != 200:
+            self.send_error(self.server.status)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.server.content)))
+        self.end_headers()
+        self.wfile.write(self.server.content[: self.server.sent])
+
+
+@pytest.fixture
+def server(archive: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """Of the archive, whose checksum is expected."""
+    server = Server()
+    server.content = archive.read_bytes()
     monkeypatch.setattr(prepare, "URL", server.url)
-    command = ["ade20k", "--root", str(tmp_path / "root")]
-    assert main(command) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1 and told[0].endswith(
-        f"fetch {FOLDER}.zip another way and give --archive FILE"
-    )
-    assert "has the sha1" in told[0] and list((tmp_path / "root").iterdir()) == []
     monkeypatch.setattr(prepare, "SHA1", "sha1:" + hashlib.sha1(server.content).hexdigest())
-    assert main(command) == 0
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_whole_way_over_http(server: Server, folder: Path, tmp_path: Path) -> None:
+    assert main(["ade20k", "--root", str(tmp_path / "root")]) == 0
     assert files(tmp_path / "root" / FOLDER).items() >= files(folder).items()
     assert [path.name for path in (tmp_path / "root").iterdir()] == [FOLDER]
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ({"status": 404}, "404 Client Error: Not Found"),
+        ({"sent": 5000}, "Connection broken"),
+        ({"content": b"<html>log in first</html>"}, "SHA1 hash"),
+    ],
+    ids=str,
+)
+def test_a_download_that_fails(
+    server: Server, tmp_path: Path, fault: dict, says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is one line, and nothing is left."""
+    vars(server).update(fault)
+    assert main(["ade20k", "--root", str(tmp_path / "root")]) == 2
+    *_, told = capfd.readouterr().err.splitlines()
+    assert told.startswith(f"error: download={server.url}: ") and says in told
+    assert told.endswith(f"(curl -C - -O {server.url}) and give --archive FILE")
+    assert list((tmp_path / "root").iterdir()) == []
+
+
+def test_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    with socket.socket() as held:  # bound, not listening
+        held.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{held.getsockname()[1]}/{FOLDER}.zip"
+        monkeypatch.setattr(prepare, "URL", url)
+        assert main(["ade20k", "--root", str(tmp_path)]) == 2
+    *_, told = capfd.readouterr().err.splitlines()
+    assert "Connection refused" in told and told.endswith("give --archive FILE")
+
+
+def test_no_room_for_the_archive(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    import pooch
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pooch.HTTPDownloader, "__call__", full)
+    assert main(["ade20k", "--root", str(tmp_path / "root")]) == 2
+    *_, told = capfd.readouterr().err.splitlines()
+    assert told.startswith(f"error: --root={tmp_path / 'root'}: ")
+    assert told.endswith("No space left on device; make room or choose another")
+    assert list((tmp_path / "root").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written(server: Server, tmp_path: Path, capfd) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["ade20k", "--root", str(tmp_path / "file" / "root")]) == 2
+    *_, told = capfd.readouterr().err.splitlines()
+    assert told.startswith("error: --root=") and told.endswith("make room or choose another")
 
 
 @pytest.mark.parametrize(
