@@ -38,6 +38,7 @@ LONG = (
     "tests/cli/test_muon.py::test_a_replica_shares_its_state",
     "tests/cli/test_muon.py::test_learns",
     "tests/cli/test_optuna.py::test_search",
+    "tests/cli/test_plain_loop.py",
     "tests/cli/test_quorum.py",
     "tests/cli/test_resume.py::test_a_loss_that_is_not_finite_on_another_replica",
     "tests/cli/test_resume.py::test_every_method_goes_on_exactly",
