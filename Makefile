@@ -27,8 +27,10 @@ train: $(VENV)/.ready ## the main job: GPT-2 under CO2 on embedded text, two wor
 
 # Three processes of tests on two cores, because tests wait, too, for processes that start or end.
 # One that has no test left takes over half of those that another still has. Threads that wait for
-# each other sleep meanwhile; else they spin on a core that another process needs.
-PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 3 --dist worksteal
+# each other sleep meanwhile; else they spin on a core that another process needs. Containers often
+# forbid Python to keep compiled files, and each process would then rewrite all asserts: 4 s.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_WAIT_POLICY=PASSIVE \
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 test: $(VENV)/.ready ## every test that needs no more than Python: seven minutes on two quiet cores (ARGS="-k comm" picks some)
 	$(PYTEST) -m "not slow" $(ARGS)

@@ -330,32 +330,31 @@ def test_newcomers_are_let_in_where_all_have_agreed(workers: Pool, store: dist.T
 
 def come_in_vain(rank: int, world: int, port: int) -> tuple[int, ...]:
     """The members cannot connect when the last one comes, so that it has to ask again."""
-    with patch("co2.comm.members.FORMING", timedelta(seconds=5)):
-        members = member(rank, port)
-        if rank == world - 1:
-            members.join()
-        else:
-            members.first(range(world - 1))
-            members.formed()
-            enter, errors = members._enter, [RuntimeError("no connection")] * (rank == 0)
-
-            def fail_once(record: Record) -> None:
-                if errors:
-                    raise errors.pop()
-                enter(record)
-
-            with patch.object(members, "_enter", fail_once):
-                while len(members.ids) < world:
-                    members.agree()
-                    if members.change_due:
-                        members.renew(admit=True)
-                        members.formed()
-                    time.sleep(0.02)
+    members = member(rank, port)
+    if rank == world - 1:
+        members.join()
+    else:
+        members.first(range(world - 1))
         members.formed()
-        members.agree()
-        ids = members.ids
-        members.leave()
-        return ids
+        enter, errors = members._enter, [RuntimeError("no connection")] * (rank == 0)
+
+        def fail_once(record: Record) -> None:
+            if errors:
+                raise errors.pop()
+            enter(record)
+
+        with patch.object(members, "_enter", fail_once):
+            while len(members.ids) < world:
+                members.agree()
+                if members.change_due:
+                    members.renew(admit=True)
+                    members.formed()
+                time.sleep(0.02)
+    members.formed()
+    members.agree()
+    ids = members.ids
+    members.leave()
+    return ids
 
 
 def test_one_that_was_let_in_in_vain_comes_later(workers: Pool, store: dist.TCPStore) -> None:
