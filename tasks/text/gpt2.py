@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from co2.errors import require
 from co2.task import Package
 from tasks.shared.randomness import initial_std, seeded
+from tasks.text.attention import full_windows
 from tasks.text.causal import CausalText
 from tasks.text.portable import config_json, unlike
 
@@ -127,6 +128,6 @@ def transformer(
             use_cache=False,
             bos_token_id=None,
             eos_token_id=None,
-            attn_implementation="sdpa",  # type: ignore[call-arg]  # one of PreTrainedConfig's own
+            attn_implementation=full_windows(),  # type: ignore[call-arg]  # PreTrainedConfig's own
         )
     )

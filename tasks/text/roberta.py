@@ -25,6 +25,7 @@ from tasks.shared.loader import batches_in_block, load_blocks
 from tasks.shared.optimizer import make_optimizer
 from tasks.shared.randomness import FULL_WIDTH, initial_std, seeded
 from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
+from tasks.text.attention import full_windows
 from tasks.text.masking import IGNORED, Vocabulary, masked
 from tasks.text.portable import (
     as_robertas,
@@ -87,6 +88,7 @@ class MaskedLM(nn.Module):
 
         super().__init__()
         self.language = RobertaForMaskedLM(shape)
+        self.language.set_attn_implementation(full_windows())
         begin_as_waves(self.language.roberta.embeddings.position_embeddings, shape)
 
     def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
