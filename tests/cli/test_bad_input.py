@@ -171,7 +171,6 @@ VALUES = [
     ("mesh.strategy=zero9", "mesh.strategy=zero9", "ddp, zero1, zero2, zero3"),
     ("mesh.strategy=zero3", "mesh.strategy=zero3", "mesh.replica_size to 2 or more"),
     (f"{ZERO2} optim.name=muon", "mesh.strategy=zero2", "use zero1 or ddp"),
-    (f"{ZERO2} train.compile=true", "train.compile=true", "use false"),
     (f"{ZERO2} comm.device=cpu", "comm.device=cpu", "use auto"),
     (f"{ZERO2} method=onebit_adam optim.name=adamw", "mesh.strategy=zero2", "use ddp"),
     ("method=acco mesh.replica_size=2 mesh.strategy=zero1", "mesh.strategy=zero1", "use ddp"),
