@@ -142,7 +142,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, rates: Tensor) -> Tensor:
     return (kernels if _KERNELS and q.is_cuda else chunked)(q, k, v, rates)
 
 
-@torch.compiler.disable
 def kernels(q: Tensor, k: Tensor, v: Tensor, rates: Tensor) -> Tensor:
     """Return the same as `parallel`, for [B, H, T, ·], by flash-linear-attention, in the type of
     v."""

@@ -41,7 +41,7 @@ def test_sizes() -> None:
         counted = num_parameters(size, corpus=CorpusName.openwebtext)
         layers, _, width = SHAPES[Size[size]]
         # Four projections and one back, three matrices of 2.75 times the width; angles; embedding.
-        expected = layers * (5 + 3 * 2.75) * width**2 + width + 50257 * width
+        expected = layers * (5 + 3 * 2.75) * width**2 + width + 50304 * width
         assert counted == expected
         assert counted == pytest.approx(MODELS[f"transnormer-{size}"].num_parameters, rel=0.02)
 
