@@ -1,8 +1,8 @@
 """Attention over windows that are full, for models of transformers.
 
-Their own `sdpa` first looks for padding and for several texts in a row. While a model is traced this
-search cannot be skipped, so that PyTorch's attention gets a mask, with which FlashAttention cannot
-run; in eager mode it waits for the device in every forward pass. Our windows have neither.
+Their own `sdpa` first looks for padding and for several texts in a row. While a model is traced,
+this search cannot be skipped, so that PyTorch's attention gets a mask, with which FlashAttention
+cannot run; in eager mode it waits for the device in every forward pass. Our windows have neither.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""On a GPU: flash-linear-attention's kernels, where they are installed, against our own attention."""
+"""On a GPU: flash-linear-attention's kernels, where they are installed, against our attention."""
 
 import pytest
 import torch

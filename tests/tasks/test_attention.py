@@ -1,4 +1,4 @@
-"""Models of full windows give PyTorch's attention no mask, and compute what transformers' own do."""
+"""Models of full windows give PyTorch's attention no mask, and compute what transformers' do."""
 
 from collections.abc import Callable
 from pathlib import Path
