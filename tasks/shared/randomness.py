@@ -14,6 +14,8 @@ from numpy.random.bit_generator import ISeedSequence
 
 FULL_WIDTH = 768
 """Of GPT-2 small and RoBERTa base. What papers say of initial weights holds from here on."""
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+"""What SplitMix64 adds from word to word: 2⁶⁴ over the golden ratio."""
 _POOL = 4
 """Words of 32 bits in the pool of NumPy's SeedSequence."""
 
@@ -33,6 +35,35 @@ def generators(*key: int | np.ndarray) -> Iterator[np.random.Generator]:
     for state in _seed_states(4, *key):
         # NumPy documents that any ISeedSequence is accepted; its types allow only SeedSequence.
         yield np.random.Generator(np.random.PCG64(_Seed(state)))  # type: ignore[arg-type]
+
+
+def uniforms(count: int, *key: int | np.ndarray) -> np.ndarray:
+    """Draw numbers for many keys at once: `count` numbers of each row, from 0 to below 1.
+
+    A whole number below n is floor(u · n), for n up to 2⁵³.
+
+    SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014): word
+    n of a sequence is a hash of its start plus n times a constant. The start is here a hash of the
+    key.
+
+    Args:
+        count: numbers of each row.
+        key: the parts of the key, below 2⁶⁴; int64 [B] where a part differs between the rows.
+    Returns:
+        float64 [B, count]; B is 1 where no part is an array.
+    """
+    start = np.zeros(1, np.uint64)
+    for part in key:
+        start = _hashed(start + np.asarray(part, np.uint64) + _GAMMA)
+    words = _hashed(start[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _GAMMA)
+    return (words >> np.uint64(11)) * 2.0**-53
+
+
+def _hashed(words: np.ndarray) -> np.ndarray:
+    """Return SplitMix64's hash of each word: a bijection of uint64."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
 
 
 @contextmanager
@@ -146,17 +177,17 @@ def _seed_states(num_words: int, *key: int | np.ndarray) -> np.ndarray:
     words = [np.broadcast_to(word, size) for part in key for word in _words(part)]
     words += [np.zeros(size, np.uint32)] * (_POOL - len(words))
     constants = _constants(0x43B0D7E5, 0x931E8875, _POOL * len(words) + 1)
-    pool, done = _hashed(np.stack(words[:_POOL]), constants[: _POOL + 1]), _POOL
+    pool, done = _old_hashed(np.stack(words[:_POOL]), constants[: _POOL + 1]), _POOL
     for source in range(_POOL):
         others = [target for target in range(_POOL) if target != source]
-        hashes = _hashed(pool[source], constants[done : done + _POOL])
+        hashes = _old_hashed(pool[source], constants[done : done + _POOL])
         pool[others] = _mixed(pool[others], hashes)
         done += len(others)
     for word in words[_POOL:]:
-        pool = _mixed(pool, _hashed(word, constants[done : done + _POOL + 1]))
+        pool = _mixed(pool, _old_hashed(word, constants[done : done + _POOL + 1]))
         done += _POOL
     chosen = [number % _POOL for number in range(2 * num_words)]
-    states = _hashed(pool[chosen], _constants(0x8B51F9DD, 0x58F38DED, 2 * num_words + 1))
+    states = _old_hashed(pool[chosen], _constants(0x8B51F9DD, 0x58F38DED, 2 * num_words + 1))
     return np.ascontiguousarray(states.T).astype("<u4").view("<u8").astype(np.uint64)
 
 
@@ -166,7 +197,7 @@ def _constants(first: int, multiplier: int, count: int) -> np.ndarray:
     return np.array(powers, np.uint32)[:, None]
 
 
-def _hashed(values: np.ndarray, constants: np.ndarray) -> np.ndarray:
+def _old_hashed(values: np.ndarray, constants: np.ndarray) -> np.ndarray:
     """Hash `values`, or their row n, into row n of the result, with the constants n and n + 1."""
     mixed: np.ndarray = (values ^ constants[:-1]) * constants[1:]
     return mixed ^ (mixed >> 16)

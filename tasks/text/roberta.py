@@ -26,7 +26,7 @@ from tasks.shared.optimizer import make_optimizer
 from tasks.shared.randomness import FULL_WIDTH, initial_std, seeded
 from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
 from tasks.text.attention import full_windows
-from tasks.text.masking import IGNORED, Vocabulary, masked
+from tasks.text.masking import IGNORED, Masking, Vocabulary, masked
 from tasks.text.portable import (
     as_robertas,
     config_json,
@@ -258,7 +258,7 @@ class RoBERTa:
             file, size = self._store.folder / f"{part}.bin", len(self._ids)
             hint = f"holds token {tokens.max()}, the vocabulary ends at {size}; prepare it again"
             raise ConfigError("data.root", self.data.root, f"{file} {hint}") from None
-        made = masked(rows, self.vocabulary, *key, indices)
+        made = masked(rows, self.vocabulary, Masking(), *key, indices)
         seen, places, targets = map(torch.from_numpy, made)
         return seen, places, targets
 

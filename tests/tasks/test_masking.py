@@ -4,9 +4,10 @@ import math
 
 import numpy as np
 import pytest
+from scipy.stats import chisquare
 
 from tasks.shared.randomness import generator
-from tasks.text.masking import IGNORED, Vocabulary, _drawn, masked, num_chosen
+from tasks.text.masking import IGNORED, Masking, Vocabulary, masked
 
 WORDS = Vocabulary(1000)
 
@@ -23,7 +24,7 @@ def rows(number: int, length: int = 100) -> np.ndarray:
 def test_a_window_loses_just_the_chosen_places() -> None:
     given = rows(50)
     before = given.copy()
-    seen, places, targets = masked(given, WORDS, 0, 0, np.arange(50))
+    seen, places, targets = masked(given, WORDS, Masking(), 0, 0, np.arange(50))
     assert np.array_equal(given, before)
     assert places.shape == targets.shape == (50, 15)
     assert (np.diff(places, axis=1) > 0).all()
@@ -35,7 +36,7 @@ def test_a_window_loses_just_the_chosen_places() -> None:
 
 def test_only_ordinary_tokens_are_chosen_and_drawn() -> None:
     given = rows(400)
-    seen, _, targets = masked(given, WORDS, 0, 0, np.arange(400))
+    seen, _, targets = masked(given, WORDS, Masking(), 0, 0, np.arange(400))
     assert targets.min() >= 4 and targets.max() < WORDS.mask
     special = (given < 4) | (given == WORDS.mask)
     assert np.array_equal(seen[special], given[special])
@@ -43,20 +44,27 @@ def test_only_ordinary_tokens_are_chosen_and_drawn() -> None:
     assert len(drawn) > 300 and drawn.min() >= 4 and drawn.max() < WORDS.mask
 
 
-def test_the_shares_are_80_10_10() -> None:
+@pytest.mark.parametrize("masking", [Masking(), Masking(0.4, 0.5, 0.3), Masking(0.2, 1.0, 0.0)])
+def test_the_shares_are_those_of_the_recipe(masking: Masking) -> None:
     """Within four standard deviations of a binomial."""
     given = rows(4000)
-    seen, places, targets = masked(given, WORDS, 0, 0, np.arange(4000))
+    seen, places, targets = masked(given, WORDS, masking, 0, 0, np.arange(4000))
+    assert places.shape == (4000, round(100 * masking.share))
     shown = np.take_along_axis(seen, places, axis=1)
-    kinds = {0.8: shown == WORDS.mask, 0.1: shown == targets}
-    kinds_random = ~(kinds[0.8] | kinds[0.1])
+    is_mask, is_same = shown == WORDS.mask, shown == targets
+    is_random = ~(is_mask | is_same)
+    rest = 1 - masking.masked - masking.random
     number = targets.size
-    for share, kind in [*kinds.items(), (0.1, kinds_random)]:
+    kinds = ((masking.masked, is_mask), (rest, is_same), (masking.random, is_random))
+    for share, kind in kinds:
         # One random token in 995 is the token itself.
-        assert abs(kind.mean() - share) < 4 * math.sqrt(share * (1 - share) / number) + 2e-4
+        error = 4 * math.sqrt(abs(share * (1 - share)) / number)
+        assert abs(kind.mean() - share) <= error + 4e-4 * masking.random + 1e-12
     # Random tokens are uniform over the ordinary ones, and places over the window.
-    drawn = shown[kinds_random]
-    assert abs(drawn.mean() - (4 + WORDS.mask - 1) / 2) < 4 * 995 / math.sqrt(12 * len(drawn))
+    if masking.random:
+        drawn = shown[is_random]
+        often = np.bincount(drawn, minlength=WORDS.size)[4 : WORDS.mask]
+        assert chisquare(often).pvalue > 1e-3
     often = np.bincount(places.ravel(), minlength=100)[1:-1]
     expected = number / 98
     assert abs(often - expected).max() < 6 * math.sqrt(expected)
@@ -64,41 +72,20 @@ def test_the_shares_are_80_10_10() -> None:
 
 def test_the_key_alone_decides() -> None:
     given = rows(8)
-    first = masked(given, WORDS, 3, 7, np.arange(8))
+    first = masked(given, WORDS, Masking(), 3, 7, np.arange(8))
     np.random.seed(1)
-    again = masked(given[4:], WORDS, 3, 7, np.arange(4, 8))  # of other neighbours
+    again = masked(given[4:], WORDS, Masking(), 3, 7, np.arange(4, 8))  # of other neighbours
     for whole, half in zip(first, again, strict=True):
         assert np.array_equal(whole[4:], half)
     for other in ((3, 8), (4, 7)):
-        found = masked(given, WORDS, *other, np.arange(8))
+        found = masked(given, WORDS, Masking(), *other, np.arange(8))
         assert (found[1] != first[1]).any(axis=1).all()
-
-
-@pytest.mark.parametrize("size", [261, 516, 50265])
-def test_numbers_are_those_of_a_generator_for_each_window(size: int) -> None:
-    vocabulary, samples = Vocabulary(size), np.arange(200)
-    rank, coin, words = _drawn(40, 7, vocabulary, 3, samples % 5, samples)
-    for row in range(200):
-        source = generator(3, row % 5, row)
-        assert np.array_equal(source.random(40), rank[row])
-        assert np.array_equal(source.random(7), coin[row])
-        assert np.array_equal(source.integers(4, vocabulary.mask, 7), words[row])
-
-
-def test_a_word_that_is_rejected_is_drawn_again() -> None:
-    """In a vocabulary just above 2³¹ every second draw is rejected."""
-    vocabulary = Vocabulary(2**31 + 100)
-    _, _, words = _drawn(4, 5, vocabulary, 1, np.arange(20))
-    for row in range(20):
-        source = generator(1, row)
-        source.random(9)
-        assert np.array_equal(source.integers(4, vocabulary.mask, 5), words[row])
 
 
 def test_windows_with_too_few_words() -> None:
     given = np.full((2, 22), Vocabulary.END)
     given[0, 5] = 9
-    seen, places, targets = masked(given, WORDS, 0, np.arange(2))
+    seen, places, targets = masked(given, WORDS, Masking(), 0, np.arange(2))
     assert sorted(targets[0]) == [IGNORED, IGNORED, 9]
     assert places[0][targets[0] == 9].tolist() == [5]
     assert (targets[1] == IGNORED).all() and np.array_equal(seen[1], given[1])
@@ -106,4 +93,4 @@ def test_windows_with_too_few_words() -> None:
 
 @pytest.mark.parametrize(("length", "number"), [(2, 1), (20, 3), (40, 6), (512, 77)])
 def test_fifteen_percent(length: int, number: int) -> None:
-    assert num_chosen(length) == number
+    assert Masking().num_chosen(length) == number

@@ -14,7 +14,7 @@ from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError
 from tasks import RoBERTa
 from tasks.text import store
-from tasks.text.masking import IGNORED, Vocabulary, masked
+from tasks.text.masking import IGNORED, Masking, Vocabulary, masked
 from tasks.text.roberta import CorpusName, Size, begin_as_waves, roberta_ids
 from tasks.text.text import windows
 from tests.tasks.build import gpt2, mesh, sampler, text_of
@@ -191,7 +191,7 @@ def test_evaluation_is_the_mean_over_all_windows(root: Path, text_file: Path) ->
     inside = windows(text_of(task).tokens("val"), numbers, 32, overlap=0).numpy()
     rows = np.full((len(inside), 34), Vocabulary.START)
     rows[:, 1:-1], rows[:, -1] = roberta_ids(text_of(task), False)[inside], Vocabulary.END
-    made = masked(rows, task.vocabulary, 1907_11692, numbers)
+    made = masked(rows, task.vocabulary, Masking(), 1907_11692, numbers)
     seen, places, targets = map(torch.from_numpy, made)
     with torch.no_grad():
         expected = F.cross_entropy(model(seen, places).flatten(0, 1), targets.flatten())
