@@ -313,6 +313,12 @@ def test_killed(tmp_path: Path) -> None:
     assert (folder / "model.pt").exists()
 
 
+def test_the_largest_recipe_starts_as_it_is_written(tmp_path: Path) -> None:
+    """It compiles, and the eight workers of a machine share a replica."""
+    config = configured("task=transnormer", "scale=paper", runs=tmp_path)
+    assert config.train.compile and config.mesh.strategy is Strategy.zero2
+
+
 REFUSED = [
     (("launch.workers=3", *mesh("ddp")), "mesh.replica_size=2: must divide the 3 workers"),
     (("mesh.replica_size=0",), "mesh.replica_size=0: must be a whole number"),
