@@ -162,9 +162,9 @@ def test_masks_are_as_configured(root: Path, text_file: Path) -> None:
 def test_pre_norm(root: Path, text_file: Path) -> None:
     """Without what the layers add, all that is left of them is the last norm."""
     task = small(root, text_file, pre_norm=True)
-    model, (seen, places, _) = task.model().eval(), next(task.batches(mesh(), 0))
-    inner = model.language.base_model
-    loss = task.loss(model, next(task.batches(mesh(), 0)))
+    model, batch = task.model().eval(), next(task.batches(mesh(), 0))
+    inner, seen = model.language.base_model, batch[0]
+    loss = task.loss(model, batch)
     assert loss.item() == pytest.approx(math.log(304), abs=0.6)
     with torch.no_grad():
         for layer in inner.encoder.layer:
@@ -351,9 +351,12 @@ def test_text_that_is_too_little(tmp_path: Path, root: Path, text_file: Path) ->
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("context", 3), ("vocab_size", 256), ("dropout", 1.0), ("dropout", -0.1), ("eval_samples", 0)]
-    + [("mask_share", 0.0), ("mask_share", 1.1)]
-    + [("mask_split", [0.5, 0.5]), ("mask_split", [1.1, 0, -0.1]), ("mask_split", [0.8, 0, 0.1])],
+    [
+        *(("context", 3), ("vocab_size", 256), ("eval_samples", 0)),
+        *(("dropout", value) for value in (1.0, -0.1)),
+        *(("mask_share", value) for value in (0.0, 1.1)),
+        *(("mask_split", value) for value in ([0.5, 0.5], [1.1, 0.0, -0.1], [0.8, 0.0, 0.1])),
+    ],
 )
 def test_config(key: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
