@@ -414,7 +414,11 @@ def architecture(config: ModelConfig, vocab_size: int) -> "RobertaConfig":
     from transformers import RobertaConfig, RobertaPreLayerNormConfig  # takes seconds
 
     layers, heads, width = SHAPES[config.size]
-    return (RobertaPreLayerNormConfig if config.pre_norm else RobertaConfig)(
+    # Both have the same fields.
+    kind = cast(
+        "type[RobertaConfig]", RobertaPreLayerNormConfig if config.pre_norm else RobertaConfig
+    )
+    return kind(
         vocab_size=vocab_size,
         # Positions are counted from the id of <pad> + 1 on.
         max_position_embeddings=config.context + Vocabulary.PAD + 1,
