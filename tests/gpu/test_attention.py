@@ -1,9 +1,13 @@
-"""On a GPU: flash-linear-attention's kernels, where they are installed, against our attention."""
+"""On a GPU: FlashAttention runs, and flash-linear-attention's kernels compute what we do."""
+
+from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tasks.text import transnormer_model as parts
+from tests.tasks.build import gpt2
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,3 +36,16 @@ def test_kernels(length: int, place: float) -> None:
         found.append([out.float(), *(part.grad for part in wide)])
     for one, other in zip(*found, strict=True):
         assert ((one - other).norm() / other.norm()).item() < 0.02
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flash_attention_runs(compiled: bool) -> None:
+    """It refuses masks."""
+    task = gpt2(Path("unused"), context=128, vocab_size=300)
+    model = task.model().cuda()
+    if compiled:
+        model.compile(backend="aot_eager")
+    tokens = torch.randint(300, (2, 128), device="cuda")
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.autocast("cuda", dtype=torch.bfloat16):
+        task.logits(model, tokens).float().logsumexp(-1).sum().backward()
+    assert model.transformer.wte.weight.grad.isfinite().all()
