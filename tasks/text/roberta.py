@@ -7,7 +7,7 @@ implementation is that of transformers; the weights are random at the start.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -143,20 +143,21 @@ class RoBERTa:
     class Config(ModelConfig):
         mask_share: float = 0.15
         """Share of a window's tokens that are predicted."""
-        mask_split: list[float] = field(default_factory=lambda: [0.8, 0.1, 0.1])
-        """Shares of these that <mask> replaces, that a random token replaces, and that are left as
-        they are."""
+        mask_masked: float = 0.8
+        """Share of these that <mask> replaces."""
+        mask_random: float = 0.1
+        """Share of these that a random token replaces. The others are left as they are."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
             hint = "must be above 0 and at most 1"
             require(0 < self.mask_share <= 1, "mask_share", self.mask_share, hint)
-            split = self.mask_split
-            hint = (
-                "must be three numbers, 0 or more, whose sum is 1: <mask>, random token, the same"
-            )
-            fits = len(split) == 3 and min(split) >= 0 and math.isclose(sum(split), 1)
-            require(fits, "mask_split", split, hint)
+            hint = "must be from 0 to 1"
+            require(0 <= self.mask_masked <= 1, "mask_masked", self.mask_masked, hint)
+            rest = 1 - self.mask_masked
+            hint = f"must be from 0 to what mask_masked={self.mask_masked} leaves, {rest:.4g}"
+            fits = 0 <= self.mask_random <= rest + 1e-9
+            require(fits, "mask_random", self.mask_random, hint)
 
     unit = "tokens"
 
@@ -166,7 +167,7 @@ class RoBERTa:
         self.config, self.train, self.optim, self.data = config, train, optim, data
         self.units_per_sample = config.context
         self._inside = config.context - 2
-        self._masking = Masking(config.mask_share, *config.mask_split[:2])
+        self._masking = Masking(config.mask_share, config.mask_masked, config.mask_random)
         self._opened: Store | None = None
         self._validation = np.empty(0, np.int64)  # the windows that an evaluation takes
 

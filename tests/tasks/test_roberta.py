@@ -150,11 +150,11 @@ def test_a_window_has_another_mask_in_every_epoch(task: RoBERTa) -> None:
 
 def test_masks_are_as_configured(root: Path, text_file: Path) -> None:
     """Wettig et al.'s: 40 % of the tokens, and each becomes <mask>."""
-    task = small(root, text_file, mask_share=0.4, mask_split=[1.0, 0.0, 0.0])
+    task = small(root, text_file, mask_share=0.4, mask_masked=1.0, mask_random=0.0)
     seen, places, targets = next(task.batches(mesh(), 0))
     assert places.shape == (4, 14) and (targets != IGNORED).all()
     assert (seen.gather(1, places) == task.vocabulary.mask).all()
-    kept = small(root, text_file, mask_share=0.4, mask_split=[0.0, 0.0, 1.0])
+    kept = small(root, text_file, mask_share=0.4, mask_masked=0.0, mask_random=0.0)
     seen, places, targets = next(kept.batches(mesh(), 0))
     assert torch.equal(seen.gather(1, places), targets)
 
@@ -355,7 +355,8 @@ def test_text_that_is_too_little(tmp_path: Path, root: Path, text_file: Path) ->
         *(("context", 3), ("vocab_size", 256), ("eval_samples", 0)),
         *(("dropout", value) for value in (1.0, -0.1)),
         *(("mask_share", value) for value in (0.0, 1.1)),
-        *(("mask_split", value) for value in ([0.5, 0.5], [1.1, 0.0, -0.1], [0.8, 0.0, 0.1])),
+        *(("mask_masked", value) for value in (-0.1, 1.1)),
+        *(("mask_random", value) for value in (-0.1, 0.3)),
     ],
 )
 def test_config(key: str, value: Any) -> None:
