@@ -246,7 +246,7 @@ NAMES = [
     ("method=nope", "method=nope", "acco, allreduce, co2, co2_keep, cocod_sgd, desloc, diloco"),
     ("method=slomo", "method=slomo", "did you mean slowmo?"),
     ("task=nope", "task=nope", "known: ade20k, glue, gpt2"),
-    ("scale=nope", "scale=nope", "gpu, paper, smoke"),
+    ("scale=nope", "scale=nope", "gpu, liu, paper, smoke"),
     ("scale=smok", "scale=smok", "did you mean smoke?"),
     ("scale=paper", "scale=paper", "it has smoke"),
     ("method=null", "method=", "allreduce, co2"),
