@@ -66,8 +66,6 @@ def check(config: Config, world: int, method: Method) -> None:
         )
         muon = config.optim.name is OptimizerName.muon
         require(not muon, "mesh.strategy", strategy.value, hint)
-        hint = f"mesh.strategy={strategy.value} gathers weights between the operations; use false"
-        require(not config.train.compile, "train.compile", "true", hint)
     if strategy in (*CUT, Strategy.ep):
         hooks = method.averages_gradients and config.comm.dtype is Precision.bf16
         hint = f"with mesh.strategy={strategy.value} gradients travel as they are; use fp32"
@@ -317,6 +315,17 @@ def _listed(module: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _listed(child)
+
+
+def compile_model(module: nn.Module, strategy: Strategy) -> None:
+    """Compile the model in place: as a whole, or block by block where weights are sharded, so that
+    they are gathered between what is compiled. Call it before `checkpoint_activations` and
+    `Replica.shard`, whose work then stays outside of the blocks."""
+    if strategy not in CUT:
+        module.compile()
+        return
+    for block in blocks(module):
+        block.forward = torch.compile(block.forward)
 
 
 def checkpoint_activations(module: nn.Module) -> None:

@@ -21,7 +21,13 @@ from co2.train.membership import Membership
 from co2.train.meters import Meter
 from co2.train.quorum import Quorum
 from co2.train.randomness import random_states, restore_random_states
-from co2.train.replica import Replica, checkpoint_activations, own_buffers, whole_weights
+from co2.train.replica import (
+    Replica,
+    checkpoint_activations,
+    compile_model,
+    own_buffers,
+    whole_weights,
+)
 from co2.train.run import Run
 from co2.train.samples import Samples
 from co2.train.schedule import largest_lr
@@ -42,10 +48,10 @@ class Session:
         self._from_checkpoint = begun(run.folder)
         if config.init_from is not None and not self._from_checkpoint:
             initial.load(config.init_from, self.module, run.task)
+        if config.train.compile:
+            compile_model(self.module, config.mesh.strategy)
         if config.train.checkpoint_activations:
             checkpoint_activations(self.module)
-        if config.train.compile:
-            self.module.compile()
         self.replica = replica = Replica(config.mesh, mesh, run.method.averages_gradients)
         replica.shard(self.module)
         self.optimizer = replica.optimizer(run.task.optimizer(self.module))

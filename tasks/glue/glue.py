@@ -66,12 +66,12 @@ class Classifier(nn.Module):
     layer."""
 
     def __init__(self, shape: "RobertaConfig") -> None:
-        from transformers import RobertaForSequenceClassification  # costs seconds
+        from transformers import AutoModelForSequenceClassification  # takes seconds
 
         super().__init__()
         # The name is that of roberta.MaskedLM's, so that the encoders' weights are namesakes.
-        self.language = RobertaForSequenceClassification(shape)
-        positions = self.language.roberta.embeddings.position_embeddings
+        self.language = AutoModelForSequenceClassification.from_config(shape)
+        positions = self.language.base_model.embeddings.position_embeddings
         roberta.begin_as_waves(positions, shape)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class GLUE:
     tokens."""
 
     @dataclass
-    class Config(roberta.RoBERTa.Config):
+    class Config(roberta.ModelConfig):
         """The fields of roberta must have the values that the run of `init_from` has. `vocab_size`
         and `corpus` tell whose tokenizer it is, as does data.path."""
 
@@ -214,11 +214,12 @@ class GLUE:
         task = run["task"]
         if task not in ("roberta", "glue"):
             return f"is a run of task={task}; give one of task=roberta"
-        shape = {"size": self.config.size.value, "context": self.config.context}
+        own = self.config
+        shape = {"size": own.size.value, "context": own.context, "pre_norm": own.pre_norm}
         if not self._public:
             shape["vocab_size"] = self.config.vocab_size
         for key, here in shape.items():
-            there = run[task][key]
+            there = run[task].get(key, False)  # older runs have no pre_norm
             if there != here:
                 return f"has {task}.{key}={there}, this run glue.{key}={here}; make them equal"
         there, here = data if task == "roberta" else data["text"], self.fingerprint()["text"]
@@ -232,8 +233,8 @@ class GLUE:
 
     def package(self, model: nn.Module) -> Package:
         """See `Portable`: what transformers reads."""
-        names = ("RobertaForSequenceClassification", "AutoModelForSequenceClassification")
-        return roberta.packaged(model, *names, self._store, self._public)
+        loader = "AutoModelForSequenceClassification"
+        return roberta.packaged(model, loader, self._store, self._public)
 
     def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `Portable`."""

@@ -105,7 +105,7 @@ class MoE(CausalText):
         mixture = (config.active, config.capacity, config.shared, stds, config.dropout)
         ways = (config.exchange, config.tile, config.kernel)
         with seeded(self.train.seed):
-            model = transformer(self.vocab_size, config.context, shape, config.dropout)
+            model = transformer(self.padded_vocab_size, config.context, shape, config.dropout)
             # `Any`: transformers types the module's parts as tensors or modules.
             blocks: Any = model.get_submodule("transformer.h")
             for block in blocks[1::2]:
@@ -144,7 +144,7 @@ class MoE(CausalText):
         return make_optimizer(model, self.optim, spared=biases, ends=gates)
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        return model(input_ids=tokens).logits
+        return model(input_ids=tokens).logits[..., : self.vocab_size]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean next-token cross-entropy in nats, with the gates' two losses."""

@@ -98,7 +98,7 @@ class CausalText:
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """Return logits of the next token, [B, T, vocabulary], after each of `tokens` [B, T]."""
-        return model(tokens)
+        return model(tokens)[..., : self.vocab_size]
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return make_optimizer(model, self.optim)
@@ -190,6 +190,13 @@ class CausalText:
         if self.data.path is not None or self.config.corpus is CorpusName.embedded:
             return int(self.config.vocab_size)
         return PUBLIC_VOCAB_SIZE if self._opened is None else int(self._opened.meta["vocab_size"])
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and of the head: the vocabulary, filled up to a multiple of 128, as
+        the tensor cores of GPUs want it. `logits` leaves out what is not in the vocabulary, so that
+        loss and gradients are the same without these rows, and nothing samples one of them."""
+        return -(-self.vocab_size // 128) * 128
 
     @property
     def separator(self) -> int:

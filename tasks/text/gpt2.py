@@ -9,16 +9,18 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, cast
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from co2.errors import require
 from co2.task import Package
 from tasks.shared.randomness import initial_std, seeded
+from tasks.text.attention import full_windows
 from tasks.text.causal import CausalText
 from tasks.text.portable import config_json, unlike
 
 if TYPE_CHECKING:
-    from transformers import GPT2Config
+    from transformers import GPT2Config, GPT2LMHeadModel
 
 
 class Size(Enum):
@@ -70,15 +72,16 @@ class GPT2(CausalText):
     def model(self) -> nn.Module:
         """See `Task.model`. On the device "meta" it takes no memory, to count parameters."""
         with seeded(self.train.seed):
-            return transformer(
-                self.vocab_size, self.config.context, SHAPES[self.config.size], self.config.dropout
-            )
+            config, shape = self.config, SHAPES[self.config.size]
+            return transformer(self.padded_vocab_size, config.context, shape, config.dropout)
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        return model(input_ids=tokens).logits
+        return model(input_ids=tokens).logits[..., : self.vocab_size]
 
     def package(self, model: nn.Module) -> Package:
-        """See `Portable`: what transformers reads."""
+        """See `Portable`: what transformers reads. It takes the padding off the model, because
+        transformers would sample from the logits of these rows too."""
+        cast("GPT2LMHeadModel", model).resize_token_embeddings(self.vocab_size)
         ends = {"bos_token_id": self.separator, "eos_token_id": self.separator}
         text = config_json(_config(model), "GPT2LMHeadModel", use_cache=True, **ends)
         plain = super().package(model)
@@ -86,12 +89,17 @@ class GPT2(CausalText):
 
     def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `Portable`. The hub's GPT-2 has no head, so that no name begins with "transformer.",
-        and keeps the masks of its attention."""
-        return {
+        and keeps the masks of its attention; its vocabulary is not padded."""
+        whole = {
             name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": weight
             for name, weight in weights.items()
             if not name.endswith((".attn.bias", ".attn.masked_bias"))
         }
+        for name in whole.keys() & {"transformer.wte.weight", "lm_head.weight"}:
+            missing = self.padded_vocab_size - len(whole[name])
+            if missing == self.padded_vocab_size - self.vocab_size:
+                whole[name] = F.pad(whole[name], (0, 0, 0, missing))
+        return whole
 
     def refusal(
         self, model: nn.Module, config: Mapping[str, Any], tokenizer: str | None
@@ -127,6 +135,6 @@ def transformer(
             use_cache=False,
             bos_token_id=None,
             eos_token_id=None,
-            attn_implementation="sdpa",  # type: ignore[call-arg]  # one of PreTrainedConfig's own
+            attn_implementation=full_windows(),  # type: ignore[call-arg]  # PreTrainedConfig's own
         )
     )

@@ -1,7 +1,8 @@
 """RoBERTa from scratch: masked language modelling.
 
-Liu et al., "RoBERTa: A Robustly Optimized BERT Pretraining Approach" (2019). The implementation is
-that of transformers; the weights are random at the start.
+Liu et al., "RoBERTa: A Robustly Optimized BERT Pretraining Approach" (2019), and, with `pre_norm`
+and other masks, Wettig et al., "Should You Mask 15% in Masked Language Modeling?" (2023). The
+implementation is that of transformers; the weights are random at the start.
 """
 
 import math
@@ -25,6 +26,7 @@ from tasks.shared.loader import batches_in_block, load_blocks
 from tasks.shared.optimizer import make_optimizer
 from tasks.shared.randomness import FULL_WIDTH, initial_std, seeded
 from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
+from tasks.text.attention import full_windows
 from tasks.text.masking import IGNORED, Masking, Vocabulary, masked
 from tasks.text.portable import (
     as_robertas,
@@ -78,20 +80,53 @@ SHAPES = {
 """Layers, heads, width."""
 
 
+@dataclass
+class ModelConfig:
+    """What roberta and glue share."""
+
+    size: Size = Size.smoke
+    context: int = 32
+    """Tokens that the model reads at once, <s> and </s> included."""
+    vocab_size: int = 512
+    """Size of the vocabulary that is learned from the text. That of wikibooks is of its
+    tokenizer, by default RoBERTa's 50265."""
+    corpus: CorpusName = CorpusName.embedded
+    """embedded: Python source that every installation has. wikibooks: see tasks.prepare.
+    Where data.path=FILE_OR_FOLDER is given, it replaces either."""
+    pre_norm: bool = False
+    """Whether layers are normalized where they begin, as Wettig et al. do, and not where they
+    end."""
+    dropout: float = 0.0
+    """Rate of dropout in embeddings, attention and residuals."""
+    eval_samples: int | None = None
+    """Number of validation windows in one evaluation, spread evenly; null takes all."""
+
+    def __post_init__(self) -> None:
+        hint = "must be a whole number, 4 or more: <s>, </s> and text between them"
+        require(self.context >= 4, "context", self.context, hint)
+        hint = "must be a whole number from 257 (256 bytes and the separator) to 1000000"
+        require(257 <= self.vocab_size <= 1_000_000, "vocab_size", self.vocab_size, hint)
+        hint = "must be 0 or more and below 1"
+        require(0 <= self.dropout < 1, "dropout", self.dropout, hint)
+        if self.eval_samples is not None:
+            require_count("eval_samples", self.eval_samples)
+
+
 class MaskedLM(nn.Module):
-    """RoBERTa with its head applied to the chosen places only. That is 15 % of the head's work, and
-    with a vocabulary of 50265 the head is most of the work of a small model."""
+    """RoBERTa with its head applied to the chosen places only. With a vocabulary of 50265 the head
+    is most of the work of a small model."""
 
     def __init__(self, shape: "RobertaConfig") -> None:
-        from transformers import RobertaForMaskedLM  # takes seconds
+        from transformers import AutoModelForMaskedLM  # takes seconds
 
         super().__init__()
-        self.language = RobertaForMaskedLM(shape)
-        begin_as_waves(self.language.roberta.embeddings.position_embeddings, shape)
+        self.language = AutoModelForMaskedLM.from_config(shape)
+        self.language.set_attn_implementation(full_windows())
+        begin_as_waves(self.language.base_model.embeddings.position_embeddings, shape)
 
     def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Return logits [B, K, vocabulary] at `places` [B, K] of `tokens` [B, L]."""
-        hidden = self.language.roberta(input_ids=tokens).last_hidden_state
+        hidden = self.language.base_model(input_ids=tokens).last_hidden_state
         chosen = places.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
         return self.language.lm_head(hidden.gather(1, chosen))
 
@@ -105,30 +140,24 @@ class RoBERTa:
     """
 
     @dataclass
-    class Config:
-        size: Size = Size.smoke
-        context: int = 32
-        """Tokens that the model reads at once, <s> and </s> included."""
-        vocab_size: int = 512
-        """Size of the vocabulary that is learned from the text. That of wikibooks is of its
-        tokenizer, by default RoBERTa's 50265."""
-        corpus: CorpusName = CorpusName.embedded
-        """embedded: Python source that every installation has. wikibooks: see tasks.prepare.
-        Where data.path=FILE_OR_FOLDER is given, it replaces either."""
-        dropout: float = 0.0
-        """Rate of dropout in embeddings, attention and residuals."""
-        eval_samples: int | None = None
-        """Number of validation windows in one evaluation, spread evenly; null takes all."""
+    class Config(ModelConfig):
+        mask_share: float = 0.15
+        """Share of a window's tokens that are predicted."""
+        mask_masked: float = 0.8
+        """Share of these that <mask> replaces."""
+        mask_random: float = 0.1
+        """Share of these that a random token replaces. The others are left as they are."""
 
         def __post_init__(self) -> None:
-            hint = "must be a whole number, 4 or more: <s>, </s> and text between them"
-            require(self.context >= 4, "context", self.context, hint)
-            hint = "must be a whole number from 257 (256 bytes and the separator) to 1000000"
-            require(257 <= self.vocab_size <= 1_000_000, "vocab_size", self.vocab_size, hint)
-            hint = "must be 0 or more and below 1"
-            require(0 <= self.dropout < 1, "dropout", self.dropout, hint)
-            if self.eval_samples is not None:
-                require_count("eval_samples", self.eval_samples)
+            super().__post_init__()
+            hint = "must be above 0 and at most 1"
+            require(0 < self.mask_share <= 1, "mask_share", self.mask_share, hint)
+            hint = "must be from 0 to 1"
+            require(0 <= self.mask_masked <= 1, "mask_masked", self.mask_masked, hint)
+            rest = 1 - self.mask_masked
+            hint = f"must be from 0 to what mask_masked={self.mask_masked} leaves, {rest:.4g}"
+            fits = 0 <= self.mask_random <= rest + 1e-9
+            require(fits, "mask_random", self.mask_random, hint)
 
     unit = "tokens"
 
@@ -138,6 +167,7 @@ class RoBERTa:
         self.config, self.train, self.optim, self.data = config, train, optim, data
         self.units_per_sample = config.context
         self._inside = config.context - 2
+        self._masking = Masking(config.mask_share, config.mask_masked, config.mask_random)
         self._opened: Store | None = None
         self._validation = np.empty(0, np.int64)  # the windows that an evaluation takes
 
@@ -211,7 +241,7 @@ class RoBERTa:
     def package(self, model: nn.Module) -> Package:
         """See `Portable`: what transformers reads."""
         public = is_public(self.config, self.data)
-        return packaged(model, "RobertaForMaskedLM", "AutoModelForMaskedLM", self._store, public)
+        return packaged(model, "AutoModelForMaskedLM", self._store, public)
 
     def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `Portable`."""
@@ -256,7 +286,7 @@ class RoBERTa:
             file, size = self._store.folder / f"{part}.bin", len(self._ids)
             hint = f"holds token {tokens.max()}, the vocabulary ends at {size}; prepare it again"
             raise ConfigError("data.root", self.data.root, f"{file} {hint}") from None
-        made = masked(rows, self.vocabulary, Masking(), *key, indices)
+        made = masked(rows, self.vocabulary, self._masking, *key, indices)
         seen, places, targets = map(torch.from_numpy, made)
         return seen, places, targets
 
@@ -265,19 +295,19 @@ class RoBERTa:
         return Sampler.of(self.train, samples, num_workers, stretches)
 
 
-def is_public(config: RoBERTa.Config, data: DataConfig) -> bool:
+def is_public(config: ModelConfig, data: DataConfig) -> bool:
     """Whether the tokens of the data are RoBERTa's ids already."""
     return data.path is None and config.corpus is CorpusName.wikibooks
 
 
-def vocabulary(config: RoBERTa.Config, data: DataConfig, store: Store | None) -> Vocabulary:
+def vocabulary(config: ModelConfig, data: DataConfig, store: Store | None) -> Vocabulary:
     """The model's vocabulary, of the text in `store`; None where it is not open yet."""
     if not is_public(config, data):
         return Vocabulary(config.vocab_size + _ADDED)
     return Vocabulary(PUBLIC_VOCAB_SIZE if store is None else store.meta["vocab_size"])
 
 
-def text_store(node: str, config: RoBERTa.Config, data: DataConfig) -> Store:
+def text_store(node: str, config: ModelConfig, data: DataConfig) -> Store:
     """The text that the vocabulary is of.
 
     Args:
@@ -328,14 +358,11 @@ def roberta_tokenizer(store: Store, public: bool, mask: int) -> str | None:
     return as_robertas(own, roberta_ids(store, public), store.meta["separator"], mask)
 
 
-def packaged(
-    model: nn.Module, architecture: str, loader: str, store: Store, public: bool
-) -> Package:
+def packaged(model: nn.Module, loader: str, store: Store, public: bool) -> Package:
     """See `Portable`.
 
     Args:
         model: with a model of transformers as `language`.
-        architecture: its class.
         loader: the class of transformers that finds it.
         store: of the text that the vocabulary is of.
         public: see `is_public`.
@@ -344,7 +371,7 @@ def packaged(
     tokenizer = roberta_tokenizer(store, public, Vocabulary(config.vocab_size).mask)
     length = config.max_position_embeddings - Vocabulary.PAD - 1
     files = {
-        "config.json": config_json(config, architecture),
+        "config.json": config_json(config, type(model.get_submodule("language")).__name__),
         **robertas_files(tokenizer, length),
     }
     usage = f"""from transformers import AutoTokenizer, {loader}
@@ -360,7 +387,7 @@ def adopted(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         _PREFIX + name: weight
         for name, weight in weights.items()
-        if not name.startswith("roberta.pooler.") and not name.endswith(".position_ids")
+        if ".pooler." not in name and not name.endswith(".position_ids")
     }
 
 
@@ -383,12 +410,16 @@ def _config(model: nn.Module) -> "RobertaConfig":
     return cast("RobertaConfig", model.get_submodule("language").config)
 
 
-def architecture(config: RoBERTa.Config, vocab_size: int) -> "RobertaConfig":
+def architecture(config: ModelConfig, vocab_size: int) -> "RobertaConfig":
     """RoBERTa of a size, for a vocabulary that counts special tokens."""
-    from transformers import RobertaConfig  # costs seconds
+    from transformers import RobertaConfig, RobertaPreLayerNormConfig  # takes seconds
 
     layers, heads, width = SHAPES[config.size]
-    return RobertaConfig(
+    # Both have the same fields.
+    kind = cast(
+        "type[RobertaConfig]", RobertaPreLayerNormConfig if config.pre_norm else RobertaConfig
+    )
+    return kind(
         vocab_size=vocab_size,
         # Positions are counted from the id of <pad> + 1 on.
         max_position_embeddings=config.context + Vocabulary.PAD + 1,

@@ -20,7 +20,7 @@ Size = Enum("Size", {"tiny": "tiny", "smoke": "smoke", "385m": "385m", "1b": "1b
 SHAPES = {
     Size["tiny"]: (3, 4, 64),  # 0.2 M parameters with a vocabulary of 512
     Size["smoke"]: (4, 4, 128),  # 1.4 M parameters with a vocabulary of 4096
-    Size["385m"]: (24, 8, 1024),  # 385 M; this and all below with GPT-2's vocabulary of 50257
+    Size["385m"]: (24, 8, 1024),  # 385 M; this and all below with GPT-2's vocabulary
     Size["1b"]: (16, 16, 2048),  # 992 M
     Size["7b"]: (30, 32, 4096),  # 6875 M
 }
@@ -39,7 +39,7 @@ class TransNormer(CausalText):
     def model(self) -> nn.Module:
         """See `Task.model`. On the device "meta" it takes no memory, to count parameters."""
         with seeded(self.train.seed):
-            return Model(self.vocab_size, *SHAPES[self.config.size])
+            return Model(self.padded_vocab_size, *SHAPES[self.config.size])
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """See `Task.optimizer`. The angles of LRPE have no weight decay, because an angle of 0

@@ -16,6 +16,8 @@ from co2.config import Strategy
 from co2.errors import PREEMPTED, ConfigError
 from co2.task import Task
 from tasks.moe.moe import MoE
+from tasks.text.gpt2 import GPT2
+from tasks.text.transnormer import TransNormer
 from tasks.toy import Toy
 from tests.cli.harness import (
     SMALL,
@@ -179,6 +181,64 @@ def test_trains_as_replicas_of_one_worker(
         torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
+@contextmanager
+def traced(task: type[Task]) -> Iterator[None]:
+    """Setup: compilation ends with the graphs, which need no C++ compiler. In the third step they
+    are all there."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter, original = CompileCounterWithBackend("aot_eager"), torch.compile
+    counts, loss = [], task.loss
+
+    def compiled(function: Any) -> Any:
+        return original(function, backend=counter)
+
+    def counted(self: Task, *arguments: Any) -> torch.Tensor:
+        counts.append(counter.frame_count)
+        return loss(self, *arguments)
+
+    with patch.object(torch, "compile", compiled), patch.object(task, "loss", counted):
+        yield
+    assert 0 < counts[2] == counts[-1], counts
+
+
+@pytest.mark.parametrize(
+    ("task", "strategy", "again"),
+    grid(
+        [
+            (task, strategy, again)
+            for task in (TransNormer, GPT2)
+            for strategy in ("zero2", "zero3")
+            for again in (False, True)
+        ],
+        [(TransNormer, "zero2", True), (GPT2, "zero3", False)].__contains__,
+    ),
+)
+def test_compiled_blocks(
+    workers: Pool,
+    tmp_path: Path,
+    root: Path,
+    text: Path,
+    task: type[TransNormer | GPT2],
+    strategy: str,
+    again: bool,
+) -> None:
+    """They train as without a compiler, and are compiled once."""
+    arguments = (
+        *(*small(task.name, root, text), *CO2, *mesh(strategy)),
+        *("train.steps=7", "train.batch_size=2", "log.every=1", "train.clip_norm=1"),
+        f"train.checkpoint_activations={again}",
+    )
+    plain = pooled(workers, 4, *arguments, runs=tmp_path / "plain")
+    told: dict[str, Any] = {"setup": traced, "setup_arguments": (task,)}
+    compiled = "train.compile=true"
+    run = pooled(workers, 4, *arguments, compiled, runs=tmp_path / "compiled", **told)
+    assert plain.status == run.status == 0, run.err
+    for one, other in zip(metrics(run.folder), metrics(plain.folder), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
 @pytest.mark.parametrize("method", grid(["allreduce", "co2"], "co2".__eq__))
 def test_experts_shared_by_two_workers(
     workers: Pool, tmp_path: Path, root: Path, text: Path, method: str
@@ -253,12 +313,17 @@ def test_killed(tmp_path: Path) -> None:
     assert (folder / "model.pt").exists()
 
 
+def test_the_largest_recipe_starts_as_it_is_written(tmp_path: Path) -> None:
+    """It compiles, and the eight workers of a machine share a replica."""
+    config = configured("task=transnormer", "scale=paper", runs=tmp_path)
+    assert config.train.compile and config.mesh.strategy is Strategy.zero2
+
+
 REFUSED = [
     (("launch.workers=3", *mesh("ddp")), "mesh.replica_size=2: must divide the 3 workers"),
     (("mesh.replica_size=0",), "mesh.replica_size=0: must be a whole number"),
     (("mesh.strategy=zero4",), "mesh.strategy=zero4: must be one of ddp, zero1, zero2, zero3, ep"),
     (("mesh.strategy=zero3",), "mesh.strategy=zero3: .*set mesh.replica_size to 2 or more"),
-    (("train.compile=true", *mesh("zero3")), "train.compile=true: "),
     (("comm.device=cpu", *mesh("ddp")), "comm.device=cpu: "),
     (("method=allreduce", "comm.dtype=bf16", *mesh("zero2")), "comm.dtype=bf16: "),
     (("method=torch_post_local_sgd", *mesh("ddp")), "mesh.replica_size=2: "),

@@ -26,6 +26,7 @@ from tasks.text.roberta import CorpusName, roberta_ids
 from tests.tasks import small_glue
 from tests.tasks.build import mesh, sampler, text_of
 from tests.tasks.conftest import story
+from tests.tasks.test_roberta import roberta
 
 
 def glue(root: Path, path: Path | None = None, seed: int = 0, workers: int = 0, **config: Any):
@@ -214,6 +215,17 @@ def test_every_task_of_glue(of_glue, name: str) -> None:
             expected[metric] = METRICS[metric](found.labels, predictions)
     assert scores == pytest.approx(expected, abs=1e-6)
     assert set(task.baselines()) == {"variance" if regression else "majority_accuracy"}
+
+
+def test_a_pre_norm_encoder_is_that_of_roberta(root: Path, text_file: Path) -> None:
+    masks = roberta(root, text_file, pre_norm=True).model()
+    classes = {
+        name for name, _ in adjoin(root, text_file, pre_norm=True).model().named_parameters()
+    }
+    new = {
+        name for name, _ in masks.named_parameters() if not name.startswith(GLUE.heads)
+    } ^ classes
+    assert new and all(name.startswith(GLUE.heads) for name in new)
 
 
 def test_samples_shorter_than_the_context(root: Path, text_file: Path) -> None:

@@ -1,5 +1,6 @@
 """GPT-2: sizes, loss, evaluation and batches; and the embedded corpus, for real."""
 
+import json
 import math
 import subprocess
 import sys
@@ -40,10 +41,14 @@ def num_parameters(**config) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
+PADDING = 50304 - 50257
+"""Rows of the embedding that stand for no token."""
+
+
 def test_sizes() -> None:
     assert 1.25e6 < num_parameters() < 1.35e6
     public = {"corpus": CorpusName.openwebtext, "context": 1024}
-    assert num_parameters(size=Size.small, **public) == 124_439_808
+    assert num_parameters(size=Size.small, **public) == 124_439_808 + PADDING * 768
     assert round(num_parameters(size=Size.medium, **public) / 1e6) == 355
 
 
@@ -94,11 +99,32 @@ def test_the_loss_at_first_is_that_of_guessing(task: GPT2) -> None:
 
 def test_the_loss_is_that_of_the_next_token(task: GPT2) -> None:
     model, batch = task.model(), next(task.batches(mesh(), 0))
-    chances = model(batch[:, :-1]).logits.log_softmax(-1)
+    chances = model(batch[:, :-1]).logits[..., :300].log_softmax(-1)
     expected = -torch.stack(
         [chances[b, t, batch[b, t + 1]] for b in range(4) for t in range(32)]
     ).mean()
     assert task.loss(model, batch).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_the_padding_of_the_vocabulary_changes_nothing(task: GPT2) -> None:
+    """Neither the loss nor what transformers reads, and it has no gradient."""
+    model, batch = task.model(), next(task.batches(mesh(), 0))
+    rows = batch[:, :-1]
+    embedding = model.transformer.wte
+    assert embedding.num_embeddings == 384 and task.logits(model, rows).shape == (4, 32, 300)
+    with torch.no_grad():
+        embedding.weight[300:] = 100.0
+    loss = task.loss(model, batch)
+    loss.backward()
+    assert (embedding.weight.grad[300:] == 0).all() and embedding.weight.grad[:300].any()
+    logits, saved = task.logits(model, rows), task.package(model).files
+    assert json.loads(saved["config.json"])["vocab_size"] == 300
+    assert torch.equal(model(rows).logits, logits)
+    assert task.loss(model, batch).item() == pytest.approx(loss.item(), rel=1e-6)
+    again = task.model()
+    assert again.transformer.wte.num_embeddings == 384
+    again.load_state_dict(task.adopted(model.state_dict()))
+    assert torch.equal(task.logits(again, rows), logits)
 
 
 def test_the_loss_stays_fp32_under_autocast(task: GPT2) -> None:
@@ -130,7 +156,7 @@ def test_evaluation_is_the_mean_over_all_windows(task: GPT2) -> None:
             tokens[: count * 32].reshape(count, 32),
             tokens[1 : count * 32 + 1].reshape(count, 32),
         )
-        losses = F.cross_entropy(model(rows[0]).logits.flatten(0, 1), rows[1].flatten())
+        losses = F.cross_entropy(task.logits(model, rows[0]).flatten(0, 1), rows[1].flatten())
     scores = task.evaluate(model)
     assert scores["loss"] == pytest.approx(losses.item(), rel=1e-5)
     assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))

@@ -37,11 +37,12 @@ def num_parameters(size: str, **config) -> int:
 
 @pytest.mark.parametrize("size", ["small-8e", "small-64e", "medium-128e"])
 def test_sizes(size: str) -> None:
-    """GPT-2's own number of parameters, and in every second block E − 1 more MLPs and a gate."""
+    """GPT-2's own number of parameters, in every second block E − 1 more MLPs and a gate, and 47
+    rows that fill the vocabulary up to 50304."""
     (layers, _, width), experts = SHAPES[Size[size]]
     plain = {12: 124_439_808, 24: 354_823_168}[layers]
     mlp = 8 * width**2 + 5 * width
-    expected = plain + layers // 2 * ((experts - 1) * mlp + experts * width)
+    expected = plain + layers // 2 * ((experts - 1) * mlp + experts * width) + 47 * width
     assert num_parameters(size, corpus=CorpusName.openwebtext, context=1024) == expected
 
 

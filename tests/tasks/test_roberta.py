@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from transformers import RobertaConfig
 
+from co2.app.export import once
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError
 from tasks import RoBERTa
@@ -55,6 +57,8 @@ def test_sizes() -> None:
     public = {"corpus": CorpusName.wikibooks, "context": 512}
     assert num_parameters(size=Size.base, **public) == 124_697_433  # as published
     assert num_parameters(size=Size.large, **public) == 355_412_057
+    one_norm = 2 * 1024  # that of the last layer's output
+    assert num_parameters(size=Size.large, pre_norm=True, **public) == 355_412_057 + one_norm
     assert num_parameters() < 200_000
 
 
@@ -142,6 +146,46 @@ def test_a_window_has_another_mask_in_every_epoch(task: RoBERTa) -> None:
     twice = [both for both in masks.values() if len(both) == 2]
     assert len(twice) > 0.9 * samples.num_samples
     assert sum(torch.equal(*both) for both in twice) <= 1
+
+
+def test_masks_are_as_configured(root: Path, text_file: Path) -> None:
+    """Wettig et al.'s: 40 % of the tokens, and each becomes <mask>."""
+    task = small(root, text_file, mask_share=0.4, mask_masked=1.0, mask_random=0.0)
+    seen, places, targets = next(task.batches(mesh(), 0))
+    assert places.shape == (4, 14) and (targets != IGNORED).all()
+    assert (seen.gather(1, places) == task.vocabulary.mask).all()
+    kept = small(root, text_file, mask_share=0.4, mask_masked=0.0, mask_random=0.0)
+    seen, places, targets = next(kept.batches(mesh(), 0))
+    assert torch.equal(seen.gather(1, places), targets)
+
+
+def test_pre_norm(root: Path, text_file: Path) -> None:
+    """Without what the layers add, all that is left of them is the last norm."""
+    task = small(root, text_file, pre_norm=True)
+    model, batch = task.model().eval(), next(task.batches(mesh(), 0))
+    inner, seen = model.language.base_model, batch[0]
+    loss = task.loss(model, batch)
+    assert loss.item() == pytest.approx(math.log(304), abs=0.6)
+    with torch.no_grad():
+        for layer in inner.encoder.layer:
+            for dense in (layer.attention.output.dense, layer.output.dense):
+                dense.weight.zero_(), dense.bias.zero_()
+        expected = inner.LayerNorm(inner.embeddings(seen))
+        torch.testing.assert_close(inner(input_ids=seen).last_hidden_state, expected)
+
+
+def test_transformers_reads_pre_norm(root: Path, text_file: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForMaskedLM
+
+    task = small(root, text_file, pre_norm=True)
+    model, (seen, places, _) = task.model().eval(), next(task.batches(mesh(), 0))
+    package = task.package(model)
+    (tmp_path / "config.json").write_text(package.files["config.json"])
+    save_file(once(model, package.prefix), tmp_path / "model.safetensors", {"format": "pt"})
+    read = AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
+    logits = read(input_ids=seen).logits
+    chosen = places.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
+    torch.testing.assert_close(model(seen, places), logits.gather(1, chosen))
 
 
 def test_the_loss_is_that_of_the_chosen_tokens(task: RoBERTa) -> None:
@@ -307,9 +351,15 @@ def test_text_that_is_too_little(tmp_path: Path, root: Path, text_file: Path) ->
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("context", 3), ("vocab_size", 256), ("dropout", 1.0), ("dropout", -0.1), ("eval_samples", 0)],
+    [
+        *(("context", 3), ("vocab_size", 256), ("eval_samples", 0)),
+        *(("dropout", value) for value in (1.0, -0.1)),
+        *(("mask_share", value) for value in (0.0, 1.1)),
+        *(("mask_masked", value) for value in (-0.1, 1.1)),
+        *(("mask_random", value) for value in (-0.1, 0.3)),
+    ],
 )
-def test_config(key: str, value: float) -> None:
+def test_config(key: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         RoBERTa.Config(**{key: value})
     assert caught.value.key == key

@@ -4,7 +4,9 @@ Batches, evaluation and data are `CausalText`'s, which test_gpt2.py tests.
 """
 
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,7 +41,7 @@ def test_sizes() -> None:
         counted = num_parameters(size, corpus=CorpusName.openwebtext)
         layers, _, width = SHAPES[Size[size]]
         # Four projections and one back, three matrices of 2.75 times the width; angles; embedding.
-        expected = layers * (5 + 3 * 2.75) * width**2 + width + 50257 * width
+        expected = layers * (5 + 3 * 2.75) * width**2 + width + 50304 * width
         assert counted == expected
         assert counted == pytest.approx(MODELS[f"transnormer-{size}"].num_parameters, rel=0.02)
 
@@ -102,17 +104,65 @@ def test_the_whole_model_is_the_same_in_every_form(
 
 
 def test_decay_rates() -> None:
-    """λ = exp(−8h/H (1 − l/L)), h from 1, l from 0."""
+    """λ = exp(−2^(−8h/H) (1 − l/(L−1) + 10⁻⁵)), h from 1, l from 0."""
     model = transnormer(Path("unused"), size=Size["smoke"]).model()
-    found = [
-        torch.exp(-parts.decay_rates(4, layer.tokens.place, torch.zeros(1)))
-        for layer in model.layers
-    ]
-    for number, rates in enumerate(found):
-        expected = [math.exp(-8 * h / 4 * (1 - number / 4)) for h in (1, 2, 3, 4)]
-        assert rates.tolist() == pytest.approx(expected, rel=1e-6)
-    assert found[0][0].item() == pytest.approx(math.exp(-2))
-    assert found[3][3].item() == pytest.approx(math.exp(-2))
+    for number, layer in enumerate(model.layers):
+        rates = parts.decay_rates(4, layer.tokens.place, torch.zeros(1))
+        expected = [2 ** (-8 * h / 4) * (1 - number / 3 + 1e-5) for h in (1, 2, 3, 4)]
+        assert rates.tolist() == pytest.approx(expected, rel=1e-4)
+    assert rates[3].item() == pytest.approx(2**-8 * 1e-5, rel=1e-4)  # the last layer's last head
+
+
+def test_how_far_the_heads_of_the_7b_model_look_back() -> None:
+    """Tokens after which 1 % of a token is left."""
+    with torch.device("meta"):
+        layers = transnormer(Path("unused"), size=Size["7b"]).model().layers
+    rates = [parts.decay_rates(32, layer.tokens.place, torch.zeros(1)) for layer in layers]
+    tokens = math.log(100) / torch.stack(rates)
+    assert tokens.quantile(0.5).item() == pytest.approx(218, abs=1)
+    assert tokens.min().item() == pytest.approx(math.log(100) * 2**0.25, rel=1e-4)
+
+
+def test_a_model_of_one_layer() -> None:
+    model = parts.TransNormer(300, 1, 4, 64)
+    assert model.layers[0].tokens.place == 0
+    assert model(torch.randint(300, (2, 5))).isfinite().all()
+
+
+class Kernel:
+    """Stands for flash-linear-attention's chunk_simple_gla, with its layout [B, T, H, D]."""
+
+    def __init__(self) -> None:
+        self.types: list[torch.dtype] = []
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g_gamma: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, None]:
+        self.types += [q.dtype, k.dtype, v.dtype]
+        q, k, v = (part.transpose(1, 2).double() for part in (q, k, v))
+        return parts.parallel(q * scale, k, v, -g_gamma).transpose(1, 2), None
+
+
+def test_kernels_have_their_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel()
+    monkeypatch.setitem(sys.modules, "fla.ops.simple_gla", SimpleNamespace(chunk_simple_gla=kernel))
+    q, k, v = qkv(29)
+    rates = torch.tensor([0.0, 1e-3, 0.1])
+    torch.testing.assert_close(parts.kernels(q, k, v, rates), parts.parallel(q, k, v, rates))
+    parts.kernels(q, k, v.bfloat16(), rates)  # under autocast positions leave q and k in fp32
+    assert kernel.types[3:] == [torch.bfloat16] * 3
+
+
+@pytest.mark.parametrize(("installed", "on_cuda"), [(True, True), (True, False), (False, True)])
+def test_which_attention_runs(
+    monkeypatch: pytest.MonkeyPatch, installed: bool, on_cuda: bool
+) -> None:
+    monkeypatch.setattr(parts, "_KERNELS", installed)
+    monkeypatch.setattr(parts, "kernels", lambda *_: "kernels")
+    monkeypatch.setattr(parts, "chunked", lambda *_: "chunked")
+    expected = "kernels" if installed and on_cuda else "chunked"
+    q = SimpleNamespace(is_cuda=on_cuda)
+    assert parts.attention(q, q, q, q) == expected
 
 
 def test_positions_count_by_their_distance() -> None:
