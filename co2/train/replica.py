@@ -323,12 +323,14 @@ def checkpoint_activations(module: nn.Module) -> None:
     """Keep the inputs of the model's blocks only, and compute the rest again in the backward
     pass."""
     for block in blocks(module):
-        contexts = partial(_contexts, block)
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+        block.forward = partial(_checkpointed, block, block.forward)
 
 
-def _contexts(block: nn.Module) -> tuple[Any, Any]:
-    return contextlib.nullcontext(), _without_side_effects(block)
+def _checkpointed(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `forward` returns. `Any`: it is a block's, whatever that takes and returns."""
+    if not torch.compiler.is_compiling():  # compiled code changes a buffer once, and has no context
+        kwargs["context_fn"] = lambda: (contextlib.nullcontext(), _without_side_effects(block))
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 @contextlib.contextmanager
