@@ -20,8 +20,8 @@ _LATER = ("torch._dynamo", "torch.distributed.checkpoint")
 def context() -> ForkServerContext:
     """Starts processes; the first one starts the fork server, which imports what this process has
     imported of the suite."""
-    # torch.cuda.is_available() then asks the driver's management library. By default it would start
-    # CUDA in the fork server, if a library asks as it is imported, and no forked process could use it.
+    # With it torch.cuda.is_available(), which libraries ask as they are imported, does not start
+    # CUDA in the fork server: what that forks could not use a GPU.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     found = multiprocessing.get_context("forkserver")
     imported = [name for name in sys.modules if name.partition(".")[0] in _IMPORTED]

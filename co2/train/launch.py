@@ -163,8 +163,8 @@ def check(config: Config) -> None:
     elif config.launch.backend == "auto" and config.comm.device is CommDevice.auto:
         count = torch.cuda.device_count()
         hint = (
-            f"{local} GPUs needed, {count} here; use {count}, or comm.device=cpu, with which workers "
-            "share a GPU, or launch.backend=gloo, with which they train on the CPU"
+            f"{local} GPUs needed, {count} here; use {count}, or comm.device=cpu for workers that "
+            "share a GPU, or launch.backend=gloo for the CPU"
         )
         require(count == 0 or local <= count, "launch.workers", local, hint)
     if first_device(config).type == "cpu":
