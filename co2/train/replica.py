@@ -23,11 +23,12 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -38,6 +39,9 @@ from co2.config import Optimizer as OptimizerName
 from co2.errors import ConfigError, require
 from co2.methods.base import Method
 from co2.train.divided import Parts, clip, divide
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 CUT = (Strategy.zero2, Strategy.zero3)
 """Strategies under which a worker holds a shard of every weight."""
@@ -91,10 +95,19 @@ class Replica:
         config: size and strategy.
         mesh: of the workers.
         across: whether gradients are averaged over the replicas too.
+        precision: of the forward pass. With bf16 zero2 and zero3 gather blocks' weights in bf16 on
+            GPUs; gradients travel in fp32.
     """
 
-    def __init__(self, config: MeshConfig, mesh: Mesh, across: bool) -> None:
+    def __init__(
+        self,
+        config: MeshConfig,
+        mesh: Mesh,
+        across: bool,
+        precision: Precision = Precision.fp32,
+    ) -> None:
         self.strategy, self.mesh, self.across = config.strategy, mesh, across
+        self.precision = precision
         self.alone = mesh.replica_size == 1
         self.group = mesh.new_group_within_replica()
         self.parts = Parts()
@@ -130,7 +143,10 @@ class Replica:
         # None: weights are freed after a forward pass, but for the root's, which are used next.
         keep = False if self.strategy is Strategy.zero2 else None
         for block in blocks(module):
-            fully_shard(block, mesh=mesh, reshard_after_forward=keep)
+            policy = gathered_as(block, self.precision, self.mesh.device)
+            fully_shard(block, mesh=mesh, reshard_after_forward=keep, mp_policy=policy)
+        # What stands outside of blocks, such as embeddings, keeps the sum that passes through the
+        # blocks in fp32, as under autocast alone.
         fully_shard(module, mesh=mesh, reshard_after_forward=keep)
 
     def _device_mesh(self) -> DeviceMesh:
@@ -167,6 +183,21 @@ class Replica:
         """What a checkpoint holds once for all workers of a replica; None where each is a
         replica."""
         return None if self.alone else ReplicaState(module, optimizer, self.mesh, self.parts)
+
+
+def gathered_as(
+    block: nn.Module, precision: Precision, device: torch.device
+) -> "MixedPrecisionPolicy":
+    """How `fully_shard` gathers the weights of a block that computes under autocast: in bf16, as
+    autocast would cast them, where autocast also casts what norms take, which is on a GPU. Batch
+    norm takes no bf16 weights beside its fp32 statistics."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    norms = any(isinstance(part, _BatchNorm) for part in block.modules())
+    if precision is Precision.fp32 or norms or device.type == "cpu":
+        return MixedPrecisionPolicy()
+    bf16, fp32 = torch.bfloat16, torch.float32
+    return MixedPrecisionPolicy(bf16, reduce_dtype=fp32, cast_forward_inputs=False)
 
 
 class ReplicaState:

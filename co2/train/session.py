@@ -46,7 +46,8 @@ class Session:
             checkpoint_activations(self.module)
         if config.train.compile:
             self.module.compile()
-        self.replica = replica = Replica(config.mesh, mesh, run.method.averages_gradients)
+        averages, precision = run.method.averages_gradients, config.train.precision
+        self.replica = replica = Replica(config.mesh, mesh, averages, precision)
         replica.shard(self.module)
         self.optimizer = replica.optimizer(run.task.optimizer(self.module))
         fresh = not mesh.newcomer
