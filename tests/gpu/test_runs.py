@@ -41,6 +41,7 @@ from tests.server import Forked, environment, fork_program
 from tests.workers import Pool
 
 DEVICES = ["cpu", CUDA]
+SLOWLY = [pytest.param("cpu", marks=pytest.mark.slow), CUDA]
 FEW = ("train.steps=4", "train.eval_every=4", "log.every=1", "checkpoint.every=0")
 COMPILED = [task for task in SMALL if task not in ("toy", "graph")]
 """Languages, vision and point clouds."""
@@ -68,7 +69,7 @@ def assert_learns(device: str, folder: Path) -> None:
     assert len(losses) == 4 and all(map(torch.isfinite, map(torch.tensor, losses)))
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), CUDA])
+@pytest.mark.parametrize("device", SLOWLY)
 @pytest.mark.parametrize("task", COMPILED)
 def test_bf16_compiled(
     workers: Pool, tmp_path: Path, root: Path, text: Path, task: str, device: str
@@ -101,7 +102,7 @@ def test_muon(workers: Pool, tmp_path: Path, root: Path, text: Path, device: str
     assert_learns(device, run.folder)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", SLOWLY)
 def test_sampling_and_export(
     workers: Pool,
     tmp_path: Path,
@@ -196,7 +197,7 @@ def trained(runs: Path, device: str, *arguments: str) -> Path:
 STRATEGIES = ("zero1", *(strategy.value for strategy in CUT))
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), CUDA])
+@pytest.mark.parametrize("device", SLOWLY)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_replica_of_two_in_bf16(
     tmp_path: Path, root: Path, text: Path, strategy: str, device: str
@@ -211,7 +212,7 @@ def test_a_replica_of_two_in_bf16(
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), CUDA])
+@pytest.mark.parametrize("device", SLOWLY)
 def test_experts_shared_by_two(tmp_path: Path, root: Path, text: Path, device: str) -> None:
     common = (*small("moe", root, text), *FEW, "method=allreduce", "mesh.replica_size=2")
     losses = []
@@ -221,7 +222,7 @@ def test_experts_shared_by_two(tmp_path: Path, root: Path, text: Path, device: s
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), CUDA])
+@pytest.mark.parametrize("device", SLOWLY)
 @pytest.mark.parametrize("shard", ["true", "false"])
 def test_stopped_amid_a_round_of_nccls(tmp_path: Path, shard: str, device: str) -> None:
     words = (*STORY, f"co2.shard={shard}", "toy.delay_s=0.02")
@@ -234,7 +235,7 @@ def test_stopped_amid_a_round_of_nccls(tmp_path: Path, shard: str, device: str) 
     assert_same_run(whole, trained(cut, device, *words))
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), CUDA])
+@pytest.mark.parametrize("device", SLOWLY)
 @pytest.mark.parametrize("method", ["co2", "allreduce"])
 def test_a_trace_under_nccl(tmp_path: Path, method: str, device: str) -> None:
     tau = ("co2.tau=3",) if method == "co2" else ()
