@@ -95,28 +95,22 @@ class Replica:
         config: size and strategy.
         mesh: of the workers.
         across: whether gradients are averaged over the replicas too.
-        precision: of the forward pass. With bf16 zero2 and zero3 gather blocks' weights in bf16 on
-            GPUs; gradients travel in fp32.
     """
 
-    def __init__(
-        self,
-        config: MeshConfig,
-        mesh: Mesh,
-        across: bool,
-        precision: Precision = Precision.fp32,
-    ) -> None:
+    def __init__(self, config: MeshConfig, mesh: Mesh, across: bool) -> None:
         self.strategy, self.mesh, self.across = config.strategy, mesh, across
-        self.precision = precision
         self.alone = mesh.replica_size == 1
         self.group = mesh.new_group_within_replica()
         self.parts = Parts()
         """Experts of which this worker holds a part, once it does."""
 
-    def shard(self, module: nn.Module) -> None:
+    def shard(self, module: nn.Module, precision: Precision = Precision.fp32) -> None:
         """Give all workers the weights of the first one, and under zero2 and zero3 leave each its
         shard of them.
 
+        Args:
+            module: the model.
+            precision: of the forward pass. With bf16 GPUs gather the weights of blocks in bf16.
         Raises:
             ConfigError: a weight that cannot be sharded.
         """
@@ -143,7 +137,7 @@ class Replica:
         # None: weights are freed after a forward pass, but for the root's, which are used next.
         keep = False if self.strategy is Strategy.zero2 else None
         for block in blocks(module):
-            policy = gathered_as(block, self.precision, self.mesh.device)
+            policy = gathered_as(block, precision, self.mesh.device)
             fully_shard(block, mesh=mesh, reshard_after_forward=keep, mp_policy=policy)
         # What stands outside of blocks, such as embeddings, keeps the sum that passes through the
         # blocks in fp32, as under autocast alone.

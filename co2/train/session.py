@@ -46,9 +46,8 @@ class Session:
             checkpoint_activations(self.module)
         if config.train.compile:
             self.module.compile()
-        averages, precision = run.method.averages_gradients, config.train.precision
-        self.replica = replica = Replica(config.mesh, mesh, averages, precision)
-        replica.shard(self.module)
+        self.replica = replica = Replica(config.mesh, mesh, run.method.averages_gradients)
+        replica.shard(self.module, config.train.precision)
         self.optimizer = replica.optimizer(run.task.optimizer(self.module))
         fresh = not mesh.newcomer
         prepared = run.method.prepare(self.module, self.optimizer, mesh, self.largest_lr, fresh)

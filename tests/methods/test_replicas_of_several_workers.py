@@ -373,7 +373,7 @@ def under_autocast(
     net.load_state_dict(alone.state_dict())
     as_on_gpu = partial(gathered_as, device=torch.device("cuda"))
     with patch.object(replica, "gathered_as", lambda block, kind, _: as_on_gpu(block, kind)):
-        Replica(MeshConfig(2, strategy), co2.Mesh.world(2), False, Precision.bf16).shard(net)
+        Replica(MeshConfig(2, strategy), co2.Mesh.world(2), False).shard(net, Precision.bf16)
     seen: set[torch.dtype] = set()
     net.h[1].linear.register_forward_pre_hook(lambda module, _: seen.add(module.weight.dtype))
     x = torch.randn(6, 5)
