@@ -43,7 +43,7 @@ test-slow: $(VENV)/.ready ## the others: SLURM, the wheel, compilers, other trai
 	$(BIN)/python -m pytest -n 2 -m "not slow" tests/peers $(ARGS)
 
 test-gpu: $(VENV)/.ready ## the tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu $(ARGS)
+	$(BIN)/python -m pytest tests/gpu -m gpu -n 4 --dist worksteal $(ARGS)
 
 check: $(VENV)/.ready ## format, lint and types
 	$(BIN)/ruff format --check .

@@ -122,8 +122,9 @@ class Placed(Protocol):
     """Optional protocol: the task does not train everywhere."""
 
     def check_place(self, device: torch.device, strategy: Strategy) -> None:
-        """Raise `ConfigError`, before any worker starts, for a device of the workers or a
-        `mesh.strategy` that this task's settings cannot be combined with."""
+        """Raise `ConfigError` for a device of the workers or a `mesh.strategy` that this task's
+        settings cannot be combined with. Called before any worker starts, when CUDA must not be
+        initialized (`torch.cuda.is_initialized`), and by each worker on its device."""
         ...
 
 

@@ -62,7 +62,9 @@ def environment(**more: str) -> dict[str, str]:
     }
     # A single worker would use every core, which makes tiny models crawl on a busy machine. A
     # narrow console would fold the paths that tests look for.
-    return {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **more}
+    # The server of forked processes must not start CUDA, as a library that it imports would.
+    own = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    return {**kept, **own, **more}
 
 
 class Forked:

@@ -108,6 +108,8 @@ class App:
             # Imports what would keep this worker from giving signs of life.
             task.optimizer(task.model())
         mesh = launch.mesh(config)
+        if isinstance(task, Placed):
+            task.check_place(mesh.device, config.mesh.strategy)  # again: now the GPU can be asked
         train(Run.open(config, task, peers.make_method(config), mesh, origin))
 
     def run(

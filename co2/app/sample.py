@@ -77,9 +77,9 @@ def sample(tasks: Mapping[str, type[Task]], options: argparse.Namespace) -> Iter
         hint = "its data have no tokenizer.json, so that its tokens cannot be spelt"
         raise ConfigError(KEY, options.run, hint)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = found.model().to(device)
     if isinstance(task, Placed):
         task.check_place(device, found.config.mesh.strategy)
-    model = found.model().to(device)
     tokenizer = Tokenizer.from_str(text)
     # As in training: a separator in the text is text.
     tokenizer.encode_special_tokens = True

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from co2.comm import nccl
 from co2.comm.members import FORMING, Members
 from co2.errors import require, require_count
 
@@ -58,7 +59,7 @@ class Mesh:
                 every step by means of their own: DistributedDataParallel or fully_shard over
                 `new_group_within_replica()`. co2/train/replica.py does it for train.py.
             device: where the batches lie. None: the current GPU, if there is one, where the process
-                group has NCCL, alone or beside gloo, and without a process group; else the CPU. To
+                group's backend for GPUs is not gloo, and without a process group; else the CPU. To
                 train on a GPU under gloo, name it here and set comm.device=cpu.
         Raises:
             ConfigError: the workers cannot be divided into replicas of this size.
@@ -71,7 +72,7 @@ class Mesh:
                 "call torch.distributed.init_process_group() before Mesh.world()"
             )
         if device is None:
-            reached = not ready or "nccl" in dist.get_backend_config()
+            reached = not ready or nccl.serves_gpus(dist.get_backend_config())
             gpu = reached and torch.cuda.is_available()
             device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
         rank, size = (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)

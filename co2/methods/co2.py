@@ -25,9 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.profiler import record_function
 
 from co2.comm.background import BackgroundMean
 from co2.comm.flat import FlatParams
+from co2.comm.phases import SNAPSHOT
 from co2.config import CommConfig, CommDevice, Precision, Waits
 from co2.errors import require
 from co2.methods.base import MethodStats
@@ -191,12 +193,14 @@ class WholeOuterStep(OuterState):
         if arrived is not None:
             self.gap.update(self.momentum.norm, lr)  # 2
             self.momentum.step(lambda chunk: chunk.of(arrived), self.gap)  # 4
-        self.flat.displacement(self.anchor, out=self.mean.buffer)  # 3
+        with record_function(SNAPSHOT):
+            # One pass: the anchor is in cache, and between a GPU and the host copies go both ways.
+            for chunk in self.flat.chunks:
+                anchor = chunk.of(self.anchor)
+                torch.sub(anchor, self.flat.local(chunk), out=chunk.of(self.mean.buffer))  # 3
+                anchor.sub_(chunk.of(self.momentum.vector), alpha=self.config.outer_lr)  # 5
+                chunk.write(anchor)
         self.mean.start()
-        for chunk in self.flat.chunks:  # 5
-            anchor = chunk.of(self.anchor)
-            anchor.sub_(chunk.of(self.momentum.vector), alpha=self.config.outer_lr)
-            chunk.write(anchor)
 
     def show_round_end(self, group: ProcessGroup | None) -> None:
         """Show x_{t,0} − d_t, once d_t is there. Here nothing is sent for it."""

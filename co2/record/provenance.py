@@ -45,7 +45,9 @@ def manifest(
 
     `Any`, because it is JSON.
     """
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    gpus: list[str] = []
+    if torch.cuda.is_initialized():  # a process that trains on the CPU shall take no GPU's memory
+        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "git": git(),
         "packages": {"python": platform.python_version(), **_versions()},
@@ -123,7 +125,7 @@ def of_run(folder: Path) -> dict[str, str]:
 def provenance() -> str:
     """Command, commit, hardware and versions of the running `python -m …`, a sentence each."""
     module = getattr(sys.modules["__main__"].__spec__, "name", sys.argv[0])
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
+    device = torch.cuda.get_device_name() if torch.cuda.is_initialized() else cpu_name()
     return (
         f"Command: `{shlex.join(['python', '-m', module, *sys.argv[1:]])}`. "
         f"Commit {_short(git())}, {datetime.now(UTC):%Y-%m-%d}. "

@@ -149,13 +149,12 @@ def timeline(events: Sequence[dict[str, Any]]) -> Timeline:
     """Lanes from the complete events of a Chrome trace by torch.profiler."""
     kernels = [event for event in events if event.get("cat") == "kernel"]
     marked = [event for event in events if event.get("cat") == "user_annotation"]
+    # gloo's threads carry what lies in the host's memory, also beside a GPU (comm.device=cpu).
+    carried = [event for event in marked if event["name"].startswith("gloo:") and _floats(event)]
     if kernels:
-        carried = [event for event in kernels if "nccl" in event["name"].lower()]
+        carried += [event for event in kernels if "nccl" in event["name"].lower()]
         worked = [event for event in kernels if "nccl" not in event["name"].lower()]
     else:
-        carried = [
-            event for event in marked if event["name"].startswith("gloo:") and _floats(event)
-        ]
         worked = [
             event
             for event in events

@@ -63,7 +63,7 @@ class ProfilerTrace(Trace):
         self._steps += 1
         if self._steps == self.first:
             activities = [ProfilerActivity.CPU]
-            if torch.cuda.is_available():
+            if torch.cuda.is_initialized():  # else this worker trains on the CPU
                 activities.append(ProfilerActivity.CUDA)
             # Shapes and types show what a collective carries.
             self._profile = profile(activities=activities, record_shapes=True)

@@ -20,6 +20,9 @@ _LATER = ("torch._dynamo", "torch.distributed.checkpoint")
 def context() -> ForkServerContext:
     """Starts processes; the first one starts the fork server, which imports what this process has
     imported of the suite."""
+    # With it torch.cuda.is_available(), which libraries ask as they are imported, does not start
+    # CUDA in the fork server: what that forks could not use a GPU.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     found = multiprocessing.get_context("forkserver")
     imported = [name for name in sys.modules if name.partition(".")[0] in _IMPORTED]
     found.set_forkserver_preload([*imported, *_LATER])

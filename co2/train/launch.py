@@ -151,9 +151,12 @@ def refuse(error: ConfigError) -> int:
 def check(config: Config) -> None:
     """Refuse what this machine cannot run, before any worker is started.
 
+    What a GPU cannot do shows in its worker (`mesh`): to ask it takes a context, which is memory of
+    the GPU that this process would hold for as long as it lives.
+
     Raises:
-        ConfigError: there are fewer GPUs than workers under nccl; nccl together with
-            comm.device=cpu; the device has no bf16.
+        ConfigError: there are fewer GPUs than workers; nccl together with comm.device=cpu; the CPU
+            has no bf16.
     """
     me = identity()
     local = me.local_world if me else config.launch.workers
@@ -162,9 +165,21 @@ def check(config: Config) -> None:
         require(config.comm.device is CommDevice.auto, "launch.backend", "nccl", hint)
         count = torch.cuda.device_count() if dist.is_nccl_available() else 0
         require(count >= local, "launch.backend", "nccl", f"{local} GPUs needed, {count} here")
+    elif config.launch.backend == "auto" and config.comm.device is CommDevice.auto:
+        count = torch.cuda.device_count()
+        hint = (
+            f"{local} GPUs needed, {count} here; use {count}, or comm.device=cpu for workers that "
+            "share a GPU, or launch.backend=gloo for the CPU"
+        )
+        require(count == 0 or local <= count, "launch.workers", local, hint)
+    if first_device(config).type == "cpu":
+        _check_precision(config, "cpu")
+
+
+def _check_precision(config: Config, device: str) -> None:
     if config.train.precision is Precision.bf16:
-        good = bf16_supported(first_device(config).type)
-        require(good, "train.precision", "bf16", "this device has no bf16; use fp32")
+        hint = "this device has no bf16; use fp32"
+        require(bf16_supported(device), "train.precision", "bf16", hint)
 
 
 def bf16_supported(device: str) -> bool:
@@ -209,10 +224,15 @@ def first_device(config: Config) -> torch.device:
 
 
 def mesh(config: Config) -> Mesh:
-    """The mesh of a worker that `run` has started."""
+    """The mesh of a worker that `run` has started, whose GPU becomes the current one. Raises
+    `ConfigError` for a GPU that has no bf16 where it is needed."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device, backend = placement(config, local, local_world)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        _check_precision(config, "cuda")
+        torch.set_float32_matmul_precision("high")  # what stays fp32 is multiplied in TF32
     members = elastic.members(device, backend)
     return replace(Mesh.world(config.mesh.replica_size, device), members=members)
 

@@ -94,6 +94,7 @@ def _gradients(session: Session) -> Tensor:
                 with session.autocast():
                     part = run.task.loss(session.model, batch) / accumulate
                 part.backward()
+            session.samples.prefetch()
             loss += part.detach()
         if train.clip_norm is not None:
             session.replica.clip(session.module, train.clip_norm)

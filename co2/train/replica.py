@@ -23,11 +23,12 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -38,6 +39,9 @@ from co2.config import Optimizer as OptimizerName
 from co2.errors import ConfigError, require
 from co2.methods.base import Method
 from co2.train.divided import Parts, clip, divide
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 CUT = (Strategy.zero2, Strategy.zero3)
 """Strategies under which a worker holds a shard of every weight."""
@@ -98,10 +102,13 @@ class Replica:
         self.parts = Parts()
         """Experts of which this worker holds a part, once it does."""
 
-    def shard(self, module: nn.Module) -> None:
+    def shard(self, module: nn.Module, precision: Precision = Precision.fp32) -> None:
         """Give all workers the weights of the first one, and under zero2 and zero3 leave each its
         shard of them.
 
+        Args:
+            module: the model.
+            precision: of the forward pass. With bf16 GPUs gather the weights of blocks in bf16.
         Raises:
             ConfigError: a weight that cannot be sharded.
         """
@@ -128,7 +135,10 @@ class Replica:
         # None: weights are freed after a forward pass, but for the root's, which are used next.
         keep = False if self.strategy is Strategy.zero2 else None
         for block in blocks(module):
-            fully_shard(block, mesh=mesh, reshard_after_forward=keep)
+            policy = gathered_as(block, precision, self.mesh.device)
+            fully_shard(block, mesh=mesh, reshard_after_forward=keep, mp_policy=policy)
+        # What stands outside of blocks, such as embeddings, keeps the sum that passes through the
+        # blocks in fp32, as under autocast alone.
         fully_shard(module, mesh=mesh, reshard_after_forward=keep)
 
     def _device_mesh(self) -> DeviceMesh:
@@ -165,6 +175,21 @@ class Replica:
         """What a checkpoint holds once for all workers of a replica; None where each is a
         replica."""
         return None if self.alone else ReplicaState(module, optimizer, self.mesh, self.parts)
+
+
+def gathered_as(
+    block: nn.Module, precision: Precision, device: torch.device
+) -> "MixedPrecisionPolicy":
+    """How `fully_shard` gathers the weights of a block that computes under autocast: in bf16, as
+    autocast would cast them, where autocast also casts what norms take, which is on a GPU. Batch
+    norm takes no bf16 weights beside its fp32 statistics."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    norms = any(isinstance(part, _BatchNorm) for part in block.modules())
+    if precision is Precision.fp32 or norms or device.type == "cpu":
+        return MixedPrecisionPolicy()
+    bf16, fp32 = torch.bfloat16, torch.float32
+    return MixedPrecisionPolicy(bf16, reduce_dtype=fp32, cast_forward_inputs=False)
 
 
 class ReplicaState:
@@ -332,12 +357,14 @@ def checkpoint_activations(module: nn.Module) -> None:
     """Keep the inputs of the model's blocks only, and compute the rest again in the backward
     pass."""
     for block in blocks(module):
-        contexts = partial(_contexts, block)
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+        block.forward = partial(_checkpointed, block, block.forward)
 
 
-def _contexts(block: nn.Module) -> tuple[Any, Any]:
-    return contextlib.nullcontext(), _without_side_effects(block)
+def _checkpointed(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `forward` returns. `Any`: it is a block's, whatever that takes and returns."""
+    if not torch.compiler.is_compiling():  # compiled code changes a buffer once, and has no context
+        kwargs["context_fn"] = lambda: (contextlib.nullcontext(), _without_side_effects(block))
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 @contextlib.contextmanager

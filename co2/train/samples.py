@@ -1,11 +1,11 @@
 """Samples: which micro-batches a worker draws, and how many of them make a step."""
 
-from collections.abc import Generator, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
-
+from co2.train.copies import copies
 from co2.train.run import Run
 
 
@@ -23,6 +23,9 @@ class Samples:
         self.behind = 0
         """How many of them this worker has not drawn yet, because it has skipped steps."""
         self._batches: Iterator[Any] = iter(())
+        self._copies = copies(run.mesh.device)
+        self._coming: deque[Callable[[], Any]] = deque(maxlen=1)
+        """The next micro-batch, on its way to the GPU; `draws` does not count it yet."""
 
     def begin(self) -> None:
         """Draw from here on, as one of the run's workers as they now are."""
@@ -31,13 +34,23 @@ class Samples:
 
     def close(self) -> None:
         """End what makes batches ahead. A task may return an iterator that has nothing to end."""
+        self._coming.clear()
         if isinstance(self._batches, Generator):
             self._batches.close()
 
     def next(self) -> Any:
         """The next micro-batch, where the model is."""
         self.draws += 1
+        if self._coming:
+            return self._coming.popleft()()
         return self.to_device(next(self._batches))
+
+    def prefetch(self) -> None:
+        """Make the next micro-batch, and begin to copy it, while a GPU works on this one. On a CPU
+        nothing: it would have to stop working for it."""
+        if self._copies is not None:
+            with suppress(StopIteration):  # for whoever asks for the next one
+                self._coming.append(self._copies.begin(next(self._batches)))
 
     def skip_step(self) -> None:
         """Count a step without drawing; its samples wait for this replica's next one."""
@@ -67,7 +80,6 @@ class Samples:
 
     def to_device(self, batch: Any) -> Any:
         """A batch where the model is. `Any`: a tensor, or a tuple or a dict of tensors."""
-        device = self._run.mesh.device
-        if device.type == "cpu":  # it is there; to look at every tensor takes longer than to draw
+        if self._copies is None:  # it is there; to look at every tensor takes longer than to draw
             return batch
-        return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), batch)
+        return self._copies.begin(batch)()

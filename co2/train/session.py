@@ -53,7 +53,7 @@ class Session:
         if config.train.checkpoint_activations:
             checkpoint_activations(self.module)
         self.replica = replica = Replica(config.mesh, mesh, run.method.averages_gradients)
-        replica.shard(self.module)
+        replica.shard(self.module, config.train.precision)
         self.optimizer = replica.optimizer(run.task.optimizer(self.module))
         fresh = not mesh.newcomer
         prepared = run.method.prepare(self.module, self.optimizer, mesh, self.largest_lr, fresh)

@@ -132,6 +132,8 @@ class MoE(CausalText):
                 return
             hint = "needs a CUDA device, and these workers train on a CPU; use loop"
             require(device.type == "cuda", key, value, hint)
+            if not torch.cuda.is_initialized():  # not in a worker
+                return
             hint = f"needs a GPU of compute capability {OLDEST}.0 or newer; use loop"
             require(torch.cuda.get_device_capability(device) >= (OLDEST, 0), key, value, hint)
 

@@ -53,12 +53,14 @@ def make_optimizer(
         group(decayed - hidden, optim.weight_decay),
         group(trainable.keys() - decayed, 0.0),
     ]
-    if optim.name is Optimizer.sgd:
-        return torch.optim.SGD(
-            groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.nesterov
-        )
     # On GPUs one kernel updates all weights. None leaves the choice to PyTorch.
     fused = all(weight.is_cuda for weight in trainable.values()) or None
+    if optim.name is Optimizer.sgd:
+        if any(hasattr(weight, "to_local") for weight in trainable.values()):
+            fused = None  # PyTorch has no fused SGD of DTensors (zero2, zero3)
+        return torch.optim.SGD(
+            groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=fused
+        )
     first, second = optim.betas
     if optim.name is Optimizer.adamw:
         return torch.optim.AdamW(

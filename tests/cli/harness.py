@@ -264,6 +264,8 @@ def _work(
                 train.APP.work(config)
             except SystemExit as ended:
                 status = ended.code if isinstance(ended.code, int) else 1
+            finally:
+                torch.set_float32_matmul_precision("highest")  # a run on a GPU has changed it
     return status, out.getvalue(), err.getvalue()
 
 

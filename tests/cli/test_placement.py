@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from co2.train import launch
+from co2.errors import ConfigError
+from co2.record.provenance import UNKNOWN, manifest
+from co2.train import forked, launch
+from co2.train.randomness import random_states
 from tests.cli.harness import configured
 
 BOTH = "cpu:gloo,cuda:nccl"
@@ -22,7 +25,6 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
     [
         ("auto", "auto", 0, 2, ["cpu gloo", "cpu gloo"]),
         ("auto", "auto", 1, 1, [f"cuda:0 {BOTH}"]),
-        ("auto", "auto", 1, 2, ["cpu gloo", "cpu gloo"]),
         ("auto", "auto", 3, 2, [f"cuda:0 {BOTH}", f"cuda:1 {BOTH}"]),
         ("nccl", "auto", 2, 2, [f"cuda:0 {BOTH}", f"cuda:1 {BOTH}"]),
         ("gloo", "auto", 2, 2, ["cpu gloo", "cpu gloo"]),
@@ -54,6 +56,60 @@ def test_a_mesh_is_where_its_worker_was_placed(
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     words = ("launch.backend=auto", "launch.workers=4")
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
     config = configured(*words, "comm.device=cpu", runs=tmp_path)
     assert launch.mesh(config).device == torch.device("cuda", 1)
-    assert launch.mesh(configured(*words, runs=tmp_path)).device == torch.device("cpu")
+    assert taken == [torch.device("cuda", 1)]
+    on_cpu = configured("launch.backend=gloo", "launch.workers=4", runs=tmp_path)
+    assert launch.mesh(on_cpu).device == torch.device("cpu") and len(taken) == 1
+
+
+@pytest.mark.parametrize("gpus", [1], indirect=True)
+def test_workers_without_a_gpu_do_not_train_on_the_cpu_unasked(tmp_path: Path, gpus: int) -> None:
+    words = ("launch.backend=auto", "launch.workers=2")
+    with pytest.raises(ConfigError) as refused:
+        configured(*words, runs=tmp_path)
+    line = str(refused.value)
+    assert line.startswith("launch.workers=2: 2 GPUs needed, 1 here; use 1, or comm.device=cpu")
+    configured(*words, "comm.device=cpu", runs=tmp_path)
+    configured("launch.backend=gloo", "launch.workers=2", runs=tmp_path)
+
+
+@pytest.mark.parametrize("gpus", [2], indirect=True)
+def test_who_starts_the_workers_takes_no_gpus_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int
+) -> None:
+    """A context of CUDA takes hundreds of megabytes, which only a worker needs."""
+
+    def init() -> None:
+        raise AssertionError("CUDA is initialized")
+
+    monkeypatch.setattr(torch.cuda, "_lazy_init", init)
+    monkeypatch.setattr(torch._C, "_cuda_init", init)
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", init)
+    words = ("launch.backend=auto", "launch.workers=2", "train.precision=bf16")
+    config = configured("task=moe", *words, "moe.kernel=fused", runs=tmp_path)
+    assert launch.first_device(config).type == "cuda"
+    assert random_states().keys() == {"python", "numpy", "torch"}
+    assert manifest(2, UNKNOWN, {})["hardware"]["gpus"] == []
+
+
+def test_a_gpu_without_bf16_is_refused_by_its_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(launch, "bf16_supported", lambda device: device != "cuda")
+    words = ("launch.backend=auto", "launch.workers=1", "train.precision=bf16")
+    config = configured(*words, runs=tmp_path)
+    with pytest.raises(ConfigError, match=r"^train.precision=bf16: .* use fp32"):
+        launch.mesh(config)
+
+
+def test_the_fork_server_starts_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries ask `torch.cuda.is_available()` as they are imported."""
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    forked.context()
+    assert torch.cuda._nvml_based_avail()

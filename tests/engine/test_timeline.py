@@ -80,6 +80,22 @@ def test_a_gpu_whose_host_waits() -> None:
     close(lanes.still, [(0.5, 0.6)])
 
 
+def test_a_gpu_whose_collectives_the_host_carries() -> None:
+    """comm.device=cpu: gloo has no kernels."""
+    lanes = timeline.timeline(
+        [
+            event("gemm", 0, 0.6, "kernel"),
+            event("gemm", 0.8, 1.0, "kernel"),
+            event("aten::sub", 0.6, 0.7),  # the host's part of the outer step
+            mark("gloo:all_reduce", 0.2, 0.7, "float"),
+            mark("gloo:all_reduce", 0.1, 0.9, "long int"),  # a flag
+        ]
+    )
+    close(lanes.compute, [(0, 0.6), (0.8, 1.0)])
+    close(lanes.collectives, [(0.2, 0.7)])
+    close(lanes.still, [(0.6, 0.7)])
+
+
 def steps(*ends: float) -> list[dict[str, Any]]:
     """A trace of steps that end at these moments: each computes first and sends in its second half,
     with nothing else to do."""

@@ -4,6 +4,7 @@ import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,35 +16,67 @@ from co2.comm.lanes import CudaLane
 from co2.config import CommConfig, CommDevice
 from co2.errors import ConfigError
 from co2.methods import METHODS
+from co2.train.copies import copies
 from tests.cli.harness import command, execute
+from tests.gpu.conftest import CUDA
+from tests.methods.driver import inner
 from tests.workers import Pool
 
-pytestmark = [
+on_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
+
+def gpu_only(test: Any) -> Any:
+    for mark in on_gpu:
+        test = mark(test)
+    return test
+
+
+TAU = {"tau": 2}
+AVERAGED = {**TAU, "average_moments": True}
+ON_HOST = [
+    ("local_sgd", TAU),
+    ("slowmo", TAU),
+    ("diloco", TAU),
+    ("overlap_local_sgd", TAU),
+    ("cocod_sgd", TAU),
+    ("streaming_diloco", {**TAU, "fragments": 1, "delay": 0}),
+    ("streaming_diloco", {**TAU, "fragments": 1, "delay": 0, "exchange": "int8"}),
+    ("eager_diloco", TAU),
+    ("sparseloco", {**TAU, "density": 0.3}),
+    ("co2_keep", TAU),
+    ("desloc", {**TAU, "first_moment_every": 2, "second_moment_every": 4}),
+    ("co2", {**TAU, "gap_penalty": "none"}),
+    ("co2", {**TAU, "gap_penalty": "gap_aware", "clip": 0.05}),
+    ("co2", {**TAU, "gap_penalty": "gap_aware_elementwise"}),
+    ("co2", {**TAU, "clip": 0.05, "clip_mode": "norm"}),
+    ("diloco", AVERAGED),
+    ("co2", AVERAGED),
+    ("co2_keep", AVERAGED),
+]
+"""Whose vectors may lie in the host's memory."""
 FIELDS = [
-    ("local_sgd", {}),
-    ("slowmo", {}),
-    ("diloco", {}),
-    ("overlap_local_sgd", {}),
-    ("cocod_sgd", {}),
-    ("streaming_diloco", {"fragments": 1, "delay": 0}),
-    ("streaming_diloco", {"fragments": 1, "delay": 0, "exchange": "int8"}),
-    ("eager_diloco", {}),
-    ("sparseloco", {"density": 0.3}),
-    ("co2_keep", {}),
-    ("co2", {"gap_penalty": "none"}),
-    ("co2", {"gap_penalty": "gap_aware", "clip": 0.05}),
-    ("co2", {"gap_penalty": "gap_aware_elementwise"}),
-    ("co2", {"clip": 0.05, "clip_mode": "norm"}),
-    ("co2", {"clip": 0.05, "shard": True}),
+    *ON_HOST,
+    ("co2", {**TAU, "clip": 0.05, "shard": True}),
+    ("allreduce", {}),
+    ("acco", {}),
+    ("onebit_adam", {"freeze_step": 4}),
+    ("zero_one_adam", {"freeze_step": 4, "kappa": 2, "double_every": 2, "max_interval": 4}),
 ]
 
 
 HOST = CommConfig(device=CommDevice.cpu)
 BESIDE = CommConfig()
+
+
+def optimizer_for(
+    name: str, fields: dict[str, Any], weights: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    if inner(name) == "adamw" or "average_moments" in fields:
+        return torch.optim.AdamW(weights, lr=0.01)
+    return torch.optim.SGD(weights, lr=0.1, momentum=0.9)
 
 
 def trajectory(
@@ -53,8 +86,8 @@ def trajectory(
     generator = torch.Generator().manual_seed(rank)
     start = torch.randn(1001, generator=generator, dtype=torch.float64)
     weight = torch.nn.Parameter(start.to(device))
-    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
-    method = METHODS[name](METHODS[name].Config(tau=2, **fields), comm)
+    optimizer = optimizer_for(name, fields, [weight])
+    method = METHODS[name](METHODS[name].Config(**fields), comm)
     method.prepare(torch.nn.ParameterList([weight]), optimizer, co2.Mesh.world(device=device))
     for _ in range(12):
         weight.grad = torch.randn(1001, generator=generator, dtype=torch.float64).to(device)
@@ -69,25 +102,51 @@ def assert_close(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...])
     torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("comm", [BESIDE, HOST], ids=["beside", "host"])
-@pytest.mark.parametrize(("name", "fields"), FIELDS)
-def test_a_gpu_computes_what_a_cpu_does(name: str, fields: dict, comm: CommConfig):
-    assert_close(trajectory(name, fields, "cuda", comm), trajectory(name, fields, "cpu"))
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize(
+    ("name", "fields", "comm"),
+    [
+        *((*case, BESIDE) for case in FIELDS),
+        *((*case, HOST) for case in ON_HOST),
+    ],
+)
+def test_a_gpu_computes_what_a_cpu_does(name: str, fields: dict, comm: CommConfig, device: str):
+    assert_close(trajectory(name, fields, device, comm), trajectory(name, fields, "cpu"))
 
 
+@gpu_only
 @pytest.mark.parametrize(("name", "fields"), FIELDS)
 def test_a_step_never_waits_for_the_gpu(name: str, fields: dict):
     weight = torch.nn.Parameter(torch.randn(1001, device="cuda"))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    method = METHODS[name](METHODS[name].Config(tau=1, **fields))
+    optimizer = optimizer_for(name, fields, [weight])
+    method = METHODS[name](METHODS[name].Config(**fields))
     method.prepare(torch.nn.ParameterList([weight]), optimizer, co2.Mesh.world(device="cuda"))
     weight.grad = torch.ones_like(weight)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(4):
+        for _ in range(8):
             method.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu_only
+def test_a_batch_is_copied_while_the_host_goes_on() -> None:
+    """From pageable memory, in the order of the streams."""
+    made = copies(torch.device("cuda"))
+    assert made is not None
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = []
+        for turn in range(20):
+            torch.cuda._sleep(5_000_000)  # the computation is behind
+            batch = {"x": torch.full((1000, 77), float(turn)), "y": (torch.arange(turn + 1),)}
+            coming = made.begin(batch)
+            torch.cuda._sleep(5_000_000)
+            found.append(coming()["x"].sum() + coming()["y"][0].sum())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [value.item() for value in found] == [77000 * n + n * (n + 1) // 2 for n in range(20)]
 
 
 @pytest.fixture
@@ -97,6 +156,7 @@ def nccl(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@gpu_only
 def test_the_lane_orders_snapshot_collective_and_reader(nccl: None):
     """Work queued before the launch is in the snapshot, and what follows the wait sees the mean."""
     lane = CudaLane()
@@ -120,7 +180,8 @@ def on_one_gpu(rank: int, world: int, name: str, fields: dict) -> tuple:
     return device, trajectory(name, fields, "cpu", rank=rank)
 
 
-@pytest.mark.parametrize(("name", "fields"), FIELDS)
+@gpu_only
+@pytest.mark.parametrize(("name", "fields"), ON_HOST)
 def test_two_replicas_share_a_gpu(workers: Pool, name: str, fields: dict):
     (first, expected), (second, own) = workers.run(on_one_gpu, 2, name, fields)
     assert_close(first, expected)
@@ -135,17 +196,20 @@ def refused(rank: int, world: int) -> None:
         trajectory("co2", {}, "cuda", BESIDE)
 
 
+@gpu_only
 def test_gloo_does_not_carry_a_gpus_memory(workers: Pool):
     workers.run(refused, 2)
 
 
-@pytest.mark.parametrize(("name", "fields"), FIELDS)
+@gpu_only
+@pytest.mark.parametrize(("name", "fields"), ON_HOST)
 def test_on_the_host_a_method_holds_nothing_on_the_gpu(name: str, fields: dict):
     weights = [torch.nn.Parameter(torch.randn(n, device="cuda")) for n in (3_000_000, 77)]
-    optimizer = torch.optim.SGD(weights, lr=0.1)
-    method = METHODS[name](METHODS[name].Config(tau=1, **fields), HOST)
+    optimizer = optimizer_for(name, fields, weights)
+    method = METHODS[name](METHODS[name].Config(**fields), HOST)
     for weight in weights:
         weight.grad = torch.ones_like(weight)
+    optimizer.step()  # makes its own state
     gc.collect()  # what other tests have left must not go meanwhile
     before = torch.cuda.memory_allocated()
     method.prepare(torch.nn.ParameterList(weights), optimizer, co2.Mesh.world(device="cuda"))
@@ -156,6 +220,7 @@ def test_on_the_host_a_method_holds_nothing_on_the_gpu(name: str, fields: dict):
     assert method.state_device == torch.device("cpu")
 
 
+@gpu_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_side_stream_orders_inner_step_copies_and_reader(dtype: torch.dtype):
     """What was queued before a round's end is read in it, and what follows sees what it wrote."""
@@ -182,6 +247,7 @@ def test_the_side_stream_orders_inner_step_copies_and_reader(dtype: torch.dtype)
         assert seen[1].eq(-2 * turn).all()
 
 
+@gpu_only
 def test_train_py_shares_a_gpu(tmp_path: Path):
     words = (
         "method=co2",

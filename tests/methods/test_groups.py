@@ -135,6 +135,9 @@ def test_each_mean_has_a_group_of_its_own(workers: Pool, name: str) -> None:
         ("cuda:nccl", True, "cuda"),
         ("cpu:gloo,cuda:nccl", False, "cpu"),
         ("cpu:gloo", True, "cpu"),
+        ("cpu:gloo,cuda:gloo", True, "cpu"),  # "gloo"
+        ("cpu:nccl,cuda:gloo", True, "cpu"),
+        ("cpu:gloo,cuda:ucc", True, "cuda"),
     ],
 )
 def test_the_mesh_is_where_the_process_group_reaches(config: str, gpus: bool, kind: str) -> None:

@@ -2,7 +2,9 @@
 
 import dataclasses
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,11 +13,12 @@ from torch import Tensor, nn
 
 import co2
 from co2.comm.collectives import local
-from co2.config import MeshConfig, Strategy
+from co2.config import MeshConfig, Precision, Strategy
 from co2.methods.base import MethodStats
 from co2.record.metrics import Ledger
+from co2.train import replica
 from co2.train.meters import ledger
-from co2.train.replica import Replica, blocks, local_optimizer
+from co2.train.replica import Replica, blocks, gathered_as, local_optimizer
 from tests.engine.test_memory import storages
 from tests.grids import grid
 from tests.methods.driver import assert_same
@@ -355,3 +358,51 @@ def refused_number(rank: int, world: int) -> str:
     with pytest.raises(co2.ConfigError) as refused:
         Replica(MeshConfig(2, Strategy.zero3), co2.Mesh.world(2), False).shard(net)
     return str(refused.value)
+
+
+def under_autocast(
+    rank: int, world: int, strategy: Strategy
+) -> tuple[set[torch.dtype], list[Tensor], list[Tensor]]:
+    """Types of a block's weights as it computes, gradients of whole weights, and those that one
+    worker finds alone."""
+    torch.manual_seed(0)
+    alone, net = Net(8), Net(8)
+    for each in (alone, net):
+        for block in each.h:
+            block.norm = nn.Identity()  # a CPU's autocast leaves what it takes as it is
+    net.load_state_dict(alone.state_dict())
+    as_on_gpu = partial(gathered_as, device=torch.device("cuda"))
+    with patch.object(replica, "gathered_as", lambda block, kind, _: as_on_gpu(block, kind)):
+        Replica(MeshConfig(2, strategy), co2.Mesh.world(2), False).shard(net, Precision.bf16)
+    seen: set[torch.dtype] = set()
+    net.h[1].linear.register_forward_pre_hook(lambda module, _: seen.add(module.weight.dtype))
+    x = torch.randn(6, 5)
+    gradients = []
+    for each in (net, alone):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = each(x).float().square().mean()
+        loss.backward()
+        gradients.append([p.grad for p in each.parameters() if p.requires_grad])
+    cut, whole = gradients
+    assert all(local(grad).dtype is torch.float32 for grad in cut)
+    return seen, [grad.full_tensor() for grad in cut], whole
+
+
+@pytest.mark.parametrize("strategy", [Strategy.zero2, Strategy.zero3])
+def test_bf16_weights_travel_as_autocast_casts_them(workers, strategy):
+    """So a replica of two, both with the same samples, finds what one worker finds."""
+    for seen, cut, whole in workers.run(under_autocast, 2, strategy):
+        assert seen == {torch.bfloat16}
+        for one, other in zip(cut, whole, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-5)
+
+
+def test_what_is_gathered_in_bf16():
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    for block, precision, device, dtype in (
+        (Block(3), Precision.bf16, gpu, torch.bfloat16),
+        (Block(3), Precision.bf16, cpu, None),
+        (Block(3), Precision.fp32, gpu, None),
+        (nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)), Precision.bf16, gpu, None),
+    ):
+        assert gathered_as(block, precision, device).param_dtype is dtype

@@ -180,6 +180,7 @@ def test_a_gpu_that_is_too_old(
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(task_module, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     task = moe(Path("unused"), kernel=Kernel.fused)
     refusal = nullcontext() if line is None else pytest.raises(ConfigError, match=line)
     with refusal:

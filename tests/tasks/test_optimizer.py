@@ -1,5 +1,6 @@
 """Which weights decay, and what a schedule finds."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -47,3 +48,15 @@ def test_what_is_named_is_spared() -> None:
     layers = model()
     decayed, spared = make_optimizer(layers, OptimConfig(), spared=["0.weight"]).param_groups
     assert not decayed["params"] and any(w is layers[0].weight for w in spared["params"])
+
+
+@pytest.mark.parametrize("name", Optimizer)
+def test_one_kernel_updates_all_weights_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, name: Optimizer
+) -> None:
+    layers = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+    on_cpu = make_optimizer(layers, OptimConfig(name=name))
+    assert all(group.get("fused") is None for group in on_cpu.param_groups)
+    monkeypatch.setattr(nn.Parameter, "is_cuda", True)
+    on_gpu = make_optimizer(layers, OptimConfig(name=name))
+    assert all(group.get("fused") for group in on_gpu.param_groups if not group.get("muon"))

@@ -1,0 +1,42 @@
+"""Copies of batches from the host's memory to a GPU, while that computes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+
+class Copies:
+    """Copies from pinned memory, on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def begin(self, batch: Any) -> Callable[[], Any]:
+        """Begin to copy a batch, which is a tensor, or a tuple or a dict of tensors; the host goes
+        on. What this returns gives the copy to what the current stream does from then on."""
+        with torch.cuda.stream(self._stream):
+            copied = tree_map_only(Tensor, self._copy, batch)
+            arrived = self._stream.record_event()
+
+        def take() -> Any:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(arrived)
+            for part in tree_leaves(copied):
+                if isinstance(part, Tensor):  # whose memory the other stream gets no sooner
+                    part.record_stream(stream)
+            return copied
+
+        return take
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if tensor.is_cuda:  # a task's own table, for example
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+def copies(device: torch.device) -> Copies | None:
+    """Copies to a device; None for the CPU, where batches are already."""
+    return Copies(device) if device.type == "cuda" else None
