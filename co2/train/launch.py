@@ -155,8 +155,8 @@ def check(config: Config) -> None:
     the GPU that this process would hold for as long as it lives.
 
     Raises:
-        ConfigError: there are fewer GPUs than workers; nccl together with comm.device=cpu; the CPU
-            has no bf16.
+        ConfigError: there are fewer GPUs than workers, unless at scale=smoke, whose models a CPU
+            trains as well; nccl together with comm.device=cpu; the CPU has no bf16.
     """
     me = identity()
     local = me.local_world if me else config.launch.workers
@@ -165,15 +165,23 @@ def check(config: Config) -> None:
         require(config.comm.device is CommDevice.auto, "launch.backend", "nccl", hint)
         count = torch.cuda.device_count() if dist.is_nccl_available() else 0
         require(count >= local, "launch.backend", "nccl", f"{local} GPUs needed, {count} here")
-    elif config.launch.backend == "auto" and config.comm.device is CommDevice.auto:
-        count = torch.cuda.device_count()
-        hint = (
-            f"{local} GPUs needed, {count} here; use {count}, or comm.device=cpu for workers that "
-            "share a GPU, or launch.backend=gloo for the CPU"
-        )
-        require(count == 0 or local <= count, "launch.workers", local, hint)
+    elif config.scale != "smoke":
+        require(not _crowded(config), "launch.workers", local, _crowded(config))
     if first_device(config).type == "cpu":
         _check_precision(config, "cpu")
+
+
+def _crowded(config: Config) -> str:
+    """What to do where this machine has GPUs, but fewer than workers; "" where it has not."""
+    me, count = identity(), torch.cuda.device_count()
+    local = me.local_world if me else config.launch.workers
+    auto = config.launch.backend == "auto" and config.comm.device is CommDevice.auto
+    if not auto or count == 0 or local <= count:
+        return ""
+    return (
+        f"{local} GPUs needed, {count} here; use {count}, or comm.device=cpu for workers that "
+        "share a GPU, or launch.backend=gloo for the CPU"
+    )
 
 
 def _check_precision(config: Config, device: str) -> None:
@@ -197,6 +205,9 @@ def run(worker: Worker, config: Config) -> int:
     me = identity()
     if me is not None:
         return _as_worker(worker, config, me)
+    if crowded := _crowded(config):
+        place = f"launch.workers={config.launch.workers}: training on the CPU"
+        print(f"{place}; {crowded}", file=sys.stderr, flush=True)
     if config.launch.elastic:
         with _forwarded(stop_signals()) as told:
             return elastic.launch(partial(_guarded, worker, config), config.launch, told)

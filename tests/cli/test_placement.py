@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from co2.config import Config
 from co2.errors import ConfigError
 from co2.record.provenance import UNKNOWN, manifest
 from co2.train import forked, launch
@@ -67,14 +68,25 @@ def test_a_mesh_is_where_its_worker_was_placed(
 
 
 @pytest.mark.parametrize("gpus", [1], indirect=True)
-def test_workers_without_a_gpu_do_not_train_on_the_cpu_unasked(tmp_path: Path, gpus: int) -> None:
-    words = ("launch.backend=auto", "launch.workers=2")
+def test_workers_without_a_gpu_train_on_the_cpu_at_smoke_scale_only(
+    tmp_path: Path, gpus: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("launch.backend=auto", "launch.workers=2", "log.wandb=disabled")
     with pytest.raises(ConfigError) as refused:
-        configured(*words, runs=tmp_path)
+        configured("task=resnet50", "scale=gpu", *words, runs=tmp_path)
     line = str(refused.value)
     assert line.startswith("launch.workers=2: 2 GPUs needed, 1 here; use 1, or comm.device=cpu")
-    configured(*words, "comm.device=cpu", runs=tmp_path)
-    configured("launch.backend=gloo", "launch.workers=2", runs=tmp_path)
+    configured("task=resnet50", "scale=gpu", *words, "comm.device=cpu", runs=tmp_path)
+    configured(
+        "task=resnet50", "scale=gpu", "launch.backend=gloo", "launch.workers=2", runs=tmp_path
+    )
+    assert launch.run(stop, configured(*words, runs=tmp_path)) == 3
+    told = "launch.workers=2: training on the CPU; 2 GPUs needed, 1 here; use 1,"
+    assert capsys.readouterr().err.startswith(told)
+
+
+def stop(config: Config) -> None:
+    raise SystemExit(3)
 
 
 @pytest.mark.parametrize("gpus", [2], indirect=True)
