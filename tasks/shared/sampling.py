@@ -37,6 +37,11 @@ class Sampler:
     Where workers have come or gone, the epoch under way goes on from the sample that it had come
     to, in the same permutation: within it, too, no sample is used twice.
 
+    With `repeats` an epoch has as many draws, but takes only every `repeats`-th part of the samples,
+    each so many times: repeated augmentation (Hoffer et al., "Augment your batch", 2020), as DeiT's
+    RASampler has it. A sample's repeats lie side by side in a draw, which is dealt out to the workers
+    one by one, so that with `repeats` workers or more each repeat goes to another worker.
+
     Args:
         num_samples: number of samples of the training set.
         num_workers: number of workers that draw at the same time.
@@ -44,6 +49,7 @@ class Sampler:
         seed: seed of the permutations.
         stretches: from which draw on how many workers drew, the last entry being these; empty where
             there were always as many.
+        repeats: how often a sample is taken in an epoch, if at all.
     Raises:
         ConfigError: the training set does not fill one global batch.
     """
@@ -55,6 +61,7 @@ class Sampler:
         batch_size: int,
         seed: int,
         stretches: Stretches = (),
+        repeats: int = 1,
     ) -> None:
         if num_workers > num_samples:
             hint = f"the training data hold {num_samples} samples, fewer than workers"
@@ -69,6 +76,7 @@ class Sampler:
         self.num_workers = num_workers
         self.batch_size = batch_size
         self.seed = seed
+        self.repeats = repeats
         self.draws_per_epoch = num_samples // (batch_size * num_workers)
         """Of an epoch that these workers begin."""
         self._stretches: list[_Stretch] = []
@@ -89,22 +97,34 @@ class Sampler:
         """
         assert draw >= 0 and 0 <= worker < self.num_workers
         epoch, first = self._place(draw)
-        start = first + worker * self.batch_size
-        return self._order(epoch)[start : start + self.batch_size].astype(np.int64)
+        places = first + self._places(worker)
+        return self._order(epoch)[places // self.repeats].astype(np.int64)
 
     def block(self, draws: range, worker: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the samples of many micro-batches, concatenated, and the epoch of each sample.
+        """Return the samples of many micro-batches, concatenated, and for each sample the number of
+        times that it may have been taken before. This number is the epoch where nothing is repeated.
+        It enters the key of the sample's augmentation, so that no two are the same.
 
         Returns:
             Both int64 [len(draws) * batch_size].
         """
         samples = np.concatenate([self.indices(draw, worker) for draw in draws])
-        epochs = np.array([self.epoch(draw) for draw in draws])
-        return samples, np.repeat(epochs, self.batch_size)
+        own, views = self._places(worker), []
+        for draw in draws:
+            epoch, first = self._place(draw)
+            views.append(epoch * self.repeats + (first + own) % self.repeats)
+        return samples, np.concatenate(views)
 
     def epoch(self, draw: int) -> int:
         """Return the epoch, from 0, that this draw belongs to."""
         return self._place(draw)[0]
+
+    def _places(self, worker: int) -> np.ndarray:
+        """Return which samples of a draw are this worker's, int64 [batch_size]."""
+        own = np.arange(self.batch_size)
+        if self.repeats > 1:
+            return own * self.num_workers + worker
+        return worker * self.batch_size + own
 
     def _place(self, draw: int) -> tuple[int, int]:
         """Return the epoch of a draw, and where in its permutation the draw begins."""

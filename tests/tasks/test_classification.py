@@ -105,6 +105,19 @@ def test_a_picture_changes_from_epoch_to_epoch_and_seed_to_seed(folder: Path) ->
     assert not torch.equal(first(0, 0), first(1, 0))
 
 
+def test_repeats_of_a_picture_differ(folder: Path) -> None:
+    own = task("vit", folder, batch_size=24, repeats=3)
+    own.setup(1)
+    images, labels = next(own.batches(mesh(), 0))
+    samples = own._sampler(1).indices(0, 0)
+    assert len(set(samples.tolist())) == 8
+    for sample in set(samples.tolist()):
+        views = np.flatnonzero(samples == sample)
+        assert len(views) == 3 and len(set(labels[views].tolist())) == 1
+        pairs = [(views[a], views[b]) for a, b in ((0, 1), (0, 2), (1, 2))]
+        assert not any(torch.equal(images[a], images[b]) for a, b in pairs)
+
+
 def test_labels_are_those_of_the_pictures(folder: Path) -> None:
     own = task(path=folder, batch_size=12, crop=0.8)
     own.setup(1)
