@@ -103,6 +103,9 @@ class TrainConfig:
     rest again: less memory for about a third more computation."""
     clip_norm: float | None = None
     """Norm to which larger gradients are scaled down; null leaves gradients as they are."""
+    ema_decay: float | None = None
+    """Decay of an exponential moving average of the weights, which is evaluated beside them
+    (co2/train/average.py); null for none."""
     eval_every: int = 100
     """Steps between evaluations of the consensus. The last step is always evaluated."""
 
@@ -113,6 +116,8 @@ class TrainConfig:
         if self.clip_norm is not None:
             hint = "must be above 0, or null for no clipping"
             require_number("clip_norm", self.clip_norm, 1e-30, hint)
+        decay, hint = self.ema_decay, "must be above 0 and below 1, or null for no average"
+        require(decay is None or 0 < decay < 1, "ema_decay", decay, hint)
 
 
 @dataclass

@@ -16,6 +16,7 @@ from co2.record.files import durable
 from co2.record.folder import begun
 from co2.record.metrics import Change, Evaluation
 from co2.train import initial
+from co2.train.average import MovingAverage
 from co2.train.checkpoint import Checkpoints
 from co2.train.membership import Membership
 from co2.train.meters import Meter
@@ -25,7 +26,7 @@ from co2.train.replica import Replica, checkpoint_activations, own_buffers, whol
 from co2.train.run import Run
 from co2.train.samples import Samples
 from co2.train.schedule import largest_lr
-from co2.train.weights import MODEL, write
+from co2.train.weights import EMA_MODEL, MODEL, write
 
 
 class Session:
@@ -53,6 +54,7 @@ class Session:
         prepared = run.method.prepare(self.module, self.optimizer, mesh, self.largest_lr, fresh)
         self.model = replica.wrap(prepared, config.comm)
         self.shared = replica.state(self.module, self.optimizer)
+        self.average = MovingAverage(self.module, config.train.ema_decay)
         self.checkpoints = Checkpoints(
             run.folder / "checkpoints",
             mesh,
@@ -135,6 +137,7 @@ class Session:
             "method": self.run.method.state_dict(),
             "totals": self.meter.state_dict(),
             "random": random_states(),
+            "average": self.average.tensors,
         }
         if self.shared is None:
             state["model"] = self.module.state_dict()
@@ -157,10 +160,11 @@ class Session:
         else:
             self.module.load_state_dict(state["buffers"], strict=False)
         self.run.method.load_state_dict(state["method"])
+        self.average.load(state.get("average", []))  # older checkpoints have none
 
     def evaluate(self) -> dict[str, float]:
-        """The task's metrics of the consensus; at the run's end its weights are saved too.
-        Collective."""
+        """The task's metrics of the consensus, and with the prefix ema_ those of the moving
+        average; at the run's end the weights of both are saved too. Collective."""
         run, steps = self.run, self.run.config.train.steps
         with self.meter.paused():
             scores = self.membership.together(self._scores)
@@ -170,14 +174,25 @@ class Session:
         return scores
 
     def _scores(self) -> dict[str, float]:
+        scores = self._scores_of(self.run.method.consensus(), MODEL)
+        if self.average.tensors:
+            found = self._scores_of(self.average.shown(self.run.method), EMA_MODEL)
+            scores |= {f"ema_{name}": value for name, value in found.items()}
+        return scores
+
+    def _scores_of(
+        self, shown: contextlib.AbstractContextManager[None], name: str
+    ) -> dict[str, float]:
+        """The metrics of the weights that the model holds inside `shown`. At the run's end they are
+        saved under this name."""
         run = self.run
-        with run.method.consensus(), torch.no_grad():
+        with shown, torch.no_grad():
             with self.autocast():
                 scores = run.task.evaluate(self.module)
             if run.mesh.replica == 0 and self.step == run.config.train.steps:
                 weights = whole_weights(self.module, self.replica.parts)
                 if run.is_first:
-                    with durable(run.folder / MODEL) as file:
+                    with durable(run.folder / name) as file:
                         write(file, weights)
         return scores
 

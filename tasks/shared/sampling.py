@@ -37,10 +37,10 @@ class Sampler:
     Where workers have come or gone, the epoch under way goes on from the sample that it had come
     to, in the same permutation: within it, too, no sample is used twice.
 
-    With `repeats` an epoch has as many draws, but takes only every `repeats`-th part of the samples,
-    each so many times: repeated augmentation (Hoffer et al., "Augment your batch", 2020), as DeiT's
-    RASampler has it. A sample's repeats lie side by side in a draw, which is dealt out to the workers
-    one by one, so that with `repeats` workers or more each repeat goes to another worker.
+    With `repeats` above 1 an epoch has as many draws, but takes only a part of the samples, each of
+    them `repeats` times: repeated augmentation (Hoffer et al., "Augment your batch", 2020), as
+    DeiT's RASampler does it. The repeats of a sample are neighbours in a draw, which is dealt out
+    to the workers one by one. So with `repeats` workers or more each goes to another worker.
 
     Args:
         num_samples: number of samples of the training set.
@@ -101,9 +101,9 @@ class Sampler:
         return self._order(epoch)[places // self.repeats].astype(np.int64)
 
     def block(self, draws: range, worker: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the samples of many micro-batches, concatenated, and for each sample the number of
-        times that it may have been taken before. This number is the epoch where nothing is repeated.
-        It enters the key of the sample's augmentation, so that no two are the same.
+        """Return the samples of many micro-batches, concatenated, and the number of each sample's
+        view: epoch · repeats + which of the repeats it is. This is the epoch where nothing is
+        repeated. It enters the key of the augmentation, so that no two views are alike.
 
         Returns:
             Both int64 [len(draws) * batch_size].
