@@ -251,6 +251,9 @@ class MeshConfig:
     """What the workers of a replica share (co2/train/replica.py). ddp: gradients. zero1: also the
     inner optimizer's state. zero2: gradients, state and, between steps, weights. zero3: also the
     weights within a step."""
+    sync_batch_norm: bool = False
+    """Whether batch norm takes its statistics over the workers of a replica, which then wait for
+    each other in every such layer; on GPUs only."""
 
     def __post_init__(self) -> None:
         require_count("replica_size", self.replica_size)

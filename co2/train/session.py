@@ -43,11 +43,12 @@ class Session:
         self._from_checkpoint = begun(run.folder)
         if config.init_from is not None and not self._from_checkpoint:
             initial.load(config.init_from, self.module, run.task)
+        self.replica = replica = Replica(config.mesh, mesh, run.method.averages_gradients)
+        replica.synchronize_batch_norm(self.module)
         if config.train.checkpoint_activations:
             checkpoint_activations(self.module)
         if config.train.compile:
             self.module.compile()
-        self.replica = replica = Replica(config.mesh, mesh, run.method.averages_gradients)
         replica.shard(self.module)
         self.optimizer = replica.optimizer(run.task.optimizer(self.module))
         fresh = not mesh.newcomer
