@@ -18,6 +18,7 @@ from co2.record.metrics import Change, Evaluation
 from co2.train import initial
 from co2.train.average import MovingAverage
 from co2.train.checkpoint import Checkpoints
+from co2.train.convolutions import tune_convolutions
 from co2.train.membership import Membership
 from co2.train.meters import Meter
 from co2.train.quorum import Quorum
@@ -45,6 +46,7 @@ class Session:
             initial.load(config.init_from, self.module, run.task)
         self.replica = replica = Replica(config.mesh, mesh, run.method.averages_gradients)
         replica.synchronize_batch_norm(self.module)
+        tune_convolutions(self.module, mesh.device, config.mesh.strategy)
         if config.train.checkpoint_activations:
             checkpoint_activations(self.module)
         if config.train.compile:
