@@ -17,4 +17,4 @@ def tune_convolutions(module: nn.Module, device: torch.device, strategy: Strateg
         return
     torch.backends.cudnn.benchmark = True
     if strategy not in CUT:
-        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        module.to(memory_format=torch.channels_last)
