@@ -41,7 +41,7 @@ class ViT(Classification):
         """How often an epoch takes a sample, each time augmented anew; with N it takes a N-th of
         all samples, so its number of steps is the same (repeated augmentation)."""
         rand_augment: int = 0
-        """Magnitude of RandAugment's two operations, from 1 to 10; 0 for none."""
+        """Mean magnitude of RandAugment's two operations, from 1 to 10; 0 for none."""
         random_erasing: float = 0.0
         """Probability that noise replaces a rectangle of a training image."""
         mixup: float = 0.0
@@ -106,7 +106,7 @@ class ViT(Classification):
     def changes(self) -> list[Augment]:
         """See `Classification.changes`."""
         magnitude, chance = self.config.rand_augment, self.config.random_erasing
-        steps = rand_augment(magnitude) if magnitude else []
+        steps = rand_augment(magnitude, self.config.image_size) if magnitude else []
         steps += [erasing(chance)] if chance else []
         return steps
 
