@@ -47,6 +47,20 @@ def test_sizes() -> None:
     assert 0.33e6 < num_parameters("vit") < 0.37e6
 
 
+def test_resnet_starts_as_goyals() -> None:
+    own = {"dataset": DatasetName.imagenet, "image_size": 224, "eval_resize": 256}
+    task_of = task("resnet50", size=resnet50.Size.full, depth=18, **own)
+    model = task_of.model()
+    assert model.fc.weight.std().item() == pytest.approx(0.01, rel=0.02)
+    assert model.fc.weight.mean().abs().item() < 1e-4 and not model.fc.bias.any()
+    assert all(not block.bn2.weight.any() for block in model.layer3)
+    assert all(bool((block.bn1.weight == 1).all()) for block in model.layer3)
+    decayed = {id(weight) for weight in task_of.optimizer(model).param_groups[0]["params"]}
+    assert decayed == {id(weight) for weight in model.parameters() if weight.dim() > 1}
+    conv = model.layer2[0].conv1.weight
+    assert conv.std().item() == pytest.approx((2 / (conv[:, 0].numel())) ** 0.5, rel=0.02)
+
+
 @BOTH
 def test_weights_depend_on_the_seed_alone(name: str) -> None:
     def weights(seed: int) -> torch.Tensor:
