@@ -68,8 +68,10 @@ class ResNet50(Classification):
         with seeded(self.train.seed):
             if self.config.size is Size.full:
                 full = create_model(f"resnet{self.config.depth}", num_classes=self.num_classes)
-                nn.init.normal_(full.fc.weight, std=0.01)  # Goyal et al., section 5.1
-                nn.init.zeros_(full.fc.bias)
+                classifier = full.get_submodule("fc")
+                assert isinstance(classifier, nn.Linear)
+                nn.init.normal_(classifier.weight, std=0.01)  # Goyal et al., section 5.1
+                nn.init.zeros_(classifier.bias)
                 return full
             return ResNet(
                 BasicBlock,  # type: ignore[arg-type]  # timm takes the class
