@@ -104,6 +104,9 @@ class TrainConfig:
     rest again: less memory for about a third more computation."""
     clip_norm: float | None = None
     """Norm to which larger gradients are scaled down; null leaves gradients as they are."""
+    ema_decay: float | None = None
+    """Decay of an exponential moving average of the weights, which is evaluated beside them
+    (co2/train/average.py); null for none."""
     eval_every: int = 100
     """Steps between evaluations of the consensus. The last step is always evaluated."""
 
@@ -116,6 +119,8 @@ class TrainConfig:
         if self.clip_norm is not None:
             hint = "must be above 0, or null for no clipping"
             require_number("clip_norm", self.clip_norm, 1e-30, hint)
+        decay, hint = self.ema_decay, "must be above 0 and below 1, or null for no average"
+        require(decay is None or 0 < decay < 1, "ema_decay", decay, hint)
 
     def micro_batches(self, workers: int) -> int:
         """Micro-batches of a step on each of so many workers. With `global_batch`, the number that
@@ -256,6 +261,9 @@ class MeshConfig:
     """What the workers of a replica share (co2/train/replica.py). ddp: gradients. zero1: also the
     inner optimizer's state. zero2: gradients, state and, between steps, weights. zero3: also the
     weights within a step."""
+    sync_batch_norm: bool = False
+    """Whether batch norm takes its statistics over the workers of a replica, which then wait for
+    each other in every such layer; on GPUs only."""
 
     def __post_init__(self) -> None:
         require_count("replica_size", self.replica_size)

@@ -80,7 +80,7 @@ class App:
         inner = config.optim.name.value
         reason = method.refused_optimizers.get(inner)
         require(reason is None, "optim.name", inner, f"method={config.method}: {reason}")
-        replica.check(config, world, method)
+        replica.check(config, world, method, launch.first_device(config))
         elastic.check(config, method, launch.identity() is not None)
         task = self.make_task(config)
         if isinstance(task, Placed):

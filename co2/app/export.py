@@ -1,6 +1,6 @@
 """Write a finished run's weights in the form that other libraries read.
 
-python -m co2 export RUN FOLDER
+python -m co2 export RUN FOLDER [--ema]
 
 FOLDER, which must not exist yet or be empty, gets model.safetensors with the consensus of the
 replicas, config.json, a README.md that says how to read them, and the tokenizer of a language
@@ -25,7 +25,7 @@ from co2.errors import ConfigError, require
 from co2.record.files import write_durably
 from co2.task import Package, Portable, Task
 from co2.train import launch
-from co2.train.weights import EXPORTED, ties
+from co2.train.weights import EMA_MODEL, EXPORTED, MODEL, ties
 from co2.whole import written_aside
 
 _KEY = "FOLDER"
@@ -41,17 +41,20 @@ def main(tasks: Mapping[str, type[Task]], argv: Sequence[str]) -> int:
     )
     parser.add_argument("run", metavar="RUN", help="the folder of a finished run")
     parser.add_argument("folder", metavar="FOLDER", help="a new folder")
+    text = "the moving average of the weights, of a run with train.ema_decay"
+    parser.add_argument("--ema", action="store_true", help=text)
     options = parser.parse_args(argv)
     try:
-        export(tasks, options.run, options.folder)
+        export(tasks, options.run, options.folder, options.ema)
     except ConfigError as error:
         return launch.refuse(error)
     print(f"{options.folder}: {', '.join(sorted(os.listdir(options.folder)))}")
     return 0
 
 
-def export(tasks: Mapping[str, type[Task]], run: str, given: str) -> None:
-    """Write the weights of the run in folder `run`, of one of these tasks, to the folder `given`.
+def export(tasks: Mapping[str, type[Task]], run: str, given: str, ema: bool = False) -> None:
+    """Write the weights of the run in folder `run`, of one of these tasks, to the folder `given`;
+    with `ema` their moving average.
 
     Raises:
         ConfigError: there is no finished run, or the folder cannot be written or is taken.
@@ -60,7 +63,9 @@ def export(tasks: Mapping[str, type[Task]], run: str, given: str) -> None:
         folder = Path(given).resolve()
         require(not _taken(folder), _KEY, given, _TAKEN)
         found = opened(tasks, run)
-        model = found.model()
+        hint = f"{run} holds no {EMA_MODEL}; train with train.ema_decay, or export without --ema"
+        require(not ema or (found.folder / EMA_MODEL).is_file(), "--ema", ema, hint)
+        model = found.model(EMA_MODEL if ema else MODEL)
         package = Package({})
         if isinstance(found.task, Portable):
             package = found.task.package(model)

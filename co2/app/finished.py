@@ -45,10 +45,10 @@ class Finished:
     task: Task
     """Set up: its data are open."""
 
-    def model(self) -> nn.Module:
-        """A new model with the run's final weights, on the CPU, for evaluation. Raises
-        `ConfigError` if they are damaged."""
-        model, path = self.task.model(), self.folder / weights.MODEL
+    def model(self, name: str = weights.MODEL) -> nn.Module:
+        """A new model with the run's final weights, in the file `name`, on the CPU, for evaluation.
+        Raises `ConfigError` if they are damaged."""
+        model, path = self.task.model(), self.folder / name
         saved = weights.read(path, KEY, self.given)
         weights.check(model, saved, KEY, self.given, path.name)
         weights.copy(model, saved, KEY, self.given)

@@ -143,6 +143,7 @@ class Ledger:
     scratch_bytes: int = figure("bytes", "the method's scratch, on the model's device")
     extra_bytes: int = figure("bytes", "the method's copies of the model, on the model's device")
     host_bytes: int = figure("bytes", "both of them, where they lie in the host's memory")
+    average_bytes: int = figure("bytes", "moving average of the weights", default=0)
 
 
 @dataclass(frozen=True)

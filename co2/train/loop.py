@@ -45,6 +45,7 @@ def train(run: Run) -> None:
                 else:
                     session.skip_step()
                 membership.synchronize()
+                session.average.update()
                 session.optimizer.zero_grad(set_to_none=True)
                 session.step += 1
                 session.meter.step(units)

@@ -43,14 +43,20 @@ from co2.train.divided import Parts, clip, divide
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+_SYNC = "mesh.sync_batch_norm"
 CUT = (Strategy.zero2, Strategy.zero3)
 """Strategies under which a worker holds a shard of every weight."""
 
 
-def check(config: Config, world: int, method: Method) -> None:
+def check(config: Config, world: int, method: Method, device: torch.device) -> None:
     """Refuse settings that cannot be combined, before any worker starts. Raises `ConfigError`."""
     size, strategy = config.mesh.replica_size, config.mesh.strategy
     check_replica_size(size, world)
+    if config.mesh.sync_batch_norm:
+        hint = "is shared by the workers of a replica; set mesh.replica_size to 2 or more"
+        require(size > 1, _SYNC, "true", hint)
+        hint = "PyTorch synchronizes batch norm on GPUs only, not on the CPU; use false"
+        require(device.type == "cuda", _SYNC, "true", hint)
     if size == 1:
         hint = "shares a replica among its workers; set mesh.replica_size to 2 or more"
         require(strategy is Strategy.ddp, "mesh.strategy", strategy.value, hint)
@@ -97,10 +103,27 @@ class Replica:
 
     def __init__(self, config: MeshConfig, mesh: Mesh, across: bool) -> None:
         self.strategy, self.mesh, self.across = config.strategy, mesh, across
+        self._synchronizes = config.sync_batch_norm
         self.alone = mesh.replica_size == 1
         self.group = mesh.new_group_within_replica()
         self.parts = Parts()
         """Experts of which this worker holds a part, once it does."""
+
+    def synchronize_batch_norm(self, module: nn.Module) -> None:
+        """With mesh.sync_batch_norm, let the batch norms of a module take their statistics over
+        the workers of the replica. Names and weights stay; it comes before `compile`.
+
+        Raises:
+            ConfigError: a batch norm that does more than PyTorch's own.
+        """
+        if not self._synchronizes:
+            return
+        for name, part in module.named_modules():
+            if isinstance(part, _BatchNorm):
+                plain = type(part).__module__ == nn.BatchNorm2d.__module__
+                hint = f"{name} is a {type(part).__name__}, more than a batch norm; use false"
+                require(plain, _SYNC, "true", hint)
+        nn.SyncBatchNorm.convert_sync_batchnorm(module, self.group)
 
     def shard(self, module: nn.Module, precision: Precision = Precision.fp32) -> None:
         """Give all workers the weights of the first one, and under zero2 and zero3 leave each its

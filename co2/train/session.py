@@ -16,7 +16,9 @@ from co2.record.files import durable
 from co2.record.folder import begun
 from co2.record.metrics import Change, Evaluation
 from co2.train import initial
+from co2.train.average import MovingAverage
 from co2.train.checkpoint import Checkpoints
+from co2.train.convolutions import tune_convolutions
 from co2.train.membership import Membership
 from co2.train.meters import Meter
 from co2.train.quorum import Quorum
@@ -31,7 +33,7 @@ from co2.train.replica import (
 from co2.train.run import Run
 from co2.train.samples import Samples
 from co2.train.schedule import largest_lr
-from co2.train.weights import MODEL, write
+from co2.train.weights import EMA_MODEL, MODEL, write
 
 
 class Session:
@@ -48,17 +50,20 @@ class Session:
         self._from_checkpoint = begun(run.folder)
         if config.init_from is not None and not self._from_checkpoint:
             initial.load(config.init_from, self.module, run.task)
+        self.replica = replica = Replica(config.mesh, mesh, run.method.averages_gradients)
+        replica.synchronize_batch_norm(self.module)
+        tune_convolutions(self.module, mesh.device, config.mesh.strategy)
         if config.train.compile:
             compile_model(self.module, config.mesh.strategy)
         if config.train.checkpoint_activations:
             checkpoint_activations(self.module)
-        self.replica = replica = Replica(config.mesh, mesh, run.method.averages_gradients)
         replica.shard(self.module, config.train.precision)
         self.optimizer = replica.optimizer(run.task.optimizer(self.module))
         fresh = not mesh.newcomer
         prepared = run.method.prepare(self.module, self.optimizer, mesh, self.largest_lr, fresh)
         self.model = replica.wrap(prepared, config.comm)
         self.shared = replica.state(self.module, self.optimizer)
+        self.average = MovingAverage(self.module, config.train.ema_decay)
         self.checkpoints = Checkpoints(
             run.folder / "checkpoints",
             mesh,
@@ -141,6 +146,7 @@ class Session:
             "method": self.run.method.state_dict(),
             "totals": self.meter.state_dict(),
             "random": random_states(),
+            "average": self.average.tensors,
         }
         if self.shared is None:
             state["model"] = self.module.state_dict()
@@ -163,10 +169,11 @@ class Session:
         else:
             self.module.load_state_dict(state["buffers"], strict=False)
         self.run.method.load_state_dict(state["method"])
+        self.average.load(state.get("average", []))  # older checkpoints have none
 
     def evaluate(self) -> dict[str, float]:
-        """The task's metrics of the consensus; at the run's end its weights are saved too.
-        Collective."""
+        """The task's metrics of the consensus, and with the prefix ema_ those of the moving
+        average; at the run's end the weights of both are saved too. Collective."""
         run, steps = self.run, self.run.config.train.steps
         with self.meter.paused():
             scores = self.membership.together(self._scores)
@@ -176,14 +183,25 @@ class Session:
         return scores
 
     def _scores(self) -> dict[str, float]:
+        scores = self._scores_of(self.run.method.consensus(), MODEL)
+        if self.average.tensors:
+            found = self._scores_of(self.average.shown(self.run.method), EMA_MODEL)
+            scores |= {f"ema_{name}": value for name, value in found.items()}
+        return scores
+
+    def _scores_of(
+        self, shown: contextlib.AbstractContextManager[None], name: str
+    ) -> dict[str, float]:
+        """The metrics of the weights that the model holds inside `shown`. At the run's end they are
+        saved under this name."""
         run = self.run
-        with run.method.consensus(), torch.no_grad():
+        with shown, torch.no_grad():
             with self.autocast():
                 scores = run.task.evaluate(self.module)
             if run.mesh.replica == 0 and self.step == run.config.train.steps:
                 weights = whole_weights(self.module, self.replica.parts)
                 if run.is_first:
-                    with durable(run.folder / MODEL) as file:
+                    with durable(run.folder / name) as file:
                         write(file, weights)
         return scores
 

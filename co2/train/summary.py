@@ -1,6 +1,7 @@
 """The final figures of a run."""
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +38,7 @@ def sum_up(session: "Session", scores: dict[str, float]) -> Summary:
         until_cut(lambda: dist.all_reduce(means, op=dist.ReduceOp.AVG, group=run.control))
         until_cut(lambda: dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=run.control))
     comm_s, exposed_s, bytes_sent, *others = means.tolist()
+    held = ledger(session.module, session.optimizer, run.method)
     train_s, throughput, saving_s = slowest[0].item(), -slowest[1].item(), slowest[2].item()
     return Summary(
         title=f"{config.task} · {config.method} · {config.tag} · seed {config.train.seed}",
@@ -62,7 +64,7 @@ def sum_up(session: "Session", scores: dict[str, float]) -> Summary:
         wall_s=totals["wall_s"],
         peak_memory_bytes=peak_memory_bytes(run.mesh.device),
         extra_model_copies=run.method.extra_copies,
-        memory=ledger(session.module, session.optimizer, run.method),
+        memory=replace(held, average_bytes=session.average.nbytes),
         device=str(run.mesh.device),
         folder=os.path.relpath(run.folder),
         saving_s=saving_s,

@@ -12,6 +12,8 @@ from co2.errors import ConfigError, require
 
 MODEL = "model.pt"
 """In a run's folder: its final consensus."""
+EMA_MODEL = "model_ema.pt"
+"""Beside it with train.ema_decay: the mean over the replicas of the weights' moving averages."""
 EXPORTED = "model.safetensors"
 """In the folder of an export or of a model of the hub."""
 

@@ -66,6 +66,8 @@ class ADE20K:
         """File with a state dict of timm for the backbone, .pth or .safetensors; null: random."""
         hidden: int = 32
         """Channels of UperNet's head; the auxiliary head has half as many."""
+        dropout: float = 0.0
+        """Probability that a channel is dropped before the classes of either head."""
         crop: int = 32
         """Side of the square training views, in pixels."""
         short_side: int = 32
@@ -80,6 +82,8 @@ class ADE20K:
                 require_count(name, getattr(self, name))
                 hint = "must be 32 or more, the stride of the backbone"
                 require(getattr(self, name) >= 32, name, getattr(self, name), hint)
+            hint = "must be 0 or more and below 1"
+            require(0 <= self.dropout < 1, "dropout", self.dropout, hint)
             low, high = self.scales
             hint = "must be two numbers above 0, the smaller first"
             require(0 < low <= high < float("inf"), "scales", list(self.scales), hint)
@@ -117,7 +121,9 @@ class ADE20K:
         """See `Task.model`. On the device "meta" the file of weights is not read."""
         config = self.config
         with seeded(self.train.seed):
-            return upernet(config.backbone, config.weights, config.hidden, self.num_classes)
+            return upernet(
+                config.backbone, config.weights, config.hidden, self.num_classes, config.dropout
+            )
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return make_optimizer(model, self.optim)

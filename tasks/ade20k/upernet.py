@@ -6,10 +6,12 @@ of transformers, and the backbone is any model of timm with four feature maps of
 
 import difflib
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from co2.errors import ConfigError, require
@@ -32,10 +34,16 @@ class UperNet(nn.Module):
         channels: numbers of channels of these maps.
         hidden: channels of the head. The auxiliary head, on the third map, has half as many.
         num_classes: number of classes.
+        dropout: probability that a channel is dropped before the classes of either head.
     """
 
     def __init__(
-        self, backbone: nn.Module, channels: list[int], hidden: int, num_classes: int
+        self,
+        backbone: nn.Module,
+        channels: list[int],
+        hidden: int,
+        num_classes: int,
+        dropout: float = 0.0,
     ) -> None:
         from transformers import UperNetConfig
         from transformers.models.upernet.modeling_upernet import UperNetFCNHead, UperNetHead
@@ -50,6 +58,9 @@ class UperNet(nn.Module):
         self.backbone = backbone
         self.decode_head = UperNetHead(shape, channels)
         self.auxiliary_head = UperNetFCNHead(shape, channels)
+        if dropout > 0:
+            for head in (self.decode_head, self.auxiliary_head):
+                head.classifier.register_forward_pre_hook(partial(_dropped, dropout))
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits for images, fp32 [B, 3, H, W]: [B, num_classes, h, w] at the size of the
@@ -60,7 +71,13 @@ class UperNet(nn.Module):
         return (logits, self.auxiliary_head(maps)) if self.training else logits
 
 
-def upernet(backbone: str, weights: str | None, hidden: int, num_classes: int) -> UperNet:
+def _dropped(dropout: float, classifier: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    return F.dropout2d(inputs[0], dropout, classifier.training)
+
+
+def upernet(
+    backbone: str, weights: str | None, hidden: int, num_classes: int, dropout: float = 0.0
+) -> UperNet:
     """Make a new model on the default device. For the arguments see `check_backbone` and `UperNet`.
     On the device "meta" the file of weights is not read."""
     more: dict[str, Any] = {}
@@ -68,7 +85,7 @@ def upernet(backbone: str, weights: str | None, hidden: int, num_classes: int) -
         # timm takes this state dict in place of one that it would download.
         more = {"pretrained": True, "pretrained_cfg_overlay": {"state_dict": _read(weights)}}
     features = _create(backbone, features_only=True, out_indices=_maps(backbone), **more)
-    return UperNet(features, features.feature_info.channels(), hidden, num_classes)
+    return UperNet(features, features.feature_info.channels(), hidden, num_classes, dropout)
 
 
 def check_backbone(backbone: str, weights: str | None) -> None:

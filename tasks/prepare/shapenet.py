@@ -17,9 +17,12 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+import numpy as np
+
 from co2.errors import ConfigError, require
 from co2.whole import locked
 from tasks.prepare.samples import broken
+from tasks.shapenet import modelnet40
 from tasks.shapenet.clouds import (
     FILES,
     LISTS,
@@ -50,7 +53,10 @@ makes of them
   <root>/shapenet55/shapenet_pc/<category>-<model>.npy    points, [8192, 3]
   <root>/shapenet55/ShapeNet-55/{train,test}.txt          names of those files, one a line
 The lists may be in the archive too. Stop it whenever you like; the same command goes on where it
-stopped."""
+stopped.
+
+For shapenet.modelnet40=FOLDER unpack modelnet40_normal_resampled.zip, 12,311 clouds of 10,000
+points, to which PointNet++'s repository links; --check FOLDER looks through it."""
 
 _MISSING = (
     "give the archive of shapenet_pc that DATASET.md of the GitHub repositories "
@@ -80,7 +86,10 @@ def run(options: argparse.Namespace) -> str:
 
 
 def check(path: Path, options: argparse.Namespace) -> Iterator[str]:
-    """See `DataSet.check`. Reads the lists and all clouds."""
+    """See `DataSet.check`. Reads the lists and all clouds, of ModelNet40 where `path` holds it."""
+    if (path / modelnet40.NAMES).exists():
+        yield from _check_modelnet40(path)
+        return
     there, named = files_in(path), Counter[str]()
     for part in PARTS:
         names, whole = _names(path / LISTS / f"{part}.txt")
@@ -99,7 +108,25 @@ def check(path: Path, options: argparse.Namespace) -> Iterator[str]:
 
 def verify(path: Path) -> Iterator[str]:
     """See `DataSet.verify`."""
-    for clouds in open_clouds(path, "--verify").values():
+    is_modelnet40 = (path / modelnet40.NAMES).exists()
+    opened = (modelnet40.open_modelnet40 if is_modelnet40 else open_clouds)(path, "--verify")
+    for clouds in opened.values():
+        yield from _broken(clouds.files)
+
+
+def _check_modelnet40(path: Path) -> Iterator[str]:
+    try:
+        parts = modelnet40.open_modelnet40(path, "--check")
+    except ConfigError as error:
+        yield f"{error.value}: {error.hint}"
+        return
+    for part, clouds in parts.items():
+        count = f"names {len(clouds)} clouds, ModelNet40 has {modelnet40.NUM_CLOUDS[part]}"
+        if len(clouds) != modelnet40.NUM_CLOUDS[part]:
+            yield f"{path / f'modelnet40_{part}.txt'}: {count}"
+        if len(np.unique(clouds.kinds)) != modelnet40.NUM_CATEGORIES:
+            count = f"names {len(np.unique(clouds.kinds))} categories, ModelNet40 has 40"
+            yield f"{path / f'modelnet40_{part}.txt'}: {count}"
         yield from _broken(clouds.files)
 
 

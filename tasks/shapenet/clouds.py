@@ -8,6 +8,7 @@ Files have the layout in which Point-BERT and Point-MAE publish ShapeNet-55:
 
 import os
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,16 +119,23 @@ def files_in(folder: Path) -> set[str]:
 
 
 def read_cloud(path: Path, points: int) -> np.ndarray:
-    """Return the first three columns of an .npy file, float32 [N, 3].
+    """Return the first three columns of an .npy file, or of a .txt file whose columns commas
+    separate, float32 [N, 3].
 
     Raises:
         ValueError: they are not a cloud of `points` points or more; the message says why.
     """
+    text = path.suffix == ".txt"
     try:
-        cloud = np.load(path, allow_pickle=False)
+        if text:
+            with warnings.catch_warnings(action="ignore"):  # of NumPy: that a file is empty
+                cloud = np.loadtxt(path, np.float32, delimiter=",", ndmin=2)
+        else:
+            cloud = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError, SyntaxError, MemoryError) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"is not an .npy file that can be read ({why})") from None
+        kind = "a .txt" if text else "an .npy"
+        raise ValueError(f"is not {kind} file that can be read ({why})") from None
     if not isinstance(cloud, np.ndarray) or cloud.dtype.kind not in "fiu":
         raise ValueError("does not hold one array of numbers")
     if cloud.ndim != 2 or cloud.shape[1] < 3:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from co2.config import DataConfig, OptimConfig, TrainConfig
+from co2.config import DataConfig, OptimConfig, TrainConfig, at_home
 from co2.errors import require, require_count, require_number
 from co2.program import python
 from co2.task import Batch
@@ -31,8 +31,9 @@ from tasks.shapenet.clouds import (
     open_clouds,
     scaled_and_moved,
 )
+from tasks.shapenet.modelnet40 import open_modelnet40
 from tasks.shapenet.point_mae import PointClassifier, PointMAE, Shape
-from tasks.shapenet.points import chamfer
+from tasks.shapenet.points import chamfer, farthest_points
 from tasks.shapenet.solids import NAMES, solids
 from tasks.shared.evaluation import evaluating, share, table
 from tasks.shared.loader import batches_in_block, load, load_blocks
@@ -98,6 +99,9 @@ class ShapeNet:
         """Number of test clouds in one evaluation, spread evenly; null takes all."""
         svm_samples: int | None = None
         """Number of training clouds that the SVM is fitted to, spread evenly; null takes all."""
+        modelnet40: str | None = None
+        """Folder of ModelNet40 (tasks/shapenet/modelnet40.py), on which a second SVM is fitted and
+        tested in every evaluation, as in papers; null for none."""
 
         def __post_init__(self) -> None:
             for name in ("points", "groups", "group_size"):
@@ -113,6 +117,10 @@ class ShapeNet:
             for name in ("eval_samples", "svm_samples"):
                 if getattr(self, name) is not None:
                     require_count(name, getattr(self, name))
+            self.modelnet40 = at_home(self.modelnet40)
+            hint = "judges features; set objective to reconstruction"
+            judged = self.objective is Objective.reconstruction or self.modelnet40 is None
+            require(judged, "modelnet40", self.modelnet40, hint)
 
     unit = "samples"
     units_per_sample = 1
@@ -125,6 +133,7 @@ class ShapeNet:
         self.reconstructs = config.objective is Objective.reconstruction
         self.generated = data.path is None and config.shapes is Shapes.solids
         self._opened: dict[str, Clouds] = {}
+        self._modelnet40: dict[str, Clouds] = {}
         self._validation = np.empty(0, np.int64)  # the test clouds that an evaluation takes
 
     def setup(self, num_workers: int) -> None:
@@ -149,6 +158,9 @@ class ShapeNet:
             hint = f"is not there; see: {python()} -m tasks.prepare shapenet --help"
             require(folder.is_dir(), "data.root", folder, hint)
             self._opened = open_clouds(folder, "data.root")
+        if self.config.modelnet40 is not None:
+            folder = Path(self.config.modelnet40)
+            self._modelnet40 = open_modelnet40(folder, "shapenet.modelnet40")
         self._sampler(num_workers)
         available, wanted = len(self._part("test")), self.config.eval_samples
         # Lists of files are sorted by category, so that each half has half of every category.
@@ -206,7 +218,8 @@ class ShapeNet:
 
         Returns:
             Reconstruction: "loss", mean Chamfer-L2 of the hidden patches; "svm_accuracy", from 0
-            to 1, of a linear SVM on the features of the encoder, fitted to training clouds.
+            to 1, of a linear SVM on the features of the encoder, fitted to training clouds;
+            with `modelnet40`, "modelnet40_accuracy", that of another one on ModelNet40.
             Classification: "loss", mean cross-entropy in nats; "accuracy", from 0 to 1.
         """
         return self._scores(model, table, share)
@@ -224,6 +237,7 @@ class ShapeNet:
     def fingerprint(self) -> dict[str, object]:
         """See `Task.fingerprint`."""
         digest = hashlib.sha256()
+        found = {part: len(clouds) for part, clouds in self._modelnet40.items()}
         for clouds in map(self._part, PARTS):
             names = "\n".join(path.name for path in clouds.files)
             digest.update(names.encode() if clouds.held is None else clouds.held.tobytes())
@@ -234,6 +248,7 @@ class ShapeNet:
             "sha256": digest.hexdigest(),
             "num_samples": {part: len(self._part(part)) for part in PARTS},
             "num_classes": self.num_classes,
+            **({"modelnet40": found} if found else {}),
             "evaluated": evaluated(self.data.validation, self._validation),
         }
 
@@ -284,12 +299,17 @@ class ShapeNet:
         }
         device = next(model.parameters()).device
 
-        def rows(part: str, compute: Callable[[Tensor, Tensor], Tensor]) -> np.ndarray:
-            """Return the rows of `compute` for batches of the chosen clouds, float64 [N, K]."""
-            indices = chosen[part]
+        def rows(
+            part: str, compute: Callable[..., Tensor], clouds: Clouds | None = None
+        ) -> np.ndarray:
+            """Return the rows of `compute` for batches of the chosen clouds, or of all of another
+            set, float64 [N, K]."""
+            indices = chosen[part] if clouds is None else np.arange(len(clouds))
 
             def make(batch: int) -> tuple[Tensor, ...]:
                 some = indices[batch * _EVAL_BATCH : (batch + 1) * _EVAL_BATCH]
+                if clouds is not None:
+                    return (self._outlines(clouds, some),)
                 return self._batch(part, some, PARTS.index(part))
 
             num_batches = -(-len(indices) // _EVAL_BATCH)
@@ -308,9 +328,25 @@ class ShapeNet:
                 return dict(zip(("loss", "accuracy"), test.mean(0).tolist(), strict=True))
             test = rows("test", lambda *batch: self._measured(model, batch))
             train = rows("train", lambda clouds, _: model(clouds))
+            there = {part: rows(part, model, all) for part, all in self._modelnet40.items()}
         kinds = {part: self._part(part).kinds[chosen[part]] for part in chosen}
         accuracy = svm_accuracy(train, kinds["train"], test[:, 1:], kinds["test"], gather, device)
-        return {"loss": test[:, 0].mean().item(), "svm_accuracy": accuracy}
+        scores = {"loss": test[:, 0].mean().item(), "svm_accuracy": accuracy}
+        if there:
+            kinds = {part: clouds.kinds for part, clouds in self._modelnet40.items()}
+            scores["modelnet40_accuracy"] = svm_accuracy(
+                there["train"], kinds["train"], there["test"], kinds["test"], gather, device
+            )
+        return scores
+
+    def _outlines(self, clouds: Clouds, indices: np.ndarray) -> Tensor:
+        """Return the farthest points of normalized clouds, fp32 [B, points, 3], as Point-MAE reads
+        ModelNet40."""
+        found = []
+        for index in indices.tolist():
+            whole = torch.from_numpy(normalized(clouds.cloud(index, self.config.points)))
+            found.append(whole[farthest_points(whole[None], self.config.points)[0]])
+        return torch.stack(found)
 
     def _measured(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the loss and the features of each sample, [batch_size, 1 + features]."""

@@ -9,13 +9,20 @@ from torch import Tensor, distributed, nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Use eval mode without gradients inside, and restore the mode of every module afterwards."""
+    """Use eval mode without gradients inside, and restore the mode of every module afterwards.
+
+    Inside, cuDNN takes the algorithm that it expects to be fastest, and tries none: inputs may have
+    many shapes, and metrics should not depend on timing.
+    """
     modes = {module: module.training for module in model.modules()}
+    tries = torch.backends.cudnn.benchmark
     model.eval()
+    torch.backends.cudnn.benchmark = False
     try:
         with torch.no_grad():
             yield
     finally:
+        torch.backends.cudnn.benchmark = tries
         for module, mode in modes.items():
             module.training = mode
 

@@ -39,6 +39,11 @@ class Sampler:
     Where workers have come or gone, the epoch under way goes on from the sample that it had come
     to, in the same permutation: within it, too, no sample is used twice.
 
+    With `repeats` above 1 an epoch has as many draws, but takes only a part of the samples, each of
+    them `repeats` times: repeated augmentation (Hoffer et al., "Augment your batch", 2020), as
+    DeiT's RASampler does it. The repeats of a sample are neighbours in a draw, which is dealt out
+    to the workers one by one. So with `repeats` workers or more each goes to another worker.
+
     Args:
         num_samples: number of samples of the training set.
         num_workers: number of workers that draw at the same time.
@@ -47,6 +52,7 @@ class Sampler:
         stretches: from which draw on how many workers drew, the last entry being these; empty where
             there were always as many.
         global_batch: `train.global_batch`.
+        repeats: how often a sample is taken in an epoch, if at all.
     Raises:
         ConfigError: the training set does not fill one draw, or one global batch.
     """
@@ -59,6 +65,7 @@ class Sampler:
         seed: int,
         stretches: Stretches = (),
         global_batch: int | None = None,
+        repeats: int = 1,
     ) -> None:
         if global_batch is not None and global_batch > num_samples:
             hint = f"the training data hold {num_samples} samples; use at most that many"
@@ -79,6 +86,7 @@ class Sampler:
         self.seed = seed
         self._used = used
         """Samples of an epoch, before what does not fill a draw is left out."""
+        self.repeats = repeats
         self.draws_per_epoch = used // (batch_size * num_workers)
         """Of an epoch that these workers begin."""
         self._stretches: list[_Stretch] = []
@@ -90,11 +98,16 @@ class Sampler:
 
     @classmethod
     def of(
-        cls, train: TrainConfig, num_samples: int, num_workers: int, stretches: Stretches = ()
+        cls,
+        train: TrainConfig,
+        num_samples: int,
+        num_workers: int,
+        stretches: Stretches = (),
+        repeats: int = 1,
     ) -> "Sampler":
         """The sampler of a run with these settings. Raises `ConfigError`."""
         size, whole = train.batch_size, train.global_batch
-        return cls(num_samples, num_workers, size, train.seed, stretches, whole)
+        return cls(num_samples, num_workers, size, train.seed, stretches, whole, repeats)
 
     def indices(self, draw: int, worker: int) -> np.ndarray:
         """Return the samples of one micro-batch.
@@ -107,22 +120,34 @@ class Sampler:
         """
         assert draw >= 0 and 0 <= worker < self.num_workers
         epoch, first = self._place(draw)
-        start = first + worker * self.batch_size
-        return self._order(epoch)[start : start + self.batch_size].astype(np.int64)
+        places = first + self._places(worker)
+        return self._order(epoch)[places // self.repeats].astype(np.int64)
 
     def block(self, draws: range, worker: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the samples of many micro-batches, concatenated, and the epoch of each sample.
+        """Return the samples of many micro-batches, concatenated, and the number of each sample's
+        view: epoch · repeats + which of the repeats it is. This is the epoch where nothing is
+        repeated. It enters the key of the augmentation, so that no two views are alike.
 
         Returns:
             Both int64 [len(draws) * batch_size].
         """
         samples = np.concatenate([self.indices(draw, worker) for draw in draws])
-        epochs = np.array([self.epoch(draw) for draw in draws])
-        return samples, np.repeat(epochs, self.batch_size)
+        own, views = self._places(worker), []
+        for draw in draws:
+            epoch, first = self._place(draw)
+            views.append(epoch * self.repeats + (first + own) % self.repeats)
+        return samples, np.concatenate(views)
 
     def epoch(self, draw: int) -> int:
         """Return the epoch, from 0, that this draw belongs to."""
         return self._place(draw)[0]
+
+    def _places(self, worker: int) -> np.ndarray:
+        """Return which samples of a draw are this worker's, int64 [batch_size]."""
+        own = np.arange(self.batch_size)
+        if self.repeats > 1:
+            return own * self.num_workers + worker
+        return worker * self.batch_size + own
 
     def _place(self, draw: int) -> tuple[int, int]:
         """Return the epoch of a draw, and where in its permutation the draw begins."""

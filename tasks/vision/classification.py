@@ -88,6 +88,8 @@ class Classification:
     """Interpolation of the crops in training and evaluation."""
     unit = "samples"
     units_per_sample = 1
+    repeats = 1
+    """How often a sample is taken in an epoch, if at all: see `Sampler`."""
 
     # `Any`, because each subclass has a Config of its own.
     def __init__(
@@ -298,4 +300,4 @@ model = timm.create_model(
 
     def _sampler(self, num_workers: int, stretches: Stretches = ()) -> Sampler:
         samples = int(self._images.counts["train"].sum())
-        return Sampler.of(self.train, samples, num_workers, stretches)
+        return Sampler.of(self.train, samples, num_workers, stretches, self.repeats)

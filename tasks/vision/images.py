@@ -2,7 +2,9 @@
 
 import gzip
 import hashlib
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
 from typing import Protocol
@@ -116,22 +118,44 @@ def central_crop(size: int, resize: int, interpolation: str) -> Augment:
     return v2.Compose([v2.Resize(resize, interpolation=how, antialias=True), v2.CenterCrop(size)])
 
 
-def rand_augment(magnitude: int) -> list[Augment]:
+def rand_augment(magnitude: int, size: int) -> list[Augment]:
     """Return two random operations, of which each is applied with probability 1/2.
 
-    This is RandAugment (Cubuk et al., 2020) as DeiT takes it from timm, "rand-m9". Magnitudes are
-    from 0 to 10, where 10 is a rotation by 30° or a shear by 0.3. The operations are torchvision's;
-    timm's differ: they also invert, brighten dark pixels, posterize to fewer levels and vary the
-    magnitude a little.
+    This is RandAugment (Cubuk et al., 2020) in timm's variant, which DeiT takes:
+    "rand-m9-mstd0.5-inc1" with the magnitude 9. The magnitude of each operation is drawn from a
+    normal distribution around `magnitude` with deviation 0.5, clipped to 0 and 10, where 10 is a
+    rotation by 30° or a shear by 0.3. Translations are up to 0.45 of `size`, in pixels.
     """
+    from PIL import Image
+    from timm.data.auto_augment import rand_augment_transform  # takes seconds
     from torchvision.transforms import v2
 
-    fill = [round(255 * mean) for mean in MEAN]
-    how = v2.InterpolationMode.BICUBIC
-    one = v2.RandAugment(1, magnitude, num_magnitude_bins=11, interpolation=how, fill=fill)
-    # The operations take PIL images: tensors are rotated and sheared several times slower, and not
-    # with bicubic interpolation.
-    return [v2.ToPILImage(), *[v2.RandomApply([one], p=0.5)] * 2, v2.PILToTensor()]
+    colours = tuple(round(255 * mean) for mean in MEAN)
+    about = {"translate_const": int(0.45 * size), "img_mean": colours}
+    about["interpolation"] = Image.Resampling.BICUBIC
+    two = rand_augment_transform(f"rand-m{magnitude}-mstd0.5-inc1", about)
+    for operation in two.ops:
+        if operation.name == "PosterizeIncreasing":
+            operation.magnitude_max = 9.99  # at 10 no bit is left, which Pillow refuses
+
+    def augment(picture: Image.Image) -> Image.Image:
+        with _others_seeded(int(torch.randint(2**32, ()))):
+            return two(picture)
+
+    return [v2.ToPILImage(), augment, v2.PILToTensor()]
+
+
+@contextmanager
+def _others_seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators of Python and NumPy, from which timm draws, and restore them."""
+    before = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
 
 
 def erasing(chance: float) -> Augment:

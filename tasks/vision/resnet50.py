@@ -1,8 +1,9 @@
 """ResNet-50, and ResNet-18: image classification.
 
 He et al., "Deep residual learning for image recognition" (2016). The implementation is timm's,
-which has stride 2 in the 3×3 convolution and starts the last batch norm of each block at zero, as
-in Goyal et al. (2017). The weights are random at the start.
+which has stride 2 in the 3×3 convolution. The weights are random at the start: convolutions as in
+He et al. (2015, fan-out), the last batch norm of each block at zero and, for size=full, the
+classifier from N(0, 0.01²), as in Goyal et al. (2017).
 """
 
 from dataclasses import dataclass
@@ -66,7 +67,12 @@ class ResNet50(Classification):
 
         with seeded(self.train.seed):
             if self.config.size is Size.full:
-                return create_model(f"resnet{self.config.depth}", num_classes=self.num_classes)
+                full = create_model(f"resnet{self.config.depth}", num_classes=self.num_classes)
+                classifier = full.get_submodule("fc")
+                assert isinstance(classifier, nn.Linear)
+                nn.init.normal_(classifier.weight, std=0.01)  # Goyal et al., section 5.1
+                nn.init.zeros_(classifier.bias)
+                return full
             return ResNet(
                 BasicBlock,  # type: ignore[arg-type]  # timm takes the class
                 layers=LAYERS,

@@ -10,7 +10,7 @@ from enum import Enum
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from co2.errors import require, require_number
+from co2.errors import require, require_count, require_number
 from tasks.shared.optimizer import make_optimizer
 from tasks.shared.randomness import generator, seeded
 from tasks.vision.classification import Classification
@@ -37,8 +37,11 @@ class ViT(Classification):
     @dataclass
     class Config(Classification.Config):
         size: Size = Size.smoke
+        repeats: int = 1
+        """How often an epoch takes a sample, each time augmented anew; with N it takes a N-th of
+        all samples, so its number of steps is the same (repeated augmentation)."""
         rand_augment: int = 0
-        """Magnitude of RandAugment's two operations, from 1 to 10; 0 for none."""
+        """Mean magnitude of RandAugment's two operations, from 1 to 10; 0 for none."""
         random_erasing: float = 0.0
         """Probability that noise replaces a rectangle of a training image."""
         mixup: float = 0.0
@@ -50,6 +53,7 @@ class ViT(Classification):
 
         def __post_init__(self) -> None:
             super().__post_init__()
+            require_count("repeats", self.repeats)
             hint = "must be a whole number from 0 to 10"
             require(0 <= self.rand_augment <= 10, "rand_augment", self.rand_augment, hint)
             erased = self.random_erasing
@@ -64,6 +68,11 @@ class ViT(Classification):
 
     name = "vit"
     interpolation = "bicubic"
+
+    @property
+    def repeats(self) -> int:  # type: ignore[override]
+        """See `Classification`."""
+        return self.config.repeats
 
     def model(self) -> nn.Module:
         """See `Task.model`. On the device "meta" it takes no memory, to count parameters."""
@@ -97,7 +106,7 @@ class ViT(Classification):
     def changes(self) -> list[Augment]:
         """See `Classification.changes`."""
         magnitude, chance = self.config.rand_augment, self.config.random_erasing
-        steps = rand_augment(magnitude) if magnitude else []
+        steps = rand_augment(magnitude, self.config.image_size) if magnitude else []
         steps += [erasing(chance)] if chance else []
         return steps
 

@@ -113,6 +113,15 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_there_is_no_average_to_export(
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export.main(TASKS, [str(finished("toy")), str(tmp_path / "made"), "--ema"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --ema") and "train.ema_decay" in line
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_all_files_have_the_mode_that_the_umask_leaves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

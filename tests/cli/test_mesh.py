@@ -344,6 +344,8 @@ REFUSED = [
             ("diloco", ("diloco.average_moments=true",)),
         )
     ),
+    (("mesh.sync_batch_norm=true",), "mesh.sync_batch_norm=true: .*set mesh.replica_size to 2"),
+    (("mesh.sync_batch_norm=true", *mesh("ddp")), "mesh.sync_batch_norm=true: .* on GPUs only"),
     (mesh("ep"), "mesh.strategy=ep: divides experts, and task=toy has none"),
     (("task=moe", *mesh("ep", 3), "launch.workers=3"), "mesh.replica_size=3: must divide the 8 "),
     (("task=moe", "train.compile=true", *mesh("ep")), "train.compile=true: "),

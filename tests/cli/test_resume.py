@@ -17,15 +17,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
 import train
+from co2.app import export
 from co2.config import Config
 from co2.errors import DIVERGED, PREEMPTED, ConfigError
 from co2.record.folder import check_folder, read_summary
 from co2.record.provenance import of_all_starts
 from co2.train import checkpoint, launch
 from recipes.runs.processes import running
+from tasks import TASKS
 from tasks.toy import Toy
 from tests.cli.harness import (
     LIMIT_S,
@@ -554,6 +557,31 @@ def test_every_method_goes_on_exactly(
         assert run.status == 0 and told_in < stop < 24
         assert_same_run(run.folder, undisturbed.folder)
     assert len(stops) == len(steps)
+
+
+def test_a_moving_average_goes_on_exactly(workers: Pool, tmp_path: Path) -> None:
+    arguments = ("method=co2", "co2.tau=3", "train.steps=24", "train.eval_every=5", "log.every=1")
+    arguments += ("checkpoint.every=0", "train.ema_decay=0.9")
+    undisturbed = pooled(workers, 2, *arguments, runs=tmp_path / "whole")
+    runs = tmp_path / "stopped"
+    stopping = {"setup": signalled, "setup_arguments": (0, 8)}
+    assert pooled(workers, 2, *arguments, runs=runs, **stopping).status == PREEMPTED
+    run = pooled(workers, 2, *arguments, runs=runs)
+    assert run.status == 0 and len(resumed_at(run.out)) == 1
+    assert_same_run(run.folder, undisturbed.folder)
+    saved, whole = (torch.load(one.folder / "model_ema.pt") for one in (run, undisturbed))
+    assert all(torch.equal(weight, whole[name]) for name, weight in saved.items())
+    last = torch.load(run.folder / "model.pt")
+    assert not all(torch.equal(weight, last[name]) for name, weight in saved.items())
+    final = json.loads((run.folder / "summary.json").read_text())["final"]
+    assert final["ema_loss"] != final["loss"]
+    # The export of either has its weights.
+    for words, expected in (([], last), (["--ema"], saved)):
+        made = tmp_path / f"made{len(words)}"
+        assert export.main(TASKS, [str(run.folder), str(made), *words]) == 0
+        there = load_file(made / "model.safetensors")
+        assert there.keys() == expected.keys()
+        assert all(torch.equal(weight, expected[name]) for name, weight in there.items())
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import co2
 from co2.comm.collectives import local
 from co2.config import MeshConfig, Precision, Strategy
+from co2.errors import ConfigError
 from co2.methods.base import MethodStats
 from co2.record.metrics import Ledger
 from co2.train import replica
@@ -23,6 +24,7 @@ from tests.engine.test_memory import storages
 from tests.grids import grid
 from tests.methods.driver import assert_same
 from tests.methods.several_workers import DENSE, NEED_ADAM, SETTINGS, Block, Net, Worker
+from tests.workers import Pool
 
 STEPS = 9
 """Three rounds: what the first sends is applied in the second and penalized in the third."""
@@ -406,3 +408,34 @@ def test_what_is_gathered_in_bf16():
         (nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)), Precision.bf16, gpu, None),
     ):
         assert gathered_as(block, precision, device).param_dtype is dtype
+
+
+def synchronized(rank: int, world: int) -> list[list[int]]:
+    """The workers with which each batch norm of a model is synchronized."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm2d(3)))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    weights = list(net.parameters())
+    config = MeshConfig(2, sync_batch_norm=True)
+    Replica(config, co2.Mesh.world(2), False).synchronize_batch_norm(net)
+    after = net.state_dict()
+    assert list(before) == list(after)
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert all(a is b for a, b in zip(weights, net.parameters(), strict=True))
+    norms = [part for part in net.modules() if isinstance(part, nn.SyncBatchNorm)]
+    return [dist.get_process_group_ranks(norm.process_group) for norm in norms]
+
+
+def test_batch_norm_is_synchronized_within_a_replica(workers: Pool) -> None:
+    assert workers.run(synchronized, 4) == [[[0, 1]] * 2] * 2 + [[[2, 3]] * 2] * 2
+
+
+class NormAndMore(nn.BatchNorm2d):
+    pass
+
+
+def test_what_is_more_than_a_batch_norm_is_not_replaced() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), NormAndMore(2))
+    replica = Replica(MeshConfig(1, sync_batch_norm=True), co2.Mesh.world(1), False)
+    with pytest.raises(ConfigError, match="1 is a NormAndMore") as caught:
+        replica.synchronize_batch_norm(net)
+    assert caught.value.key == "mesh.sync_batch_norm"

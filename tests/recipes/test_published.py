@@ -18,11 +18,11 @@ PUBLISHED = {
     "ade20k": (16, 16, 160_000, 0),
     "gpt2": (480, 480, 600_000, 2_000),
     "moe": (480, 480, 600_000, 2_000),
-    "roberta": (8192, 8192, 500_000, 24_000),
+    "roberta": (4096, 4096, 23_000, 1_380),
     "transnormer": (480, 480, 100_000, 2_000),
 }
 """By task: samples of a step, samples of the data set, epochs, epochs of warm-up."""
-TOKENS = {"gpt2": 295e9, "moe": 295e9, "transnormer": 49e9}
+TOKENS = {"gpt2": 295e9, "moe": 295e9, "transnormer": 49e9, "roberta": 12e9}
 OVERRIDES = {
     **{("glue", workers): 32 // workers for workers in (16, 32)},
     **{("shapenet", workers): 128 // workers for workers in (16, 32, 64)},
@@ -37,7 +37,10 @@ TOO_MANY = {(task, 64) for task in ("glue", "ade20k", "gpt2", "moe", "transnorme
 
 
 def on(task: str, workers: int, *more: str) -> Config:
-    return composed_config((f"task={task}", "scale=paper", f"launch.workers={workers}", *more))
+    words = [f"task={task}", "scale=paper", f"launch.workers={workers}", *more]
+    if task == "transnormer" and workers < 8:  # whose replicas are of eight
+        words += ["mesh.replica_size=1", "mesh.strategy=ddp"]
+    return composed_config(tuple(words))
 
 
 def test_no_recipe_is_forgotten() -> None:
@@ -47,7 +50,7 @@ def test_no_recipe_is_forgotten() -> None:
 @pytest.mark.parametrize("task", PUBLISHED)
 def test_a_published_recipe(task: str) -> None:
     batch, samples, epochs, warmup = PUBLISHED[task]
-    config = on(task, 4)
+    config = on(task, 8 if task == "transnormer" else 4)
     trained = config.train.steps * config.train.global_batch
     assert config.train.global_batch == batch
     assert trained / samples == pytest.approx(epochs, rel=1e-3)
@@ -55,6 +58,12 @@ def test_a_published_recipe(task: str) -> None:
     assert share == pytest.approx(warmup / epochs, rel=1e-3)
     if task in TOKENS:
         assert trained * config.task_config.context == pytest.approx(TOKENS[task], rel=5e-3)
+
+
+def test_robertas_own_recipe() -> None:
+    config = composed_config(("task=roberta", "scale=liu", "launch.workers=8"))
+    assert config.train.global_batch == 8192
+    assert (config.train.steps, config.optim.warmup_steps) == (500_000, 24_000)
 
 
 @pytest.mark.parametrize("workers", WORKERS)

@@ -71,7 +71,7 @@ def test_weights_depend_on_the_seed_alone() -> None:
 def test_the_model_of_scale_paper() -> None:
     """37 M weights of the head, 23.5 M of the backbone: counted on mmsegmentation's config."""
     with torch.device("meta"):
-        task = ade20k(backbone="resnet50", hidden=512, source=Source.ade20k, root="none")
+        task = ade20k(backbone="resnet50c", hidden=512, source=Source.ade20k, root="none")
         model = task.model()
         logits, auxiliary = model(torch.empty(2, 3, 512, 512))
     assert logits.shape == (2, 150, 128, 128) and auxiliary.shape == (2, 150, 32, 32)
@@ -81,6 +81,8 @@ def test_the_model_of_scale_paper() -> None:
     convs += [4 * 512 * 512 * 9, 150 * 513]  # fusion, classes
     norms = 2 * (256 + 512 * (4 + 1 + 3 + 3 + 1))
     backbone = 25_557_032 - 2048 * 1000 - 1000  # ResNet-50 without its classifier
+    # Three 3×3 convolutions in place of the 7×7 one, two of them of 32 channels.
+    backbone += 9 * (3 * 32 + 32 * 32 + 32 * 64) - 49 * 3 * 64 + 2 * (32 + 32)
     count = sum(weight.numel() for weight in model.parameters())
     assert count == sum(convs) + norms + backbone
 
@@ -437,6 +439,7 @@ def test_refused(kwargs: dict[str, Any], replicas: int, key: str) -> None:
         ("crop", 31),
         ("short_side", 0),
         ("scales", (2.0, 1.0)),
+        ("dropout", 1.0),
         ("scales", (0.0, 1.0)),
         ("scales", (1.0, math.inf)),
     ],
@@ -445,6 +448,22 @@ def test_config(key: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         ADE20K.Config(**{key: value})
     assert caught.value.key == key
+
+
+def test_dropout_takes_whole_channels_before_the_classes_in_training_alone() -> None:
+    model = upernet("tiny", None, 200, 5, 0.25)
+    assert model.state_dict().keys() == upernet("tiny", None, 200, 5).state_dict().keys()
+    seen: list[torch.Tensor] = []
+    for head in (model.decode_head, model.auxiliary_head):
+        head.classifier.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        head.classifier.weight.data.abs_()
+    model(torch.randn(64, 3, 32, 32))
+    for maps in seen:
+        gone = (maps.flatten(2) == 0).all(dim=2).float().mean().item()
+        assert gone > 0.2, "ReLU makes few maps of zeros only"
+    seen.clear()
+    model.eval()(torch.randn(64, 3, 32, 32))
+    assert ((seen[0].flatten(2) == 0).all(dim=2).float().mean().item()) < gone - 0.2
 
 
 def test_training_mode_alone_pays_for_the_auxiliary_head() -> None:

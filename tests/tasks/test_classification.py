@@ -47,6 +47,20 @@ def test_sizes() -> None:
     assert 0.33e6 < num_parameters("vit") < 0.37e6
 
 
+def test_resnet_starts_as_goyals() -> None:
+    own = {"dataset": DatasetName.imagenet, "image_size": 224, "eval_resize": 256}
+    task_of = task("resnet50", size=resnet50.Size.full, depth=18, **own)
+    model = task_of.model()
+    assert model.fc.weight.std().item() == pytest.approx(0.01, rel=0.02)
+    assert model.fc.weight.mean().abs().item() < 1e-4 and not model.fc.bias.any()
+    assert all(not block.bn2.weight.any() for block in model.layer3)
+    assert all(bool((block.bn1.weight == 1).all()) for block in model.layer3)
+    decayed = {id(weight) for weight in task_of.optimizer(model).param_groups[0]["params"]}
+    assert decayed == {id(weight) for weight in model.parameters() if weight.dim() > 1}
+    conv = model.layer2[0].conv1.weight
+    assert conv.std().item() == pytest.approx((2 / (conv[:, 0].numel())) ** 0.5, rel=0.02)
+
+
 @BOTH
 def test_weights_depend_on_the_seed_alone(name: str) -> None:
     def weights(seed: int) -> torch.Tensor:
@@ -103,6 +117,19 @@ def test_a_picture_changes_from_epoch_to_epoch_and_seed_to_seed(folder: Path) ->
     assert torch.equal(first(0, 1), first(0, 1))
     assert not torch.equal(first(0, 0), first(0, 1))
     assert not torch.equal(first(0, 0), first(1, 0))
+
+
+def test_repeats_of_a_picture_differ(folder: Path) -> None:
+    own = task("vit", folder, batch_size=24, repeats=3)
+    own.setup(1)
+    images, labels = next(own.batches(mesh(), 0))
+    samples = own._sampler(1).indices(0, 0)
+    assert len(set(samples.tolist())) == 8
+    for sample in set(samples.tolist()):
+        views = np.flatnonzero(samples == sample)
+        assert len(views) == 3 and len(set(labels[views].tolist())) == 1
+        pairs = [(views[a], views[b]) for a, b in ((0, 1), (0, 2), (1, 2))]
+        assert not any(torch.equal(images[a], images[b]) for a, b in pairs)
 
 
 def test_labels_are_those_of_the_pictures(folder: Path) -> None:

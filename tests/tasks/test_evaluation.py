@@ -108,14 +108,17 @@ def test_a_broken_batch_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result != result
 
 
-def test_modes_are_restored_one_by_one() -> None:
+def test_modes_are_restored_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout())
     model[1].eval()  # frozen by its owner
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     with suppress(ZeroDivisionError), evaluating(model):
+        assert not torch.backends.cudnn.benchmark
         assert not any(module.training for module in model.modules())
         assert not torch.is_grad_enabled()
         raise ZeroDivisionError
     assert [module.training for module in model] == [True, False, True] and model.training
+    assert torch.backends.cudnn.benchmark
 
 
 def scores(rank: int, world: int) -> dict[str, float]:

@@ -11,9 +11,10 @@ import pytest
 
 from tasks.prepare import shapenet as prepare
 from tasks.prepare.__main__ import main
+from tasks.shapenet import modelnet40 as layout
 from tasks.shapenet.shapenet import Shapes
 from tests.tasks.build import mesh
-from tests.tasks.test_shapenet import ready
+from tests.tasks.test_shapenet import modelnet40, ready
 
 NAMES = {"train": [f"0{n % 2}-t{n}.npy" for n in range(6)], "test": ["00-v0.npy", "01-v1.npy"]}
 
@@ -188,3 +189,20 @@ def test_help(capsys) -> None:
         main(["shapenet", "--help"])
     told = capsys.readouterr().out
     assert "shapenet.org" in told and "DATASET.md" in told and "--archive FILE" in told
+
+
+def test_check_of_modelnet40(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    there = modelnet40(tmp_path / "there", points=1024)
+    monkeypatch.setattr(layout, "NUM_CLOUDS", {"train": 12, "test": 6})
+    monkeypatch.setattr(layout, "NUM_CATEGORIES", 2)
+    assert run(tmp_path, "--check", there) == 0
+    (there / "flat" / "flat_00000.txt").write_text("1,2,3\n")
+    monkeypatch.setattr(layout, "NUM_CLOUDS", {"train": 13, "test": 6})
+    capsys.readouterr()
+    assert run(tmp_path, "--check", there) == 1
+    said = capsys.readouterr().out
+    assert "names 12 clouds, ModelNet40 has 13" in said
+    assert "flat_00000.txt: holds 1 points, 1024 are needed" in said
+    (there / "flat" / "flat_00000.txt").unlink()
+    assert run(tmp_path, "--check", there) == 1
+    assert "is missing" in capsys.readouterr().out

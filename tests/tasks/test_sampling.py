@@ -28,6 +28,36 @@ def test_an_epoch_sees_no_sample_twice(samples: int, replicas: int, batch: int) 
         assert seen.min() >= 0 and seen.max() < samples
 
 
+@pytest.mark.parametrize(
+    ("workers", "batch", "repeats"), [(4, 6, 3), (8, 2, 3), (1, 12, 3), (2, 8, 2)]
+)
+def test_repeats_are_dealt_out_as_by_deit(workers: int, batch: int, repeats: int) -> None:
+    """Its RASampler: every sample of a permutation so many times, of which worker w takes each
+    `workers`-th from w on, until all together have taken as many as there are samples."""
+    samples = 100
+    sampler = Sampler(samples, workers, batch, seed=1, repeats=repeats)
+    per_epoch = sampler.draws_per_epoch
+    assert per_epoch == samples // (workers * batch)
+    for epoch in range(2):
+        order = np.random.default_rng((1, epoch)).permutation(samples)
+        repeated = np.repeat(order, repeats)
+        views = np.tile(np.arange(repeats), samples) + epoch * repeats
+        draws = range(epoch * per_epoch, (epoch + 1) * per_epoch)
+        for worker in range(workers):
+            taken, numbers = sampler.block(draws, worker)
+            own = slice(worker, per_epoch * batch * workers, workers)
+            assert np.array_equal(taken, repeated[own])
+            assert np.array_equal(numbers, views[own])
+            if workers >= repeats:
+                assert len(set(taken.tolist())) == len(taken)
+
+
+def test_without_repeats_the_number_of_a_view_is_the_epoch() -> None:
+    sampler = Sampler(24, 3, 4, seed=1)
+    _, views = sampler.block(range(5), 1)
+    assert views.tolist() == np.repeat([sampler.epoch(draw) for draw in range(5)], 4).tolist()
+
+
 def test_left_over_samples_get_their_turn_in_other_epochs() -> None:
     sampler = Sampler(25, 2, 4, seed=0)
     assert len(set(np.concatenate(drawn(sampler, range(60))).tolist())) == 25

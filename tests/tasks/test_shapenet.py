@@ -16,7 +16,7 @@ from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError
 from tasks.shapenet.clouds import drawn, normalized, open_clouds, scaled_and_moved
 from tasks.shapenet.point_mae import PointMAE
-from tasks.shapenet.points import chamfer, patches, taken
+from tasks.shapenet.points import chamfer, farthest_points, patches, taken
 from tasks.shapenet.shapenet import (
     NUM_SOLIDS,
     Objective,
@@ -326,6 +326,70 @@ def test_evaluation_with_loading_workers(folder: Path) -> None:
     alone = ready(path=folder)
     model = alone.model()
     assert ready(path=folder, workers=1).evaluate(model) == alone.evaluate(model)
+
+
+def modelnet40(folder: Path, train: int = 12, test: int = 6, points: int = 40) -> Path:
+    """A folder in the layout of ModelNet40: two categories, flat and long."""
+    names, source = ("flat", "night_stand"), np.random.default_rng(1)
+    folder.mkdir()
+    (folder / "modelnet40_shape_names.txt").write_text("\n".join(names) + "\n")
+    for part, number in (("train", train), ("test", test)):
+        listed = [f"{names[n % 2]}_{n:04d}{part == 'test':d}" for n in range(number)]
+        (folder / f"modelnet40_{part}.txt").write_text("\n".join(listed) + "\n")
+        for n, name in enumerate(listed):
+            cloud = source.normal(size=(points, 6)) * [1, 1, 5 if n % 2 else 0.1, 1, 1, 1] + 3
+            file = folder / names[n % 2] / f"{name}.txt"
+            file.parent.mkdir(exist_ok=True)
+            np.savetxt(file, cloud, "%.6f", delimiter=",")
+    return folder
+
+
+def test_the_svm_on_modelnet40(tmp_path: Path, folder: Path) -> None:
+    from sklearn.svm import LinearSVC
+
+    there = modelnet40(tmp_path / "modelnet40")
+    task = ready(path=folder, modelnet40=str(there))
+    model = task.model()
+    scores = task.evaluate(model)
+    plain = ready(path=folder).evaluate(model)
+    assert scores.keys() - plain.keys() == {"modelnet40_accuracy"}
+    assert all(scores[name] == value for name, value in plain.items())
+    features, kinds = {}, {}
+    for part in ("train", "test"):
+        names = (there / f"modelnet40_{part}.txt").read_text().split()
+        kinds[part] = np.array([name.startswith("night_stand") for name in names])
+        files = [there / name.rpartition("_")[0] / f"{name}.txt" for name in names]
+        clouds = np.stack([np.loadtxt(file, np.float32, delimiter=",")[:, :3] for file in files])
+        whole = torch.from_numpy(normalized(clouds))
+        with torch.no_grad():
+            made = model.eval()(taken(whole, farthest_points(whole, 32)))
+        features[part] = made.double().numpy()
+    machine = LinearSVC(dual=False).fit(features["train"], kinds["train"])
+    assert scores["modelnet40_accuracy"] == machine.score(features["test"], kinds["test"])
+    assert task.fingerprint()["modelnet40"] == {"train": 12, "test": 6}
+
+
+def test_a_damaged_modelnet40(tmp_path: Path, folder: Path) -> None:
+    there = modelnet40(tmp_path / "modelnet40", points=31)
+    task = ready(path=folder, modelnet40=str(there))
+    with pytest.raises(ConfigError, match="holds 31 points, 32 are needed") as caught:
+        task.evaluate(task.model())
+    assert caught.value.key == "shapenet.modelnet40"
+    file = there / "flat" / "flat_00000.txt"
+    file.write_text("1,2,x\n")
+    with pytest.raises(ConfigError, match=r"is not a \.txt file that can be read"):
+        task.evaluate(task.model())
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"is missing; .*modelnet40_train\.txt names it"):
+        ready(path=folder, modelnet40=str(there))
+    (there / "modelnet40_shape_names.txt").write_text("flat\n")
+    with pytest.raises(ConfigError, match="night_stand_00010 is of no category"):
+        ready(path=folder, modelnet40=str(there))
+    (there / "modelnet40_shape_names.txt").unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ready(path=folder, modelnet40=str(there))
+    with pytest.raises(ConfigError, match="set objective to reconstruction"):
+        ShapeNet.Config(objective=Objective.classification, modelnet40=str(there))
 
 
 def test_the_svm_is_that_of_scikit_learn() -> None:
