@@ -1,15 +1,17 @@
 """Finds, without a GPU, what a host would wait for on one."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _ATEN = torch.ops.aten
 _WAITING = {
-    _ATEN._local_scalar_dense,  # item, tolist, int(…), bool(…)
+    _ATEN._local_scalar_dense,  # item, int(…), bool(…)
     _ATEN.equal,
     _ATEN.is_nonzero,
     _ATEN.masked_select,
@@ -20,9 +22,7 @@ _WAITING = {
 _INDEXING = {_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_}
 
 
-class NoWaits(TorchDispatchMode):
-    """Inside, operators fail whose results' shape or value the host would have to wait for."""
-
+class _Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -37,7 +37,18 @@ class NoWaits(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def no_waits(loss: Callable[[], Tensor]) -> None:
-    """A forward and a backward pass for which no host waits."""
-    with NoWaits():
-        loss().backward()
+class _Lists(TorchFunctionMode):
+    """A CPU's tensor becomes a list without any operator."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        assert func not in (Tensor.tolist, Tensor.numpy), f"the host would wait for {func}"
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Inside, what fails is all whose value, or shape, the host would have to wait for."""
+    with _Lists(), _Operators():
+        yield
