@@ -16,7 +16,7 @@ import torch
 
 _PACKAGES = (
     *("co2-suite", "torch", "torchvision", "timm", "transformers", "tokenizers", "datasets"),
-    *("numpy", "scikit-learn", "hydra-core", "wandb"),
+    *("numpy", "scikit-learn", "torch-geometric", "hydra-core", "wandb"),
 )
 
 

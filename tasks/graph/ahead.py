@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -15,7 +15,7 @@ class _End:
         self.error = error
 
 
-def ahead(made: Iterator[T], depth: int) -> Iterator[T]:
+def ahead(made: Iterator[T], depth: int) -> Generator[T, None, None]:
     """Yield what an iterator makes, which a thread of its own goes through.
 
     Args:

@@ -7,7 +7,7 @@ from: tasks/graph/stores.py.
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from enum import Enum
@@ -48,6 +48,7 @@ from tasks.graph.stores import (
     StoreName,
     Whole,
 )
+from tasks.graph.transfer import Sender, Sent, arriving
 from tasks.shared.evaluation import evaluating, total
 from tasks.shared.optimizer import make_optimizer
 from tasks.shared.randomness import generator, seeded
@@ -105,7 +106,7 @@ class Graph:
         parts: int = 16
         """Parts of the graph, of which as many as host_mb holds are there at once (partition)."""
         ahead: int = 2
-        """Batches that are loaded ahead of their use."""
+        """Batches that are loaded ahead of their use, on the device that trains."""
         threads: int = 8
         """That read from disk at the same time."""
 
@@ -174,18 +175,21 @@ class Graph:
         try:
             self._store = store = self._made(mesh)
             left = max(0, self._total - start)
+            sender = Sender(mesh.device)
             # No plan is made for batches beyond the training's end, unless they are asked for.
-            yield from ahead(self._loaded(store, start, left), self.config.ahead)
-            yield from self._loaded(store, start + left, None)
+            yield from arriving(ahead(self._sent(store, sender, start, left), self.config.ahead))
+            yield from arriving(self._sent(store, sender, start + left, None))
         except OSError as error:
             hint = f"cannot be read: {error.strerror}; {python()} -m tasks.prepare graph --check"
             raise ConfigError("graph", error.filename, f"{hint} {self.graph.folder}") from None
 
-    def _loaded(self, store: Store, start: int, number: int | None) -> Iterator[dict[str, Tensor]]:
+    def _sent(
+        self, store: Store, sender: Sender, start: int, number: int | None
+    ) -> Generator[Sent, None, None]:
         """So many batches; None: endless ones."""
         with closing(store.stream(start)) as stream:
             for loaded in islice(stream, number):
-                yield self._batch(loaded)
+                yield sender.send(self._batch(loaded))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross-entropy in nats, fp32."""
@@ -197,14 +201,13 @@ class Graph:
         the same ones for every seed."""
         device, chosen = next(model.parameters()).device, self._validation
         num_batches = -(-len(chosen) // _EVAL_BATCH)
-        rows = self._rows(ReadTotals())
+        rows, sender = self._rows(ReadTotals()), Sender(device)
 
         def compute(number: int) -> Tensor:
             nodes = chosen[number * _EVAL_BATCH : (number + 1) * _EVAL_BATCH]
             fanout = tuple(self.config.fanout)
             whole = self._topology.neighbourhood(nodes, fanout, generator(number))
-            batch = self._batch(Loaded(whole, rows.read(whole.nodes)))
-            batch = {name: part.to(device) for name, part in batch.items()}
+            batch = sender.send(self._batch(Loaded(whole, rows.read(whole.nodes)))).arrived()
             logits, labels = self._logits(model, batch).float(), batch["labels"]
             losses = F.cross_entropy(logits, labels, reduction="none")
             right = logits.argmax(1) == labels

@@ -25,8 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from co2.errors import require
+from tasks.moe import mlp
+from tasks.moe.mlp import Weights
 from tasks.moe.routing import Routing, route
-from tasks.moe.token_exchange import Traffic, Weights, bulk, tiled
+from tasks.moe.token_exchange import Traffic, bulk, tiled
 
 
 def balance_loss(shares: Tensor, wanted: Tensor) -> Tensor:
@@ -200,12 +202,8 @@ class Experts(nn.Module):
 
     def _mlps(self, tokens: Tensor, counts: list[int]) -> Tensor:
         """Each of this worker's experts on its tokens, which stand one expert after another."""
-        parts = []
-        for expert, part in enumerate(tokens.split(counts)):
-            hidden = torch.addmm(self.inner_bias[expert], part, self.inner[expert])
-            hidden = F.gelu(hidden, approximate="tanh")
-            parts.append(torch.addmm(self.outer_bias[expert], hidden, self.outer[expert]))
-        return torch.cat(parts)
+        parts = enumerate(tokens.split(counts))
+        return torch.cat([mlp.forward(self._weights, expert, part)[1] for expert, part in parts])
 
     def _combined(self, made: Tensor, routing: Routing, num_tokens: int) -> Tensor:
         """The weighted sums, [T, width]. Each assignment has a row of its own before they are

@@ -14,15 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from tasks.moe import fused_kernel
+from tasks.moe import fused_kernel, mlp
+from tasks.moe.mlp import Weights
 from tasks.moe.routing import Routing
-from tasks.moe.token_exchange import Weights
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,11 @@ class _Layer(Function):
                 total = total + d_gated
                 d_made = (arriving * weight.flatten()[choice, None]).to(made.dtype)
                 sent = tokens[choice % len(tokens)].to(made.dtype)
-                d_sent = _through_experts(sent, before, d_made, numbers, cast, sums)
+                ends = (each.split(numbers) for each in (sent, before[: len(sent)], d_made))
+                parts = enumerate(zip(*ends, strict=True))
+                d_sent = torch.cat(
+                    [mlp.backward(cast, sums, expert, *part) for expert, part in parts]
+                )
                 rows = d_tokens.new_zeros(weight.numel(), tokens.shape[1])
                 rows[choice] = d_sent.float()  # each has a row of its own: one order of sums
                 d_tokens += rows.view(len(weight), *tokens.shape).sum(0)
@@ -212,39 +215,3 @@ class _Layer(Function):
             d_gate = total.T @ tokens.float()
         back = [each.to(dtype) for each, dtype in zip(sums, ctx.dtypes, strict=True)]
         return d_tokens.to(tokens.dtype), d_gate.to(gate.dtype), *back, *[None] * 5
-
-
-def _through_experts(
-    sent: Tensor,
-    before: Tensor,
-    d_made: Tensor,
-    numbers: list[int],
-    weights: list[Tensor],
-    sums: list[Tensor],
-) -> Tensor:
-    """The gradient of the experts' input, [A, width]; those of their weights go into `sums`.
-
-    Args:
-        sent: input, [A, width], one expert after another.
-        before: what GELU has seen, [A, hidden] or more rows.
-        d_made: gradient of what the experts have made, [A, width].
-        numbers: rows of each expert.
-        weights: of all experts.
-        sums: zeros like these.
-    """
-    inner, _, outer, _ = weights
-    d_inner, d_inner_bias, d_outer, d_outer_bias = sums
-    d_sent = torch.empty_like(sent)
-    begin = 0
-    for expert, number in enumerate(numbers):
-        rows = slice(begin, begin + number)
-        begin += number
-        hidden = F.gelu(before[rows], approximate="tanh")
-        torch.mm(hidden.T, d_made[rows], out=d_outer[expert])
-        torch.sum(d_made[rows], 0, out=d_outer_bias[expert])
-        d_hidden = d_made[rows] @ outer[expert].T
-        d_before = torch.ops.aten.gelu_backward(d_hidden, before[rows], approximate="tanh")
-        torch.mm(sent[rows].T, d_before, out=d_inner[expert])
-        torch.sum(d_before, 0, out=d_inner_bias[expert])
-        torch.mm(d_before, inner[expert].T, out=d_sent[rows])
-    return d_sent

@@ -11,11 +11,12 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from co2.comm.clocks import ExchangeTotals
-from co2.config import Strategy
+from co2.config import Precision, Strategy
 from co2.errors import require, require_count, require_number
 from co2.task import Batch
 from tasks.moe.experts import NOT_DIVIDED, Exchange, Experts, Kernel
@@ -125,6 +126,10 @@ class MoE(CausalText):
             return
         key, value = f"{self.name}.kernel", kernel.value
         require(strategy is not Strategy.ep, key, value, NOT_DIVIDED)
+        train = self.train
+        if kernel is Kernel.grouped and train.compile and train.precision is Precision.fp32:
+            hint = "this PyTorch compiles moe.kernel=grouped in bf16 alone; train.precision=bf16"
+            require(compiles_fp32(), "train.compile", "true", hint)
         if kernel is Kernel.fused:
             installed = find_spec("triton") is not None
             require(installed, key, value, "needs Triton, which is not installed; use loop")
@@ -181,6 +186,17 @@ class MoE(CausalText):
         layers = wanted.view(-1, self.config.num_experts)
         busiest = (layers.amax(1) / layers.mean(1)).mean().item()
         return {"busiest_expert": busiest, "dropped": 1 - (made.sum() / wanted.sum()).item()}
+
+
+def compiles_fp32() -> bool:
+    """Whether torch.compile, which looks at shapes and types first, knows grouped GEMMs in fp32.
+    That of PyTorch 2.11 does not, though it computes them."""
+    rows, experts = torch.empty(8, 8, device="meta"), torch.empty(2, 8, 8, device="meta")
+    try:
+        F.grouped_mm(rows, experts, offs=torch.empty(2, dtype=torch.int32, device="meta"))
+    except RuntimeError:
+        return False
+    return True
 
 
 def nvshmem_available() -> bool:

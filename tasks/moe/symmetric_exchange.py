@@ -11,20 +11,16 @@ what they needed of the one before it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-# `Any`: what autograd hands to and takes from a function.
-from typing import Any, Final
+from typing import Final
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.distributed import _symmetric_memory as symm_mem
 
 from co2.errors import require
-from tasks.moe.token_exchange import Traffic
+from tasks.moe.token_exchange import Traffic, Travelled
 
 BACKEND: Final = "NVSHMEM"
 """Of symmetric memory: the one that has these kernels."""
@@ -60,33 +56,9 @@ def symmetric(
         traffic: counts and times. The GPU stands still for all of it.
     """
     way = _Way(counts, group, traffic)
-    came: Tensor = _ToExperts.apply(sent, way)
-    made: Tensor = _FromExperts.apply(compute(came, way.own), way)
+    came: Tensor = Travelled.apply(sent, way.to_experts, way.from_experts)
+    made: Tensor = Travelled.apply(compute(came, way.own), way.from_experts, way.to_experts)
     return made
-
-
-class _ToExperts(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, way: "_Way") -> Tensor:
-        ctx.way = way
-        return way.to_experts(rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.way.from_experts(gradient), None
-
-
-class _FromExperts(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, way: "_Way") -> Tensor:
-        ctx.way = way
-        return way.from_experts(rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.way.to_experts(gradient), None
 
 
 class _Way:

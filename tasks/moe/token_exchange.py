@@ -31,9 +31,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from co2.comm.clocks import CommTotals, ExchangeTotals, Stopwatch, stopwatch
-
-Weights = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Of this worker's experts: inner, inner_bias, outer, outer_bias, each [E/N, ...]."""
+from tasks.moe import mlp
+from tasks.moe.mlp import Weights
 
 
 class Traffic:
@@ -132,31 +131,37 @@ def bulk(
     first = (torch.arange(experts, device=own.device) * most - own.cumsum(0) + own).to(own.dtype)
     place = torch.arange(len(sent), device=own.device) + first.repeat_interleave(own)
     padded = sent.new_zeros(experts * most, sent.shape[1]).index_copy(0, place, sent)
-    rows = [experts // workers * most] * workers
-    came = _AllToAll.apply(padded, rows, group, traffic)
+    numbers = [experts // workers * most] * workers
+
+    def exchanged(rows: Tensor) -> Tensor:
+        return traffic.launch(rows, numbers, numbers, group)()
+
+    came = Travelled.apply(padded, exchanged, exchanged)
     inner, inner_bias, outer, outer_bias = weights
     tokens = came.view(workers, experts // workers, most, -1).transpose(0, 1).flatten(1, 2)
     hidden = F.gelu(torch.baddbmm(inner_bias[:, None], tokens, inner), approximate="tanh")
     made = torch.baddbmm(outer_bias[:, None], hidden, outer)
     back = made.view(experts // workers, workers, most, -1).transpose(0, 1).flatten(0, 2)
-    return _AllToAll.apply(back, rows, group, traffic)[place]
+    return Travelled.apply(back, exchanged, exchanged)[place]
 
 
-class _AllToAll(Function):
-    """An all-to-all of equal parts."""
+class Travelled(Function):
+    """Rows that have travelled one way, and whose gradients travel the other way."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, numbers: list[int], group: dist.ProcessGroup, traffic: Traffic
+        ctx: Any,
+        rows: Tensor,
+        there: Callable[[Tensor], Tensor],
+        back: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        ctx.way = numbers, group, traffic
-        return traffic.launch(rows, numbers, numbers, group)()
+        ctx.back = back
+        return there(rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        numbers, group, traffic = ctx.way
-        return traffic.launch(gradient, numbers, numbers, group)(), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient), None, None
 
 
 @dataclass(frozen=True)
@@ -223,14 +228,12 @@ class _Tiled(Function):
         *weights: Tensor,
     ) -> Tensor:
         plan = _Plan(counts.tolist(), group, traffic, most)
-        inner, inner_bias, outer, outer_bias = weights
         kept: list[Tensor] = []
 
         def compute(expert: int, rows: Tensor) -> Tensor:
-            before = torch.addmm(inner_bias[expert], rows, inner[expert])
+            before, made = mlp.forward(weights, expert, rows)
             kept.extend((rows, before))
-            hidden = F.gelu(before, approximate="tanh")
-            return torch.addmm(outer_bias[expert], hidden, outer[expert])
+            return made
 
         made = plan.pass_through(sent, compute)
         ctx.plan = plan
@@ -240,23 +243,12 @@ class _Tiled(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        inner, inner_bias, outer, outer_bias, *kept = ctx.saved_tensors
-        weights = inner, inner_bias, outer, outer_bias
-        sums = tuple(torch.zeros_like(weight) for weight in weights)
-        d_inner, d_inner_bias, d_outer, d_outer_bias = sums
-        saved = iter(kept)
+        weights, saved = ctx.saved_tensors[:4], iter(ctx.saved_tensors[4:])
+        sums = [torch.zeros_like(weight) for weight in weights]
 
         def compute(expert: int, rows: Tensor) -> Tensor:
             tokens, before = next(saved), next(saved)
-            hidden = F.gelu(before, approximate="tanh")
-            d_outer[expert].addmm_(hidden.T, rows)
-            d_outer_bias[expert] += rows.sum(0)
-            d_hidden = rows @ outer[expert].T
-            d_before = torch.ops.aten.gelu_backward(d_hidden, before, approximate="tanh")
-            d_inner[expert].addmm_(tokens.T, d_before)
-            d_inner_bias[expert] += d_before.sum(0)
-            result: Tensor = d_before @ inner[expert].T
-            return result
+            return mlp.backward(weights, sums, expert, tokens, before, rows)
 
         d_sent = ctx.plan.pass_through(gradient.contiguous(), compute)
         return d_sent, None, None, None, None, *sums

@@ -13,7 +13,7 @@ from tests.installed import SOURCES, build_wheel, ended, install
 
 FOREIGN = (
     *("datasets", "hydra", "matplotlib", "omegaconf", "pandas", "pydantic", "rich", "sklearn"),
-    *("timm", "tokenizers", "torchvision", "transformers", "wandb", "yaml"),
+    *("timm", "tokenizers", "torch_geometric", "torchvision", "transformers", "wandb", "yaml"),
 )
 """What the library must do without."""
 LOOP = """

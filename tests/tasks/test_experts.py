@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from co2.errors import ConfigError
 from tasks.moe.experts import EXPERTS as EXPERT_WEIGHTS
 from tasks.moe.experts import Exchange, Experts, Kernel, balance_loss, z_loss
 from tasks.moe.routing import route
+from tests.tasks.waits import no_waits
 from tests.workers import Pool
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 6, 10, 5, 23
@@ -199,6 +201,35 @@ def test_a_grouped_product_is_the_loop(
         close = (3e-2 if bf16 else 1e-5) * one.abs().max().item()
         torch.testing.assert_close(one, other, rtol=0, atol=close)
     assert (made.routing.counts == 0).sum() == (0 if favourite is None else 3)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_no_host_waits_for_a_grouped_product(bf16: bool) -> None:
+    made = layer(2, width=8, hidden=16, kernel=Kernel.grouped).float()
+    x = F.pad(tokens(), (0, 2)).float().requires_grad_()
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            out = made(x).square().sum()
+        balance, z = made.losses
+        return out + balance + z
+
+    with no_waits():
+        loss().backward()
+    made.kernel = Kernel.loop
+    with pytest.raises(AssertionError, match="the host would wait for"), no_waits():
+        loss()
+
+
+def test_a_grouped_product_is_one_graph() -> None:
+    """Compiled once, however the tokens are divided."""
+    made = layer(2, width=8, hidden=16, kernel=Kernel.grouped).to(torch.bfloat16)
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(made, backend=counter, fullgraph=True)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        compiled(torch.randn(TOKENS, 8, dtype=torch.bfloat16)).sum().backward()
+    assert counter.frame_count == 1
 
 
 def divided(

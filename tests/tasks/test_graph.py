@@ -13,9 +13,12 @@ from co2.config import DataConfig, OptimConfig, TrainConfig, Validation
 from co2.errors import ConfigError
 from co2.program import python
 from tasks.graph.graph import DatasetName, Graph
-from tasks.graph.networks import Network
+from tasks.graph.networks import GraphNetwork, Network
 from tasks.graph.sampling import Topology
+from tasks.graph.stores import StoreName
 from tests.tasks import random_graph
+from tests.tasks.build import mesh
+from tests.tasks.waits import no_waits
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +100,6 @@ def test_weights_depend_on_the_seed_alone(folder: Path, kind: Network) -> None:
 
 def test_the_published_size() -> None:
     """GraphSAGE of papers100M: two matrices and a bias for each layer."""
-    from tasks.graph.networks import GraphNetwork
-
     with torch.device("meta"):
         model = GraphNetwork(Network.sage, (128, 256, 256, 172), 4, 0.2)
     pairs = ((128, 256), (256, 256), (256, 172))
@@ -163,10 +164,37 @@ def test_fingerprint_changes_with_the_data(tmp_path: Path, folder: Path) -> None
 def test_half_precision_features(tmp_path: Path) -> None:
     """They are stored and moved as they are, and computed with in fp32."""
     task = ready(random_graph.write(tmp_path / "half", dtype="float16").folder)
-    from tests.tasks.build import mesh
-
     batches = task.batches(mesh(0, 2), 0)
     batch = next(batches)
     batches.close()
     assert batch["features"].dtype == torch.float16
     assert task.loss(task.model(), batch).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", Network)
+def test_no_host_waits_in_a_step(tmp_path: Path, folder: Path, kind: Network) -> None:
+    """Also where some features are on the device already."""
+    task = graph(folder, str(tmp_path), model=kind, store=StoreName.diskgnn, device_mb=1 / 1024)
+    task.setup(2)
+    model, batches = task.model(), task.batches(mesh(0, 2), 0)
+    batch = next(batches)
+    batches.close()
+    assert len(batch["table"]) > 0
+    with no_waits():
+        task.loss(model, batch).backward()
+
+
+@pytest.mark.parametrize(
+    "waiting",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x.repeat_interleave(x.long()),
+    ],
+)
+def test_waits_are_found(waiting: Any) -> None:
+    """By what the test above rests on."""
+    with no_waits(), pytest.raises(AssertionError, match="the host would wait for"):
+        waiting(torch.arange(3.0))

@@ -5,9 +5,10 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from tasks.graph.networks import Edges, GATLayer, GraphNetwork, Network, SAGELayer
+from tasks.graph.networks import Edges, GraphNetwork, Network
 from tasks.graph.sampling import Neighbourhood, Restricted, Topology
 from tasks.shared.randomness import generator
 
@@ -79,52 +80,80 @@ def test_within_some_nodes(topology: Topology) -> None:
     assert edges(whole, 0) == [[0, 3], [2, 3]]
 
 
-def neighbours_of(edges: Edges) -> list[list[int]]:
+def adjacency(edges: Edges, nodes: int) -> Tensor:
+    """How many edges lead from a node to a target, [targets, nodes]."""
     starts, sources = edges
-    return [part.tolist() for part in sources.tensor_split(starts[1:-1])]
+    dense = torch.zeros(len(starts) - 1, nodes, dtype=torch.float64)
+    for target, own in enumerate(sources.tensor_split(starts[1:-1])):
+        dense[target] += own.bincount(minlength=nodes)
+    return dense
 
 
-@pytest.fixture
-def layer() -> tuple[Tensor, Edges]:
-    """Five nodes, three of them targets, of which the second has no neighbours."""
-    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return x, (torch.tensor([0, 3, 3, 5]), torch.tensor([1, 3, 4, 0, 2]))
+def sage(layer: nn.Module, x: Tensor, edges: Edges) -> Tensor:
+    """GraphSAGE's formula with matrices of all targets and nodes."""
+    near = adjacency(edges, len(x))
+    mean = near @ x / near.sum(1, keepdim=True).clamp(min=1)
+    own = x[: len(near)] @ layer.lin_r.weight.T
+    return own + mean @ layer.lin_l.weight.T + layer.lin_l.bias
 
 
-def test_sage_layer(layer: tuple[Tensor, Edges]) -> None:
-    x, own = layer
-    module = SAGELayer(4, 3).double()
-    expected = []
-    for node, neighbours in enumerate(neighbours_of(own)):
-        mean = x[neighbours].mean(0) if neighbours else torch.zeros(4, dtype=torch.float64)
-        expected.append(module.own(x[node]) + module.neighbours(mean))
-    torch.testing.assert_close(module(x, own), torch.stack(expected))
+def gat(layer: nn.Module, x: Tensor, edges: Edges) -> Tensor:
+    """GAT's."""
+    near = adjacency(edges, len(x))
+    near = near + torch.eye(*near.shape)
+    values = (x @ layer.lin.weight.T).unflatten(1, (layer.heads, -1))
+    source, target = ((values * part).sum(2) for part in (layer.att_src[0], layer.att_dst[0]))
+    score = target[: len(near), None] + source[None]  # [targets, nodes, heads]
+    score = torch.where(score > 0, score, 0.2 * score)
+    share = (score + near.log()[..., None]).softmax(1)  # of edges, and none where there are none
+    made = torch.einsum("tnh,nhw->thw", share, values)
+    return (made.flatten(1) if layer.concat else made.mean(1)) + layer.bias
 
 
-@pytest.mark.parametrize("average", [False, True])
-def test_gat_layer(layer: tuple[Tensor, Edges], average: bool) -> None:
-    x, own = layer
-    module = GATLayer(4, 6, heads=2, average=average).double()
-    with torch.no_grad():
-        module.bias.normal_()
-    values = module.values(x).view(5, 2, -1)
-    expected = []
-    for node, neighbours in enumerate(neighbours_of(own)):
-        seen = [*neighbours, node]
-        heads = []
-        for head in range(2):
-            score = torch.stack(
-                [
-                    module.source[head] @ values[u, head] + module.target[head] @ values[node, head]
-                    for u in seen
-                ]
-            )
-            share = torch.where(score > 0, score, 0.2 * score).softmax(0)
-            heads.append(share @ values[seen, head])
-        made = torch.stack(heads)
-        expected.append((made.mean(0) if average else made.flatten()) + module.bias)
-    # The softmax is computed in fp32, whatever the weights are.
-    torch.testing.assert_close(module(x, own), torch.stack(expected), rtol=1e-5, atol=1e-6)
+FORMULAS = {Network.sage: (sage, torch.relu), Network.gat: (gat, F.elu)}
+
+
+@pytest.mark.parametrize("kind", Network)
+def test_equals_its_formula(kind: Network) -> None:
+    """Logits, and the gradients of all weights and features. The second of the targets has no
+    neighbours in the first layer, and the last one none in the second."""
+    torch.manual_seed(0)
+    model = GraphNetwork(kind, (4, 6, 3), heads=2, dropout=0.0).double()
+    for weight in model.parameters():
+        nn.init.normal_(weight)
+    own = [
+        (torch.tensor([0, 3, 3, 5]), torch.tensor([1, 3, 4, 0, 2])),
+        (torch.tensor([0, 1, 1]), torch.tensor([2])),
+    ]
+    formula, between = FORMULAS[kind]
+
+    def written(x: Tensor, edges: list[Edges]) -> Tensor:
+        first, last = model.layers
+        return formula(last, between(formula(first, x, edges[0])), edges[1])
+
+    found = []
+    for compute in (model, written):
+        x = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        out = compute(x.requires_grad_(), own)
+        assert out.shape == (2, 3)
+        found.append((out, *torch.autograd.grad(out.square().sum(), [x, *model.parameters()])))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", Network)
+def test_autocast_adds_neighbours_up_in_fp32(kind: Network, topology: Topology) -> None:
+    model = GraphNetwork(kind, (4, 8, 3), heads=2, dropout=0.0)
+    types = []
+    for layer in model.layers:
+        layer.register_message_forward_hook(lambda *given: types.append(given[-1].dtype))
+    whole = topology.neighbourhood(np.arange(5), (4, 4), generator(0))
+    own = [(torch.from_numpy(one.starts), torch.from_numpy(one.sources)) for one in whole.layers]
+    x = torch.randn(len(whole.nodes), 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(x, own)
+    assert types == [torch.float32] * 2
+    torch.testing.assert_close(found.float(), model(x, own), rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("kind", Network)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tasks.moe.moe as task_module
-from co2.config import Strategy
+from co2.config import Precision, Strategy
 from co2.errors import ConfigError
 from tasks.moe.experts import Exchange, Experts, Kernel
 from tasks.moe.moe import SHAPES, MoE, Size, mixtures
@@ -168,6 +168,26 @@ def test_where_a_kernel_runs(
         refusal = pytest.raises(ConfigError, match=f"^moe.kernel={line}")
     with refusal:
         task.check_place(torch.device("cpu"), strategy)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_compiling_in_fp32(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+    """Old compilers look at a grouped GEMM's types before they know that it takes fp32."""
+
+    def grouped(*given: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        if not known:
+            raise RuntimeError("Expected inputs of BF16 type")
+        return torch.empty(0)
+
+    monkeypatch.setattr(nn.functional, "grouped_mm", grouped)
+    task = moe(Path("unused"), kernel=Kernel.grouped)
+    task.check_place(torch.device("cpu"), Strategy.ddp)
+    task.train.compile = True
+    line = r"^train.compile=true: this PyTorch compiles moe.kernel=grouped in bf16 alone; train.pre"
+    with nullcontext() if known else pytest.raises(ConfigError, match=line):
+        task.check_place(torch.device("cpu"), Strategy.ddp)
+    task.train.precision = Precision.bf16
+    task.check_place(torch.device("cpu"), Strategy.ddp)
 
 
 @pytest.mark.parametrize(
