@@ -74,10 +74,14 @@ class ADE20K:
         """Shorter side of a training image at scale 1 and of a validation image, in pixels."""
         scales: tuple[float, float] = (0.5, 2.0)
         """Smallest and largest scale of a training image."""
+        eval_samples: int | None = None
+        """Number of validation images in one evaluation, spread evenly; null takes all."""
 
         def __post_init__(self) -> None:
             self.weights = at_home(self.weights)
             require_count("hidden", self.hidden)
+            if self.eval_samples is not None:
+                require_count("eval_samples", self.eval_samples)
             for name in ("crop", "short_side"):
                 require_count(name, getattr(self, name))
                 hint = "must be 32 or more, the stride of the backbone"
@@ -115,7 +119,7 @@ class ADE20K:
         self._opened = {split: self._open(split) for split in pairs.SPLITS}
         self._sampler(num_workers)
         available, part = len(self._samples("validation")), self.data.validation
-        self._validation = validation_samples(available, None, part).tolist()
+        self._validation = validation_samples(available, self.config.eval_samples, part).tolist()
 
     def model(self) -> nn.Module:
         """See `Task.model`. On the device "meta" the file of weights is not read."""

@@ -99,8 +99,8 @@ class MoE(CausalText):
     def model(self) -> nn.Module:
         """See `Task.model`. On the device "meta" it takes no memory, to count parameters."""
         config = self.config
-        shape, experts = SHAPES[config.size]
-        layers, _, width = shape
+        whole, experts = SHAPES[config.size]
+        layers, _, width = shape = config.cut(whole)
         std = initial_std(width)
         stds = std, std / (2 * layers) ** 0.5  # as GPT-2 has them
         mixture = (config.active, config.capacity, config.shared, stds, config.dropout)

@@ -62,6 +62,8 @@ class CausalText:
         corpus: CorpusName = CorpusName.embedded
         """embedded: Python source that every installation has. openwebtext: see tasks.prepare.
         Where data.path=FILE_OR_FOLDER is given, it replaces either."""
+        layers: int | None = None
+        """Blocks of the model, in place of those that its size has."""
         eval_samples: int | None = None
         """Number of validation windows in one evaluation, spread evenly; null takes all."""
 
@@ -69,8 +71,13 @@ class CausalText:
             require_count("context", self.context)
             hint = "must be a whole number from 257 (256 bytes and the separator) to 1000000"
             require(257 <= self.vocab_size <= 1_000_000, "vocab_size", self.vocab_size, hint)
-            if self.eval_samples is not None:
-                require_count("eval_samples", self.eval_samples)
+            for name in ("layers", "eval_samples"):
+                if getattr(self, name) is not None:
+                    require_count(name, getattr(self, name))
+
+        def cut(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+            """A size's layers, heads and width, with as many layers as this model has."""
+            return (self.layers or shape[0], *shape[1:])
 
     name: str
     """Name of the task and of its node in the configuration."""

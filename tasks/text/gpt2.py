@@ -72,7 +72,7 @@ class GPT2(CausalText):
     def model(self) -> nn.Module:
         """See `Task.model`. On the device "meta" it takes no memory, to count parameters."""
         with seeded(self.train.seed):
-            config, shape = self.config, SHAPES[self.config.size]
+            config, shape = self.config, self.config.cut(SHAPES[self.config.size])
             return transformer(self.padded_vocab_size, config.context, shape, config.dropout)
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:

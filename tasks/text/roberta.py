@@ -98,6 +98,8 @@ class ModelConfig:
     end."""
     dropout: float = 0.0
     """Rate of dropout in embeddings, attention and residuals."""
+    layers: int | None = None
+    """Blocks of the model, in place of those that its size has."""
     eval_samples: int | None = None
     """Number of validation windows in one evaluation, spread evenly; null takes all."""
 
@@ -108,8 +110,9 @@ class ModelConfig:
         require(257 <= self.vocab_size <= 1_000_000, "vocab_size", self.vocab_size, hint)
         hint = "must be 0 or more and below 1"
         require(0 <= self.dropout < 1, "dropout", self.dropout, hint)
-        if self.eval_samples is not None:
-            require_count("eval_samples", self.eval_samples)
+        for name in ("layers", "eval_samples"):
+            if getattr(self, name) is not None:
+                require_count(name, getattr(self, name))
 
 
 class MaskedLM(nn.Module):
@@ -423,7 +426,7 @@ def architecture(config: ModelConfig, vocab_size: int) -> "RobertaConfig":
         vocab_size=vocab_size,
         # Positions are counted from the id of <pad> + 1 on.
         max_position_embeddings=config.context + Vocabulary.PAD + 1,
-        num_hidden_layers=layers,
+        num_hidden_layers=config.layers or layers,
         num_attention_heads=heads,
         hidden_size=width,
         intermediate_size=4 * width,

@@ -39,7 +39,7 @@ class TransNormer(CausalText):
     def model(self) -> nn.Module:
         """See `Task.model`. On the device "meta" it takes no memory, to count parameters."""
         with seeded(self.train.seed):
-            return Model(self.padded_vocab_size, *SHAPES[self.config.size])
+            return Model(self.padded_vocab_size, *self.config.cut(SHAPES[self.config.size]))
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """See `Task.optimizer`. The angles of LRPE have no weight decay, because an angle of 0

@@ -71,10 +71,14 @@ class Classification:
         flip: bool = True
         """Whether half of the training crops are mirrored, left to right."""
         label_smoothing: float = 0.0
+        eval_samples: int | None = None
+        """Number of validation images in one evaluation, spread evenly; null takes all."""
 
         def __post_init__(self) -> None:
             for name in ("image_size", "eval_resize"):
                 require_count(name, getattr(self, name))
+            if self.eval_samples is not None:
+                require_count("eval_samples", self.eval_samples)
             hint = f"must be at least image_size, which is {self.image_size}"
             require(self.eval_resize >= self.image_size, "eval_resize", self.eval_resize, hint)
             require(0 < self.crop <= 1, "crop", self.crop, "must be above 0 and at most 1")
@@ -105,7 +109,9 @@ class Classification:
         self._sampler(num_workers)
         available, part = int(self._opened.counts["val"].sum()), self.data.validation
         # Images are sorted by class, so that each half has half of every class.
-        self._validation = validation_samples(available, None, part, alternate=True)
+        self._validation = validation_samples(
+            available, self.config.eval_samples, part, alternate=True
+        )
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return make_optimizer(model, self.optim)
