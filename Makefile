@@ -74,7 +74,7 @@ report: $(VENV)/.ready ## tables, figures and results/report.html of all that ha
 	$(BIN)/python -m recipes collect
 	$(BIN)/python -m recipes render
 
-rehearse: $(VENV)/.ready ## every published recipe for three steps here, on generated data: under an hour, 16 GB of memory (ARGS="task=vit")
+rehearse: $(VENV)/.ready ## every published recipe for three steps here, on generated data: under an hour, 20 GB of memory (ARGS="task=vit")
 	$(BIN)/python -m recipes.rehearse $(ARGS)
 
 clean: ## forget the environment and the caches; runs and data stay

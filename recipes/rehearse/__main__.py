@@ -75,6 +75,8 @@ class Rehearsal:
     workers: int = 2
     cut: str = ""
     """What of the model is left out."""
+    root: str = "data"
+    """Its `data.root`."""
     weight: float = 1.0
     """Weights of all losses that training adds up, together."""
 
@@ -88,12 +90,13 @@ REHEARSALS = {
     ),
     "gpt2": Rehearsal(("openwebtext",), 50_257, 1, ("gpt2.eval_samples=8",)),
     "transnormer": Rehearsal(
-        ("openwebtext",),
-        50_257,
+        ("few_words",),
+        8_192,
         1,
-        ("transnormer.eval_samples=8", "transnormer.layers=2", "mesh.replica_size=2"),
+        ("transnormer.eval_samples=8", "transnormer.layers=1", "mesh.replica_size=2"),
         workers=4,
-        cut="2 of 30 layers",
+        cut="1 of 30 layers, 8,192 of 50,257 tokens",
+        root="data/few_words",
     ),
     "roberta": Rehearsal(
         ("wikibooks",),
@@ -104,7 +107,11 @@ REHEARSALS = {
     ),
     "glue": Rehearsal(("glue", "wikibooks"), 3, 4, ("glue.eval_samples=8",)),
     "moe": Rehearsal(
-        ("openwebtext",), 50_257, 1, ("moe.eval_samples=8", "moe.layers=2"), cut="2 of 12 layers"
+        ("openwebtext",),
+        50_257,
+        1,
+        ("moe.eval_samples=8", "moe.size=small-8e", "moe.layers=4"),
+        cut="4 of 12 layers, 8 of 64 experts",
     ),
     "graph": Rehearsal(("graph",), 172, 64, ("graph.eval_samples=8", "data.workers=0")),
 }
@@ -119,7 +126,7 @@ def command(task: str, method: str, folder: Path, given: Sequence[str]) -> Seque
     own = REHEARSALS[task]
     words = [f"task={task}", f"method={method}", *COMMON, f"launch.workers={own.workers}"]
     words += [f"train.batch_size={own.batch}", f"train.global_batch={own.batch * own.workers}"]
-    words += [f"data.root={folder / 'data'}", f"runs={folder / 'runs'}", *own.words, *given]
+    words += [f"data.root={folder / own.root}", f"runs={folder / 'runs'}", *own.words, *given]
     return own_words(words)
 
 

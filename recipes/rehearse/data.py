@@ -33,6 +33,11 @@ def openwebtext(root: Path) -> Path:
     return _text(root / "openwebtext", 50_257, 50_256, {})
 
 
+def few_words(root: Path) -> Path:
+    """The same with 8,192 tokens, for a model whose embedding would fill this machine."""
+    return _text(root / "few_words" / "openwebtext", 8_192, 8_191, {})
+
+
 def wikibooks(root: Path) -> Path:
     """Random tokens of RoBERTa's vocabulary, and a tokenizer of as many: bytes, and words that no
     text has."""
@@ -157,6 +162,7 @@ def _picture(draw: np.random.Generator, width: int, height: int) -> "Image.Image
 
 SETS: dict[str, Callable[[Path], Path]] = {
     "openwebtext": openwebtext,
+    "few_words": few_words,
     "wikibooks": wikibooks,
     "imagenet": imagenet,
     "ade20k": ade20k,
@@ -164,7 +170,8 @@ SETS: dict[str, Callable[[Path], Path]] = {
     "glue": glue,
     "graph": papers100m,
 }
-"""By the names that `python -m tasks.prepare` knows them by."""
+VERIFIED_AS = {"few_words": "openwebtext"}
+"""The names that `python -m tasks.prepare` knows them by, where they have others here."""
 
 
 def make(name: str, root: Path) -> None:
@@ -174,5 +181,6 @@ def make(name: str, root: Path) -> None:
     if done.exists():
         return
     folder = SETS[name](root)
-    assert prepare([name, "--verify", str(folder)]) == 0, f"{name}: see the lines above"
+    words = [VERIFIED_AS.get(name, name), "--verify", str(folder)]
+    assert prepare(words) == 0, f"{name}: see the lines above"
     done.write_text(json.dumps({"folder": str(folder)}))
