@@ -25,7 +25,7 @@ _ELASTIC = tuple(
 )
 _LONG = 8
 """Characters of a number that goes into a folder name as it was given."""
-_FREE_KEYS = (("data", "root"), ("data", "workers"), ("launch", "backend"))
+_FREE_KEYS = (("data", "root"), ("data", "workers"), ("launch", "backend"), ("launch", "gpu"))
 _OTHERWISE = "give this one a tag=NAME of its own, or start that one afresh with resume=never"
 
 

@@ -64,8 +64,8 @@ class GATLayer(nn.Module):
         number = len(starts) - 1
         own = torch.arange(number, device=x.device)
         # Every node is a neighbour of its own.
-        sources = torch.cat((sources, own))
-        targets = torch.cat((own.repeat_interleave(starts.diff()), own))
+        into = own.repeat_interleave(starts.diff(), output_size=len(sources))
+        targets, sources = torch.cat((into, own)), torch.cat((sources, own))
         values = self.values(x).unflatten(1, (self.heads, -1))  # [nodes, heads, width]
         from_sources = (values * self.source).sum(-1)
         from_targets = (values[:number] * self.target).sum(-1)

@@ -1,0 +1,454 @@
+"""What a run would take, before it is queued.
+
+python -m co2 plan task=transnormer scale=paper method=co2 --gpus 64 --gpu a100-80g --link 80gbps
+python -m co2 plan task=gpt2 scale=paper              on the smallest number of GPUs that holds it
+python -m co2 plan --all --gpus 64                    the CO2 paper's tasks, as a Markdown table
+
+Memory and operations are counted on tensors without numbers (co2/train/shapes.py); communication is
+simulated (co2/simulate). Neither a GPU nor a public data set is needed.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from co2.app.compose import command_line, jobs
+from co2.arguments import Parser
+from co2.config import Config, Precision
+from co2.errors import ConfigError, require
+from co2.gpus import GPUS, USABLE, known_gpu
+from co2.methods import METHODS
+from co2.simulate.methods import ALLREDUCE, LEFT_OUT, NO_ROUNDS
+from co2.simulate.network import PROFILES, Network, parse_link
+from co2.simulate.options import number, whole
+from co2.simulate.schedule import Figures, simulate
+from co2.task import Planned, Task
+from co2.train import launch
+from co2.train.replica import CUT
+from co2.train.shapes import Holdings, Work, holdings, work
+
+PAPER_TASKS = ("resnet50", "vit", "ade20k", "shapenet", "gpt2", "transnormer", "roberta")
+"""What the CO2 paper trains."""
+MOST_GPUS, SUGGESTED_GPUS = 1024, 64
+"""Tried where `--gpus` is left out; and of what is suggested where no number of them will do."""
+_ROUNDS = 50
+_DAY = 86_400.0
+
+Make = Callable[[Sequence[str]], Config]
+"""Overrides → a checked run. Raises `ConfigError`."""
+
+
+def global_batch(config: Config, workers: int) -> int:
+    """Samples in one step of all workers."""
+    return config.train.batch_size * config.train.accumulate * workers
+
+
+def usable_bytes(config: Config) -> int | None:
+    """What tensors can fill of the memory of a worker's GPU; None where the GPU is not known."""
+    device = launch.first_device(config)
+    if device.type == "cuda":
+        return int(USABLE * torch.cuda.get_device_properties(device).total_memory)
+    return None if config.launch.gpu is None else GPUS[config.launch.gpu].usable_bytes
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one worker of a run needs."""
+
+    config: Config
+    workers: int
+    task: Task
+    held: Holdings
+    work: Work
+
+    @property
+    def num_bytes(self) -> int:
+        """At once, where it trains."""
+        return self.held.device_bytes + self.work.beyond_bytes
+
+
+class Planner:
+    """Plans of a run, as it is and with other settings.
+
+    Args:
+        make: of the application.
+        make_task: of the application.
+        overrides: of the run.
+        usable: bytes that tensors can fill of a GPU.
+    """
+
+    def __init__(
+        self,
+        make: Make,
+        make_task: Callable[[Config], Task],
+        overrides: Sequence[str],
+        usable: int,
+    ) -> None:
+        self.make, self.make_task, self.usable = make, make_task, usable
+        self.overrides = list(overrides)
+        self._work: dict[tuple[object, ...], Work] = {}
+
+    def config(self, workers: int, *more: str) -> Config:
+        """The run on so many workers. Raises `ConfigError`."""
+        # No folder is looked at, and no GPU is needed here.
+        place = (f"launch.workers={workers}", "launch.backend=auto", "resume=never")
+        return self.make([*self.overrides, *more, *place])
+
+    def need(self, config: Config, workers: int) -> Need:
+        """What a worker needs. Raises `ConfigError`."""
+        task = self._task(config, workers)
+        return Need(
+            config, workers, task, holdings(task, config, workers), self._of(task, config, workers)
+        )
+
+    def smallest(self) -> Need:
+        """On the smallest number of GPUs that holds it, a power of two times
+        mesh.replica_size. Raises `ConfigError`."""
+        refused: ConfigError | None = None
+        workers, found = 1, None
+        while workers <= MOST_GPUS and found is None:
+            try:
+                config = self.config(workers)
+                need = self.need(config, workers)
+                found = need if need.num_bytes <= self.usable else None
+            except ConfigError as error:
+                refused = error
+            workers *= 2
+        if found is not None:
+            return found
+        try:
+            config = self.config(SUGGESTED_GPUS)
+        except ConfigError:
+            raise refused or AssertionError from None
+        raise self.refusal(self.need(config, SUGGESTED_GPUS))
+
+    def fitting(self, workers: int) -> Need:
+        """On so many GPUs. Raises `ConfigError` with what would fit, where this does not."""
+        need = self.need(self.config(workers), workers)
+        if need.num_bytes > self.usable:
+            raise self.refusal(need)
+        return need
+
+    def check(self, config: Config, workers: int) -> str:
+        """Refuse a run that the GPU cannot hold. Returns a warning where it may be so: what
+        torch.compile keeps of a micro-batch is less than what is counted. Raises `ConfigError`."""
+        if config.method not in METHODS or not isinstance(self.make_task(config), Planned):
+            return ""
+        try:
+            need = self.need(config, workers)
+        except ConfigError:
+            return ""  # its sizes depend on its data
+        if need.num_bytes <= self.usable:
+            return ""
+        error = self.refusal(need)
+        if need.held.device_bytes > self.usable or not config.train.compile:
+            raise error
+        return f"warning: {error}"
+
+    def refusal(self, need: Need) -> ConfigError:
+        """What a run that does not fit is refused with."""
+        advice = self._advice(need)
+        fits = f"this fits: {' '.join(advice)}" if advice else "no mesh.strategy makes it fit"
+        hint = (
+            f"a worker needs {_gb(need.num_bytes)} of {_gb(self.usable)}: "
+            f"{_gb(need.held.device_bytes)} between steps, {_gb(need.work.beyond_bytes)} for a "
+            f"micro-batch; {fits}"
+        )
+        return ConfigError("train.batch_size", need.config.train.batch_size, hint)
+
+    def _advice(self, need: Need) -> list[str]:
+        """The first settings that fit: a smaller micro-batch, activations computed again, and both
+        on ever larger replicas."""
+        config, workers = need.config, need.workers
+        meshes: list[list[str]] = [[]]
+        if config.mesh.replica_size == 1:
+            sizes = (2**power for power in range(1, workers.bit_length()))
+            meshes += [
+                [f"mesh.replica_size={size}", "mesh.strategy=zero2", "train.compile=false"]
+                for size in sizes
+                if workers % size == 0
+            ]
+        for mesh in meshes:
+            for words in self._smaller(need, mesh):
+                try:
+                    found = self.need(self.config(workers, *words), workers)
+                except ConfigError:
+                    continue
+                if found.num_bytes <= self.usable:
+                    return words
+        return []
+
+    def _smaller(self, need: Need, mesh: list[str]) -> Iterator[list[str]]:
+        """Settings with less and less of a micro-batch at once, from those that may fit."""
+        train, workers = need.config.train, need.workers
+        for again in ([], ["train.checkpoint_activations=true"]):
+            words = [*mesh, *again]
+            sizes = [train.batch_size]
+            while sizes[-1] % 2 == 0:
+                sizes.append(sizes[-1] // 2)
+            try:
+                ends = [
+                    self.need(self.config(workers, *words, *_batch(need.config, size)), workers)
+                    for size in (sizes[0], sizes[-1])
+                ]
+            except ConfigError:
+                continue
+            most, least = (end.num_bytes for end in ends)
+            if least > self.usable:
+                continue
+            for size in sizes:
+                # What a micro-batch takes is a line in its samples.
+                share = (size - sizes[-1]) / max(1, sizes[0] - sizes[-1])
+                if least + share * (most - least) <= self.usable:
+                    yield [*words, *_batch(need.config, size)]
+
+    def _task(self, config: Config, workers: int) -> Task:
+        task = self.make_task(config)
+        hint = "its task does not say how large a micro-batch is (co2/task.py, Planned)"
+        require(isinstance(task, Planned), "task", config.task, hint)
+        assert isinstance(task, Planned)
+        if task.published() is None:
+            task.setup(workers)
+        return task
+
+    def _of(self, task: Task, config: Config, workers: int) -> Work:
+        averages = METHODS[config.method].averages_gradients
+        train, mesh = config.train, config.mesh
+        kinds = (train.batch_size, train.accumulate > 1, train.checkpoint_activations)
+        key = (*kinds, mesh.strategy in CUT, mesh.replica_size > 1, workers > 1)
+        if key not in self._work:
+            self._work[key] = work(task, config, workers, averages)
+        return self._work[key]
+
+
+def _batch(config: Config, size: int) -> list[str]:
+    """A smaller micro-batch with the same global batch."""
+    train = config.train
+    if size == train.batch_size:
+        return []
+    more = train.accumulate * train.batch_size // size
+    return [f"train.batch_size={size}", f"train.accumulate={more}"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run is planned to train."""
+
+    gpu: str
+    link: str
+    server_size: int
+    mfu: float
+
+
+@dataclass(frozen=True)
+class Course:
+    """How a planned run goes."""
+
+    compute_s: float
+    """Of a step."""
+    own: Figures | None
+    """Under the method; None where it is not simulated."""
+    allreduce: Figures
+    steps: int
+
+    @property
+    def days(self) -> float:
+        step_s = self.compute_s if self.own is None else self.own.step_s
+        return step_s * self.steps / _DAY
+
+
+def course(need: Need, place: Place) -> Course:
+    """Simulate a run. Raises `ConfigError` where its replicas do not fill whole servers.
+
+    A replica is one sender here: what its workers send together goes through the link of its
+    server, and what they send to each other takes no time.
+    """
+    config, size = need.config, need.config.mesh.replica_size
+    rounded = config.comm.dtype is Precision.bf16
+    peak_flops = GPUS[place.gpu].peak_flops
+    compute_s = need.work.flops * config.train.accumulate / (peak_flops * place.mfu)
+    network = Network(
+        parse_link(place.link, "--link"),
+        max(1, place.server_size // size),
+        PROFILES["nvswitch"],
+        "auto",
+    )
+
+    def figures(method: str) -> Figures:
+        tau = 1 if method in NO_ROUNDS else need.held.round_steps
+        try:
+            return simulate(
+                method=method,
+                workers=need.workers // size,
+                vector_bytes=need.held.local_bytes * size // (2 if rounded else 1),
+                step_s=compute_s,
+                network=network,
+                steps=_ROUNDS * tau,
+                tau=tau,
+                warmup_rounds=_ROUNDS,
+                bucket_bytes=max(1, round(config.comm.bucket_mb * 2**20)),
+                average_moments=getattr(config.method_config, "average_moments", False),
+            )
+        except ConfigError as error:
+            raise ConfigError("--gpus", need.workers, error.hint) from None
+
+    own = None if config.method in LEFT_OUT else figures(config.method)
+    return Course(compute_s, own, figures(ALLREDUCE), config.train.steps)
+
+
+def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
+    """Name and value of every fact."""
+    config, task, held = need.config, need.task, need.held
+    train, memory, gpu = config.train, held.memory, GPUS[place.gpu]
+    batch = global_batch(config, need.workers)
+    units = batch * train.steps * task.units_per_sample
+    assert isinstance(task, Planned)
+    published = task.published()
+    seen = f"{units:.3g} {task.unit}"
+    if published is not None:
+        seen += f", {batch * train.steps / published.samples:.3g} epochs"
+    copies = f"{held.memory.extra_bytes / max(1, held.local_bytes):.3g} model copies"
+    again = "; computed again in the backward pass" if train.checkpoint_activations else ""
+    compiled = "; torch.compile keeps less" if train.compile else ""
+    facts = [
+        ("run", f"{config.task} · {config.method} · scale={config.scale}"),
+        ("GPUs", f"{need.workers} × {place.gpu}, servers of {place.server_size}, {place.link}"),
+        (
+            "replicas",
+            f"{need.workers // config.mesh.replica_size} of {config.mesh.replica_size}"
+            f" ({config.mesh.strategy.value})",
+        ),
+        ("parameters", f"{held.num_parameters:,}"),
+        (
+            "global batch",
+            f"{batch:,} samples: {train.batch_size} in a micro-batch × "
+            f"{train.accumulate} accumulated × {need.workers} workers",
+        ),
+        ("training", f"{train.steps:,} steps: {seen}"),
+        ("weights", _gb(memory.parameter_bytes + memory.buffer_bytes)),
+        ("gradients", _gb(memory.gradient_bytes)),
+        ("inner state", f"{_gb(memory.inner_state_bytes)}, {config.optim.name.value}"),
+        ("method's state", f"{_gb(memory.extra_bytes + memory.scratch_bytes)}, {copies}"),
+        (
+            "activations",
+            f"{_gb(need.work.beyond_bytes)}, of a micro-batch at its peak, counted on "
+            f"tensors without numbers{again}{compiled}",
+        ),
+        (
+            "memory of a GPU",
+            f"{_gb(need.num_bytes)} of {_gb(gpu.usable_bytes)}: {USABLE:.0%} of "
+            f"{gpu.memory_gib} GiB",
+        ),
+    ]
+    if held.gathered_bytes:
+        facts.insert(-2, ("gathered weights", f"{_gb(held.gathered_bytes)}, within a step"))
+    if memory.host_bytes:
+        facts.insert(
+            -1, ("host's memory", f"{_gb(memory.host_bytes)} a worker: the method's state")
+        )
+    total = need.work.flops * train.accumulate * need.workers
+    facts += [
+        ("operations of a step", f"{total:.3g} flop of all GPUs"),
+        ("computation of a step", f"{found.compute_s:.3g} s at MFU {place.mfu:g} of "
+         f"{gpu.peak_flops / 1e12:g} Tflop/s"),
+        ("exposed, this method", _exposed(config.method, found.own)),
+        ("exposed, allreduce", _exposed(ALLREDUCE, found.allreduce)),
+        ("time", f"{found.days:.3g} days, without evaluations and checkpoints"),
+        ("checkpoint", f"{_gb(held.saved_bytes)} of all workers, {config.checkpoint.keep} kept"),
+        ("data", "not published" if published is None else f"{_gb(published.num_bytes)} on disk"),
+    ]  # fmt: skip
+    return facts
+
+
+def _exposed(method: str, figures: Figures | None) -> str:
+    if figures is None:
+        return f"not simulated: {LEFT_OUT[method]}"
+    return f"{figures.exposed_s:.3g} s a step, {figures.exposed_share:.1%} of the time (simulated)"
+
+
+def main(make: Make, make_task: Callable[[Config], Task], argv: Sequence[str]) -> int:
+    """The command line. Returns the exit status."""
+    options = _parser().parse_intermixed_args(list(argv))
+    try:
+        gpu = known_gpu("--gpu", options.gpu)
+        parse_link(options.link, "--link")
+        place = Place(
+            options.gpu,
+            options.link,
+            whole("--server-size", options.server_size),
+            number("--mfu", options.mfu, 1e-9, 1.0),
+        )
+        gpus = None if options.gpus is None else whole("--gpus", options.gpus, 2**20)
+        line = command_line(options.overrides)
+        (overrides,) = jobs(line.overrides, multirun=False)
+
+        def planned(words: Sequence[str]) -> Need:
+            planner = Planner(make, make_task, words, gpu.usable_bytes)
+            return planner.smallest() if gpus is None else planner.fitting(gpus)
+
+        if options.all:
+            print(table(planned, overrides, place), end="")
+            return 0
+        need = planned(overrides)
+        facts = lines(need, place, course(need, place))
+    except ConfigError as error:
+        return launch.refuse(error)
+    width = max(len(name) for name, _ in facts)
+    for name, value in facts:
+        print(f"{name:{width}}  {value}")
+    return 0
+
+
+def table(planned: Callable[[Sequence[str]], Need], overrides: Sequence[str], place: Place) -> str:
+    """The CO2 paper's tasks at its scale, in Markdown."""
+    head = ("task", "parameters", "GPUs", "global batch", "steps", "memory of a GPU", "flop a step",
+            "exposed", "exposed, allreduce", "days", "checkpoint")  # fmt: skip
+    rows = [head, ("---",) * len(head)]
+    for task in PAPER_TASKS:
+        try:
+            need = planned([f"task={task}", "scale=paper", *overrides])
+            found = course(need, place)
+        except ConfigError as error:
+            rows.append((task, str(error), *[""] * (len(head) - 2)))
+            continue
+        train = need.config.train
+        rows.append(
+            (
+                task,
+                f"{need.held.num_parameters / 1e6:,.0f} M",
+                str(need.workers),
+                f"{global_batch(need.config, need.workers):,}",
+                f"{train.steps:,}",
+                _gb(need.num_bytes),
+                f"{need.work.flops * train.accumulate * need.workers:.3g}",
+                "–" if found.own is None else f"{found.own.exposed_share:.1%}",
+                f"{found.allreduce.exposed_share:.1%}",
+                f"{found.days:.3g}",
+                _gb(need.held.saved_bytes),
+            )
+        )
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.4g} GB"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m co2 plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", help="as for train.py: task=gpt2 scale=paper …")
+    parser.add_argument("--gpus", help="default: the smallest power of two that holds the run")
+    parser.add_argument("--gpu", default="a100-80g", help=", ".join(GPUS))
+    parser.add_argument(
+        "--link", default="80gbps-tcp", help="of a server: a rate such as 80gbps, or a profile"
+    )
+    parser.add_argument("--server-size", default="8", help="GPUs that share a link to the others")
+    parser.add_argument("--mfu", default="0.4", help="share of the GPU's peak that is reached")
+    parser.add_argument("--all", action="store_true", help="the CO2 paper's tasks, scale=paper")
+    return parser
