@@ -48,7 +48,9 @@ white papers of GA102 and AD102, which rate sums in fp32 apart."""
 
 def known_gpu(key: str, name: str) -> GPU:
     """The GPU of this name in `GPUS`. Raises `ConfigError`."""
-    require(name in GPUS, key, name, "no GPU of the table; " + nearest(name, GPUS))
+    begun = [known for known in GPUS if known.startswith(name)]
+    hint = f"it has {', '.join(begun)}" if begun else nearest(name, GPUS)
+    require(name in GPUS, key, name, f"no GPU of the table; {hint}")
     return GPUS[name]
 
 

@@ -61,12 +61,23 @@ class Need:
     workers: int
     task: Task
     held: Holdings
-    work: Work
+    work: Work | None
+    """None where what is held between steps is too much already."""
+
+    def fits(self, usable: int) -> bool:
+        """Whether so many bytes are enough."""
+        return self.work is not None and self.num_bytes <= usable
 
     @property
     def num_bytes(self) -> int:
         """At once, where it trains."""
-        return self.held.device_bytes + self.work.beyond_bytes
+        return self.held.device_bytes + (0 if self.work is None else self.work.beyond_bytes)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations in a step of all workers, where it fits."""
+        assert self.work is not None
+        return self.work.flops * self.config.train.accumulate * self.workers
 
 
 class Planner:
@@ -97,11 +108,12 @@ class Planner:
         return self.make([*self.overrides, *more, *place])
 
     def need(self, config: Config, workers: int) -> Need:
-        """What a worker needs. Raises `ConfigError`."""
+        """What a worker needs. A micro-batch is left out where the memory is too small without.
+        Raises `ConfigError`."""
         task = self._task(config, workers)
-        return Need(
-            config, workers, task, holdings(task, config, workers), self._of(task, config, workers)
-        )
+        held = holdings(task, config, workers)
+        fits = held.device_bytes <= self.usable
+        return Need(config, workers, task, held, self._of(task, config, workers) if fits else None)
 
     def smallest(self) -> Need:
         """On the smallest number of GPUs that holds it, a power of two times
@@ -112,7 +124,7 @@ class Planner:
             try:
                 config = self.config(workers)
                 need = self.need(config, workers)
-                found = need if need.num_bytes <= self.usable else None
+                found = need if need.fits(self.usable) else None
             except ConfigError as error:
                 refused = error
             workers *= 2
@@ -127,7 +139,7 @@ class Planner:
     def fitting(self, workers: int) -> Need:
         """On so many GPUs. Raises `ConfigError` with what would fit, where this does not."""
         need = self.need(self.config(workers), workers)
-        if need.num_bytes > self.usable:
+        if not need.fits(self.usable):
             raise self.refusal(need)
         return need
 
@@ -140,10 +152,10 @@ class Planner:
             need = self.need(config, workers)
         except ConfigError:
             return ""  # its sizes depend on its data
-        if need.num_bytes <= self.usable:
+        if need.fits(self.usable):
             return ""
         error = self.refusal(need)
-        if need.held.device_bytes > self.usable or not config.train.compile:
+        if need.work is None or not config.train.compile:
             raise error
         return f"warning: {error}"
 
@@ -151,11 +163,10 @@ class Planner:
         """What a run that does not fit is refused with."""
         advice = self._advice(need)
         fits = f"this fits: {' '.join(advice)}" if advice else "no mesh.strategy makes it fit"
-        hint = (
-            f"a worker needs {_gb(need.num_bytes)} of {_gb(self.usable)}: "
-            f"{_gb(need.held.device_bytes)} between steps, {_gb(need.work.beyond_bytes)} for a "
-            f"micro-batch; {fits}"
-        )
+        parts = f"{_gb(need.held.device_bytes)} between steps"
+        if need.work is not None:
+            parts += f", {_gb(need.work.beyond_bytes)} more for a micro-batch"
+        hint = f"needs more than the {_gb(self.usable)} of a GPU: {parts}; {fits}"
         return ConfigError("train.batch_size", need.config.train.batch_size, hint)
 
     def _advice(self, need: Need) -> list[str]:
@@ -171,38 +182,42 @@ class Planner:
                 if workers % size == 0
             ]
         for mesh in meshes:
-            for words in self._smaller(need, mesh):
-                try:
-                    found = self.need(self.config(workers, *words), workers)
-                except ConfigError:
-                    continue
-                if found.num_bytes <= self.usable:
+            for words in self._smaller(need.config, workers, mesh):
+                found = self._tried(workers, words)
+                if found is not None and found.fits(self.usable):
                     return words
         return []
 
-    def _smaller(self, need: Need, mesh: list[str]) -> Iterator[list[str]]:
-        """Settings with less and less of a micro-batch at once, from those that may fit."""
-        train, workers = need.config.train, need.workers
-        for again in ([], ["train.checkpoint_activations=true"]):
-            words = [*mesh, *again]
-            sizes = [train.batch_size]
-            while sizes[-1] % 2 == 0:
-                sizes.append(sizes[-1] // 2)
-            try:
-                ends = [
-                    self.need(self.config(workers, *words, *_batch(need.config, size)), workers)
-                    for size in (sizes[0], sizes[-1])
-                ]
-            except ConfigError:
-                continue
-            most, least = (end.num_bytes for end in ends)
-            if least > self.usable:
-                continue
-            for size in sizes:
-                # What a micro-batch takes is a line in its samples.
-                share = (size - sizes[-1]) / max(1, sizes[0] - sizes[-1])
-                if least + share * (most - least) <= self.usable:
-                    yield [*words, *_batch(need.config, size)]
+    def _smaller(self, config: Config, workers: int, mesh: list[str]) -> Iterator[list[str]]:
+        """Settings that may fit: the largest micro-batch first, and activations computed again
+        where it fits with that alone."""
+        again, size = "train.checkpoint_activations=true", config.train.batch_size
+        sizes = [part for part in range(size, 0, -1) if size % part == 0]
+
+        def tried(words: list[str], part: int) -> Need | None:
+            return self._tried(workers, [*words, *_batch(config, part)])
+
+        ways = ([*mesh, again], mesh)
+        while sizes and (smallest := tried(ways[0], sizes[-1])) is None:
+            sizes.pop()  # batch norm needs two
+        if not sizes or smallest is None or not smallest.fits(self.usable):
+            return
+        ends = [(words, tried(words, size), tried(words, sizes[-1])) for words in ways]
+        for part in sizes:
+            # What a micro-batch takes is a line in its samples.
+            share = (part - sizes[-1]) / max(1, size - sizes[-1])
+            for words, most, least in reversed(ends):
+                if most is None or least is None:
+                    continue
+                more = most.num_bytes - least.num_bytes
+                if least.num_bytes + share * more <= self.usable:
+                    yield [*words, *_batch(config, part)]
+
+    def _tried(self, workers: int, words: list[str]) -> Need | None:
+        try:
+            return self.need(self.config(workers, *words), workers)
+        except ConfigError:
+            return None
 
     def _task(self, config: Config, workers: int) -> Task:
         task = self.make_task(config)
@@ -268,7 +283,7 @@ def course(need: Need, place: Place) -> Course:
     config, size = need.config, need.config.mesh.replica_size
     rounded = config.comm.dtype is Precision.bf16
     peak_flops = GPUS[place.gpu].peak_flops
-    compute_s = need.work.flops * config.train.accumulate / (peak_flops * place.mfu)
+    compute_s = need.flops / need.workers / (peak_flops * place.mfu)
     network = Network(
         parse_link(place.link, "--link"),
         max(1, place.server_size // size),
@@ -333,7 +348,7 @@ def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
         ("method's state", f"{_gb(memory.extra_bytes + memory.scratch_bytes)}, {copies}"),
         (
             "activations",
-            f"{_gb(need.work.beyond_bytes)}, of a micro-batch at its peak, counted on "
+            f"{_gb(need.num_bytes - held.device_bytes)}, of a micro-batch at its peak, counted on "
             f"tensors without numbers{again}{compiled}",
         ),
         (
@@ -348,9 +363,8 @@ def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
         facts.insert(
             -1, ("host's memory", f"{_gb(memory.host_bytes)} a worker: the method's state")
         )
-    total = need.work.flops * train.accumulate * need.workers
     facts += [
-        ("operations of a step", f"{total:.3g} flop of all GPUs"),
+        ("operations of a step", f"{need.flops:.3g} flop of all GPUs"),
         ("computation of a step", f"{found.compute_s:.3g} s at MFU {place.mfu:g} of "
          f"{gpu.peak_flops / 1e12:g} Tflop/s"),
         ("exposed, this method", _exposed(config.method, found.own)),
@@ -422,7 +436,7 @@ def table(planned: Callable[[Sequence[str]], Need], overrides: Sequence[str], pl
                 f"{global_batch(need.config, need.workers):,}",
                 f"{train.steps:,}",
                 _gb(need.num_bytes),
-                f"{need.work.flops * train.accumulate * need.workers:.3g}",
+                f"{need.flops:.3g}",
                 "–" if found.own is None else f"{found.own.exposed_share:.1%}",
                 f"{found.allreduce.exposed_share:.1%}",
                 f"{found.days:.3g}",

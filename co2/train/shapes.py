@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from co2.comm.mesh import Mesh
 from co2.config import CommDevice, Config, Precision, Strategy
@@ -36,6 +35,10 @@ from co2.task import Planned, Task
 from co2.train.divided import Divisible
 from co2.train.meters import ledger
 from co2.train.replica import CUT, blocks, checkpoint_activations
+
+_STEPS = 3
+"""After which a method and its inner optimizer hold all that they ever hold: ACCO's third inner step
+is the first that keeps its state."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +98,10 @@ def holdings(task: Task, config: Config, workers: int) -> Holdings:
         lr = config.optim.lr
         placed = alone if method.averages_gradients else mesh
         method.prepare(module, optimizer, placed, lambda step: lr, fresh=False)
-        for param in module.parameters():
-            param.grad = torch.empty_like(param) if param.requires_grad else None
-        method.step()
+        for _ in range(_STEPS):
+            for param in module.parameters():
+                param.grad = torch.empty_like(param) if param.requires_grad else None
+            method.step()
         memory = ledger(module, optimizer, method)
         saved = sum(tensor.nbytes for tensor in method.saved_tensors().values())
     share = 1 / size if strategy in CUT else 1.0
@@ -181,11 +185,10 @@ def _micro_batch(task: Task, config: Config, gradients: str, checkpoints: bool) 
     planned = isinstance(task, Planned)
     require(planned, "task", config.task, hint)
     assert isinstance(task, Planned)
-    counter = FlopCounterMode(display=False)
     module, fake = _fake(task)
     if checkpoints:
         checkpoint_activations(module)
-    with fake, Attention(), counter, Live(module) as live:
+    with fake, Attention(), Live(module) as live:
         trained = [param for param in module.parameters() if param.requires_grad]
         for param in trained:
             if gradients == "held":
@@ -201,16 +204,22 @@ def _micro_batch(task: Task, config: Config, gradients: str, checkpoints: bool) 
             hint = "the sizes of its tensors depend on its data, so it cannot be planned"
             raise ConfigError("task", config.task, hint) from None
     between = 0 if gradients == "passed on" else sum(param.nbytes for param in trained)
-    return Work(counter.get_total_flops(), max(0, live.peak - between))
+    return Work(live.flops, max(0, live.peak - between))
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the storages that operations make, as long as anything holds them; those of the
-    module are not counted."""
+    """Bytes of the storages that operations make, as long as anything holds them, without those of
+    the module; and floating-point operations, by PyTorch's own formulas.
+
+    It does what FlopCounterMode does but for its table of modules, whose hooks hold activations.
+    """
 
     def __init__(self, module: nn.Module) -> None:
+        from torch.utils.flop_counter import flop_registry  # costs half a second
+
         super().__init__()
-        self.now = self.peak = 0
+        self._formulas = flop_registry
+        self.now = self.peak = self.flops = 0
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         for tensor in (*module.parameters(), *module.buffers()):
             self._known.add(tensor.untyped_storage())
@@ -219,6 +228,9 @@ class Live(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
+        formula = self._formulas.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=made)
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor):
                 self._see(tensor)
