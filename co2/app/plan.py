@@ -2,22 +2,24 @@
 
 python -m co2 plan task=transnormer scale=paper method=co2 --gpus 64 --gpu a100-80g --link 80gbps
 python -m co2 plan task=gpt2 scale=paper              on the smallest number of GPUs that holds it
-python -m co2 plan --all --gpus 64                    the CO2 paper's tasks, as a Markdown table
+python -m co2 plan --all --gpus 64 --out results/plan.md        the CO2 paper's tasks, as a table
 
 Memory and operations are counted on tensors without numbers (co2/train/shapes.py); communication is
 simulated (co2/simulate). Neither a GPU nor a public data set is needed.
 """
 
 import argparse
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from co2.app.compose import command_line, jobs
 from co2.arguments import Parser
 from co2.config import Config, Precision
-from co2.errors import ConfigError, require
+from co2.errors import ConfigError, require, unusable
 from co2.gpus import GPUS, USABLE, known_gpu
 from co2.methods import METHODS
 from co2.simulate.methods import ALLREDUCE, LEFT_OUT, NO_ROUNDS
@@ -78,6 +80,18 @@ class Need:
         """Floating-point operations in a step of all workers, where it fits."""
         assert self.work is not None
         return self.work.flops * self.config.train.accumulate * self.workers
+
+
+class DoesNotFit(ConfigError):
+    """A run that the memory of a GPU cannot hold.
+
+    Args:
+        settings: overrides with which it would; empty where none are known.
+    """
+
+    def __init__(self, key: str, value: object, hint: str, settings: list[str]) -> None:
+        super().__init__(key, value, hint)
+        self.settings = settings
 
 
 class Planner:
@@ -159,7 +173,7 @@ class Planner:
             raise error
         return f"warning: {error}"
 
-    def refusal(self, need: Need) -> ConfigError:
+    def refusal(self, need: Need) -> DoesNotFit:
         """What a run that does not fit is refused with."""
         advice = self._advice(need)
         fits = f"this fits: {' '.join(advice)}" if advice else "no mesh.strategy makes it fit"
@@ -167,7 +181,7 @@ class Planner:
         if need.work is not None:
             parts += f", {_gb(need.work.beyond_bytes)} more for a micro-batch"
         hint = f"needs more than the {_gb(self.usable)} of a GPU: {parts}; {fits}"
-        return ConfigError("train.batch_size", need.config.train.batch_size, hint)
+        return DoesNotFit("train.batch_size", need.config.train.batch_size, hint, advice)
 
     def _advice(self, need: Need) -> list[str]:
         """The first settings that fit: a smaller micro-batch, activations computed again, and both
@@ -402,13 +416,20 @@ def main(make: Make, make_task: Callable[[Config], Task], argv: Sequence[str]) -
             planner = Planner(make, make_task, words, gpu.usable_bytes)
             return planner.smallest() if gpus is None else planner.fitting(gpus)
 
+        require(options.all or not options.out, "--out", options.out, "is of --all alone")
         if options.all:
-            print(table(planned, overrides, place), end="")
+            text = table(planned, overrides, place)
+            print(text, end="")
+            if options.out:
+                command = shlex.join(["python", "-m", "co2", "plan", *argv])
+                Path(options.out).write_text(_page(command, place, text), encoding="utf-8")
             return 0
         need = planned(overrides)
         facts = lines(need, place, course(need, place))
     except ConfigError as error:
         return launch.refuse(error)
+    except OSError as error:
+        return launch.refuse(unusable(error))
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
         print(f"{name:{width}}  {value}")
@@ -421,8 +442,15 @@ def table(planned: Callable[[Sequence[str]], Need], overrides: Sequence[str], pl
             "exposed", "exposed, allreduce", "days", "checkpoint")  # fmt: skip
     rows = [head, ("---",) * len(head)]
     for task in PAPER_TASKS:
+        words, settings = [f"task={task}", "scale=paper", *overrides], []
         try:
-            need = planned([f"task={task}", "scale=paper", *overrides])
+            try:
+                need = planned(words)
+            except DoesNotFit as error:
+                if not error.settings:
+                    raise
+                settings = error.settings
+                need = planned([*words, *settings])
             found = course(need, place)
         except ConfigError as error:
             rows.append((task, str(error), *[""] * (len(head) - 2)))
@@ -430,7 +458,7 @@ def table(planned: Callable[[Sequence[str]], Need], overrides: Sequence[str], pl
         train = need.config.train
         rows.append(
             (
-                task,
+                " ".join([task, *settings]),
                 f"{need.held.num_parameters / 1e6:,.0f} M",
                 str(need.workers),
                 f"{global_batch(need.config, need.workers):,}",
@@ -444,6 +472,17 @@ def table(planned: Callable[[Sequence[str]], Need], overrides: Sequence[str], pl
             )
         )
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _page(command: str, place: Place, text: str) -> str:
+    """The table with what it rests on."""
+    return f"""# What the published recipes would take
+
+Worked out and simulated, not measured: `{command}`. On {place.gpu} at MFU {place.mfu:g}, servers of
+{place.server_size} with a link of {place.link}. Settings beside a task are those with which it
+fits. Exposed is the share of the time that GPUs wait for the network.
+
+{text}"""
 
 
 def _gb(num_bytes: float) -> str:
@@ -465,4 +504,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--server-size", default="8", help="GPUs that share a link to the others")
     parser.add_argument("--mfu", default="0.4", help="share of the GPU's peak that is reached")
     parser.add_argument("--all", action="store_true", help="the CO2 paper's tasks, scale=paper")
+    parser.add_argument("--out", metavar="FILE", help="of --all: the table in Markdown")
     return parser

@@ -46,7 +46,7 @@ class Metrics:
         """These figures as a line of metrics.jsonl, where throughput is called `<unit>_per_s`."""
         rates = ("throughput", "per_gpu", "mfu")
         values = {name: getattr(self, name) for name in _names(Metrics) if name not in rates}
-        rate = {f"{unit}_per_s": self.throughput}
+        rate: dict[str, float | None] = {f"{unit}_per_s": self.throughput}
         if self.mfu is not None:
             rate |= {f"{unit}_per_s_per_gpu": self.per_gpu, "mfu": self.mfu}
         return finite({"kind": "train", **values, **self.own, **rate})

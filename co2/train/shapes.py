@@ -37,8 +37,8 @@ from co2.train.meters import ledger
 from co2.train.replica import CUT, blocks, checkpoint_activations
 
 _STEPS = 3
-"""After which a method and its inner optimizer hold all that they ever hold: ACCO's third inner step
-is the first that keeps its state."""
+"""After which a method and its inner optimizer hold all that they ever hold. ACCO is the last: its
+third inner step is the first that keeps its state."""
 
 
 @dataclass(frozen=True)

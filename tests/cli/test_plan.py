@@ -108,7 +108,7 @@ def test_blank_batches_are_like_batches(task: str, tmp_path: Path, root: Path, t
     ("words", "gpu", "advice"),
     [
         (TOO_LARGE, "v100-16g", None),
-        ((*TOO_LARGE, "toy.hidden=40000"), "v100-16g", "mesh.replica_size=2 mesh.strategy=zero2"),
+        ((*TOO_LARGE, "toy.hidden=40000"), "v100-16g", "mesh.replica_size=4 mesh.strategy=zero2"),
         (
             ("task=vit", "scale=paper", "train.batch_size=4096"),
             "l4",
@@ -161,7 +161,7 @@ def test_refused(words: list[str], line: str, capsys: pytest.CaptureFixture[str]
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert train.APP.main(["plan", "task=toy", "method=streaming_diloco", "--gpus", "2"]) == 0
     out = capsys.readouterr().out
-    assert "  676\n" in out and "not simulated: each fragment" in out
+    assert "  740\n" in out and "not simulated: each fragment" in out
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     assert train.APP.main(["plan", "--all", *words]) == 0
     *_, vit, transnormer = capsys.readouterr().out.splitlines()
     assert vit.startswith("| vit | transnormer.size=1b")
-    assert transnormer.startswith("| transnormer | train.batch_size=1: needs more than")
+    assert transnormer.startswith("| transnormer mesh.replica_size=2 mesh.strategy=zero2")
 
 
 class TestBeforeItIsQueued:
