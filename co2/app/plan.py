@@ -398,7 +398,7 @@ def _exposed(method: str, figures: Figures | None) -> str:
 
 def main(make: Make, make_task: Callable[[Config], Task], argv: Sequence[str]) -> int:
     """The command line. Returns the exit status."""
-    options = _parser().parse_intermixed_args(list(argv))
+    options, words = _parser().parse_known_args(list(argv))
     try:
         gpu = known_gpu("--gpu", options.gpu)
         parse_link(options.link, "--link")
@@ -409,7 +409,8 @@ def main(make: Make, make_task: Callable[[Config], Task], argv: Sequence[str]) -
             number("--mfu", options.mfu, 1e-9, 1.0),
         )
         gpus = None if options.gpus is None else whole("--gpus", options.gpus, 2**20)
-        line = command_line(options.overrides)
+        line = command_line(words)
+        require(not line.flags, "flag", " ".join(line.flags), "is of train.py; see --help")
         (overrides,) = jobs(line.overrides, multirun=False)
 
         def planned(words: Sequence[str]) -> Need:
@@ -492,10 +493,11 @@ def _gb(num_bytes: float) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m co2 plan",
+        usage="%(prog)s [OPTION ...] [OVERRIDE ...]",
+        epilog="All other words are overrides of train.py, such as task=gpt2 scale=paper.",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("overrides", nargs="*", help="as for train.py: task=gpt2 scale=paper …")
     parser.add_argument("--gpus", help="default: the smallest power of two that holds the run")
     parser.add_argument("--gpu", default="a100-80g", help=", ".join(GPUS))
     parser.add_argument(
