@@ -17,6 +17,10 @@ with program.starting(__name__, slow=False):
 
 COMMANDS = {
     "train": ("train", "one run, or with -m a sweep: co2 train task=gpt2 method=co2 co2.tau=12"),
+    "plan": (
+        "train plan",
+        "what a run would take: memory, days, disk; no GPU and no data are needed",
+    ),
     "sample": (
         "train sample",
         'text from a run of a language model: co2 sample RUN "def "',

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from co2.errors import require, require_count, require_number
+from co2.gpus import known_gpu
 
 LONGEST_NAME = 200
 """Bytes of a folder's name. File systems allow 255."""
@@ -211,6 +212,9 @@ class LaunchConfig:
     """auto trains on GPUs under nccl where every local worker has a GPU of its own; with
     comm.device=cpu, on GPUs under gloo where there is any; otherwise on the CPU under gloo. gloo
     trains on the CPU, whatever GPUs there are. nccl trains on GPUs, one for each worker."""
+    gpu: str | None = None
+    """The workers' GPU, where this machine has none: a run that its memory cannot hold is refused
+    before it is queued. A name of co2/gpus.py; null: nothing is checked."""
     elastic: bool = False
     """Whether replicas may be lost and come back while the others train on (docs/elastic.md)."""
     min_replicas: int = 1
@@ -235,6 +239,8 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         require_count("workers", self.workers)
+        if self.gpu is not None:
+            known_gpu("gpu", self.gpu)
         replicas = {"min_replicas": self.min_replicas}
         replicas |= {} if self.quorum is None else {"quorum": self.quorum}
         for name, number in replicas.items():

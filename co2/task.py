@@ -85,6 +85,31 @@ class Task(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Published:
+    """A public data set, as `tasks.prepare` leaves it on the disk."""
+
+    samples: int
+    """Of the training part, rounded where the source rounds."""
+    num_bytes: int
+    """Rounded."""
+
+
+@runtime_checkable
+class Planned(Protocol):
+    """Optional protocol: what training takes is known before there are data."""
+
+    def blank(self) -> Batch:
+        """A micro-batch of zeros on the default device, with the shapes and types of `batches`.
+        Where batches differ in size, no smaller than any. A public data set need not be there;
+        with any other, call `setup` before."""
+        ...
+
+    def published(self) -> Published | None:
+        """The public data set that this task trains on; None for other data."""
+        ...
+
+
 @runtime_checkable
 class Exchanging(Protocol):
     """Optional protocol: the workers of a replica exchange parts of their batches."""

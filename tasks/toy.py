@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import require, require_count, require_number
-from co2.task import Batch
+from co2.task import Batch, Published
 from tasks.shared.evaluation import evaluating, total
 from tasks.shared.loader import batches_in_block, load_blocks
 from tasks.shared.optimizer import make_optimizer
@@ -115,6 +115,17 @@ class Toy:
         batches = load_blocks(make, start, size, self.data.workers, mesh.device)
         late = self.config.late_s and mesh.worker == mesh.num_workers - 1
         return _late(batches, self.config.late_s) if late else batches
+
+    def blank(self) -> Batch:
+        """See `Planned`."""
+        rows = self.train.batch_size
+        kind = torch.int64
+        points, labels = torch.zeros(rows, self.config.features), torch.zeros(rows, dtype=kind)
+        return points, labels, torch.zeros(rows, 3, dtype=kind)
+
+    def published(self) -> Published | None:
+        """See `Planned`."""
+        return None
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross-entropy in nats, fp32."""

@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from co2 import peers, program
-from co2.app import export, sample
+from co2.app import export, plan, sample
 from co2.app.compose import (
     HYDRA_ERRORS,
     Values,
@@ -95,6 +95,17 @@ class App:
         task.setup(launch.world_size(config.launch))
         check_data(config, task.fingerprint())
         initial.check(config, task)
+
+    def check_memory(self, config: Config, overrides: list[str]) -> None:
+        """Refuse a run of scale gpu or paper that the workers' GPU cannot hold, where it is known.
+        Raises `ConfigError`."""
+        usable = plan.usable_bytes(config)
+        if config.scale not in ("gpu", "paper") or usable is None:
+            return
+        planner = plan.Planner(self.config, self.make_task, overrides, usable)
+        warning = planner.check(config, launch.world_size(config.launch))
+        if warning and launch.is_first():
+            print(warning, file=sys.stderr, flush=True)
 
     def make_task(self, config: Config) -> Task:
         """The chosen task. Nothing is read yet."""
@@ -178,6 +189,8 @@ class App:
         os.environ.setdefault("HYDRA_FULL_ERROR", "1")
         if argv and argv[0] in OF_FINISHED:
             return OF_FINISHED[argv[0]](self.tasks, argv[1:])
+        if argv and argv[0] == "plan":
+            return plan.main(self.config, self.make_task, argv[1:])
         try:
             line = command_line(argv)
             if "--version" in line.flags:  # Hydra would print its own
@@ -200,6 +213,7 @@ class App:
         try:
             config = self.validate(values, overrides)
             self.prepare_data(config)
+            self.check_memory(config, overrides)
         except OSError as error:
             raise unusable(error) from None
         return config

@@ -70,6 +70,8 @@ class ProgressConsole(Console):
             text = f"loss {metrics.loss:.3f}"
             if metrics.throughput > 0:  # else no step was timed yet
                 text += f"  {metrics.throughput:,.0f} {self.unit}/s"
+                if metrics.mfu is not None:
+                    text += f"  {metrics.per_gpu:,.0f} per GPU  MFU {metrics.mfu:.1%}"
                 text += f"  exposed {_share(metrics.exposed_share)}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
@@ -126,6 +128,8 @@ def closing_table(summary: Summary) -> str:
         table.add_row(name.replace("_", " "), _number(value))
     rate = f"{summary.throughput:,.0f}"
     table.add_row(f"{summary.unit}/s, all {summary.workers} workers", rate)
+    if summary.mfu is not None:
+        table.add_row("model FLOP utilization", f"{summary.mfu:.1%}")
     exposed, hidden = "not measured: fully_shard keeps no clocks", "not measured"
     if summary.exposed_s is not None:
         exposed = f"{summary.exposed_s:.2f} s, {summary.exposed_share:.2%} of training time"

@@ -25,7 +25,7 @@ _ELASTIC = tuple(
 )
 _LONG = 8
 """Characters of a number that goes into a folder name as it was given."""
-_FREE_KEYS = (("data", "root"), ("data", "workers"), ("launch", "backend"))
+_FREE_KEYS = (("data", "root"), ("data", "workers"), ("launch", "backend"), ("launch", "gpu"))
 _GONE = {("train", "keep_global_batch"): (False, "train.global_batch")}
 """Keys that runs of earlier versions have: the value that changed nothing, and the key that there
 is now."""

@@ -37,11 +37,18 @@ class Metrics:
     exposed_share: float = figure("share", "exposed_s as a share of the training time")
     data_share: float = figure("share", "waiting for batches as a share of the training time")
     own: dict[str, float] = figure("1", "the method's own figures", default_factory=dict)
+    per_gpu: float | None = figure("units/s", "tokens or samples of one GPU", default=None)
+    mfu: float | None = figure(
+        "share", "model FLOP utilization: of the GPU's peak, on GPUs of co2/gpus.py", default=None
+    )
 
     def line(self, unit: str) -> Line:
         """These figures as a line of metrics.jsonl, where throughput is called `<unit>_per_s`."""
-        values = {name: getattr(self, name) for name in _names(Metrics) if name != "throughput"}
-        rate = {f"{unit}_per_s": self.throughput}
+        rates = ("throughput", "per_gpu", "mfu")
+        values = {name: getattr(self, name) for name in _names(Metrics) if name not in rates}
+        rate: dict[str, float | None] = {f"{unit}_per_s": self.throughput}
+        if self.mfu is not None:
+            rate |= {f"{unit}_per_s_per_gpu": self.per_gpu, "mfu": self.mfu}
         return finite({"kind": "train", **values, **self.own, **rate})
 
 
@@ -182,6 +189,7 @@ class Summary:
     memory: Ledger = figure("bytes", "held by one worker between steps")
     device: str = figure("", "where worker 0 computed")
     folder: str = figure("", "of the run, relative to where it was started")
+    mfu: float | None = figure("share", "model FLOP utilization; of known GPUs", default=None)
     saving_s: float | None = figure("s", "training stood still for checkpoints", default=None)
     members: list[Line] = figure("", "how replicas came and went", default_factory=list)
     steps_made: list[int] = figure(
@@ -202,6 +210,8 @@ class Summary:
         others."""
         values = dataclasses.asdict(self)
         own = values.pop("own")
+        if self.mfu is None:
+            del values["mfu"]
         return finite({**values, **own})
 
     @classmethod
@@ -232,7 +242,7 @@ UNITS: tuple[tuple[str, str, str], ...] = (
     *(
         (f"train/{f.name}", f.metadata["unit"], f.metadata["meaning"])
         for f in dataclasses.fields(Metrics)
-        if f.name not in ("step", "own", "throughput")
+        if f.name not in ("step", "own", "throughput", "per_gpu")
     ),
     *(
         (f.name, f.metadata["unit"], f.metadata["meaning"])
@@ -254,6 +264,7 @@ UNITS: tuple[tuple[str, str, str], ...] = (
     ("reading.plan_bytes", "bytes", "of the largest such layout on disk"),
     ("step", "steps", "optimizer steps of every replica; the axis of all charts"),
     ("*_per_s", "units/s", "the unit is in the name; all workers together"),
+    ("*_per_s_per_gpu", "units/s", "the unit is in the name; one GPU"),
     ("eval/train_s", "s", "training so far, without evaluations and checkpoints"),
     ("*loss", "nats", "mean over the validation data; shapenet rebuilds clouds: Chamfer-L2"),
     ("*perplexity", "1", "e to the validation loss"),

@@ -3,7 +3,8 @@
 Beside PyTorch's own operators and collectives it holds the phases of a round and the ends of steps,
 under the names in co2/comm/phases.py. chrome://tracing and ui.perfetto.dev open it; `python -m
 co2.record.timeline RUN` draws it. A collective that a Python thread carries on a CPU
-(BackgroundMean.run) is not in the trace; the wait for it is.
+(BackgroundMean.run) is not in the trace; the wait for it is. Of a run on GPUs there is also what
+the allocator did in these steps, rank_<n>_memory.pickle, which pytorch.org/memory_viz draws.
 """
 
 from pathlib import Path
@@ -17,6 +18,8 @@ from co2.comm.phases import STEP_END
 _WARM_UP_STEPS = 3
 _ROUNDS = 3
 _FEWEST_STEPS = 12
+_MEMORY_EVENTS = 100_000
+"""Allocations that a snapshot of the GPU's memory has at most, the newest."""
 _DROPPED: list[profile] = []
 """Profilers that never stop, because a collective may still write into their memory."""
 
@@ -65,6 +68,7 @@ class ProfilerTrace(Trace):
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_initialized():  # else this worker trains on the CPU
                 activities.append(ProfilerActivity.CUDA)
+                torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
             # Shapes and types show what a collective carries.
             self._profile = profile(activities=activities, record_shapes=True)
             profiled.begin()
@@ -78,6 +82,11 @@ class ProfilerTrace(Trace):
     def close(self, wait: bool = True) -> None:
         if self._profile is None:
             return
+        if torch.cuda.is_available():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            memory = self.path.with_name(f"{self.path.stem}_memory.pickle")
+            torch.cuda.memory._dump_snapshot(str(memory))
+            torch.cuda.memory._record_memory_history(enabled=None)
         if profiled.end(wait):
             self._profile.stop()
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,12 +18,13 @@ from co2 import program
 with program.starting(__name__, slow=False):
     from co2.arguments import Parser
     from co2.errors import REFUSED, ConfigError, require
+    from co2.gpus import GPUS
     from co2.simulate import paper
     from co2.simulate.failures import LLAMA_MTBF_HOURS
     from co2.simulate.figure import Panel, draw
     from co2.simulate.goodput import goodput_panels, goodput_points, goodput_report
     from co2.simulate.methods import SIMULATED, WITH_MOMENTS
-    from co2.simulate.models import GPUS, MODELS
+    from co2.simulate.models import MODELS
     from co2.simulate.network import COLLECTIVES
     from co2.simulate.options import check
     from co2.simulate.report import Report
@@ -82,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     model = parser.add_argument_group("the model, and what a step costs to compute")
     model.add_argument("--model", default="gpt2-small", help=", ".join(MODELS))
     model.add_argument("--units", help="tokens or images per GPU and step")
-    model.add_argument("--gpu", default="a100", help=", ".join(GPUS))
+    model.add_argument("--gpu", default="a100-80g", help=", ".join(GPUS))
     model.add_argument("--mfu", default="0.4", help="share of the GPU's peak that training reaches")
     model.add_argument("--step-time", help="seconds of a step's computation, instead of the above")
     wire = parser.add_argument_group("the network")

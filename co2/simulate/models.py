@@ -51,8 +51,5 @@ MODELS = {
 """Models by name. Parameters are as timm and transformers count them; TransNormer's are the round
 figures of the names, within 2 % of tasks/text/transnormer_model.py with a vocabulary of 50257."""
 
-GPUS = {"a100": 312e12, "h100": 989e12, "v100": 125e12}
-"""Dense peak rate in flop/s by GPU, in bf16 (V100: fp16), from NVIDIA's data sheets."""
-
 WIRE_BYTES = {"fp32": 4, "bf16": 2}
 """Bytes of one number on the wire."""

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from co2.errors import ConfigError, nearest, require, require_number
+from co2.gpus import known_gpu
 from co2.simulate.failures import Faults
 from co2.simulate.methods import NO_ROUNDS, require_simulated
-from co2.simulate.models import GPUS, MODELS, WIRE_BYTES
+from co2.simulate.models import MODELS, WIRE_BYTES
 from co2.simulate.network import COLLECTIVES, Network, parse_link
 from co2.simulate.schedule import Figures, Noise, simulate
 
@@ -72,21 +73,21 @@ def check(args: argparse.Namespace) -> Options:
     model = _known("--model", args.model, MODELS)
     shape = MODELS[model]
     units = (
-        _number("--units", args.units, 1e-9)
+        number("--units", args.units, 1e-9)
         if args.units is not None
         else float(shape.units_per_step)
     )
     if args.step_time is not None:
-        step_s, compute = _number("--step-time", args.step_time, 1e-9), "given"
+        step_s, compute = number("--step-time", args.step_time, 1e-9), "given"
     else:
-        gpu, mfu = _known("--gpu", args.gpu, GPUS), _number("--mfu", args.mfu, 1e-9, 1.0)
-        step_s = shape.step_s(units, GPUS[gpu], mfu)
-        compute = f"{shape.flops_per_unit:.3g} flops each, {mfu:g} of {gpu}'s peak, assumed"
+        gpu, mfu = known_gpu("--gpu", args.gpu), number("--mfu", args.mfu, 1e-9, 1.0)
+        step_s = shape.step_s(units, gpu.peak_flops, mfu)
+        compute = f"{shape.flops_per_unit:.3g} flops each, {mfu:g} of {args.gpu}'s peak, assumed"
     gpus = _gpu_counts(args.gpus)
-    server_size = _whole("--server-size", args.server_size)
+    server_size = whole("--server-size", args.server_size)
     base_gpus = 2 * server_size
     if args.base_gpus is not None:
-        base_gpus = _whole("--base-gpus", args.base_gpus, MOST_GPUS)
+        base_gpus = whole("--base-gpus", args.base_gpus, MOST_GPUS)
     network = Network(
         parse_link("80gbps-tcp"),
         server_size,
@@ -105,23 +106,23 @@ def check(args: argparse.Namespace) -> Options:
         base_gpus=base_gpus,
         networks=_networks(args, network),
         methods=methods,
-        taus=[_whole("--tau", word) for word in _words("--tau", args.tau)],
+        taus=[whole("--tau", word) for word in _words("--tau", args.tau)],
         step_s=step_s,
         compute=compute,
         units=units,
         wire=_known("--wire", args.wire, WIRE_BYTES),
-        bucket_mb=_number("--bucket-mb", args.bucket_mb, 0.01),
-        backward_share=_number("--backward-share", args.backward_share, 0.0, 1.0),
+        bucket_mb=number("--bucket-mb", args.bucket_mb, 0.01),
+        backward_share=number("--backward-share", args.backward_share, 0.0, 1.0),
         average_moments=args.average_moments,
-        rounds=_whole("--rounds", args.rounds),
+        rounds=whole("--rounds", args.rounds),
         noise=_noise(args),
         faults=_faults(args),
-        num_failures=_whole("--failures", args.failures),
+        num_failures=whole("--failures", args.failures),
     )
 
 
 def _networks(args: argparse.Namespace, network: Network) -> dict[str, Network]:
-    efficiency = _number("--efficiency", args.efficiency, 1e-9, 1.0)
+    efficiency = number("--efficiency", args.efficiency, 1e-9, 1.0)
     links = {word: parse_link(word, "--link") for word in _words("--link", args.link)}
     return {
         word: replace(network, link=replace(link, efficiency=efficiency))
@@ -133,26 +134,26 @@ def _noise(args: argparse.Namespace) -> Noise:
     text = args.stragglers
     share = text.endswith("%")
     return Noise(
-        jitter=_number("--jitter", args.jitter, 0.0),
-        slow_share=_number("--stragglers", text[:-1], 0.0, 100.0) / 100 if share else 0.0,
-        slow_count=0 if share else _whole("--stragglers", text, low=0),
-        slowdown=_number("--slowdown", args.slowdown, 1.0),
-        seed=_whole("--seed", args.seed, low=0),
+        jitter=number("--jitter", args.jitter, 0.0),
+        slow_share=number("--stragglers", text[:-1], 0.0, 100.0) / 100 if share else 0.0,
+        slow_count=0 if share else whole("--stragglers", text, low=0),
+        slowdown=number("--slowdown", args.slowdown, 1.0),
+        seed=whole("--seed", args.seed, low=0),
     )
 
 
 def _faults(args: argparse.Namespace) -> Faults:
     every_s = args.checkpoint_every_s
     return Faults(
-        mtbf_s=3600 * _number("--mtbf-hours", args.mtbf_hours, 1e-6),
-        repair_s=_number("--repair-s", args.repair_s, 0.0),
-        restart_s=_number("--restart-s", args.restart_s, 0.0),
-        detect_s=_number("--detect-s", args.detect_s, 0.0),
-        regroup_s=_number("--regroup-s", args.regroup_s, 0.0),
-        checkpoint_s=_number("--checkpoint-s", args.checkpoint_s, 1e-6),
+        mtbf_s=3600 * number("--mtbf-hours", args.mtbf_hours, 1e-6),
+        repair_s=number("--repair-s", args.repair_s, 0.0),
+        restart_s=number("--restart-s", args.restart_s, 0.0),
+        detect_s=number("--detect-s", args.detect_s, 0.0),
+        regroup_s=number("--regroup-s", args.regroup_s, 0.0),
+        checkpoint_s=number("--checkpoint-s", args.checkpoint_s, 1e-6),
         checkpoint_every_s=None
         if every_s is None
-        else _number("--checkpoint-every-s", every_s, 1e-6),
+        else number("--checkpoint-every-s", every_s, 1e-6),
     )
 
 
@@ -161,8 +162,8 @@ def _gpu_counts(text: str) -> list[int]:
     counts: list[int] = []
     for word in _words("--gpus", text):
         first, dots, last = word.partition("..")
-        count = _whole("--gpus", first, MOST_GPUS)
-        end = _whole("--gpus", last, MOST_GPUS) if dots else count
+        count = whole("--gpus", first, MOST_GPUS)
+        end = whole("--gpus", last, MOST_GPUS) if dots else count
         require(end >= count, "--gpus", word, "must end at its start or above it")
         while count <= end:
             counts.append(count)
@@ -176,22 +177,24 @@ def _words(flag: str, text: str) -> list[str]:
     return list(dict.fromkeys(words))
 
 
-def _whole(flag: str, text: str, high: int | None = None, low: int = 1) -> int:
+def whole(flag: str, text: str, high: int | None = None, low: int = 1) -> int:
+    """A flag's whole number. Raises `ConfigError` unless it is in the range."""
     good = text.strip().isdecimal() and low <= int(text) and (high is None or int(text) <= high)
     most = "" if high is None else f" and {high:,} or less"
     require(good, flag, text, f"must be a whole number, {low} or more{most}")
     return int(text)
 
 
-def _number(flag: str, text: str, low: float, high: float = math.inf) -> float:
+def number(flag: str, text: str, low: float, high: float = math.inf) -> float:
+    """A flag's number. Raises `ConfigError` unless it is in the range."""
     hint = f"must be a number of {low:g} or more" + (f", {high:g} at most" * (high < math.inf))
     try:
-        number = float(text)
+        value = float(text)
     except ValueError:
         raise ConfigError(flag, text, hint) from None
-    require_number(flag, number, low, hint)
-    require(number <= high, flag, text, hint)
-    return number
+    require_number(flag, value, low, hint)
+    require(value <= high, flag, text, hint)
+    return value
 
 
 def _known(flag: str, text: str, known: Iterable[str]) -> str:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from co2.simulate.models import GPUS, MODELS
+from co2.gpus import GPUS
+from co2.simulate.models import MODELS
 from co2.simulate.network import PROFILES, Link, Network
 from co2.simulate.report import Report
 from co2.simulate.schedule import BUCKET_BYTES, simulate
@@ -128,7 +129,7 @@ def report() -> Report:
 def statement(columns: list[Setting]) -> str:
     """What was taken from the paper, what was assumed, and what the fit implies."""
     step_s = columns[0].step_s
-    peak = SHAPE.flops_per_unit * SHAPE.units_per_step / step_s / GPUS["a100"]
+    peak = SHAPE.flops_per_unit * SHAPE.units_per_step / step_s / GPUS["a100-80g"].peak_flops
     nominal, rated, both = (column.network.link for column in columns)
     return (
         "Simulated, not measured; in brackets the difference from the paper, or `calibrated` where "

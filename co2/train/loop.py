@@ -28,6 +28,7 @@ def train(run: Run) -> None:
     """
     config, method = run.config, run.method
     steps, due = config.train.steps, config.checkpoint.every
+    pauses = (config.log.every, config.train.eval_every, due)
     seed_everything(config.train.seed, run.mesh.worker)
     with run, closing(Session(run)) as session:
         membership, losses = session.membership, LossWatch(run, session.checkpoints)
@@ -48,18 +49,21 @@ def train(run: Run) -> None:
                 session.average.update()
                 session.optimizer.zero_grad(set_to_none=True)
                 session.step += 1
+                step, last = session.step, session.step == steps
+                if last or any(every and step % every == 0 for every in pauses):
+                    # A GPU has work left. The clock stands still below, so wait for it here.
+                    losses.check()
                 session.meter.step(units)
 
-                step, last = session.step, session.step == steps
                 _report(session, losses, last)
                 if step % config.train.eval_every == 0 and not last:
                     session.evaluate()
                 if due > 0 and (step % due == 0 or last):
-                    losses.check()
                     session.save()
                 if not last and stop():
                     stop.drain()
                     losses.check()
+                    session.meter.settle()
                     _stop(session)
                 membership.change()
             stop.drain()
@@ -116,6 +120,8 @@ def _report(session: Session, losses: LossWatch, last: bool) -> None:
         with meter.paused():
             lr = session.optimizer.param_groups[0]["lr"]
             metrics = meter.interval(step, losses.check(), lr)
+            if run.is_first and session.utilization is not None:
+                metrics = session.utilization.seen_in(metrics, run.mesh.num_workers)
             run.record.log(metrics)
     run.console.progress(step, metrics)
 

@@ -15,8 +15,8 @@ from co2.train.run import Run
 class LossWatch:
     """The training losses since the last check.
 
-    Reading a loss makes the host wait for a GPU, so on a GPU losses are checked every `log.every`
-    steps; on a CPU after every step.
+    Reading a loss makes the host wait for a GPU, so on a GPU losses are checked where the loop asks
+    for it; on a CPU also after every step.
 
     Args:
         run: the run; worker and device are its mesh's.
@@ -25,17 +25,16 @@ class LossWatch:
 
     def __init__(self, run: Run, checkpoints: Checkpoints) -> None:
         self._worker, self._checkpoints = run.mesh.worker, checkpoints
-        self._every = run.config.log.every if run.mesh.device.type == "cuda" else 1
+        self._at_once = run.mesh.device.type != "cuda"
         self._steps: list[int] = []
         self._losses: list[Tensor] = []
         self._last = math.nan
 
     def add(self, step: int, loss: Tensor) -> None:
-        """The loss of the step with this index, a scalar; raises as `check` does when a check is
-        due."""
+        """The loss of the step with this index, a scalar. On a CPU it is checked."""
         self._steps.append(step)
         self._losses.append(loss)
-        if len(self._losses) >= self._every:
+        if self._at_once:
             self.check()
 
     def check(self) -> float:

@@ -4,7 +4,7 @@ import resource
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,30 @@ class Totals:
     wall_s: float = 0.0
     saving_s: float = 0.0
     """Seconds in which training stood still for checkpoints; not in `train_s`."""
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """How well the GPUs of a run are used. None of it is known on other devices."""
+
+    flops_per_unit: float
+    """Floating-point operations of the model for a token or sample, forward and backward."""
+    peak_flops: float
+    """Of one GPU: co2/gpus.py."""
+
+    def mfu(self, per_gpu: float) -> float:
+        """Model FLOP utilization (Chowdhery et al., arXiv 2204.02311, appendix B): what is computed
+        again in the backward pass does not count.
+
+        Args:
+            per_gpu: tokens or samples in a second of one GPU.
+        """
+        return per_gpu * self.flops_per_unit / self.peak_flops
+
+    def seen_in(self, metrics: Metrics, gpus: int) -> Metrics:
+        """The same figures, with those of one of so many GPUs."""
+        per_gpu = metrics.throughput / gpus
+        return replace(metrics, per_gpu=per_gpu, mfu=self.mfu(per_gpu))
 
 
 class Meter:
@@ -74,6 +98,14 @@ class Meter:
             self._interval_units += units
         self._first = False
         self._waited_s = 0.0
+        self._last = now
+
+    def settle(self) -> None:
+        """The last step has ended only now, because a GPU was behind the host."""
+        now = time.perf_counter()
+        if not self._first:
+            self.totals.train_s += now - self._last
+            self._interval_s += now - self._last
         self._last = now
 
     @contextmanager

@@ -1,7 +1,9 @@
 """Session: what is trained, and how it is saved, resumed and evaluated."""
 
 import contextlib
+import os
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from co2.comm.background import without_joining
 from co2.config import Precision
 from co2.errors import ConfigError
+from co2.gpus import gpu_of
 from co2.record.files import durable
 from co2.record.folder import begun
 from co2.record.metrics import Change, Evaluation
@@ -20,7 +23,7 @@ from co2.train.average import MovingAverage
 from co2.train.checkpoint import Checkpoints
 from co2.train.convolutions import tune_convolutions
 from co2.train.membership import Membership
-from co2.train.meters import Meter
+from co2.train.meters import Meter, Utilization
 from co2.train.quorum import Quorum
 from co2.train.randomness import random_states, restore_random_states
 from co2.train.replica import (
@@ -82,6 +85,8 @@ class Session:
         totals = self.membership.join()["totals"] if mesh.newcomer else self._resume()
         self.began_at = self.step
         self.samples.begin()
+        if run.is_first:
+            self.utilization  # noqa: B018 — counted now, not in the midst of training
         self.meter = Meter(run.method.stats, totals)
 
     def close(self) -> None:
@@ -101,6 +106,26 @@ class Session:
         if self.run.config.train.precision is Precision.fp32:
             return contextlib.nullcontext()
         return torch.autocast(self.run.mesh.device.type, dtype=torch.bfloat16)
+
+    @cached_property
+    def utilization(self) -> Utilization | None:
+        """How to tell model FLOP utilization; None on a device without a known peak, where workers
+        share a GPU, and where operations cannot be counted before there are data."""
+        run = self.run
+        if run.mesh.device.type != "cuda":
+            return None
+        gpu = gpu_of(torch.cuda.get_device_name(run.mesh.device))
+        shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count()
+        if gpu is None or shared:
+            return None
+        from co2.train.shapes import flops  # only GPUs need it
+
+        try:
+            counted = flops(run.task, run.config)
+        except ConfigError:
+            return None
+        units = run.config.train.batch_size * run.task.units_per_sample
+        return Utilization(counted / units, gpu.peak_flops)
 
     @property
     def units(self) -> int:

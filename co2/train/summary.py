@@ -67,6 +67,7 @@ def sum_up(session: "Session", scores: dict[str, float]) -> Summary:
         memory=replace(held, average_bytes=session.average.nbytes),
         device=str(run.mesh.device),
         folder=os.path.relpath(run.folder),
+        mfu=_mfu(session, throughput),
         saving_s=saving_s,
         members=[change.line() for change in session.membership.changes],
         steps_made=_steps_made(run, totals["steps"] - totals["passed_over"]),
@@ -74,6 +75,13 @@ def sum_up(session: "Session", scores: dict[str, float]) -> Summary:
         reading=_reading(*others[4:]),
         own={**stats.own},
     )
+
+
+def _mfu(session: "Session", throughput: float) -> float | None:
+    run = session.run
+    if not run.is_first or session.utilization is None:
+        return None
+    return session.utilization.mfu(throughput / run.mesh.num_workers)
 
 
 def _steps_made(run: Run, own: int) -> list[int]:

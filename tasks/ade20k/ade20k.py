@@ -16,7 +16,7 @@ from co2.config import DataConfig, OptimConfig, TrainConfig, at_home
 from co2.config import Optimizer as OptimizerName
 from co2.errors import ConfigError, require, require_count
 from co2.program import python
-from co2.task import Batch
+from co2.task import Batch, Published
 from tasks.ade20k import pairs, scenes
 from tasks.ade20k.pairs import Pairs
 from tasks.ade20k.scenes import Scenes
@@ -39,6 +39,7 @@ from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samp
 if TYPE_CHECKING:
     from co2.comm.mesh import Mesh
 
+PUBLISHED = Published(20_210, 1_800_000_000)
 AUXILIARY = 0.4
 """Weight of the auxiliary head's loss, as in mmsegmentation and transformers."""
 
@@ -151,6 +152,16 @@ class ADE20K:
             return torch.stack(views), torch.stack(labels)
 
         return load(make, count(start), self.data.workers, mesh.device)
+
+    def blank(self) -> Batch:
+        """See `Planned`."""
+        rows, crop = self.train.batch_size, self.config.crop
+        return torch.zeros(rows, 3, crop, crop), torch.zeros(rows, crop, crop, dtype=torch.uint8)
+
+    def published(self) -> Published | None:
+        """See `Planned`."""
+        public = self.data.path is None and self.config.source is Source.ade20k
+        return PUBLISHED if public else None
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross-entropy over the labelled pixels in nats, fp32. In training mode the

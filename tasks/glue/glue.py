@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError, require
 from co2.program import python
-from co2.task import Batch, Package
+from co2.task import Batch, Package, Published
 from tasks.glue import passages
 from tasks.glue.examples import Examples
 from tasks.glue.glue_tables import GLUE_TASKS, BadTable, read_examples
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
     from co2.comm.mesh import Mesh
 
+GLUE_BYTES = 150_000_000
+"""Of all nine tasks on the disk, about."""
 _EVAL_TOKENS = 4096
 """Tokens of one evaluation batch, <pad> included."""
 
@@ -158,6 +160,17 @@ class GLUE:
 
         size = batches_in_block(self.train.batch_size)
         return load_blocks(make, start, size, self.data.workers, mesh.device)
+
+    def blank(self) -> Batch:
+        """See `Planned`."""
+        rows, kind = self.train.batch_size, torch.float32 if self.num_labels == 1 else torch.int64
+        return torch.zeros(rows, self.length, dtype=torch.int64), torch.zeros(rows, dtype=kind)
+
+    def published(self) -> Published | None:
+        """See `Planned`. The text whose vocabulary it has is not counted."""
+        if not self._of_glue or not self._public:
+            return None
+        return Published(GLUE_TASKS[self.config.name.value].rows["train"], GLUE_BYTES)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross-entropy in nats, or the mean squared error of a regression, in fp32 whatever

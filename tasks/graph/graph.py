@@ -7,7 +7,7 @@ from: tasks/graph/stores.py.
 import hashlib
 import json
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from enum import Enum
@@ -25,7 +25,7 @@ from co2.comm.mesh import Mesh
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError, require, require_count, require_number
 from co2.program import python
-from co2.task import Batch, ReadTotals
+from co2.task import Batch, Published, ReadTotals
 from tasks.graph import calls, ginex
 from tasks.graph.ahead import ahead
 from tasks.graph.batches import Batches
@@ -37,6 +37,7 @@ from tasks.graph.packing import LONGEST_SEGMENT, Layout
 from tasks.graph.partition import GroupedSampler, Partition, Parts
 from tasks.graph.plan import Finish
 from tasks.graph.planned import Plans
+from tasks.graph.public import DISK_BYTES, KNOWN
 from tasks.graph.sampling import Topology
 from tasks.graph.stores import (
     ArrayRows,
@@ -156,10 +157,10 @@ class Graph:
             self._parts()
 
     def model(self) -> nn.Module:
-        """See `Task.model`."""
-        config, graph = self.config, self.graph
+        """See `Task.model`. A public graph need not be there to count parameters."""
+        config, facts = self.config, self._facts
         hidden = [config.hidden] * (len(config.fanout) - 1)
-        widths = [graph.num_features, *hidden, graph.num_classes]
+        widths = [facts["features"], *hidden, facts["classes"]]
         with seeded(self.train.seed):
             return GraphNetwork(config.model, widths, config.heads, config.dropout)
 
@@ -190,6 +191,39 @@ class Graph:
         with closing(store.stream(start)) as stream:
             for loaded in islice(stream, number):
                 yield sender.send(self._batch(loaded))
+
+    def blank(self) -> Batch:
+        """See `Planned`: no node has fewer neighbours than are sampled, and none is met twice."""
+        known = self._graph
+        kind = torch.float16 if self.config.dataset is DatasetName["mag240m"] else torch.float32
+        if known is not None:
+            kind = torch.from_numpy(np.empty(0, known.dtype)).dtype
+        nodes, layers = self.train.batch_size, []
+        for fanout in reversed(self.config.fanout):
+            layers.append((nodes + 1, nodes * fanout))
+            nodes = min(nodes * (1 + fanout), self._facts["nodes"])
+        batch = {
+            "features": torch.zeros(nodes, self._facts["features"], dtype=kind),
+            "labels": torch.zeros(self.train.batch_size, dtype=torch.int64),
+        }
+        for number, (starts, sources) in enumerate(reversed(layers)):
+            batch[f"starts{number}"] = torch.zeros(starts, dtype=torch.int64)
+            batch[f"sources{number}"] = torch.zeros(sources, dtype=torch.int64)
+        return batch
+
+    def published(self) -> Published | None:
+        """See `Planned`."""
+        name = self.config.dataset.value
+        if self.data.path is not None or name not in DISK_BYTES:
+            return None
+        return Published(KNOWN[name]["train"], DISK_BYTES[name])
+
+    @property
+    def _facts(self) -> Mapping[str, int]:
+        """Nodes, features and classes: those of the graph, or what is known of it."""
+        if self._graph is None and self.published() is not None:
+            return KNOWN[self.config.dataset.value]
+        return {key: int(self.graph.meta[key]) for key in ("nodes", "features", "classes")}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross-entropy in nats, fp32."""

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from co2.errors import require
 from tasks.moe import mlp
@@ -179,7 +180,7 @@ class Experts(nn.Module):
         """What the experts make of the tokens, [A, width], in the order of the assignments."""
         sent = tokens[routing.choice % len(tokens)]
         if self.group is None and self.kernel is Kernel.loop:
-            return self._mlps(sent, routing.counts[0].tolist())
+            return self._mlps(sent, self._counts(sent, routing))
         weights, device = self._weights, sent.device.type
         if torch.is_autocast_enabled(device):  # so that tokens travel as they are computed
             dtype = torch.get_autocast_dtype(device)
@@ -199,6 +200,15 @@ class Experts(nn.Module):
 
                 return symmetric(sent, routing.counts, compute, self.group, traffic)
             return tiled(sent, routing.counts, weights, self.group, traffic, self.tile)
+
+    def _counts(self, sent: Tensor, routing: Routing) -> list[int]:
+        """Rows of each expert; equally many where tensors have shapes alone (co2/train/shapes.py),
+        because there is nothing to count."""
+        if not isinstance(sent, FakeTensor):
+            counts: list[int] = routing.counts[0].tolist()
+            return counts
+        most, longer = divmod(len(sent), self.num_experts)
+        return [most + (expert < longer) for expert in range(self.num_experts)]
 
     def _mlps(self, tokens: Tensor, counts: list[int]) -> Tensor:
         """Each of this worker's experts on its tokens, which stand one expert after another."""

@@ -25,45 +25,14 @@ from tasks.graph.folder import (
     write_array,
 )
 from tasks.graph.generated import generate
-from tasks.prepare.graph_sets import IGB, Source, friendster, igb, mag240m, papers100m
+from tasks.graph.public import IGB, KNOWN
+from tasks.prepare.graph_sets import Source, friendster, igb, mag240m, papers100m
 from tasks.shared.progress import progress
 
 _BYTES_OF_AN_EDGE = 128
 """While a piece of edges is read, checked and spilled."""
 _PIECES = 16
 """A piece of features has one in so many of the bytes that --memory gives."""
-
-KNOWN: dict[str, dict[str, int]] = {
-    # ogb.stanford.edu/docs/nodeprop, and the sizes of the published split
-    "papers100m": {
-        "nodes": 111_059_956,
-        "published_edges": 1_615_685_872,
-        "features": 128,
-        "classes": 172,
-        "train": 1_207_179,
-        "val": 125_265,
-        "test": 214_338,
-    },
-    # OGB-LSC, arXiv 2103.09430
-    "mag240m": {
-        "nodes": 121_751_666,
-        "published_edges": 1_297_748_926,
-        "features": 768,
-        "classes": 153,
-        "train": 1_112_392,
-        "val": 138_949,
-        "test": 0,
-    },
-    # snap.stanford.edu/data/com-Friendster.html
-    "friendster": {
-        "nodes": 65_608_366,
-        "published_edges": 1_806_067_135,
-        "edges": 2 * 1_806_067_135,
-    },
-    # igb/dataloader.py has the nodes; arXiv 2302.13522
-    **{name: {"nodes": nodes, "features": 1024, "classes": 19} for name, nodes in IGB.items()},
-}
-"""What is known of the public sets, by their names here."""
 
 PUBLISHED = {
     "papers100m": "OGB's papers100M-bin, from https://ogb.stanford.edu/docs/nodeprop",

@@ -38,14 +38,6 @@ from tasks.graph.folder import LABEL, PARTS
 from tasks.graph.generated import blurred, drawn_parts
 from tasks.shared.progress import progress
 
-IGB = {
-    "igb-tiny": 100_000,
-    "igb-small": 1_000_000,
-    "igb-medium": 10_000_000,
-    "igb-large": 100_000_000,
-    "igb-full": 269_346_174,
-}
-"""Papers."""
 _IGB_LABELLED = 227_130_858
 _IGB_FEATURES = 1024
 FRIENDSTER = "com-friendster.ungraph.txt.gz"

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from co2.config import DataConfig, OptimConfig, TrainConfig, at_home
 from co2.errors import require, require_count, require_number
 from co2.program import python
-from co2.task import Batch
+from co2.task import Batch, Published
 from tasks.shapenet.clouds import (
     PARTS,
     Clouds,
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from co2.comm.mesh import Mesh
 
 NUM_SOLIDS = {"train": 1000, "test": 1000}
+PUBLISHED, CATEGORIES = Published(41_952, 5_000_000_000), 55
+"""ShapeNet-55."""
 _EVAL_BATCH = 64
 
 Gather = Callable[[Callable[[int], Tensor], int], Tensor]
@@ -168,7 +170,8 @@ class ShapeNet:
         self._validation = validation_samples(available, wanted, part, alternate=True)
 
     def model(self) -> nn.Module:
-        """See `Task.model`. The classifier needs `setup()` first, for the number of categories."""
+        """See `Task.model`. With data of the user's own the classifier needs
+        `setup()` first, for the number of categories."""
         config = self.config
         width, depth, heads, decoder_depth = SIZES[config.size]
         shape = Shape(
@@ -207,6 +210,16 @@ class ShapeNet:
 
         size = batches_in_block(self.train.batch_size) if self.generated else 1
         return load_blocks(make, start, size, self.data.workers, mesh.device)
+
+    def blank(self) -> Batch:
+        """See `Planned`."""
+        config, rows = self.config, self.train.batch_size
+        beside = (rows, config.groups) if self.reconstructs else (rows,)
+        return torch.zeros(rows, config.points, 3), torch.zeros(beside, dtype=torch.int64)
+
+    def published(self) -> Published | None:
+        """See `Planned`."""
+        return None if self.generated or self.data.path is not None else PUBLISHED
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean Chamfer-L2 of the hidden patches in squared units of the clouds, or mean
@@ -254,7 +267,11 @@ class ShapeNet:
 
     @property
     def num_classes(self) -> int:
-        return len(NAMES) if self.generated else int(self._part("train").kinds.max()) + 1
+        if self.generated:
+            return len(NAMES)
+        if not self._opened and self.published() is not None:
+            return CATEGORIES
+        return int(self._part("train").kinds.max()) + 1
 
     def _part(self, part: str) -> Clouds:
         assert self._opened, "call setup() first"

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import require, require_count
-from co2.task import Batch, Package
+from co2.task import Batch, Package, Published
 from tasks.shared.evaluation import evaluating, total
 from tasks.shared.loader import load
 from tasks.shared.optimizer import make_optimizer
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 PUBLIC_VOCAB_SIZE = 50257
 """Size of GPT-2's own vocabulary, with which openwebtext is tokenized by default."""
 
+OPENWEBTEXT = 9_000_000_000
+"""Tokens of its training part, about."""
 _EVAL_TOKENS = 4096
 """Tokens of one evaluation batch. With GPT-2's vocabulary the logits take 0.8 GB in fp32."""
 
@@ -121,6 +123,16 @@ class CausalText:
             return windows(tokens, sampler.indices(draw, mesh.worker), self.config.context)
 
         return load(make, count(start), self.data.workers, mesh.device)
+
+    def blank(self) -> Batch:
+        """See `Planned`."""
+        return torch.zeros(self.train.batch_size, self.config.context + 1, dtype=torch.int64)
+
+    def published(self) -> Published | None:
+        """See `Planned`."""
+        if self.data.path is not None or self.config.corpus is CorpusName.embedded:
+            return None
+        return Published(num_windows(OPENWEBTEXT, self.config.context), 2 * OPENWEBTEXT)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean next-token cross-entropy in nats, computed in fp32 even under autocast."""

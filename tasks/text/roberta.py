@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError, require, require_count
-from co2.task import Batch, Package
+from co2.task import Batch, Package, Published
 from tasks.shared.evaluation import evaluating, total
 from tasks.shared.loader import batches_in_block, load_blocks
 from tasks.shared.optimizer import make_optimizer
@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
 PUBLIC_VOCAB_SIZE = 50265
 """Size of RoBERTa's own vocabulary, with which wikibooks is tokenized by default."""
+
+WIKIBOOKS = 6_000_000_000
+"""Tokens of its training part, about."""
 
 _ADDED = 4
 """Number of tokens that a learned vocabulary lacks: <s>, <pad>, <unk> and <mask>."""
@@ -204,6 +207,18 @@ class RoBERTa:
 
         size = batches_in_block(self.train.batch_size)
         return load_blocks(make, start, size, self.data.workers, mesh.device)
+
+    def blank(self) -> Batch:
+        """See `Planned`."""
+        rows, places = self.train.batch_size, self._masking.num_chosen(self.config.context)
+        lengths = self.config.context, places, places
+        return tuple(torch.zeros(rows, length, dtype=torch.int64) for length in lengths)
+
+    def published(self) -> Published | None:
+        """See `Planned`."""
+        if not is_public(self.config, self.data):
+            return None
+        return Published(num_windows(WIKIBOOKS, self._inside, overlap=0), 2 * WIKIBOOKS)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross-entropy of the chosen tokens in nats, computed in fp32 even under autocast."""

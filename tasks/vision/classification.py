@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError, require, require_count
 from co2.program import python
-from co2.task import Batch, Package
+from co2.task import Batch, Package, Published
 from tasks.shared.evaluation import evaluating, share, total
 from tasks.shared.loader import load
 from tasks.shared.optimizer import make_optimizer
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from co2.comm.mesh import Mesh
 
 IMAGENET_CLASSES = 1000
+IMAGENET = Published(1_281_167, 150_000_000_000)
 
 _EVAL_BATCH = 100
 """Images of one evaluation batch; ImageNet's validation part makes 500 batches."""
@@ -156,6 +157,18 @@ class Classification:
             worker: the worker that draws it.
         """
         return None
+
+    def blank(self) -> Batch:
+        """See `Planned`."""
+        size, rows = self.config.image_size, self.train.batch_size
+        images = torch.zeros(rows, 3, size, size, dtype=torch.uint8)
+        batch = images, torch.zeros(rows, dtype=torch.int64)
+        return batch if self.mixing(0, 0) is None else (*batch, torch.zeros(size, size))
+
+    def published(self) -> Published | None:
+        """See `Planned`."""
+        public = self.data.path is None and self.config.dataset is DatasetName.imagenet
+        return IMAGENET if public else None
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross-entropy in nats with label smoothing, computed in fp32 even under autocast.

@@ -173,7 +173,9 @@ def co2_command(arguments: list[str]) -> None:
     name, *own = COMMANDS[arguments[0]][0].split()
     if own:
         parsed = _parsed(name, [*own, *arguments[1:]], train.APP.main)
-        if parsed is not None:
+        if parsed is not None and arguments[0] == "plan":
+            trains(parsed.rest)
+        elif parsed is not None:
             nothing_left(parsed.options, parsed.rest)
     elif name == "train":
         trains(arguments[1:])

@@ -15,6 +15,7 @@ from co2.comm.flat import FlatParams
 from co2.comm.lanes import CudaLane
 from co2.config import CommConfig, CommDevice
 from co2.errors import ConfigError
+from co2.gpus import gpu_of
 from co2.methods import METHODS
 from co2.train.copies import copies
 from tests.cli.harness import command, execute
@@ -263,3 +264,18 @@ def test_train_py_shares_a_gpu(tmp_path: Path):
     assert summary["device"].startswith("cuda")
     assert summary["memory"]["extra_bytes"] == 0 < summary["memory"]["host_bytes"]
     assert "in the host's memory" in run.out
+
+
+def test_train_py_tells_how_well_a_gpu_is_used(tmp_path: Path):
+    """MFU beside throughput where the peak is known, and what the memory held beside the trace."""
+    words = ("train.steps=40", "launch.workers=1", "launch.backend=auto", "log.every=10")
+    runs = tmp_path / "runs"
+    run = execute(command(*words, "trace=true", runs=runs), runs)
+    assert run.status == 0, run.err
+    metrics = run.folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    known = gpu_of(torch.cuda.get_device_name()) is not None
+    trained = [line for line in lines if line["kind"] == "train"]
+    assert all(("mfu" in line) == known for line in trained)
+    assert all(0 < line["mfu"] < 1 for line in trained if known and line["samples_per_s"])
+    assert (run.folder / "trace" / "rank_0_memory.pickle").stat().st_size > 0

@@ -1,0 +1,313 @@
+"""What a step takes, worked out from shapes alone: memory, and floating-point operations.
+
+Model, optimizer and method are the run's own, of tensors without numbers: a model of 7 billion
+parameters takes seconds and no memory. What is held between steps comes from the device "meta". A
+micro-batch goes through fake tensors (torch._subclasses), which are meta tensors that name a
+device: without one there is no autocast. What these hold is counted as on a CPU. A GPU's other
+kernels may keep other tensors, and torch.compile keeps fewer.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from co2.comm.mesh import Mesh
+from co2.config import CommDevice, Config, Precision, Strategy
+from co2.errors import ConfigError, require
+from co2.methods import METHODS
+from co2.record.metrics import Ledger
+from co2.task import Planned, Task
+from co2.train.divided import Divisible
+from co2.train.meters import ledger
+from co2.train.replica import CUT, blocks, checkpoint_activations
+
+_STEPS = 3
+"""After which a method and its inner optimizer hold all that they ever hold. ACCO is the last: its
+third inner step is the first that keeps its state."""
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What a worker holds between steps."""
+
+    num_parameters: int
+    """Of the whole model."""
+    local_bytes: int
+    """Of the trained parameters that this worker holds, in fp32: what it exchanges."""
+    memory: Ledger
+    gathered_bytes: int
+    """Weights that are whole within a step only (zero2, zero3)."""
+    saved_bytes: int
+    """Of a checkpoint, of all workers together."""
+    round_steps: int
+    """τ."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Where the worker trains."""
+        held = self.memory
+        between = held.parameter_bytes + held.buffer_bytes + held.gradient_bytes
+        own = held.inner_state_bytes + held.extra_bytes + held.scratch_bytes
+        return between + own + self.gathered_bytes
+
+
+def holdings(task: Task, config: Config, workers: int) -> Holdings:
+    """What a worker of a run holds between steps. The process must have no process group.
+
+    Args:
+        task: of the run; set up, unless it is `Planned` with public data.
+        workers: of the run.
+    Raises:
+        ConfigError: the method is not the suite's own, or cannot train this model.
+    """
+    hint = "is somebody else's implementation, whose memory is not known before it runs"
+    require(config.method in METHODS, "method", config.method, hint)
+    # In the host's memory it would hold real tensors.
+    comm = replace(config.comm, device=CommDevice.auto)
+    method = METHODS[config.method](config.method_config, comm)
+    size, strategy = config.mesh.replica_size, config.mesh.strategy
+    with torch.device("meta"):
+        module = task.model()
+    whole, numel = _bytes(module), sum(param.numel() for param in module.parameters())
+    with _fake_workers(workers):
+        mesh = Mesh.world(size, "meta")
+        if strategy is Strategy.ep:
+            group = mesh.new_group_within_replica()
+            for part in list(module.modules()):
+                if isinstance(part, Divisible):
+                    assert group is not None, "replica.check refuses a replica of one worker"
+                    part.divide(group)
+        optimizer = task.optimizer(module)
+        # DDP, which carries gradients for such a method, cannot be made of meta tensors.
+        alone = Mesh(0, 1, mesh.device)
+        lr = config.optim.lr
+        placed = alone if method.averages_gradients else mesh
+        method.prepare(module, optimizer, placed, lambda step: lr, fresh=False)
+        for _ in range(_STEPS):
+            for param in module.parameters():
+                param.grad = torch.empty_like(param) if param.requires_grad else None
+            method.step()
+        memory = ledger(module, optimizer, method)
+        saved = sum(tensor.nbytes for tensor in method.saved_tensors().values())
+    share = 1 / size if strategy in CUT else 1.0
+    inner = 1 / size if strategy is Strategy.zero1 else share
+    extra = round(memory.extra_bytes * share)
+    on_host = config.comm.device is CommDevice.cpu
+    held = replace(
+        memory,
+        parameter_bytes=round(memory.parameter_bytes * share),
+        gradient_bytes=round(memory.gradient_bytes * share),
+        inner_state_bytes=round(memory.inner_state_bytes * inner),
+        extra_bytes=0 if on_host else extra,
+        scratch_bytes=0 if on_host else memory.scratch_bytes,
+        host_bytes=extra + memory.scratch_bytes if on_host else 0,
+    )
+    inside = list(map(_bytes, blocks(module)))
+    within_a_step = {
+        Strategy.zero2: whole,
+        # Its root is whole all the time; the next block is fetched while one computes.
+        Strategy.zero3: whole - sum(inside) + 2 * max(inside, default=0),
+    }
+    # Replicas save all that they have; the workers of one save weights and inner state together.
+    together = whole + memory.inner_state_bytes * whole / memory.parameter_bytes
+    alone_bytes = memory.buffer_bytes + saved * share
+    return Holdings(
+        num_parameters=numel,
+        local_bytes=round(method.copy_bytes * share),
+        memory=held,
+        gathered_bytes=within_a_step.get(strategy, 0),
+        saved_bytes=round(together * workers / size + alone_bytes * workers),
+        round_steps=method.round_steps,
+    )
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one micro-batch of a worker takes."""
+
+    flops: int
+    """Floating-point operations of the forward and the backward pass, a multiplication and an
+    addition apart, without what is computed again (train.checkpoint_activations)."""
+    beyond_bytes: int
+    """Most that there is at once beyond what is held between steps: activations, and whatever else
+    operations make."""
+
+
+def work(task: Task, config: Config, workers: int, averages: bool) -> Work:
+    """What one micro-batch takes.
+
+    Args:
+        task: `Planned`; set up, unless its data are public.
+        workers: of the run.
+        averages: whether the method averages gradients (`Method.averages_gradients`).
+    Raises:
+        ConfigError: it cannot be known before there are data.
+    """
+    by_ddp = workers > 1 and (averages or config.mesh.replica_size > 1)
+    if config.mesh.strategy in CUT:
+        gradients = "passed on"
+    else:  # DDP's buckets hold them from the start
+        gradients = "held" if config.train.accumulate > 1 or by_ddp else "made"
+    found = _micro_batch(task, config, gradients, config.train.checkpoint_activations)
+    if not config.train.checkpoint_activations:
+        return found
+    return replace(found, flops=flops(task, config))
+
+
+def flops(task: Task, config: Config) -> int:
+    """Floating-point operations of a micro-batch. Raises `ConfigError` as `work` does."""
+    return _micro_batch(task, config, "made", checkpoints=False).flops
+
+
+def _micro_batch(task: Task, config: Config, gradients: str, checkpoints: bool) -> Work:
+    """Forward and backward pass.
+
+    Args:
+        gradients: held: whole all the time; made: as the backward pass makes them; passed on: to
+            the workers of a replica at once.
+    """
+    hint = "its task does not say how large a micro-batch is (co2/task.py, Planned)"
+    planned = isinstance(task, Planned)
+    require(planned, "task", config.task, hint)
+    assert isinstance(task, Planned)
+    module, fake = _fake(task)
+    if checkpoints:
+        checkpoint_activations(module)
+    with fake, Attention(), Live(module) as live:
+        trained = [param for param in module.parameters() if param.requires_grad]
+        for param in trained:
+            if gradients == "held":
+                param.grad = torch.empty_like(param)
+            elif gradients == "passed on":
+                param.register_post_accumulate_grad_hook(_drop)
+        batch = task.blank()
+        try:
+            with _autocast(config.train.precision):
+                loss = task.loss(module, batch)
+            loss.backward()
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            hint = "the sizes of its tensors depend on its data, so it cannot be planned"
+            raise ConfigError("task", config.task, hint) from None
+    between = 0 if gradients == "passed on" else sum(param.nbytes for param in trained)
+    return Work(live.flops, max(0, live.peak - between))
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the storages that operations make, as long as anything holds them, without those of
+    the module; and floating-point operations, by PyTorch's own formulas.
+
+    It does what FlopCounterMode does but for its table of modules, whose hooks hold activations.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        from torch.utils.flop_counter import flop_registry  # costs half a second
+
+        super().__init__()
+        self._formulas = flop_registry
+        self.now = self.peak = self.flops = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        for tensor in (*module.parameters(), *module.buffers()):
+            self._known.add(tensor.untyped_storage())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        formula = self._formulas.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=made)
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                self._see(tensor)
+        return made
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, storage.nbytes()).atexit = False
+
+    def _forget(self, num_bytes: int) -> None:
+        self.now -= num_bytes
+
+
+class Attention(TorchFunctionMode):
+    """Attention by a kernel that keeps no matrix of scores, also where dropout is on: GPUs have one
+    that draws the same dropout again, CPUs have none."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention and "dropout_p" in kwargs:
+            kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+def _fake(task: Task) -> tuple[nn.Module, FakeTensorMode]:
+    """The task's model, of fake tensors on the CPU, in training mode. Nothing is drawn. Tied
+    weights stay tied. What is computed with it, is inside the mode."""
+    with torch.device("meta"):
+        module = task.model()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    made: dict[int, Tensor] = {}
+    with fake:
+        for part in module.modules():
+            for own in (part._parameters, part._buffers):
+                for name, tensor in own.items():
+                    if tensor is not None:
+                        own[name] = made.setdefault(id(tensor), _like(tensor))  # type: ignore[assignment]
+    return module.train(), fake
+
+
+def _like(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="cpu", requires_grad=False)
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+
+
+@contextlib.contextmanager
+def _fake_workers(workers: int) -> Iterator[None]:
+    """Inside, this process is the first of so many, whose collectives do nothing."""
+    if workers == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=workers)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _autocast(precision: Precision) -> contextlib.AbstractContextManager[Any]:
+    if precision is Precision.fp32:
+        return contextlib.nullcontext()
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def _drop(param: Tensor) -> None:
+    param.grad = None
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(param.nbytes for param in module.parameters())

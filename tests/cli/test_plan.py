@@ -1,0 +1,211 @@
+"""What `co2 plan` says of every published recipe, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from co2 import Mesh
+from co2.app import plan
+from co2.app.plan import Need, Place, Planner, course, lines
+from co2.errors import REFUSED, ConfigError
+from co2.gpus import GPUS
+from co2.train.shapes import flops, holdings
+from tests.cli.harness import configured, small
+
+PAPER = [task for task in train.APP.tasks if task != "toy"]
+PLACE = Place("a100-80g", "80gbps", 8, 0.4)
+TOO_LARGE = ("task=toy", "toy.features=20000", "toy.hidden=20000", "optim.name=adamw")
+"""400 million parameters: with CO2 11.2 GB between steps."""
+
+
+def planner(*overrides: str, gpu: str = "a100-80g") -> Planner:
+    return Planner(train.APP.config, train.APP.make_task, list(overrides), GPUS[gpu].usable_bytes)
+
+
+def facts(need: Need) -> dict[str, str]:
+    return dict(lines(need, PLACE, course(need, PLACE)))
+
+
+GPUS_OF = {"ade20k": 4, "shapenet": 8, "glue": 8, "graph": 8, "gpt2": 32}
+"""On how many GPUs a task is planned, where its batch does not divide among 64."""
+
+
+@pytest.mark.parametrize("task", [task for task in PAPER if task not in ("moe", "transnormer")])
+def test_every_published_recipe_has_a_plan(task: str) -> None:
+    gpus = GPUS_OF.get(task, 64)
+    need = planner(f"task={task}", "scale=paper", "method=co2").fitting(gpus)
+    told = facts(need)
+    assert f"{need.held.num_parameters:,}" == told["parameters"]
+    batch = need.config.train.batch_size * need.config.train.accumulate * gpus
+    assert told["global batch"].startswith(f"{batch:,} samples")
+    assert batch == need.config.train.global_batch
+    assert told["GPUs"] == f"{gpus} × a100-80g, servers of 8, 80gbps"
+    assert "3 model copies" in told["method's state"] and "GB on disk" in told["data"]
+    found = course(need, PLACE)
+    assert found.own is not None and found.own.exposed_s <= found.allreduce.exposed_s
+    assert found.compute_s == need.flops / gpus / (0.4 * 312e12)
+    assert found.days == pytest.approx(found.own.step_s * need.config.train.steps / 86_400)
+
+
+@pytest.mark.parametrize(
+    ("task", "parameters"), [("moe", 1_909_850_112), ("transnormer", 6_874_992_640)]
+)
+def test_sixteen_bytes_for_a_parameter(task: str, parameters: int) -> None:
+    """Weights, gradients and Adam's moments in fp32: 110 GB of TransNormerLLM 7B."""
+    alone = ("mesh.replica_size=1", "mesh.strategy=ddp")
+    config = planner(f"task={task}", "scale=paper", *alone).config(32)
+    held = holdings(train.APP.make_task(config), config, 32)
+    memory = held.memory
+    whole = memory.parameter_bytes + memory.gradient_bytes + memory.inner_state_bytes
+    assert held.num_parameters == parameters
+    assert whole == pytest.approx(16 * parameters, rel=1e-6)
+
+
+def test_operations_of_vit() -> None:
+    """ViT-B/16: 17.6 billion multiply-adds forward (timm's table), three times that in training."""
+    config = planner("task=vit", "scale=paper", "train.batch_size=2").config(1)
+    task = train.APP.make_task(config)
+    assert sum(p.numel() for p in meta(config).parameters()) == 86_567_656
+    assert flops(task, config) / 2 == pytest.approx(3 * 2 * 17.58e9, rel=0.01)
+
+
+def test_operations_of_gpt2() -> None:
+    """6 N D leaves out attention, so that it is 20 % too low at most."""
+    config = planner("task=gpt2", "scale=paper", "train.batch_size=1").config(1)
+    assert sum(p.numel() for p in meta(config).parameters()) == 124_475_904
+    counted = flops(train.APP.make_task(config), config)
+    assert 1.0 < counted / (6 * 124_475_904 * 1024) < 1.2
+
+
+def test_computing_again_is_no_more_of_the_model() -> None:
+    words = ("task=gpt2", "train.batch_size=2")
+    plain = planner(*words).need(planner(*words).config(1), 1)
+    again = planner(*words, "train.checkpoint_activations=true")
+    found = again.need(again.config(1), 1)
+    assert found.flops == plain.flops
+    assert found.num_bytes < plain.num_bytes
+
+
+def meta(config: object) -> torch.nn.Module:
+    with torch.device("meta"):
+        return train.APP.make_task(config).model()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("task", train.APP.tasks)
+def test_blank_batches_are_like_batches(task: str, tmp_path: Path, root: Path, text: Path) -> None:
+    config = configured(*small(task, root, text), "launch.workers=1", runs=tmp_path)
+    made = train.APP.make_task(config)
+    made.setup(1)
+    blank, batch = made.blank(), next(iter(made.batches(Mesh.world(device="cpu"), 0)))
+    if task == "graph":
+        assert blank.keys() <= batch.keys()
+        for name, tensor in blank.items():
+            assert tensor.dtype == batch[name].dtype and tensor.dim() == batch[name].dim()
+        starts = [name for name in blank if name.startswith("starts")]
+        assert all(len(blank[name]) >= len(batch[name]) for name in starts)
+        return
+    tensors = [(one,) if isinstance(one, torch.Tensor) else one for one in (blank, batch)]
+    for ours, theirs in zip(*tensors, strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu", "advice"),
+    [
+        (TOO_LARGE, "v100-16g", None),
+        ((*TOO_LARGE, "toy.hidden=40000"), "v100-16g", "mesh.replica_size=4 mesh.strategy=zero2"),
+        (
+            ("task=vit", "scale=paper", "train.global_batch=16384", "train.batch_size=4096"),
+            "l4",
+            "train.batch_size=",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_does(
+    words: tuple[str, ...], gpu: str, advice: str | None
+) -> None:
+    if advice is None:
+        planner(*words, gpu=gpu).fitting(4)
+        return
+    with pytest.raises(ConfigError, match="needs more than the") as refused:
+        planner(*words, gpu=gpu).fitting(4)
+    assert advice in refused.value.hint
+    settings = refused.value.hint.rpartition("this fits: ")[2].split()
+    planner(*words, *settings, gpu=gpu).fitting(4)
+
+
+def test_the_smallest_number_that_holds_it() -> None:
+    """With a part of its outer state on each of them, two hold what one does not."""
+    words = (*TOO_LARGE, "method=co2", "co2.shard=true", "toy.features=30000")
+    need = planner(*words, gpu="v100-16g").smallest()
+    assert need.workers == 2
+    assert planner(*TOO_LARGE).smallest().workers == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["task=toy", "--gpu", "a100"],
+            "--gpu=a100: no GPU of the table; it has a100-40g, a100-80g",
+        ),
+        (["task=toy", "--gpus", "none"], "--gpus=none: must be a whole number"),
+        (["task=toy", "--mfu", "40"], "--mfu=40: must be a number"),
+        (["task=toy", "--link", "fast"], "--link=fast: must be a rate"),
+        (["task=toy", "co2.tau=1,2", "--gpus", "2"], "co2.tau=1,2: several values"),
+        (["task=toy", "--gpus", "12"], "--gpus=12: must fill servers of 8"),
+        (["task=toy", "co2.tua=1", "--gpus", "2"], "co2.tua=1: "),
+        (["task=toy", "method=torch_post_local_sgd", "--gpus", "2"], "method=torch_post_local_sgd"),
+    ],
+)
+def test_refused(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.APP.main(["plan", *words]) == REFUSED
+    assert capsys.readouterr().err.startswith(f"error: {line}")
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.APP.main(["plan", "task=toy", "method=streaming_diloco", "--gpus", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "  740\n" in out and "not simulated: each fragment" in out
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "PAPER_TASKS", ("vit", "transnormer"))
+    alone = ("mesh.replica_size=1", "mesh.strategy=ddp")
+    words = ["transnormer.size=1b", "train.batch_size=1", *alone, "--gpus", "8", "--gpu", "l4"]
+    assert train.APP.main(["plan", "--all", *words]) == 0
+    *_, vit, transnormer = capsys.readouterr().out.splitlines()
+    assert vit.startswith("| vit | transnormer.size=1b")
+    assert transnormer.startswith("| transnormer mesh.replica_size=2 mesh.strategy=zero2")
+
+
+class TestBeforeItIsQueued:
+    WORDS = (*TOO_LARGE, "toy.hidden=40000", "launch.workers=2", "launch.backend=gloo")
+
+    def test_refused(self, tmp_path: Path) -> None:
+        config = configured(*self.WORDS, "scale=smoke", "launch.gpu=v100-16g", runs=tmp_path)
+        overrides = list(self.WORDS)
+        train.APP.check_memory(config, overrides)  # smoke scale is checked nowhere
+        config.scale = "gpu"
+        with pytest.raises(ConfigError, match="needs more than the 16"):
+            train.APP.check_memory(config, overrides)
+
+    def test_where_no_gpu_is_known_nothing_is_checked(self, tmp_path: Path) -> None:
+        config = configured(*self.WORDS, runs=tmp_path)
+        config.scale = "gpu"
+        train.APP.check_memory(config, list(self.WORDS))
+
+    def test_what_torch_compile_may_make_fit_is_a_warning(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        size = ("train.global_batch=4096", "train.batch_size=4096")
+        words = ("task=vit", "scale=paper", *size, "launch.workers=1")
+        config = configured(*words, "launch.gpu=l4", runs=tmp_path)
+        train.APP.check_memory(config, list(words))
+        assert capsys.readouterr().err.startswith("warning: train.batch_size=4096: needs more")
+
+    def test_an_unknown_gpu(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"^launch\.gpu=tpu: no GPU of the table"):
+            configured("launch.gpu=tpu", runs=tmp_path)
