@@ -137,12 +137,12 @@ def rehearse(task: str, method: str, folder: Path, given: Sequence[str]) -> dict
         Implausible: it fails, or a loss is not what it should be.
     """
     words, began = command(task, method, folder, given), time.monotonic()
-    run = _trained(words, folder)
+    run = trained(words, folder)
     summary = json.loads((run / "summary.json").read_text())
-    first, *_, third = _losses(run)
+    first, *_, third = losses(run)
     evaluated = summary["final"]["loss"]
     _undo_third_step(run)
-    again = _losses(_trained(words, folder))[-1]
+    again = losses(trained(words, folder))[-1]
     shutil.rmtree(folder / "runs")
     guess = _guess(task)
     for name, loss in (("first", first), ("third", third), ("validation", evaluated)):
@@ -172,7 +172,7 @@ def _guess(task: str) -> float | None:
     return None if own.classes is None else own.weight * math.log(own.classes)
 
 
-def _trained(words: Sequence[str], folder: Path) -> Path:
+def trained(words: Sequence[str], folder: Path) -> Path:
     """Run train.py; return the run's folder."""
     done = subprocess.run(
         [sys.executable, "-m", "co2", "train", *words],
@@ -187,7 +187,7 @@ def _trained(words: Sequence[str], folder: Path) -> Path:
     return summary.parent
 
 
-def _losses(run: Path) -> list[float]:
+def losses(run: Path) -> list[float]:
     """Training losses of the three steps."""
     lines: list[dict[str, Any]] = whole_lines(run / "metrics.jsonl")
     return [line["loss"] for line in lines if line["kind"] == "train"]
