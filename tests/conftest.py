@@ -123,6 +123,7 @@ LONG = (
     "tests/peers/test_training.py::test_trains",
     "tests/recipes/test_cells.py",
     "tests/recipes/test_laboratory.py::test_trials_named_beside_their_recipe_are_collected_once",
+    "tests/recipes/test_rehearse.py::test_a_small_one",
     "tests/recipes/test_studies.py::test_what_won_composes",
     "tests/recipes/test_tables.py::test_every_cell_of_every_recipe_composes",
     "tests/recipes/test_tune.py::test_a_search_that_was_stopped_goes_on",
