@@ -315,7 +315,7 @@ def test_killed(tmp_path: Path) -> None:
 
 def test_the_largest_recipe_starts_as_it_is_written(tmp_path: Path) -> None:
     """It compiles, and the eight workers of a machine share a replica."""
-    config = configured("task=transnormer", "scale=paper", runs=tmp_path)
+    config = configured("task=transnormer", "scale=paper", "launch.workers=8", runs=tmp_path)
     assert config.train.compile and config.mesh.strategy is Strategy.zero2
 
 

@@ -266,6 +266,7 @@ def test_train_py_shares_a_gpu(tmp_path: Path):
     assert "in the host's memory" in run.out
 
 
+@gpu_only
 def test_train_py_tells_how_well_a_gpu_is_used(tmp_path: Path):
     """MFU beside throughput where the peak is known, and what the memory held beside the trace."""
     words = ("train.steps=40", "launch.workers=1", "launch.backend=auto", "log.every=10")
