@@ -4,8 +4,8 @@ A new interpreter needs three to five seconds of CPU time for these imports, whi
 tests take. The pool's workers (tests/workers.py) and the programs of the end-to-end tests
 (tests/cli/harness.py) are therefore forked from one server, which lives as long as the session. A
 forked program runs `train.py` as the command line would: its arguments, environment, folder, output
-and session are its own, and the exit status is the interpreter's. Only its local workers are forked
-from itself, where the launcher would start a fork server that imports everything again.
+and session are its own, and the exit status is the interpreter's. Only the fork server of its local
+workers is forked, too, where the launcher would start one that imports everything again.
 """
 
 import atexit
@@ -27,6 +27,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -273,10 +274,39 @@ def _answer(request: dict[str, Any], descriptors: list[int]) -> None:
     main.__file__ = script
     sys.modules["__main__"] = main
     code = compile(Path(script).read_bytes(), script, "exec")
-    # The launcher asks for a fork server; what is forked here has imported everything already.
+    _serve_forks()
     contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
-    contexts["spawn"] = contexts["forkserver"] = contexts["fork"]
+    contexts["spawn"] = contexts["forkserver"]
     _end(functools.partial(exec, code, main.__dict__))
+
+
+def _serve_forks() -> None:
+    """Start the fork server that the launcher will ask for, by a fork: it has imported everything.
+
+    It is forked now, because the launcher's store has threads. What is forked from a process with
+    threads hangs where one of them held a lock, such as that of C++'s exceptions.
+    """
+    from co2.train import launch  # imported long ago; the server itself starts without it
+
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    address = connection.arbitrary_address("AF_UNIX")
+    alive, until_closed = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        pid = os.fork()
+        if pid == 0:
+            os.close(until_closed)
+            # The launcher starts its own with these blocked, until workers train.
+            signal.pthread_sigmask(signal.SIG_BLOCK, launch.STOP_SIGNALS)
+            with contextlib.suppress(SystemExit):  # its end, when the program has ended
+                forkserver.main(listener.fileno(), alive, [])
+            os._exit(0)
+    os.close(alive)
+    server._forkserver_address, server._forkserver_pid = address, pid
+    server._forkserver_alive_fd = until_closed
+    # What tracks semaphores is an interpreter, which would take longer to start than most tests.
+    resource_tracker._resource_tracker._fd = os.open(os.devnull, os.O_WRONLY)
 
 
 def _end(program: Callable[[], object]) -> NoReturn:

@@ -62,21 +62,11 @@ def words(method: str) -> tuple[str, ...]:
 
 
 def workers(run: Process) -> list[int]:
-    """Processes of the workers that a run has now, in the order of their numbers: its children, or
-    those of the one that forks them where the run has an interpreter of its own."""
-    found = [(one, one.command()) for one in running()]
-    forks = {
-        one.pid
-        for one, command in found
-        if one.parent == run.pid and b"multiprocessing.forkserver" in command
-    }
-    return sorted(
-        one.pid
-        for one, command in found
-        if one.parent in {run.pid, *forks}
-        and one.pid not in forks
-        and b"resource_tracker" not in command
-    )
+    """Processes of the workers that a run has now, in the order of their numbers: the children of
+    that child of the run which forks them."""
+    found = list(running())
+    children = {one.pid for one in found if one.parent == run.pid}
+    return sorted(one.pid for one in found if one.parent in children)
 
 
 def disturbed(
