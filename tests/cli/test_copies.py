@@ -16,7 +16,9 @@ from tests.workers import Pool
 
 
 class AtOnce:
-    """Stands in for `Copies`: the copy is there before anybody takes it."""
+    """Stands in for `Copies` on a GPU: the copy is there before anybody takes it."""
+
+    overlap = True
 
     def __init__(self, device: torch.device) -> None:
         self.begun = self.taken = 0
@@ -35,7 +37,7 @@ class AtOnce:
 
 @contextmanager
 def ahead(*stop: int) -> Iterator[None]:
-    with patch.object(samples, "copies", AtOnce):
+    with patch.object(samples, "Copies", AtOnce):
         if not stop:
             yield
             return
