@@ -24,6 +24,13 @@ class Copies:
         """Whether the device computes while they go on."""
         return self._stream is not None
 
+    def still_busy(self) -> Callable[[], bool]:
+        """A question to ask later: whether the device has still not done what is queued now."""
+        if self._stream is None:
+            return lambda: False
+        queued = torch.cuda.current_stream(self._device).record_event()
+        return lambda: not queued.query()
+
     def begin(self, batch: Any) -> Callable[[], Any]:
         """Begin to copy a batch, which is a tensor, or a tuple or a dict of tensors; the host goes
         on. What this returns gives the copy to what the current stream does from then on."""

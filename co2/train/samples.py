@@ -45,6 +45,10 @@ class Samples:
             return self._coming.popleft()()
         return self.to_device(next(self._batches))
 
+    def still_busy(self) -> Callable[[], bool]:
+        """See `Copies`."""
+        return self._copies.still_busy()
+
     def prefetch(self) -> None:
         """Make the next micro-batch, and begin to copy it, while a GPU works on this one. On a CPU
         nothing: it would have to stop working for it."""
