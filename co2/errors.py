@@ -83,6 +83,12 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says in its first line; the name of its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint that offers the known name nearest to `name`, or all of them where none is near."""
     names = sorted(known)

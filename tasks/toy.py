@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import require, require_count, require_number
 from co2.task import Batch, Published
 from tasks.shared.evaluation import evaluating, total
-from tasks.shared.loader import batches_in_block, load_blocks
+from tasks.shared.loader import load
 from tasks.shared.optimizer import make_optimizer
 from tasks.shared.randomness import seeded
 from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
@@ -104,15 +105,13 @@ class Toy:
         [batch_size], and draw, epoch and number of each sample, int64 [batch_size, 3]."""
         sampler = self._sampler(mesh.num_workers, mesh.stretches)
 
-        def make(draws: range) -> tuple[Tensor, ...]:
-            samples, epochs = sampler.block(draws, mesh.worker)
-            chosen = torch.from_numpy(samples)
-            told = (np.repeat(draws, self.train.batch_size), epochs, samples)
-            origin = torch.from_numpy(np.stack(told, axis=1))
+        def make(draw: int) -> tuple[Tensor, ...]:
+            chosen = torch.from_numpy(sampler.indices(draw, mesh.worker))
+            origin = torch.tensor((draw, sampler.epoch(draw), 0)).repeat(len(chosen), 1)
+            origin[:, 2] = chosen
             return self._points[chosen], self._labels[chosen], origin
 
-        size = batches_in_block(self.train.batch_size)
-        batches = load_blocks(make, start, size, self.data.workers, mesh.device)
+        batches = load(make, count(start), self.data.workers, mesh.device)
         late = self.config.late_s and mesh.worker == mesh.num_workers - 1
         return _late(batches, self.config.late_s) if late else batches
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import hydra
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -63,8 +64,13 @@ class App:
         """The run that these overrides stand for. Raises `ConfigError`; writes nothing."""
         return self.validate(composed(self.conf, "config", overrides), list(overrides))
 
-    def validate(self, values: Values, overrides: list[str]) -> Config:
-        """The composed configuration as a checked run. Raises `ConfigError`; writes nothing."""
+    def planned(self, overrides: Sequence[str]) -> Config:
+        """The same on GPUs that need not be here."""
+        return self.validate(composed(self.conf, "config", overrides), list(overrides), True)
+
+    def validate(self, values: Values, overrides: list[str], planned: bool = False) -> Config:
+        """The composed configuration as a checked run; where it is `planned`, as if every worker
+        had a GPU. Raises `ConfigError`; writes nothing."""
         methods = peers.known_methods()
         values, named_by = with_tuned(self.conf, values, overrides)
         config = typed(_with_workers(values), methods, self.tasks)
@@ -74,13 +80,15 @@ class App:
             tag = tag_from(named_by, world, values["launch"]["workers"], config.method)
             config = replace(config, tag=tag)
         config = accumulated(config, world)
-        launch.check(config)
+        device = torch.device("cuda") if planned else launch.first_device(config)
+        if not planned:
+            launch.check(config)
         peers.check(config, world, launch.first_device(config).type)
         method = peers.make_method(config)
         inner = config.optim.name.value
         reason = method.refused_optimizers.get(inner)
         require(reason is None, "optim.name", inner, f"method={config.method}: {reason}")
-        replica.check(config, world, method, launch.first_device(config))
+        replica.check(config, world, method, device)
         elastic.check(config, method, launch.identity() is not None)
         task = self.make_task(config)
         if isinstance(task, Placed):
@@ -97,12 +105,14 @@ class App:
         initial.check(config, task)
 
     def check_memory(self, config: Config, overrides: list[str]) -> None:
-        """Refuse a run of scale gpu or paper that the workers' GPU cannot hold, where it is known.
+        """Refuse a run that the workers' GPU cannot hold, where it is known; not at scale=smoke.
         Raises `ConfigError`."""
-        usable = plan.usable_bytes(config)
-        if config.scale not in ("gpu", "paper") or usable is None:
+        if config.scale == "smoke":
             return
-        planner = plan.Planner(self.config, self.make_task, overrides, usable)
+        usable = plan.usable_bytes(config)
+        if usable is None:
+            return
+        planner = plan.Planner(self.planned, self.make_task, overrides, usable)
         warning = planner.check(config, launch.world_size(config.launch))
         if warning and launch.is_first():
             print(warning, file=sys.stderr, flush=True)
@@ -190,7 +200,7 @@ class App:
         if argv and argv[0] in OF_FINISHED:
             return OF_FINISHED[argv[0]](self.tasks, argv[1:])
         if argv and argv[0] == "plan":
-            return plan.main(self.config, self.make_task, argv[1:])
+            return plan.main(self.planned, self.make_task, argv[1:])
         try:
             line = command_line(argv)
             if "--version" in line.flags:  # Hydra would print its own

@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from co2.app.schema import RENAMED, unknown
-from co2.errors import ConfigError, nearest, require
+from co2.errors import ConfigError, first_line, nearest, require
 
 Checked = TypeVar("Checked")
 Values = dict[str, Any]
@@ -171,7 +171,7 @@ def plain(config: DictConfig) -> Values:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "configuration"
-        raise ConfigError(key, "", str(error).splitlines()[0]) from None
+        raise ConfigError(key, "", first_line(error)) from None
     return {str(key): value for key, value in dict(values).items()}  # type: ignore[arg-type]
 
 
@@ -187,7 +187,7 @@ def refusal(error: Exception) -> ConfigError:
             return ConfigError("scale", scale, hint)
         hint = "no such option; " + nearest(option, error.options or [])
         return ConfigError(group or "config", option, hint)
-    return ConfigError("configuration", "", str(error).splitlines()[0])
+    return ConfigError("configuration", "", first_line(error))
 
 
 def unreadable(key: str, value: object, error: yaml.YAMLError) -> ConfigError:
@@ -363,7 +363,7 @@ def _unknown_key(name: str, overrides: list[str], error: Exception) -> ConfigErr
     try:
         known = _leaves(compose(name, groups))
     except HYDRA_ERRORS:
-        return ConfigError(key, value, text.splitlines()[0])
+        return ConfigError(key, value, first_line(error))
     node, _, last = key.rpartition(".")
     nodes = {leaf.partition(".")[0] for leaf in known}
     same = sorted(leaf for leaf in known if leaf.rpartition(".")[2] == last)

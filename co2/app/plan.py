@@ -373,6 +373,8 @@ def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
             f"{gpu.memory_gib} GiB",
         ),
     ]
+    if memory.average_bytes:
+        facts.insert(-2, ("moving average", f"{_gb(memory.average_bytes)}, train.ema_decay"))
     if held.gathered_bytes:
         facts.insert(-2, ("gathered weights", f"{_gb(held.gathered_bytes)}, within a step"))
     if memory.host_bytes:

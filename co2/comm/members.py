@@ -41,6 +41,7 @@ import torch.distributed as dist
 from co2.comm import nccl
 from co2.comm.sockets import Sockets, until_cut, use
 from co2.comm.watch import STOP, TICK_S, Ticket, Watch, key
+from co2.errors import first_line
 
 OK, LOST, JOIN, PACES = "ok", "lost", "join", "paces="
 
@@ -178,7 +179,7 @@ class Members:
         """This member's part has failed. Raises `MemberLost`."""
         self._decide(self.store, ticket, LOST)
         self.give_up(self.store, ticket[0])
-        raise MemberLost(str(error).splitlines()[0]) from error
+        raise MemberLost(first_line(error)) from error
 
     def counts(self, ticket: Ticket) -> bool:
         """Whether a collective counts, now that members change. The same for all of them."""
@@ -327,7 +328,7 @@ class Members:
                 self.give_up(self.store, self.generation)
                 tried.append(record.ids)
                 if tried.count(record.ids) == _ATTEMPTS:
-                    text = str(error).splitlines()[0]
+                    text = first_line(error)
                     raise Unreachable(f"members cannot connect with each other ({text})") from error
                 continue
             self.lost = {one: why for one, why in lost.items() if one in old}

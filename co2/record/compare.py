@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import yaml
 
 from co2.arguments import Parser
-from co2.errors import REFUSED, ConfigError, require
+from co2.errors import REFUSED, ConfigError, first_line, require
 from co2.record.files import whole_lines
 from co2.record.folder import flat
 from co2.record.metrics import Summary
@@ -65,8 +65,7 @@ def _read(folder: Path, name: str, read: Callable[[Path], Found]) -> Found:
     try:
         return read(folder / name)
     except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError("RUN", folder, f"{name} is damaged ({why})") from None
+        raise ConfigError("RUN", folder, f"{name} is damaged ({first_line(error)})") from None
 
 
 def _settings(path: Path) -> dict[str, str]:

@@ -52,9 +52,9 @@ def tag_from(overrides: Sequence[str], world: int, workers: int | None, method: 
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         node = key.partition(".")[0]
-        elsewhere = ("task", "method", "train.seed", "data.root", "data.workers", "launch.backend")
         if (
-            key in elsewhere
+            key in ("task", "method", "train.seed")
+            or tuple(key.split(".")) in _FREE_KEYS
             or key in _ELASTIC
             or (elastic and key == "launch.workers")
             or override == "launch.workers=null"

@@ -82,7 +82,7 @@ class ProfilerTrace(Trace):
     def close(self, wait: bool = True) -> None:
         if self._profile is None:
             return
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             memory = self.path.with_name(f"{self.path.stem}_memory.pickle")
             torch.cuda.memory._dump_snapshot(str(memory))

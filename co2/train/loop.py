@@ -99,8 +99,10 @@ def _gradients(session: Session) -> Tensor:
                 with session.autocast():
                     part = run.task.loss(session.model, batch) / accumulate
                 part.backward()
-            session.samples.prefetch()
             loss += part.detach()
+            if micro < accumulate - 1 or session.step < train.steps - 1:  # training goes on
+                with meter.waiting(hidden=session.samples.still_busy()):
+                    session.samples.prefetch()
         if train.clip_norm is not None:
             session.replica.clip(session.module, train.clip_norm)
     return loss

@@ -124,11 +124,16 @@ class Meter:
         self.totals.saving_s += time.perf_counter() - began
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """What happens inside is waiting for data, a part of the step."""
+    def waiting(self, hidden: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """What happens inside is waiting for data, a part of the step.
+
+        Args:
+            hidden: asked at the end: whether a GPU has worked all the time, so that nothing waited.
+        """
         began = time.perf_counter()
         yield
-        self._waited_s += time.perf_counter() - began
+        if not hidden():
+            self._waited_s += time.perf_counter() - began
 
     def interval(self, step: int, loss: float, lr: float) -> Metrics:
         """The figures of the steps since the last call; `step`, `loss` and `lr` are as they are

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from typing import Any
 
-from co2.train.copies import copies
+from co2.copies import Copies
 from co2.train.run import Run
 
 
@@ -23,7 +23,7 @@ class Samples:
         self.behind = 0
         """How many of them this worker has not drawn yet, because it has skipped steps."""
         self._batches: Iterator[Any] = iter(())
-        self._copies = copies(run.mesh.device)
+        self._copies = Copies(run.mesh.device)
         self._coming: deque[Callable[[], Any]] = deque(maxlen=1)
         """The next micro-batch, on its way to the GPU; `draws` does not count it yet."""
 
@@ -45,10 +45,14 @@ class Samples:
             return self._coming.popleft()()
         return self.to_device(next(self._batches))
 
+    def still_busy(self) -> Callable[[], bool]:
+        """See `Copies`."""
+        return self._copies.still_busy()
+
     def prefetch(self) -> None:
         """Make the next micro-batch, and begin to copy it, while a GPU works on this one. On a CPU
         nothing: it would have to stop working for it."""
-        if self._copies is not None:
+        if self._copies.overlap:
             with suppress(StopIteration):  # for whoever asks for the next one
                 self._coming.append(self._copies.begin(next(self._batches)))
 
@@ -80,6 +84,4 @@ class Samples:
 
     def to_device(self, batch: Any) -> Any:
         """A batch where the model is. `Any`: a tensor, or a tuple or a dict of tensors."""
-        if self._copies is None:  # it is there; to look at every tensor takes longer than to draw
-            return batch
         return self._copies.begin(batch)()

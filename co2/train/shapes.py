@@ -32,6 +32,7 @@ from co2.errors import ConfigError, require
 from co2.methods import METHODS
 from co2.record.metrics import Ledger
 from co2.task import Planned, Task
+from co2.train.average import MovingAverage
 from co2.train.divided import Divisible
 from co2.train.meters import ledger
 from co2.train.replica import CUT, blocks, checkpoint_activations
@@ -62,7 +63,7 @@ class Holdings:
         """Where the worker trains."""
         held = self.memory
         between = held.parameter_bytes + held.buffer_bytes + held.gradient_bytes
-        own = held.inner_state_bytes + held.extra_bytes + held.scratch_bytes
+        own = held.inner_state_bytes + held.extra_bytes + held.scratch_bytes + held.average_bytes
         return between + own + self.gathered_bytes
 
 
@@ -104,6 +105,7 @@ def holdings(task: Task, config: Config, workers: int) -> Holdings:
             method.step()
         memory = ledger(module, optimizer, method)
         saved = sum(tensor.nbytes for tensor in method.saved_tensors().values())
+        average = MovingAverage(module, config.train.ema_decay).nbytes
     share = 1 / size if strategy in CUT else 1.0
     inner = 1 / size if strategy is Strategy.zero1 else share
     extra = round(memory.extra_bytes * share)
@@ -113,6 +115,7 @@ def holdings(task: Task, config: Config, workers: int) -> Holdings:
         parameter_bytes=round(memory.parameter_bytes * share),
         gradient_bytes=round(memory.gradient_bytes * share),
         inner_state_bytes=round(memory.inner_state_bytes * inner),
+        average_bytes=round(average * share),
         extra_bytes=0 if on_host else extra,
         scratch_bytes=0 if on_host else memory.scratch_bytes,
         host_bytes=extra + memory.scratch_bytes if on_host else 0,
@@ -125,7 +128,7 @@ def holdings(task: Task, config: Config, workers: int) -> Holdings:
     }
     # Replicas save all that they have; the workers of one save weights and inner state together.
     together = whole + memory.inner_state_bytes * whole / memory.parameter_bytes
-    alone_bytes = memory.buffer_bytes + saved * share
+    alone_bytes = memory.buffer_bytes + (saved + average) * share
     return Holdings(
         num_parameters=numel,
         local_bytes=round(method.copy_bytes * share),

@@ -57,7 +57,8 @@ def differs(task: str, old: Sequence[float], new: Sequence[float], allowed: floa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare, or write. Returns 0; 1 where a loss differs; 2 for a wrong word."""
+    """Compare, or write. Returns 0; 1 where a loss differs; 2 for a wrong word, or a task that the
+    file has not."""
     words = list(sys.argv[1:] if argv is None else argv)
     chosen = [word.removeprefix("task=") for word in words if word.startswith("task=")]
     rest = [word for word in words if not word.startswith("task=")]
@@ -65,6 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     known = json.loads(FILE.read_text()) if FILE.exists() else {}
+    unknown = [] if rest else [task for task in chosen or REHEARSALS if task not in known]
+    if unknown:
+        print(f"error: {FILE} has no {unknown[0]}; write it first", file=sys.stderr)
+        return 2
     here, status = cpu_name(), 0
     for task in chosen or REHEARSALS:
         with tempfile.TemporaryDirectory(prefix="golden") as folder:

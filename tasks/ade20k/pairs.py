@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from co2.errors import ConfigError, require
+from co2.errors import ConfigError, first_line, require
 from tasks.shared.pictures import FORMATS
 
 CLASSES = 150
@@ -124,5 +124,4 @@ def _read(file: Path, mode: str | None) -> np.ndarray:
                 raise BadPair(f"{file}: has {len(opened.getbands())} channels; a mask has one")
             return np.array(opened.convert(mode) if mode else opened)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise BadPair(f"{file}: cannot be read ({reason})") from None
+        raise BadPair(f"{file}: cannot be read ({first_line(error)})") from None

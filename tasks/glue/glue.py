@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from tasks.glue.glue_tables import GLUE_TASKS, BadTable, read_examples
 from tasks.glue.scores import METRICS
 from tasks.shared.corpus import embedded_corpus, user_corpus
 from tasks.shared.evaluation import evaluating, table
-from tasks.shared.loader import batches_in_block, load_blocks
+from tasks.shared.loader import load
 from tasks.shared.optimizer import make_optimizer
 from tasks.shared.randomness import seeded
 from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
@@ -154,12 +155,10 @@ class GLUE:
         """Tokens [B, length] and labels [B]. See `Task.batches`."""
         sampler = self._sampler(mesh.num_workers, mesh.stretches)
 
-        def make(draws: range) -> tuple[Tensor, ...]:
-            samples, _ = sampler.block(draws, mesh.worker)
-            return self._batch("train", samples)
+        def make(draw: int) -> tuple[Tensor, ...]:
+            return self._batch("train", sampler.indices(draw, mesh.worker))
 
-        size = batches_in_block(self.train.batch_size)
-        return load_blocks(make, start, size, self.data.workers, mesh.device)
+        return load(make, count(start), self.data.workers, mesh.device)
 
     def blank(self) -> Batch:
         """See `Planned`."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from co2.errors import first_line
 from co2.whole import locked, require_writable
 from tasks.glue.examples import Examples, documents
 from tasks.shared.progress import progress
@@ -91,8 +92,7 @@ def read_split(folder: Path, name: str, split: str) -> "Table":
         else:
             table = pa.concat_tables([_arrow(file) for file in files])
     except (OSError, pa.ArrowException) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise BadTable(f"{folder}: {split} cannot be read ({reason})") from None
+        raise BadTable(f"{folder}: {split} cannot be read ({first_line(error)})") from None
     missing = [column for column in wanted if column not in table.column_names]
     if missing:
         raise BadTable(f"{folder}: {split} has no column {missing[0]}")

@@ -15,7 +15,7 @@ from typing import IO
 
 import numpy as np
 
-from co2.errors import ConfigError, require
+from co2.errors import ConfigError, first_line, require
 
 _MAGIC = b"\x93NUMPY"
 _DAMAGED = zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError
@@ -125,5 +125,5 @@ def _opened(path: Path, member: str | None) -> Iterator[IO[bytes]]:
     except ConfigError:  # a ValueError, too
         raise
     except _DAMAGED as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError("--source", path.parent, f"{path.name} is damaged ({why})") from None
+        hint = f"{path.name} is damaged ({first_line(error)})"
+        raise ConfigError("--source", path.parent, hint) from None

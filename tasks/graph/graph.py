@@ -7,7 +7,7 @@ from: tasks/graph/stores.py.
 import hashlib
 import json
 import sys
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from co2.comm.mesh import Mesh
 from co2.config import DataConfig, OptimConfig, TrainConfig
+from co2.copies import Copies
 from co2.errors import ConfigError, require, require_count, require_number
 from co2.program import python
 from co2.task import Batch, Published, ReadTotals
@@ -49,7 +50,6 @@ from tasks.graph.stores import (
     StoreName,
     Whole,
 )
-from tasks.graph.transfer import Sender, Sent, arriving
 from tasks.shared.evaluation import evaluating, total
 from tasks.shared.optimizer import make_optimizer
 from tasks.shared.randomness import generator, seeded
@@ -71,6 +71,9 @@ DatasetName = Enum(
         "igb-full": "igb-full",
     },
 )
+Begun = Generator[Callable[[], Batch], None, None]
+"""Batches on their way to the device, as `Copies.begin` returns them."""
+
 _MIB = 1 << 20
 _EVAL_BATCH = 256
 
@@ -176,21 +179,19 @@ class Graph:
         try:
             self._store = store = self._made(mesh)
             left = max(0, self._total - start)
-            sender = Sender(mesh.device)
+            copies = Copies(mesh.device)
             # No plan is made for batches beyond the training's end, unless they are asked for.
-            yield from arriving(ahead(self._sent(store, sender, start, left), self.config.ahead))
-            yield from arriving(self._sent(store, sender, start + left, None))
+            yield from _taken(ahead(self._begun(store, copies, start, left), self.config.ahead))
+            yield from _taken(self._begun(store, copies, start + left, None))
         except OSError as error:
             hint = f"cannot be read: {error.strerror}; {python()} -m tasks.prepare graph --check"
             raise ConfigError("graph", error.filename, f"{hint} {self.graph.folder}") from None
 
-    def _sent(
-        self, store: Store, sender: Sender, start: int, number: int | None
-    ) -> Generator[Sent, None, None]:
-        """So many batches; None: endless ones."""
+    def _begun(self, store: Store, copies: Copies, start: int, number: int | None) -> Begun:
+        """So many batches, on their way to the device; None: endless ones."""
         with closing(store.stream(start)) as stream:
             for loaded in islice(stream, number):
-                yield sender.send(self._batch(loaded))
+                yield copies.begin(self._batch(loaded))
 
     def blank(self) -> Batch:
         """See `Planned`: no node has fewer neighbours than are sampled, and none is met twice."""
@@ -235,13 +236,13 @@ class Graph:
         the same ones for every seed."""
         device, chosen = next(model.parameters()).device, self._validation
         num_batches = -(-len(chosen) // _EVAL_BATCH)
-        rows, sender = self._rows(ReadTotals()), Sender(device)
+        rows, copies = self._rows(ReadTotals()), Copies(device)
 
         def compute(number: int) -> Tensor:
             nodes = chosen[number * _EVAL_BATCH : (number + 1) * _EVAL_BATCH]
             fanout = tuple(self.config.fanout)
             whole = self._topology.neighbourhood(nodes, fanout, generator(number))
-            batch = sender.send(self._batch(Loaded(whole, rows.read(whole.nodes)))).arrived()
+            batch = copies.begin(self._batch(Loaded(whole, rows.read(whole.nodes))))()
             logits, labels = self._logits(model, batch).float(), batch["labels"]
             losses = F.cross_entropy(logits, labels, reduction="none")
             right = logits.argmax(1) == labels
@@ -418,3 +419,10 @@ class Graph:
         edges: list[Edges] = [(batch[f"starts{n}"], batch[f"sources{n}"]) for n in layers]
         logits: Tensor = model(features.float(), edges)
         return logits
+
+
+def _taken(begun: Begun) -> Iterator[Batch]:
+    """Batches as they are needed."""
+    with closing(begun):
+        for take in begun:
+            yield take()

@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m tasks.prepare",
         description=__doc__.splitlines()[0],
-        epilog="docs/data.md has sizes, licences and trees.",
+        epilog="docs/data.md has sizes and licences.",
     )
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, chosen in SETS.items():

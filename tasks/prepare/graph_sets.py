@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from co2.errors import ConfigError, require
+from co2.errors import ConfigError, first_line, require
 from tasks.graph.arrays import Stored, stored
 from tasks.graph.edges import Edges
 from tasks.graph.folder import LABEL, PARTS
@@ -340,5 +340,4 @@ def _split_dict(path: Path) -> dict[str, np.ndarray]:
 
 
 def _torn(path: Path, error: Exception) -> ConfigError:
-    why = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return ConfigError("--source", path.parent, f"{path.name} is damaged ({why})")
+    return ConfigError("--source", path.parent, f"{path.name} is damaged ({first_line(error)})")

@@ -19,7 +19,7 @@ from typing import IO
 
 import numpy as np
 
-from co2.errors import ConfigError, require
+from co2.errors import ConfigError, first_line, require
 from co2.whole import locked
 from tasks.prepare.samples import broken
 from tasks.shapenet import modelnet40
@@ -195,8 +195,8 @@ def _unpack(archive: Path, work: Path) -> int:
                     shutil.copyfileobj(source, copy)
                 os.replace(aside, target)
     except _DAMAGED as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError("--archive", archive, f"cannot be unpacked ({why})") from None
+        hint = f"cannot be unpacked ({first_line(error)})"
+        raise ConfigError("--archive", archive, hint) from None
     return found
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from co2.errors import ConfigError, require
+from co2.errors import ConfigError, first_line, require
 
 LISTS = "ShapeNet-55"
 FILES = "shapenet_pc"
@@ -133,9 +133,8 @@ def read_cloud(path: Path, points: int) -> np.ndarray:
         else:
             cloud = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError, SyntaxError, MemoryError) as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
         kind = "a .txt" if text else "an .npy"
-        raise ValueError(f"is not {kind} file that can be read ({why})") from None
+        raise ValueError(f"is not {kind} file that can be read ({first_line(error)})") from None
     if not isinstance(cloud, np.ndarray) or cloud.dtype.kind not in "fiu":
         raise ValueError("does not hold one array of numbers")
     if cloud.ndim != 2 or cloud.shape[1] < 3:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,7 @@ from tasks.shapenet.point_mae import PointClassifier, PointMAE, Shape
 from tasks.shapenet.points import chamfer, farthest_points
 from tasks.shapenet.solids import NAMES, solids
 from tasks.shared.evaluation import evaluating, share, table
-from tasks.shared.loader import batches_in_block, load, load_blocks
+from tasks.shared.loader import load
 from tasks.shared.optimizer import make_optimizer
 from tasks.shared.randomness import seeded, uniforms
 from tasks.shared.sampling import Sampler, Stretches, evaluated, spread, validation_samples
@@ -204,12 +205,11 @@ class ShapeNet:
         """
         sampler = self._sampler(mesh.num_workers, mesh.stretches)
 
-        def make(draws: range) -> tuple[Tensor, ...]:
-            samples, epochs = sampler.block(draws, mesh.worker)
-            return self._batch("train", samples, self.train.seed, epochs, augment=True)
+        def make(draw: int) -> tuple[Tensor, ...]:
+            samples, epoch = sampler.indices(draw, mesh.worker), sampler.epoch(draw)
+            return self._batch("train", samples, self.train.seed, epoch, augment=True)
 
-        size = batches_in_block(self.train.batch_size) if self.generated else 1
-        return load_blocks(make, start, size, self.data.workers, mesh.device)
+        return load(make, count(start), self.data.workers, mesh.device)
 
     def blank(self) -> Batch:
         """See `Planned`."""

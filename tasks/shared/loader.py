@@ -1,21 +1,15 @@
-"""Loading of batches, one by one or in blocks, here or in loading processes."""
+"""Loading of batches, here or in loading processes."""
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import count
 from typing import TypeVar, cast
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from co2.errors import ConfigError
 
 _AHEAD = 2
-"""Number of batches, or of blocks, that each loading process keeps ready."""
-
-BLOCK = 1024
-"""Approximate number of samples in a block, where making many at once costs less per sample."""
-
+"""Number of batches that each loading process keeps ready."""
 
 T = TypeVar("T")
 
@@ -65,34 +59,3 @@ def load(
             raise batch
         # Collating and pinning turn a tuple into a list.
         yield cast(T, tuple(batch) if isinstance(batch, list) else batch)
-
-
-def load_blocks(
-    make: Callable[[range], tuple[Tensor, ...]],
-    start: int,
-    size: int,
-    workers: int,
-    device: torch.device,
-) -> Iterator[tuple[Tensor, ...]]:
-    """Yield endless batches from number `start` on, of which `size` are made at once.
-
-    Args:
-        make: a pure function that returns the tensors of a range of batches, concatenated along the
-            first axis. A batch must not depend on how batches are divided into blocks.
-        start: index of the first batch, where the first block begins.
-        size: number of batches in a block.
-        workers, device: as for `load`, which loads whole blocks.
-    Raises:
-        ConfigError: `make` has raised it, here or in a loading process.
-    """
-
-    def block(first: int) -> tuple[Tensor, ...]:
-        return make(range(first, first + size))
-
-    for made in load(block, count(start, size), workers, device):
-        yield from zip(*(part.chunk(size) for part in made), strict=True)
-
-
-def batches_in_block(batch_size: int) -> int:
-    """Return how many batches of this size make a block of about `BLOCK` samples."""
-    return max(1, BLOCK // batch_size)

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from co2.errors import first_line
+
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """What is decoded, whatever a file's name says. For others PIL starts programs, or may: PostScript
 goes to Ghostscript."""
@@ -35,11 +37,7 @@ def decode(path: Path) -> Tensor:
         raise BadImage("is no picture") from None
     except OSError as error:
         what = "cannot be read" if error.errno else "is damaged"
-        raise BadImage(f"{what} ({error.strerror or _first_line(error)})") from None
+        raise BadImage(f"{what} ({error.strerror or first_line(error)})") from None
     except Exception as error:  # each of PIL's decoders raises errors of its own
-        raise BadImage(f"is damaged ({_first_line(error)})") from None
+        raise BadImage(f"is damaged ({first_line(error)})") from None
     return torch.from_numpy(pixels).permute(2, 0, 1)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -123,20 +123,16 @@ class Sampler:
         places = first + self._places(worker)
         return self._order(epoch)[places // self.repeats].astype(np.int64)
 
-    def block(self, draws: range, worker: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the samples of many micro-batches, concatenated, and the number of each sample's
-        view: epoch · repeats + which of the repeats it is. This is the epoch where nothing is
-        repeated. It enters the key of the augmentation, so that no two views are alike.
+    def views(self, draw: int, worker: int) -> np.ndarray:
+        """Return the number of each sample's view: epoch · repeats + which of the repeats it is.
+        This is the epoch where nothing is repeated. It enters the key of the augmentation, so that
+        no two views are alike.
 
         Returns:
-            Both int64 [len(draws) * batch_size].
+            int64 [batch_size].
         """
-        samples = np.concatenate([self.indices(draw, worker) for draw in draws])
-        own, views = self._places(worker), []
-        for draw in draws:
-            epoch, first = self._place(draw)
-            views.append(epoch * self.repeats + (first + own) % self.repeats)
-        return samples, np.concatenate(views)
+        epoch, first = self._place(draw)
+        return epoch * self.repeats + (first + self._places(worker)) % self.repeats
 
     def epoch(self, draw: int) -> int:
         """Return the epoch, from 0, that this draw belongs to."""

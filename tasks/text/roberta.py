@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -22,7 +23,7 @@ from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError, require, require_count
 from co2.task import Batch, Package, Published
 from tasks.shared.evaluation import evaluating, total
-from tasks.shared.loader import batches_in_block, load_blocks
+from tasks.shared.loader import load
 from tasks.shared.optimizer import make_optimizer
 from tasks.shared.randomness import FULL_WIDTH, initial_std, seeded
 from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
@@ -201,12 +202,11 @@ class RoBERTa:
         """
         sampler = self._sampler(mesh.num_workers, mesh.stretches)
 
-        def make(draws: range) -> tuple[Tensor, ...]:
-            samples, epochs = sampler.block(draws, mesh.worker)
-            return self._batch("train", samples, self.train.seed, epochs)
+        def make(draw: int) -> tuple[Tensor, ...]:
+            samples, epoch = sampler.indices(draw, mesh.worker), sampler.epoch(draw)
+            return self._batch("train", samples, self.train.seed, epoch)
 
-        size = batches_in_block(self.train.batch_size)
-        return load_blocks(make, start, size, self.data.workers, mesh.device)
+        return load(make, count(start), self.data.workers, mesh.device)
 
     def blank(self) -> Batch:
         """See `Planned`."""

@@ -128,16 +128,16 @@ class Classification:
         crop = random_crop(config.image_size, config.crop, config.flip, self.interpolation)
         changes = [crop, *self.changes()]
 
-        def view(sample: int, epoch: int) -> tuple[Tensor, int]:
+        def view(sample: int, number: int) -> tuple[Tensor, int]:
             picture, label = images.read("train", sample)
-            with seeded(seed, epoch, sample):
+            with seeded(seed, number, sample):
                 for change in changes:
                     picture = change(picture)
             return picture, label
 
         def make(draw: int) -> tuple[Tensor, ...]:
-            samples, epochs = sampler.block(range(draw, draw + 1), worker)
-            pictures, labels = zip(*map(view, samples.tolist(), epochs.tolist()), strict=True)
+            samples, views = sampler.indices(draw, worker), sampler.views(draw, worker)
+            pictures, labels = zip(*map(view, samples.tolist(), views.tolist()), strict=True)
             made = (torch.stack(pictures), torch.tensor(labels))
             keep = self.mixing(draw, worker)
             return made if keep is None else (*made, keep)

@@ -21,11 +21,31 @@ TOO_LARGE = ("task=toy", "toy.features=20000", "toy.hidden=20000", "optim.name=a
 
 
 def planner(*overrides: str, gpu: str = "a100-80g") -> Planner:
-    return Planner(train.APP.config, train.APP.make_task, list(overrides), GPUS[gpu].usable_bytes)
+    return Planner(train.APP.planned, train.APP.make_task, list(overrides), GPUS[gpu].usable_bytes)
 
 
 def facts(need: Need) -> dict[str, str]:
     return dict(lines(need, PLACE, course(need, PLACE)))
+
+
+@pytest.mark.parametrize("here", [0, 1])
+def test_more_gpus_than_this_machine_has(here: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there are some, and with what only GPUs do."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: here)
+    words = ("task=resnet50", "scale=paper", "method=co2", "mesh.sync_batch_norm=true")
+    planner(*words, "mesh.replica_size=2").fitting(8)
+
+
+def test_a_moving_average_takes_room() -> None:
+    """A copy of the weights and, in a checkpoint, one of each worker."""
+    words = ("task=vit", "scale=paper", "method=co2")
+    own = planner(*words).fitting(8)
+    plain = planner(*words, "train.ema_decay=null").fitting(8)
+    more = own.held.memory.average_bytes
+    assert more == own.held.memory.parameter_bytes
+    assert own.held.device_bytes == plain.held.device_bytes + more
+    assert own.held.saved_bytes == plain.held.saved_bytes + 8 * more
+    assert "train.ema_decay" in facts(own)["moving average"]
 
 
 GPUS_OF = {"ade20k": 4, "shapenet": 8, "glue": 8, "graph": 8, "gpt2": 32}
@@ -188,9 +208,10 @@ class TestBeforeItIsQueued:
         config = configured(*self.WORDS, "scale=smoke", "launch.gpu=v100-16g", runs=tmp_path)
         overrides = list(self.WORDS)
         train.APP.check_memory(config, overrides)  # smoke scale is checked nowhere
-        config.scale = "gpu"
-        with pytest.raises(ConfigError, match="needs more than the 16"):
-            train.APP.check_memory(config, overrides)
+        for scale in ("gpu", "paper", "liu"):
+            config.scale = scale
+            with pytest.raises(ConfigError, match="needs more than the 16"):
+                train.APP.check_memory(config, overrides)
 
     def test_where_no_gpu_is_known_nothing_is_checked(self, tmp_path: Path) -> None:
         config = configured(*self.WORDS, runs=tmp_path)

@@ -3,16 +3,19 @@
 import dataclasses
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import train
+from co2.copies import Copies
 from co2.record.console import ProgressConsole, closing_table
 from co2.record.folder import run_folder
 from co2.record.metrics import Metrics
-from co2.train import meters
+from co2.train import meters, samples
 from co2.train.losses import LossWatch
 from co2.train.meters import Utilization
 from co2.train.session import Session
@@ -105,3 +108,32 @@ def test_a_person_reads_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1,000 per GPU  MFU 41.2%" in " ".join(capsys.readouterr().out.split("\n"))
     assert "41.2%" in closing_table(dataclasses.replace(SUMMARY, mfu=0.4125))
     assert "FLOP" not in closing_table(SUMMARY) and "mfu" not in SUMMARY.as_json()
+
+
+@pytest.mark.parametrize(("hidden", "seconds"), [(True, 0.0), (False, 2.0)])
+def test_what_a_gpu_waits_for_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: bool, seconds: float
+) -> None:
+    """A batch that is made ahead takes a second; the GPU has work for as long, or not."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(meters.time, "perf_counter", lambda: clock.now)
+
+    class Slow(Copies):
+        overlap = True
+
+        def still_busy(self) -> Callable[[], bool]:
+            return lambda: hidden
+
+        def begin(self, batch: Any) -> Callable[[], Any]:
+            clock.now += 1.0
+            return lambda: batch
+
+    monkeypatch.setattr(samples, "Copies", Slow)
+    config = configured(
+        *("launch.workers=1", "log.wandb=disabled", "train.steps=4", "checkpoint.every=0"),
+        runs=tmp_path / "runs",
+    )
+    assert train.APP.run(config) == 0
+    found = json.loads((run_folder(config) / "summary.json").read_text())
+    assert found["train_s"] == 2.0  # the first step is not timed, the last makes nothing ahead
+    assert found["data_share"] * found["train_s"] == seconds

@@ -14,10 +14,10 @@ import co2
 from co2.comm.flat import FlatParams
 from co2.comm.lanes import CudaLane
 from co2.config import CommConfig, CommDevice
+from co2.copies import Copies
 from co2.errors import ConfigError
 from co2.gpus import gpu_of
 from co2.methods import METHODS
-from co2.train.copies import copies
 from tests.cli.harness import command, execute
 from tests.gpu.conftest import CUDA
 from tests.methods.driver import inner
@@ -134,8 +134,7 @@ def test_a_step_never_waits_for_the_gpu(name: str, fields: dict):
 @gpu_only
 def test_a_batch_is_copied_while_the_host_goes_on() -> None:
     """From pageable memory, in the order of the streams."""
-    made = copies(torch.device("cuda"))
-    assert made is not None
+    made = Copies(torch.device("cuda"))
     torch.cuda.set_sync_debug_mode("error")
     try:
         found = []

@@ -85,3 +85,11 @@ def test_what_differs() -> None:
     line = golden.differs("vit", [6.9, 6.8], [6.9, 6.9], golden.SAME)
     assert line == "vit: step 2 has loss 6.900000, 6.800000 before"
     assert golden.differs("vit", [6.9], [float("nan")], golden.OTHER)
+
+
+def test_what_was_never_written_cannot_be_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(golden, "FILE", tmp_path / "golden.json")
+    assert golden.main(["task=vit"]) == 2
+    assert capsys.readouterr().err.endswith("golden.json has no vit; write it first\n")

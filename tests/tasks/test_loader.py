@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from co2.errors import ConfigError
-from tasks.shared.loader import load, load_blocks
+from tasks.shared.loader import load
 from tasks.shared.randomness import seeded
 
 CPU = torch.device("cpu")
@@ -44,16 +44,3 @@ def test_a_fault_in_the_data_stays_one_line(workers: int) -> None:
     with pytest.raises(ConfigError) as caught:
         next(batches)
     assert str(caught.value) == "data.path=tree: a.jpg is cut short"
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_blocks_change_no_batch(workers: int) -> None:
-    def make(batches: range) -> tuple[torch.Tensor, ...]:
-        numbers = torch.arange(batches.start, batches.stop)
-        return numbers.repeat_interleave(2), numbers * 10
-
-    for start in (0, 3, 4, 9):
-        found = islice(load_blocks(make, start, 4, workers, CPU), 6)
-        for number, batch in zip(range(start, start + 6), found, strict=True):
-            assert isinstance(batch, tuple)
-            assert batch[0].tolist() == [number, number] and batch[1].tolist() == [number * 10]

@@ -44,7 +44,8 @@ def test_repeats_are_dealt_out_as_by_deit(workers: int, batch: int, repeats: int
         views = np.tile(np.arange(repeats), samples) + epoch * repeats
         draws = range(epoch * per_epoch, (epoch + 1) * per_epoch)
         for worker in range(workers):
-            taken, numbers = sampler.block(draws, worker)
+            taken = np.concatenate([sampler.indices(draw, worker) for draw in draws])
+            numbers = np.concatenate([sampler.views(draw, worker) for draw in draws])
             own = slice(worker, per_epoch * batch * workers, workers)
             assert np.array_equal(taken, repeated[own])
             assert np.array_equal(numbers, views[own])
@@ -54,8 +55,8 @@ def test_repeats_are_dealt_out_as_by_deit(workers: int, batch: int, repeats: int
 
 def test_without_repeats_the_number_of_a_view_is_the_epoch() -> None:
     sampler = Sampler(24, 3, 4, seed=1)
-    _, views = sampler.block(range(5), 1)
-    assert views.tolist() == np.repeat([sampler.epoch(draw) for draw in range(5)], 4).tolist()
+    for draw in range(5):
+        assert sampler.views(draw, 1).tolist() == [sampler.epoch(draw)] * 4
 
 
 def test_left_over_samples_get_their_turn_in_other_epochs() -> None:

@@ -9,14 +9,34 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class Copies:
-    """Copies from pinned memory, on a stream of their own."""
+    """Copies from pinned memory, on a stream of their own. Any thread may begin one.
+
+    Args:
+        device: where the model is. On the CPU batches are already, and nothing is copied.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @property
+    def overlap(self) -> bool:
+        """Whether the device computes while they go on."""
+        return self._stream is not None
+
+    def still_busy(self) -> Callable[[], bool]:
+        """A question to ask later: whether the device has still not done what is queued now."""
+        if self._stream is None:
+            return lambda: False
+        queued = torch.cuda.current_stream(self._device).record_event()
+        return lambda: not queued.query()
 
     def begin(self, batch: Any) -> Callable[[], Any]:
         """Begin to copy a batch, which is a tensor, or a tuple or a dict of tensors; the host goes
         on. What this returns gives the copy to what the current stream does from then on."""
+        if self._stream is None:
+            return lambda: batch
+        # Inside, this thread allocates pinned memory on the right device, too.
         with torch.cuda.stream(self._stream):
             copied = tree_map_only(Tensor, self._copy, batch)
             arrived = self._stream.record_event()
@@ -35,8 +55,3 @@ class Copies:
         if tensor.is_cuda:  # a task's own table, for example
             return tensor
         return tensor.pin_memory().to(self._device, non_blocking=True)
-
-
-def copies(device: torch.device) -> Copies | None:
-    """Copies to a device; None for the CPU, where batches are already."""
-    return Copies(device) if device.type == "cuda" else None
