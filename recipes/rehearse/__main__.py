@@ -88,14 +88,23 @@ REHEARSALS = {
     "shapenet": Rehearsal(
         ("shapenet",), None, 4, ("shapenet.eval_samples=8", "shapenet.svm_samples=64")
     ),
-    "gpt2": Rehearsal(("openwebtext",), 50_257, 1, ("gpt2.eval_samples=8",)),
+    "gpt2": Rehearsal(
+        ("openwebtext",),
+        50_257,
+        1,
+        ("gpt2.eval_samples=8", "gpt2.layers=6"),
+        cut="6 of 12 layers",
+    ),
     "transnormer": Rehearsal(
         ("few_words",),
         8_192,
         1,
-        ("transnormer.eval_samples=8", "transnormer.layers=1", "mesh.replica_size=2"),
+        (
+            *("transnormer.eval_samples=8", "transnormer.size=1b", "transnormer.layers=1"),
+            "mesh.replica_size=2",
+        ),
         workers=4,
-        cut="1 of 30 layers, 8,192 of 50,257 tokens",
+        cut="1 layer of the 1B model, 8,192 of 50,257 tokens",
         root="data/few_words",
     ),
     "roberta": Rehearsal(
@@ -110,8 +119,8 @@ REHEARSALS = {
         ("openwebtext",),
         50_257,
         1,
-        ("moe.eval_samples=8", "moe.size=small-8e", "moe.layers=4"),
-        cut="4 of 12 layers, 8 of 64 experts",
+        ("moe.eval_samples=8", "moe.size=small-8e", "moe.layers=2"),
+        cut="2 of 12 layers, 8 of 64 experts",
     ),
     "graph": Rehearsal(("graph",), 172, 64, ("graph.eval_samples=8", "data.workers=0")),
 }
