@@ -52,7 +52,7 @@ def tag_from(overrides: Sequence[str], world: int, workers: int | None, method: 
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         node = key.partition(".")[0]
-        elsewhere = ("task", "method", "train.seed", "data.root", "data.workers", "launch.backend")
+        elsewhere = ("task", "method", "train.seed", *map(".".join, _FREE_KEYS))
         if (
             key in elsewhere
             or key in _ELASTIC

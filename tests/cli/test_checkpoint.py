@@ -456,7 +456,13 @@ class TestTag:
 
     def test_nothing_that_matters(self) -> None:
         free = ("train.seed=3", "log.every=1", "checkpoint.keep=9", "runs=/x", "resume=never")
-        rest = ("data.root=/x", "launch.backend=gloo", "hydra.verbose=true", "tag=x")
+        rest = (
+            "data.root=/x",
+            "launch.backend=gloo",
+            "launch.gpu=l4",
+            "hydra.verbose=true",
+            "tag=x",
+        )
         assert self.of("task=toy", "method=co2", *free, *rest) == "default"
 
     def test_names(self) -> None:
