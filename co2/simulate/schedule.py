@@ -182,6 +182,7 @@ def simulate(
             carried += vectors
     clocks = clocks + replicas.seconds(rest)
     own_s = clocks - began
+    exposed_s = max(0.0, exposed_s)  # a sum of differences of clocks, which round
 
     if method == LIMIT:
         carried = 0

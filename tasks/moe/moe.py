@@ -85,6 +85,8 @@ class MoE(CausalText):
             experts = self.num_experts
             require_count("active", self.active)
             require_count("tile", self.tile)
+            hint = "must be 2 or more, or null: every second block has experts"
+            require(self.layers is None or self.layers >= 2, "layers", self.layers, hint)
             hint = f"must not be above the {experts} experts of size={self.size.value}"
             require(self.active <= experts, "active", self.active, hint)
             if self.capacity is not None:

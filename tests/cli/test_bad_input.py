@@ -182,6 +182,7 @@ VALUES = [
     ("launch.workers=600", "launch.workers=600", "use at most 512"),
     ("launch.workers=100", "train.batch_size=16", "use at most 5"),
     ("train.batch_size=1000", "train.batch_size=1000", "use at most 256"),
+    ("task=moe moe.layers=1", "moe.layers=1", "must be 2 or more"),
     ("launch.backend=mpi", "launch.backend=mpi", "auto, gloo or nccl"),
     ("comm.bucket_mb=0", "comm.bucket_mb=0", "above 0"),
     ("comm.bucket_mb=nan", "comm.bucket_mb=nan", "above 0"),

@@ -122,6 +122,11 @@ def test_a_blocking_mean_is_exposed_whole(method):
     assert found.overlap == pytest.approx(0)
 
 
+def test_one_replica_is_never_exposed():
+    found = run("allreduce", workers=1, bucket_bytes=10**5)  # -3e-16 s where clocks round
+    assert found.exposed_s == 0 and found.exposed_share == 0
+
+
 def test_des_loc_averages_moments_in_rounds_of_their_own():
     # 12 rounds: 12 means of the weights, 4 of m, 2 of v, each 1.5 s
     found = run("desloc", steps=48, warmup_rounds=0)
