@@ -266,6 +266,7 @@ def _answer(request: dict[str, Any], descriptors: list[int]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    _serve_forks()
     script, *_ = sys.argv = request["program"]
     sys.path[0] = str(Path(script).parent)
     # Not by runpy: its frames have no file, and for each of them torch's launcher, which asks many
@@ -274,7 +275,6 @@ def _answer(request: dict[str, Any], descriptors: list[int]) -> None:
     main.__file__ = script
     sys.modules["__main__"] = main
     code = compile(Path(script).read_bytes(), script, "exec")
-    _serve_forks()
     contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
     contexts["spawn"] = contexts["forkserver"]
     _end(functools.partial(exec, code, main.__dict__))

@@ -136,6 +136,14 @@ def cli(*arguments: str, runs: Path, script: Path = ROOT / "train.py") -> Run:
     return Run(status, *texts, runs)
 
 
+def workers(run: "Process") -> list[int]:
+    """Processes of the workers that a run has now, in the order of their numbers: the children of
+    that child of the run which forks them."""
+    found = list(running())
+    children = {one.pid for one in found if one.parent == run.pid}
+    return sorted(one.pid for one in found if one.parent in children)
+
+
 def execute(words: list[str], runs: Path, env: dict[str, str] | None = None) -> Run:
     """Any command, in the parent of `runs`, by an interpreter of its own."""
     runs.parent.mkdir(parents=True, exist_ok=True)

@@ -222,7 +222,8 @@ def test_job_of_a_sweep(index: str) -> None:
 LIMITED = """
 import resource, sys, train
 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
-sys.exit(train.APP.main(sys.argv[1:]))
+if __name__ == "__main__":
+    sys.exit(train.APP.main(sys.argv[1:]))
 """
 """train.py, for which no file may have more than 8 KiB."""
 

@@ -17,10 +17,9 @@ from co2.errors import PREEMPTED, ConfigError
 from co2.record.files import whole_lines
 from co2.record.lock import NAME
 from recipes.runs.ledger import doubled_and_left_out
-from recipes.runs.processes import is_running, running
+from recipes.runs.processes import is_running
 from tests.cli.harness import (
     LIMIT_S,
-    Process,
     assert_same_run,
     cli,
     command,
@@ -33,6 +32,7 @@ from tests.cli.harness import (
     story,
     until,
     weights,
+    workers,
 )
 from tests.grids import grid
 from tests.server import environment
@@ -59,14 +59,6 @@ METHODS = {
 
 def words(method: str) -> tuple[str, ...]:
     return (f"method={method}", f"{method}.tau={TAU}", *METHODS[method])
-
-
-def workers(run: Process) -> list[int]:
-    """Processes of the workers that a run has now, in the order of their numbers: the children of
-    that child of the run which forks them."""
-    found = list(running())
-    children = {one.pid for one in found if one.parent == run.pid}
-    return sorted(one.pid for one in found if one.parent in children)
 
 
 def disturbed(

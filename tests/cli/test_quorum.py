@@ -19,8 +19,9 @@ from tests.cli.harness import (
     saved_steps,
     started,
     until,
+    workers,
 )
-from tests.cli.test_elastic import changes, disturbed, read_summary, workers
+from tests.cli.test_elastic import changes, disturbed, read_summary
 from tests.grids import grid
 
 STEPS, TAU = 60, 6

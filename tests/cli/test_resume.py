@@ -27,7 +27,6 @@ from co2.errors import DIVERGED, PREEMPTED, ConfigError
 from co2.record.folder import check_folder, read_summary
 from co2.record.provenance import of_all_starts
 from co2.train import checkpoint, launch
-from recipes.runs.processes import running
 from tasks import TASKS
 from tasks.toy import Toy
 from tests.cli.harness import (
@@ -50,6 +49,7 @@ from tests.cli.harness import (
     started,
     story,
     until,
+    workers,
 )
 from tests.cli.test_checkpoint import DAMAGES, damage
 from tests.grids import grid
@@ -185,7 +185,7 @@ def test_one_worker_is_killed(tmp_path: Path) -> None:
     folder = folder_of(*arguments, runs=runs)
     with started(*arguments, runs=runs, log=log) as process:
         until(lambda: last_step(folder) >= 3, process)
-        os.kill(newest_child(process.pid), signal.SIGKILL)
+        os.kill(workers(process)[-1], signal.SIGKILL)
         status = process.wait(timeout=LIMIT_S)
         assert status == 128 + signal.SIGKILL
         # Python's helper process ends when it sees that all whom it helped are gone.
@@ -218,11 +218,6 @@ def test_who_has_lost_a_peer_waits_for_nothing(workers: Pool, tmp_path: Path) ->
     half a minute."""
     with pytest.raises(WorkerError, match="rank 1 died"):
         workers.run(loses_its_peer, 2, str(tmp_path))
-
-
-def newest_child(pid: int) -> int:
-    """The child that was started last: a worker."""
-    return max(one.pid for one in running() if one.parent == pid)
 
 
 # In the pool's workers: two of them, for the collective in flight.

@@ -25,6 +25,7 @@ from tests.cli.harness import (
     started,
     until,
     weights,
+    workers,
 )
 from tests.cli.test_elastic import (
     STEPS,
@@ -33,7 +34,6 @@ from tests.cli.test_elastic import (
     changes,
     read_summary,
     words,
-    workers,
 )
 from tests.server import environment, fork_program
 

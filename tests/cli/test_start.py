@@ -128,7 +128,11 @@ CTRL_C = "os.kill(os.getpid(), signal.SIGINT)"
 )
 def test_ctrl_c(script: str, status: int) -> None:
     """Among the imports, in the work, and again while it ends."""
-    ended = bare("-c", RUNS + script)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background
+    try:
+        ended = bare("-c", RUNS + script)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", "")
 
 
@@ -208,9 +212,10 @@ def test_a_closed_terminal(tmp_path: Path) -> None:
 
 
 def test_nohup() -> None:
-    assert signal.SIGHUP in launch.stop_signals()
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
+        assert signal.SIGHUP in launch.stop_signals()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         assert launch.stop_signals() == (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     finally:
         signal.signal(signal.SIGHUP, before)
