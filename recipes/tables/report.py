@@ -20,12 +20,12 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 80rem; margin: 0 auto; p
 p, li { max-width: 60rem; }
 nav a { display: inline-block; margin-right: 1rem; }
 details { border-bottom: 1px solid var(--line); }
-summary { padding: .5rem 0; cursor: pointer; font-weight: 600; }
+summary { padding: 0.5rem 0; cursor: pointer; font-weight: 600; }
 .wide { overflow-x: auto; background:
   linear-gradient(to left, Canvas 40%, transparent) right / 3rem 100% no-repeat local,
   linear-gradient(to left, #8888, transparent) right / 1rem 100% no-repeat scroll; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100%; }
-th, td { text-align: left; vertical-align: top; padding: .25rem .5rem;
+th, td { text-align: left; vertical-align: top; padding: 0.25rem 0.5rem;
   border-bottom: 1px solid var(--line); }
 td { white-space: nowrap; }
 td.parts { white-space: normal; }
@@ -43,8 +43,8 @@ figure svg { display: block; width: 100%; max-width: 30rem; height: auto; margin
 figure text { fill: currentColor !important; }
 small { opacity: .75; }
 @media (max-width: 40rem) {
-  table { font-size: .8rem; }
-  th, td { padding: .2rem .3rem; }
+  table { font-size: 0.8rem; }
+  th, td { padding: 0.2rem 0.3rem; }
   h1 { font-size: 1.5rem; }
 }
 """
