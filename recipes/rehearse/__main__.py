@@ -193,7 +193,8 @@ def trained(words: Sequence[str], folder: Path) -> Path:
     )
     if done.returncode:
         said = done.stdout.strip().splitlines() or ["it said nothing"]
-        raise Implausible(f"status {done.returncode}: {said[-1]}")
+        killed = " (a worker was killed; is memory short?)" if done.returncode == 137 else ""
+        raise Implausible(f"status {done.returncode}{killed}: {said[-1]}")
     (summary,) = (folder / "runs").glob("**/summary.json")
     return summary.parent
 
