@@ -29,7 +29,7 @@ from co2.simulate.schedule import Figures, simulate
 from co2.task import Planned, Task
 from co2.train import launch
 from co2.train.replica import CUT
-from co2.train.shapes import Holdings, Work, holdings, work
+from co2.train.shapes import Holdings, Unknown, Work, holdings, work
 
 PAPER_TASKS = ("resnet50", "vit", "ade20k", "shapenet", "gpt2", "transnormer", "roberta")
 """What the CO2 paper trains."""
@@ -164,8 +164,8 @@ class Planner:
             return ""
         try:
             need = self.need(config, workers)
-        except ConfigError:
-            return ""  # its sizes depend on its data
+        except Unknown:
+            return ""
         if need.fits(self.usable):
             return ""
         error = self.refusal(need)

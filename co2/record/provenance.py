@@ -125,6 +125,7 @@ def of_run(folder: Path) -> dict[str, str]:
 def provenance() -> str:
     """Command, commit, hardware and versions of the running `python -m …`, a sentence each."""
     module = getattr(sys.modules["__main__"].__spec__, "name", sys.argv[0])
+    module = module.removesuffix(".__main__")
     device = torch.cuda.get_device_name() if torch.cuda.is_initialized() else cpu_name()
     return (
         f"Command: `{shlex.join(['python', '-m', module, *sys.argv[1:]])}`. "

@@ -50,6 +50,8 @@ def _mend(train: TrainConfig, wanted: int, workers: int) -> str:
     share = max(1, round(wanted / workers))
     sizes = range(1, min(train.batch_size, share) + 1)
     other = f"train.batch_size={max(size for size in sizes if share % size == 0)}"
+    if share * workers in (low, middle, high):
+        return hint
     if share * workers != wanted:
         other = f"train.global_batch={share * workers} {other}"
     return f"{hint}, or {other}"

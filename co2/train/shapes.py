@@ -42,6 +42,10 @@ _STEPS = 3
 third inner step is the first that keeps its state."""
 
 
+class Unknown(ConfigError):
+    """What a step takes cannot be known before there are data."""
+
+
 @dataclass(frozen=True)
 class Holdings:
     """What a worker holds between steps."""
@@ -159,7 +163,7 @@ def work(task: Task, config: Config, workers: int, averages: bool) -> Work:
         workers: of the run.
         averages: whether the method averages gradients (`Method.averages_gradients`).
     Raises:
-        ConfigError: it cannot be known before there are data.
+        Unknown: its tensors have the sizes that its data tell.
     """
     by_ddp = workers > 1 and (averages or config.mesh.replica_size > 1)
     if config.mesh.strategy in CUT:
@@ -205,7 +209,7 @@ def _micro_batch(task: Task, config: Config, gradients: str, checkpoints: bool) 
             loss.backward()
         except (DataDependentOutputException, DynamicOutputShapeException):
             hint = "the sizes of its tensors depend on its data, so it cannot be planned"
-            raise ConfigError("task", config.task, hint) from None
+            raise Unknown("task", config.task, hint) from None
     between = 0 if gradients == "passed on" else sum(param.nbytes for param in trained)
     return Work(live.flops, max(0, live.peak - between))
 

@@ -49,7 +49,7 @@ HEAD = (
     "task",
     "method",
     "model",
-    "parameters, M",
+    "parameters of a worker, M",
     "workers",
     "peak of a worker, GiB",
     "first loss",
@@ -167,7 +167,7 @@ def rehearse(task: str, method: str, folder: Path, given: Sequence[str]) -> dict
     return {
         "task": task,
         "method": method,
-        "parameters, M": f"{memory['parameter_bytes'] / 4e6:.1f}",
+        "parameters of a worker, M": f"{memory['parameter_bytes'] / 4e6:.1f}",
         "model": REHEARSALS[task].cut or "whole",
         "workers": str(summary["workers"]),
         "peak of a worker, GiB": f"{summary['peak_memory_bytes'] / 2**30:.1f}",
@@ -193,7 +193,8 @@ def trained(words: Sequence[str], folder: Path) -> Path:
     )
     if done.returncode:
         said = done.stdout.strip().splitlines() or ["it said nothing"]
-        raise Implausible(f"status {done.returncode}: {said[-1]}")
+        killed = " (a worker was killed; is memory short?)" if done.returncode == 137 else ""
+        raise Implausible(f"status {done.returncode}{killed}: {said[-1]}")
     (summary,) = (folder / "runs").glob("**/summary.json")
     return summary.parent
 

@@ -82,6 +82,12 @@ def test_what_does_not_divide_is_refused(
         assert made.accumulate * made.batch_size * world == made.global_batch
 
 
+def test_no_batch_is_named_twice(tmp_path: Path) -> None:
+    words = ("launch.workers=2", "train.batch_size=8", "train.global_batch=33")
+    with pytest.raises(ConfigError, match=r"; use 16, 32 or 48$"):
+        configured(*words, runs=tmp_path)
+
+
 def test_workers_that_share_a_replica_draw_their_own(tmp_path: Path) -> None:
     words = ("launch.workers=4", "mesh.replica_size=2", "train.global_batch=64")
     assert configured(*words, "train.batch_size=4", runs=tmp_path).train.accumulate == 4
