@@ -13,6 +13,7 @@ import torch.distributed as dist
 import co2
 from co2.comm.flat import FlatParams
 from co2.comm.lanes import CudaLane
+from co2.comm.reproducible import checksum, squared_norm
 from co2.config import CommConfig, CommDevice
 from co2.copies import Copies
 from co2.errors import ConfigError
@@ -129,6 +130,20 @@ def test_a_step_never_waits_for_the_gpu(name: str, fields: dict):
             method.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu_only
+@pytest.mark.parametrize("size", [5, 4097, 3_000_001])
+def test_norms_are_reproducible_and_checksums_those_of_a_cpu(size: int) -> None:
+    x = torch.randn(size, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        norms, sums = torch.stack([squared_norm(x) for _ in range(20)]), checksum(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert norms.unique().numel() == 1
+    assert norms[0].item() == pytest.approx(x.double().square().sum().item(), rel=1e-6)
+    assert sums.item() == checksum(x.cpu()).item()
 
 
 @gpu_only
