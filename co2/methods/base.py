@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from co2.comm.background import BackgroundMean
 from co2.comm.clocks import CommTotals
-from co2.comm.collectives import check_plain, consensus, local, replicate
+from co2.comm.collectives import check_equal, check_plain, consensus, local, replicate
 from co2.comm.mesh import Mesh
 from co2.comm.phases import OUTER_STEP
 from co2.config import CommConfig, OptimConfig, Waits
@@ -178,15 +178,21 @@ class Method:
         for mean in self.means():
             mean.launch_again()
 
-    def consensus(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
         """Inside, the model holds the mean over the replicas of the weights as training left them,
         and that of the float buffers.
 
         Both are restored bit for bit afterwards. All replicas must enter together. A collective in
         flight may be waited for, where it carries what was trained last, but it stays in flight,
         so evaluating more often does not change training.
+
+        Raises:
+            ReplicasDiffer: one of the `replicated_tensors` is not equal on all replicas.
         """
-        return consensus(self.model, self.group, self.replica_group, self.show_trained)
+        check_equal(self.replicated_tensors(), self.group, self.mesh.device)
+        with consensus(self.model, self.group, self.replica_group, self.show_trained):
+            yield
 
     def show_trained(self) -> None:
         """Set the live weights to the newest local ones. Override it if the live weights lag behind
@@ -204,6 +210,11 @@ class Method:
 
         Checkpoint and memory ledger follow from them. Call it after `prepare`.
         """
+        return {}
+
+    def replicated_tensors(self) -> dict[str, Tensor]:
+        """Those of `state_tensors` that are equal on all replicas, bit for bit, between two steps.
+        Every consensus compares them."""
         return {}
 
     def scratch_tensors(self) -> list[Tensor]:

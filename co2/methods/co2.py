@@ -136,6 +136,11 @@ class CO2(LocalMethod):
     def state_tensors(self) -> dict[str, Tensor]:
         return {**super().state_tensors(), **self.outer.state_tensors()}
 
+    def replicated_tensors(self) -> dict[str, Tensor]:
+        """With `shard` none: each replica has another part."""
+        outer = {"anchor": self.outer.anchor, "momentum": self.outer.momentum.vector}
+        return {} if self.config.shard else outer
+
     def scratch_tensors(self) -> list[Tensor]:
         return [*super().scratch_tensors(), *self.outer.scratch_tensors()]
 

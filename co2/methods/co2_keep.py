@@ -70,9 +70,11 @@ class CO2Keep(LocalMethod):
         self.momentum = self.flat.zeros() if self.config.momentum_weight > 0 else None
 
     def state_tensors(self) -> dict[str, Tensor]:
+        return {**super().state_tensors(), "start": self.start, **self.replicated_tensors()}
+
+    def replicated_tensors(self) -> dict[str, Tensor]:
         momentum = {} if self.momentum is None else {"momentum": self.momentum}
-        own = {"start": self.start, "center": self.center, **momentum}
-        return {**super().state_tensors(), **own}
+        return {"center": self.center, **momentum}
 
     def step(self) -> None:
         super().step()

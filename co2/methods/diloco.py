@@ -51,6 +51,9 @@ class DiLoCo(Blocking):
     def state_tensors(self) -> dict[str, Tensor]:
         return {**super().state_tensors(), "momentum": self.momentum}
 
+    def replicated_tensors(self) -> dict[str, Tensor]:
+        return {**super().replicated_tensors(), "momentum": self.momentum}
+
     def outer_step(self, chunk: Chunk, x: Tensor, d: Tensor) -> None:
         alpha, beta = self.config.outer_lr, self.config.outer_momentum
         nesterov(x, chunk.of(self.momentum), d, alpha, beta)

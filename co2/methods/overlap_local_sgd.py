@@ -45,7 +45,10 @@ class OverlapLocalSGD(LocalMethod):
         self.momentum = self.flat.zeros()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        return {**super().state_tensors(), "anchor": self.anchor, "momentum": self.momentum}
+        return {**super().state_tensors(), **self.replicated_tensors()}
+
+    def replicated_tensors(self) -> dict[str, Tensor]:
+        return {"anchor": self.anchor, "momentum": self.momentum}
 
     def end_round(self) -> None:
         arrived = self.mean.wait()

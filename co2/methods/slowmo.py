@@ -49,6 +49,9 @@ class SlowMo(Blocking):
     def state_tensors(self) -> dict[str, Tensor]:
         return {**super().state_tensors(), "momentum": self.momentum}
 
+    def replicated_tensors(self) -> dict[str, Tensor]:
+        return {**super().replicated_tensors(), "momentum": self.momentum}
+
     def outer_step(self, chunk: Chunk, x: Tensor, d: Tensor) -> None:
         alpha, beta = self.config.outer_lr, self.config.outer_momentum
         gamma, m = self.lr(chunk.group), chunk.of(self.momentum)

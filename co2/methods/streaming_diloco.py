@@ -143,6 +143,13 @@ class StreamingDiLoCo(Method):
             for name, tensor in fragment.saved_tensors().items()
         }
 
+    def replicated_tensors(self) -> dict[str, Tensor]:
+        return {
+            f"{number}.{name}": tensor
+            for number, fragment in enumerate(self.fragments)
+            for name, tensor in fragment.replicated_tensors().items()
+        }
+
     def state_dict(self) -> dict[str, Any]:
         means = [fragment.mean.state_dict() for fragment in self.fragments]
         return {**super().state_dict(), "means": means}
@@ -225,7 +232,10 @@ class Fragment:
 
     def saved_tensors(self) -> dict[str, Tensor]:
         errors = {} if self.exchange is None else self.exchange.errors()
-        return {"outer": self.outer, "momentum": self.momentum, **errors}
+        return {**self.replicated_tensors(), **errors}
+
+    def replicated_tensors(self) -> dict[str, Tensor]:
+        return {"outer": self.outer, "momentum": self.momentum}
 
     def scratch_tensors(self) -> list[Tensor]:
         quantized = [] if self.exchange is None else self.exchange.scratch_tensors()

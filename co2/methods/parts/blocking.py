@@ -20,6 +20,9 @@ class Blocking(LocalMethod):
     def state_tensors(self) -> dict[str, Tensor]:
         return {**super().state_tensors(), "anchor": self.anchor}
 
+    def replicated_tensors(self) -> dict[str, Tensor]:
+        return {"anchor": self.anchor}
+
     def mean_now(self) -> Tensor:
         """Return d_t of what lies in `mean.buffer`, once it has come."""
         return self.mean.mean_now()
