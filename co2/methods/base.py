@@ -18,7 +18,7 @@ from co2.comm.clocks import CommTotals
 from co2.comm.collectives import check_equal, check_plain, consensus, local, replicate
 from co2.comm.mesh import Mesh
 from co2.comm.phases import OUTER_STEP
-from co2.config import CommConfig, OptimConfig, Waits
+from co2.config import Blocking, CommConfig, OptimConfig
 from co2.errors import ConfigError, require
 
 Schedule = Callable[[int], float]
@@ -40,9 +40,9 @@ class MethodStats(CommTotals):
 class Method:
     """One way of keeping the replicas in step.
 
-    A subclass sets `Config`, a dataclass whose fields are documented and checked, and `waits`; it
-    implements `set_up` and `step`, and names its tensors in `state_tensors`. The order of calls is
-    prepare, then load_state_dict if a run resumes, then step as often as needed, then flush.
+    A subclass sets `Config`, a dataclass whose fields are documented and checked, and `blocking`;
+    it implements `set_up` and `step`, and names its tensors in `state_tensors`. The order of calls
+    is prepare, then load_state_dict if a run resumes, then step as often as needed, then flush.
 
     Args:
         config: an instance of `Config`; None for its defaults.
@@ -52,7 +52,7 @@ class Method:
     """
 
     Config: ClassVar[type]
-    waits: ClassVar[Waits]
+    blocking: ClassVar[Blocking]
     """What the computation of a replica waits for."""
     averages_gradients: ClassVar[bool] = False
     """Whether all replicas step with the same gradients, averaged by PyTorch's own wrappers. Those

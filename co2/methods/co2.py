@@ -30,7 +30,7 @@ from torch.profiler import record_function
 from co2.comm.background import BackgroundMean
 from co2.comm.flat import FlatParams
 from co2.comm.phases import SNAPSHOT
-from co2.config import CommConfig, CommDevice, Precision, Waits
+from co2.config import Blocking, CommConfig, CommDevice, Precision
 from co2.errors import require
 from co2.methods.base import MethodStats
 from co2.methods.parts.local import LocalMethod, check_outer, check_tau
@@ -39,7 +39,7 @@ from co2.methods.parts.outer_shard import OuterShard, ShardChunk
 
 
 class CO2(LocalMethod):
-    waits = Waits.beyond_delay
+    blocking = Blocking.beyond_delay
     may_change = frozenset({"tau", "outer_momentum", "clip", "clip_mode"})
 
     @dataclass

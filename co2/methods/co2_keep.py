@@ -26,14 +26,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from co2.config import Waits
+from co2.config import Blocking
 from co2.errors import require, require_number
 from co2.methods.parts.auto_tau import AUTO
 from co2.methods.parts.local import LocalMethod, check_share, check_tau
 
 
 class CO2Keep(LocalMethod):
-    waits = Waits.beyond_delay
+    blocking = Blocking.beyond_delay
     may_change = frozenset({"tau", "keep_local", "outer_momentum"})
 
     @dataclass

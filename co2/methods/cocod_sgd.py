@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from co2.config import Waits
+from co2.config import Blocking
 from co2.methods.parts.local import LocalMethod, check_tau
 
 
 class CoCoDSGD(LocalMethod):
-    waits = Waits.beyond_delay
+    blocking = Blocking.beyond_delay
     may_change = frozenset({"tau"})
 
     @dataclass

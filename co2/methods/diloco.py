@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from co2.comm.flat import Chunk
-from co2.config import Waits
-from co2.methods.parts.blocking import Blocking
+from co2.config import Blocking
+from co2.methods.parts.blocking import BlockingMethod
 from co2.methods.parts.local import check_comm_share, check_outer, check_tau
 from co2.methods.parts.outer import nesterov
 
 
-class DiLoCo(Blocking):
-    waits = Waits.always
+class DiLoCo(BlockingMethod):
+    blocking = Blocking.always
     may_change = frozenset({"tau", "outer_lr", "outer_momentum", "comm_share"})
 
     @dataclass

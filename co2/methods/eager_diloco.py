@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from co2.config import Waits
+from co2.config import Blocking
 from co2.methods.parts.local import LocalMethod, check_outer, check_tau
 from co2.methods.parts.outer import nesterov
 
 
 class EagerDiLoCo(LocalMethod):
-    waits = Waits.beyond_delay
+    blocking = Blocking.beyond_delay
     may_change = frozenset({"tau", "outer_lr", "outer_momentum"})
     refused_quorum = "adds its own part with a share of 1/G before the others' are known"
 

@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 
-from co2.config import Waits
+from co2.config import Blocking
 from co2.methods.parts.compressed import CompressedAdam, CompressedAdamConfig
 
 
 class OneBitAdam(CompressedAdam):
-    waits = Waits.always
+    blocking = Blocking.always
 
     @dataclass
     class Config(CompressedAdamConfig):

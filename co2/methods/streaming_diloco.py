@@ -42,7 +42,7 @@ from co2.comm.compress import COMPRESSORS
 from co2.comm.exchange import CompressedMean
 from co2.comm.flat import FlatParams
 from co2.comm.mesh import Mesh
-from co2.config import CommConfig, Precision, Waits
+from co2.config import Blocking, CommConfig, Precision
 from co2.errors import require, require_count
 from co2.methods.base import Method, MethodStats
 from co2.methods.parts.local import check_outer
@@ -50,7 +50,7 @@ from co2.methods.parts.outer import nesterov
 
 
 class StreamingDiLoCo(Method):
-    waits = Waits.beyond_delay
+    blocking = Blocking.beyond_delay
     may_change = frozenset({"mixing", "outer_lr", "outer_momentum"})
     refused_quorum = "its fragments meet amid the round, when a slow replica is behind"
 

@@ -15,7 +15,7 @@ import co2
 import train
 from co2.config import Config
 from co2.errors import ReplicasDiffer
-from co2.methods.parts.blocking import Blocking
+from co2.methods.parts.blocking import BlockingMethod
 from co2.train import launch
 from tests.cli.harness import configured
 from tests.grids import grid
@@ -120,14 +120,14 @@ def test_it_may_be_any(workers: Pool, world: int, who: int) -> None:
 @contextmanager
 def broken_memory() -> Iterator[None]:
     """Setup of a run: worker 1's anchor changes in its second round."""
-    original = Blocking.end_round
+    original = BlockingMethod.end_round
 
-    def end_round(self: Blocking) -> None:
+    def end_round(self: BlockingMethod) -> None:
         original(self)
         if self.mesh.worker == 1 and self.steps == 6:
             self.anchor[3] += 1
 
-    with patch.object(Blocking, "end_round", end_round):
+    with patch.object(BlockingMethod, "end_round", end_round):
         yield
 
 

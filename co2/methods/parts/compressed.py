@@ -62,8 +62,8 @@ class CompressedAdamConfig:
 
 class CompressedAdam(Method):
     """Adam whose replicas exchange signs. A subclass sets `Config`, which extends
-    `CompressedAdamConfig`, and `waits`, and implements `step()`; it calls `set_mask` where it has
-    changed v for compressed exchanges to come. If it holds more than m and v, it makes that in
+    `CompressedAdamConfig`, and `blocking`, and implements `step()`; it calls `set_mask` where it
+    has changed v for compressed exchanges to come. If it holds more than m and v, it makes that in
     `set_up` and names it in `state_tensors`.
 
     The mask. A sign is never 0, and stands for the root mean square of its tensor. An element whose
