@@ -47,9 +47,9 @@ class Chunk:
         """Return this chunk of a flat vector, as a view."""
         return vector[self.span]
 
-    def local(self) -> Tensor:
+    def read(self) -> Tensor:
         """Return the live values of the chunk, in scratch that the next call overwrites."""
-        return self.transfer.local(self.index)
+        return self.transfer.read(self.index)
 
     def write(self, values: Tensor) -> None:
         """Set the live parameters to `values`, which is this chunk of some vector."""
@@ -151,24 +151,24 @@ class FlatParams:
         """Copy the live parameters into a vector, which may be longer."""
         with self.round():
             for chunk in self.chunks:
-                chunk.of(vector).copy_(self.local(chunk))
+                chunk.of(vector).copy_(self.read(chunk))
 
-    def local(self, chunk: Chunk) -> Tensor:
+    def read(self, chunk: Chunk) -> Tensor:
         """Return the live parameters of a chunk, in scratch that the next call overwrites."""
-        return chunk.local()
+        return chunk.read()
 
     def displacement(self, start: Tensor, out: Tensor) -> None:
         """Write the pseudo-gradient of the steps since `start`, which is `start` minus the live
         parameters, to `out`, rounded to its type."""
         with record_function(SNAPSHOT):
             for chunk in self.chunks:
-                torch.sub(chunk.of(start), self.local(chunk), out=chunk.of(out))
+                torch.sub(chunk.of(start), self.read(chunk), out=chunk.of(out))
 
     def swap(self, vector: Tensor) -> None:
         """Exchange the live parameters and a vector, which may be longer."""
         with record_function(SNAPSHOT):
             for chunk in self.chunks:
-                values = self.local(chunk)
+                values = self.read(chunk)
                 chunk.write(chunk.of(vector))
                 chunk.of(vector).copy_(values)
 

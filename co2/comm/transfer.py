@@ -31,7 +31,7 @@ class Direct:
         """Context for synchronized access to the live parameters at a round's end."""
         yield
 
-    def local(self, index: int) -> Tensor:
+    def read(self, index: int) -> Tensor:
         """Return the live parameters of a chunk, in scratch that the next call overwrites."""
         live = self._chunks[index]
         values = self._scratch[: _numel(live)]
@@ -86,11 +86,11 @@ class Staged:
 
     - Parameters: at a round's end the stream waits for the computation before it reads the first,
       and the next computation waits for the stream, which has written the last.
-    - Reading a staging buffer: `local` waits for the copy into it.
+    - Reading a staging buffer: `read` waits for the copy into it.
     - Copying into a staging buffer: the host has finished with it, because there are two, and the
-      caller may use what `local` returned until the next call only. Copies out of it were queued
+      caller may use what `read` returned until the next call only. Copies out of it were queued
       before.
-    - The host writes into a staging buffer: `local` has returned it, so the copy into it is over,
+    - The host writes into a staging buffer: `read` has returned it, so the copy into it is over,
       and so are all copies queued before.
     - The host writes into a vector that it has passed to `write`: not before the next round, which
       begins by waiting for the last write.
@@ -123,7 +123,7 @@ class Staged:
         self._open = False
         self._side.before_compute()
 
-    def local(self, index: int) -> Tensor:
+    def read(self, index: int) -> Tensor:
         """See `Direct`."""
         assert self._open, "only inside round()"
         if self._ahead is None or self._ahead.index != index:

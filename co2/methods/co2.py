@@ -202,7 +202,7 @@ class WholeOuterStep(OuterState):
             # One pass: the anchor is in cache, and between a GPU and the host copies go both ways.
             for chunk in self.flat.chunks:
                 anchor = chunk.of(self.anchor)
-                torch.sub(anchor, self.flat.local(chunk), out=chunk.of(self.mean.buffer))  # 3
+                torch.sub(anchor, self.flat.read(chunk), out=chunk.of(self.mean.buffer))  # 3
                 anchor.sub_(chunk.of(self.momentum.vector), alpha=self.config.outer_lr)  # 5
                 chunk.write(anchor)
         self.mean.start()
@@ -211,7 +211,7 @@ class WholeOuterStep(OuterState):
         """Show x_{t,0} − d_t, once d_t is there. Here nothing is sent for it."""
         for chunk in self.flat.chunks:
             x, momentum = chunk.of(self.anchor), chunk.of(self.momentum.vector)
-            trained = torch.add(x, momentum, alpha=self.config.outer_lr, out=self.flat.local(chunk))
+            trained = torch.add(x, momentum, alpha=self.config.outer_lr, out=self.flat.read(chunk))
             chunk.write(trained.sub_(chunk.of(self.mean.buffer)))
 
     def figures(self) -> tuple[float, float]:

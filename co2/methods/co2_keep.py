@@ -86,7 +86,7 @@ class CO2Keep(LocalMethod):
         self.arrive()  # with a delay of a whole round
         for chunk in self.flat.chunks:
             start, buffer = chunk.of(self.start), chunk.of(self.mean.buffer)
-            x = self.flat.local(chunk)
+            x = self.flat.read(chunk)
             torch.sub(start, x, out=buffer)  # −p^i_t
             start.copy_(x)
         self.mean.start()
@@ -97,7 +97,7 @@ class CO2Keep(LocalMethod):
             return
         self.mean.join()
         for chunk in self.flat.chunks:
-            x = self.flat.local(chunk)
+            x = self.flat.read(chunk)
             chunk.write(torch.sub(chunk.of(self.center), chunk.of(self.mean.buffer), out=x))
 
     def arrive(self) -> None:
@@ -117,7 +117,7 @@ class CO2Keep(LocalMethod):
             center.sub_(d)
             if self.momentum is not None:
                 center.sub_(chunk.of(self.momentum).mul_(beta).add_(d), alpha=w)
-            x = self.flat.local(chunk)
+            x = self.flat.read(chunk)
             start.sub_(x)  # −q^i
             torch.sub(center, start, alpha=kept, out=x)
             chunk.write(x)

@@ -65,7 +65,7 @@ class EagerDiLoCo(LocalMethod):
             delta.mul_(-shared)
             if arrived is not None:
                 delta.add_(buffer)
-            torch.sub(start, self.flat.local(chunk), out=buffer)  # D^i_t, as it travels
+            torch.sub(start, self.flat.read(chunk), out=buffer)  # D^i_t, as it travels
             delta.add_(buffer, alpha=share)
             nesterov(start, chunk.of(self.momentum), delta, alpha, beta)
             chunk.write(start)

@@ -54,7 +54,7 @@ class OverlapLocalSGD(LocalMethod):
         arrived = self.mean.wait()
         for chunk in self.flat.chunks:
             z, v = chunk.of(self.anchor), chunk.of(self.momentum)
-            buffer, x = chunk.of(self.mean.buffer), self.flat.local(chunk)
+            buffer, x = chunk.of(self.mean.buffer), self.flat.read(chunk)
             if arrived is not None:
                 v.mul_(self.config.outer_momentum).add_(buffer)
                 z.sub_(v)
@@ -67,5 +67,5 @@ class OverlapLocalSGD(LocalMethod):
         """Undo the pull: x^i + a/(1−a) (x^i − z)."""
         pull = self.config.pull
         for chunk in self.flat.chunks:
-            x = self.flat.local(chunk)
+            x = self.flat.read(chunk)
             chunk.write(x.lerp_(chunk.of(self.anchor), -pull / (1 - pull)))

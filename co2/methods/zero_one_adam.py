@@ -143,7 +143,7 @@ class ZeroOneAdam(CompressedAdam):
 
     def _move(self) -> None:
         for chunk in self.flat.chunks:
-            x = self.flat.local(chunk)
+            x = self.flat.read(chunk)
             x.mul_(self.shrinkage(chunk.group))
             x.addcdiv_(chunk.of(self.m), self.divisor(chunk), value=-self.lr(chunk.group))
             chunk.write(x)

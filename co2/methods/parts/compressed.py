@@ -208,7 +208,7 @@ class CompressedAdam(Method):
         """Add Adam's weight decay to a gradient, which it is a part of. AdamW: add nothing."""
         settings = self.optimizer.param_groups[chunk.group]
         if settings["weight_decay"] and not _is_decoupled(settings):
-            gradient.add_(self.flat.local(chunk), alpha=settings["weight_decay"])
+            gradient.add_(self.flat.read(chunk), alpha=settings["weight_decay"])
 
     def divisor(self, chunk: Chunk, correction: float = 1.0) -> Tensor:
         """Return √(v/correction) + ε, in scratch that the next call overwrites; infinity if v = 0.
