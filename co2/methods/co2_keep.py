@@ -65,12 +65,12 @@ class CO2Keep(LocalMethod):
             require_number("momentum_weight", self.momentum_weight, 0.0, hint)
 
     def init_outer_state(self) -> None:
-        self.start = self.flat.copy()  # the round's progress counts from here
+        self.round_start = self.flat.copy()  # the round's progress counts from here
         self.center = self.flat.copy()
         self.momentum = self.flat.zeros() if self.config.momentum_weight > 0 else None
 
     def state_tensors(self) -> dict[str, Tensor]:
-        return {**super().state_tensors(), "start": self.start, **self.replicated_tensors()}
+        return {**super().state_tensors(), "start": self.round_start, **self.replicated_tensors()}
 
     def replicated_tensors(self) -> dict[str, Tensor]:
         momentum = {} if self.momentum is None else {"momentum": self.momentum}
@@ -85,7 +85,7 @@ class CO2Keep(LocalMethod):
     def end_round(self) -> None:
         self.arrive()  # with a delay of a whole round
         for chunk in self.flat.chunks:
-            start, buffer = chunk.of(self.start), chunk.of(self.mean.buffer)
+            start, buffer = chunk.of(self.round_start), chunk.of(self.mean.buffer)
             x = self.flat.read(chunk)
             torch.sub(start, x, out=buffer)  # −p^i_t
             start.copy_(x)
@@ -112,7 +112,7 @@ class CO2Keep(LocalMethod):
             d, center, start = (
                 chunk.of(self.mean.buffer),
                 chunk.of(self.center),
-                chunk.of(self.start),
+                chunk.of(self.round_start),
             )
             center.sub_(d)
             if self.momentum is not None:

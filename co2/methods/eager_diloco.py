@@ -46,13 +46,13 @@ class EagerDiLoCo(LocalMethod):
             check_outer(self.outer_lr, self.outer_momentum)
 
     def init_outer_state(self) -> None:
-        self.start = self.flat.copy()
+        self.round_start = self.flat.copy()
         self.momentum = self.flat.zeros()
         self.sent = self.flat.zeros()  # D^i of the last round
         self.share = 1 / self.mean.num_replicas  # the 1/G with which it was added
 
     def state_tensors(self) -> dict[str, Tensor]:
-        own = {"start": self.start, "momentum": self.momentum, "sent": self.sent}
+        own = {"start": self.round_start, "momentum": self.momentum, "sent": self.sent}
         return {**super().state_tensors(), **own}
 
     def end_round(self) -> None:
@@ -60,7 +60,7 @@ class EagerDiLoCo(LocalMethod):
         alpha, beta = self.config.outer_lr, self.config.outer_momentum
         share, shared = 1 / self.mean.num_replicas, self.share
         for chunk in self.flat.chunks:
-            start, delta = chunk.of(self.start), chunk.of(self.sent)
+            start, delta = chunk.of(self.round_start), chunk.of(self.sent)
             buffer = chunk.of(self.mean.buffer)
             delta.mul_(-shared)
             if arrived is not None:
