@@ -261,9 +261,9 @@ class BackgroundMean:
         self._exposed_s += sum(self._lane.exposed.take())
         return CommTotals(self._comm_s, self._exposed_s, float(self._bytes_sent))
 
-    def join(self) -> None:
-        """Wait until what is in flight is over, without taking it: the next `wait` still returns
-        it. This wait does not count as exposed."""
+    def peek(self) -> None:
+        """Wait until what is in flight is in `buffer`, without taking it: the next `wait` still
+        returns it. This wait does not count as exposed."""
         if not self._again:
             self._wait(count=False)
 
@@ -276,7 +276,7 @@ class BackgroundMean:
         if _ARRIVING.get() and not self._sequence:
             buffer = Arriving(self.buffer, lambda target: self._lane.copy(self.buffer, target))
         else:
-            self.join()
+            self.peek()
         totals = self.totals()
         return {
             "in_flight": self.in_flight,

@@ -199,7 +199,7 @@ class Method:
         them.
 
         `consensus` calls it on all replicas, takes the mean, and puts the live weights back.
-        Nothing else may change. `BackgroundMean.join` waits for a result and leaves it pending.
+        Nothing else may change. `BackgroundMean.peek` waits for a result and leaves it pending.
         """
 
     def flush(self) -> None:

@@ -120,7 +120,7 @@ class CO2(LocalMethod):
         self.watch_stability()
 
     def show_round_end(self) -> None:
-        self.mean.join()
+        self.mean.peek()
         self.outer.show_round_end(self.group)
 
     def largest_lr(self) -> float:

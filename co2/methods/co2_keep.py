@@ -95,7 +95,7 @@ class CO2Keep(LocalMethod):
         """Show c + δ_t, and wait for δ_t. Without delay it is in c already."""
         if self.config.delay == 0:
             return
-        self.mean.join()
+        self.mean.peek()
         for chunk in self.flat.chunks:
             x = self.flat.read(chunk)
             chunk.write(torch.sub(chunk.of(self.center), chunk.of(self.mean.buffer), out=x))
