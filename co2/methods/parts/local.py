@@ -66,8 +66,13 @@ class LocalMethod(Method):
         """Right after `end_round`: set the live weights to those that training left. See
         `Method.show_trained`; by default they are that already."""
 
+    @property
+    def round_just_ended(self) -> bool:
+        """Whether the last step was a round's last one, and the next begins a round."""
+        return 0 < self.round_began == self.steps
+
     def show_trained(self) -> None:
-        if 0 < self.round_began == self.steps:
+        if self.round_just_ended:
             with torch.no_grad(), self.flat.round():
                 self.show_round_end()
 
