@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import co2
 from co2.comm.flat import FlatParams
-from co2.comm.lanes import CudaLane
 from co2.comm.reproducible import checksum, squared_norm
+from co2.comm.runners import CudaRunner
 from co2.config import CommConfig, CommDevice
 from co2.copies import Copies
 from co2.errors import ConfigError
@@ -172,21 +172,21 @@ def nccl(tmp_path: Path) -> Iterator[None]:
 
 
 @gpu_only
-def test_the_lane_orders_snapshot_collective_and_reader(nccl: None):
+def test_the_runner_orders_snapshot_collective_and_reader(nccl: None):
     """Work queued before the launch is in the snapshot, and what follows the wait sees the mean."""
-    lane = CudaLane()
+    runner = CudaRunner()
     buffer = torch.zeros(1 << 22, device="cuda")
     for turn in range(1, 6):
         torch.cuda._sleep(20_000_000)  # the fill below is still to come when the host goes on
         buffer.fill_(turn)
-        lane.launch(buffer.split(1 << 20), dist.group.WORLD, None)
-        lane.wait()
+        runner.launch(buffer.split(1 << 20), dist.group.WORLD, None)
+        runner.wait()
         copy = buffer.clone()
         buffer.zero_()
         assert copy.eq(turn).all()
     torch.cuda.synchronize()
-    assert len(lane.comm.take()) == len(lane.exposed.take()) == 5
-    assert lane.comm.take() == []
+    assert len(runner.comm.take()) == len(runner.exposed.take()) == 5
+    assert runner.comm.take() == []
 
 
 def on_one_gpu(rank: int, world: int, name: str, fields: dict) -> tuple:

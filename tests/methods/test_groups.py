@@ -22,7 +22,7 @@ from tests.methods.problem import OPTIMIZERS
 from tests.workers import Pool
 
 ROLES = {
-    "lanes": "training",
+    "runners": "training",
     "exchange": "training",
     "sparse": "training",
     "collectives": "consensus",
