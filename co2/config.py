@@ -22,7 +22,7 @@ MOST_LOADERS = 512
 """Loading processes of one worker."""
 
 
-class Waits(Enum):
+class Blocking(Enum):
     """What the computation of a replica waits for."""
 
     always = "always"

@@ -1,4 +1,4 @@
-"""The one error that a user meets, which names a key, its value and what would be right.
+"""The errors that a user meets, each in one line that says what would be right.
 
 Exit statuses of the programs are here, too, and how a worker ends that can wait for nobody.
 """
@@ -7,7 +7,7 @@ import difflib
 import math
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 REFUSED = 2
@@ -41,6 +41,30 @@ class ConfigError(ValueError):
     # Exceptions are pickled by their text, which is no argument of this one.
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, object, str]]:
         return ConfigError, (self.key, self.value, self.hint)
+
+
+class ReplicasDiffer(Exception):
+    """A tensor that must be equal on all replicas is not: they train different models.
+
+    It is no `RuntimeError`, after which an elastic run would try again.
+
+    Args:
+        name: the tensor's.
+        others: the replicas that differ from most others.
+        usual: one that does not.
+    """
+
+    def __init__(self, name: str, others: Sequence[int], usual: int) -> None:
+        who = "replica " if len(others) == 1 else "replicas "
+        who += ", ".join(map(str, others))
+        super().__init__(
+            f"{name} of {who} differs from that of replica {usual}, and must be equal on all: "
+            "go on from an earlier checkpoint; if it comes back, suspect the machine"
+        )
+        self.name, self.others, self.usual = name, others, usual
+
+    def __reduce__(self) -> tuple[type["ReplicasDiffer"], tuple[str, Sequence[int], int]]:
+        return ReplicasDiffer, (self.name, self.others, self.usual)
 
 
 def unusable(error: OSError) -> ConfigError:

@@ -20,10 +20,10 @@ from torch.profiler import record_function
 
 from co2.comm.clocks import CommTotals
 from co2.comm.collectives import carries
-from co2.comm.lanes import CudaLane, HostLane, Lane
 from co2.comm.members import MemberLost, Members
 from co2.comm.mesh import Mesh
 from co2.comm.phases import WAIT
+from co2.comm.runners import CudaRunner, HostRunner, Runner
 from co2.comm.watch import Ticket
 from co2.config import CommConfig, Precision
 from co2.errors import require
@@ -89,7 +89,7 @@ class BackgroundMean:
         require(carries(self.group, self.buffer), "comm.device", config.device.name, hint)
         bucket = max(1, int(config.bucket_mb * 2**20) // self.buffer.element_size())
         self._buckets = self.buffer.split(bucket)
-        self._lane: Lane = CudaLane() if self.buffer.is_cuda else HostLane()
+        self._runner: Runner = CudaRunner() if self.buffer.is_cuda else HostRunner()
         self.members = mesh.members
         self._ticket: Ticket | None = None
         """Of the pending collective; None where nothing was sent."""
@@ -142,7 +142,7 @@ class BackgroundMean:
             ticket = self._ticket = members.open()
         if self.num_replicas > 1 and self.buffer.numel() > 0:
             ended = None if members is None else lambda well: _told(members, ticket, well)
-            self._lane.launch(self._buckets, self.group, ended)
+            self._runner.launch(self._buckets, self.group, ended)
         else:
             _told(members, ticket, True)
 
@@ -160,7 +160,7 @@ class BackgroundMean:
         self._depart(num_bytes)
         self._sequence = True
         if self.num_replicas > 1:
-            self._lane.run(sequence)
+            self._runner.run(sequence)
         else:
             sequence()
 
@@ -198,7 +198,7 @@ class BackgroundMean:
 
     def _wait(self, count: bool = True) -> None:
         try:
-            self._lane.wait(count)
+            self._runner.wait(count)
         except RuntimeError as error:
             if self.members is None or self._ticket is None:
                 raise
@@ -212,9 +212,9 @@ class BackgroundMean:
         assert self.members is not None
         ticket = self._ticket if self.in_flight else None
         if ticket is not None and self.members.counts(ticket):
-            self._lane.wait(count=False)
+            self._runner.wait(count=False)
         else:
-            self._lane.give_up()
+            self._runner.give_up()
             if ticket is not None:
                 assert self._sent is not None, "a mean that blocks is not in flight here"
                 self.buffer.copy_(self._sent)
@@ -245,9 +245,9 @@ class BackgroundMean:
         try:
             self.wait()
         except MemberLost:
-            self._lane.give_up()  # nobody needs it any more
+            self._runner.give_up()  # nobody needs it any more
         finally:
-            self._lane.close()
+            self._runner.close()
             self.group = None
 
     def bytes_per_mean(self) -> int:
@@ -257,13 +257,13 @@ class BackgroundMean:
 
     def totals(self) -> CommTotals:
         """Totals so far. What a GPU has not finished is not in them yet."""
-        self._comm_s += sum(self._lane.comm.take())
-        self._exposed_s += sum(self._lane.exposed.take())
+        self._comm_s += sum(self._runner.comm.take())
+        self._exposed_s += sum(self._runner.exposed.take())
         return CommTotals(self._comm_s, self._exposed_s, float(self._bytes_sent))
 
-    def join(self) -> None:
-        """Wait until what is in flight is over, without taking it: the next `wait` still returns
-        it. This wait does not count as exposed."""
+    def peek(self) -> None:
+        """Wait until what is in flight is in `buffer`, without taking it: the next `wait` still
+        returns it. This wait does not count as exposed."""
         if not self._again:
             self._wait(count=False)
 
@@ -274,9 +274,9 @@ class BackgroundMean:
         """
         buffer: Tensor | Arriving = self.buffer
         if _ARRIVING.get() and not self._sequence:
-            buffer = Arriving(self.buffer, lambda target: self._lane.copy(self.buffer, target))
+            buffer = Arriving(self.buffer, lambda target: self._runner.copy(self.buffer, target))
         else:
-            self.join()
+            self.peek()
         totals = self.totals()
         return {
             "in_flight": self.in_flight,

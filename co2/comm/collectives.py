@@ -1,7 +1,7 @@
 """Blocking collectives that every method uses: equal starting weights, and the consensus."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from co2.comm import nccl
+from co2.comm.reproducible import checksum
 from co2.comm.sockets import in_use, until_cut
+from co2.comm.transfer import views
 from co2.config import CommConfig
-from co2.errors import require
+from co2.errors import ReplicasDiffer, require
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -23,6 +25,8 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if part is None else part()
 
 
+_FLAT_BYTES = 1 << 27
+"""Bytes that one blocking collective carries, which bounds its copies."""
 _NUM_PARTS = "num_parts"
 
 
@@ -47,9 +51,8 @@ def replicate(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Give all workers of a group the parameters and buffers of its first worker; across replicas
     that is replica 0. Collective. None: there is only one, and nothing happens."""
     if group is not None:
-        for tensor in (*model.parameters(), *model.buffers()):
-            part = local(tensor.detach())
-            _apply(part, group, lambda t: dist.broadcast(t, group_src=0, group=group))
+        held = [local(t.detach()) for t in (*model.parameters(), *model.buffers())]
+        _together(held, group, lambda flat: dist.broadcast(flat, group_src=0, group=group))
 
 
 def check_plain(model: nn.Module) -> None:
@@ -121,13 +124,11 @@ def averaged(
     Blocking: all workers of the group must enter together. A copy of the tensors is kept meanwhile.
     """
     saved = [tensor.clone() for tensor in tensors]
+    mean = dist.ReduceOp.AVG
     try:
         begin()
         if group is not None:
-            for tensor in tensors:
-                _apply(
-                    tensor, group, lambda t: dist.all_reduce(t, op=dist.ReduceOp.AVG, group=group)
-                )
+            _together(tensors, group, lambda flat: dist.all_reduce(flat, op=mean, group=group))
         yield
     finally:
         for tensor, value in zip(tensors, saved, strict=True):
@@ -146,22 +147,68 @@ def _forget_gathered(model: nn.Module) -> None:
             reshard()
 
 
-def _apply(tensor: Tensor, group: dist.ProcessGroup, collective: Callable[[Tensor], Any]) -> None:
-    """Run a collective on a tensor, or on a copy of it and copy the result back.
+def check_equal(
+    tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None, device: torch.device
+) -> None:
+    """Compare by checksums what must be equal on all replicas, bit for bit. Blocking.
 
-    Collectives need contiguous tensors in memory that the group can reach. Channels-last weights,
-    for example, are not contiguous.
+    Args:
+        tensors: by name, in the same order on all replicas.
+        group: this worker and its counterparts in the other replicas.
+        device: of the workers.
+    Raises:
+        ReplicasDiffer: on all workers. It names the replicas that differ from most others.
     """
+    if group is None or not tensors:
+        return
+    own = torch.stack([checksum(tensor).to(device) for tensor in tensors.values()])
+    found = own.new_zeros(group.size() * len(own))
+    gather = dist.all_gather_into_tensor
+    _apply(found, group, lambda out: gather(out, own.to(out.device), group=group))
+    for name, sums in zip(tensors, found.view(-1, len(own)).t().tolist(), strict=True):
+        usual = max(sums, key=sums.count)
+        others = [replica for replica, one in enumerate(sums) if one != usual]
+        if others:
+            raise ReplicasDiffer(name, others, sums.index(usual))
+
+
+def _together(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, collective: Callable[[Tensor], Any]
+) -> None:
+    """Run a collective on tensors, in place, as on one vector."""
+    for same in _alike(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in same])
+        _apply(flat, group, collective)
+        torch._foreach_copy_(same, views(flat, same))
+
+
+def _alike(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield tensors of one type and device, and of `_FLAT_BYTES` at most or one tensor."""
+    for kind in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors):
+        same: list[Tensor] = []
+        size = 0
+        for tensor in tensors:
+            if (tensor.dtype, tensor.device) != kind:
+                continue
+            if same and size + tensor.nbytes > _FLAT_BYTES:
+                yield same
+                same, size = [], 0
+            same.append(tensor)
+            size += tensor.nbytes
+        yield same
+
+
+def _apply(tensor: Tensor, group: dist.ProcessGroup, collective: Callable[[Tensor], Any]) -> None:
+    """Run a collective on a contiguous tensor, or on a copy of it in memory that the group can
+    reach, and copy the result back."""
     if tensor.numel() == 0:  # then the counterparts' tensors are empty too
         return
-    dense = tensor.contiguous()
-    if not carries(group, dense):
-        dense = dense.cpu()
-    until_cut(lambda: collective(dense))
+    within_reach = tensor if carries(group, tensor) else tensor.cpu()
+    until_cut(lambda: collective(within_reach))
     sockets = in_use()
-    if dense.is_cuda and sockets is not None:
-        torch.cuda.synchronize(dense.device)
+    if within_reach.is_cuda and sockets is not None:
+        torch.cuda.synchronize(within_reach.device)
         if sockets.were_cut:  # NCCL ends without an error when it is aborted
             raise RuntimeError("a collective was aborted")
-    if dense.device != tensor.device or dense.data_ptr() != tensor.data_ptr():
-        tensor.copy_(dense)
+    if within_reach is not tensor:
+        tensor.copy_(within_reach)

@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from co2.comm.collectives import local, num_parts
 from co2.comm.mesh import Mesh
 from co2.comm.phases import SNAPSHOT
-from co2.comm.transfer import Direct, Live, Staged, side_stream
+from co2.comm.transfer import Direct, Live, Staged, side_stream, views
 from co2.config import CommDevice
 
 # Elements that one pass of arithmetic touches before it goes on, so that several operations on
@@ -47,9 +47,9 @@ class Chunk:
         """Return this chunk of a flat vector, as a view."""
         return vector[self.span]
 
-    def local(self) -> Tensor:
+    def read(self) -> Tensor:
         """Return the live values of the chunk, in scratch that the next call overwrites."""
-        return self.transfer.local(self.index)
+        return self.transfer.read(self.index)
 
     def write(self, values: Tensor) -> None:
         """Set the live parameters to `values`, which is this chunk of some vector."""
@@ -151,24 +151,24 @@ class FlatParams:
         """Copy the live parameters into a vector, which may be longer."""
         with self.round():
             for chunk in self.chunks:
-                chunk.of(vector).copy_(self.local(chunk))
+                chunk.of(vector).copy_(self.read(chunk))
 
-    def local(self, chunk: Chunk) -> Tensor:
+    def read(self, chunk: Chunk) -> Tensor:
         """Return the live parameters of a chunk, in scratch that the next call overwrites."""
-        return chunk.local()
+        return chunk.read()
 
     def displacement(self, start: Tensor, out: Tensor) -> None:
         """Write the pseudo-gradient of the steps since `start`, which is `start` minus the live
         parameters, to `out`, rounded to its type."""
         with record_function(SNAPSHOT):
             for chunk in self.chunks:
-                torch.sub(chunk.of(start), self.local(chunk), out=chunk.of(out))
+                torch.sub(chunk.of(start), self.read(chunk), out=chunk.of(out))
 
     def swap(self, vector: Tensor) -> None:
         """Exchange the live parameters and a vector, which may be longer."""
         with record_function(SNAPSHOT):
             for chunk in self.chunks:
-                values = self.local(chunk)
+                values = self.read(chunk)
                 chunk.write(chunk.of(vector))
                 chunk.of(vector).copy_(values)
 
@@ -184,28 +184,22 @@ class FlatParams:
     def gradients(self, out: Tensor, add: bool = False) -> None:
         """Write the gradients to `out`, which lies where the parameters do, or add them to it; a
         parameter without one has zeros."""
-        parts = out.split([param.numel() for param in self.params])
-        for owner, part in zip(self.owners, parts, strict=True):
-            if owner.grad is None:
-                if not add:
-                    part.zero_()
-            else:
-                grad = local(owner.grad)
-                values = part.view(grad.shape)
-                if add:
-                    values.add_(grad)
-                else:
-                    values.copy_(grad)
+        parts = zip(self.owners, views(out, self.params), strict=True)
+        found = [(part, local(owner.grad)) for owner, part in parts if owner.grad is not None]
+        if len(found) < len(self.owners) and not add:
+            out.zero_()
+        if found:
+            targets, grads = zip(*found, strict=True)
+            (torch._foreach_add_ if add else torch._foreach_copy_)(targets, grads)
 
     def set_gradients(self, vector: Tensor) -> None:
         """Set the gradients to `vector`, which lies where the parameters do; a parameter without
         one gets one."""
-        parts = vector.split([param.numel() for param in self.params])
-        for owner, part in zip(self.owners, parts, strict=True):
+        for owner in self.owners:
             if owner.grad is None:
                 owner.grad = torch.zeros_like(owner)
-            grad = local(owner.grad)
-            grad.copy_(part.view(grad.shape))
+        grads = [local(owner.grad) for owner in self.owners if owner.grad is not None]
+        torch._foreach_copy_(grads, views(vector, self.params))
 
     def write(self, vector: Tensor) -> None:
         """Set the live parameters to a vector."""

@@ -1,7 +1,7 @@
 """Mesh: the workers, how they form replicas, and the process groups between them."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -89,29 +89,25 @@ class Mesh:
         Collectives of different groups do not wait for each other. All workers must make their
         groups in the same order.
         """
-        size = self.replica_size
-        parts = [range(rank, self.num_workers, size) for rank in range(size)]
-        own = self.rank_in_replica
-        return self._own(parts, own, backend) if self.num_replicas > 1 else None
+        ranks = range(self.rank_in_replica, self.num_workers, self.replica_size)
+        return self._group(ranks, backend)
 
     def new_group_within_replica(self, backend: str | None = None) -> dist.ProcessGroup | None:
         """Make a process group of this replica's workers; None if it has only one."""
-        size = self.replica_size
-        parts = [range(first, first + size) for first in range(0, self.num_workers, size)]
-        return self._own(parts, self.replica, backend) if size > 1 else None
+        first = self.replica * self.replica_size
+        return self._group(range(first, first + self.replica_size), backend)
 
     def new_group_of_workers(self, backend: str | None = None) -> dist.ProcessGroup | None:
         """Make a process group of all workers; None if there is only one."""
-        workers = self.num_workers
-        return self._own([range(workers)], 0, backend) if workers > 1 else None
+        return self._group(range(self.num_workers), backend)
 
-    def _own(
-        self, parts: Sequence[Iterable[int]], mine: int, backend: str | None
-    ) -> dist.ProcessGroup | None:
-        """Make a group of each part, which every worker must do, and return the one at `mine`."""
+    def _group(self, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup | None:
+        """Make a process group of this worker and others, while those make theirs: each worker is
+        in one of them, and need not know of the rest. None for this worker alone."""
+        if len(ranks) == 1:
+            return None
         timeout = None if self.members is None else FORMING
-        groups = [dist.new_group(list(ranks), timeout, backend) for ranks in parts]
-        group = groups[mine]
+        group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup), "this worker is a member"
         return group
 

@@ -142,12 +142,12 @@ class SlowNetwork:
             else:
                 _inside(place, "tc", *_shaper(device, mbit))
 
-    def part(self, workers: Iterable[int]) -> None:
+    def partition(self, workers: Iterable[int]) -> None:
         """Cut these workers off from all others, but not from one another."""
         self._plug(workers, _APART)
 
-    def join(self, workers: Iterable[int]) -> None:
-        """Mend the links that `part` has cut."""
+    def heal(self, workers: Iterable[int]) -> None:
+        """Mend the links that `partition` has cut."""
         self._plug(workers, _BRIDGE)
 
     def _plug(self, workers: Iterable[int], bridge: str) -> None:

@@ -35,13 +35,13 @@ from torch.profiler import record_function
 from co2.comm.background import BackgroundMean
 from co2.comm.flat import FlatParams
 from co2.comm.phases import OUTER_STEP, SNAPSHOT
-from co2.config import CommConfig, CommDevice, Waits
+from co2.config import Blocking, CommConfig, CommDevice
 from co2.errors import require
 from co2.methods.base import Method, MethodStats
 
 
 class ACCO(Method):
-    waits = Waits.beyond_delay
+    blocking = Blocking.beyond_delay
     refused_strategies: Mapping[str, str] = MappingProxyType(
         {"zero1": "it takes back a step of the inner optimizer, whose state must be here; use ddp"}
     )

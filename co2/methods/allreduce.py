@@ -20,13 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from co2.comm.clocks import CommTotals
 from co2.comm.collectives import data_parallel, local
 from co2.comm.gradient_mean import GradientMean
-from co2.config import CommConfig, CommDevice, Precision, Waits
+from co2.config import Blocking, CommConfig, CommDevice, Precision
 from co2.errors import require
 from co2.methods.base import Method, MethodStats
 
 
 class AllReduce(Method):
-    waits = Waits.always
+    blocking = Blocking.always
     averages_gradients = True
 
     @dataclass

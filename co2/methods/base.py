@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from types import MappingProxyType
@@ -15,10 +15,10 @@ from torch.profiler import record_function
 
 from co2.comm.background import BackgroundMean
 from co2.comm.clocks import CommTotals
-from co2.comm.collectives import check_plain, consensus, local, replicate
+from co2.comm.collectives import check_equal, check_plain, consensus, local, replicate
 from co2.comm.mesh import Mesh
 from co2.comm.phases import OUTER_STEP
-from co2.config import CommConfig, OptimConfig, Waits
+from co2.config import Blocking, CommConfig, OptimConfig
 from co2.errors import ConfigError, require
 
 Schedule = Callable[[int], float]
@@ -40,9 +40,9 @@ class MethodStats(CommTotals):
 class Method:
     """One way of keeping the replicas in step.
 
-    A subclass sets `Config`, a dataclass whose fields are documented and checked, and `waits`; it
-    implements `set_up` and `step`, and names its tensors in `state_tensors`. The order of calls is
-    prepare, then load_state_dict if a run resumes, then step as often as needed, then flush.
+    A subclass sets `Config`, a dataclass whose fields are documented and checked, and `blocking`;
+    it implements `set_up` and `step`, and names its tensors in `state_tensors`. The order of calls
+    is prepare, then load_state_dict if a run resumes, then step as often as needed, then flush.
 
     Args:
         config: an instance of `Config`; None for its defaults.
@@ -52,7 +52,7 @@ class Method:
     """
 
     Config: ClassVar[type]
-    waits: ClassVar[Waits]
+    blocking: ClassVar[Blocking]
     """What the computation of a replica waits for."""
     averages_gradients: ClassVar[bool] = False
     """Whether all replicas step with the same gradients, averaged by PyTorch's own wrappers. Those
@@ -178,22 +178,28 @@ class Method:
         for mean in self.means():
             mean.launch_again()
 
-    def consensus(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
         """Inside, the model holds the mean over the replicas of the weights as training left them,
         and that of the float buffers.
 
         Both are restored bit for bit afterwards. All replicas must enter together. A collective in
         flight may be waited for, where it carries what was trained last, but it stays in flight,
         so evaluating more often does not change training.
+
+        Raises:
+            ReplicasDiffer: one of the `replicated_tensors` is not equal on all replicas.
         """
-        return consensus(self.model, self.group, self.replica_group, self.show_trained)
+        check_equal(self.replicated_tensors(), self.group, self.mesh.device)
+        with consensus(self.model, self.group, self.replica_group, self.show_trained):
+            yield
 
     def show_trained(self) -> None:
         """Set the live weights to the newest local ones. Override it if the live weights lag behind
         them.
 
         `consensus` calls it on all replicas, takes the mean, and puts the live weights back.
-        Nothing else may change. `BackgroundMean.join` waits for a result and leaves it pending.
+        Nothing else may change. `BackgroundMean.peek` waits for a result and leaves it pending.
         """
 
     def flush(self) -> None:
@@ -204,6 +210,11 @@ class Method:
 
         Checkpoint and memory ledger follow from them. Call it after `prepare`.
         """
+        return {}
+
+    def replicated_tensors(self) -> dict[str, Tensor]:
+        """Those of `state_tensors` that are equal on all replicas, bit for bit, between two steps.
+        Every consensus compares them."""
         return {}
 
     def scratch_tensors(self) -> list[Tensor]:

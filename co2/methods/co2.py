@@ -30,7 +30,7 @@ from torch.profiler import record_function
 from co2.comm.background import BackgroundMean
 from co2.comm.flat import FlatParams
 from co2.comm.phases import SNAPSHOT
-from co2.config import CommConfig, CommDevice, Precision, Waits
+from co2.config import Blocking, CommConfig, CommDevice, Precision
 from co2.errors import require
 from co2.methods.base import MethodStats
 from co2.methods.parts.local import LocalMethod, check_outer, check_tau
@@ -39,7 +39,7 @@ from co2.methods.parts.outer_shard import OuterShard, ShardChunk
 
 
 class CO2(LocalMethod):
-    waits = Waits.beyond_delay
+    blocking = Blocking.beyond_delay
     may_change = frozenset({"tau", "outer_momentum", "clip", "clip_mode"})
 
     @dataclass
@@ -120,7 +120,7 @@ class CO2(LocalMethod):
         self.watch_stability()
 
     def show_round_end(self) -> None:
-        self.mean.join()
+        self.mean.peek()
         self.outer.show_round_end(self.group)
 
     def largest_lr(self) -> float:
@@ -135,6 +135,11 @@ class CO2(LocalMethod):
 
     def state_tensors(self) -> dict[str, Tensor]:
         return {**super().state_tensors(), **self.outer.state_tensors()}
+
+    def replicated_tensors(self) -> dict[str, Tensor]:
+        """With `shard` none: each replica has another part."""
+        outer = {"anchor": self.outer.anchor, "momentum": self.outer.momentum.vector}
+        return {} if self.config.shard else outer
 
     def scratch_tensors(self) -> list[Tensor]:
         return [*super().scratch_tensors(), *self.outer.scratch_tensors()]
@@ -197,7 +202,7 @@ class WholeOuterStep(OuterState):
             # One pass: the anchor is in cache, and between a GPU and the host copies go both ways.
             for chunk in self.flat.chunks:
                 anchor = chunk.of(self.anchor)
-                torch.sub(anchor, self.flat.local(chunk), out=chunk.of(self.mean.buffer))  # 3
+                torch.sub(anchor, self.flat.read(chunk), out=chunk.of(self.mean.buffer))  # 3
                 anchor.sub_(chunk.of(self.momentum.vector), alpha=self.config.outer_lr)  # 5
                 chunk.write(anchor)
         self.mean.start()
@@ -206,7 +211,7 @@ class WholeOuterStep(OuterState):
         """Show x_{t,0} − d_t, once d_t is there. Here nothing is sent for it."""
         for chunk in self.flat.chunks:
             x, momentum = chunk.of(self.anchor), chunk.of(self.momentum.vector)
-            trained = torch.add(x, momentum, alpha=self.config.outer_lr, out=self.flat.local(chunk))
+            trained = torch.add(x, momentum, alpha=self.config.outer_lr, out=self.flat.read(chunk))
             chunk.write(trained.sub_(chunk.of(self.mean.buffer)))
 
     def figures(self) -> tuple[float, float]:

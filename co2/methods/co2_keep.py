@@ -26,14 +26,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from co2.config import Waits
+from co2.config import Blocking
 from co2.errors import require, require_number
 from co2.methods.parts.auto_tau import AUTO
 from co2.methods.parts.local import LocalMethod, check_share, check_tau
 
 
 class CO2Keep(LocalMethod):
-    waits = Waits.beyond_delay
+    blocking = Blocking.beyond_delay
     may_change = frozenset({"tau", "keep_local", "outer_momentum"})
 
     @dataclass
@@ -65,14 +65,16 @@ class CO2Keep(LocalMethod):
             require_number("momentum_weight", self.momentum_weight, 0.0, hint)
 
     def init_outer_state(self) -> None:
-        self.start = self.flat.copy()  # the round's progress counts from here
+        self.round_start = self.flat.copy()  # the round's progress counts from here
         self.center = self.flat.copy()
         self.momentum = self.flat.zeros() if self.config.momentum_weight > 0 else None
 
     def state_tensors(self) -> dict[str, Tensor]:
+        return {**super().state_tensors(), "start": self.round_start, **self.replicated_tensors()}
+
+    def replicated_tensors(self) -> dict[str, Tensor]:
         momentum = {} if self.momentum is None else {"momentum": self.momentum}
-        own = {"start": self.start, "center": self.center, **momentum}
-        return {**super().state_tensors(), **own}
+        return {"center": self.center, **momentum}
 
     def step(self) -> None:
         super().step()
@@ -83,8 +85,8 @@ class CO2Keep(LocalMethod):
     def end_round(self) -> None:
         self.arrive()  # with a delay of a whole round
         for chunk in self.flat.chunks:
-            start, buffer = chunk.of(self.start), chunk.of(self.mean.buffer)
-            x = self.flat.local(chunk)
+            start, buffer = chunk.of(self.round_start), chunk.of(self.mean.buffer)
+            x = self.flat.read(chunk)
             torch.sub(start, x, out=buffer)  # −p^i_t
             start.copy_(x)
         self.mean.start()
@@ -93,9 +95,9 @@ class CO2Keep(LocalMethod):
         """Show c + δ_t, and wait for δ_t. Without delay it is in c already."""
         if self.config.delay == 0:
             return
-        self.mean.join()
+        self.mean.peek()
         for chunk in self.flat.chunks:
-            x = self.flat.local(chunk)
+            x = self.flat.read(chunk)
             chunk.write(torch.sub(chunk.of(self.center), chunk.of(self.mean.buffer), out=x))
 
     def arrive(self) -> None:
@@ -110,12 +112,12 @@ class CO2Keep(LocalMethod):
             d, center, start = (
                 chunk.of(self.mean.buffer),
                 chunk.of(self.center),
-                chunk.of(self.start),
+                chunk.of(self.round_start),
             )
             center.sub_(d)
             if self.momentum is not None:
                 center.sub_(chunk.of(self.momentum).mul_(beta).add_(d), alpha=w)
-            x = self.flat.local(chunk)
+            x = self.flat.read(chunk)
             start.sub_(x)  # −q^i
             torch.sub(center, start, alpha=kept, out=x)
             chunk.write(x)

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from co2.config import Waits
+from co2.config import Blocking
 from co2.methods.parts.local import LocalMethod, check_tau
 
 
 class CoCoDSGD(LocalMethod):
-    waits = Waits.beyond_delay
+    blocking = Blocking.beyond_delay
     may_change = frozenset({"tau"})
 
     @dataclass
@@ -32,17 +32,17 @@ class CoCoDSGD(LocalMethod):
             check_tau(self.tau)
 
     def init_outer_state(self) -> None:
-        self.start = self.flat.copy()
+        self.round_start = self.flat.copy()
         self.last = self.flat.zeros()  # −p of the last round
 
     def state_tensors(self) -> dict[str, Tensor]:
-        return {**super().state_tensors(), "start": self.start, "last": self.last}
+        return {**super().state_tensors(), "start": self.round_start, "last": self.last}
 
     def end_round(self) -> None:
         arrived = self.mean.wait()
         for chunk in self.flat.chunks:
-            start, last = chunk.of(self.start), chunk.of(self.last)
-            buffer, x = chunk.of(self.mean.buffer), self.flat.local(chunk)
+            start, last = chunk.of(self.round_start), chunk.of(self.last)
+            buffer, x = chunk.of(self.mean.buffer), self.flat.read(chunk)
             if arrived is not None:
                 last.sub_(buffer)  # δ_{t−1} − p^i_{t−1}, zero before the first arrival
             start.sub_(x)  # −p^i_t

@@ -22,14 +22,14 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from co2.config import Waits
+from co2.config import Blocking
 from co2.errors import require_count
 from co2.methods.local_sgd import LocalSGD
 from co2.methods.parts.moments import NEEDS_ADAM, ZERO1, Moment, require_adam
 
 
 class DESLOC(LocalSGD):
-    waits = Waits.always
+    blocking = Blocking.always
     may_change = frozenset({"tau", "first_moment_every", "second_moment_every"})
     refused_strategies: Mapping[str, str] = MappingProxyType({"zero1": ZERO1})
     refused_optimizers: Mapping[str, str] = MappingProxyType(

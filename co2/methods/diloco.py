@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from co2.comm.flat import Chunk
-from co2.config import Waits
-from co2.methods.parts.blocking import Blocking
+from co2.config import Blocking
+from co2.methods.parts.blocking import BlockingMethod
 from co2.methods.parts.local import check_comm_share, check_outer, check_tau
 from co2.methods.parts.outer import nesterov
 
 
-class DiLoCo(Blocking):
-    waits = Waits.always
+class DiLoCo(BlockingMethod):
+    blocking = Blocking.always
     may_change = frozenset({"tau", "outer_lr", "outer_momentum", "comm_share"})
 
     @dataclass
@@ -50,6 +50,9 @@ class DiLoCo(Blocking):
 
     def state_tensors(self) -> dict[str, Tensor]:
         return {**super().state_tensors(), "momentum": self.momentum}
+
+    def replicated_tensors(self) -> dict[str, Tensor]:
+        return {**super().replicated_tensors(), "momentum": self.momentum}
 
     def outer_step(self, chunk: Chunk, x: Tensor, d: Tensor) -> None:
         alpha, beta = self.config.outer_lr, self.config.outer_momentum

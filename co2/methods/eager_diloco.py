@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from co2.config import Waits
+from co2.config import Blocking
 from co2.methods.parts.local import LocalMethod, check_outer, check_tau
 from co2.methods.parts.outer import nesterov
 
 
 class EagerDiLoCo(LocalMethod):
-    waits = Waits.beyond_delay
+    blocking = Blocking.beyond_delay
     may_change = frozenset({"tau", "outer_lr", "outer_momentum"})
     refused_quorum = "adds its own part with a share of 1/G before the others' are known"
 
@@ -46,13 +46,13 @@ class EagerDiLoCo(LocalMethod):
             check_outer(self.outer_lr, self.outer_momentum)
 
     def init_outer_state(self) -> None:
-        self.start = self.flat.copy()
+        self.round_start = self.flat.copy()
         self.momentum = self.flat.zeros()
         self.sent = self.flat.zeros()  # D^i of the last round
         self.share = 1 / self.mean.num_replicas  # the 1/G with which it was added
 
     def state_tensors(self) -> dict[str, Tensor]:
-        own = {"start": self.start, "momentum": self.momentum, "sent": self.sent}
+        own = {"start": self.round_start, "momentum": self.momentum, "sent": self.sent}
         return {**super().state_tensors(), **own}
 
     def end_round(self) -> None:
@@ -60,12 +60,12 @@ class EagerDiLoCo(LocalMethod):
         alpha, beta = self.config.outer_lr, self.config.outer_momentum
         share, shared = 1 / self.mean.num_replicas, self.share
         for chunk in self.flat.chunks:
-            start, delta = chunk.of(self.start), chunk.of(self.sent)
+            start, delta = chunk.of(self.round_start), chunk.of(self.sent)
             buffer = chunk.of(self.mean.buffer)
             delta.mul_(-shared)
             if arrived is not None:
                 delta.add_(buffer)
-            torch.sub(start, self.flat.local(chunk), out=buffer)  # D^i_t, as it travels
+            torch.sub(start, self.flat.read(chunk), out=buffer)  # D^i_t, as it travels
             delta.add_(buffer, alpha=share)
             nesterov(start, chunk.of(self.momentum), delta, alpha, beta)
             chunk.write(start)

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from co2.comm.flat import Chunk
-from co2.config import Waits
-from co2.methods.parts.blocking import Blocking
+from co2.config import Blocking
+from co2.methods.parts.blocking import BlockingMethod
 from co2.methods.parts.local import check_comm_share, check_tau
 
 
-class LocalSGD(Blocking):
-    waits = Waits.always
+class LocalSGD(BlockingMethod):
+    blocking = Blocking.always
     may_change = frozenset({"tau", "comm_share"})
 
     @dataclass

@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 
-from co2.config import Waits
+from co2.config import Blocking
 from co2.methods.parts.compressed import CompressedAdam, CompressedAdamConfig
 
 
 class OneBitAdam(CompressedAdam):
-    waits = Waits.always
+    blocking = Blocking.always
 
     @dataclass
     class Config(CompressedAdamConfig):
@@ -65,7 +65,7 @@ class OneBitAdam(CompressedAdam):
         refreshes = min(self.steps, self.config.freeze_step)
         for chunk in self.flat.chunks:
             first, second = self.betas(chunk.group)
-            x = self.flat.local(chunk)
+            x = self.flat.read(chunk)
             x.mul_(self.shrinkage(chunk.group))
             divisor = self.divisor(chunk, 1 - second**refreshes)
             gamma = self.lr(chunk.group) / (1 - first**self.steps)

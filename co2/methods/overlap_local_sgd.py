@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from co2.config import Waits
+from co2.config import Blocking
 from co2.methods.parts.local import LocalMethod, check_share, check_tau
 
 
 class OverlapLocalSGD(LocalMethod):
-    waits = Waits.beyond_delay
+    blocking = Blocking.beyond_delay
     may_change = frozenset({"tau", "outer_momentum"})
 
     @dataclass
@@ -45,13 +45,16 @@ class OverlapLocalSGD(LocalMethod):
         self.momentum = self.flat.zeros()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        return {**super().state_tensors(), "anchor": self.anchor, "momentum": self.momentum}
+        return {**super().state_tensors(), **self.replicated_tensors()}
+
+    def replicated_tensors(self) -> dict[str, Tensor]:
+        return {"anchor": self.anchor, "momentum": self.momentum}
 
     def end_round(self) -> None:
         arrived = self.mean.wait()
         for chunk in self.flat.chunks:
             z, v = chunk.of(self.anchor), chunk.of(self.momentum)
-            buffer, x = chunk.of(self.mean.buffer), self.flat.local(chunk)
+            buffer, x = chunk.of(self.mean.buffer), self.flat.read(chunk)
             if arrived is not None:
                 v.mul_(self.config.outer_momentum).add_(buffer)
                 z.sub_(v)
@@ -64,5 +67,5 @@ class OverlapLocalSGD(LocalMethod):
         """Undo the pull: x^i + a/(1−a) (x^i − z)."""
         pull = self.config.pull
         for chunk in self.flat.chunks:
-            x = self.flat.local(chunk)
+            x = self.flat.read(chunk)
             chunk.write(x.lerp_(chunk.of(self.anchor), -pull / (1 - pull)))

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from co2.comm.flat import Chunk
-from co2.config import Waits
-from co2.methods.parts.blocking import Blocking
+from co2.config import Blocking
+from co2.methods.parts.blocking import BlockingMethod
 from co2.methods.parts.local import check_comm_share, check_outer, check_tau
 
 
-class SlowMo(Blocking):
-    waits = Waits.always
+class SlowMo(BlockingMethod):
+    blocking = Blocking.always
     may_change = frozenset({"tau", "outer_lr", "outer_momentum", "comm_share"})
 
     @dataclass
@@ -48,6 +48,9 @@ class SlowMo(Blocking):
 
     def state_tensors(self) -> dict[str, Tensor]:
         return {**super().state_tensors(), "momentum": self.momentum}
+
+    def replicated_tensors(self) -> dict[str, Tensor]:
+        return {**super().replicated_tensors(), "momentum": self.momentum}
 
     def outer_step(self, chunk: Chunk, x: Tensor, d: Tensor) -> None:
         alpha, beta = self.config.outer_lr, self.config.outer_momentum

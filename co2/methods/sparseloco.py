@@ -32,16 +32,16 @@ from torch import Tensor
 
 from co2.comm.flat import Chunk
 from co2.comm.sparse import SparseMean
-from co2.config import CommConfig, Precision, Waits
+from co2.config import Blocking, CommConfig, Precision
 from co2.errors import require, require_number
-from co2.methods.parts.blocking import Blocking
+from co2.methods.parts.blocking import BlockingMethod
 from co2.methods.parts.local import check_comm_share, check_tau
 
 _REASON = "its chunks are of whole tensors, not of parts"
 
 
-class SparseLoCo(Blocking):
-    waits = Waits.always
+class SparseLoCo(BlockingMethod):
+    blocking = Blocking.always
     may_change = frozenset({"tau", "density", "outer_lr", "error_decay", "comm_share"})
     refused_strategies: Mapping[str, str] = MappingProxyType({"zero2": _REASON, "zero3": _REASON})
 

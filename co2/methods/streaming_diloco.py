@@ -42,7 +42,7 @@ from co2.comm.compress import COMPRESSORS
 from co2.comm.exchange import CompressedMean
 from co2.comm.flat import FlatParams
 from co2.comm.mesh import Mesh
-from co2.config import CommConfig, Precision, Waits
+from co2.config import Blocking, CommConfig, Precision
 from co2.errors import require, require_count
 from co2.methods.base import Method, MethodStats
 from co2.methods.parts.local import check_outer
@@ -50,7 +50,7 @@ from co2.methods.parts.outer import nesterov
 
 
 class StreamingDiLoCo(Method):
-    waits = Waits.beyond_delay
+    blocking = Blocking.beyond_delay
     may_change = frozenset({"mixing", "outer_lr", "outer_momentum"})
     refused_quorum = "its fragments meet amid the round, when a slow replica is behind"
 
@@ -143,6 +143,13 @@ class StreamingDiLoCo(Method):
             for name, tensor in fragment.saved_tensors().items()
         }
 
+    def replicated_tensors(self) -> dict[str, Tensor]:
+        return {
+            f"{number}.{name}": tensor
+            for number, fragment in enumerate(self.fragments)
+            for name, tensor in fragment.replicated_tensors().items()
+        }
+
     def state_dict(self) -> dict[str, Any]:
         means = [fragment.mean.state_dict() for fragment in self.fragments]
         return {**super().state_dict(), "means": means}
@@ -209,7 +216,7 @@ class Fragment:
         alpha, beta = self.config.outer_lr, self.config.outer_momentum
         with self.flat.round():
             for chunk in self.flat.chunks:
-                outer, x = chunk.of(self.outer), self.flat.local(chunk)
+                outer, x = chunk.of(self.outer), self.flat.read(chunk)
                 nesterov(outer, chunk.of(self.momentum), chunk.of(mean), alpha, beta)
                 chunk.write(x.lerp_(outer, 1 - self.config.mixing))
 
@@ -225,7 +232,10 @@ class Fragment:
 
     def saved_tensors(self) -> dict[str, Tensor]:
         errors = {} if self.exchange is None else self.exchange.errors()
-        return {"outer": self.outer, "momentum": self.momentum, **errors}
+        return {**self.replicated_tensors(), **errors}
+
+    def replicated_tensors(self) -> dict[str, Tensor]:
+        return {"outer": self.outer, "momentum": self.momentum}
 
     def scratch_tensors(self) -> list[Tensor]:
         quantized = [] if self.exchange is None else self.exchange.scratch_tensors()

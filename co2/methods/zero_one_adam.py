@@ -38,14 +38,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from co2.config import Waits
+from co2.config import Blocking
 from co2.errors import require_count
 from co2.methods.base import MethodStats
 from co2.methods.parts.compressed import CompressedAdam, CompressedAdamConfig
 
 
 class ZeroOneAdam(CompressedAdam):
-    waits = Waits.always
+    blocking = Blocking.always
 
     @dataclass
     class Config(CompressedAdamConfig):
@@ -143,7 +143,7 @@ class ZeroOneAdam(CompressedAdam):
 
     def _move(self) -> None:
         for chunk in self.flat.chunks:
-            x = self.flat.local(chunk)
+            x = self.flat.read(chunk)
             x.mul_(self.shrinkage(chunk.group))
             x.addcdiv_(chunk.of(self.m), self.divisor(chunk), value=-self.lr(chunk.group))
             chunk.write(x)

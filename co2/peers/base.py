@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from co2.config import CommConfig, Waits
+from co2.config import Blocking, CommConfig
 from co2.methods.base import Method, MethodStats
 
 
@@ -25,7 +25,7 @@ class Peer(Method):
     - `bytes_per_round()`.
     """
 
-    waits = Waits.always
+    blocking = Blocking.always
     package: ClassVar[str]
 
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:

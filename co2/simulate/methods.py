@@ -1,9 +1,10 @@
 """Which methods are simulated, and how: read from what each method declares.
 
 Every method says in its class what a replica's computation waits for, as in
-`waits = Waits.beyond_delay`. The lists below follow from that, so a new method is simulated without
-being named here. The declarations are read from the source text and not imported, because importing
-co2.methods would import torch, which the simulator does not need and a laptop may not have.
+`blocking = Blocking.beyond_delay`. The lists below follow from that, so a new method is simulated
+without being named here. The declarations are read from the source text and not imported, because
+importing co2.methods would import torch, which the simulator does not need and a laptop may not
+have.
 """
 
 import ast
@@ -42,20 +43,20 @@ LEFT_OUT = {
 
 
 def declarations(folder: Path = FOLDER) -> dict[str, str]:
-    """The member of `Waits` that each method of the registry declares, in the registry's order.
+    """The member of `Blocking` that each method of the registry declares, in the registry's order.
 
     A method's file has the name that it is registered under, and its class has one line
-    `waits = Waits.<member>`.
+    `blocking = Blocking.<member>`.
     """
     (registry,) = _assigned(folder / "__init__.py", "METHODS")
     assert isinstance(registry, ast.Dict), "METHODS must be written as a dict"
     names = [ast.literal_eval(key) for key in registry.keys if key is not None]
-    return {name: _waits(folder / f"{name}.py") for name in names}
+    return {name: _blocking(folder / f"{name}.py") for name in names}
 
 
-def _waits(path: Path) -> str:
-    members = [node.attr for node in _assigned(path, "waits") if isinstance(node, ast.Attribute)]
-    assert len(members) == 1, f"{path} must have one line `waits = Waits.<member>`"
+def _blocking(path: Path) -> str:
+    members = [node.attr for node in _assigned(path, "blocking") if isinstance(node, ast.Attribute)]
+    assert len(members) == 1, f"{path} must have one line `blocking = Blocking.<member>`"
     return members[0]
 
 
@@ -72,9 +73,9 @@ def _assigned(path: Path, name: str) -> Iterable[ast.expr]:
             yield node.value
 
 
-def _with_rounds(declared: Mapping[str, str], waits: str) -> tuple[str, ...]:
+def _with_rounds(declared: Mapping[str, str], blocking: str) -> tuple[str, ...]:
     out = {*LEFT_OUT, *NO_ROUNDS}
-    return tuple(name for name, own in declared.items() if own == waits and name not in out)
+    return tuple(name for name, own in declared.items() if own == blocking and name not in out)
 
 
 _DECLARED = declarations()

@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 from co2 import program
 from co2.comm.mesh import Mesh
 from co2.config import CommDevice, Config, LaunchConfig, Precision
-from co2.errors import REFUSED, ConfigError, exit_at_once, require
+from co2.errors import REFUSED, ConfigError, ReplicasDiffer, exit_at_once, require
 from co2.train import elastic, faults, forked
 
 _PEER_S = 1.0
@@ -293,6 +293,9 @@ def _guarded(worker: Worker, config: Config, rank: int) -> int:
         worker(config)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
+    except ReplicasDiffer as error:
+        faults.tell(f"error: {error}")
+        return 1
     except ConfigError as error:
         # One that shows only in training, such as a damaged file, and perhaps on this worker only.
         faults.tell(f"error: {error}")

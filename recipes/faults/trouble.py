@@ -174,9 +174,9 @@ class Machines(Trouble):
         """Part some machines from the others until these have given them up; then mend the links,
         and start them again."""
         chosen = self.random.sample(range(WORKERS), count)
-        self.network.part(chosen)
+        self.network.partition(chosen)
         self.until(lambda: sum(len(line["lost"]) for line in self.lines("members")) >= count)
-        self.network.join(chosen)
+        self.network.heal(chosen)
         for machine in chosen:
             self.machines[machine].kill()
             self.machines[machine].wait()
@@ -271,9 +271,9 @@ def disk_full(run: SmallDisk) -> None:
 def cut_briefly(run: Machines) -> None:
     """The link of a machine is cut for a third of the time after which it counts as lost."""
     chosen = [run.random.randrange(WORKERS)]
-    run.network.part(chosen)
+    run.network.partition(chosen)
     time.sleep(SILENT_S / 3)
-    run.network.join(chosen)
+    run.network.heal(chosen)
 
 
 def cut_off(run: Machines) -> None:

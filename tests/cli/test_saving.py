@@ -178,7 +178,7 @@ def failed_mean(rank: int, world: int, folder: str) -> tuple[list[int], list[str
     assert saver.finish() is None
     with contextlib.suppress(RuntimeError):
         mean.wait()
-    mean._lane.give_up()  # as an elastic run does, which goes on without the lost one
+    mean._runner.give_up()  # as an elastic run does, which goes on without the lost one
     return saver.steps(), lines
 
 

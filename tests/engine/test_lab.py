@@ -138,9 +138,9 @@ def test_some_are_cut_off_from_others_but_not_from_one_another() -> None:
             return network.start(one, words, os.environ).communicate()[0].strip() == "True"
 
         assert reaches(0, 1)
-        network.part([1, 2])
+        network.partition([1, 2])
         assert not reaches(0, 1) and not reaches(2, 3) and reaches(1, 2) and reaches(0, 3)
-        network.join([1, 2])
+        network.heal([1, 2])
         assert reaches(0, 1)
 
 

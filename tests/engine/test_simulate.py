@@ -14,7 +14,7 @@ import torch
 
 import co2
 from co2.comm.background import BackgroundMean
-from co2.config import Waits
+from co2.config import Blocking
 from co2.methods import METHODS
 from co2.simulate import methods as declared
 from co2.simulate import paper as paper_scaling
@@ -344,7 +344,7 @@ def test_131072_gpus_cost_no_more_python_than_16(method):
 
 def test_the_declarations_are_those_of_the_methods():
     """They are read from the source, which must say what the classes say."""
-    assert declarations() == {name: method.waits.name for name, method in METHODS.items()}
+    assert declarations() == {name: method.blocking.name for name, method in METHODS.items()}
     assert list(declarations()) == list(METHODS)
 
 
@@ -352,25 +352,25 @@ def test_every_method_of_the_suite_is_simulated_or_left_out_with_a_reason():
     assert {*SIMULATED, *LEFT_OUT} == {"none", *METHODS}
     assert not {*SIMULATED} & {*LEFT_OUT} and not {*BLOCKING} & {*OVERLAPPED}
     for name in BLOCKING:
-        assert METHODS[name].waits is Waits.always
+        assert METHODS[name].blocking is Blocking.always
     for name in OVERLAPPED:
-        assert METHODS[name].waits is Waits.beyond_delay
+        assert METHODS[name].blocking is Blocking.beyond_delay
     assert {"local_sgd", "slowmo", "diloco"} <= {*BLOCKING} and {"co2", "co2_keep"} <= {*OVERLAPPED}
 
 
 def test_a_new_method_is_simulated_without_being_named(tmp_path):
     files = {
         "__init__": 'METHODS: dict[str, type] = {\n    "newer": Newer,\n    "diloco": DiLoCo,\n}\n',
-        "newer": "class Part: ...\nclass Newer(Method):\n    waits = Waits.beyond_delay\n",
-        "diloco": "class DiLoCo(Method):\n    waits: ClassVar[Waits] = Waits.always\n",
-        "unregistered": "class Draft(Method):\n    waits = Waits.always\n",
+        "newer": "class Part: ...\nclass Newer(Method):\n    blocking = Blocking.beyond_delay\n",
+        "diloco": "class DiLoCo(Method):\n    blocking: ClassVar[Blocking] = Blocking.always\n",
+        "unregistered": "class Draft(Method):\n    blocking = Blocking.always\n",
     }
     for name, text in files.items():
         (tmp_path / f"{name}.py").write_text(text)
     found = declarations(tmp_path)
     assert list(found.items()) == [("newer", "beyond_delay"), ("diloco", "always")]
     assert declared._with_rounds(found, "beyond_delay") == ("newer",)
-    (tmp_path / "newer.py").write_text("class Newer(Method):\n    waits: ClassVar[Waits]\n")
+    (tmp_path / "newer.py").write_text("class Newer(Method):\n    blocking: ClassVar[Blocking]\n")
     with pytest.raises(AssertionError, match=r"newer\.py must have one line"):
         declarations(tmp_path)
 

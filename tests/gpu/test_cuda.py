@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 import co2
 from co2.comm.flat import FlatParams
-from co2.comm.lanes import CudaLane
+from co2.comm.reproducible import checksum, squared_norm
+from co2.comm.runners import CudaRunner
 from co2.config import CommConfig, CommDevice
 from co2.copies import Copies
 from co2.errors import ConfigError
@@ -132,6 +133,20 @@ def test_a_step_never_waits_for_the_gpu(name: str, fields: dict):
 
 
 @gpu_only
+@pytest.mark.parametrize("size", [5, 4097, 3_000_001])
+def test_norms_are_reproducible_and_checksums_those_of_a_cpu(size: int) -> None:
+    x = torch.randn(size, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        norms, sums = torch.stack([squared_norm(x) for _ in range(20)]), checksum(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert norms.unique().numel() == 1
+    assert norms[0].item() == pytest.approx(x.double().square().sum().item(), rel=1e-6)
+    assert sums.item() == checksum(x.cpu()).item()
+
+
+@gpu_only
 def test_a_batch_is_copied_while_the_host_goes_on() -> None:
     """From pageable memory, in the order of the streams."""
     made = Copies(torch.device("cuda"))
@@ -157,21 +172,21 @@ def nccl(tmp_path: Path) -> Iterator[None]:
 
 
 @gpu_only
-def test_the_lane_orders_snapshot_collective_and_reader(nccl: None):
+def test_the_runner_orders_snapshot_collective_and_reader(nccl: None):
     """Work queued before the launch is in the snapshot, and what follows the wait sees the mean."""
-    lane = CudaLane()
+    runner = CudaRunner()
     buffer = torch.zeros(1 << 22, device="cuda")
     for turn in range(1, 6):
         torch.cuda._sleep(20_000_000)  # the fill below is still to come when the host goes on
         buffer.fill_(turn)
-        lane.launch(buffer.split(1 << 20), dist.group.WORLD, None)
-        lane.wait()
+        runner.launch(buffer.split(1 << 20), dist.group.WORLD, None)
+        runner.wait()
         copy = buffer.clone()
         buffer.zero_()
         assert copy.eq(turn).all()
     torch.cuda.synchronize()
-    assert len(lane.comm.take()) == len(lane.exposed.take()) == 5
-    assert lane.comm.take() == []
+    assert len(runner.comm.take()) == len(runner.exposed.take()) == 5
+    assert runner.comm.take() == []
 
 
 def on_one_gpu(rank: int, world: int, name: str, fields: dict) -> tuple:
@@ -238,7 +253,7 @@ def test_the_side_stream_orders_inner_step_copies_and_reader(dtype: torch.dtype)
         with flat.round():
             for chunk in flat.chunks:
                 part = chunk.of(vector)
-                torch.mul(flat.local(chunk), 2, out=part)
+                torch.mul(flat.read(chunk), 2, out=part)
                 chunk.write(part)
         seen = weight.detach().clone(), image.detach().clone()
         with torch.no_grad():

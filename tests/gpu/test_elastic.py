@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from co2.comm.lanes import CudaLane
 from co2.comm.members import Members
+from co2.comm.runners import CudaRunner
 from co2.comm.sockets import Sockets, use
 from tests.cli.test_elastic import STEPS, assert_no_step_is_missing, changes, disturbed, words
 
@@ -38,24 +38,24 @@ def alone() -> Iterator[Members]:
 
 def test_a_lane_tells_how_it_ended(alone: Members) -> None:
     told: list[bool] = []
-    lane = CudaLane()
+    runner = CudaRunner()
     buffer = torch.ones(1 << 20, device="cuda")
-    lane.launch(buffer.split(1 << 18), dist.group.WORLD, told.append)
+    runner.launch(buffer.split(1 << 18), dist.group.WORLD, told.append)
     copied = torch.empty(1 << 20, pin_memory=True)
-    arrived = lane.copy(buffer, copied)
-    lane.wait()
+    arrived = runner.copy(buffer, copied)
+    runner.wait()
     arrived()
     assert told == [True] and copied.eq(1).all()
     sockets = Sockets()
     use(sockets)
     torch.cuda._sleep(200_000_000)  # it has not ended yet when they are cut
-    lane.launch(buffer.split(1 << 18), dist.group.WORLD, told.append)
-    arrived = lane.copy(buffer, copied)
+    runner.launch(buffer.split(1 << 18), dist.group.WORLD, told.append)
+    arrived = runner.copy(buffer, copied)
     sockets.cut()
-    lane.wait()
+    runner.wait()
     with pytest.raises(RuntimeError, match="aborted"):
         arrived()
-    lane.close()
+    runner.close()
     assert told == [True, False]
 
 

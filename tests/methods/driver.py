@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import co2
-from co2.config import CommConfig, Waits
+from co2.config import Blocking, CommConfig
 from co2.methods import METHODS
 from co2.methods.parts.compressed import CompressedAdam
 from tests.methods import problem
@@ -49,7 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """One telling configuration of every method."""
 
-OVERLAPPED = tuple(name for name in SETTINGS if METHODS[name].waits is Waits.beyond_delay)
+OVERLAPPED = tuple(name for name in SETTINGS if METHODS[name].blocking is Blocking.beyond_delay)
 """Methods that compute on while a collective is in flight."""
 
 NEEDS_ADAM = ("desloc",)

@@ -8,7 +8,7 @@ from torch import nn
 
 import co2
 from benchmarks.method_pictures import DRAWN, picture
-from co2.config import Waits
+from co2.config import Blocking
 from co2.methods import METHODS
 from tests.cli.harness import ROOT
 from tests.grids import grid
@@ -21,8 +21,8 @@ CARDS = dict(re.findall(r"^## `(\w+)`\n(.*?)(?=^## |^<!--|\Z)", PAGE, re.M | re.
 ROWS = dict(re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|", PAGE, re.M))
 """Method → the table's entry about what it waits for."""
 WAITS = {
-    Waits.always: r"always\b",
-    Waits.beyond_delay: r"beyond (a round|a step|`delay` steps)$",
+    Blocking.always: r"always\b",
+    Blocking.beyond_delay: r"beyond (a round|a step|`delay` steps)$",
 }
 """What a method waits for → the table's entry."""
 SENDS = {
@@ -51,7 +51,7 @@ def test_every_method_has_one() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_what_it_waits_for_is_what_the_code_declares(name: str) -> None:
     assert ROWS.keys() == METHODS.keys()
-    assert re.match(WAITS[METHODS[name].waits], ROWS[name].strip()), ROWS[name]
+    assert re.match(WAITS[METHODS[name].blocking], ROWS[name].strip()), ROWS[name]
 
 
 def measured(rank: int, world: int, name: str) -> tuple[float, float, int]:

@@ -120,7 +120,7 @@ def test_out_and_back(monkeypatch: pytest.MonkeyPatch, pace) -> None:
     assert torch.equal(vector, before)
     with flat.round():
         for chunk in flat.chunks:
-            values = flat.local(chunk)
+            values = flat.read(chunk)
             assert torch.equal(values, chunk.of(before))
             values.add_(1)
             chunk.write(values)
@@ -136,7 +136,7 @@ def test_the_next_chunk_comes_while_the_host_works(monkeypatch: pytest.MonkeyPat
     flat, _ = flat_of(stream, monkeypatch)
     with flat.round():
         for chunk in flat.chunks:
-            flat.local(chunk)
+            flat.read(chunk)
             assert len(stream.queue) == (chunk is not flat.chunks[-1])
 
 
@@ -146,22 +146,22 @@ def test_what_was_written_is_what_is_read(monkeypatch: pytest.MonkeyPatch) -> No
     ones = flat.zeros().add_(1)
     first, second, *_ = flat.chunks
     with flat.round():
-        flat.local(first)
+        flat.read(first)
         second.write(second.of(ones))
-        assert flat.local(second).eq(1).all()
+        assert flat.read(second).eq(1).all()
         first.write(first.of(ones))
-        assert flat.local(first).eq(1).all()
+        assert flat.read(first).eq(1).all()
 
 
 def test_a_fetch_is_not_kept_for_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
     flat, model = flat_of(LateStream(late), monkeypatch)
     with flat.round():
-        flat.local(flat.chunks[0])
+        flat.read(flat.chunks[0])
     with torch.no_grad():
         for weight in model.parameters():
             weight.fill_(7)
     with flat.round():
-        assert flat.local(flat.chunks[1]).eq(7).all()
+        assert flat.read(flat.chunks[1]).eq(7).all()
 
 
 def test_a_vector_may_change_in_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_only_inside_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     flat, _ = flat_of(LateStream(late), monkeypatch)
     (chunk, *_) = flat.chunks
     with pytest.raises(AssertionError, match="only inside"):
-        flat.local(chunk)
+        flat.read(chunk)
     with pytest.raises(AssertionError, match="only inside"):
         chunk.write(torch.zeros(chunk.numel))
 

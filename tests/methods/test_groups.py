@@ -22,7 +22,7 @@ from tests.methods.problem import OPTIMIZERS
 from tests.workers import Pool
 
 ROLES = {
-    "lanes": "training",
+    "runners": "training",
     "exchange": "training",
     "sparse": "training",
     "collectives": "consensus",
@@ -126,6 +126,34 @@ def groups_of(rank: int, world: int, name: str) -> list[str]:
 def test_each_mean_has_a_group_of_its_own(workers: Pool, name: str) -> None:
     for names in workers.run(groups_of, 2, name):
         assert len(names) >= 4 and len(set(names)) == len(names)
+
+
+def calls_for_groups(rank: int, world: int) -> tuple[list[int], list[float]]:
+    """Members of each group that this worker makes, and what it finds in two of them."""
+    made = []
+    original = dist.new_group
+
+    def new_group(ranks: list[int], *arguments: Any, **others: Any) -> Any:
+        made.append(len(ranks))
+        return original(ranks, *arguments, **others)
+
+    mesh = co2.Mesh.world(2)
+    with patch.object(dist, "new_group", new_group):
+        groups = [mesh.new_group_within_replica(), mesh.new_group_across_replicas()]
+        mesh.new_group_of_workers()
+    sums = []
+    for group in groups:
+        one = torch.tensor(float(rank))
+        dist.all_reduce(one, group=group)
+        sums.append(one.item())
+    return made, sums
+
+
+def test_a_worker_makes_its_own_groups_only(workers: Pool) -> None:
+    """With a thousand workers it would take a while to make all the others' too."""
+    found = workers.run(calls_for_groups, 4)
+    assert [made for made, _ in found] == [[2, 2, 4]] * 4
+    assert [sums for _, sums in found] == [[1, 2], [1, 4], [5, 2], [5, 4]]
 
 
 @pytest.mark.parametrize(

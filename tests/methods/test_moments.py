@@ -107,7 +107,7 @@ def spread(rank: int, world: int, name: str, settings: dict[str, Any]) -> tuple[
     for _ in range(60):
         session.step()
         v = Moment(session.method.flat, session.optimizer, 1)  # type: ignore[attr-defined]
-        least = min(least, *(chunk.local().min().item() for chunk in v.open()))
+        least = min(least, *(chunk.read().min().item() for chunk in v.open()))
     session.method.flush()
     return least, session.method.stats().bytes_sent
 

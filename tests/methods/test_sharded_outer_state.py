@@ -212,7 +212,7 @@ def consulted(rank: int, world: int) -> None:
         network.gates[-1].set()
         state = session.method.state_dict()
         assert state["mean"]["in_flight"] and session.method.mean.in_flight
-        assert session.method.mean._lane._carried is None, "it is over"
+        assert session.method.mean._runner._carried is None, "it is over"
         assert session.method.stats().own["gap"] == figures["gap"], "the round is not"
         assert_same(history, expected)
         before = session.snapshot()

@@ -139,7 +139,8 @@ def test_a_round_has_one_collective(workers: Pool, name: str) -> None:
 @pytest.mark.parametrize("name", SPARSE)
 def test_a_round_has_one_gathering(workers: Pool, name: str) -> None:
     [first, _] = workers.run(recorded, 2, name)
-    gathered = [step for step, call, *_ in first if call == "all_gather_into_tensor"]
+    packed = ("all_gather_into_tensor", "torch.uint8")
+    gathered = [step for step, call, _, dtype, _ in first if (call, dtype) == packed]
     assert gathered == [TAU * (t + 1) for t in range(ROUNDS)]
-    others = {step for step, call, *_ in first if step and call != "all_gather_into_tensor"}
+    others = {step for step, call, _, dtype, _ in first if step and (call, dtype) != packed}
     assert others == {5, 10, 15}, "of consensuses"

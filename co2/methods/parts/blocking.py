@@ -1,4 +1,4 @@
-"""Blocking: what the methods share that end a round with one outer step and wait for its mean."""
+"""BlockingMethod: methods that end a round with one outer step and wait for its mean."""
 
 from torch import Tensor
 
@@ -6,12 +6,12 @@ from co2.comm.flat import Chunk
 from co2.methods.parts.local import LocalMethod
 
 
-class Blocking(LocalMethod):
+class BlockingMethod(LocalMethod):
     """τ inner steps from x_{t,0}, and then d_t = mean_i (x_{t,0} − x^i_{t,τ}), for which all wait.
 
-    A subclass has `waits = Waits.always`, `Config` with `tau` and `comm_share`, and `outer_step`,
-    which makes x_{t+1,0}. All replicas hold the same x_{t,0}, `anchor`, which is the consensus
-    right after a round's end.
+    A subclass has `blocking = Blocking.always`, `Config` with `tau` and `comm_share`, and
+    `outer_step`, which makes x_{t+1,0}. All replicas hold the same x_{t,0}, `anchor`, which is the
+    consensus right after a round's end.
     """
 
     def init_outer_state(self) -> None:
@@ -19,6 +19,9 @@ class Blocking(LocalMethod):
 
     def state_tensors(self) -> dict[str, Tensor]:
         return {**super().state_tensors(), "anchor": self.anchor}
+
+    def replicated_tensors(self) -> dict[str, Tensor]:
+        return {"anchor": self.anchor}
 
     def mean_now(self) -> Tensor:
         """Return d_t of what lies in `mean.buffer`, once it has come."""

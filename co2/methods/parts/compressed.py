@@ -62,8 +62,8 @@ class CompressedAdamConfig:
 
 class CompressedAdam(Method):
     """Adam whose replicas exchange signs. A subclass sets `Config`, which extends
-    `CompressedAdamConfig`, and `waits`, and implements `step()`; it calls `set_mask` where it has
-    changed v for compressed exchanges to come. If it holds more than m and v, it makes that in
+    `CompressedAdamConfig`, and `blocking`, and implements `step()`; it calls `set_mask` where it
+    has changed v for compressed exchanges to come. If it holds more than m and v, it makes that in
     `set_up` and names it in `state_tensors`.
 
     The mask. A sign is never 0, and stands for the root mean square of its tensor. An element whose
@@ -208,7 +208,7 @@ class CompressedAdam(Method):
         """Add Adam's weight decay to a gradient, which it is a part of. AdamW: add nothing."""
         settings = self.optimizer.param_groups[chunk.group]
         if settings["weight_decay"] and not _is_decoupled(settings):
-            gradient.add_(self.flat.local(chunk), alpha=settings["weight_decay"])
+            gradient.add_(self.flat.read(chunk), alpha=settings["weight_decay"])
 
     def divisor(self, chunk: Chunk, correction: float = 1.0) -> Tensor:
         """Return √(v/correction) + ε, in scratch that the next call overwrites; infinity if v = 0.

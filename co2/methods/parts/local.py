@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from co2.comm.background import BackgroundMean
 from co2.comm.clocks import CommTotals
 from co2.comm.flat import FlatParams
-from co2.config import CommConfig, Waits
+from co2.config import Blocking, CommConfig
 from co2.errors import ConfigError, require, require_number
 from co2.methods.base import Method, MethodStats
 from co2.methods.parts.auto_tau import AUTO, AutoTau
@@ -20,7 +20,7 @@ class LocalMethod(Method):
     """τ inner steps on every replica, then `end_round`. A subclass has
 
     - `Config`, a dataclass with `tau`, and for a method that always waits with `comm_share`;
-    - `waits`;
+    - `blocking`;
     - `init_outer_state()`, which makes the vectors that it holds, and `state_tensors()`, which
       names them beside the communication buffer;
     - `end_round()`, which must be idempotent up to the wait for the mean;
@@ -66,8 +66,13 @@ class LocalMethod(Method):
         """Right after `end_round`: set the live weights to those that training left. See
         `Method.show_trained`; by default they are that already."""
 
+    @property
+    def round_just_ended(self) -> bool:
+        """Whether the last step was a round's last one, and the next begins a round."""
+        return 0 < self.round_began == self.steps
+
     def show_trained(self) -> None:
-        if 0 < self.round_began == self.steps:
+        if self.round_just_ended:
             with torch.no_grad(), self.flat.round():
                 self.show_round_end()
 
@@ -76,7 +81,7 @@ class LocalMethod(Method):
         self.mean = self.new_mean()
         self.auto: AutoTau | None = None
         if self.config.tau == AUTO:
-            blocking = self.waits is Waits.always
+            blocking = self.blocking is Blocking.always
             self.auto = AutoTau(self.mesh, self.config.comm_share if blocking else None)
         if self.averages_moments:
             self.moments = self._new_moments()
@@ -85,7 +90,7 @@ class LocalMethod(Method):
 
     def _new_moments(self) -> Moments:
         name = self.registered_name()
-        if self.waits is Waits.always:
+        if self.blocking is Blocking.always:
             return Moments(self.flat, self.optimizer, self.mean, name)
         return LateMoments(self.flat, self.optimizer, self.mesh, self.comm, name)
 
@@ -203,7 +208,7 @@ class LocalMethod(Method):
     def rounds_apart(self) -> int:
         """Rounds by which one replica may run ahead of another: the one under way, and the next
         where means have a whole round to arrive."""
-        return 1 if self.waits is Waits.always else 2
+        return 1 if self.blocking is Blocking.always else 2
 
     @property
     def max_skew_steps(self) -> int:

@@ -85,15 +85,15 @@ class Moment:
                 stack.enter_context(entered)
             with record_function(SNAPSHOT):
                 for chunk in chunks:
-                    chunk.of(mean.buffer).copy_(chunk.local())
+                    chunk.of(mean.buffer).copy_(chunk.read())
             found = mean.mean_now()
             for index, chunk in enumerate(chunks):
-                values, means = chunk.local(), chunk.of(found).to(self.flat.dtype)
+                values, means = chunk.read(), chunk.of(found).to(self.flat.dtype)
                 if others is None:
                     # Not `means` itself: the buffer may change before a copy to a GPU is made.
                     chunk.write(values.copy_(means))
                 else:
-                    still = others[index].local() == 0
+                    still = others[index].read() == 0
                     chunk.write(values.copy_(torch.where(still, values, means)))
 
     def scratch_tensors(self) -> list[Tensor]:
@@ -189,7 +189,7 @@ class LateMoments(Moments):
             chunks = moment.open()
             with record_function(SNAPSHOT), chunks[0].transfer.round():
                 for chunk in chunks:
-                    chunk.of(sent).copy_(chunk.local())
+                    chunk.of(sent).copy_(chunk.read())
                     chunk.of(buffer).copy_(chunk.of(sent))
         self.sent_at = steps
         self.mean.start()
@@ -206,7 +206,7 @@ class LateMoments(Moments):
             with chunks[0].transfer.round():
                 for chunk in chunks:
                     own = chunk.of(sent).sub_(chunk.of(mean))
-                    values = chunk.local().sub_(own, alpha=moment.beta(chunk) ** delay)
+                    values = chunk.read().sub_(own, alpha=moment.beta(chunk) ** delay)
                     # v is what was sent, decayed, and squares since: below 0 by rounding only.
                     chunk.write(values.clamp_(min=0) if moment.number == 1 else values)
 

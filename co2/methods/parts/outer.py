@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from co2.comm.flat import FlatParams
+from co2.comm.reproducible import row_norms, squared_norm
 from co2.errors import require, require_number
 from co2.methods.parts.outer_shard import OuterShard
 
@@ -131,7 +132,7 @@ class Momentum:
         """Do one step with d, of which `mean` returns one chunk of `flat` at a time, each once."""
         by_value = self.clip if self.clip_mode == "value" else None
         by_norm = self.clip if self.clip_mode == "norm" else None
-        squares = torch.zeros_like(self.norm)
+        norms: list[Tensor] = []
         clipped = torch.zeros_like(self.norm)
         for chunk in self.flat.chunks:
             m, d = chunk.of(self.vector), mean(chunk).to(self.flat.dtype)
@@ -145,8 +146,11 @@ class Momentum:
                 clipped.add_(m.abs().gt_(by_value).sum(), alpha=chunk.share)
                 m.clamp_(-by_value, by_value)
             if by_norm is not None or gap.measures:
-                # Faster here than vector_norm.
-                squares.add_(torch.dot(m, m), alpha=chunk.share)
+                found = row_norms(m)
+                if chunk.share != 1:
+                    torch._foreach_mul_(found, chunk.share**0.5)
+                norms += found
+        squares = squared_norm(torch.cat(norms)) if norms else torch.zeros_like(self.norm)
         if self.clip is not None or gap.measures:
             squares, clipped = self.flat.total(squares, clipped)
         self.norm = squares.sqrt()

@@ -1,4 +1,4 @@
-"""Lanes: each runs one asynchronous collective at a time and measures it.
+"""Runners: each runs one asynchronous collective at a time and measures it.
 
 On a CPU gloo's threads carry it, on a GPU a stream of its own. Waiting for it blocks nothing else.
 """
@@ -21,7 +21,7 @@ Group = dist.ProcessGroup | None
 Ended = Callable[[bool], None] | None
 
 
-class Lane(Protocol):
+class Runner(Protocol):
     """One thing after the other is launched, or run, and waited for."""
 
     @property
@@ -64,7 +64,7 @@ class Lane(Protocol):
         """End what was started to carry. Nothing is launched after it."""
 
 
-class HostLane:
+class HostRunner:
     """CPU: gloo's own threads carry a mean, and a future's callback stops the clock. One thread of
     ours carries a sequence; it does not start before the first."""
 
@@ -156,7 +156,7 @@ class HostLane:
         self._thread.shutdown()  # joins: like gloo's, ours must not meet the exit in a collective
 
 
-class CudaLane:
+class CudaRunner:
     """CUDA: a stream of its own carries what is launched. Where somebody has to know how it ended,
     a thread of ours waits for that; it does not start before the first."""
 
@@ -189,7 +189,7 @@ class CudaLane:
         self._well = self._thread.submit(_tell, self._arrived, in_use(), ended)
 
     def copy(self, buffer: Tensor, target: Tensor) -> Callable[[], object]:
-        """As of every lane; `target` lies in pinned memory."""
+        """As of every runner; `target` lies in pinned memory."""
         under_way, well, error = self._arrived is not None, self._well, self._error
         with torch.cuda.stream(self._stream if under_way else torch.cuda.current_stream()):
             target.copy_(buffer, non_blocking=True)
