@@ -141,8 +141,9 @@ class OptimConfig:
     weight_decay: float = 0.0
     """Decay of matrices. Parameters of one dimension, such as biases and norms, do not decay."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Of AdamW, also of the one beside Muon; so is `eps`."""
+    """Of AdamW, also of the one beside Muon."""
     eps: float = 1e-8
+    """Of AdamW: what its denominator has at least."""
     momentum: float = 0.9
     """Momentum of SGD. AdamW has none, and Muon's is 0.95 in Nesterov's form, its authors'."""
     nesterov: bool = False
@@ -367,6 +368,8 @@ class Config:
     """Folder of a finished run, from whose consensus this run starts, or of an exported model; null
     starts from new weights."""
     resume: Resume = Resume.auto
+    """auto goes on from the newest good checkpoint of the run's folder. never trains afresh and
+    puts what is there aside."""
     trace: bool = False
     """Whether every worker writes a Chrome trace of some rounds: see co2/record/trace.py."""
     tag: str = "default"

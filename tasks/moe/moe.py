@@ -55,6 +55,7 @@ class MoE(CausalText):
     @dataclass
     class Config(CausalText.Config):
         size: Size = Size["smoke"]
+        """Size of GPT-2 and number of experts; smoke is a small one for a laptop."""
         active: int = 2
         """Experts of a token."""
         capacity: float | None = None

@@ -1,6 +1,5 @@
-"""What is composed from options of groups that were composed before is what Hydra composes."""
+"""What is composed is what Hydra composes, and the defaults in it are those of the dataclasses."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,10 @@ from hydra import compose, initialize_config_dir
 
 import train
 from co2.app.compose import composed, plain
+from co2.config import NODES
 from co2.errors import ConfigError
+from co2.peers import known_methods
+from co2.record.folder import plain_values
 
 CONF = train.APP.conf
 
@@ -24,7 +26,7 @@ CONF = train.APP.conf
         ["method=co2", "co2={tau:3}", "co2.tau=4"],
         ["optim.betas=[0.8,0.99]", "tag='a, b'", "data.path=null", "runs=elsewhere"],
         ["tag=${task}_${optim.lr}", "optim.lr=2e-3"],
-        ["+train.other=1", "~log.every", "task=toy"],
+        ["+train.other=1", "++train.another.one=2", "task=toy"],
         ["hydra.job.name=other", "train.steps=7"],
     ],
     ids=" ".join,
@@ -39,22 +41,26 @@ def test_it_is_what_hydra_composes(overrides: list[str]) -> None:
         found["train"]["steps"] = -1  # whoever changes it changes no other's
 
 
-def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
-    conf = tmp_path / "conf"
-    shutil.copytree(CONF, conf)
-    assert composed(conf, "config", ["task=toy"])["launch"]["workers"] == 2
-    file = conf / "config.yaml"
-    file.write_text(file.read_text().replace("workers: 2 #", "workers: 3 #"))
-    assert composed(conf, "config", ["task=toy"])["launch"]["workers"] == 3
+@pytest.mark.parametrize("method", known_methods())
+def test_defaults_are_those_of_the_dataclasses(method: str) -> None:
+    found = composed(CONF, "config", ["task=toy", f"method={method}"])
+    assert found[method] == plain_values(known_methods()[method].Config())
+    recipe = ("train", "optim", "checkpoint", "data")
+    for node in NODES.keys() - {*recipe}:
+        assert found[node] == plain_values(NODES[node]()), node
+    assert found["resume"] == "auto" and found["tag"] is None
 
 
 @pytest.mark.parametrize(
     ("word", "line"),
     [
-        ("co2.tua=3", r"^co2\.tua=3: unknown key; did you mean co2\.tau"),
-        ("co2.tau=1,2", "Ambiguous value"),
-        ("method=none", r"^method=none: "),
-        ("co2.tau=[", "[Mm]ismatched|no viable|expecting"),
+        ("co2.tau=1,2", r"^co2\.tau=1,2: several values; add -m"),
+        ("~co2.tau", r"^co2\.tau=: is needed"),
+        ("method=none", r"^method=none: no such option; "),
+        ("method=[co2]", r"^method=\[co2\]: did you mean co2\?"),
+        ("method@x=co2", "Could not override 'method@x'"),
+        ("hydra.launcher.nope=3", "Could not override 'hydra.launcher.nope'"),
+        ("co2.tau=[", "co2\\.tau=\\[: "),
     ],
 )
 def test_what_is_wrong_is_said_both_times(word: str, line: str) -> None:

@@ -197,7 +197,6 @@ def test_init_from_a_sound_run(start: Path) -> None:
 
 
 CONFIGURATIONS: dict[str, tuple[str, Callable[[Path], str], str]] = {
-    "code in a method": ("method/co2.yaml", lambda here: f"co2: {tagged(here)}", "co2.yaml, line"),
     "code in a task": ("task/toy.yaml", lambda here: f"toy: {tagged(here)}", "toy.yaml, line"),
     "code in the root": ("config.yaml", tagged, "config.yaml, line"),
     "code in tuned settings": ("tuned/toy/co2.yaml", tagged, "co2.yaml, line 1"),
@@ -214,10 +213,10 @@ CONFIGURATIONS: dict[str, tuple[str, Callable[[Path], str], str]] = {
         lambda here: f"co2: {{_target_: os.mkdir, _args_: ['{here / MARK}']}}",
         "co2._target_=os.mkdir",
     ),
-    "a target in a method": (
-        "method/co2.yaml",
-        lambda here: (train.APP.conf / "method/co2.yaml").read_text() + "  _target_: os.mkdir\n",
-        "co2._target_=os.mkdir",
+    "a target in a task": (
+        "task/toy.yaml",
+        lambda here: (train.APP.conf / "task/toy.yaml").read_text() + "  _target_: os.mkdir\n",
+        "toy._target_=os.mkdir",
     ),
 }
 

@@ -98,12 +98,12 @@ def test_the_ends_are_checked_before_anything_starts(value: str) -> None:
 
 
 def test_an_interval_is_for_a_search() -> None:
-    found = list(jobs([SWEEPER, "co2.clip=interval(0.1,2)", "co2.tau=3,6"], multirun=True))
+    found = list(jobs([SWEEPER, "co2.clip=interval(0.1,2)", "co2.tau=3,6"]))
     assert [job[1:] for job in found] == [
         [f"co2.clip={clip}", f"co2.tau={tau}"] for clip in (0.1, 2.0) for tau in (3, 6)
     ]
     with pytest.raises(ConfigError, match=r"co2\.clip=interval.*hydra/sweeper=optuna"):
-        list(jobs(["co2.clip=interval(0.1,2)"], multirun=True))
+        list(jobs(["co2.clip=interval(0.1,2)"]))
 
 
 def test_only_for_sweeps() -> None:
