@@ -207,8 +207,8 @@ class OptimConfig:
 @dataclass
 class LaunchConfig:
     workers: int = 2
-    """Local workers that train.py starts; null in conf/ stands for one on each GPU, or 2 without
-    GPUs. Under torchrun or srun, the number that those start counts."""
+    """Local workers that train.py starts; null stands for one on each GPU, or 2 without GPUs. Under
+    torchrun or srun, the number that those start counts."""
     backend: str = "auto"
     """auto trains on GPUs under nccl where every local worker has a GPU of its own; with
     comm.device=cpu, on GPUs under gloo where there is any; otherwise on the CPU under gloo. gloo
@@ -373,7 +373,8 @@ class Config:
     trace: bool = False
     """Whether every worker writes a Chrome trace of some rounds: see co2/record/trace.py."""
     tag: str = "default"
-    """Name of this variant, a part of its folder's path."""
+    """Name of this variant, a part of its folder's path; null stands for the overrides that
+    matter."""
     runs: str = "results/runs"
     """Folder of all runs. This run's is `<task>/<method>/<tag>/seed<k>` in it."""
 

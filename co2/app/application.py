@@ -63,7 +63,7 @@ class App:
     tasks: Mapping[str, type[Task]]
 
     def __post_init__(self) -> None:
-        offer(peers.known_methods())
+        offer({"task": self.tasks, "method": peers.known_methods()})
 
     def config(self, overrides: Sequence[str]) -> Config:
         """The run that these overrides stand for. Raises `ConfigError`; writes nothing."""

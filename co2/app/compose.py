@@ -117,16 +117,17 @@ def _require_harmless(word: str) -> None:
     require("${now:" not in word or within is not None, key, value, hint)
 
 
-def offer(methods: Mapping[str, type]) -> None:
-    """Give Hydra what the dataclasses say: every key of conf/config.yaml with its default, and an
-    option of the group `method` for each of these classes with a `Config`."""
+def offer(groups: Mapping[str, Mapping[str, type]]) -> None:
+    """Give Hydra what the dataclasses say: every key of conf/config.yaml with its default, and the
+    options of the groups `task` and `method`, which are classes with a `Config`."""
     known = ConfigStore.instance()
     fields = [own for own in dataclasses.fields(Config) if own.name in PLAIN]
     keys = {own.name: own.default for own in fields if own.default is not dataclasses.MISSING}
     known.store("keys", plain_values(keys | {node: kind() for node, kind in NODES.items()}))
-    for name, kind in methods.items():
-        values = plain_values({"method": name, name: schema(kind)()})
-        known.store(name, values, group="method", package="_global_")
+    for group, options in groups.items():
+        for name, kind in options.items():
+            values = plain_values({group: name, name: schema(kind)()})
+            known.store(name, values, group=group, package="_global_")
 
 
 def preflight(

@@ -72,7 +72,7 @@ class MoE(CausalText):
         tile: int = 256
         """Rows from one worker to another in a tile."""
         kernel: Kernel = Kernel.loop
-        """How a worker that has all experts computes them."""
+        """How a worker that has all experts computes them (docs/large-models.md)."""
         dropout: float = 0.0
         """Rate of dropout in embeddings, attention and residuals."""
 

@@ -243,7 +243,7 @@ NAMES = [
     ("++co2.tua=3", "co2.tua=3", "did you mean co2.tau?"),
     ("slowmo.tau=3 method=co2", "slowmo.tau=3", "there is no slowmo here; did you mean co2.tau?"),
     ("+slowmo.tau=3 method=co2", "slowmo.tau=3", "did you mean co2.tau?"),
-    ("+slowmo={} method=co2", "slowmo=", "did you mean"),
+    ("+slowmo={} method=co2", "slowmo={}", "unknown key"),
     ("gpt2.size=xl", "gpt2.size=xl", "there is no gpt2 here"),
     ("method=nope", "method=nope", "acco, allreduce, co2, co2_keep, cocod_sgd, desloc, diloco"),
     ("method=slomo", "method=slomo", "did you mean slowmo?"),

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 
 import train
@@ -11,6 +12,7 @@ from co2.config import NODES
 from co2.errors import ConfigError
 from co2.peers import known_methods
 from co2.record.folder import plain_values
+from tasks import TASKS
 
 CONF = train.APP.conf
 
@@ -44,10 +46,11 @@ def test_it_is_what_hydra_composes(overrides: list[str]) -> None:
 @pytest.mark.parametrize("method", known_methods())
 def test_defaults_are_those_of_the_dataclasses(method: str) -> None:
     found = composed(CONF, "config", ["task=toy", f"method={method}"])
-    assert found[method] == plain_values(known_methods()[method].Config())
-    recipe = ("train", "optim", "checkpoint", "data")
-    for node in NODES.keys() - {*recipe}:
-        assert found[node] == plain_values(NODES[node]()), node
+    schemas = {**NODES, "toy": TASKS["toy"].Config, method: known_methods()[method].Config}
+    recipe = yaml.safe_load((CONF / "task" / "scale" / "toy_smoke.yaml").read_text())
+    recipe["data"] = yaml.safe_load((CONF / "scale" / "smoke.yaml").read_text())["data"]
+    for node, kind in schemas.items():
+        assert found[node] == {**plain_values(kind()), **recipe.get(node, {})}, node
     assert found["resume"] == "auto" and found["tag"] is None
 
 

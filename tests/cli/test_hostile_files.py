@@ -197,7 +197,11 @@ def test_init_from_a_sound_run(start: Path) -> None:
 
 
 CONFIGURATIONS: dict[str, tuple[str, Callable[[Path], str], str]] = {
-    "code in a task": ("task/toy.yaml", lambda here: f"toy: {tagged(here)}", "toy.yaml, line"),
+    "code in a task": (
+        "task/scale/toy_smoke.yaml",
+        lambda here: f"toy: {tagged(here)}",
+        "smoke.yaml, line",
+    ),
     "code in the root": ("config.yaml", tagged, "config.yaml, line"),
     "code in tuned settings": ("tuned/toy/co2.yaml", tagged, "co2.yaml, line 1"),
     "torn tuned settings": ("tuned/toy/co2.yaml", lambda _: "co2: {tau:", "tuned=true"),
@@ -214,8 +218,8 @@ CONFIGURATIONS: dict[str, tuple[str, Callable[[Path], str], str]] = {
         "co2._target_=os.mkdir",
     ),
     "a target in a task": (
-        "task/toy.yaml",
-        lambda here: (train.APP.conf / "task/toy.yaml").read_text() + "  _target_: os.mkdir\n",
+        "task/scale/toy_smoke.yaml",
+        lambda _: "# @package _global_\ntoy: {_target_: os.mkdir}",
         "toy._target_=os.mkdir",
     ),
 }
