@@ -267,7 +267,7 @@ class MeshConfig:
     strategy: Strategy = Strategy.ddp
     """What the workers of a replica share (co2/train/replica.py). ddp: gradients. zero1: also the
     inner optimizer's state. zero2: gradients, state and, between steps, weights. zero3: also the
-    weights within a step."""
+    weights within a step. ep: as ddp, and each worker has its part of the experts."""
     sync_batch_norm: bool = False
     """Whether batch norm takes its statistics over the workers of a replica, which then wait for
     each other in every such layer; on GPUs only."""

@@ -67,11 +67,11 @@ class App:
 
     def config(self, overrides: Sequence[str]) -> Config:
         """The run that these overrides stand for. Raises `ConfigError`; writes nothing."""
-        return self.validate(composed(self.conf, "config", overrides), list(overrides))
+        return self.validate(composed(self.conf, overrides), list(overrides))
 
     def planned(self, overrides: Sequence[str]) -> Config:
         """The same on GPUs that need not be here."""
-        return self.validate(composed(self.conf, "config", overrides), list(overrides), True)
+        return self.validate(composed(self.conf, overrides), list(overrides), True)
 
     def validate(self, values: Values, overrides: list[str], planned: bool = False) -> Config:
         """The composed configuration as a checked run; where it is `planned`, as if every worker
@@ -214,7 +214,7 @@ class App:
             if not {"-h", "--help"}.isdisjoint(line.flags):
                 print(self.help(line.overrides))
                 return 0
-            configs = preflight(self.conf, "config", argv, self.check)
+            configs = preflight(self.conf, argv, self.check)
             origin = Origin(shlex.join(["train.py", *argv]))
             if line.flags or line.hydra_runs:
                 sys.argv[1:] = argv = list(map(quoted, argv))  # where hydra.main reads it
@@ -228,7 +228,7 @@ class App:
 
     def help(self, overrides: Sequence[str]) -> str:
         """What `--help` prints for these overrides. Raises `ConfigError`."""
-        values, methods = composed(self.conf, "config", overrides), peers.known_methods()
+        values, methods = composed(self.conf, overrides), peers.known_methods()
         task, method = values["task"], values["method"]
         own = {task: schema(self.tasks[task]), method: schema(methods[method])}
         scales = [path.stem for path in (self.conf / "scale").glob("*.yaml")]

@@ -131,15 +131,12 @@ def offer(groups: Mapping[str, Mapping[str, type]]) -> None:
 
 
 def preflight(
-    folder: Path,
-    name: str,
-    arguments: Sequence[str],
-    check: Callable[[Values, list[str]], Checked],
+    folder: Path, arguments: Sequence[str], check: Callable[[Values, list[str]], Checked]
 ) -> list[Checked]:
     """Compose every run that the command line asks for, and `check(values, overrides)` each.
 
     Args:
-        folder, name: of Hydra's configuration.
+        folder: of Hydra's configuration.
         arguments: the command line, without the program.
         check: raises `ConfigError` for a run that must not start.
     Returns:
@@ -153,16 +150,13 @@ def preflight(
     _check_plugins(line.overrides, line.sweep)
     runs = jobs(line.overrides) if line.sweep else [list(line.overrides)]
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-        return [
-            check(_compose(folder, name, overrides), _without_hydra(overrides))
-            for overrides in runs
-        ]
+        return [check(_compose(folder, overrides), _without_hydra(overrides)) for overrides in runs]
 
 
-def composed(folder: Path, name: str, overrides: Sequence[str]) -> Values:
+def composed(folder: Path, overrides: Sequence[str]) -> Values:
     """The configuration of one run. Raises `ConfigError`."""
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-        return _compose(folder, name, overrides)
+        return _compose(folder, overrides)
 
 
 def quoted(override: str) -> str:
@@ -291,10 +285,11 @@ def _in_quotes(key: str, value: str) -> str:
     return shlex.quote(word) if set(word) & set('"$`\\') else f'"{word}"'
 
 
-def _compose(folder: Path, name: str, overrides: Sequence[str]) -> Values:
+def _compose(folder: Path, overrides: Sequence[str]) -> Values:
     """What Hydra composes of the groups' options, in which then the values are set in their order,
     as Hydra does it. Keys that no schema has pass: `typed` knows them all. Raises `ConfigError`."""
-    options, values = [], []
+    options: list[str] = []
+    values: list[Override] = []
     for override in _parsed(overrides):
         key, value = override.key_or_group, override.value()
         require(not override.is_delete(), key, "", "is needed; give it another value")
@@ -304,10 +299,13 @@ def _compose(folder: Path, name: str, overrides: Sequence[str]) -> Values:
         if key in _GROUPS and not (isinstance(value, str) and value.isidentifier()):
             known = GlobalHydra.instance().config_loader().get_group_options(key)
             raise ConfigError(key, text, nearest(text, known))
-        group = key in _GROUPS or "/" in key or override.package or _of_hydra(override.input_line)
-        (options if group else values).append(override)
+        line = str(override.input_line)
+        if key in _GROUPS or "/" in key or override.package or _of_hydra(line):
+            options.append(line)
+        else:
+            values.append(override)
     try:
-        config = copy.deepcopy(_chosen(folder, name, tuple(o.input_line for o in options)))
+        config = copy.deepcopy(_chosen(folder, tuple(options)))
         for override in values:
             OmegaConf.update(config, override.key_or_group, override.value(), force_add=True)
     except (*HYDRA_ERRORS, ValueError) as error:
@@ -318,6 +316,6 @@ def _compose(folder: Path, name: str, overrides: Sequence[str]) -> Values:
 
 
 @lru_cache(maxsize=64)
-def _chosen(folder: Path, name: str, options: tuple[str, ...]) -> DictConfig:
+def _chosen(folder: Path, options: tuple[str, ...]) -> DictConfig:
     """What Hydra composes of these options of groups, which takes it a tenth of a second."""
-    return compose(name, list(options))
+    return compose("config", list(options))

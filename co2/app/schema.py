@@ -115,8 +115,8 @@ def _unknown(name: str, known: Mapping[str, list[str]]) -> str:
     return f"{where}; {nearest(name, own)}" if own else f"{node} has no keys"
 
 
-def _node(name: str, kind: type, values: Any) -> object:
-    """A group of keys as its dataclass, which checks ranges."""
+def _node(name: str, kind: type, values: Any) -> Any:
+    """A group of keys as its dataclass, which checks ranges. `Any`: of this `kind`."""
     require(isinstance(values, dict), name, _short(values), "must be a group of keys")
     hints = typing.get_type_hints(kind)
     made = {key: _value(f"{name}.{key}", value, hints[key]) for key, value in values.items()}
@@ -126,18 +126,19 @@ def _node(name: str, kind: type, values: Any) -> object:
         raise error.under(name) from None
 
 
-def _value(name: str, value: object, kind: object) -> object:
-    """A value as a field of this type holds it: an enum by its value, 1 as a float.
+def _value(name: str, value: object, kind: Any) -> Any:
+    """A value as a field of this type holds it. `Any`: the type may be a union, as the value's is.
 
     As JSON pydantic takes it strictly and yet as YAML is meant: enums are given by value, tuples as
-    lists. YAML and Hydra read a bare 12 as a number, which may be a folder's name or a tag.
+    lists, and 1 is a float where a float is due. YAML and Hydra read a bare 12 as a number, which
+    may be a folder's name or a tag.
     """
     if isinstance(value, int | float) and kind in (str, str | None):
         value = str(value)
     huge = isinstance(value, int) and abs(value) >= 2**63
     require(not huge, name, _short(value), "must be a whole number below 2⁶³")
     try:
-        return TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
+        return TypeAdapter(kind).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError:
         names = "; python train.py --help has the names" if " name" in words(kind) else ""
         raise ConfigError(name, _short(value), f"must be {words(kind)}{names}") from None

@@ -338,7 +338,7 @@ def refusal(arguments: str) -> str:
     task = [] if any(word.startswith("task=") for word in words) else ["task=toy"]
     others = [word for word in words if not word.startswith("-")]
     with pytest.raises(ConfigError) as caught:
-        preflight(train.APP.conf, "config", [*flags, *task, *others], train.APP.check)
+        preflight(train.APP.conf, [*flags, *task, *others], train.APP.check)
     return str(caught.value)
 
 
@@ -446,14 +446,14 @@ def test_good_command_lines_pass(empty: Path) -> None:
         "--cfg job",
     ):
         words = arguments.split()
-        preflight(train.APP.conf, "config", sorted(["task=toy", *words]), train.APP.check)
+        preflight(train.APP.conf, sorted(["task=toy", *words]), train.APP.check)
 
 
 def test_flags_amid_the_overrides(empty: Path) -> None:
     """Hydra would not read the rest."""
     words = ["task=toy", "-m", "co2.tau=1,3"]
     with pytest.raises(ConfigError, match="flags such as -m stand before the overrides"):
-        preflight(train.APP.conf, "config", words, train.APP.check)
+        preflight(train.APP.conf, words, train.APP.check)
 
 
 @pytest.mark.parametrize(

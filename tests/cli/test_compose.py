@@ -37,7 +37,7 @@ def test_it_is_what_hydra_composes(overrides: list[str]) -> None:
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
         expected = plain(compose("config", overrides))
     for _ in range(2):
-        found = composed(CONF, "config", overrides)
+        found = composed(CONF, overrides)
         assert found == expected
         assert list(found) == list(expected)
         found["train"]["steps"] = -1  # whoever changes it changes no other's
@@ -45,7 +45,7 @@ def test_it_is_what_hydra_composes(overrides: list[str]) -> None:
 
 @pytest.mark.parametrize("method", known_methods())
 def test_defaults_are_those_of_the_dataclasses(method: str) -> None:
-    found = composed(CONF, "config", ["task=toy", f"method={method}"])
+    found = composed(CONF, ["task=toy", f"method={method}"])
     schemas = {**NODES, "toy": TASKS["toy"].Config, method: known_methods()[method].Config}
     recipe = yaml.safe_load((CONF / "task" / "scale" / "toy_smoke.yaml").read_text())
     recipe["data"] = yaml.safe_load((CONF / "scale" / "smoke.yaml").read_text())["data"]
@@ -69,7 +69,7 @@ def test_defaults_are_those_of_the_dataclasses(method: str) -> None:
 def test_what_is_wrong_is_said_both_times(word: str, line: str) -> None:
     for _ in range(2):
         with pytest.raises(ConfigError, match=line):
-            composed(CONF, "config", ["task=toy", word])
+            composed(CONF, ["task=toy", word])
 
 
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

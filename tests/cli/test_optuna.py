@@ -94,7 +94,7 @@ def test_what_a_search_makes_small() -> None:
 def test_the_ends_are_checked_before_anything_starts(value: str) -> None:
     words = ["-m", *TOY, "method=co2", SWEEPER, f"co2.outer_momentum={value}"]
     with pytest.raises(ConfigError, match=r"co2\.outer_momentum=(1|1\.0|1\.5): "):
-        preflight(train.APP.conf, "config", words, train.APP.validate)
+        preflight(train.APP.conf, words, train.APP.validate)
 
 
 def test_an_interval_is_for_a_search() -> None:
@@ -108,13 +108,13 @@ def test_an_interval_is_for_a_search() -> None:
 
 def test_only_for_sweeps() -> None:
     with pytest.raises(ConfigError, match=r"sweeper=optuna: .*add -m"):
-        preflight(train.APP.conf, "config", [*TOY, SWEEPER], lambda *job: None)
+        preflight(train.APP.conf, [*TOY, SWEEPER], lambda *job: None)
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("co2.app.compose.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"sweeper=optuna: .*\.\[optuna\]"):
-        preflight(train.APP.conf, "config", ["-m", *TOY, SWEEPER], lambda *job: None)
+        preflight(train.APP.conf, ["-m", *TOY, SWEEPER], lambda *job: None)
 
 
 def finished(task: str, final: dict[str, float | None]) -> Summary:
