@@ -141,8 +141,9 @@ class OptimConfig:
     weight_decay: float = 0.0
     """Decay of matrices. Parameters of one dimension, such as biases and norms, do not decay."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Of AdamW, also of the one beside Muon; so is `eps`."""
+    """Of AdamW, also of the one beside Muon."""
     eps: float = 1e-8
+    """Of AdamW: what its denominator has at least."""
     momentum: float = 0.9
     """Momentum of SGD. AdamW has none, and Muon's is 0.95 in Nesterov's form, its authors'."""
     nesterov: bool = False
@@ -206,8 +207,8 @@ class OptimConfig:
 @dataclass
 class LaunchConfig:
     workers: int = 2
-    """Local workers that train.py starts; null in conf/ stands for one on each GPU, or 2 without
-    GPUs. Under torchrun or srun, the number that those start counts."""
+    """Local workers that train.py starts; null stands for one on each GPU, or 2 without GPUs. Under
+    torchrun or srun, the number that those start counts."""
     backend: str = "auto"
     """auto trains on GPUs under nccl where every local worker has a GPU of its own; with
     comm.device=cpu, on GPUs under gloo where there is any; otherwise on the CPU under gloo. gloo
@@ -266,7 +267,7 @@ class MeshConfig:
     strategy: Strategy = Strategy.ddp
     """What the workers of a replica share (co2/train/replica.py). ddp: gradients. zero1: also the
     inner optimizer's state. zero2: gradients, state and, between steps, weights. zero3: also the
-    weights within a step."""
+    weights within a step. ep: as ddp, and each worker has its part of the experts."""
     sync_batch_norm: bool = False
     """Whether batch norm takes its statistics over the workers of a replica, which then wait for
     each other in every such layer; on GPUs only."""
@@ -367,10 +368,13 @@ class Config:
     """Folder of a finished run, from whose consensus this run starts, or of an exported model; null
     starts from new weights."""
     resume: Resume = Resume.auto
+    """auto goes on from the newest good checkpoint of the run's folder. never trains afresh and
+    puts what is there aside."""
     trace: bool = False
     """Whether every worker writes a Chrome trace of some rounds: see co2/record/trace.py."""
     tag: str = "default"
-    """Name of this variant, a part of its folder's path."""
+    """Name of this variant, a part of its folder's path; null stands for the overrides that
+    matter."""
     runs: str = "results/runs"
     """Folder of all runs. This run's is `<task>/<method>/<tag>/seed<k>` in it."""
 

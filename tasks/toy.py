@@ -44,7 +44,9 @@ class Toy:
         samples: int = 512
         """Number of samples in the training set, and in the validation set."""
         features: int = 16
+        """Numbers of a sample."""
         hidden: int = 32
+        """Width of the hidden layer."""
         delay_s: float = 0.0
         """Seconds by which the loss of each training step is delayed, for tests that kill a run."""
         late_s: float = 0.0

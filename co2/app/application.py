@@ -24,12 +24,14 @@ from co2.app.compose import (
     command_line,
     composed,
     key_of,
+    offer,
     plain,
     preflight,
     quoted,
     refusal,
 )
-from co2.app.schema import typed
+from co2.app.help import help_text
+from co2.app.schema import schema, typed
 from co2.app.tuned import with_tuned
 from co2.config import Config, Resume
 from co2.errors import DIVERGED, STOPPED, ConfigError, require, unusable
@@ -60,13 +62,16 @@ class App:
     conf: Path
     tasks: Mapping[str, type[Task]]
 
+    def __post_init__(self) -> None:
+        offer({"task": self.tasks, "method": peers.known_methods()})
+
     def config(self, overrides: Sequence[str]) -> Config:
         """The run that these overrides stand for. Raises `ConfigError`; writes nothing."""
-        return self.validate(composed(self.conf, "config", overrides), list(overrides))
+        return self.validate(composed(self.conf, overrides), list(overrides))
 
     def planned(self, overrides: Sequence[str]) -> Config:
         """The same on GPUs that need not be here."""
-        return self.validate(composed(self.conf, "config", overrides), list(overrides), True)
+        return self.validate(composed(self.conf, overrides), list(overrides), True)
 
     def validate(self, values: Values, overrides: list[str], planned: bool = False) -> Config:
         """The composed configuration as a checked run; where it is `planned`, as if every worker
@@ -206,7 +211,10 @@ class App:
             if "--version" in line.flags:  # Hydra would print its own
                 print(program.version())
                 return 0
-            configs = preflight(self.conf, "config", argv, self.check)
+            if not {"-h", "--help"}.isdisjoint(line.flags):
+                print(self.help(line.overrides))
+                return 0
+            configs = preflight(self.conf, argv, self.check)
             origin = Origin(shlex.join(["train.py", *argv]))
             if line.flags or line.hydra_runs:
                 sys.argv[1:] = argv = list(map(quoted, argv))  # where hydra.main reads it
@@ -217,6 +225,14 @@ class App:
             return launch.refuse(error)
         except HYDRA_ERRORS as error:
             return launch.refuse(refusal(error))
+
+    def help(self, overrides: Sequence[str]) -> str:
+        """What `--help` prints for these overrides. Raises `ConfigError`."""
+        values, methods = composed(self.conf, overrides), peers.known_methods()
+        task, method = values["task"], values["method"]
+        own = {task: schema(self.tasks[task]), method: schema(methods[method])}
+        scales = [path.stem for path in (self.conf / "scale").glob("*.yaml")]
+        return help_text(values, {"task": self.tasks, "method": methods, "scale": scales}, own)
 
     def check(self, values: Values, overrides: list[str]) -> Config:
         """As `validate`, and makes and checks the data. Raises `ConfigError`."""

@@ -4,14 +4,14 @@ Only Hydra's public interface is used: its Compose API, `hydra.core` and `hydra.
 raises leaves this module as a `ConfigError`.
 """
 
-import argparse
 import contextlib
 import copy
+import dataclasses
 import itertools
 import re
 import shlex
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -20,15 +20,18 @@ from typing import Any, TypeVar
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep
+from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from co2.app.schema import RENAMED, unknown
+from co2.app.schema import PLAIN, schema
+from co2.config import NODES, Config
 from co2.errors import ConfigError, first_line, nearest, require
+from co2.record.folder import plain_values
 
 Checked = TypeVar("Checked")
 Values = dict[str, Any]
@@ -48,7 +51,8 @@ _ASKS = (
 )
 """Flags that Hydra answers itself. With its others it reads a configuration, or a pickle, from
 elsewhere."""
-_PLAIN_KEY = re.compile(r"(?!hydra\b)\w+(\.\w+)*")
+_SWEEP = ("-m", "--multirun")
+_RUN = ("-r", "--run")  # what happens without it, too
 _OF_HYDRA = ("launcher", "sweeper", "sweep", "run", "job", "verbose")
 """Groups of Hydra's own options that a command line may set. Its others name code: callbacks,
 handlers of logs, search paths."""
@@ -80,18 +84,14 @@ def command_line(arguments: Sequence[str]) -> CommandLine:
     """
     for word in arguments:
         _require_harmless(word)
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("-m", "--multirun", action="store_true")
-    parser.add_argument("-r", "--run", action="store_true")  # what happens without it, too
-    known, others = parser.parse_known_args(list(arguments))
-    flags = tuple(word for word in others if word.startswith("-"))
-    if flags:
-        return CommandLine((), known.multirun, flags)
-    if others:
-        first = arguments.index(others[0])
-        together = list(arguments[first : first + len(others)]) == others
-        require(together, "command line", "", "flags such as -m stand before the overrides")
-    return CommandLine(tuple(others), known.multirun, ())
+    flags = tuple(word for word in arguments if word.startswith("-"))
+    words = tuple(word for word in arguments if not word.startswith("-"))
+    asks = tuple(flag for flag in flags if flag not in (*_SWEEP, *_RUN))
+    first = arguments.index(words[0]) if words else 0
+    together = tuple(arguments[first : first + len(words)]) == words
+    hint = "flags such as -m stand before the overrides"
+    require(together or asks != (), "command line", "", hint)
+    return CommandLine(words, not {*_SWEEP}.isdisjoint(flags), asks)
 
 
 def _require_harmless(word: str) -> None:
@@ -102,7 +102,7 @@ def _require_harmless(word: str) -> None:
     except UnicodeEncodeError:
         raise ConfigError(key, value, "is no UTF-8 text") from None
     if word.startswith("-"):
-        good = key in (*_ASKS, "-m", "--multirun", "-r", "--run")
+        good = key in (*_ASKS, *_SWEEP, *_RUN)
         hint = (
             "no such flag; a configuration is read from conf/ only, and keys are given as key=value"
         )
@@ -117,16 +117,26 @@ def _require_harmless(word: str) -> None:
     require("${now:" not in word or within is not None, key, value, hint)
 
 
+def offer(groups: Mapping[str, Mapping[str, type]]) -> None:
+    """Give Hydra what the dataclasses say: every key of conf/config.yaml with its default, and the
+    options of the groups `task` and `method`, which are classes with a `Config`."""
+    known = ConfigStore.instance()
+    fields = [own for own in dataclasses.fields(Config) if own.name in PLAIN]
+    keys = {own.name: own.default for own in fields if own.default is not dataclasses.MISSING}
+    known.store("keys", plain_values(keys | {node: kind() for node, kind in NODES.items()}))
+    for group, options in groups.items():
+        for name, kind in options.items():
+            values = plain_values({group: name, name: schema(kind)()})
+            known.store(name, values, group=group, package="_global_")
+
+
 def preflight(
-    folder: Path,
-    name: str,
-    arguments: Sequence[str],
-    check: Callable[[Values, list[str]], Checked],
+    folder: Path, arguments: Sequence[str], check: Callable[[Values, list[str]], Checked]
 ) -> list[Checked]:
     """Compose every run that the command line asks for, and `check(values, overrides)` each.
 
     Args:
-        folder, name: of Hydra's configuration.
+        folder: of Hydra's configuration.
         arguments: the command line, without the program.
         check: raises `ConfigError` for a run that must not start.
     Returns:
@@ -138,17 +148,15 @@ def preflight(
     if line.flags:
         return []
     _check_plugins(line.overrides, line.sweep)
+    runs = jobs(line.overrides) if line.sweep else [list(line.overrides)]
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-        return [
-            check(_compose(folder, name, overrides), _without_hydra(overrides))
-            for overrides in jobs(line.overrides, line.sweep)
-        ]
+        return [check(_compose(folder, overrides), _without_hydra(overrides)) for overrides in runs]
 
 
-def composed(folder: Path, name: str, overrides: Sequence[str]) -> Values:
+def composed(folder: Path, overrides: Sequence[str]) -> Values:
     """The configuration of one run. Raises `ConfigError`."""
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-        return _compose(folder, name, list(overrides))
+        return _compose(folder, overrides)
 
 
 def quoted(override: str) -> str:
@@ -222,38 +230,32 @@ def _check_plugins(overrides: Sequence[str], multirun: bool) -> None:
             warnings.filterwarnings("ignore", message=r"(?s).*validated against ConfigStore schema")
 
 
-def jobs(overrides: Sequence[str], multirun: bool) -> Iterator[list[str]]:
-    """The overrides of every run: in a sweep, all combinations of its values.
+def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
+    """The overrides of every run of a sweep: all combinations of its values.
 
     Of an interval, in which only optuna's sweeper chooses, the two ends stand for all values.
-
-    Raises:
-        ConfigError: for what Hydra cannot read, and for several values without a sweep.
+    Raises `ConfigError` for what Hydra cannot read.
     """
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except OverrideParseException as error:
-        raise _unreadable_override(error.override, overrides) from None
     choices = []
-    for override in parsed:
-        if override.is_sweep_override():
-            key = override.get_key_element()
-            if not multirun:
-                raise ConfigError(
-                    key, override.get_value_string(), "several values; add -m for a sweep"
-                )
-            if override.is_interval_sweep():
-                hint = f"an interval needs {_OPTUNA}"
-                require(_OPTUNA in overrides, key, override.get_value_string(), hint)
-                span = override.value()
-                assert isinstance(span, IntervalSweep)
-                choices.append([f"{key}={span.start}", f"{key}={span.end}"])
-                continue
+    for override in _parsed(overrides):
+        key, value = override.get_key_element(), override.value()
+        if isinstance(value, IntervalSweep):
+            hint = f"an interval needs {_OPTUNA}"
+            require(_OPTUNA in overrides, key, override.get_value_string(), hint)
+            choices.append([f"{key}={value.start}", f"{key}={value.end}"])
+        elif override.is_sweep_override():
             choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
         else:
             choices.append([str(override.input_line)])
-    for job in itertools.product(*choices):
-        yield list(job)
+    yield from map(list, itertools.product(*choices))
+
+
+def _parsed(overrides: Sequence[str]) -> list[Override]:
+    """The overrides as Hydra reads them. Raises `ConfigError`."""
+    try:
+        return OverridesParser.create().parse_overrides(list(map(quoted, overrides)))
+    except OverrideParseException as error:
+        raise _unreadable_override(error.override, overrides) from None
 
 
 def _unreadable_override(override: str, overrides: Sequence[str]) -> ConfigError:
@@ -283,109 +285,37 @@ def _in_quotes(key: str, value: str) -> str:
     return shlex.quote(word) if set(word) & set('"$`\\') else f'"{word}"'
 
 
-def _compose(folder: Path, name: str, overrides: list[str]) -> Values:
-    overrides = [quoted(override) for override in overrides]
+def _compose(folder: Path, overrides: Sequence[str]) -> Values:
+    """What Hydra composes of the groups' options, in which then the values are set in their order,
+    as Hydra does it. Keys that no schema has pass: `typed` knows them all. Raises `ConfigError`."""
+    options: list[str] = []
+    values: list[Override] = []
+    for override in _parsed(overrides):
+        key, value = override.key_or_group, override.value()
+        require(not override.is_delete(), key, "", "is needed; give it another value")
+        text = override.get_value_string()
+        require(key != "", key, text, "a key is missing before the =")
+        require(not override.is_sweep_override(), key, text, "several values; add -m for a sweep")
+        if key in _GROUPS and not (isinstance(value, str) and value.isidentifier()):
+            known = GlobalHydra.instance().config_loader().get_group_options(key)
+            raise ConfigError(key, text, nearest(text, known))
+        line = str(override.input_line)
+        if key in _GROUPS or "/" in key or override.package or _of_hydra(line):
+            options.append(line)
+        else:
+            values.append(override)
     try:
-        config = _with_values(folder, name, overrides)
-    except MissingConfigException as error:
+        config = copy.deepcopy(_chosen(folder, tuple(options)))
+        for override in values:
+            OmegaConf.update(config, override.key_or_group, override.value(), force_add=True)
+    except (*HYDRA_ERRORS, ValueError) as error:
         raise refusal(error) from None
-    except HYDRA_ERRORS as error:
-        raise _unknown_key(name, overrides, error) from None
     except yaml.YAMLError as error:
         raise unreadable("configuration", "", error) from None
-    except ValueError as error:  # Hydra, where a group is given something that is no option
-        for override in overrides:
-            key, _, value = override.partition("=")
-            if not key:
-                raise ConfigError(key, value, "a key is missing before the =") from None
-            if key in _GROUPS and (value == "null" or not value.isidentifier()):
-                options = GlobalHydra.instance().config_loader().get_group_options(key)
-                hint = f"must be one of {', '.join(options)}"
-                raise ConfigError(key, value, hint) from None
-        raise refusal(error) from None
     return plain(config)
 
 
-def _with_values(folder: Path, name: str, overrides: list[str]) -> DictConfig:
-    """What Hydra composes, in a seventh of its time where an earlier run had the same options of
-    groups. As Hydra does, the values are set in their order once the groups are composed."""
-    options: list[str] = []
-    values: list[str] = []
-    for override in overrides:
-        key = override.partition("=")[0]
-        if not _PLAIN_KEY.fullmatch(key):
-            return compose(name, overrides)
-        (options if (folder / key).is_dir() else values).append(override)
-    try:
-        parsed = OverridesParser.create().parse_overrides(values)
-        if not any(value.is_sweep_override() for value in parsed):
-            config = copy.deepcopy(_chosen(folder, _dates(folder), name, tuple(options)))
-            for value in parsed:
-                OmegaConf.update(config, value.key_or_group, value.value(), merge=True)
-            return config
-    except HYDRA_ERRORS:
-        pass  # Hydra's own message names what is wrong
-    return compose(name, overrides)
-
-
 @lru_cache(maxsize=64)
-def _chosen(
-    folder: Path, dates: frozenset[tuple[str, int]], name: str, options: tuple[str, ...]
-) -> DictConfig:
-    """What Hydra composes of these options of groups, in files of these dates."""
-    return compose(name, list(options))
-
-
-def _dates(folder: Path) -> frozenset[tuple[str, int]]:
-    """Every file of a configuration and when it was written, in nanoseconds."""
-    return frozenset((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*.yaml"))
-
-
-def _unknown_key(name: str, overrides: list[str], error: Exception) -> ConfigError:
-    """An override of a key that is not there, with the nearest one that is."""
-    text = str(error)
-    found = re.search(
-        r"Could not (?:override|append to config|delete from config).*?'([\w./@+~-]+)", text
-    )
-    if not found:
-        return refusal(error)
-    key = found.group(1).partition("=")[0].lstrip("+~")
-    value = next(
-        (o.partition("=")[2] for o in overrides if o.lstrip("+~").partition("=")[0] == key), ""
-    )
-    if key in RENAMED:
-        return ConfigError(key, value, unknown(key, ()))
-    groups = [
-        o
-        for o in overrides
-        if "." not in o.partition("=")[0] and o.lstrip("+~") != f"{key}={value}"
-    ]
-    try:
-        known = _leaves(compose(name, groups))
-    except HYDRA_ERRORS:
-        return ConfigError(key, value, first_line(error))
-    node, _, last = key.rpartition(".")
-    nodes = {leaf.partition(".")[0] for leaf in known}
-    same = sorted(leaf for leaf in known if leaf.rpartition(".")[2] == last)
-    own = [leaf for leaf in known if leaf.startswith(f"{node}.")]
-    if same:
-        hint = "did you mean " + " or ".join(same) + "?"
-    elif node in nodes:
-        hint = nearest(key, own) if own else f"{node} has no keys"
-    else:
-        hint = nearest(key, nodes)
-    where = f"there is no {node} here; " if node and node not in nodes else "unknown key; "
-    return ConfigError(key, value, where + hint)
-
-
-def _leaves(config: DictConfig) -> set[str]:
-    """The full names of all keys."""
-
-    def walk(values: object, path: str) -> Iterator[str]:
-        if isinstance(values, dict) and values:
-            for key, value in values.items():
-                yield from walk(value, f"{path}.{key}" if path else str(key))
-        else:
-            yield path
-
-    return set(walk(OmegaConf.to_container(config), ""))
+def _chosen(folder: Path, options: tuple[str, ...]) -> DictConfig:
+    """What Hydra composes of these options of groups, which takes it a tenth of a second."""
+    return compose("config", list(options))

@@ -10,10 +10,10 @@ import yaml
 from torch import nn
 
 from co2.app.schema import typed
-from co2.config import NODES, Config
+from co2.config import Config
 from co2.errors import ConfigError, nearest, require
 from co2.peers import known_methods
-from co2.record.folder import changed_data, completed
+from co2.record.folder import changed_data, without_gone
 from co2.record.metrics import Summary
 from co2.task import Task
 from co2.train import weights
@@ -82,26 +82,15 @@ def opened(tasks: Mapping[str, type[Task]], given: str) -> Finished:
     assert summary is not None, "its file is there"
     hint = f"is a run of task={name}; {nearest(name, tasks)}"
     require(name in tasks, KEY, given, hint)
-    config = _config(tasks, values, name, given)
+    try:
+        config = typed(without_gone(values), known_methods(), tasks)
+    except ConfigError as error:
+        hint = f"its config.yaml does not fit this version of the suite: {error}"
+        raise ConfigError(KEY, given, hint) from None
     task = tasks[name](config.task_config, config.train, config.optim, config.data)
     _open_data(task, data, given)
     settings = values.get(name, {})
     return Finished(folder, given, config, settings, command, commit, data, summary, task)
-
-
-def _config(
-    tasks: Mapping[str, type[Task]], values: Mapping[str, Any], task: str, given: str
-) -> Config:
-    """The run's configuration. One of an older version has the defaults of newer keys."""
-    methods = known_methods()
-    chosen = [kind for name, kind in methods.items() if name == values.get("method")]
-    kinds: dict[str, Any] = {task: tasks[task].Config}
-    kinds |= {str(values["method"]): kind.Config for kind in chosen}
-    try:
-        return typed(completed(values, NODES | kinds), methods, tasks)
-    except ConfigError as error:
-        hint = f"its config.yaml does not fit this version of the suite: {error}"
-        raise ConfigError(KEY, given, hint) from None
 
 
 def _open_data(task: Task, then: Mapping[str, Any], given: str) -> None:

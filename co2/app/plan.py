@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from co2.app.compose import command_line, jobs
+from co2.app.compose import command_line
 from co2.arguments import Parser
 from co2.config import Config, Precision
 from co2.errors import ConfigError, require, unusable
@@ -415,7 +415,7 @@ def main(make: Make, make_task: Callable[[Config], Task], argv: Sequence[str]) -
         gpus = None if options.gpus is None else whole("--gpus", options.gpus, 2**20)
         line = command_line(words)
         require(not line.flags, "flag", " ".join(line.flags), "is of train.py; see --help")
-        (overrides,) = jobs(line.overrides, multirun=False)
+        overrides = list(line.overrides)
 
         def planned(words: Sequence[str], gpus: int | None = gpus) -> Need:
             planner = Planner(make, make_task, words, gpu.usable_bytes)

@@ -18,7 +18,7 @@ def sweep_job(index: str, overrides: list[str]) -> list[str]:
     Raises:
         ConfigError: for overrides that cannot be read, or an index that no combination has.
     """
-    all_jobs = list(jobs(overrides, multirun=True))
+    all_jobs = list(jobs(overrides))
     if not index.isdigit() or int(index) >= len(all_jobs):
         last = len(all_jobs) - 1
         hint = f"the sweep has the jobs 0 to {last}: sbatch --array=0-{last} …"

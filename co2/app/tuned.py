@@ -1,9 +1,9 @@
 """`tuned=true`: the settings that won in `python -m recipes tune TASK METHOD`.
 
-They lie in conf/tuned/<task>/<method>.yaml, win over conf/method and conf/scale, and lose to what
-the user gives. What a comparison is about is not tuned: τ, and whether moments are averaged too,
-which is three times the bytes. Where these are not conf's own, or the scale is not smoke, the name
-of the file says so: co2_tau48_average_moments_paper.yaml.
+They lie in conf/tuned/<task>/<method>.yaml, win over defaults and recipes, and lose to what the
+user gives. What a comparison is about is not tuned: τ, and whether moments are averaged too, which
+is three times the bytes. Where these are not the defaults, or the scale is not smoke, the name of
+the file says so: co2_tau48_average_moments_paper.yaml.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,15 @@ from pathlib import Path
 import yaml
 from omegaconf import OmegaConf
 
-from co2.app.compose import Values, unreadable
+from co2.app.compose import Values, key_of, unreadable
 from co2.errors import require
+from co2.peers import known_methods
 from co2.program import python
 
 Settings = dict[str, object]
 """By full name, as on the command line: `co2.outer_lr` → 0.7."""
 Node = Mapping[str, object]
-"""The method's settings by key, as composed. A key that it lacks has conf's own value."""
+"""The method's settings by key, as composed. A key that it lacks has its default."""
 MOMENTS = "average_moments"
 
 
@@ -39,28 +40,24 @@ def with_tuned(
         ConfigError: if nothing has been tuned for this task, method, τ, moments and scale.
     """
     own = {key: value for key, value in values.items() if key != "tuned"}
-    given = [word for word in overrides if word.lstrip("+~").partition("=")[0] != "tuned"]
+    given = tuple(word for word in overrides if key_of(word) != "tuned")
     if not values.get("tuned"):
-        return own, tuple(given)
+        return own, given
     task, method, scale = (str(values[key]) for key in ("task", "method", "scale"))
     settings = tuned_settings(conf, task, method, scale, _dict(values.get(method)))
-    keys = {word.lstrip("+~").partition("=")[0] for word in given}
-    left = {
-        name: value
-        for name, value in settings.items()
-        if name not in keys and name.partition(".")[0] not in keys
-    }
-    for name, value in left.items():
+    keys, words = {key_of(word) for word in given}, []
+    for name, value in settings.items():
         node, _, key = name.partition(".")
-        own[node] = {**_dict(own.get(node)), key: value}
-    words = [f"{name}={value}" for name, value in left.items()]
+        if keys.isdisjoint((name, node)):
+            own[node] = {**_dict(own.get(node)), key: value}
+            words.append(f"{name}={value}")
     return own, (*words, *given, "settings=tuned")
 
 
 def tuned_settings(conf: Path, task: str, method: str, scale: str, node: Node) -> Settings:
     """What won for this task and method. Raises `ConfigError` if nothing has been tuned."""
     path = tuned_file(conf, task, method, scale, node)
-    command = f"{python()} {tune_command(conf, task, method, scale, node)}"
+    command = f"{python()} {tune_command(task, method, scale, node)}"
     hint = (
         f"task={task} method={method} has no {path.name} in conf/tuned/{task}; make it: {command}"
     )
@@ -78,7 +75,7 @@ def tuned_settings(conf: Path, task: str, method: str, scale: str, node: Node) -
 
 def tuned_file(conf: Path, task: str, method: str, scale: str, node: Node) -> Path:
     """Where the settings of a task and method lie, whether or not there are any."""
-    tau, moments = _apart(conf, method, node)
+    tau, moments = _apart(method, node)
     parts = [method]
     parts += [f"tau{tau}"] if tau is not None else []
     parts += [MOMENTS] if moments else []
@@ -86,11 +83,9 @@ def tuned_file(conf: Path, task: str, method: str, scale: str, node: Node) -> Pa
     return conf / "tuned" / task / f"{'_'.join(parts)}.yaml"
 
 
-def tune_command(
-    conf: Path, task: str, method: str, scale: str, node: Node, trials: int | None = None
-) -> str:
+def tune_command(task: str, method: str, scale: str, node: Node, trials: int | None = None) -> str:
     """The command that writes this file, behind the name of a Python."""
-    tau, moments = _apart(conf, method, node)
+    tau, moments = _apart(method, node)
     words = ["-m recipes tune", task, method]
     words += [f"--tau {tau}"] if tau is not None else []
     words += ["--average-moments"] if moments else []
@@ -99,10 +94,9 @@ def tune_command(
     return " ".join(words)
 
 
-def _apart(conf: Path, method: str, node: Node) -> tuple[object, bool]:
-    """τ, or None where it is that of conf/method; and whether moments are averaged too."""
-    path = conf / "method" / f"{method}.yaml"
-    default = _dict(yaml.safe_load(path.read_text()).get(method)).get("tau")
+def _apart(method: str, node: Node) -> tuple[object, bool]:
+    """τ, or None where it is the method's default; and whether moments are averaged too."""
+    default = getattr(known_methods()[method].Config, "tau", None)
     tau = node.get("tau", default)
     return None if str(tau) == str(default) else tau, str(node.get(MOMENTS)).lower() == "true"
 

@@ -45,16 +45,17 @@ class CO2(LocalMethod):
     @dataclass
     class Config:
         tau: int | str = 12
-        """Inner steps of a round, or auto (auto_tau.py). The paper tries 1, 3, 6, 12, 24, …,
-        192."""
+        """Inner steps of a round; auto: chosen by measurement (auto_tau.py). The paper tries 1, 3,
+        6, 12, 24, …, 192."""
         outer_lr: float = 1.0
-        """α."""
+        """α, the outer learning rate."""
         outer_momentum: float = 0.2
-        """β. The paper does not say. GPT-2 at smoke scale (τ = 12, one seed) did worse with 0.5."""
+        """β, the outer momentum. The paper does not say. GPT-2 at smoke scale (τ = 12, one seed)
+        did worse with 0.5."""
         gap_penalty: str | float = "gap_aware"
-        """gap_aware | gap_aware_steady | gap_aware_elementwise | none, or a constant Λ."""
+        """Λ: gap_aware, gap_aware_steady, gap_aware_elementwise, none, or a constant."""
         clip: float | None = None
-        """φ of the outer momentum; null for none."""
+        """φ, the bound of the outer momentum; null for none."""
         clip_mode: str = "value"
         """value: every element to [−φ, φ]; norm: the whole vector to norm φ."""
         shard: bool = False

@@ -39,15 +39,16 @@ class CO2Keep(LocalMethod):
     @dataclass
     class Config:
         tau: int | str = 12
-        """Inner steps of a round, or auto (auto_tau.py)."""
+        """Inner steps of a round; auto: chosen by measurement (auto_tau.py)."""
         delay: int | None = None
         """Inner steps that a collective may take without anybody waiting, at most τ; null: τ."""
         keep_local: float = 0.5
         """κ: the share of the progress made while the mean was under way that is kept."""
         outer_momentum: float = 0.9
-        """β."""
+        """β, the outer momentum."""
         momentum_weight: float = 0.0
-        """w; with 0 the momentum is not needed, which saves a copy of the model."""
+        """w, the weight of the means' momentum; with 0 there is none, which saves a copy of the
+        model."""
         average_moments: bool = False
         """Whether the inner Adam's moments are averaged too (parts/moments.py): three times the
         bytes and four more copies."""

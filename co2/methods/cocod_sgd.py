@@ -26,7 +26,7 @@ class CoCoDSGD(LocalMethod):
     @dataclass
     class Config:
         tau: int | str = 12
-        """Inner steps of a round, or auto (auto_tau.py)."""
+        """Inner steps of a round; auto: chosen by measurement (auto_tau.py)."""
 
         def __post_init__(self) -> None:
             check_tau(self.tau)

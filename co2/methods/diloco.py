@@ -28,11 +28,11 @@ class DiLoCo(BlockingMethod):
     @dataclass
     class Config:
         tau: int | str = 12
-        """Inner steps of a round, or auto (auto_tau.py). The paper: 500."""
+        """Inner steps of a round; auto: chosen by measurement (auto_tau.py). The paper: 500."""
         outer_lr: float = 0.7
-        """α. The paper: 0.7."""
+        """α, the outer learning rate. The paper: 0.7."""
         outer_momentum: float = 0.9
-        """β. The paper: 0.9."""
+        """β, the outer momentum. The paper: 0.9."""
         comm_share: float = 0.1
         """With τ = auto: the largest share of a round's time that communication may take."""
         average_moments: bool = False

@@ -35,11 +35,11 @@ class EagerDiLoCo(LocalMethod):
     @dataclass
     class Config:
         tau: int | str = 12
-        """Inner steps of a round, or auto (auto_tau.py)."""
+        """Inner steps of a round; auto: chosen by measurement (auto_tau.py)."""
         outer_lr: float = 0.7
-        """α."""
+        """α, the outer learning rate."""
         outer_momentum: float = 0.9
-        """β."""
+        """β, the outer momentum."""
 
         def __post_init__(self) -> None:
             check_tau(self.tau)

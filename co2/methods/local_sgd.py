@@ -26,7 +26,7 @@ class LocalSGD(BlockingMethod):
     @dataclass
     class Config:
         tau: int | str = 12
-        """Inner steps of a round, or auto (auto_tau.py)."""
+        """Inner steps of a round; auto: chosen by measurement (auto_tau.py)."""
         comm_share: float = 0.1
         """With τ = auto: the largest share of a round's time that communication may take."""
 

@@ -29,11 +29,11 @@ class OverlapLocalSGD(LocalMethod):
     @dataclass
     class Config:
         tau: int | str = 12
-        """Inner steps of a round, or auto (auto_tau.py)."""
+        """Inner steps of a round; auto: chosen by measurement (auto_tau.py)."""
         pull: float = 0.6
-        """a. The paper: 0.6."""
+        """a, how far a replica is pulled to the anchor after a round. The paper: 0.6."""
         outer_momentum: float = 0.7
-        """β. The paper: 0.7."""
+        """β, the outer momentum. The paper: 0.7."""
 
         def __post_init__(self) -> None:
             check_tau(self.tau)

@@ -28,12 +28,12 @@ class SlowMo(BlockingMethod):
     @dataclass
     class Config:
         tau: int | str = 12
-        """Inner steps of a round, or auto (auto_tau.py). The paper: 12 on CIFAR-10 and 48 on
-        ImageNet."""
+        """Inner steps of a round; auto: chosen by measurement (auto_tau.py). The paper: 12 on
+        CIFAR-10 and 48 on ImageNet."""
         outer_lr: float = 1.0
-        """α. The paper: 1."""
+        """α, the outer learning rate. The paper: 1."""
         outer_momentum: float = 0.5
-        """β. The paper: 0.4 to 0.8."""
+        """β, the outer momentum. The paper: 0.4 to 0.8."""
         comm_share: float = 0.1
         """With τ = auto: the largest share of a round's time that communication may take."""
 

@@ -48,11 +48,12 @@ class SparseLoCo(BlockingMethod):
     @dataclass
     class Config:
         tau: int | str = 12
-        """Inner steps of a round, or auto (auto_tau.py). The authors' public code: 30."""
+        """Inner steps of a round; auto: chosen by measurement (auto_tau.py). The authors' public
+        code: 30."""
         density: float = 0.02
         """Share of each chunk that a replica sends. The paper: 0.01 to 0.03."""
         outer_lr: float = 1.0
-        """α."""
+        """α, the outer learning rate."""
         error_decay: float = 0.95
         """β, the share of the error that is left after a round. The authors' public code:
         0.95."""

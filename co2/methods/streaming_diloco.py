@@ -67,9 +67,9 @@ class StreamingDiLoCo(Method):
         exchange: str = "full"
         """How differences travel: full, or quantized to int8 or int4, with error feedback."""
         outer_lr: float = 0.7
-        """α."""
+        """α, the outer learning rate."""
         outer_momentum: float = 0.9
-        """β."""
+        """β, the outer momentum."""
 
         def __post_init__(self) -> None:
             require_count("tau", self.tau)

@@ -29,9 +29,9 @@ class FairscaleSlowMo(Peer):
         tau: int = 12
         """Inner steps of a round: `slowmo_frequency` and `localsgd_frequency`."""
         outer_lr: float = 1.0
-        """α: `slowmo_lr`."""
+        """α, the outer learning rate: `slowmo_lr`."""
         outer_momentum: float = 0.5
-        """β: `slowmo_momentum`."""
+        """β, the outer momentum: `slowmo_momentum`."""
 
         def __post_init__(self) -> None:
             require_count("tau", self.tau)

@@ -41,9 +41,9 @@ class TorchftDiLoCo(Peer):
         tau: int = 12
         """Inner steps of a round: `sync_every`. The paper: 500."""
         outer_lr: float = 0.7
-        """α. The paper: 0.7."""
+        """α, the outer learning rate. The paper: 0.7."""
         outer_momentum: float = 0.9
-        """β, Nesterov's. The paper: 0.9."""
+        """β, the outer momentum, Nesterov's. The paper: 0.9."""
 
         def __post_init__(self) -> None:
             require_count("tau", self.tau)

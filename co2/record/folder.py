@@ -71,9 +71,7 @@ def tag_from(overrides: Sequence[str], world: int, workers: int | None, method: 
 
 def plain(config: Config, world: int) -> dict[str, Any]:
     """The configuration as plain YAML values, with nodes named as on the command line."""
-    values = {
-        field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)
-    }
+    values = plain_values(config)
     values[config.task] = values.pop("task_config")
     values[config.method] = values.pop("method_config")
     values["launch"]["workers"] = world
@@ -106,7 +104,7 @@ def check_folder(config: Config, world: int, as_it_is: bool = False) -> None:
         return
     if not (folder / "summary.json").exists():
         _check_format(folder)
-    there = flat(_without_gone(kept_config(folder)))
+    there = flat(without_gone(kept_config(folder)))
     here = flat(plain(config, world))
     own = {config.task: type(config.task_config), config.method: type(config.method_config)}
     nodes = NODES | own
@@ -219,24 +217,7 @@ def _damaged(path: Path) -> ConfigError:
     return ConfigError("resume", "auto", hint)
 
 
-def completed(values: Mapping[str, Any], nodes: Mapping[str, type]) -> dict[str, Any]:
-    """The configuration in a run's folder, where keys that are newer than it have their defaults.
-
-    Args:
-        values: of its config.yaml. `Any`: they are as YAML holds them.
-        nodes: the schemas, by the names of their nodes.
-    """
-    whole = _without_gone(values)
-    for node, schema in nodes.items():
-        known = whole.get(node, {})
-        if isinstance(known, dict):
-            names = [field.name for field in dataclasses.fields(schema)]
-            newer = {name: _default((node, name), nodes) for name in names if name not in known}
-            whole[node] = {**known, **newer}
-    return whole
-
-
-def _without_gone(values: Mapping[str, Any]) -> dict[str, Any]:
+def without_gone(values: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration without keys that there are no longer, where they changed nothing."""
     whole = dict(values)
     for (node, name), (harmless, _) in _GONE.items():
@@ -286,7 +267,7 @@ def _default(key: tuple[str, ...], nodes: Mapping[str, type]) -> Any:
     """The default of a key of a node; None for other keys."""
     node, name = key[0], key[-1]
     known = len(key) == 2 and hasattr(nodes.get(node), name)
-    return _plain(getattr(nodes[node], name)) if known else None
+    return plain_values(getattr(nodes[node], name)) if known else None
 
 
 def read_summary(config: Config) -> Summary | None:
@@ -300,15 +281,16 @@ def read_summary(config: Config) -> Summary | None:
         raise _damaged(folder / "summary.json") from None
 
 
-def _plain(value: Any) -> Any:
+def plain_values(value: Any) -> Any:
+    """A value as YAML holds it: dataclasses are dictionaries, enums their values. `Any`: a field of
+    a schema can hold whatever its type allows."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = dataclasses.fields(value)
-        return {field.name: _plain(getattr(value, field.name)) for field in fields}
-    if isinstance(value, Enum):
-        return value.value
+        value = {own.name: getattr(value, own.name) for own in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: plain_values(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
+        return [plain_values(item) for item in value]
+    return value.value if isinstance(value, Enum) else value
 
 
 def flat(values: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:

@@ -20,7 +20,7 @@ WITH_MOMENTS = Row(
 ALL_ROWS = (*METHODS, WITH_MOMENTS)
 """Rows of the tables of losses."""
 EVERY_METHOD = tuple(Row(name, (f"method={name}",)) for name in methods.METHODS)
-"""All methods with the settings of conf/method as they are, by the names of `method=`."""
+"""All methods with their default settings, by the names of `method=`."""
 ADAM_ONLY = ("desloc", "onebit_adam", "zero_one_adam", WITH_MOMENTS.name)
 """Rows that no task with SGD can be run with."""
 LIMIT = Row("no communication", ("method=none",), limit=True)

@@ -306,7 +306,7 @@ def _conclude(search: Search, trials: int) -> bool:
     path, border = tuned_file(*place), search.proposals.at_border(best.proposal)
     at_border = f"at the border of its range: {', '.join(border)}"
     head = [
-        f"Written by: python {tune_command(*place, trials)}",
+        f"Written by: python {tune_command(*place[1:], trials)}",
         f"Trial {best.number} of {trials}, then best at the full {best.steps} steps: a loss of "
         f"{best.loss:.4f} on the tuning part of the data",
         f"with seed {TUNING_SEED}. Commit {best.source()['commit']}.",

@@ -97,7 +97,8 @@ class GLUE:
         """topic, adjoin: made of the text, see tasks/glue/passages.py. Others: GLUE's, see
         tasks.prepare."""
         length: int | None = None
-        """Tokens of a sample, <pad> included; null stands for `context`."""
+        """Tokens of a sample, <s>, </s> and <pad> included; longer texts are cut. null stands for
+        `context`."""
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -84,14 +84,17 @@ class Graph:
     @dataclass
     class Config:
         dataset: DatasetName = DatasetName["calls"]
+        """calls: functions of sympy. generated: of any size. Others: see tasks.prepare."""
         model: Network = Network.sage
+        """GraphSAGE or GAT."""
         hidden: int = 128
         """Width of the hidden layers; of all heads together for gat."""
         heads: int = 4
-        """Of gat."""
+        """Attention heads of gat."""
         fanout: list[int] = field(default_factory=lambda: [10, 10])
         """Most neighbours of a node in each layer, that next to the features first."""
         dropout: float = 0.3
+        """Rate of dropout between the layers."""
         eval_samples: int | None = None
         """Validation nodes of one evaluation; null takes all."""
         store: StoreName = StoreName.memory

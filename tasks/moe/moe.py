@@ -55,6 +55,7 @@ class MoE(CausalText):
     @dataclass
     class Config(CausalText.Config):
         size: Size = Size["smoke"]
+        """Size of GPT-2 and number of experts; smoke is a small one for a laptop."""
         active: int = 2
         """Experts of a token."""
         capacity: float | None = None
@@ -71,7 +72,7 @@ class MoE(CausalText):
         tile: int = 256
         """Rows from one worker to another in a tile."""
         kernel: Kernel = Kernel.loop
-        """How a worker that has all experts computes them."""
+        """How a worker that has all experts computes them (docs/large-models.md)."""
         dropout: float = 0.0
         """Rate of dropout in embeddings, attention and residuals."""
 

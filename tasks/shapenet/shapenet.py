@@ -85,6 +85,7 @@ class ShapeNet:
         """reconstruction: pretraining, evaluated by a linear SVM on the features. classification:
         cross-entropy on the categories, from random weights."""
         size: Size = Size.smoke
+        """base is the published model; smoke is a small one for a laptop."""
         shapes: Shapes = Shapes.solids
         """solids: generated, of ten kinds. shapenet55: see tasks.prepare. Where data.path=FOLDER
         (laid out like ShapeNet-55) is given, it replaces either."""

@@ -59,6 +59,7 @@ class GPT2(CausalText):
     @dataclass
     class Config(CausalText.Config):
         size: Size = Size.smoke
+        """small to xl are GPT-2's; tiny and smoke are small ones for a laptop."""
         dropout: float = 0.0
         """Rate of dropout in embeddings, attention and residuals."""
 

@@ -89,6 +89,7 @@ class ModelConfig:
     """What roberta and glue share."""
 
     size: Size = Size.smoke
+    """base and large are RoBERTa's; smoke is a small one for a laptop."""
     context: int = 32
     """Tokens that the model reads at once, <s> and </s> included."""
     vocab_size: int = 512

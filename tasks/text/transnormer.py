@@ -33,6 +33,7 @@ class TransNormer(CausalText):
     @dataclass
     class Config(CausalText.Config):
         size: Size = Size["smoke"]
+        """385m, 1b and 7b are TransNormerLLM's; tiny and smoke are small ones for a laptop."""
 
     name = "transnormer"
 

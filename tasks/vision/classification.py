@@ -72,6 +72,7 @@ class Classification:
         flip: bool = True
         """Whether half of the training crops are mirrored, left to right."""
         label_smoothing: float = 0.0
+        """Share of the target that is spread evenly over all classes."""
         eval_samples: int | None = None
         """Number of validation images in one evaluation, spread evenly; null takes all."""
 

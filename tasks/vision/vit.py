@@ -37,6 +37,7 @@ class ViT(Classification):
     @dataclass
     class Config(Classification.Config):
         size: Size = Size.smoke
+        """small is DeiT-S, base is ViT-B/16; smoke is a small one for a laptop."""
         repeats: int = 1
         """How often an epoch takes a sample, each time augmented anew; with N it takes a N-th of
         all samples, so its number of steps is the same (repeated augmentation)."""

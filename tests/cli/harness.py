@@ -237,7 +237,7 @@ def until(condition: Callable[[], bool], process: Process, limit_s: float = LIMI
 def configured(*arguments: str, runs: Path) -> Config:
     """The configuration that a command line makes. Raises `ConfigError`, as train.py would."""
     words = _completed(arguments, runs)
-    (config,) = preflight(train.APP.conf, "config", words, train.APP.validate)
+    (config,) = preflight(train.APP.conf, words, train.APP.validate)
     return config
 
 

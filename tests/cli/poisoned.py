@@ -27,7 +27,5 @@ Toy.loss = loss  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     found: list[Any] = []
-    preflight(
-        train.APP.conf, "config", sys.argv[1:], lambda *job: found.append(train.APP.validate(*job))
-    )
+    preflight(train.APP.conf, sys.argv[1:], lambda *job: found.append(train.APP.validate(*job)))
     sys.exit(launch.run(train.APP.work, found[0]))

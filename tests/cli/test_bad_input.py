@@ -241,8 +241,9 @@ NAMES = [
     ("co2.tua=3", "co2.tua=3", "did you mean co2.tau?"),
     ("+co2.tua=3", "co2.tua=3", "did you mean co2.tau?"),
     ("++co2.tua=3", "co2.tua=3", "did you mean co2.tau?"),
-    ("slowmo.tau=3 method=co2", "slowmo.tau=3", "did you mean co2.tau?"),
-    ("+slowmo.tau=3 method=co2", "slowmo=", "co2.*"),
+    ("slowmo.tau=3 method=co2", "slowmo.tau=3", "there is no slowmo here; did you mean co2.tau?"),
+    ("+slowmo.tau=3 method=co2", "slowmo.tau=3", "did you mean co2.tau?"),
+    ("+slowmo={} method=co2", "slowmo={}", "unknown key"),
     ("gpt2.size=xl", "gpt2.size=xl", "there is no gpt2 here"),
     ("method=nope", "method=nope", "acco, allreduce, co2, co2_keep, cocod_sgd, desloc, diloco"),
     ("method=slomo", "method=slomo", "did you mean slowmo?"),
@@ -254,7 +255,8 @@ NAMES = [
     ("task=null", "task=", "ade20k, glue, gpt2"),
     ("scale=null", "scale=", "smoke"),
     ("tran.steps=3", "tran.steps=3", "did you mean train.steps?"),
-    ("+tran.steps=3", "tran=", "did you mean train?"),
+    ("+tran.steps=3", "tran.steps=3", "did you mean train.steps?"),
+    ("tran.stps=3", "tran.stps=3", "there is no tran here; did you mean train?"),
     ("steps=3", "steps=3", "did you mean train.steps?"),
     ("lr=3", "lr=3", "did you mean optim.lr?"),
     ("train.lr=3", "train.lr=3", "did you mean optim.lr?"),
@@ -273,8 +275,8 @@ NAMES = [
     ("hydra/launcher=nope", "hydra/launcher=nope", "basic"),
     ("tuned=true", "tuned=true", "python -m recipes tune toy co2"),
     ("tuned=perhaps", "tuned=perhaps", "false, true"),
-    ("task=../../etc/passwd", "task/../../etc=passwd", "known: ade20k"),
-    ("method=../co2", "method/..=co2", "did you mean co2?"),
+    ("task=../../etc/passwd", "task=../../etc/passwd", "known: ade20k"),
+    ("method=../co2", "method=../co2", "did you mean co2?"),
     ("tag=\udcff", "tag=", "no UTF-8 text"),
     ("a=b=c", "a=b=c", "two pairs of quotes"),
     ("tag=ü", "tag=ü", "two pairs of quotes: \"tag='ü'\""),
@@ -296,7 +298,7 @@ NAMES = [
     ("--experimental-rerun=config.pickle", "--experimental-rerun=config.pickle", "conf/ only"),
     ("--multirun=3", "--multirun=3", "no such flag"),
     ("--nonsense", "--nonsense=", "no such flag"),
-    # conf/ is the only place of hyper-parameters: without a key there would be none to use.
+    # Without a key it would not be clear whose value holds, the recipe's or the dataclass's.
     ("~co2.tau", "co2.tau", ""),
     ("~co2", "co2", ""),
     ("~train", "train", ""),
@@ -336,7 +338,7 @@ def refusal(arguments: str) -> str:
     task = [] if any(word.startswith("task=") for word in words) else ["task=toy"]
     others = [word for word in words if not word.startswith("-")]
     with pytest.raises(ConfigError) as caught:
-        preflight(train.APP.conf, "config", [*flags, *task, *others], train.APP.check)
+        preflight(train.APP.conf, [*flags, *task, *others], train.APP.check)
     return str(caught.value)
 
 
@@ -444,14 +446,14 @@ def test_good_command_lines_pass(empty: Path) -> None:
         "--cfg job",
     ):
         words = arguments.split()
-        preflight(train.APP.conf, "config", sorted(["task=toy", *words]), train.APP.check)
+        preflight(train.APP.conf, sorted(["task=toy", *words]), train.APP.check)
 
 
 def test_flags_amid_the_overrides(empty: Path) -> None:
     """Hydra would not read the rest."""
     words = ["task=toy", "-m", "co2.tau=1,3"]
     with pytest.raises(ConfigError, match="flags such as -m stand before the overrides"):
-        preflight(train.APP.conf, "config", words, train.APP.check)
+        preflight(train.APP.conf, words, train.APP.check)
 
 
 @pytest.mark.parametrize(

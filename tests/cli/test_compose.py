@@ -1,14 +1,18 @@
-"""What is composed from options of groups that were composed before is what Hydra composes."""
+"""What is composed is what Hydra composes, and the defaults in it are those of the dataclasses."""
 
-import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 
 import train
 from co2.app.compose import composed, plain
+from co2.config import NODES
 from co2.errors import ConfigError
+from co2.peers import known_methods
+from co2.record.folder import plain_values
+from tasks import TASKS
 
 CONF = train.APP.conf
 
@@ -24,7 +28,7 @@ CONF = train.APP.conf
         ["method=co2", "co2={tau:3}", "co2.tau=4"],
         ["optim.betas=[0.8,0.99]", "tag='a, b'", "data.path=null", "runs=elsewhere"],
         ["tag=${task}_${optim.lr}", "optim.lr=2e-3"],
-        ["+train.other=1", "~log.every", "task=toy"],
+        ["+train.other=1", "++train.another.one=2", "task=toy"],
         ["hydra.job.name=other", "train.steps=7"],
     ],
     ids=" ".join,
@@ -33,34 +37,39 @@ def test_it_is_what_hydra_composes(overrides: list[str]) -> None:
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
         expected = plain(compose("config", overrides))
     for _ in range(2):
-        found = composed(CONF, "config", overrides)
+        found = composed(CONF, overrides)
         assert found == expected
         assert list(found) == list(expected)
         found["train"]["steps"] = -1  # whoever changes it changes no other's
 
 
-def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
-    conf = tmp_path / "conf"
-    shutil.copytree(CONF, conf)
-    assert composed(conf, "config", ["task=toy"])["launch"]["workers"] == 2
-    file = conf / "config.yaml"
-    file.write_text(file.read_text().replace("workers: 2 #", "workers: 3 #"))
-    assert composed(conf, "config", ["task=toy"])["launch"]["workers"] == 3
+@pytest.mark.parametrize("method", known_methods())
+def test_defaults_are_those_of_the_dataclasses(method: str) -> None:
+    found = composed(CONF, ["task=toy", f"method={method}"])
+    schemas = {**NODES, "toy": TASKS["toy"].Config, method: known_methods()[method].Config}
+    recipe = yaml.safe_load((CONF / "task" / "scale" / "toy_smoke.yaml").read_text())
+    recipe["data"] = yaml.safe_load((CONF / "scale" / "smoke.yaml").read_text())["data"]
+    for node, kind in schemas.items():
+        assert found[node] == {**plain_values(kind()), **recipe.get(node, {})}, node
+    assert found["resume"] == "auto" and found["tag"] is None
 
 
 @pytest.mark.parametrize(
     ("word", "line"),
     [
-        ("co2.tua=3", r"^co2\.tua=3: unknown key; did you mean co2\.tau"),
-        ("co2.tau=1,2", "Ambiguous value"),
-        ("method=none", r"^method=none: "),
-        ("co2.tau=[", "[Mm]ismatched|no viable|expecting"),
+        ("co2.tau=1,2", r"^co2\.tau=1,2: several values; add -m"),
+        ("~co2.tau", r"^co2\.tau=: is needed"),
+        ("method=none", r"^method=none: no such option; "),
+        ("method=[co2]", r"^method=\[co2\]: did you mean co2\?"),
+        ("method@x=co2", "Could not override 'method@x'"),
+        ("hydra.launcher.nope=3", "Could not override 'hydra.launcher.nope'"),
+        ("co2.tau=[", "co2\\.tau=\\[: "),
     ],
 )
 def test_what_is_wrong_is_said_both_times(word: str, line: str) -> None:
     for _ in range(2):
         with pytest.raises(ConfigError, match=line):
-            composed(CONF, "config", ["task=toy", word])
+            composed(CONF, ["task=toy", word])
 
 
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,8 +48,6 @@ PLACES.append(("roberta", "liu"))
 
 def test_no_task_is_forgotten() -> None:
     assert SMALL.keys() == TASKS.keys()
-    assert {path.stem for path in (ROOT / "conf" / "task").glob("*.yaml")} == TASKS.keys()
-    assert {path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")} == set(known_methods())
     for task in TASKS.keys() - {"toy"}:
         assert scales_of(task) == list(SCALES), task
 
@@ -73,8 +71,8 @@ def test_every_method_has_a_place() -> None:
 
 
 def test_no_file_depends_on_a_method() -> None:
-    """What the test above rests on: Hydra's groups are those, and one of task and scale; a method's
-    file says nothing but the method, and files of tasks and scales say nothing of methods."""
+    """What the test above rests on: Hydra's groups are those, and one of task and scale; files of
+    tasks and scales say nothing of methods."""
     conf = ROOT / "conf"
     root = yaml.safe_load((conf / "config.yaml").read_text())["defaults"]
     picked = [value for entry in root if isinstance(entry, dict) for value in entry.values()]
@@ -83,7 +81,6 @@ def test_no_file_depends_on_a_method() -> None:
         group = path.parent.relative_to(conf)
         assert path == conf / "config.yaml" or group.parts[0] in (
             "task",
-            "method",
             "scale",
             "hydra",
             "tuned",
@@ -91,9 +88,7 @@ def test_no_file_depends_on_a_method() -> None:
         values = yaml.safe_load(path.read_text()) or {}
         if path != conf / "config.yaml":
             assert "defaults" not in values, path
-        if group.parts[:1] == ("method",):
-            assert values.keys() <= {"method", path.stem}, path
-        elif group.parts[:1] in (("task",), ("scale",), ()):
+        if group.parts[:1] in (("task",), ("scale",), ()):
             assert not values.keys() & {"method", *known_methods()}, path
 
 

@@ -112,7 +112,7 @@ def test_the_workers_of_torchrun_count(tmp_path: Path, monkeypatch: pytest.Monke
         (("train.global_batch=0",), r"train\.global_batch=0: must be a whole number, 1 or more$"),
         (
             ("train.keep_global_batch=true",),
-            r"train\.keep_global_batch=true: has a new name: train\.global_batch",
+            r"train\.keep_global_batch=True: has a new name: train\.global_batch",
         ),
     ],
 )

@@ -197,8 +197,11 @@ def test_init_from_a_sound_run(start: Path) -> None:
 
 
 CONFIGURATIONS: dict[str, tuple[str, Callable[[Path], str], str]] = {
-    "code in a method": ("method/co2.yaml", lambda here: f"co2: {tagged(here)}", "co2.yaml, line"),
-    "code in a task": ("task/toy.yaml", lambda here: f"toy: {tagged(here)}", "toy.yaml, line"),
+    "code in a task": (
+        "task/scale/toy_smoke.yaml",
+        lambda here: f"toy: {tagged(here)}",
+        "smoke.yaml, line",
+    ),
     "code in the root": ("config.yaml", tagged, "config.yaml, line"),
     "code in tuned settings": ("tuned/toy/co2.yaml", tagged, "co2.yaml, line 1"),
     "torn tuned settings": ("tuned/toy/co2.yaml", lambda _: "co2: {tau:", "tuned=true"),
@@ -214,10 +217,10 @@ CONFIGURATIONS: dict[str, tuple[str, Callable[[Path], str], str]] = {
         lambda here: f"co2: {{_target_: os.mkdir, _args_: ['{here / MARK}']}}",
         "co2._target_=os.mkdir",
     ),
-    "a target in a method": (
-        "method/co2.yaml",
-        lambda here: (train.APP.conf / "method/co2.yaml").read_text() + "  _target_: os.mkdir\n",
-        "co2._target_=os.mkdir",
+    "a target in a task": (
+        "task/scale/toy_smoke.yaml",
+        lambda _: "# @package _global_\ntoy: {_target_: os.mkdir}",
+        "toy._target_=os.mkdir",
     ),
 }
 

@@ -80,7 +80,7 @@ def refused(*arguments: str, runs: Path) -> ConfigError:
     if any(word.startswith("task=") for word in arguments):
         words = words[1:]
     with pytest.raises(ConfigError) as caught:
-        preflight(train.APP.conf, "config", words, train.APP.check)
+        preflight(train.APP.conf, words, train.APP.check)
     assert "\n" not in str(caught.value) and caught.value.key == "init_from"
     assert not runs.exists()
     return caught.value

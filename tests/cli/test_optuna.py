@@ -94,27 +94,27 @@ def test_what_a_search_makes_small() -> None:
 def test_the_ends_are_checked_before_anything_starts(value: str) -> None:
     words = ["-m", *TOY, "method=co2", SWEEPER, f"co2.outer_momentum={value}"]
     with pytest.raises(ConfigError, match=r"co2\.outer_momentum=(1|1\.0|1\.5): "):
-        preflight(train.APP.conf, "config", words, train.APP.validate)
+        preflight(train.APP.conf, words, train.APP.validate)
 
 
 def test_an_interval_is_for_a_search() -> None:
-    found = list(jobs([SWEEPER, "co2.clip=interval(0.1,2)", "co2.tau=3,6"], multirun=True))
+    found = list(jobs([SWEEPER, "co2.clip=interval(0.1,2)", "co2.tau=3,6"]))
     assert [job[1:] for job in found] == [
         [f"co2.clip={clip}", f"co2.tau={tau}"] for clip in (0.1, 2.0) for tau in (3, 6)
     ]
     with pytest.raises(ConfigError, match=r"co2\.clip=interval.*hydra/sweeper=optuna"):
-        list(jobs(["co2.clip=interval(0.1,2)"], multirun=True))
+        list(jobs(["co2.clip=interval(0.1,2)"]))
 
 
 def test_only_for_sweeps() -> None:
     with pytest.raises(ConfigError, match=r"sweeper=optuna: .*add -m"):
-        preflight(train.APP.conf, "config", [*TOY, SWEEPER], lambda *job: None)
+        preflight(train.APP.conf, [*TOY, SWEEPER], lambda *job: None)
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("co2.app.compose.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"sweeper=optuna: .*\.\[optuna\]"):
-        preflight(train.APP.conf, "config", ["-m", *TOY, SWEEPER], lambda *job: None)
+        preflight(train.APP.conf, ["-m", *TOY, SWEEPER], lambda *job: None)
 
 
 def finished(task: str, final: dict[str, float | None]) -> Summary:

@@ -249,12 +249,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("words", ["tag=Größe", "tag=my run", "tag=my Größe", "tag=a{b$"])
 def test_the_quotes_that_a_refusal_names(words: str) -> None:
-    compose = ("config", ["task=toy", *words.split()], lambda values, _: values["tag"])
+    given = ["task=toy", *words.split()]
     with pytest.raises(ConfigError) as refused:
-        preflight(train.APP.conf, *compose)
+        preflight(train.APP.conf, given, lambda v, _: v["tag"])
     *_, named = refused.value.hint.partition(": ")
     (word,) = shlex.split(named)
-    found = preflight(train.APP.conf, "config", ["task=toy", word], lambda v, _: v["tag"])
+    found = preflight(train.APP.conf, ["task=toy", word], lambda v, _: v["tag"])
     assert found == [words.removeprefix("tag=")]
 
 
@@ -270,7 +270,7 @@ class TestWhatToTryNext:
             assert words[:2] == ["co2", "train"]
             words = words[2:]
         assert python == program.python()
-        assert preflight(train.APP.conf, "config", words, train.APP.validate)
+        assert preflight(train.APP.conf, words, train.APP.validate)
         return words
 
     def test_the_baseline(self, tmp_path: Path) -> None:

@@ -100,7 +100,6 @@ def trains(arguments: list[str], world: int | None = None) -> list[Config]:
         try:
             preflight(
                 train.APP.conf,
-                "config",
                 arguments,
                 lambda *job: runs.append(train.APP.validate(*job)),
             )

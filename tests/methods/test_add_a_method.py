@@ -1,4 +1,4 @@
-"""docs/add-a-method.md is complete: its file, its yaml and a line in the registry make a method.
+"""docs/add-a-method.md is complete: its file and a line in the registry make a method.
 
 It trains, resumes, agrees with its reference, is counted by the memory ledger and simulated.
 """
@@ -94,16 +94,13 @@ def test_it_resumes_exactly(workers: Pool) -> None:
 
 
 @pytest.fixture
-def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    [(name, text)] = re.findall(r"## \d\. `conf/(\S+)`.*?```yaml\n(.*?)```", PAGE, re.DOTALL)
-    shutil.copytree(ROOT / "conf", tmp_path / "conf")
-    (tmp_path / "conf" / name).write_text(text)
+def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with registered():
-        monkeypatch.setattr(train, "APP", App(tmp_path / "conf", TASKS))
+        monkeypatch.setattr(train, "APP", App(ROOT / "conf", TASKS))
         yield
 
 
-@pytest.mark.usefixtures("conf")
+@pytest.mark.usefixtures("known")
 def test_it_trains(tmp_path: Path) -> None:
     config = configured("task=toy", "method=easgd", "launch.workers=1", runs=tmp_path / "runs")
     train.APP.work(config)
@@ -111,14 +108,14 @@ def test_it_trains(tmp_path: Path) -> None:
     assert last["loss"] < first["loss"]
 
 
-@pytest.mark.usefixtures("conf")
+@pytest.mark.usefixtures("known")
 def test_its_command_composes(tmp_path: Path) -> None:
-    (command,) = re.findall(r"^ {4}python train\.py (.*)$", PAGE, re.MULTILINE)
+    _, command = re.findall(r"^ {4}python train\.py (.*)$", PAGE, re.MULTILINE)
     config = configured(*command.split(), runs=tmp_path)
     assert (config.task, config.method, config.method_config.tau) == ("gpt2", "easgd", 6)
 
 
-@pytest.mark.usefixtures("conf")
+@pytest.mark.usefixtures("known")
 @pytest.mark.parametrize(("key", "value"), [("tau", 0), ("elasticity", 1.5), ("comm_share", 1)])
 def test_a_wrong_value_is_one_line(tmp_path: Path, key: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"^easgd\.{key}={value}\S*: must be"):

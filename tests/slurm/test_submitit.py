@@ -20,4 +20,4 @@ def test_only_for_sweeps(tmp_path: Path) -> None:
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("co2.app.compose.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"launcher=submitit_slurm: .*\.\[slurm\]"):
-        preflight(train.APP.conf, "config", ["-m", *TOY, LAUNCHER], lambda *job: None)
+        preflight(train.APP.conf, ["-m", *TOY, LAUNCHER], lambda *job: None)

@@ -1,0 +1,68 @@
+"""`train.py --help`: the groups, then every key with its value, type and sentence."""
+
+import dataclasses
+import re
+
+import pytest
+
+import train
+from co2.app.help import sentences
+from co2.app.schema import PLAIN
+from co2.config import NODES
+from co2.peers import known_methods
+from tasks import TASKS
+
+SCHEMAS = {
+    **NODES,
+    **{name: kind.Config for name, kind in (known_methods() | TASKS).items()},
+}
+
+
+@pytest.mark.parametrize("node", SCHEMAS)
+def test_every_key_has_a_sentence(node: str) -> None:
+    meanings = sentences(SCHEMAS[node])
+    for field in dataclasses.fields(SCHEMAS[node]):
+        text = meanings[field.name]
+        assert re.fullmatch(r"[^\n]+\.", text) and "  " not in text, field.name
+
+
+@pytest.fixture
+def text(capsys: pytest.CaptureFixture[str]) -> str:
+    arguments = ["--help", "task=vit", "method=zero_one_adam", "scale=paper", "log.every=7"]
+    assert train.APP.main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_every_key_is_told(text: str) -> None:
+    told = re.findall(r"^(\S+?)=\S.*  \(", text, re.MULTILINE)
+    groups = {"task", "method", "scale"}
+    keys = {*PLAIN} - groups
+    for node in (*NODES, "vit", "zero_one_adam"):
+        keys |= {f"{node}.{field.name}" for field in dataclasses.fields(SCHEMAS[node])}
+    assert set(told) == keys and len(told) == len(keys)
+    for group in groups:
+        assert re.search(rf"^{group}=", text, re.MULTILINE)
+    for option in ("graph", "torchft_diloco", "liu", "submitit_slurm", "optuna"):
+        assert option in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_values_are_those_of_this_choice(text: str) -> None:
+    for line in (
+        "vit.size=base  (one of smoke, small, base)",
+        "log.every=7  (a whole number)\n    Steps between lines of metrics.jsonl.\n",
+        "zero_one_adam.double_every=null  (a whole number, or null)",
+        "zero_one_adam.mask_below=0.01  (a number)",
+        "optim.betas=[0.9, 0.999]  (a list of two numbers)",
+        "train.compile=true  (true or false)",
+        "data.path=null  (a text, or null)",
+    ):
+        assert f"\n{line}" in text
+    assert "method=zero_one_adam\n" in text and "scale=paper\n" in text
+
+
+def test_a_choice_that_there_is_not_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.APP.main(["--help", "method=slomo"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("error: method=slomo: no such option; did")
+    assert len(printed.err.splitlines()) == 1
