@@ -1,6 +1,7 @@
 """HostCopy: tensors as they are at one moment, in the host's memory, while training goes on."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -63,12 +64,13 @@ class HostCopy:
         if errors:
             raise errors[0]
 
-    def _aside(self) -> torch.cuda.StreamContext:
-        """On the stream of copies, behind what the current one does; on a CPU nothing special."""
+    def _aside(self) -> AbstractContextManager[object]:
+        """For a GPU its stream of copies, behind what the current stream does."""
         if self._stream is None and any(source.is_cuda for source in self._sources):
             self._stream = torch.cuda.Stream()
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._stream)
 
     def _target(self, name: str, tensor: Tensor) -> Tensor:
