@@ -128,8 +128,9 @@ def measure(rank: int, folder: Path, config: Config, tau: int, turns: int) -> No
                 for name, value in zip(names, seconds, strict=True):
                     found[name].append(value)
         (newest, *_) = session.checkpoints.steps()
-        path = session.checkpoints.folder / f"step_{newest}" / f"rank_{rank}.pt"
-        found["bytes"] = [float(path.stat().st_size)]
+        path = session.checkpoints.folder / f"step_{newest}"
+        file = path / f"replica_{rank}" / "worker_0.safetensors"
+        found["bytes"] = [float(file.stat().st_size)]
         run.method.flush()
     if rank == 0:
         torch.save(found, folder / "measured.pt")
@@ -144,6 +145,7 @@ def one_round(session: Session, tau: int) -> None:
         with session.autocast():
             loss = task.loss(session.model, session.samples.next())
         loss.backward()
+        session.checkpoints.hold()
         session.membership.synchronize()
         session.optimizer.zero_grad(set_to_none=True)
         session.step += 1

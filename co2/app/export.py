@@ -8,10 +8,8 @@ model. It appears whole or not at all.
 """
 
 import argparse
-import errno
 import json
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -25,7 +23,7 @@ from co2.errors import ConfigError, require
 from co2.record.files import write_durably
 from co2.task import Package, Portable, Task
 from co2.train import launch
-from co2.train.weights import EMA_MODEL, EXPORTED, MODEL, ties
+from co2.train.weights import EMA_MODEL, EXPORTED, MODEL, save, ties
 from co2.whole import written_aside
 
 _KEY = "FOLDER"
@@ -83,7 +81,7 @@ def once(model: nn.Module, prefix: str) -> dict[str, Tensor]:
     has its first one only: safetensors keep no two names for the same memory."""
     again = ties(model)
     return {
-        name.removeprefix(prefix): weight.contiguous()
+        name.removeprefix(prefix): weight
         for name, weight in model.state_dict().items()
         if name not in again
     }
@@ -92,19 +90,9 @@ def once(model: nn.Module, prefix: str) -> dict[str, Tensor]:
 def _write(
     folder: Path, files: Mapping[str, str], weights: dict[str, Tensor], header: dict[str, str]
 ) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     for name, text in files.items():
         write_durably(folder / name, text)
-    try:
-        save_file(weights, folder / EXPORTED, header)
-    except SafetensorError as error:  # a full disk, which is no OSError there
-        raise OSError(errno.EIO, str(error), str(folder / EXPORTED)) from None
-    # safetensors lets only the owner read it; the other files have the mode that the umask leaves.
-    shutil.copymode(folder / "config.json", folder / EXPORTED)
-    with (folder / EXPORTED).open("rb") as file:
-        os.fsync(file.fileno())
+    save(folder / EXPORTED, weights, header)
 
 
 def _header(found: Finished) -> dict[str, str]:

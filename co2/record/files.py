@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-CHECKPOINT_FORMAT = 5
+CHECKPOINT_FORMAT = 6
 """Stands in the manifest of every checkpoint. It grows when older ones can no longer be read."""
 
 

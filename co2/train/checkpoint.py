@@ -1,20 +1,25 @@
 """Saving a run and resuming it exactly.
 
 `checkpoints/step_<n>/` holds a file for each worker, because local weights differ, and
-`manifest.json` with the files' checksums. Where several workers share a replica, its weights and
-inner state lie in a folder `replica_<r>` in the format of torch.distributed.checkpoint, and the
-workers' files hold the rest. A checkpoint is written aside, fsynced and renamed, so that its folder
-is whole or absent. Damage that the disk does later is found by checksum, and the checkpoint before
-it is used. Whatever a checkpoint holds, nothing in it is run, and no file outside it is read. That
-is why what is no shard is not saved through torch.distributed.checkpoint too: a method's state has
-many values that are no tensors, and it would write each as a pickle of its own.
+`manifest.json` with the files' checksums. `replica_<r>/worker_<k>.safetensors` is that of the k-th
+worker of a replica (state_file.py); each such folder is a checkpoint that PyTorch's own tools load:
+
+    state = {"model": model.state_dict()}
+    reader = torch.distributed.checkpoint.HuggingFaceStorageReader("…/step_100/replica_0")
+    torch.distributed.checkpoint.load(state, storage_reader=reader)
+
+A checkpoint is written aside, fsynced and renamed, so that its folder is whole or absent. Damage
+that the disk does later is found by checksum, and the checkpoint before it is used. Whatever a
+checkpoint holds, nothing in it is run, and no file outside it is read.
 
 Training stands still only while the state is copied to the host's memory. Threads do the rest:
 
-    each worker    writes its part, fsyncs it, and tells worker 0 by a small file (parts.py)
+    each worker    writes its file, fsyncs it, and tells worker 0 by a small file
     worker 0       when all have told: writes the manifest, renames, removes what is too old
 
-No worker waits for another one before `finish`, and no thread uses a group that training uses.
+No worker waits for another one before `finish`, and no thread uses a group that training uses. The
+writers of torch.distributed.checkpoint would: they plan together what each of them writes. Theirs
+also describe what is no tensor by pickles.
 """
 
 import contextlib
@@ -25,29 +30,42 @@ import re
 import shutil
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from co2.comm.mesh import Mesh
 from co2.comm.sockets import until_cut
 from co2.errors import printable
 from co2.record.files import CHECKPOINT_FORMAT, write_durably
-from co2.train import parts, weights
+from co2.train import state_file
 from co2.train.host_copy import HostCopy
-from co2.train.parts import Part
-from co2.train.replica import ReplicaState
+from co2.train.state_file import Split
 
 MANIFEST = "manifest.json"
 _POLL_S = 0.02
 """Between two looks whether the other workers have written their parts."""
 _SETTLE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Written:
+    """How one worker's part of a checkpoint has ended."""
+
+    sha256: str
+    """Of its file."""
+    error: str
+    """Why it could not be written, in one line; empty if it is whole."""
+
+    def tell(self, folder: Path, rank: int) -> None:
+        """Leave this in the folder of a checkpoint, for worker 0. Raises `OSError`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_durably(_notice(folder, rank), json.dumps(asdict(self)))
 
 
 @dataclass(frozen=True)
@@ -60,7 +78,7 @@ class _Save:
     rank: int
     """Of this worker, when it was begun."""
     world: int
-    part: Future[Part]
+    part: Future[Written]
     """This worker's own."""
 
 
@@ -73,8 +91,6 @@ class Checkpoints:
         group: a CPU process group of all of them; None for one.
         keep: number of the newest checkpoints that stay.
         print_line: prints a line for a person; worker 0 calls it.
-        shared: the state that the workers of a replica save together; None where every worker is
-            a replica.
         elastic: whether another number of workers may go on from a checkpoint.
     """
 
@@ -85,11 +101,10 @@ class Checkpoints:
         group: dist.ProcessGroup | None,
         keep: int,
         print_line: Callable[[str], None],
-        shared: ReplicaState | None = None,
         elastic: bool = False,
     ) -> None:
         self.folder, self.rank, self.world = folder, mesh.worker, mesh.num_workers
-        self.mesh, self.shared, self.elastic = mesh, shared, elastic
+        self.mesh, self.elastic = mesh, elastic
         self.group, self.keep, self.print_line = group, keep, print_line
         self._copy = HostCopy()
         self._writer = ThreadPoolExecutor(1, "checkpoint-part")
@@ -97,11 +112,11 @@ class Checkpoints:
         self._last: _Save | None = None
         self._publication: Future[None] | None = None
         """On worker 0: of what was begun last. One follows the other."""
-        self._untold: dict[Path, Part] = {}
+        self._untold: dict[Path, Written] = {}
         """Completion notices not yet delivered to worker 0, because the disk was full."""
         self._all_written = threading.Event()
         """Set when no worker writes any more: what is missing then does not come."""
-        self._known: dict[int, Part] = {}
+        self._known: dict[int, Written] = {}
         """While `finish` waits: the parts of what was begun last, told by the workers' group."""
 
     def regroup(self, mesh: Mesh, group: dist.ProcessGroup | None) -> None:
@@ -127,13 +142,17 @@ class Checkpoints:
         """
         if self._last is not None:
             self._last.part.result()
-        shared = {} if self.shared is None else self.shared.state()
-        copied, shared = self._copy.take((state, shared))
-        aside = self._aside(step)
-        part = self._writer.submit(self._write_part, aside, copied, shared)
+        own = state_file.split(state, self.mesh.rank_in_replica)
+        copied, aside = self._copy.take(own.tensors), self._aside(step)
+        part = self._writer.submit(self._write_part, aside, own, copied)
         self._last = save = _Save(step, aside, self.rank, self.world, part)
         if self.rank == 0:
             self._publication = self._publisher.submit(self._publish_when_written, save)
+
+    def hold(self) -> None:
+        """Call it before anything changes what was given to `start`. The host goes on; a GPU does
+        so once the state is copied."""
+        self._copy.hold()
 
     def finish(self) -> int | None:
         """Wait for what was begun. Collective. Returns the step that was begun last if there is a
@@ -153,7 +172,8 @@ class Checkpoints:
                 self._tell_failure(last.step, "worker 0 is gone")
             self._clear()
         whole = last is not None and self._path(last.step).exists()
-        return self._from_first(last.step if last is not None and whole else None)
+        found: int | None = self._gather(last.step if last is not None and whole else None)[0]
+        return found
 
     def settle(self) -> None:
         """Wait until what was begun is published or given up, if that takes no more than some
@@ -176,17 +196,14 @@ class Checkpoints:
         """The newest step whose checkpoint is sound on every worker, and this worker's state; that
         of the first one, for a worker more than those that saved it.
 
-        None where there is no such checkpoint. The state that the workers of a replica share is
-        loaded into place.
+        None where there is no such checkpoint.
         """
         if self.rank == 0:
             self._clear()
-        for step in self._from_first(self.steps()):
+        for step in self._gather(self.steps())[0]:
             state, own = self._read(step)
             found = [reason for reason in self._gather(own) if reason]
             if not found:
-                if self.shared is not None:
-                    self.shared.read(self.folder / f"step_{step}" / self._replica)
                 return step, state
             if self.rank == 0:
                 self.print_line(
@@ -200,41 +217,29 @@ class Checkpoints:
         names = [path.name[5:] for path in self.folder.glob("step_*")]
         return sorted((int(name) for name in names if re.fullmatch("[0-9]+", name)), reverse=True)
 
-    def _write_part(self, aside: Path, state: dict[str, Any], shared: dict[str, Any]) -> Part:
+    def _write_part(self, aside: Path, own: Split, copied: Mapping[str, Tensor]) -> Written:
         """In a thread: write this worker's part, and tell worker 0."""
-        part = self._write_own(aside, state, shared)
+        part = self._write_own(aside / self._name(self.rank), own, copied)
         if self.rank > 0:
             self._untold[aside] = part
-        for folder, own in list(self._untold.items()):
+        for folder, written in list(self._untold.items()):
             with contextlib.suppress(OSError):  # a full disk: told later, or by `finish`
-                own.tell(folder, self.rank)
+                written.tell(folder, self.rank)
                 del self._untold[folder]
         return part
 
-    def _write_own(self, folder: Path, state: dict[str, Any], shared: dict[str, Any]) -> Part:
-        """After an error the worker still takes part in what its replica writes together."""
-        sums: dict[str, str] = {}
-        errors: list[Exception] = []
-        name = self._name(self.rank)
+    def _write_own(self, path: Path, own: Split, copied: Mapping[str, Tensor]) -> Written:
         try:
             self._copy.wait()
-            folder.mkdir(parents=True, exist_ok=True)
-            sums[name] = _write(folder / name, state)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            state_file.write(path, own, copied)
+            sha256 = _sha256(path)
+            _sync_folder(path.parent)
+            return Written(sha256, "")
         except (OSError, RuntimeError) as failed:  # the latter: what it waited for has failed
-            errors.append(failed)
             with contextlib.suppress(OSError):  # it may take the room that the error needs
-                (folder / name).unlink(missing_ok=True)
-        if self.shared is not None:
-            try:
-                self.shared.write(folder / self._replica, shared)
-                written = sorted(path.name for path in (folder / self._replica).iterdir())
-                for name in self._mine(f"{self._replica}/{name}" for name in written):
-                    sums[name] = _sha256(folder / name)
-                _sync_folder(folder / self._replica)
-            except OSError as failed:
-                errors.append(failed)
-        error = f"worker {self.rank}: {errors[0]}".splitlines()[0] if errors else ""
-        return Part(sums, error)
+                path.unlink(missing_ok=True)
+            return Written("", f"worker {self.rank}: {failed}".splitlines()[0])
 
     def _publish_when_written(self, save: _Save) -> None:
         """In a thread of worker 0: wait for the parts of all workers, and publish. That its own
@@ -255,12 +260,12 @@ class Checkpoints:
             if not own:
                 self._tell_failure(save.step, errors[0])
 
-    def _parts(self, save: _Save) -> dict[int, Part]:
+    def _parts(self, save: _Save) -> dict[int, Written]:
         """By worker, what all have written; without those who are gone."""
         found, ended = {0: save.part.result()}, False
         while len(found) < save.world and not ended:
             ended = self._all_written.wait(_POLL_S)
-            found |= parts.told(save.aside, (r for r in range(save.world) if r not in found))
+            found |= _told(save.aside, (r for r in range(save.world) if r not in found))
         return found | self._known if ended and save is self._last else found
 
     def _tell_failure(self, step: int, reason: str) -> None:
@@ -273,11 +278,12 @@ class Checkpoints:
         with contextlib.suppress(OSError):  # a full or read-only disk: it is found damaged again
             (self.folder / f"step_{step}").rename(aside)
 
-    def _publish(self, save: _Save, written: dict[int, Part]) -> None:
+    def _publish(self, save: _Save, written: dict[int, Written]) -> None:
         aside, final = save.aside, self._path(save.step)
-        sums = {name: value for part in written.values() for name, value in part.sums.items()}
+        sums = {self._name(rank): part.sha256 for rank, part in sorted(written.items())}
         head = {"format": CHECKPOINT_FORMAT, "step": save.step, "world": save.world}
-        parts.forget(aside, range(save.world))
+        for rank in written:
+            _notice(aside, rank).unlink(missing_ok=True)
         write_durably(aside / MANIFEST, json.dumps({**head, "sha256": sums}, indent=1))
         _sync_folder(aside)
         if final.exists():
@@ -302,39 +308,28 @@ class Checkpoints:
         generation = "" if members is None else f".{members.generation}"
         return self.folder / f".step_{step}{generation}"
 
-    def _damage(self, step: int) -> str:
-        """Why this worker's part of a checkpoint cannot be used; empty if it can."""
-        folder, name = self.folder / f"step_{step}", self._name(self.rank)
-        try:
-            manifest = json.loads(self._inside(folder / MANIFEST).read_text())
-            if manifest["world"] != self.world and not self.elastic:
-                return f"saved by {manifest['world']} workers"
-            name = self._own(manifest["world"])
-            if manifest["step"] != step:
-                return f"it is of step {manifest['step']}"
-            sums = manifest["sha256"]
-            files = {own: self._inside(folder / own) for own in (name, *sums)}
-            for own in (name, *self._mine(sums)):
-                if _sha256(files[own]) != sums[own]:
-                    return f"{own}: checksum differs"
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failed:
-            return f"{MANIFEST} or {name}: {failed}"
-        return ""
-
     def _read(self, step: int) -> tuple[dict[str, Any], str]:
         """This worker's state of a checkpoint, and why it cannot be used; empty if it can."""
-        folder, reason = self.folder / f"step_{step}", self._damage(step)
-        if reason:
-            return {}, printable(reason)
-        name = self._own(json.loads((folder / MANIFEST).read_text())["world"])
+        name = MANIFEST
         try:
-            if self.shared is not None:
-                self.shared.check(self._inside(folder / self._replica / ".metadata").parent)
-            with warnings.catch_warnings():  # torch's, before it refuses a pickle
-                warnings.simplefilter("ignore")
-                state = torch.load(folder / name, map_location="cpu", weights_only=True)
-        except Exception as failed:  # torch and pickle raise many kinds
-            return {}, f"it cannot be read ({type(failed).__name__})"
+            folder = self.folder / f"step_{step}"
+            manifest = json.loads(self._inside(folder / MANIFEST).read_text())
+            world, sums = manifest["world"], dict(manifest["sha256"])
+            if world != self.world and not self.elastic:
+                return {}, printable(f"saved by {world} workers")
+            if manifest["step"] != step:
+                return {}, printable(f"it is of step {manifest['step']}")
+            files = {name: self._inside(folder / name) for name in sums}
+            # One worker more than those that saved reads what the first replica's has saved.
+            name = self._name(self.rank if self.rank < world else self.mesh.rank_in_replica)
+            if _sha256(files[name]) != sums[name]:
+                return {}, f"{name}: checksum differs"
+            replica = f"{Path(name).parent}/"
+            own = files.pop(name)
+            others = [path for other, path in files.items() if other.startswith(replica)]
+            state = state_file.read(own, others)
+        except Exception as failed:  # files that are no checkpoint's raise many kinds
+            return {}, printable(f"{name} cannot be read ({type(failed).__name__}: {failed})")
         return (state, "") if isinstance(state, dict) else ({}, f"{name} holds no state")
 
     def _inside(self, path: Path) -> Path:
@@ -345,22 +340,10 @@ class Checkpoints:
             raise ValueError(f"{path.name} is no file")
         return path
 
-    def _own(self, world: int) -> str:
-        """The file that this worker reads, of those that so many workers have written."""
-        return self._name(self.rank if self.rank < world else 0)
-
-    @property
-    def _replica(self) -> str:
-        return f"replica_{self.mesh.replica}"
-
-    def _mine(self, names: Iterable[str]) -> list[str]:
-        """Those of the files that the replica has written together which this worker checks."""
-        shared = sorted(name for name in names if name.startswith(f"{self._replica}/"))
-        return shared[self.mesh.rank_in_replica :: self.mesh.replica_size]
-
-    @staticmethod
-    def _name(rank: int) -> str:
-        return f"rank_{rank}.pt"
+    def _name(self, rank: int) -> str:
+        """The file of a worker."""
+        replica, worker = divmod(rank, self.mesh.replica_size)
+        return f"replica_{replica}/worker_{worker}.safetensors"
 
     def _gather(self, value: Any) -> list[Any]:
         values = [value] * self.world
@@ -368,19 +351,18 @@ class Checkpoints:
             until_cut(lambda: dist.all_gather_object(values, value, group=self.group))
         return values
 
-    def _from_first(self, value: Any) -> Any:
-        box = [value]
-        if self.world > 1:
-            until_cut(lambda: dist.broadcast_object_list(box, src=0, group=self.group))
-        return box[0]
+
+def _notice(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}.json"
 
 
-def _write(path: Path, state: dict[str, Any]) -> str:
-    with path.open("wb") as file:
-        weights.write(file, state)
-        file.flush()
-        os.fsync(file.fileno())
-    return _sha256(path)
+def _told(folder: Path, ranks: Iterable[int]) -> dict[int, Written]:
+    """What those of the workers have told that are done."""
+    found = {}
+    for rank in ranks:
+        with contextlib.suppress(FileNotFoundError):
+            found[rank] = Written(**json.loads(_notice(folder, rank).read_text()))
+    return found
 
 
 def _sha256(path: Path) -> str:

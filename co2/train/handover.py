@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from co2.comm.sockets import Sockets, in_use, joined, until_cut
 from co2.train.host_copy import HostCopy
+from co2.train.state_file import rebuilt, split
 
 _TAG = 1
 
@@ -25,9 +27,10 @@ class Handover:
         """Begin to send nested dicts and lists of tensors and plain values, as a checkpoint has
         them, to these ranks of a CPU group. The group's collectives may go on at the same time."""
         self.close()
-        copy, self._sockets = HostCopy(), in_use()
+        copy, own, self._sockets = HostCopy(), split(state, 0), in_use()
         assert self._sockets is not None, "nobody comes to a run that is not elastic"
-        what = copy, copy.take(state), ranks, group, self._sockets
+        what = copy, (own.values, copy.take(own.tensors)), ranks, group, self._sockets
+        copy.hold()
         self._thread = threading.Thread(target=_send, args=what, name="handover", daemon=True)
         self._thread.start()
 
@@ -46,12 +49,13 @@ def receive(group: dist.ProcessGroup | None) -> Any:
     payload = torch.empty(int(length), dtype=torch.uint8)
     until_cut(lambda: dist.recv(payload, group=group, group_src=0, tag=_TAG))
     read = io.BytesIO(payload.numpy().tobytes())
-    return torch.load(read, map_location="cpu", weights_only=True)
+    values, tensors = torch.load(read, map_location="cpu", weights_only=True)
+    return rebuilt(values, tensors.__getitem__)
 
 
 def _send(
     copy: HostCopy,
-    taken: dict[str, Any],
+    taken: tuple[dict[str, Any], dict[str, Tensor]],
     ranks: Sequence[int],
     group: dist.ProcessGroup,
     sockets: Sockets,

@@ -1,45 +1,60 @@
-"""HostCopy: a state as it is at one moment, in the host's memory, while training changes it."""
+"""HostCopy: tensors as they are at one moment, in the host's memory, while training goes on."""
 
-import copy
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from co2.comm.background import Arriving
-from co2.comm.collectives import local
 
 
 class HostCopy:
-    """Copies one state after another, all into the same memory: the copy before is overwritten.
+    """Copies one set of tensors after another, all into the same memory: the copy before is
+    overwritten.
 
-    The memory is as much as the tensors of a state, and on a machine with GPUs it is pinned.
+    The memory is as much as the tensors, and pinned for those of a GPU. They are copied on a stream
+    of their own, beside a forward and a backward pass, until `hold`.
     """
 
     def __init__(self) -> None:
-        self._held: dict[tuple[Hashable, ...], Tensor] = {}
-        """Where a state's tensors are copied to, by their place in it."""
+        self._held: dict[str, Tensor] = {}
         self._waits: list[Callable[[], object]] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._sources: list[Tensor] = []
+        """What a GPU still copies: nobody else may get its memory."""
+        self._copied: torch.cuda.Event | None = None
 
-    def take(self, state: Any) -> Any:
-        """Return a copy of nested dicts, lists and tuples of tensors and plain values.
+    def take(self, tensors: Mapping[str, Tensor | Arriving]) -> dict[str, Tensor]:
+        """Return copies of tensors by name. They are whole once `wait` has returned,
+        and are of now if nobody changes a tensor of a GPU before `hold`; what is `Arriving` is
+        copied when it is there."""
+        arriving = {name: one for name, one in tensors.items() if isinstance(one, Arriving)}
+        there = {name: one for name, one in tensors.items() if isinstance(one, Tensor)}
+        taken = {name: self._target(name, one) for name, one in there.items()}
+        self._sources = list(there.values())
+        with self._aside():
+            if taken:
+                torch._foreach_copy_(list(taken.values()), self._sources, non_blocking=True)
+            if self._stream is not None:
+                self._copied = self._stream.record_event()
+        late = {name: self._target(name, one.buffer) for name, one in arriving.items()}
+        self._waits = [one.copy_to(late[name]) for name, one in arriving.items()]
+        return taken | late
 
-        It is whole once `wait` has returned. A tensor that stands there twice, as tied weights do,
-        is copied once; one that is `Arriving` is copied when it is there. `Any`: see above.
-        """
-        taken = _Taken(self._held)
-        copied = taken.of(state, ())
-        if taken.sources:
-            torch._foreach_copy_(taken.targets, taken.sources, non_blocking=True)
-        self._waits = [arriving.copy_to(target) for arriving, target in taken.arriving]
-        if any(source.is_cuda for source in taken.sources):
-            self._waits.append(torch.cuda.current_stream().record_event().synchronize)
-        return copied
+    def hold(self) -> None:
+        """Call it before anything changes a tensor. A GPU then finishes copying first; the host
+        goes on."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+            self._copied = None
 
     def wait(self) -> None:
         """Wait until the copy is whole. Any thread may call it. Raises `RuntimeError` if what was
         arriving has not arrived well."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._sources = []
         errors = []
         for wait in self._waits:  # all of them: the memory is used again afterwards
             try:
@@ -49,51 +64,20 @@ class HostCopy:
         if errors:
             raise errors[0]
 
+    def _aside(self) -> AbstractContextManager[object]:
+        """For a GPU its stream of copies, behind what the current stream does."""
+        if self._stream is None and any(source.is_cuda for source in self._sources):
+            self._stream = torch.cuda.Stream()
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._stream)
 
-class _Taken:
-    """What has to be copied for one copy."""
-
-    def __init__(self, held: dict[tuple[Hashable, ...], Tensor]) -> None:
-        self.held = held
-        self.sources: list[Tensor] = []
-        self.targets: list[Tensor] = []
-        self.arriving: list[tuple[Arriving, Tensor]] = []
-        self._same: dict[tuple[Hashable, ...], Tensor] = {}
-
-    def of(self, value: Any, place: tuple[Hashable, ...]) -> Any:
-        if isinstance(value, Tensor):
-            return self._tensor(value, place)
-        if isinstance(value, Arriving):
-            target = self._target(value.buffer, place)
-            self.arriving.append((value, target))
-            return target
-        if isinstance(value, dict):
-            copied = copy.copy(value)  # keeps what a module's state dict says of its versions
-            for key, entry in value.items():
-                copied[key] = self.of(entry, (*place, key))
-            return copied
-        if isinstance(value, list | tuple):
-            return type(value)(self.of(entry, (*place, n)) for n, entry in enumerate(value))
-        return value
-
-    def _tensor(self, tensor: Tensor, place: tuple[Hashable, ...]) -> Tensor:
-        source = local(tensor.detach())
-        same = (source.data_ptr(), source.dtype, source.shape, source.stride())
-        if same in self._same:
-            return self._same[same]
-        target = self._same[same] = self._target(tensor, place)
-        self.sources.append(source)
-        self.targets.append(local(target))
-        return target
-
-    def _target(self, tensor: Tensor, place: tuple[Hashable, ...]) -> Tensor:
-        held, own = self.held.get(place), local(tensor.detach())
-        if held is None or not _alike(local(held), own):
-            if hasattr(tensor, "to_local"):  # a shard, which has to be known as one
-                held = tensor.detach().to("cpu", copy=True)
-            else:
-                held = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
-            self.held[place] = held
+    def _target(self, name: str, tensor: Tensor) -> Tensor:
+        held = self._held.get(name)
+        if held is None or not _alike(held, tensor):
+            held = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            self._held[name] = held
         return held
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from co2.errors import PREEMPTED
 from co2.record.metrics import Notice
 from co2.train.launch import stop_signals
-from co2.train.losses import LossWatch
+from co2.train.meters import LossWatch
 from co2.train.randomness import seed_everything
 from co2.train.replica import accumulating
 from co2.train.run import Run
@@ -45,6 +45,7 @@ def train(run: Run) -> None:
                     losses.add(session.step, _gradients(session))
                 else:
                     session.skip_step()
+                session.checkpoints.hold()
                 membership.synchronize()
                 session.average.update()
                 session.optimizer.zero_grad(set_to_none=True)

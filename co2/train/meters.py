@@ -1,5 +1,7 @@
-"""Throughput, exposed communication, and the memory ledger of one worker."""
+"""Losses, throughput, exposed communication, and the memory ledger of one worker."""
 
+import math
+import os
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -12,9 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from co2.comm.collectives import local
+from co2.errors import DIVERGED
 from co2.methods.base import Method, MethodStats
 from co2.record.metrics import Ledger, Metrics
+from co2.train import faults
+from co2.train.checkpoint import Checkpoints
 from co2.train.replica import local_optimizer
+from co2.train.run import Run
 
 
 @dataclass
@@ -164,6 +170,58 @@ class Meter:
         """The totals so far, as plain values."""
         self.totals.wall_s = self._wall_before + time.perf_counter() - self._began
         return asdict(self.totals)
+
+
+class LossWatch:
+    """The training losses since the last check. It ends a run whose loss is not finite, before that
+    reaches the other replicas.
+
+    Reading a loss makes the host wait for a GPU, so on a GPU losses are checked where the loop asks
+    for it; on a CPU also after every step.
+
+    Args:
+        run: the run; worker and device are its mesh's.
+        checkpoints: names the last good checkpoint in the message.
+    """
+
+    def __init__(self, run: Run, checkpoints: Checkpoints) -> None:
+        self._worker, self._checkpoints = run.mesh.worker, checkpoints
+        self._at_once = run.mesh.device.type != "cuda"
+        self._steps: list[int] = []
+        self._losses: list[Tensor] = []
+        self._last = math.nan
+
+    def add(self, step: int, loss: Tensor) -> None:
+        """The loss of the step with this index, a scalar. On a CPU it is checked."""
+        self._steps.append(step)
+        self._losses.append(loss)
+        if self._at_once:
+            self.check()
+
+    def check(self) -> float:
+        """The newest loss. Raises `SystemExit(DIVERGED)` where one since the last check is not
+        finite, with one line for a person."""
+        losses = torch.stack(self._losses).tolist() if self._losses else []
+        for step, loss in zip(self._steps, losses, strict=True):
+            self._last = loss
+            if not math.isfinite(loss):
+                self._end(step + 1, loss)
+        self._steps.clear()
+        self._losses.clear()
+        return self._last
+
+    def _end(self, step: int, loss: float) -> None:
+        self._checkpoints.settle()
+        steps = self._checkpoints.steps()
+        folder = os.path.relpath(self._checkpoints.folder)
+        last = f"{folder}/step_{steps[0]}" if steps else "none"
+        faults.tell(
+            f"error: the loss is {loss} at step {step} on worker {self._worker}; "
+            f"last good checkpoint: {last}; "
+            "try a lower optim.lr, a longer warm-up or train.clip_norm=1",
+            fault="a loss that is not finite",
+        )
+        raise SystemExit(DIVERGED)
 
 
 def ledger(model: nn.Module, optimizer: Optimizer, method: Method) -> Ledger:

@@ -22,7 +22,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,15 +29,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from co2.comm.collectives import data_parallel, local, replicate
 from co2.comm.mesh import Mesh, check_replica_size
 from co2.config import CommConfig, CommDevice, Config, MeshConfig, Precision, Strategy
 from co2.config import Optimizer as OptimizerName
-from co2.errors import ConfigError, require
+from co2.errors import require
 from co2.methods.base import Method
 from co2.train.divided import Parts, clip, divide
+from co2.train.state_file import ELSEWHERE
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -194,11 +195,6 @@ class Replica:
             return model
         return data_parallel(model, comm, self.group)
 
-    def state(self, module: nn.Module, optimizer: Optimizer) -> "ReplicaState | None":
-        """What a checkpoint holds once for all workers of a replica; None where each is a
-        replica."""
-        return None if self.alone else ReplicaState(module, optimizer, self.mesh, self.parts)
-
 
 def gathered_as(
     block: nn.Module, precision: Precision, device: torch.device
@@ -216,97 +212,64 @@ def gathered_as(
 
 
 class ReplicaState:
-    """Weights and inner state of a replica, through torch.distributed.checkpoint.
+    """Weights and inner state of a replica, by the names of the parameters.
 
-    Values are named `weight/<parameter>` and `inner/<parameter>/<field>`. Each is saved by a worker
-    that holds it, or in shards by all of them.
+    What all its workers hold alike, one of them saves; the others hold shards, or with zero1 the
+    inner state of some parameters.
     """
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer, mesh: Mesh, parts: Parts) -> None:
-        self.params, self.parts = dict(module.named_parameters()), parts
-        self.inner = local_optimizer(optimizer)
-        self.group = mesh.new_group_within_replica("gloo")
+    def __init__(self, module: nn.Module, optimizer: Optimizer, replica: Replica) -> None:
+        self.params, self.parts = dict(module.named_parameters()), replica.parts
+        self.inner, self.mesh = local_optimizer(optimizer), replica.mesh
+        self._alike = replica.strategy is not Strategy.zero1
+        """Whether all workers have the inner state of all parameters."""
 
     def state(self) -> dict[str, Any]:
-        """What this worker holds of it, as it is now."""
-        names: dict[Tensor, str] = {param: name for name, param in self.params.items()}
-        state: dict[str, Any] = self._weights()
-        for param, fields in self.inner.state.items():
-            for key, value in fields.items():
-                alike = isinstance(value, Tensor) and value.size() == param.size()
-                value = self.parts.seen_whole(names[param], value) if alike else value
-                state[f"inner/{names[param]}/{key}"] = value
-        return state
+        """What this worker holds of it, as it is now; `ELSEWHERE` for what another one saves."""
+        weights, inner = {}, {}
+        for number, (name, param) in enumerate(self.params.items()):
+            here = number % self.mesh.replica_size == self.mesh.rank_in_replica
+            weights[name] = self._saved(name, param.detach(), here)
+            if param in self.inner.state:
+                fields = self.inner.state[param].items()
+                here = here or not self._alike
+                inner[name] = {key: self._saved(name, value, here) for key, value in fields}
+        return {"model": weights, "optimizer": {"state": inner}}
 
-    def write(self, folder: Path, state: dict[str, Any]) -> None:
-        """Save a copy of `state()`. Collective in the replica, in a group that nothing else uses,
-        so that a thread may call it. Raises `OSError` on all of its workers if one cannot write."""
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.api import CheckpointException
-
-        try:
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), process_group=self.group)
-        except CheckpointException as failed:
-            first = next(iter(failed.failures.values()))[0]
-            raise OSError(str(first)) from None
-
-    def check(self, folder: Path) -> None:
-        """Raise an error of some kind where the description of what is saved cannot be read."""
-        from co2.train.shards import Reader
-
-        Reader(folder).read_metadata()
-
-    def read(self, folder: Path) -> None:
-        """Load into place. Collective in the replica. Raises `ConfigError` if a value cannot be
-        read: then nobody may go on with what has been loaded."""
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-        from co2.train.shards import Planner, Reader
-
-        reader = Reader(folder)
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned, with the tensors in place of `ELSEWHERE`."""
+        for name, value in state["model"].items():
+            local(self.params[name].detach()).copy_(value)
         order = [param for group in self.inner.param_groups for param in group["params"]]
         numbers = {param: number for number, param in enumerate(order)}
-        state: dict[str, Any] = self._weights()
-        fields: list[tuple[int, str, str]] = []
-        for key, saved in reader.read_metadata().state_dict_metadata.items():
-            kind, _, rest = key.partition("/")
-            name, _, field = rest.rpartition("/")
-            if kind == "inner" and self.params[name] in numbers:
-                fields.append((numbers[self.params[name]], field, key))
-                state[key] = None
-                if isinstance(saved, TensorStorageMetadata):
-                    like = self.parts.seen_whole(name, self.params[name].detach())
-                    state[key] = _empty(saved.size, saved.properties.dtype, like)
-        try:
-            dcp.load(state, storage_reader=reader, planner=Planner(), process_group=self.group)
-        except CheckpointException as failed:
-            first = next(iter(failed.failures.values()))[0]
-            why = f"{folder.parent} cannot be read ({type(first).__name__})"
-            hint = f"{why}; move it away, and the one before is used"
-            raise ConfigError("resume", "auto", hint) from None
         packed = self.inner.state_dict()
-        packed["state"] = {}
-        for number, field, key in fields:
-            value = state[key]
-            if key.split("/")[1] in self.parts.names:
-                value = local(value)
-            packed["state"].setdefault(number, {})[field] = value
+        packed["state"] = {
+            numbers[self.params[name]]: {
+                key: _like(value, self.params[name]) for key, value in fields.items()
+            }
+            for name, fields in state["optimizer"]["state"].items()
+        }
         self.inner.load_state_dict(packed)
 
-    def _weights(self) -> dict[str, Any]:
-        return {
-            f"weight/{name}": self.parts.seen_whole(name, param.detach())
-            for name, param in self.params.items()
-        }
+    def _saved(self, name: str, value: Any, here: bool) -> Any:
+        """A value that belongs to a parameter, as a checkpoint has it. `Any`: or a plain value."""
+        if not isinstance(value, Tensor):
+            return value
+        if value.size() == self.params[name].size():
+            value = self.parts.seen_whole(name, value)
+        return value if here or local(value) is not value else ELSEWHERE
 
 
-def _empty(size: torch.Size, dtype: torch.dtype | None, param: Tensor) -> Tensor:
-    """An empty tensor for a field of the inner state, sharded as its parameter if of equal size."""
-    if size == param.size():
-        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
-    return torch.zeros(size, dtype=dtype)
+def _like(value: Any, param: Tensor) -> Any:
+    """A value of the inner state in the form that its optimizer gave it: of the parameter's size,
+    it lies in memory and is sharded as that is. `Any`: or a plain value."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.size() != local(param.detach()).size():
+        return value.clone()  # not a view of the file
+    made = torch.empty_like(param, dtype=value.dtype, requires_grad=False)
+    local(made).copy_(value)
+    return made
 
 
 def local_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -314,10 +277,12 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer:
     return getattr(optimizer, "optim", optimizer)
 
 
-def own_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The part of a module's state dict that is no parameter: every worker has its own."""
+def own_buffers(module: nn.Module) -> dict[str, Any]:
+    """A copy of what a module's state dict holds beside parameters: every worker has its own, and
+    the next forward pass may change it. `Any`: buffers, and whatever a module says of itself."""
     params = dict(module.named_parameters(remove_duplicate=False))
-    return {name: value for name, value in module.state_dict().items() if name not in params}
+    own = {name: value for name, value in module.state_dict().items() if name not in params}
+    return tree_map_only(Tensor, Tensor.clone, own)
 
 
 def whole_weights(module: nn.Module, parts: Parts) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from co2.train.quorum import Quorum
 from co2.train.randomness import random_states, restore_random_states
 from co2.train.replica import (
     Replica,
+    ReplicaState,
     checkpoint_activations,
     compile_model,
     own_buffers,
@@ -36,6 +37,7 @@ from co2.train.replica import (
 from co2.train.run import Run
 from co2.train.samples import Samples
 from co2.train.schedule import largest_lr
+from co2.train.state_file import REPLICA
 from co2.train.weights import EMA_MODEL, MODEL, write
 
 
@@ -65,7 +67,7 @@ class Session:
         fresh = not mesh.newcomer
         prepared = run.method.prepare(self.module, self.optimizer, mesh, self.largest_lr, fresh)
         self.model = replica.wrap(prepared, config.comm)
-        self.shared = replica.state(self.module, self.optimizer)
+        self.shared = ReplicaState(self.module, self.optimizer, replica)
         self.average = MovingAverage(self.module, config.train.ema_decay)
         self.checkpoints = Checkpoints(
             run.folder / "checkpoints",
@@ -73,7 +75,6 @@ class Session:
             run.control,
             config.checkpoint.keep,
             lambda line: run.console.print_line(line),  # another's, where this worker takes over
-            self.shared,
             config.launch.elastic,
         )
         members, rounds = mesh.members, run.method.round_steps
@@ -160,7 +161,9 @@ class Session:
 
     def state(self) -> dict[str, Any]:
         """Everything of this worker that a checkpoint holds."""
-        state: dict[str, Any] = {
+        return {
+            REPLICA: self.shared.state(),
+            "model": own_buffers(self.module),
             "step": self.step,
             "workers": self.run.mesh.num_workers,
             "draws": self.samples.draws,
@@ -173,12 +176,6 @@ class Session:
             "random": random_states(),
             "average": self.average.tensors,
         }
-        if self.shared is None:
-            state["model"] = self.module.state_dict()
-            state["optimizer"] = self.optimizer.state_dict()
-        else:
-            state["buffers"] = own_buffers(self.module)
-        return state
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from what `state` returned, with the random generators as they are."""
@@ -188,18 +185,16 @@ class Session:
         self.membership.changes = [Change.of(line) for line in state["changes"]]
         stretches = tuple((draw, workers) for draw, workers in state["stretches"])
         self.run.mesh = replace(self.run.mesh, stretches=stretches)
-        if self.shared is None:
-            self.module.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-        else:
-            self.module.load_state_dict(state["buffers"], strict=False)
+        self.shared.load(state[REPLICA])
+        self.module.load_state_dict(state["model"], strict=False)
         self.run.method.load_state_dict(state["method"])
-        self.average.load(state.get("average", []))  # older checkpoints have none
+        self.average.load(state["average"])
 
     def evaluate(self) -> dict[str, float]:
         """The task's metrics of the consensus, and with the prefix ema_ those of the moving
         average; at the run's end the weights of both are saved too. Collective."""
         run, steps = self.run, self.run.config.train.steps
+        self.checkpoints.hold()
         with self.meter.paused():
             scores = self.membership.together(self._scores)
         run.record.log(Evaluation(self.step, scores, self.meter.totals.train_s))

@@ -1,6 +1,8 @@
 """Files of weights: written, read without running what is in them, held against a model, and
 copied."""
 
+import errno
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -32,6 +34,29 @@ def write(file: IO[bytes], values: Any) -> None:
                 raise cause from None
             cause = cause.__context__
         raise
+
+
+def save(path: Path, tensors: Mapping[str, Tensor], head: Mapping[str, str]) -> None:
+    """Write a file of safetensors, and fsync it.
+
+    Args:
+        tensors: by name, no two in the same memory.
+        head: texts that stand before them.
+    Raises:
+        OSError: there is no room.
+    """
+    from safetensors import SafetensorError  # not needed by the library
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file({name: one.contiguous() for name, one in tensors.items()}, path, {**head})
+    except SafetensorError as error:  # a full disk, which is no OSError there
+        raise OSError(errno.EIO, str(error), str(path)) from None
+    path.chmod(mode)  # safetensors lets only the owner read it
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def read(path: Path, key: str, value: str) -> dict[str, Tensor]:

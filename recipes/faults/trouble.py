@@ -256,7 +256,7 @@ def torn_checkpoint(run: Trouble) -> None:
     """The machine goes down, and the newest checkpoint is torn; then start again."""
     run.until(lambda: len(run.checkpoints()) > 1)
     run.kill_all()
-    path = run.checkpoints()[0] / "rank_0.pt"
+    path = run.checkpoints()[0] / "replica_0" / "worker_0.safetensors"
     os.truncate(path, path.stat().st_size // 2)
     run.start()
 

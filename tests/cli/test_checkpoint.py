@@ -3,9 +3,12 @@
 import json
 import os
 import random
+import re
+import resource
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,12 +21,14 @@ import torch.distributed as dist
 from co2.comm.mesh import Mesh
 from co2.config import LaunchConfig
 from co2.record.folder import tag_from
-from co2.train import checkpoint, launch
+from co2.train import checkpoint, launch, state_file
 from co2.train.checkpoint import MANIFEST, Checkpoints
 from co2.train.randomness import random_states, restore_random_states
 from co2.train.stop import StopVote
 from tests.workers import Pool
 
+FULL = "No space left|File too large"
+"""What the system says where there is no room."""
 ALONE = Mesh(0, 1, torch.device("cpu"))
 DAMAGES = ("truncated", "flipped", "missing", "no manifest", "torn manifest", "only the folder")
 
@@ -34,7 +39,7 @@ def state(step: int) -> dict[str, Any]:
         "weight": torch.full((3, 2), float(step)),
         "half": torch.full((5,), step, dtype=torch.bfloat16),
         "count": torch.tensor(step),
-        "nested": {"lr": [0.1 * step, None], "in_flight": True, 0: (step, "text")},
+        "nested": {"lr": [0.1 * step, None], "in_flight": True, 0: [step, "text"]},
     }
 
 
@@ -51,7 +56,12 @@ def checkpoints(folder: Path, keep: int = 2, lines: list[str] | None = None) -> 
     return Checkpoints(folder, ALONE, None, keep, (lines if lines is not None else []).append)
 
 
-def damage(folder: Path, kind: str, name: str = "rank_0.pt") -> None:
+def part(replica: int = 0, worker: int = 0) -> str:
+    """The file of a worker in a checkpoint."""
+    return f"replica_{replica}/worker_{worker}.safetensors"
+
+
+def damage(folder: Path, kind: str, name: str = part()) -> None:
     """Spoil a checkpoint as a disk or a person may."""
     file, manifest = folder / name, folder / MANIFEST
     if kind == "truncated":
@@ -140,7 +150,7 @@ class TestCheckpoints:
     def test_any_length_of_a_torn_file_is_noticed(self, tmp_path: Path) -> None:
         saver = checkpoints(tmp_path)
         assert saver.save(1, state(1))
-        file = tmp_path / "step_1" / "rank_0.pt"
+        file = tmp_path / "step_1" / part()
         whole = file.read_bytes()
         for length in {0, 1, len(whole) - 1, *range(0, len(whole), 97)}:
             file.write_bytes(whole[:length])
@@ -170,7 +180,7 @@ class TestCheckpoints:
         saver = checkpoints(tmp_path, lines=lines)
         assert saver.save(1, state(1))
         saver.world = 2
-        assert "1 workers" in saver._damage(1)
+        assert "1 workers" in saver._read(1)[1]
 
     def test_killed_at_any_moment(self, tmp_path: Path) -> None:
         """Before each fsync and each rename of saving step 2; 1 or 2 is whole each time."""
@@ -203,7 +213,7 @@ class TestCheckpoints:
             assert len(lines) <= 1
             if lines:
                 assert "step 2 could not be saved" in lines[0] and "\n" not in lines[0]
-                assert f"worker {world - 1}" in lines[0] and "No space left" in lines[0]
+                assert f"worker {world - 1}" in lines[0] and re.search(FULL, lines[0])
 
     @pytest.mark.parametrize("kind", ["truncated", "missing"])
     def test_damage_of_one_worker_counts_for_all(
@@ -251,18 +261,31 @@ def save_on_a_full_disk(
     mesh, lines = Mesh.world(device="cpu"), []
     saver = Checkpoints(Path(folder), mesh, mesh.new_group_across_replicas("gloo"), 2, lines.append)
     saved = [saver.save(1, state(1))]
-    full = (lambda path, values: fail_to_write(way, values)) if rank == world - 1 else None
-    with patch.object(checkpoint, "_write", full or checkpoint._write):
+    with full_disk(way) if rank == world - 1 else nullcontext():
         saved.append(saver.save(2, state(2)))
     saved.append(saver.save(3, state(3)))
     return saved, saver.steps(), lines
 
 
-def fail_to_write(way: str, values: dict[str, Any], write: Any = checkpoint._write) -> str:
-    """Write to a device that is always full, or raise what that raises."""
-    if way == "real":
-        return write(Path("/dev/full"), values)
-    raise OSError(28, "No space left on device")
+@contextmanager
+def full_disk(way: str, when: Callable[[Path], bool] = lambda path: True) -> Iterator[None]:
+    """Some states find no room: a limit on files is met, or what a full disk raises is raised."""
+    original = state_file.write
+
+    def write(path: Path, *arguments: Any) -> None:
+        if not when(path):
+            return original(path, *arguments)
+        if way == "stub":
+            raise OSError(28, "No space left on device")
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+        try:
+            return original(path, *arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    with patch.object(state_file, "write", write):
+        yield
 
 
 def load_damaged(rank: int, world: int, folder: str, kind: str) -> tuple[int, list[str]]:
@@ -271,7 +294,7 @@ def load_damaged(rank: int, world: int, folder: str, kind: str) -> tuple[int, li
     for step in (1, 2):
         assert saver.save(step, {**state(step), "rank": rank})
     if rank == 1:
-        damage(Path(folder) / "step_2", kind, "rank_1.pt")
+        damage(Path(folder) / "step_2", kind, part(1))
     dist.barrier()
     found = saver.load()
     assert_state(found, 1)
@@ -522,5 +545,8 @@ def test_a_manifest_names_every_file(tmp_path: Path) -> None:
     assert checkpoints(tmp_path).save(4, state(4))
     manifest = json.loads((tmp_path / "step_4" / MANIFEST).read_text())
     assert manifest["step"] == 4 and manifest["world"] == 1
-    files = {path.name for path in (tmp_path / "step_4").iterdir()}
-    assert files == {MANIFEST, *manifest["sha256"]}
+    assert {path.name for path in (tmp_path / "step_4").iterdir()} == {MANIFEST, "replica_0"}
+    assert [*manifest["sha256"]] == [part()]
+    assert [path.name for path in (tmp_path / "step_4" / "replica_0").iterdir()] == [
+        "worker_0.safetensors"
+    ]

@@ -134,7 +134,9 @@ def test_all_files_have_the_mode_that_the_umask_leaves(
     finally:
         os.umask(before)
     files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink()]
-    assert {"model.safetensors", "model.pt", "rank_0.pt"} <= {path.name for path in files}
+    assert {"model.safetensors", "model.pt", "worker_0.safetensors"} <= {
+        path.name for path in files
+    }
     assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {
         path.name: "0o640" for path in files
     }

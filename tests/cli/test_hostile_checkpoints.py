@@ -6,7 +6,6 @@ Nothing in them is run, no file elsewhere is read or removed, and the one before
 import hashlib
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,16 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from safetensors import SafetensorError
+from safetensors.torch import save
 
-from co2.train import checkpoint
+from co2.train import checkpoint, state_file
 from co2.train.checkpoint import MANIFEST
-from co2.train.replica import ReplicaState
-from co2.train.shards import Planner, Reader
 from tests.cli.refused import MARK, Payload, files, pickled
-from tests.cli.test_checkpoint import assert_state, checkpoints, state
+from tests.cli.test_checkpoint import assert_state, checkpoints, part, state
 from tests.grids import first_of_each
 
 Spoil = Callable[[Path], object]
@@ -45,14 +41,14 @@ def whole_manifest(text: str) -> Spoil:
     return lambda folder: (folder / MANIFEST).write_text(text)
 
 
-def rank_file(make: Callable[[Path], bytes], summed: bool = True) -> Spoil:
+def of_worker(make: Callable[[Path], bytes], summed: bool = True) -> Spoil:
     """Another file of worker 0, and its checksum in the manifest."""
 
     def spoil(folder: Path) -> None:
         data = make(folder)
-        (folder / "rank_0.pt").write_bytes(data)
+        (folder / part()).write_bytes(data)
         if summed:
-            manifest(sha256={"rank_0.pt": hashlib.sha256(data).hexdigest()})(folder)
+            manifest(sha256={part(): hashlib.sha256(data).hexdigest()})(folder)
 
     return spoil
 
@@ -65,6 +61,11 @@ def of_torch(make: Callable[[Path], object]) -> Callable[[Path], bytes]:
         return path.read_bytes()
 
     return data
+
+
+def says(values: str) -> Spoil:
+    """A file of safetensors with these values in its head, in place of JSON."""
+    return of_worker(lambda folder: save({"a": torch.zeros(3)}, {"co2": values}))
 
 
 def also_named(name: str) -> Spoil:
@@ -106,17 +107,19 @@ def of_here(folder: Path) -> Path:
 
 
 CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
-    "torch.save of a payload": (rank_file(of_torch(lambda f: Payload(of_here(f)))), "be read"),
-    "payload amid the state": (
-        rank_file(of_torch(lambda f: {**state(2), "more": Payload(of_here(f))})),
-        "cannot be read",
-    ),
-    "a bare pickle": (rank_file(lambda f: pickled(of_here(f))), "cannot be read"),
-    "a bare pickle, not summed": (rank_file(lambda f: pickled(of_here(f)), False), "checksum"),
-    "empty, and summed": (rank_file(lambda f: b""), "cannot be read"),
-    "cut, and summed": (rank_file(lambda f: (f / "rank_0.pt").read_bytes()[:-99]), "be read"),
-    "no state": (rank_file(of_torch(lambda f: [1, 2])), "holds no state"),
-    "a file by a link": (linked("rank_0.pt"), "lies elsewhere"),
+    "torch.save of a payload": (of_worker(of_torch(lambda f: Payload(of_here(f)))), "be read"),
+    "a bare pickle": (of_worker(lambda f: pickled(of_here(f))), "cannot be read"),
+    "a bare pickle, not summed": (of_worker(lambda f: pickled(of_here(f)), False), "checksum"),
+    "empty, and summed": (of_worker(lambda f: b""), "cannot be read"),
+    "cut, and summed": (of_worker(lambda f: (f / part()).read_bytes()[:-9]), "cannot be read"),
+    "no values": (of_worker(lambda f: save({"a": torch.zeros(3)})), "cannot be read"),
+    "no JSON": (says("{'step': 2}"), "cannot be read (JSONDecodeError"),
+    "deep JSON": (says(DEEP), "cannot be read (RecursionError"),
+    "no state": (says("[1, 2]"), "holds no state"),
+    "a tensor that is not there": (says('{"b": {"$tensor": "b"}}'), "cannot be read (KeyError"),
+    "a tensor without a name": (says('{"b": {"$tensor": [1]}}'), "cannot be read (TypeError"),
+    "entries that are none": (says('{"b": {"$entries": [1]}}'), "cannot be read (TypeError"),
+    "a file by a link": (linked(part()), "lies elsewhere"),
     "a manifest by a link": (linked(MANIFEST), "lies elsewhere"),
     "a folder by a link": (folder_linked, "lies elsewhere"),
     "a manifest that is a pipe": (a_pipe, "is no file"),
@@ -127,12 +130,12 @@ CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
     "world as a list": (manifest(world=[1]), "saved by [1] workers"),
     "world with a line end": (manifest(world="1\nerror"), r"saved by 1\nerror workers"),
     "no checksums": (manifest(sha256=None), MANIFEST),
-    "checksums as a list": (manifest(sha256=["rank_0.pt"]), MANIFEST),
-    "another's checksums": (manifest(sha256={"rank_1.pt": "0"}), MANIFEST),
+    "checksums as a list": (manifest(sha256=[part()]), MANIFEST),
+    "another's checksums": (manifest(sha256={part(1): "0"}), part()),
     "a name with ..": (also_named("../../secret"), "lies elsewhere"),
     "a shared name with ..": (also_named("replica_0/../../../secret"), "lies elsewhere"),
     "an absolute name": (also_named("ROOT/secret"), "lies elsewhere"),
-    "a name with NUL": (manifest(sha256={"rank_0.pt": "0", "a\0b": "0"}), MANIFEST),
+    "a name with NUL": (manifest(sha256={part(): "0", "a\0b": "0"}), MANIFEST),
     "a list": (whole_manifest("[]"), MANIFEST),
     "null": (whole_manifest("null"), MANIFEST),
     "a deep list": (whole_manifest(DEEP), MANIFEST),
@@ -170,123 +173,17 @@ def test_names_that_are_no_step(tmp_path: Path, name: str) -> None:
     assert (tmp_path / name).exists()
 
 
-def parts(folder: Path, state: dict[str, Any]) -> Path:
-    """What the workers of a replica save together, by a single one."""
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-    return folder
-
-
-def described(folder: Path, change: Callable[[Any], object]) -> None:
-    """Another description of what is saved."""
-    path = folder / ".metadata"
-    found = pickle.loads(path.read_bytes())
-    change(found)
-    path.write_bytes(pickle.dumps(found))
-
-
-def elsewhere(found: Any) -> dict[Any, Any]:
-    """What is saved lies outside the folder."""
-    for info in found.storage_data.values():
-        info.relative_path = "../../../secret"
-    return found.storage_data
-
-
-class Shared:
-    """What the workers of a replica save together, without workers."""
-
-    check = ReplicaState.check
-
-    def __init__(self) -> None:
-        self.read_from: list[Path] = []
-
-    def state(self) -> dict[str, Any]:
-        return {"weight/a": torch.zeros(3)}
-
-    def write(self, folder: Path, state: dict[str, Any]) -> None:
-        parts(folder, state)
-
-    def read(self, folder: Path) -> None:
-        self.read_from.append(folder)
-
-
-class TestParts:
-    def test_sound_ones_are_read(self, tmp_path: Path) -> None:
-        saved = {"weight/a": torch.arange(6.0), "inner/a/step": 3, "inner/a/none": None}
-        folder = parts(tmp_path / "replica_0", saved)
-        found = {"weight/a": torch.zeros(6), "inner/a/step": 0, "inner/a/none": 1}
-        dcp.load(found, storage_reader=Reader(folder), planner=Planner(), no_dist=True)
-        assert torch.equal(found.pop("weight/a"), saved.pop("weight/a"))  # type: ignore[arg-type]
-        assert found == saved
-
-    def test_a_payload_is_not_run(self, tmp_path: Path) -> None:
-        folder = parts(tmp_path / "replica_0", {"weight/a": torch.zeros(3)})
-        described(folder, lambda found: setattr(found, "planner_data", Payload(tmp_path)))
-        with pytest.raises(pickle.UnpicklingError, match="is no part of a checkpoint"):
-            Reader(folder).read_metadata()
-        (folder / ".metadata").write_bytes(pickled(tmp_path))
-        with pytest.raises(pickle.UnpicklingError):
-            Reader(folder).read_metadata()
-        assert not (tmp_path / MARK).exists()
-
-    @pytest.mark.parametrize("kind", ["payload", "elsewhere", "by a link", "cut"])
-    def test_they_cost_one_checkpoint(self, tmp_path: Path, kind: str) -> None:
-        """Their checksums are right."""
-        lines: list[str] = []
-        saver = checkpoints(tmp_path / "checkpoints", lines=lines)
-        saver.shared = Shared()  # type: ignore[assignment]
-        for step in (1, 2):
-            assert saver.save(step, state(step))
-        folder = tmp_path / "checkpoints" / "step_2"
-        path = folder / "replica_0" / ".metadata"
-        if kind == "payload":
-            described(path.parent, lambda found: setattr(found, "planner_data", Payload(tmp_path)))
-        elif kind == "elsewhere":
-            described(path.parent, lambda found: setattr(found, "storage_data", elsewhere(found)))
-        elif kind == "cut":
-            path.write_bytes(path.read_bytes()[:-9])
-        else:
-            path.rename(tmp_path / "metadata")
-            path.symlink_to(tmp_path / "metadata")
-        sums = json.loads((folder / MANIFEST).read_text())["sha256"]
-        sums["replica_0/.metadata"] = hashlib.sha256(path.read_bytes()).hexdigest()
-        manifest(sha256=sums)(folder)
-        assert_state(saver.load(), 1)
-        assert len(lines) == 1 and "step_2 is damaged" in lines[0] and lines[0].isprintable()
-        assert saver.shared.read_from == [tmp_path / "checkpoints" / "step_1" / "replica_0"]
-        assert not (tmp_path / MARK).exists()
-
-    @pytest.mark.parametrize("place", ["../secret", "/etc/passwd", "..", "a/../../secret"])
-    def test_a_file_elsewhere_is_not_read(self, tmp_path: Path, place: str) -> None:
-        folder = parts(tmp_path / "replica_0", {"weight/a": torch.zeros(3)})
-
-        def change(found: Any) -> None:
-            for info in found.storage_data.values():
-                info.relative_path = place
-
-        described(folder, change)
-        with pytest.raises(pickle.UnpicklingError, match="names a file elsewhere"):
-            Reader(folder).read_metadata()
-
-    def test_a_tensor_that_is_called_a_value(self, tmp_path: Path) -> None:
-        """PyTorch itself would load it as any pickle."""
-        torch.save(Payload(tmp_path), tmp_path / "payload")
-        folder = parts(tmp_path / "replica_0", {"weight/a": "a value"})
-        data = (tmp_path / "payload").read_bytes()
-        (file,) = folder.glob("*.distcp")
-        file.write_bytes(data)
-
-        def change(found: Any) -> None:
-            assert found.state_dict_metadata == {"weight/a": BytesStorageMetadata()}
-            for info in found.storage_data.values():
-                info.offset, info.length = 0, len(data)
-
-        described(folder, change)
-        own = {"storage_reader": Reader(folder), "no_dist": True}
-        with pytest.raises(CheckpointException, match="UnpicklingError: Weights only"):
-            dcp.load({"weight/a": ""}, planner=Planner(), **own)
-        assert not (tmp_path / MARK).exists()
-        dcp.load({"weight/a": ""}, **own)  # PyTorch's own planner
-        assert (tmp_path / MARK).exists()
+def test_another_workers_file_is_read_with_as_much_care(tmp_path: Path) -> None:
+    """Of the same replica: its file may hold what this worker does not."""
+    saved = {"co2": json.dumps({"weight": {"$tensor": "weight"}})}
+    (tmp_path / "own").write_bytes(save({}, saved))
+    (tmp_path / "other").write_bytes(save({"weight": torch.arange(3.0)}, {}))
+    found = state_file.read(tmp_path / "own", [tmp_path / "other"])
+    assert torch.equal(found["weight"], torch.arange(3.0))
+    (tmp_path / "other").write_bytes(of_torch(lambda _: Payload(tmp_path))(tmp_path))
+    with pytest.raises(SafetensorError):
+        state_file.read(tmp_path / "own", [tmp_path / "other"])
+    assert not (tmp_path / MARK).exists()
 
 
 def test_unread_files_are_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,5 +192,5 @@ def test_unread_files_are_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert saver.save(1, state(1))
     manifest(world=2)(tmp_path / "step_1")
     monkeypatch.setattr(checkpoint, "_sha256", lambda path: pytest.fail(f"{path} was read"))
-    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(state_file, "read", lambda *_: pytest.fail("it was loaded"))
     assert saver.load() is None

@@ -3,7 +3,7 @@
 import json
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,7 +36,7 @@ from tests.cli.harness import (
     until,
     weights,
 )
-from tests.cli.test_checkpoint import damage
+from tests.cli.test_checkpoint import damage, full_disk, part
 from tests.grids import grid
 from tests.workers import Pool
 
@@ -85,7 +85,7 @@ def test_goes_on_exactly(
     run = stopped(workers, arguments, tmp_path / "cut", *told)
     folder = run.folder / "checkpoints"
     assert saved_steps(run.folder) == [10, STOPPED_AT]
-    assert (folder / f"step_{STOPPED_AT}" / "replica_1" / ".metadata").exists()
+    assert (folder / f"step_{STOPPED_AT}" / part(1, 1)).exists()
     again = pooled(workers, 4, *arguments, runs=tmp_path / "cut")
     assert again.status == 0 and f"resumed at step {STOPPED_AT} of 16" in again.out
     assert_same_run(whole.folder, again.folder)
@@ -123,36 +123,25 @@ def test_a_damaged_part_costs_one_checkpoint(workers: Pool, tmp_path: Path) -> N
     whole = pooled(workers, 4, *arguments, runs=tmp_path / "whole")
     run = stopped(workers, arguments, tmp_path / "cut")
     newest = run.folder / "checkpoints" / f"step_{STOPPED_AT}"
-    damage(newest, "flipped", "replica_1/__1_0.distcp")
+    damage(newest, "flipped", part(1, 1))
     again = pooled(workers, 4, *arguments, runs=tmp_path / "cut")
     assert again.status == 0 and "resumed at step 10 of 16" in again.out
-    assert "__1_0.distcp: checksum differs" in again.out
+    assert f"{part(1, 1)}: checksum differs" in again.out
     assert_same_run(whole.folder, again.folder)
 
 
-@contextmanager
-def full_disk(rank: int) -> Iterator[None]:
+def full_for(rank: int) -> AbstractContextManager[None]:
     """Setup: one worker cannot write its part."""
-    from torch.distributed.checkpoint import FileSystemWriter
-
-    original = FileSystemWriter.write_data
-
-    def write_data(self: FileSystemWriter, *arguments: Any) -> Any:
-        if dist.get_rank() == rank:
-            raise OSError("No space left on device")
-        return original(self, *arguments)
-
-    with patch.object(FileSystemWriter, "write_data", write_data):
-        yield
+    return full_disk("stub", lambda path: dist.get_rank() == rank)
 
 
 def test_a_full_disk_does_not_end_the_run(workers: Pool, tmp_path: Path) -> None:
     arguments = words("zero2", *CO2)
     run = pooled(
-        workers, 4, *arguments, runs=tmp_path / "runs", setup=full_disk, setup_arguments=(3,)
+        workers, 4, *arguments, runs=tmp_path / "runs", setup=full_for, setup_arguments=(3,)
     )
     assert run.status == 0, run.err
-    assert "step 5 could not be saved (worker 2: " in run.out and "No space left" in run.out
+    assert "step 5 could not be saved (worker 3: " in run.out and "No space left" in run.out
     assert saved_steps(run.folder) == [] and not list(run.folder.glob("checkpoints/.step*"))
 
 

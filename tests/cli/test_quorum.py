@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from co2.errors import PREEMPTED, ConfigError
+from co2.train import state_file
 from tests.cli.harness import (
     assert_same_run,
     cli,
@@ -21,6 +21,7 @@ from tests.cli.harness import (
     until,
     workers,
 )
+from tests.cli.test_checkpoint import part
 from tests.cli.test_elastic import changes, disturbed, read_summary
 from tests.grids import grid
 
@@ -117,8 +118,7 @@ def test_told_to_stop_a_slow_replica_goes_on_as_slow(tmp_path: Path) -> None:
 
 
 def read_state(folder: Path, step: int, rank: int) -> dict[str, Any]:
-    path = folder / "checkpoints" / f"step_{step}" / f"rank_{rank}.pt"
-    found: dict[str, Any] = torch.load(path, weights_only=True)
+    found: dict[str, Any] = state_file.read(folder / f"checkpoints/step_{step}" / part(rank))
     return found
 
 

@@ -1,5 +1,6 @@
 """A run that was killed, stopped, or met a bad disk ends as one that nothing happened to."""
 
+import contextlib
 import json
 import os
 import random
@@ -26,7 +27,7 @@ from co2.config import Config
 from co2.errors import DIVERGED, PREEMPTED, ConfigError
 from co2.record.folder import check_folder, read_summary
 from co2.record.provenance import of_all_starts
-from co2.train import checkpoint, launch
+from co2.train import launch
 from tasks import TASKS
 from tasks.toy import Toy
 from tests.cli.harness import (
@@ -51,7 +52,7 @@ from tests.cli.harness import (
     until,
     workers,
 )
-from tests.cli.test_checkpoint import DAMAGES, damage
+from tests.cli.test_checkpoint import DAMAGES, FULL, damage, full_disk, part
 from tests.grids import grid
 from tests.workers import Pool, WorkerError
 
@@ -247,7 +248,7 @@ def again(workers: Pool, stopped: Run, tmp_path: Path, *kinds: str, rank: int = 
     shutil.copytree(stopped.runs, tmp_path / "runs")
     folder = folder_of(*POOLED, "launch.workers=2", runs=tmp_path / "runs")
     for step, kind in zip((STOPPED_AT, 30), kinds, strict=False):
-        damage(folder / "checkpoints" / f"step_{step}", kind, f"rank_{rank}.pt")
+        damage(folder / "checkpoints" / f"step_{step}", kind, part(rank))
     return pooled(workers, 2, *POOLED, runs=tmp_path / "runs")
 
 
@@ -405,20 +406,15 @@ def test_no_more_steps(workers: Pool, tmp_path: Path, words: tuple[str, ...], re
         configured(*longer, runs=tmp_path)
 
 
-@contextmanager
-def full_disk(way: str, failing: tuple[int, ...]) -> Iterator[None]:
+def full_for_worker_1(
+    way: str, failing: tuple[int, ...]
+) -> contextlib.AbstractContextManager[None]:
     """Setup: what worker 1 saves at these steps does not fit on its disk."""
-    original = checkpoint._write
 
-    def write(path: Path, state: dict[str, Any]) -> str:
-        if dist.get_rank() == 1 and int(path.parent.name.removeprefix(".step_")) in failing:
-            if way == "stub":
-                raise OSError(28, "No space left on device")
-            path = Path("/dev/full")
-        return original(path, state)
+    def when(path: Path) -> bool:
+        return dist.get_rank() == 1 and int(path.parts[-3].removeprefix(".step_")) in failing
 
-    with patch.object(checkpoint, "_write", write):
-        yield
+    return full_disk(way, when)
 
 
 @pytest.mark.parametrize("way", ["stub", "real"])
@@ -428,14 +424,14 @@ def test_a_full_disk(workers: Pool, whole: Run, tmp_path: Path, way: str) -> Non
         2,
         *POOLED,
         runs=tmp_path / "runs",
-        setup=full_disk,
+        setup=full_for_worker_1,
         setup_arguments=(way, (30, 40, 50, 60)),
     )
     assert run.status == 0
     lines = [line for line in run.out.splitlines() if "could not be saved" in line]
     assert len(lines) == 4
     assert lines[0].startswith("step 30 ") and "worker 1" in lines[0]
-    assert "No space left on device" in lines[0]
+    assert re.search(FULL, lines[0])
     assert saved_steps(run.folder) == [10, 20]
     assert not list((run.folder / "checkpoints").glob(".*"))
     assert_same_run(run.folder, whole.folder)
@@ -443,7 +439,7 @@ def test_a_full_disk(workers: Pool, whole: Run, tmp_path: Path, way: str) -> Non
 
 @contextmanager
 def full_disk_and_signalled(step: int) -> Iterator[None]:
-    with full_disk("stub", tuple(range(step, 61))), signalled(1, step):
+    with full_for_worker_1("stub", tuple(range(step, 61))), signalled(1, step):
         yield
 
 

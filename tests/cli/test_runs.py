@@ -22,7 +22,7 @@ from co2.config import OptimConfig, Schedule, Validation
 from co2.errors import DIVERGED
 from co2.methods.allreduce import AllReduce
 from co2.methods.base import MethodStats
-from co2.train import launch
+from co2.train import launch, state_file
 from co2.train.meters import Meter
 from co2.train.schedule import learning_rate
 from tasks.toy import CLASSES, Toy
@@ -50,6 +50,7 @@ from tests.cli.harness import (
     story,
     weights,
 )
+from tests.cli.test_checkpoint import part
 from tests.cli.test_resume import METHODS
 from tests.grids import OF_A_KIND, grid
 from tests.server import environment, fork_program
@@ -144,7 +145,7 @@ class TestFolder:
         assert saved_steps(spawned.folder) == [40, 60]
         for step in (40, 60):
             names = {path.name for path in (spawned.folder / f"checkpoints/step_{step}").iterdir()}
-            assert names == {"rank_0.pt", "rank_1.pt", "manifest.json"}
+            assert names == {"replica_0", "replica_1", "manifest.json"}
 
     def test_closing_table(self, spawned: Run) -> None:
         table = spawned.out[spawned.out.index("┌") :]
@@ -600,7 +601,7 @@ def test_bf16(workers: Pool, tmp_path: Path) -> None:
     half, single = runs_of(runs)
     assert runs[0].status == 0
     assert all(value.dtype != torch.bfloat16 for value in weights(half).values())
-    state = torch.load(half / "checkpoints/step_60/rank_0.pt", weights_only=True)
+    state = state_file.read(half / "checkpoints/step_60" / part())
     assert state["method"]["tensors"]["anchor"].dtype == torch.float32
     told = [summary(folder)["final"]["loss"] for folder in (half, single)]
     assert told[0] != told[1] and told[0] == pytest.approx(told[1], abs=0.1)

@@ -16,8 +16,7 @@ from co2.record.console import ProgressConsole, closing_table
 from co2.record.folder import run_folder
 from co2.record.metrics import Metrics
 from co2.train import meters, samples
-from co2.train.losses import LossWatch
-from co2.train.meters import Utilization
+from co2.train.meters import LossWatch, Utilization
 from co2.train.session import Session
 from tests.cli.harness import configured
 from tests.engine.test_metrics import SUMMARY

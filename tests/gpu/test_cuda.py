@@ -19,6 +19,7 @@ from co2.copies import Copies
 from co2.errors import ConfigError
 from co2.gpus import gpu_of
 from co2.methods import METHODS
+from co2.train.host_copy import HostCopy
 from tests.cli.harness import command, execute
 from tests.gpu.conftest import CUDA
 from tests.methods.driver import inner
@@ -162,6 +163,29 @@ def test_a_batch_is_copied_while_the_host_goes_on() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [value.item() for value in found] == [77000 * n + n * (n + 1) // 2 for n in range(20)]
+
+
+@gpu_only
+def test_a_checkpoint_is_copied_while_the_gpu_computes() -> None:
+    """Into pinned memory, of what was there at `take`, whatever changes it behind `hold`. Neither
+    the host nor, up to `hold`, the computation waits."""
+    copy, weight = HostCopy(), torch.zeros(1 << 24, device="cuda")
+    copy.take({"weight": weight})  # allocates
+    for turn in range(1, 6):
+        copy.wait()
+        weight.fill_(turn)
+        torch.cuda._sleep(50_000_000)  # the copy is still to come when the host goes on
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            taken = copy.take({"weight": weight})["weight"]
+            copy.hold()
+            weight.zero_()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        copy.wait()
+        assert taken.is_pinned() and taken.eq(turn).all()
+    torch.cuda.synchronize()
+    assert not weight.any()
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Replicas of two workers train as replicas of one do, on the same samples."""
 
 import dataclasses
+import warnings
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import co2
@@ -17,9 +19,18 @@ from co2.config import MeshConfig, Precision, Strategy
 from co2.errors import ConfigError
 from co2.methods.base import MethodStats
 from co2.record.metrics import Ledger
-from co2.train import replica
+from co2.train import replica, state_file
+from co2.train.host_copy import HostCopy
 from co2.train.meters import ledger
-from co2.train.replica import Replica, blocks, gathered_as, local_optimizer
+from co2.train.replica import (
+    Replica,
+    ReplicaState,
+    blocks,
+    gathered_as,
+    local_optimizer,
+    own_buffers,
+)
+from co2.train.state_file import REPLICA, split
 from tests.engine.test_memory import storages
 from tests.grids import grid
 from tests.methods.driver import assert_same
@@ -219,12 +230,25 @@ def saved_and_read(rank: int, world: int, folder: str, strategy: Strategy, optim
     for _ in range(2):
         saved.step()
     path = Path(folder) / f"replica_{saved.mesh.replica}"
-    replica = saved.replica.state(saved.net, saved.optimizer)
-    replica.write(path, replica.state())
+    path.mkdir(exist_ok=True)
+    state = ReplicaState(saved.net, saved.optimizer, saved.replica).state()
+    own = split({REPLICA: state, "model": own_buffers(saved.net)}, saved.mesh.rank_in_replica)
+    state_file.write(path / f"{rank}.safetensors", own, HostCopy().take(own.tensors))
+    dist.barrier()
+    others = sorted(path.iterdir())
+    found = state_file.read(others[saved.mesh.rank_in_replica], others)
     read = Worker(rank + 7, "co2", strategy, 2, optimizer, experts=experts)
-    read.replica.state(read.net, read.optimizer).read(path)
+    ReplicaState(read.net, read.optimizer, read.replica).load(found[REPLICA])
     assert_same(held(read), held(saved))
     assert len(held(saved)[1]) > 0 or optimizer == "plain"
+    assert_same(found["model"], dict(saved.net.named_buffers()))
+    # PyTorch's own tool sees the whole replica, whoever has saved what of it.
+    weights = saved.whole()
+    model = {"model": {name: torch.zeros_like(value) for name, value in weights.items()}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no group
+        dcp.load(model, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
+    assert_same(model["model"], weights)
 
 
 def held(worker: Worker) -> tuple[Whole, dict]:

@@ -1,0 +1,136 @@
+"""A worker's state as one file, which other tools read too.
+
+The tensors lie in a file of safetensors. They have the names that torch.distributed.checkpoint
+would give them: `model.<parameter>`, `optimizer.state.<parameter>.<field>`. All other values are
+JSON in the head of the file, where `{"$tensor": name}` stands for a tensor. There is no pickle:
+reading a file runs nothing.
+
+The files of a replica's workers in one folder are a checkpoint for PyTorch's
+`HuggingFaceStorageReader`, because the head of each says where its shards begin in the whole
+tensors. What every worker has for itself is called `worker_<n>.<name>`, and `<name>` for the first
+one: buffers, the method's state, random generators.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+
+from co2.comm.background import Arriving
+from co2.comm.collectives import local
+from co2.train import weights
+
+REPLICA = "replica"
+"""In a state: key of what the workers of a replica hold together."""
+_VALUES, _SHARDS = "co2", "DCP_SHARDING_INFO"
+_TENSOR, _ENTRIES = "$tensor", "$entries"
+
+
+ELSEWHERE: Final = object()
+"""In a state: a tensor that another worker of the replica saves under the same name."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """A state, divided into tensors and what JSON can say."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    """The state with names in place of tensors. `Any`: plain values, lists and dicts of them."""
+    tensors: dict[str, Tensor | Arriving] = field(default_factory=dict)
+    """What this worker holds of each, by name. A tensor that stands in the state twice, as tied
+    weights do, is here once."""
+    offsets: dict[str, list[int]] = field(default_factory=dict)
+    """Where in the whole tensor this part of it begins, by name."""
+    _names: dict[tuple[Any, ...], str] = field(default_factory=dict)
+
+    def _of(self, value: Any, path: tuple[str, ...]) -> Any:
+        if value is ELSEWHERE:
+            return {_TENSOR: ".".join(path)}
+        if isinstance(value, Tensor | Arriving):
+            return {_TENSOR: self._named(value, ".".join(path))}
+        if isinstance(value, Mapping):
+            entries = {key: self._of(entry, (*path, str(key))) for key, entry in value.items()}
+            whole = all(isinstance(key, str) for key in entries)
+            return entries if whole else {_ENTRIES: [[*entry] for entry in entries.items()]}
+        if isinstance(value, list | tuple):
+            return [self._of(entry, (*path, str(n))) for n, entry in enumerate(value)]
+        return value
+
+    def _named(self, value: Tensor | Arriving, name: str) -> str:
+        tensor = value.buffer if isinstance(value, Arriving) else value.detach()
+        part = local(tensor)
+        place = (part.device, part.data_ptr(), part.dtype, part.shape, part.stride())
+        first = self._names.setdefault(place, name)
+        if first == name:
+            assert name not in self.tensors, f"two tensors of a state are called {name}"
+            self.tensors[name] = value if isinstance(value, Arriving) else part
+            self.offsets[name] = _offsets(tensor) if part is not tensor else [0] * part.dim()
+        return first
+
+
+def split(state: Mapping[str, Any], worker: int) -> Split:
+    """Divide the state of the worker with this number in its replica.
+
+    Args:
+        state: nested dicts, lists and tuples of tensors and plain values; tuples become lists. What
+            stands under `REPLICA` is named without the worker.
+    """
+    found, own = Split(), () if worker == 0 else (f"worker_{worker}",)
+    for key, value in state.items():
+        found.values[key] = found._of(value, () if key == REPLICA else (*own, key))
+    return found
+
+
+def rebuilt(values: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """The state whose `Split.values` these are.
+
+    Args:
+        tensor: returns the tensor of a name.
+    """
+    if isinstance(values, list):
+        return [rebuilt(entry, tensor) for entry in values]
+    if not isinstance(values, dict):
+        return values
+    if _TENSOR in values:
+        return tensor(values[_TENSOR])
+    entries = values.get(_ENTRIES, values.items())
+    return {key: rebuilt(entry, tensor) for key, entry in entries}
+
+
+def write(path: Path, state: Split, tensors: Mapping[str, Tensor]) -> None:
+    """Write a state.
+
+    Args:
+        tensors: copies of those of `state` in the host's memory, by name.
+    Raises:
+        OSError: there is no room.
+    """
+    shards = {name: {"saved_offsets": offsets} for name, offsets in state.offsets.items()}
+    head = {_VALUES: json.dumps(state.values), _SHARDS: json.dumps(shards)}
+    weights.save(path, tensors, head)
+
+
+def read(path: Path, others: Sequence[Path] = ()) -> Any:
+    """The state in a file, in the host's memory. Raises errors of many kinds if there is none.
+
+    Args:
+        others: files of the other workers of the replica, for what this one does not hold.
+    """
+    from safetensors import safe_open  # not needed by the library
+
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(one, "pt")) for one in (path, *others)]
+        places = {name: file for file in reversed(files) for name in file.keys()}  # noqa: SIM118
+        values = json.loads(files[0].metadata()[_VALUES])
+        return rebuilt(values, cache(lambda name: places[name].get_tensor(name)))
+
+
+def _offsets(shard: Any) -> list[int]:
+    """`Any`: a DTensor, whose module takes half a second to import."""
+    (chunk,) = shard.__create_chunk_list__()
+    return list(chunk.offsets)
