@@ -17,10 +17,11 @@ def seed_everything(seed: int, worker: int) -> None:
 
 def random_states() -> dict[str, Any]:
     """The states of every global random generator that a task may draw from."""
+    version, numbers, gauss = random.getstate()
     name, keys, *rest = np.random.get_state()
     states: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": [name, [int(key) for key in keys], *rest],
+        "python": [version, torch.tensor(numbers), gauss],
+        "numpy": [name, torch.tensor([int(key) for key in keys]), *rest],
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_initialized():
@@ -31,9 +32,9 @@ def random_states() -> dict[str, Any]:
 def restore_random_states(states: dict[str, Any]) -> None:
     """Go on from what `random_states` returned."""
     version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
+    random.setstate((version, tuple(numbers.tolist()), gauss))
     name, keys, *rest = states["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(states["cuda"])
