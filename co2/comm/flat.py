@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from co2.comm.collectives import local, num_parts
 from co2.comm.mesh import Mesh
 from co2.comm.phases import SNAPSHOT
-from co2.comm.transfer import Direct, Live, Staged, side_stream
+from co2.comm.transfer import Direct, Live, Staged, side_stream, views
 from co2.config import CommDevice
 
 # Elements that one pass of arithmetic touches before it goes on, so that several operations on
@@ -184,28 +184,22 @@ class FlatParams:
     def gradients(self, out: Tensor, add: bool = False) -> None:
         """Write the gradients to `out`, which lies where the parameters do, or add them to it; a
         parameter without one has zeros."""
-        parts = out.split([param.numel() for param in self.params])
-        for owner, part in zip(self.owners, parts, strict=True):
-            if owner.grad is None:
-                if not add:
-                    part.zero_()
-            else:
-                grad = local(owner.grad)
-                values = part.view(grad.shape)
-                if add:
-                    values.add_(grad)
-                else:
-                    values.copy_(grad)
+        parts = zip(self.owners, views(out, self.params), strict=True)
+        found = [(part, local(owner.grad)) for owner, part in parts if owner.grad is not None]
+        if len(found) < len(self.owners) and not add:
+            out.zero_()
+        if found:
+            targets, grads = zip(*found, strict=True)
+            (torch._foreach_add_ if add else torch._foreach_copy_)(targets, grads)
 
     def set_gradients(self, vector: Tensor) -> None:
         """Set the gradients to `vector`, which lies where the parameters do; a parameter without
         one gets one."""
-        parts = vector.split([param.numel() for param in self.params])
-        for owner, part in zip(self.owners, parts, strict=True):
+        for owner in self.owners:
             if owner.grad is None:
                 owner.grad = torch.zeros_like(owner)
-            grad = local(owner.grad)
-            grad.copy_(part.view(grad.shape))
+        grads = [local(owner.grad) for owner in self.owners if owner.grad is not None]
+        torch._foreach_copy_(grads, views(vector, self.params))
 
     def write(self, vector: Tensor) -> None:
         """Set the live parameters to a vector."""

@@ -35,13 +35,13 @@ class Direct:
         """Return the live parameters of a chunk, in scratch that the next call overwrites."""
         live = self._chunks[index]
         values = self._scratch[: _numel(live)]
-        torch._foreach_copy_(_views(values, live), list(live))
+        torch._foreach_copy_(views(values, live), list(live))
         return values
 
     def write(self, index: int, values: Tensor) -> None:
         """Set the live parameters of a chunk to `values`."""
         live = self._chunks[index]
-        torch._foreach_copy_(list(live), _views(values, live))
+        torch._foreach_copy_(list(live), views(values, live))
 
 
 class SideStream:
@@ -140,13 +140,13 @@ class Staged:
         if self._ahead is not None and self._ahead.index == index:
             self._ahead = None  # it was fetched before this write, so it is out of date
         live = self._chunks[index]
-        self._written = self._side.copy(live, _views(values, live))
+        self._written = self._side.copy(live, views(values, live))
 
     def _fetch(self, index: int) -> _Fetched:
         live = self._chunks[index]
         self._turn = 1 - self._turn
         values = self._buffers[self._turn][: _numel(live)]
-        return _Fetched(index, values, self._side.copy(_views(values, live), live))
+        return _Fetched(index, values, self._side.copy(views(values, live), live))
 
 
 def side_stream(device: torch.device) -> SideStream | None:
@@ -162,6 +162,7 @@ def _numel(live: Live) -> int:
     return sum(part.numel() for part in live)
 
 
-def _views(values: Tensor, live: Live) -> list[Tensor]:
-    parts = values.split([part.numel() for part in live])
-    return [part.view(like.shape) for part, like in zip(parts, live, strict=True)]
+def views(values: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return consecutive parts of a vector as views, with the shapes of tensors `like`."""
+    parts = values.split([one.numel() for one in like])
+    return [part.view(one.shape) for part, one in zip(parts, like, strict=True)]
