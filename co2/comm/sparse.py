@@ -37,8 +37,7 @@ from co2.comm.mesh import Mesh
 CHUNK = 4096
 """Elements of a chunk. Indices of 12 bits reach no further."""
 _PIECE = 1 << 20
-"""Elements that PyTorch works on at a time, if the messages have no more, which bounds the
-temporaries."""
+"""Elements that PyTorch works on at a time, which bounds the temporaries."""
 
 
 class SparseMean:
