@@ -4,117 +4,306 @@
     int4   C(x) = s·round(x/s)                s = max|x|/7
     int8   C(x) = s·round(x/s)                s = max|x|/127
 
-One scale covers one parameter tensor, or the part of it that a server owns (co2/comm/exchange.py).
+One scale covers one segment: a parameter tensor, or the part of it that a server owns
+(co2/comm/exchange.py). A `Codec` compresses a vector of many segments at once. On CUDA Triton's
+kernels do it (co2/comm/kernels.py), in one launch. Elsewhere PyTorch does, piece by piece, and the
+number of calls depends on the elements alone, not on the segments. Both make the same bits.
 Scales stay on the device of x, so that the host never waits for a GPU.
 """
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from co2.comm.fused import kernels
 
 _PIECE = 1 << 20
-"""Elements squared at a time, which bounds the temporaries."""
+"""Elements that PyTorch works on at a time, which bounds the temporaries."""
 
 
 class Compressor(Protocol):
-    """Turns a tensor into a scale and small whole numbers, the codes, and back."""
+    """Turns elements into small whole numbers, the codes."""
 
     @property
     def bits(self) -> int:
-        """Bits of an element: 1, 2, 4 or 8."""
+        """Bits of a code: 1, 2, 4 or 8."""
 
-    def scales(self, tensors: Sequence[Tensor], counts: Tensor) -> Tensor:
-        """Return the s of each of these tensors, (tensors,).
+    @property
+    def order(self) -> float:
+        """The order of the norm that a scale is a share of."""
 
-        Args:
-            counts: their n (tensors,), at least 1.
-        """
+    def divisors(self, counts: Tensor) -> Tensor:
+        """Return what the norms of segments with so many elements, at least 1, are divided by."""
         ...
 
     def codes(self, x: Tensor, s: Tensor) -> Tensor:
-        """Return the codes of x (k,): whole numbers (k,) from 0 to 2^bits − 1, of any type.
+        """Return the codes of x (k,): whole numbers (k,) from 0 to 2^bits − 1, in the type of x.
 
         Args:
             s: (k,), or (1,) for all elements.
         """
         ...
 
-    def values_(self, codes: Tensor, s: Tensor) -> None:
-        """Overwrite codes (k,), given in a floating-point type, with C(x). s is as in `codes`."""
+    def levels(self) -> list[int]:
+        """Return the values C(x)/s that the codes stand for."""
         ...
 
 
 class Sign:
     """One bit: the sign of an element."""
 
-    bits = 1
+    bits, order = 1, 2.0
 
-    def scales(self, tensors: Sequence[Tensor], counts: Tensor) -> Tensor:
-        return torch.sqrt(torch.stack([_squares(x) for x in tensors]) / counts)
+    def divisors(self, counts: Tensor) -> Tensor:
+        return counts.sqrt()
 
     def codes(self, x: Tensor, s: Tensor) -> Tensor:
-        return x >= 0
+        return (x >= 0).to(x.dtype)
 
-    def values_(self, codes: Tensor, s: Tensor) -> None:
-        codes.mul_(2).sub_(1).mul_(s)
+    def levels(self) -> list[int]:
+        return [-1, 1]
 
 
 class Uniform:
     """Whole multiples of s, as many above 0 as below."""
 
+    order = math.inf
+
     def __init__(self, bits: int) -> None:
         self.bits, self.largest = bits, 2 ** (bits - 1) - 1
 
-    def scales(self, tensors: Sequence[Tensor], counts: Tensor) -> Tensor:
-        largest = [torch.linalg.vector_norm(x, math.inf) for x in tensors]
-        return torch.stack(largest) / self.largest
+    def divisors(self, counts: Tensor) -> Tensor:
+        return torch.full_like(counts, self.largest)
 
     def codes(self, x: Tensor, s: Tensor) -> Tensor:
         multiples = torch.div(x, s.where(s > 0, 1)).round_()
         # An s close to 0 is rounded so coarsely that max|x| may be more multiples of it.
         return multiples.clamp_(-self.largest, self.largest).add_(self.largest)
 
-    def values_(self, codes: Tensor, s: Tensor) -> None:
-        codes.sub_(self.largest).mul_(s)
+    def levels(self) -> list[int]:
+        return [*range(-self.largest, self.largest + 1), 0]  # the last code does not occur
 
 
 COMPRESSORS: dict[str, Compressor] = {"sign": Sign(), "int4": Uniform(4), "int8": Uniform(8)}
 
 
-def _squares(x: Tensor) -> Tensor:
-    """Return the sum of squares of x.
-
-    BLAS would add in an order that depends on the address of x, so that a resumed run might differ.
-    """
-    if x.numel() <= _PIECE:  # to split and stack would take most of the time
-        return x.square().sum()
-    return torch.stack([piece.square().sum() for piece in x.split(_PIECE)]).sum()
-
-
 def num_bytes(numel: int, bits: int) -> int:
-    """Return the bytes that `pack` needs for so many codes."""
+    """Return the bytes that so many codes need."""
     return -(-numel * bits // 8)
 
 
-def pack(codes: Tensor, bits: int, out: Tensor) -> None:
-    """Write codes (k,) into `out` (num_bytes(k, bits),), uint8.
+class Norms:
+    """Norms of the segments of a vector, in as many calls whatever their number.
 
-    Byte j holds the codes j, j + len(out), …, so that whole planes are shifted at once.
+    Args:
+        sizes: elements of the segments, in their order, which make up the vector.
+        like: a tensor on the vector's device and of its type.
     """
-    padded = torch.zeros(8 // bits * out.numel(), dtype=torch.uint8, device=codes.device)
-    padded[: codes.numel()].copy_(codes)
-    planes = padded.view(8 // bits, -1).bitwise_left_shift_(_shifts(bits, codes.device))
-    torch.sum(planes, dim=0, dtype=torch.uint8, out=out)
+
+    def __init__(self, sizes: Sequence[int], like: Tensor) -> None:
+        pieces = [_cut(size) for size in sizes]
+        self._sizes = [piece for own in pieces for piece in own]
+        ends = list(accumulate(map(len, pieces), initial=0))
+        most = max(map(len, pieces), default=0)
+        # Where a segment has fewer pieces than another, a norm of 0 is behind all others.
+        rows = [[*range(*span), *[ends[-1]] * most][:most] for span in pairwise(ends)]
+        self._pieces = torch.tensor(rows, dtype=torch.int64, device=like.device)
+        self._none = like.new_zeros(())
+
+    def of(self, x: Tensor, order: float) -> Tensor:
+        """Return the norms (segments,) of a vector.
+
+        BLAS would add in an order that depends on the address of x, so that a resumed run might
+        differ.
+        """
+        if not self._sizes:
+            return x.new_zeros(0)
+        norms = torch._foreach_norm(x.split(self._sizes), order)
+        together = torch.stack([*norms, self._none])
+        return torch.linalg.vector_norm(together[self._pieces], order, dim=1)
 
 
-def unpack(packed: Tensor, bits: int, out: Tensor) -> None:
-    """Write the codes that `pack` has put into `packed` to `out` (k,), of any type."""
-    planes = torch.bitwise_right_shift(packed.unsqueeze(0), _shifts(bits, packed.device))
-    out.copy_(planes.bitwise_and_(2**bits - 1).view(-1)[: out.numel()])
+def _cut(size: int) -> list[int]:
+    """Cut a segment of so many elements, so that sums of fp32 stay exact enough."""
+    return [min(_PIECE, size - start) for start in range(0, size, _PIECE)] or [0]
 
 
-def _shifts(bits: int, device: torch.device) -> Tensor:
-    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device).unsqueeze(1)
+class Codec:
+    """Compresses a vector, and reads what others have made of theirs.
+
+    The vector has rows of `width` elements, of which the last may be shorter. Each is packed into
+    bytes of its own; byte j holds the codes j·8/bits, j·8/bits + 1, …, from its lowest bits on.
+
+    Args:
+        compressor: C.
+        sizes: elements of the segments, at least 1 each, in their order. They make up the vector,
+            and none is in two rows.
+        width: elements of a row.
+        messages: how many messages `add` reads at a time.
+        like: a tensor on the vector's device and of its type.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        sizes: Sequence[int],
+        width: int,
+        like: Tensor,
+        messages: int = 1,
+    ) -> None:
+        self._compressor, self._width = compressor, width
+        self.row_bytes = num_bytes(width, compressor.bits)
+        self._codes_per_byte = 8 // compressor.bits
+        ends = torch.tensor([0, *accumulate(sizes)], device=like.device)
+        self._starts = ends[:-1]
+        levels = torch.tensor(compressor.levels(), dtype=torch.int8, device=like.device)
+        every = torch.arange(256, device=like.device).unsqueeze(1)
+        shifts = torch.arange(0, 8, compressor.bits, device=like.device)
+        self._levels = levels[every >> shifts & (len(levels) - 1)]
+        """(256, 8/bits): byte → the values that its codes stand for."""
+        self._blocks = list(blocks(sizes, width, self._codes_per_byte, _PIECE // messages))
+
+    def encode(
+        self, x: Tensor, scales: Tensor, mask: Tensor | None, out: Tensor, error: Tensor
+    ) -> None:
+        """Write the codes of x to `out`, and x − C(x) to `error`.
+
+        Args:
+            x: (numel,).
+            scales: s of each segment.
+            mask: (numel,), of Booleans. Where it is false, x is 0 and C(x) counts as 0. None: it is
+                true everywhere.
+            out: (rows, row_bytes), uint8; rows need not be adjacent.
+            error: (numel,).
+        """
+        if fused := kernels(x):
+            fused.encode(
+                x, self._starts, scales, mask, out, error, self._width, self._compressor.bits
+            )
+            return
+        for block in self._blocks:
+            part, s = block.of(x), block.of_elements(scales)
+            codes = block.padded(self._compressor.codes(x[block.span], s))
+            packed, *others = codes.view(-1, self._codes_per_byte).unbind(1)
+            for number, other in enumerate(others, start=1):
+                packed = packed.add(other, alpha=2 ** (number * self._compressor.bits))
+            out[block.rows, block.packed] = packed.view(len(part), -1).to(torch.uint8)
+            values = block.of(error)
+            self._write(packed, s, mask, block, values)
+            torch.sub(part, values, out=values)
+
+    def decode(self, packed: Tensor, scales: Tensor, mask: Tensor | None, out: Tensor) -> None:
+        """Write C(x) to `out` (numel,). The others are as in `encode`."""
+        if fused := kernels(out):
+            fused.decode(
+                packed, self._starts, scales, mask, out, self._width, self._compressor.bits
+            )
+            return
+        for block in self._blocks:
+            codes, s = packed[block.rows, block.packed], block.of_elements(scales)
+            self._write(codes, s, mask, block, block.of(out))
+
+    def add(self, packed: Tensor, scales: Tensor, out: Tensor) -> None:
+        """Write the sum of the C(x) of several vectors of a single row to `out` (numel,), added
+        in their order.
+
+        Args:
+            packed: (messages, row_bytes), uint8; rows need not be adjacent.
+            scales: (messages, segments).
+        """
+        if fused := kernels(out):
+            fused.add(packed, self._starts, scales, out, self._compressor.bits)
+            return
+        for block in self._blocks:
+            values = self._values(packed[:, block.packed], block)
+            total = out[block.span].zero_()
+            for one in values * block.of_elements(scales):
+                total.add_(one)
+
+    def _values(self, packed: Tensor, block: "Block") -> Tensor:
+        """Return C(x)/s (rows, width), int8, of the bytes of a block, given in any type."""
+        values = self._levels.index_select(0, packed.int().reshape(-1))
+        return values.view(-1, block.padded_width)[:, : block.width]
+
+    def _write(
+        self, packed: Tensor, s: Tensor, mask: Tensor | None, block: "Block", out: Tensor
+    ) -> None:
+        """Write C(x) of the bytes of a block to `out` (rows, width)."""
+        torch.mul(self._values(packed, block), s if len(s) == 1 else s.view(out.shape), out=out)
+        if mask is not None:
+            out.mul_(block.of(mask))
+
+
+@dataclass(frozen=True)
+class Block:
+    """Elements that are packed together: whole rows, or a part of one."""
+
+    span: slice
+    """They, as a slice of the vector."""
+    rows: slice
+    """Their rows."""
+    width: int
+    """How many of them are in each of these rows."""
+    padded_width: int
+    """The same, rounded up to whole bytes."""
+    packed: slice
+    """Their bytes, as a slice of each row's."""
+    segments: slice
+    """The segments that they are of."""
+    counts: list[int]
+    """How many of them are of each of these segments."""
+
+    def of(self, vector: Tensor) -> Tensor:
+        """Return the elements of a vector, as a view (rows, width)."""
+        return vector[self.span].view(-1, self.width)
+
+    def of_elements(self, scales: Tensor) -> Tensor:
+        """From scales (…, segments) return those of the elements (…, numel), or (…, 1) if all of
+        them have the same one."""
+        own = scales[..., self.segments]
+        if len(self.counts) == 1:
+            return own
+        every = zip(own.split(1, dim=-1), self.counts, strict=True)
+        return torch.cat([one.expand(*own.shape[:-1], count) for one, count in every], dim=-1)
+
+    def padded(self, codes: Tensor) -> Tensor:
+        """Return codes (numel,) as a matrix (rows, padded width)."""
+        return pad(codes.view(-1, self.width), (0, self.padded_width - self.width))
+
+
+def blocks(sizes: Sequence[int], width: int, multiple: int, piece: int) -> Iterator[Block]:
+    """Yield the blocks of a vector: of whole rows, of at most `piece` elements, or of parts of a
+    single row, a multiple of `multiple` wide."""
+    starts = list(accumulate(sizes, initial=0))
+    numel = starts.pop()
+    most = max(multiple, piece - piece % multiple)
+    rows_at_once = max(1, most // _rounded_up(width, multiple))
+    whole_rows = numel // width
+    together = [*range(0, whole_rows, rows_at_once), whole_rows]
+    for first, last in [*pairwise(together), (whole_rows, whole_rows + 1)]:
+        whole = min(width, numel - first * width)
+        for column in range(0, whole, most):
+            count = min(most, whole - column)
+            begin = first * width + column
+            end = begin + (last - first - 1) * width + count
+            padded = _rounded_up(count, multiple)
+            segments = slice(bisect_right(starts, begin) - 1, bisect_left(starts, end))
+            inside = [*starts[segments], end]
+            inside[0] = begin
+            counts = [after - before for before, after in pairwise(inside)]
+            at = column // multiple
+            packed = slice(at, at + padded // multiple)
+            yield Block(
+                slice(begin, end), slice(first, last), count, padded, packed, segments, counts
+            )
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

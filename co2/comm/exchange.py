@@ -9,11 +9,11 @@ arXiv 2102.02888, section 4; error feedback: arXiv 1901.09847.)
 
 Every parameter tensor has a scale of its own; on a server, so has the part of it in the chunk. The
 paper has one scale for the whole vector, in which tensors with small values would get lost.
-A message is one row of bytes: the scales of the chunk's tensors, then the packed codes. These are
-made of many tensors at once, because a model has dozens of small ones.
+A message is one row of bytes: the scales of the chunk's segments, which are the parts of tensors in
+it, then the packed codes. The number of calls depends neither on that of the tensors nor on G.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -22,12 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from co2.comm.background import BackgroundMean
-from co2.comm.compress import Compressor, num_bytes, pack, unpack
+from co2.comm.compress import Codec, Compressor, Norms
 from co2.comm.mesh import Mesh
-
-_PIECE = 1 << 20
-"""Elements packed at a time, at most, which bounds the temporaries. It must be equal on all
-workers."""
 
 
 class CompressedMean:
@@ -39,61 +35,90 @@ class CompressedMean:
         mean: carries the messages over its process group. The vector has the type and the device of
             its buffer, and scales travel in that type.
         compressor: C.
+        masked: whether `set_mask` will be called.
     """
 
     def __init__(
-        self, sizes: Sequence[int], mesh: Mesh, mean: BackgroundMean, compressor: Compressor
+        self,
+        sizes: Sequence[int],
+        mesh: Mesh,
+        mean: BackgroundMean,
+        compressor: Compressor,
+        masked: bool = False,
     ) -> None:
         like, self.num_replicas = mean.buffer, mesh.num_replicas
-        self._mean, self._compressor = mean, compressor
-        self._sizes = [size for size in sizes if size]
-        self._counts = torch.tensor(self._sizes, device=like.device)
-        self._parts = _parts(self._sizes, mesh.num_replicas, compressor, like)
-        self._own = self._parts[mesh.replica]
+        self._mean, self._compressor, self._replica = mean, compressor, mesh.replica
+        sizes = [size for size in sizes if size]
+        chunk = -(-like.numel() // mesh.num_replicas)
+        segments = list(_segments(sizes, chunk))
+        own = [segment.numel for segment in segments if segment.server == mesh.replica]
+        begin = min(mesh.replica * chunk, like.numel())
+        self._own = slice(begin, begin + sum(own))
+        self._worker = Codec(compressor, [one.numel for one in segments], chunk, like)
+        self._server = Codec(compressor, own, max(1, sum(own)), like, mesh.num_replicas)
+        self._norms, self._own_norms = Norms(sizes, like), Norms(own, like)
+        self._divisors = compressor.divisors(like.new_tensor(sizes))
+        self._own_divisors = compressor.divisors(like.new_tensor(own))
+        self.mask: Tensor | None = None
+        """(numel,): which elements take part. None: all of them."""
+        if masked:
+            self.mask = torch.ones_like(like, dtype=torch.bool)
         self.worker_error = torch.zeros_like(like)
-        self.server_error = torch.zeros_like(like[self._own.span])
-        row = max(part.num_bytes for part in self._parts)
-        self._sent = like.new_zeros(mesh.num_replicas, row, dtype=torch.uint8)
+        self.server_error = torch.zeros_like(like[self._own])
+        width, most = like.element_size(), max(segment.place + 1 for segment in segments)
+        self._head = most * width
+        row = -(
+            -(self._head + self._worker.row_bytes) // width
+        )  # in scales, so that all are aligned
+        self._sent = like.new_zeros(mesh.num_replicas, row * width, dtype=torch.uint8)
         self._received = torch.zeros_like(self._sent)
         self._mine = self._sent[mesh.replica]
-        self._piece = torch.empty_like(like[: min(len(self._parts[0]), _PIECE)])
+        self._tensors = torch.tensor([one.tensor for one in segments], device=like.device)
+        places = [one.server * row + one.place for one in segments]
+        self._places = torch.tensor(places, device=like.device)
 
-    def start(self, vector: Tensor, mask: Tensor | None = None) -> None:
+    def start(self, vector: Tensor) -> None:
         """Launch `mean_` in the background. The vector belongs to it until somebody has waited for
         the `BackgroundMean`."""
-        self._mean.run(lambda: self.mean_(vector, mask), self.bytes_per_mean())
+        self._mean.run(lambda: self.mean_(vector), self.bytes_per_mean())
 
-    def mean_(self, vector: Tensor, mask: Tensor | None = None) -> None:
-        """Overwrite vector (numel,) with its compressed mean, which all replicas share. Blocking.
-
-        Args:
-            vector: changed in place.
-            mask: (numel,), equal on all replicas. Elements where it is 0 take no part: they do not
-                count for the scales, and their mean and errors are 0. Without a mask a sign could
-                not stand for 0. None: all elements take part.
-        """
-        _correct(vector, self.worker_error, mask)
-        scales = self._scales(vector, self._sizes, self._counts, mask)
-        for part, row in zip(self._parts, self._sent, strict=True):
-            alive, error = part.of(mask), self.worker_error[part.span]
-            self._compress(part, vector[part.span], scales[part.tensors], alive, row, error)
+    def mean_(self, vector: Tensor) -> None:
+        """Overwrite vector (numel,) with its compressed mean, equal on all replicas. Blocking."""
+        _correct(vector, self.worker_error, self.mask)
+        norms = self._norms.of(vector, self._compressor.order)
+        scales = norms.div_(self._divisors)[self._tensors]
+        self._scales(self._sent).view(-1).index_copy_(0, self._places, scales)
+        codes = self._codes(self._sent, self._worker)
+        self._worker.encode(vector, scales, self.mask, codes, self.worker_error)
         self._to_servers()
-        own, alive = vector[self._own.span], self._own.of(mask)
-        self._mean_of_received(own)  # overwrites what has been sent
-        _correct(own, self.server_error, alive)
-        scales = self._scales(own, self._own.sizes, self._own.counts, alive)
-        self._compress(self._own, own, scales, alive, self._mine, self.server_error)
+        own = vector[self._own]
+        self._serve(own, None if self.mask is None else self.mask[self._own])
         self._from_servers()
-        for part, row in zip(self._parts, self._received, strict=True):
-            self._read(part, row, part.of(mask), vector[part.span])
+        scales = self._scales(self._received).view(-1)[self._places]
+        self._worker.decode(self._codes(self._received, self._worker), scales, self.mask, vector)
+
+    def set_mask(self, marks: Tensor) -> None:
+        """Let elements take part in the means to come only where `marks` (numel,), of the vector's
+        type, is 1, and not where it is 0. It must be equal on all replicas.
+
+        The others do not count for the scales, and their mean and errors are 0. Without a mask a
+        sign could not stand for 0.
+        """
+        assert self.mask is not None, "made without `masked`"
+        self.mask.copy_(marks)
+        counts = self._norms.of(marks, 1.0).clamp_(min=1)
+        self._divisors = self._compressor.divisors(counts)
+        counts = self._own_norms.of(marks[self._own], 1.0).clamp_(min=1)
+        self._own_divisors = self._compressor.divisors(counts)
 
     def bytes_per_mean(self) -> int:
         """Bytes that one worker sends for one mean: to G−1 servers, and around a ring."""
         return 2 * (self.num_replicas - 1) * self._mine.numel()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Errors and messages, by name."""
-        return {**self.errors(), **self.messages()}
+        """Errors, messages and the mask, by name."""
+        mask = {} if self.mask is None else {"mask": self.mask}
+        return {**self.errors(), **self.messages(), **mask}
 
     def errors(self) -> dict[str, Tensor]:
         """What rounding has left, to be added the next time: all that a checkpoint needs."""
@@ -103,62 +128,25 @@ class CompressedMean:
         """What travels; between two means it is not needed."""
         return {"sent": self._sent, "received": self._received}
 
-    def scratch_tensors(self) -> list[Tensor]:
-        return [self._piece]
+    def _serve(self, own: Tensor, mask: Tensor | None) -> None:
+        """Put the compressed mean of what has been received into the message to all. `own` is
+        scratch for this server's chunk."""
+        scales = self._scales(self._received)[:, : len(self._own_divisors)]
+        self._server.add(self._codes(self._received, self._server), scales, own)
+        _correct(own.div_(self.num_replicas), self.server_error, mask)
+        norms = self._own_norms.of(own, self._compressor.order)
+        scales = norms.div_(self._own_divisors)
+        self._scales(self._mine)[: len(scales)].copy_(scales)
+        codes = self._codes(self._mine.unsqueeze(0), self._server)
+        self._server.encode(own, scales, mask, codes, self.server_error)
 
-    def _scales(
-        self, x: Tensor, sizes: Sequence[int], counts: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        """Return one scale for each of the tensors that make up x, of these sizes."""
-        if not sizes:
-            return x.new_zeros(0)
-        if mask is not None:
-            alive = [part.count_nonzero() for part in mask.split(sizes)]
-            counts = torch.stack(alive).clamp_(min=1)
-        return self._compressor.scales(x.split(sizes), counts)
+    def _scales(self, messages: Tensor) -> Tensor:
+        """Return messages (…, bytes) as a view in the type of scales, which are at their heads."""
+        return messages.view(self.worker_error.dtype)
 
-    def _compress(
-        self,
-        part: "Part",
-        x: Tensor,
-        scales: Tensor,
-        mask: Tensor | None,
-        row: Tensor,
-        error: Tensor,
-    ) -> None:
-        """Write the message of C(x) to `row`, and x − C(x) to `error`."""
-        head = scales.view(torch.uint8)
-        row[: head.numel()].copy_(head)
-        for segment in part.segments:
-            s = segment.of_elements(scales)
-            codes = self._compressor.codes(x[segment.span], s)
-            pack(codes, self._compressor.bits, row[segment.packed])
-            values = error[segment.span]
-            values.copy_(codes)
-            self._compressor.values_(values, s)
-        _clear(error, mask)
-        torch.sub(x, error, out=error)
-
-    def _read(self, part: "Part", row: Tensor, mask: Tensor | None, out: Tensor) -> None:
-        """Write the values that a message stands for to `out`."""
-        scales = part.scales(row, out.dtype)
-        for segment in part.segments:
-            values = out[segment.span]
-            unpack(row[segment.packed], self._compressor.bits, values)
-            self._compressor.values_(values, segment.of_elements(scales))
-        _clear(out, mask)
-
-    def _mean_of_received(self, out: Tensor) -> None:
-        out.zero_()
-        for row in self._received:
-            scales = self._own.scales(row, out.dtype)
-            for segment in self._own.segments:
-                values = out[segment.span]
-                piece = self._piece[: values.numel()]
-                unpack(row[segment.packed], self._compressor.bits, piece)
-                self._compressor.values_(piece, segment.of_elements(scales))
-                values.add_(piece)
-        out.div_(self.num_replicas)
+    def _codes(self, messages: Tensor, codec: Codec) -> Tensor:
+        """Return the codes of messages (rows, bytes), as a view (rows, row bytes of the codec)."""
+        return messages[:, self._head : self._head + codec.row_bytes]
 
     def _to_servers(self) -> None:
         if self.num_replicas == 1:
@@ -176,112 +164,29 @@ class CompressedMean:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive elements of one chunk, which are packed together."""
+    """The part of a tensor that is in one server's chunk."""
 
-    span: slice
-    """Its elements, as a slice of the chunk."""
-    tensors: slice
-    """The tensors that they are of, as a slice of the chunk's."""
-    counts: Tensor
-    """How many of them are of each of these tensors."""
-    packed: slice
-    """Its bytes, as a slice of the message."""
-
-    def of_elements(self, scales: Tensor) -> Tensor:
-        """From scales (tensors of the chunk,) return those of the elements, or (1,) if all of them
-        have the same one."""
-        own = scales[self.tensors]
-        numel = self.span.stop - self.span.start
-        return own if len(own) == 1 else own.repeat_interleave(self.counts, output_size=numel)
+    tensor: int
+    server: int
+    place: int
+    """Its place among the chunk's segments."""
+    numel: int
 
 
-@dataclass(frozen=True)
-class Part:
-    """One server's chunk, and the layout of a message about it."""
-
-    span: slice
-    """The chunk's elements, as a slice of the vector."""
-    tensors: slice
-    """The tensors that reach into the chunk, as a slice of all tensors."""
-    sizes: list[int]
-    """How many elements each of them has in the chunk."""
-    counts: Tensor
-    """The same, where the vector is."""
-    segments: list[Segment]
-    num_bytes: int
-    """Bytes of a message."""
-
-    def __len__(self) -> int:
-        return self.span.stop - self.span.start
-
-    def of(self, vector: Tensor | None) -> Tensor | None:
-        """Return this chunk of a vector, as a view."""
-        return None if vector is None else vector[self.span]
-
-    def scales(self, row: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the scales of a message. They are copied because a row need not be aligned."""
-        return row[: len(self.sizes) * dtype.itemsize].clone().view(dtype)
-
-
-def _parts(sizes: Sequence[int], replicas: int, compressor: Compressor, like: Tensor) -> list[Part]:
-    """Return the servers' chunks. The last ones may be shorter, or empty."""
-    bounds = list(pairwise(accumulate(sizes, initial=0)))
-    numel = sum(sizes)
-    chunk = -(-numel // replicas)
-    parts = []
-    for begin in range(0, replicas * chunk, chunk):
-        begin, end = min(begin, numel), min(begin + chunk, numel)
-        inside = [i for i, (first, last) in enumerate(bounds) if first < end and last > begin]
-        spans = [(max(bounds[i][0], begin), min(bounds[i][1], end)) for i in inside]
-        widths = [last - first for first, last in spans]
-        segments = _segments(widths, like.element_size() * len(inside), compressor.bits, like)
-        at = segments[-1].packed.stop if segments else 0
-        tensors = slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)
-        counts = torch.tensor(widths, device=like.device)
-        parts.append(Part(slice(begin, end), tensors, widths, counts, segments, at))
-    return parts
-
-
-def _segments(widths: Sequence[int], at: int, bits: int, like: Tensor) -> list[Segment]:
-    """Return the segments of tensors of these widths, whose codes begin at this byte."""
-    start, segments = 0, []
-    for pieces in _together(widths, bits):
-        counts = torch.tensor([count for _, count in pieces], device=like.device)
-        numel = sum(count for _, count in pieces)
-        taken = num_bytes(numel, bits)
-        tensors = slice(pieces[0][0], pieces[-1][0] + 1)
-        span, packed = slice(start, start + numel), slice(at, at + taken)
-        segments.append(Segment(span, tensors, counts, packed))
-        start, at = start + numel, at + taken
-    return segments
-
-
-def _together(widths: Sequence[int], bits: int) -> list[list[tuple[int, int]]]:
-    """Group tensors of these widths, as (tensor, elements), so that few calls pack all of them.
-
-    A group has at most `_PIECE` elements. No byte has codes of two tensors, so that a group goes on
-    where the last tensor has filled its bytes.
-    """
-    groups: list[list[tuple[int, int]]] = []
-    held = 0
-    for tensor, width in enumerate(widths):
-        for start in range(0, width, _PIECE):
-            count = min(_PIECE, width - start)
-            if not groups or held * bits % 8 or held + count > _PIECE:
-                groups.append([])
-                held = 0
-            groups[-1].append((tensor, count))
-            held += count
-    return groups
+def _segments(sizes: Sequence[int], chunk: int) -> Iterator[Segment]:
+    """Yield the segments of tensors of these sizes, for chunks of so many elements."""
+    place, server = 0, 0
+    for tensor, (begin, end) in enumerate(pairwise(accumulate(sizes, initial=0))):
+        while begin < end:
+            if begin // chunk != server:
+                place, server = 0, begin // chunk
+            until = min(end, (server + 1) * chunk)
+            yield Segment(tensor, server, place, until - begin)
+            place, begin = place + 1, until
 
 
 def _correct(x: Tensor, error: Tensor, mask: Tensor | None) -> None:
-    """Add `error` to x, and set x to 0 where `mask` is 0."""
+    """Add `error` to x, and set x to 0 where the mask is false."""
     x.add_(error)
-    _clear(x, mask)
-
-
-def _clear(x: Tensor, mask: Tensor | None) -> None:
-    """Set x to 0 where `mask` is 0."""
     if mask is not None:
         x.mul_(mask)

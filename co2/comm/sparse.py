@@ -9,27 +9,35 @@ rest. Of every chunk the same share is kept. All messages have the same length, 
 brings each to every replica, and what they add up is bit for bit the same. (SparseLoCo, arXiv
 2508.15706.)
 
-A message holds, for each block of chunks: two magnitudes for each chunk, 2 bits for each value that
-was kept, and 12 bits for its index in the chunk.
+Q keeps the sign of a value, and one of two magnitudes of its chunk. Of the sizes of the chunk's
+values, the lower magnitude is the mean of those below their common mean, and the higher one is the
+mean of the others; both have the type bf16. So values that are 0, in a chunk with few others, stay
+0 or close to it, and Q(v) is never further from v than 0 is but for the rounding to bf16.
+
+A message holds the magnitudes of all chunks; then a number of 14 bits for each value that was kept:
+first the lower 8 bits of all, then their upper 6. The lower 12 bits are the value's index in the
+chunk, the next says whether it is below 0, the last whether its magnitude is the higher one. On
+CUDA Triton's kernels choose and add values (kernels.py), one chunk in each program; elsewhere
+PyTorch does for many chunks at once.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from co2.comm.background import BackgroundMean
-from co2.comm.compress import num_bytes, pack, unpack
+from co2.comm.fused import kernels
 from co2.comm.mesh import Mesh
 
 CHUNK = 4096
 """Elements of a chunk. Indices of 12 bits reach no further."""
 _PIECE = 1 << 20
-"""Elements of a block at most, which bounds the temporaries. It must be equal on all workers, and a
-multiple of `CHUNK`."""
+"""Elements that PyTorch works on at a time, which bounds the temporaries."""
 
 
 class SparseMean:
@@ -42,7 +50,6 @@ class SparseMean:
             its buffer.
         density: the share of each chunk that is kept, in (0, 1]; at least one element is.
         decay: β.
-        quantize: whether values have 2 bits; otherwise they travel whole, in the buffer's type.
     """
 
     def __init__(
@@ -52,15 +59,17 @@ class SparseMean:
         mean: BackgroundMean,
         density: float,
         decay: float,
-        quantize: bool = True,
     ) -> None:
         like, self.num_replicas = mean.buffer, mesh.num_replicas
         self._mean, self._decay = mean, decay
-        self._values: Values = TwoBits() if quantize else Whole()
-        self._blocks = _blocks(sizes, density, self._values, like.dtype)
+        self._chunks = Chunks(sizes, density, like.device)
         self.error = torch.zeros_like(like)
-        self._sent = like.new_zeros(self._blocks[-1].indices.stop, dtype=torch.uint8)
-        self._received = self._sent.new_zeros(mesh.num_replicas, self._sent.numel())
+        chunks, kept = len(self._chunks.starts), self._chunks.total
+        self._lower = slice(4 * chunks, 4 * chunks + kept)
+        self._upper = slice(self._lower.stop, self._lower.stop + 3 * -(-kept // 4))
+        length = self._upper.stop + self._upper.stop % 2  # so that all magnitudes are aligned
+        self._sent = like.new_zeros(length, dtype=torch.uint8)
+        self._received = self._sent.new_zeros(mesh.num_replicas, length)
 
     def start(self, vector: Tensor) -> None:
         """Launch `mean_` in the background. The vector belongs to it until somebody has waited for
@@ -70,13 +79,10 @@ class SparseMean:
     def mean_(self, vector: Tensor) -> None:
         """Overwrite vector (numel,) with its sparse mean, which all replicas share. Blocking."""
         self.error.mul_(self._decay).add_(vector)
-        for block in self._blocks:
-            self._pack(block)
+        self._write()
+        self._add(self._sent.unsqueeze(0), self.error, -1)
         self._gather()
-        vector.zero_()
-        for message in self._received:
-            for block in self._blocks:
-                self._add(block, message, vector)
+        self._add(self._received, vector.zero_(), 1)
         vector.div_(self.num_replicas)
 
     def bytes_per_mean(self) -> int:
@@ -87,20 +93,48 @@ class SparseMean:
         """What travels; between two means it is not needed."""
         return {"sent": self._sent, "received": self._received}
 
-    def _pack(self, block: "Block") -> None:
-        """Move the largest elements of a block's errors to the message."""
-        error = block.rows(self.error)
-        at = largest(error.abs(), block.kept)
-        packed = self._sent[block.values]
-        self._values.write(error.gather(1, at), packed)
-        pack_indices(at.view(-1), self._sent[block.indices])
-        error.scatter_add_(1, at, self._values.read(packed, at.shape, error.dtype).neg_())
+    def _write(self) -> None:
+        """Put the largest elements of the errors into the message."""
+        chunks, kept = self._chunks, self._chunks.total
+        numbers = chunks.starts.new_zeros(-(-kept // 4), 4)
+        magnitudes = self.error.new_empty(len(chunks.starts), 2, dtype=torch.float32)
+        choose = fused.choose if (fused := kernels(self.error)) else _choose
+        choose(self.error, chunks, numbers.view(-1)[:kept], magnitudes)
+        self._magnitudes(self._sent).copy_(magnitudes)
+        self._sent[self._lower].copy_(numbers.view(-1)[:kept] & 255)
+        fours = (numbers >> 8 << _shifts(numbers)).sum(1)
+        self._sent[self._upper].view(-1, 3).copy_(fours.view(torch.uint8).view(-1, 8)[:, :3])
 
-    def _add(self, block: "Block", message: Tensor, out: Tensor) -> None:
-        """Add what a message says of a block to the block's elements of `out`."""
-        rows = block.rows(out)
-        at = unpack_indices(message[block.indices], len(rows) * block.kept).view(-1, block.kept)
-        rows.scatter_add_(1, at, self._values.read(message[block.values], at.shape, out.dtype))
+    def _add(self, messages: Tensor, out: Tensor, sign: int) -> None:
+        """Add what messages (…, bytes) say to `out` (numel,), one after another, or subtract it."""
+        chunks = self._chunks
+        if fused := kernels(out):
+            magnitudes = self._magnitudes(messages).to(out.dtype)
+            lower, upper = messages[:, self._lower], messages[:, self._upper]
+            fused.spread(lower, upper, magnitudes, chunks, out, sign)
+            return
+        for some in messages.split(max(1, _PIECE // chunks.total)):
+            numbers = self._numbers(some)
+            magnitudes = self._magnitudes(some).to(out.dtype)
+            of_chunks = torch.stack([magnitudes, -magnitudes], dim=3).view(len(some), -1)
+            chunk = torch.repeat_interleave(chunks.kept, output_size=chunks.total)
+            # The upper two bits say which of its chunk's four values it is.
+            values = of_chunks.gather(1, 4 * chunk + (numbers >> 12))
+            places = chunks.starts[chunk] + (numbers & (CHUNK - 1))
+            for place, value in zip(places, values, strict=True):
+                out.index_add_(0, place, value, alpha=sign)
+
+    def _numbers(self, messages: Tensor) -> Tensor:
+        """Return the numbers (messages, kept) in messages (messages, bytes)."""
+        threes = messages[:, self._upper].unflatten(1, (-1, 3))
+        fours = pad(threes, (0, 1)).view(torch.int32)
+        upper = (fours >> _shifts(fours) & 63).flatten(1)[:, : self._chunks.total]
+        return messages[:, self._lower] + (upper << 8)
+
+    def _magnitudes(self, messages: Tensor) -> Tensor:
+        """Return the magnitudes (…, chunks, 2) in messages (…, bytes), as a view."""
+        halves = messages.view(torch.bfloat16)[..., : 2 * len(self._chunks.starts)]
+        return halves.unflatten(-1, (-1, 2))
 
     def _gather(self) -> None:
         if self.num_replicas == 1:
@@ -110,141 +144,108 @@ class SparseMean:
             dist.all_gather_into_tensor(flat, self._sent, group=self._mean.group)
 
 
-class Values(Protocol):
-    """How the kept values of some chunks travel."""
+class Chunks:
+    """The chunks of tensors of these sizes: integers (chunks,), on a device.
 
-    def num_bytes(self, chunks: int, kept: int, dtype: torch.dtype) -> int:
-        """Return the bytes of `kept` values of each chunk, of the type `dtype`."""
-
-    def write(self, values: Tensor, out: Tensor) -> None:
-        """Write values (chunks, kept) into `out` (num_bytes,), uint8."""
-
-    def read(self, packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the values (chunks, kept) that `write` has put there, as a new tensor."""
-        ...
-
-
-class TwoBits:
-    """A sign and one of two magnitudes.
-
-    Of the sizes of a chunk's values, the lower magnitude is the mean of those below their common
-    mean, and the higher one is the mean of the others; both have the type bf16. So values that are
-    0, in a chunk with few others, stay 0 or close to it, and Q(v) is never further from v than 0 is
-    but for the rounding to bf16.
+    Args:
+        sizes, density: see `SparseMean`.
     """
 
-    def num_bytes(self, chunks: int, kept: int, dtype: torch.dtype) -> int:
-        return 4 * chunks + num_bytes(chunks * kept, 2)
-
-    def write(self, values: Tensor, out: Tensor) -> None:
-        sizes = values.abs()
-        high = sizes >= sizes.mean(dim=1, keepdim=True)
-        magnitudes = torch.stack([_mean_where(~high, sizes), _mean_where(high, sizes)], dim=1)
-        head = 4 * len(values)
-        out[:head].copy_(magnitudes.bfloat16().view(-1).view(torch.uint8))
-        pack((2 * high + (values < 0)).view(-1), 2, out[head:])
-
-    def read(self, packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        head = 4 * shape[0]
-        # Copied because a message is not aligned.
-        magnitudes = packed[:head].clone().view(torch.bfloat16).view(-1, 2).to(dtype)
-        codes = torch.empty(shape, dtype=torch.int64, device=packed.device)
-        unpack(packed[head:], 2, codes.view(-1))
-        found = magnitudes.gather(1, codes >> 1)
-        return torch.where(codes & 1 == 1, -found, found)
-
-
-class Whole:
-    """The values as they are."""
-
-    def num_bytes(self, chunks: int, kept: int, dtype: torch.dtype) -> int:
-        return chunks * kept * dtype.itemsize
-
-    def write(self, values: Tensor, out: Tensor) -> None:
-        out.copy_(values.contiguous().view(-1).view(torch.uint8))
-
-    def read(self, packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return packed.clone().view(dtype).view(*shape)
+    def __init__(self, sizes: Sequence[int], density: float, device: torch.device) -> None:
+        widths = [min(CHUNK, size - at) for size in sizes for at in range(0, size, CHUNK)]
+        kept = [max(1, round(density * width)) for width in widths]
+        starts, firsts = ([*accumulate(numbers, initial=0)] for numbers in (widths, kept))
+        self.starts = torch.tensor(starts[:-1], device=device)
+        """The first element of each, as an index of the vector."""
+        self.widths = torch.tensor(widths, device=device)
+        """Elements of each."""
+        self.kept = torch.tensor(kept, device=device)
+        """K: how many of them travel."""
+        self.firsts = torch.tensor(firsts[:-1], device=device)
+        """Where its first one is among all values that are kept."""
+        self.total = firsts[-1]
+        """How many values are kept of all chunks."""
+        self.widest, self.most_kept = max(widths), max(kept)
+        bounds = [*range(0, len(widths), max(1, _PIECE // self.widest)), len(widths)]
+        self.pieces = [
+            Piece(
+                slice(begin, end),
+                slice(starts[begin], starts[end]),
+                slice(firsts[begin], firsts[end]),
+                min(widths[begin:end]) == self.widest,
+            )
+            for begin, end in pairwise(bounds)
+        ]
 
 
 @dataclass(frozen=True)
-class Block:
-    """Chunks of the same width, one after another in one tensor, which are packed together."""
+class Piece:
+    """Chunks that PyTorch works on at a time."""
 
-    span: slice
+    chunks: slice
+    """They, as a slice of all chunks."""
+    elements: slice
     """Their elements, as a slice of the vector."""
-    width: int
-    """Elements of a chunk."""
-    kept: int
-    """How many of them travel."""
-    values: slice
-    """The bytes of their values, as a slice of the message."""
-    indices: slice
-    """The bytes of their indices."""
-
-    def rows(self, vector: Tensor) -> Tensor:
-        """Return the block's elements of a vector as a view (chunks, width)."""
-        return vector[self.span].view(-1, self.width)
+    kept: slice
+    """The values that are kept of them, as a slice of all that are."""
+    even: bool
+    """Whether all of them are as wide as the widest."""
 
 
-def _blocks(
-    sizes: Sequence[int], density: float, values: Values, dtype: torch.dtype
-) -> list[Block]:
-    found, begin, at = [], 0, 0
-    for size in sizes:
-        whole = size - size % CHUNK
-        pieces = [(CHUNK, min(_PIECE, whole - done)) for done in range(0, whole, _PIECE)]
-        pieces += [(size % CHUNK, size % CHUNK)] if size % CHUNK else []
-        for width, numel in pieces:
-            kept, chunks = num_kept(width, density), numel // width
-            middle = at + values.num_bytes(chunks, kept, dtype)
-            end = middle + num_bytes(chunks * kept, 12)
-            span = slice(begin, begin + numel)
-            found.append(Block(span, width, kept, slice(at, middle), slice(middle, end)))
-            begin, at = begin + numel, end
-    return found
+def _choose(error: Tensor, chunks: Chunks, numbers: Tensor, magnitudes: Tensor) -> None:
+    """Write the numbers (kept,) of the largest errors, and the magnitudes (chunks, 2). Without
+    Triton the host waits for a GPU here."""
+    column = torch.arange(chunks.widest, device=error.device)
+    slot = column[: chunks.most_kept]
+    for piece in chunks.pieces:
+        start, width, kept = (
+            of_chunks[piece.chunks].unsqueeze(1)
+            for of_chunks in (chunks.starts, chunks.widths, chunks.kept)
+        )
+        if piece.even:
+            sizes = error[piece.elements].view(-1, chunks.widest).abs()
+        else:
+            places = (start + column).clamp_(max=len(error) - 1)
+            sizes = error[places].abs_().where(column < width, -1)
+        taken, most = largest(sizes, kept, chunks.most_kept)
+        travels = slot < kept
+        mean = _mean_where(travels, most).to(sizes.dtype)
+        high = travels & (most >= mean)
+        magnitudes[piece.chunks, :1] = _mean_where(travels ^ high, most)
+        magnitudes[piece.chunks, 1:] = _mean_where(high, most)
+        row, index = taken.nonzero(as_tuple=True)
+        above = sizes[row, index] >= mean[row, 0]
+        negative = error[start[row, 0] + index] < 0
+        numbers[piece.kept] = (2 * above + negative << 12) + index
 
 
-def num_kept(width: int, density: float) -> int:
-    """Return K, how many elements of a chunk of `width` elements are kept."""
-    return max(1, round(density * width))
+def largest(sizes: Tensor, kept: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Return which of the sizes (rows, width) are the `kept` (rows, 1) largest of their row, and
+    the `most` largest sizes (rows, most) in descending order.
 
-
-def largest(sizes: Tensor, kept: int) -> Tensor:
-    """Return the indices (rows, kept), in ascending order, of the largest numbers of each row.
-
-    Of equal numbers those with the smaller indices are taken. NaN counts as infinite, so that it
+    Of equal sizes those with the smaller indices are taken. NaN counts as infinite, so that it
     travels and shows.
 
     Args:
-        sizes: (rows, width), none below 0; changed in place.
+        sizes: changed in place. They are 0 or more; less where an element is not in the row.
+        most: the largest of `kept`.
     """
     sizes.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-    least = sizes.topk(kept, dim=1).values[:, -1:]  # which of equal ones topk takes is not defined
+    # Which of equal ones topk takes is not defined.
+    found = sizes.topk(most, dim=1).values
+    least = found.gather(1, kept - 1)
     taken, equal = sizes > least, sizes == least
     room = kept - taken.sum(dim=1, keepdim=True)
-    taken |= equal & (equal.cumsum(dim=1) <= room)
-    # The host would wait for a GPU at `nonzero`. What is not taken goes to a last column.
-    column = taken.cumsum(dim=1).sub_(1).masked_fill_(~taken, kept)
-    index = torch.arange(sizes.shape[1], device=sizes.device).expand_as(sizes)
-    return column.new_empty(len(sizes), kept + 1).scatter_(1, column, index)[:, :kept].contiguous()
-
-
-def pack_indices(indices: Tensor, out: Tensor) -> None:
-    """Write indices (k,) from 0 to 4,095 into `out` (num_bytes(k, 12),), uint8: first the lower 8
-    bits of all, then the upper 4."""
-    count = indices.numel()
-    out[:count].copy_(indices & 255)
-    pack(indices >> 8, 4, out[count:])
-
-
-def unpack_indices(packed: Tensor, count: int) -> Tensor:
-    """Return the indices (count,), int64, that `pack_indices` has put into `packed`."""
-    indices = torch.empty(count, dtype=torch.int64, device=packed.device)
-    unpack(packed[count:], 4, indices)
-    return indices.bitwise_left_shift_(8).add_(packed[:count])
+    return taken | (equal & (equal.cumsum(dim=1) <= room)), found
 
 
 def _mean_where(some: Tensor, sizes: Tensor) -> Tensor:
-    """Return the mean (rows,) of the sizes (rows, kept) for which `some` is true; 0 without any."""
-    return (sizes * some).sum(dim=1) / some.sum(dim=1).clamp(min=1)
+    """Return the mean (rows, 1) of the sizes (rows, width) for which `some` is true; 0 without any.
+
+    It is added up in fp64, so that the order hardly ever shows when it is rounded."""
+    total = sizes.where(some, 0).sum(dim=1, keepdim=True, dtype=torch.float64)
+    return total / some.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def _shifts(numbers: Tensor) -> Tensor:
+    return torch.arange(0, 24, 6, dtype=numbers.dtype, device=numbers.device)

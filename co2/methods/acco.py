@@ -14,9 +14,8 @@ third call. All replicas hold the same weights after every call.
 Two calls make one update: `train.batch_size` is that of a half, `train.steps` counts halves, and
 each step of Opt has the learning rate of the call it is done in.
 Chosen here: after a second half it is x̃ that is evaluated and saved, which knows more batches than
-x does. Gradients that are under way have moved no weights, so they are not shown. To put Opt's
-state back, the estimate is made one parameter at a time, so that no copy of the whole state exists
-at once.
+x does. Gradients that are under way have moved no weights, so they are not shown. While the
+estimate is made there is a copy of Opt's state, to put it back.
 Deviations: `train.clip_norm` clips a replica's own half, not the mean. Halves are of equal size;
 the paper lets fast workers compute more. The paper shards Opt's state over the replicas; here every
 replica has all of it. Held: communication buffer, and one vector that is g̃^i while its mean
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from co2.comm.background import BackgroundMean
+from co2.comm.collectives import local
 from co2.comm.flat import FlatParams
 from co2.comm.phases import OUTER_STEP, SNAPSHOT
 from co2.config import Blocking, CommConfig, CommDevice
@@ -44,10 +44,6 @@ class ACCO(Method):
     blocking = Blocking.beyond_delay
     refused_strategies: Mapping[str, str] = MappingProxyType(
         {"zero1": "it takes back a step of the inner optimizer, whose state must be here; use ddp"}
-    )
-
-    refused_optimizers: Mapping[str, str] = MappingProxyType(
-        {"muon": "it steps parameter by parameter, and muon group by group; use adamw or sgd"}
     )
 
     @dataclass
@@ -109,20 +105,24 @@ class ACCO(Method):
 
     def _estimate(self) -> None:
         """Do the inner optimizer's step, and put back all of its state but the weights."""
-        optimizer = self.optimizer
-        groups = optimizer.param_groups
-        try:
-            for group in groups:
-                for param in group["params"]:
-                    if param.grad is None:
-                        continue
-                    # The optimizer sees this parameter alone, with the settings of its group.
-                    optimizer.param_groups = [{**group, "params": [param]}]
-                    before = _copied(optimizer.state.get(param, {}))
-                    optimizer.step()
-                    _put_back(optimizer.state, param, before)
-        finally:
-            optimizer.param_groups = groups
+        state, groups = self.optimizer.state, self.optimizer.param_groups
+        before = {param: dict(own) for param, own in state.items()}
+        settings = [dict(group) for group in groups]
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for value in (value for own in before.values() for value in own.values()):
+            if isinstance(value, Tensor):
+                alike.setdefault((value.device, value.dtype), []).append(local(value))
+        copies = [[torch.empty_like(value) for value in values] for values in alike.values()]
+        for values, copied in zip(alike.values(), copies, strict=True):
+            torch._foreach_copy_(copied, values)
+        self.optimizer.step()
+        for values, copied in zip(alike.values(), copies, strict=True):
+            torch._foreach_copy_(values, copied)
+        state.clear()
+        state.update(before)
+        for group, own in zip(groups, settings, strict=True):
+            group.clear()
+            group.update(own)
 
     def flush(self) -> None:
         self.mean.close()
@@ -151,20 +151,3 @@ class ACCO(Method):
     def max_skew_steps(self) -> int:
         # A replica cannot end a half before all have ended the one before.
         return 2
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.items()}
-
-
-def _put_back(state: dict[Any, Any], param: Tensor, before: dict[str, Any]) -> None:
-    """Give the optimizer's state of a parameter the values it had, in the tensors that it has; a
-    state that was made since is dropped."""
-    if not before:
-        state.pop(param, None)
-        return
-    for key, value in before.items():
-        if isinstance(value, Tensor):
-            state[param][key].copy_(value)
-        else:
-            state[param][key] = value

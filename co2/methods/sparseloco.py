@@ -13,8 +13,8 @@ hold the same x_{t,0}, which is the consensus right after a round's end, without
 has not been sent is owed. The inner optimizer may be any; its state stays local and is kept.
 
 Chosen here:
-- Q has four levels in each chunk, plus or minus one of two magnitudes (sparse.py, `TwoBits`). The
-  authors' public code divides six standard deviations of a tensor's kept values into equal bins,
+- Q has four levels in each chunk, plus or minus one of two magnitudes (sparse.py). The authors'
+  public code divides six standard deviations of a tensor's kept values into equal bins,
   and a value becomes the mean of its bin.
 - A chunk is a part of the flattened tensor; in their code it is a square of 64 x 64 of a matrix.
   The last chunk of a tensor is shorter. K is rounded, and at least 1.

@@ -238,8 +238,7 @@ class Fragment:
         return {"outer": self.outer, "momentum": self.momentum}
 
     def scratch_tensors(self) -> list[Tensor]:
-        quantized = [] if self.exchange is None else self.exchange.scratch_tensors()
-        return [*self.flat.transfer.scratch_tensors(), *quantized]
+        return self.flat.transfer.scratch_tensors()
 
 
 def sync_step(number: int, tau: int, fragments: int) -> int:

@@ -104,7 +104,6 @@ VALUES = [
     ("method=zero_one_adam", "optim.name=sgd", "zero_one_adam needs adamw"),
     ("method=onebit_adam optim.name=muon", "optim.name=muon", "onebit_adam needs adamw"),
     ("method=zero_one_adam optim.name=muon", "optim.name=muon", "zero_one_adam needs adamw"),
-    ("method=acco optim.name=muon", "optim.name=muon", "parameter by parameter"),
     ("method=desloc optim.name=muon", "optim.name=muon", "adamw"),
     ("method=diloco diloco.average_moments=true optim.name=muon", "optim.name=muon", "adamw"),
     ("task=resnet50 optim.name=muon", "optim.name=muon", "no hidden matrix"),

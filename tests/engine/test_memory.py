@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import co2
-from co2.comm import compress, exchange, flat, sparse
+from co2.comm import compress, flat, sparse
 from co2.config import CommConfig, Precision
 from co2.methods import METHODS
 from co2.methods.parts import compressed
@@ -61,7 +61,7 @@ def held_beyond_the_ledger(
     """Model copies on this worker that are neither weights, gradients nor inner state, and how
     many the method tells."""
     # Scratch is no model copy either.
-    with patch.dict(flat._CHUNK, cpu=512), patch.object(exchange, "_PIECE", 256):
+    with patch.dict(flat._CHUNK, cpu=512):
         before = storages()
         model, optimizer, method = build(name, wire, **(fields or {}))
         wrapped = method.prepare(model, optimizer, co2.Mesh.world())
@@ -78,18 +78,14 @@ def held_beyond_the_ledger(
 
 
 SHARD = {"shard": True}
-HALF = [WIDTH * WIDTH - PARAMS // 2, WIDTH, WIDTH * 8]
-"""Elements of the tensors that the second half of the vector has a part in."""
-MESSAGES = 2 * 2 * sum(4 + -(-numel // 8) for numel in HALF) / (4 * PARAMS)
-"""Sent and received of a 1-bit mean on two workers: scales and signs of the longer half, each."""
+MESSAGES = 2 * 2 * (3 + -(-PARAMS // 2 // 32)) / PARAMS
+"""Sent and received of a 1-bit mean on two workers, in fp32: the second half of the vector has
+scales of three tensors. Signs are rounded to whole scales."""
 SPARSE_MESSAGES = (
     3
-    * (
-        (16 * 4 + 328 + 1968)  # bytes of 16 chunks: magnitudes, 16 · 82 values, as many indices
-        + (4 + 3 + 15)  # 10 of the 513 elements that are left
-        + (4 + 2 + 8)  # 5 of a bias with 257
-        + (4 + 11 + 62)  # 41 of 2,056
-    )
+    # Magnitudes of 19 chunks; 14 bits for 82 values in 16 chunks, 10 of the 513 elements that are
+    # left, 5 of a bias with 257, 41 of 2,056.
+    * (19 * 4 + 1368 + 1368 * 6 // 8)
     / (4 * PARAMS)
 )
 """Sent and received of a sparse mean on two workers, of which the second gets two."""
@@ -101,9 +97,9 @@ COPIES = {
         "desloc": 2,
         "eager_diloco": 4,
         "sparseloco": 3 + SPARSE_MESSAGES,
-        # Gradient, m, v, two kinds of error; and u and the start of the interval.
-        "onebit_adam": 4.5 + MESSAGES,
-        "zero_one_adam": 6.5 + MESSAGES,
+        # Gradient, m, v, two kinds of error, a mask; and u and the start of the interval.
+        "onebit_adam": 4.75 + MESSAGES,
+        "zero_one_adam": 6.75 + MESSAGES,
     },
     Precision.bf16: {
         "allreduce": 0.5,
@@ -240,7 +236,7 @@ def test_a_sparse_mean_makes_none_either(monkeypatch):
 def test_a_fragment_makes_no_temporary_of_its_size(monkeypatch, kind):
     """Streaming DiLoCo has no end of a round: every fragment starts and syncs on its own."""
     monkeypatch.setitem(flat._CHUNK, "cpu", 1024)
-    monkeypatch.setattr(exchange, "_PIECE", 1024)
+    monkeypatch.setattr(compress, "_PIECE", 1024)
     model, optimizer, method = build("streaming_diloco", delay=0, exchange=kind)
     method.prepare(model, optimizer, co2.Mesh.world())
     train(model, method, 4)
@@ -255,7 +251,7 @@ def test_a_fragment_makes_no_temporary_of_its_size(monkeypatch, kind):
 def test_a_step_of_adams_variants_makes_none_either(monkeypatch, name):
     monkeypatch.setitem(flat._CHUNK, "cpu", 1024)
     monkeypatch.setattr(compressed, "_SAMPLE", 1024)
-    for module in (compress, compressed, exchange):
+    for module in (compress, compressed):
         monkeypatch.setattr(module, "_PIECE", 1024)
     model, optimizer, method = build(name)
     method.prepare(model, optimizer, co2.Mesh.world())

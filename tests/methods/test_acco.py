@@ -4,6 +4,7 @@ The weight starts at `start`; a call's gradient is `slope` times the weight plus
 replica and the half. With a slope of 0 the pipeline, once it is filled, is plain training.
 """
 
+import copy
 from dataclasses import dataclass
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 from torch.optim import SGD, AdamW
 
 import co2
-from co2.config import CommConfig, CommDevice
+from co2.config import CommConfig, CommDevice, OptimConfig, Optimizer
 from co2.errors import ConfigError
+from tasks.shared.optimizer import make_optimizer
 from tests.methods import problem
+from tests.methods.driver import assert_same
 from tests.workers import Pool
 
 CALLS = 7
@@ -102,6 +105,27 @@ def test_gradients_that_ignore_the_weights_make_plain_training(workers: Pool) ->
         for total, weight in zip(means, weights, strict=True):
             weight.grad = total
         optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
+def test_an_estimate_leaves_the_optimizer_as_it_was(name: str) -> None:
+    """From the first, which finds no state, on."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
+    rate = 0.1 if name == "sgd" else 0.01
+    optimizer = make_optimizer(model, OptimConfig(name=Optimizer[name], lr=rate, momentum=0.9))
+    method = co2.ACCO()
+    method.prepare(model, optimizer, co2.Mesh.world())
+    for call in range(CALLS):
+        model(torch.randn(3, 4)).square().sum().backward()
+        before = copy.deepcopy(optimizer.state_dict())
+        weights = [weight.detach().clone() for weight in model.parameters()]
+        method.step()
+        optimizer.zero_grad()
+        if call % 2:
+            assert_same(optimizer.state_dict(), before)
+            assert not torch.equal(weights[0], next(model.parameters()))
+    assert optimizer.state_dict()["state"]
+    method.flush()
 
 
 def test_the_host_is_refused() -> None:

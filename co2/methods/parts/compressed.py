@@ -9,6 +9,7 @@ weights.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW
 
 from co2.comm.background import BackgroundMean
-from co2.comm.compress import COMPRESSORS
+from co2.comm.compress import COMPRESSORS, blocks
 from co2.comm.exchange import CompressedMean
 from co2.comm.flat import Chunk, FlatParams
 from co2.config import CommConfig, CommDevice, OptimConfig, Precision
@@ -26,9 +27,9 @@ from co2.errors import require, require_count, require_number
 from co2.methods.base import Method, MethodStats
 
 _SAMPLE = 1 << 16
-"""Elements of a tensor, evenly spread, whose median stands for that of all."""
+"""Elements of a tensor, evenly spread, whose median stands for that of all, at most."""
 _PIECE = 1 << 20
-"""Elements compared at a time, which bounds the temporaries."""
+"""Elements drawn and compared at a time, which bounds the temporaries."""
 _NAMED = 5
 """Tensors that a notice names at most."""
 
@@ -113,11 +114,18 @@ class CompressedAdam(Method):
             flat.numel, self.mesh, self.comm, dtype=flat.dtype, device=flat.device
         )
         sizes = [param.numel() for param in flat.params]
-        self.exchange = CompressedMean(sizes, self.mesh, self.mean, COMPRESSORS["sign"])
+        sign = COMPRESSORS["sign"]
+        self.exchange = CompressedMean(sizes, self.mesh, self.mean, sign, masked=True)
         self._divisor = flat.transfer.empty(max(chunk.numel for chunk in flat.chunks))
         self.m, self.v = flat.zeros(), flat.zeros()
         self._sizes = sizes
-        self._floors = flat.zeros()[: len(sizes)].clone()
+        some = [size for size in sizes if size]
+        self._blocks = list(blocks(some, flat.numel, 1, _PIECE))
+        strides = [-(-size // _SAMPLE) for size in some]
+        samples = zip(accumulate(some[:-1], initial=0), some, strides, strict=True)
+        self._samples = torch.tensor([*samples], device=flat.device)
+        """Of each tensor that has any elements: where the first is, how many it has, and how far
+        apart those are whose median stands for that of all."""
         self._notices: list[str] = []
         return self.model
 
@@ -128,12 +136,12 @@ class CompressedAdam(Method):
 
     def average_signs(self, vector: Tensor) -> None:
         """Replace a vector (numel,) by its 1-bit mean over the replicas, and by 0 where the mask
-        is. Overwrites the communication buffer."""
+        is."""
         update = self.config.compress is Compress.update
         if update:
             for chunk in self.flat.chunks:
                 chunk.of(vector).div_(self._root(chunk))
-        self.exchange.start(vector, mask=self._mask(self.mean.buffer))
+        self.exchange.start(vector)
         self.mean.wait()
         if update:
             for chunk in self.flat.chunks:
@@ -141,20 +149,34 @@ class CompressedAdam(Method):
         self.rounds += 1
 
     def set_mask(self) -> None:
-        """Set the mask by v as it is now. Where the update travels it is v = 0 alone."""
-        if self.config.compress is Compress.update:
-            return
-        for floor, part in zip(self._floors, self.v.split(self._sizes), strict=True):
-            sample = part[:: max(1, -(-part.numel() // _SAMPLE))]
-            if len(sample):
-                median = sample.where(sample > 0, torch.nan).nanmedian()  # the host does not wait
-                torch.mul(median, self.config.mask_below, out=floor)
+        """Set the mask by v as it is now. Overwrites the communication buffer."""
+        marks = torch.sign(self.v, out=self.mean.buffer)
+        if self.config.compress is Compress.momentum:
+            floors = self._medians().mul_(self.config.mask_below)
+            for block in self._blocks:
+                large = self.v[block.span] >= block.of_elements(floors)
+                marks[block.span].mul_(large)
+        self.exchange.set_mask(marks)
+
+    def _medians(self) -> Tensor:
+        """Return the median of the v above 0 of each tensor with elements; NaN where there are
+        none. The host does not wait."""
+        most = min(_SAMPLE, max(self._sizes))
+        found = []
+        for some in self._samples.split(max(1, _PIECE // most)):
+            first, size, stride = some.unsqueeze(2).unbind(1)
+            at = torch.arange(most, device=size.device) * stride
+            inside = at < size
+            sample = self.v[first + at.where(inside, 0)]
+            sample = sample.where(inside & (sample > 0), torch.nan)
+            found.append(sample.nanmedian(dim=1).values)
+        return torch.cat(found)
 
     def announce_mask(self) -> None:
-        """Say in the next notice how many elements of which tensors are masked. Overwrites the
-        communication buffer."""
+        """Say in the next notice how many elements of which tensors are masked."""
         unseen = [part.numel() - int(part.count_nonzero()) for part in self.v.split(self._sizes)]
-        alive = self._mask(self.mean.buffer).split(self._sizes)
+        assert self.exchange.mask is not None
+        alive = self.exchange.mask.split(self._sizes)
         small = [
             size - int(part.count_nonzero()) - none
             for size, part, none in zip(self._sizes, alive, unseen, strict=True)
@@ -180,14 +202,6 @@ class CompressedAdam(Method):
     def notices(self) -> list[str]:
         taken, self._notices = self._notices, []
         return taken
-
-    def _mask(self, out: Tensor) -> Tensor:
-        """Return `out` (numel,) with 1 where an element takes part, and 0 where it is masked."""
-        split = (self.v.split(self._sizes), out.split(self._sizes), self._floors)
-        for part, marks, floor in zip(*split, strict=True):
-            for v, mark in zip(part.split(_PIECE), marks.split(_PIECE), strict=True):
-                mark.copy_((v >= floor) & (v > 0))
-        return out
 
     def lr(self, group: int) -> float:
         """Return γ of a parameter group in this step."""
@@ -224,7 +238,9 @@ class CompressedAdam(Method):
         out = self._divisor[: chunk.numel]
         torch.sqrt(chunk.of(self.v), out=out)
         eps = self.optimizer.param_groups[chunk.group]["eps"]
-        return out.div_(correction**0.5).add_(eps)
+        if correction != 1:
+            out.div_(correction**0.5)
+        return out.add_(eps)
 
     def flush(self) -> None:
         self.mean.close()
@@ -236,15 +252,15 @@ class CompressedAdam(Method):
         return {**own, **self.exchange.state_tensors()}
 
     def saved_tensors(self) -> dict[str, Tensor]:
-        """All but the buffer and the messages: nothing is in flight between steps."""
+        """All but the buffer and the messages, because nothing is in flight between steps, and the
+        mask, which follows from v."""
         tensors = self.state_tensors()
-        for name in ("buffer", *self.exchange.messages()):
+        for name in ("buffer", "mask", *self.exchange.messages()):
             del tensors[name]
         return tensors
 
     def scratch_tensors(self) -> list[Tensor]:
-        own = [self._divisor, *self.exchange.scratch_tensors()]
-        return [*self.flat.transfer.scratch_tensors(), *own]
+        return [*self.flat.transfer.scratch_tensors(), self._divisor]
 
     def state_dict(self) -> dict[str, Any]:
         own = {"rounds": self.rounds, "mean": self.mean.state_dict()}

@@ -1,0 +1,165 @@
+"""Triton's kernels for compressed means against PyTorch, in Triton's interpreter; and how many
+launches an exchange takes."""
+
+import pickle
+import subprocess
+import sys
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import co2
+from co2.comm import compress, sparse
+from co2.methods.parts.compressed import Compress
+from tests.methods.driver import assert_same
+from tests.methods.interpreted import Case, results
+from tests.server import ROOT, environment
+
+CASES = {
+    "signs": Case("sign", [5, 1, 64, 1500]),
+    "masked signs": Case("sign", [7, 500, 1, 493], masked=True),
+    "signs in rows": Case("sign", [10, 1, 2, 13, 13, 9], rows=4),
+    "signs in fp64": Case("sign", [3, 40], dtype=torch.float64),
+    "int4": Case("int4", [5, 1, 64, 1500]),
+    "int4 in rows": Case("int4", [10, 3, 13, 13, 9], rows=4),
+    "int8": Case("int8", [700, 1, 1500]),
+    "int8 in fp64": Case("int8", [3, 40], dtype=torch.float64),
+    "one element": Case("int8", [1]),
+    "sparse": Case("sparse", [4096 + 300, 1, 77]),
+    "sparse, small tensors": Case("sparse", [7, 500, 1, 493], density=0.1),
+    "all of it": Case("sparse", [300, 9], density=1.0),
+    "sparse in fp64": Case("sparse", [400, 1], dtype=torch.float64),
+    "what is no number": Case("sparse", [500], poisoned=True),
+}
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, list[Tensor]]:
+    """Results of all cases. One process makes them, because it takes seconds to start."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tests.methods.interpreted"]
+    cases, env = pickle.dumps([*CASES.values()]), environment(TRITON_INTERPRET="1")
+    run = subprocess.run(
+        command, input=cases, stdout=subprocess.PIPE, cwd=ROOT, env=env, check=True, timeout=600
+    )
+    return dict(zip(CASES, pickle.loads(run.stdout), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits(interpreted: dict[str, list[Tensor]], name: str) -> None:
+    assert_same(interpreted[name], results(CASES[name]))
+
+
+class Launches(TorchDispatchMode):
+    """Inside `with`: logs the operators that would be launches on a GPU: all but views and
+    allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        views = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        if not views and not any(word in func.__name__ for word in ("empty", "record_function")):
+            self.log.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+    def kernels(self, x: Tensor) -> SimpleNamespace:
+        """In place of co2/comm/fused.py's: each kernel is one launch, and does nothing."""
+        names = ("encode", "decode", "add", "choose", "spread")
+        return SimpleNamespace(**{n: lambda *_, n=n: self.log.append(n) for n in names})
+
+
+ONCE = {"tau": 1, "fragments": 1, "delay": 0}
+ROUNDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "onebit_adam": ("onebit_adam", {"freeze_step": 2}),
+    "onebit_adam, update": ("onebit_adam", {"freeze_step": 2, "compress": Compress.update}),
+    "zero_one_adam": ("zero_one_adam", {"freeze_step": 2, "max_interval": 1}),
+    "zero_one_adam, a refresh": ("zero_one_adam", {"freeze_step": 9}),
+    "streaming_diloco, int8": ("streaming_diloco", {**ONCE, "exchange": "int8"}),
+    "streaming_diloco, int4": ("streaming_diloco", {**ONCE, "exchange": "int4"}),
+    "sparseloco": ("sparseloco", {"tau": 1}),
+    "acco": ("acco", {}),
+}
+"""Each step of them ends a round. What is counted has the inner optimizer's step in it."""
+SHAPES = [(8,), (8, 24), (24,), (8, 8), (8,), (8, 32)]
+
+
+def launches(name: str, tensors: int, fused: bool) -> list[str]:
+    """The operators of a round of a method, for a model of so many tensors in two groups."""
+    registered, settings = ROUNDS[name]
+    model = nn.ParameterList(torch.ones(SHAPES[n % len(SHAPES)]) for n in range(tensors))
+    matrices, vectors = ([p for p in model if (p.dim() > 1) is is_] for is_ in (True, False))
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, fused=True)
+    method = co2.METHODS[registered](co2.METHODS[registered].Config(**settings))
+    method.prepare(model, optimizer, co2.Mesh.world())
+    seen, generator = Launches(), torch.Generator().manual_seed(5)
+    for step in range(6 if name == "acco" else 5):  # an update of ACCO takes two steps
+        for weight in model:
+            weight.grad = torch.randn(weight.shape, generator=generator)
+        with ExitStack() as stack:
+            if step >= 4:
+                for module in (compress, sparse) if fused else ():
+                    stack.enter_context(patch.object(module, "kernels", seen.kernels))
+                stack.enter_context(seen)
+            method.step()
+    method.flush()
+    return seen.log
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", ROUNDS)
+def test_launches_do_not_grow_with_the_tensors(name: str, fused: bool) -> None:
+    few, many = (launches(name, tensors, fused) for tensors in (20, 148))
+    assert many == few
+    assert len(many) < (60 if fused else 130)
+
+
+PACK = {"STEPS": 8, "BYTES": 128}
+COMPILED: dict[str, tuple[dict[str, str], dict[str, int]]] = {
+    "_encode": ({"out": "*u8"}, {"MASKED": True, "BITS": 1, **PACK}),
+    "_decode": ({"packed": "*u8"}, {"MASKED": True, "BITS": 1, **PACK}),
+    "_add": ({"packed": "*u8"}, {"BITS": 4, **PACK}),
+    "_choose": ({"kept": "*i64", "numbers": "*i64"}, {"COLUMNS": 4096, "NUMBER_BITS": 31}),
+    "_spread": (
+        {"lower": "*u8", "upper": "*u8", "magnitudes": "*fp32", "kept": "*i64"},
+        {"SIGN": -1, "SLOTS": 128},
+    ),
+}
+"""The types of a kernel's pointers, but for those of `POINTERS`, and its constants."""
+INTEGERS = dict.fromkeys(("starts", "widths", "firsts"), "*i64")
+FLOATS = dict.fromkeys(("x", "scales", "out", "error", "magnitudes"), "*fp32")
+POINTERS = {**INTEGERS, **FLOATS, "mask": "*i1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_for_gpus(name: str, capability: int) -> None:
+    """Without one; and no product and sum are rounded together, which would be other bits."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from co2.comm import kernels
+
+    kernel = getattr(kernels, name)
+    own, constants = COMPILED[name]
+    types = {**POINTERS, **own, **dict.fromkeys(constants, "constexpr")}
+    signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants),
+        target=GPUTarget("cuda", capability, 32),
+        options={"enable_fp_fusion": False},
+    )
+    assert compiled.asm["cubin"]
+    assert "fma." not in compiled.asm["ptx"]
