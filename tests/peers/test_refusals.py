@@ -55,7 +55,7 @@ def test_composes_with_the_defaults_of_its_class(name: str, tmp_path: Path) -> N
         ("comm.dtype=bf16", "comm.dtype=bf16: "),
         ("{name}.tau=0", "{name}.tau=0: "),
         ("{name}.tua=3", "{name}.tua=3: unknown key; did you mean {name}.tau?"),
-        ("+co2.tau=3", "co2="),
+        ("+co2.tau=3", "co2.tau=3"),
     ],
 )
 def test_wrong_values(name: str, word: str, told: str, tmp_path: Path) -> None:
