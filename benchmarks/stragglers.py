@@ -20,10 +20,10 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from benchmarks import report
-from co2.comm.members import Members
 from co2.comm.mesh import Mesh
+from co2.elastic.members import Members
+from co2.elastic.quorum import Quorum
 from co2.methods import METHODS
-from co2.train.quorum import Quorum
 
 NAMES = ("local_sgd", "co2", "co2_keep")
 WORKERS, TAU, STEP_S = 3, 12, 0.1

@@ -3,9 +3,9 @@
 No collective touches live parameters. Nothing here decides when to communicate: the method calls
 `start` and `wait` at steps that are the same on every worker.
 
-Where replicas may come and go (co2/comm/members.py), a mean counts only once all members have it.
-Of one that is under way what was sent is kept, so that those who are left can take it again. Where
-replicas make unequal numbers of steps in a round, they weigh as much as they have made.
+Where replicas may come and go (co2/elastic/members.py), a mean counts only once all members have
+it. Of one that is under way what was sent is kept, so that those who are left can take it again.
+Where replicas make unequal numbers of steps in a round, they weigh as much as they have made.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,11 +21,11 @@ from torch.profiler import record_function
 from co2.comm.clocks import CommTotals
 from co2.comm.collectives import carries
 from co2.comm.lanes import CudaLane, HostLane, Lane
-from co2.comm.members import MemberLost, Members
 from co2.comm.mesh import Mesh
 from co2.comm.phases import WAIT
-from co2.comm.watch import Ticket
 from co2.config import CommConfig, Precision
+from co2.elastic.members import MemberLost, Members
+from co2.elastic.watch import Ticket
 from co2.errors import require
 
 _ARRIVING = ContextVar("arriving", default=False)

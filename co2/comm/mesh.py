@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from co2.comm import nccl
-from co2.comm.members import FORMING, Members
+from co2.elastic.members import FORMING, Members
 from co2.errors import require, require_count
 
 
@@ -72,7 +71,7 @@ class Mesh:
                 "call torch.distributed.init_process_group() before Mesh.world()"
             )
         if device is None:
-            reached = not ready or nccl.serves_gpus(dist.get_backend_config())
+            reached = not ready or serves_gpus(dist.get_backend_config())
             gpu = reached and torch.cuda.is_available()
             device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
         rank, size = (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
@@ -121,3 +120,14 @@ def check_replica_size(replica_size: int, workers: int) -> None:
     require_count("mesh.replica_size", replica_size)
     hint = f"must divide the {workers} workers"
     require(workers % replica_size == 0, "mesh.replica_size", replica_size, hint)
+
+
+def serves_gpus(config: str) -> bool:
+    """Whether a process group's collectives reach the memory of GPUs.
+
+    Args:
+        config: its backend for each kind of device, as `get_backend_config` tells it, such as
+            cpu:gloo,cuda:nccl. gloo may stand there for GPUs too, but lacks most collectives then.
+    """
+    backends = dict(pair.split(":") for pair in config.split(","))
+    return backends.get("cuda", "gloo") != "gloo"

@@ -70,7 +70,7 @@ class Method:
     """Why replicas cannot come and go; None where they can (`means`, `go_on`)."""
 
     refused_quorum: str | None = "does not support weighted averaging"
-    """Why replicas cannot make unequal numbers of steps in a round (co2/train/quorum.py); None
+    """Why replicas cannot make unequal numbers of steps in a round (co2/elastic/quorum.py); None
     where they can."""
 
     model: nn.Module

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from co2.comm.mesh import Mesh
-from co2.comm.sockets import until_cut
+from co2.comm.waiting import until_cut
 from co2.errors import printable
 from co2.record.files import CHECKPOINT_FORMAT, write_durably
 from co2.train import parts, weights

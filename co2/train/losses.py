@@ -6,8 +6,8 @@ import os
 import torch
 from torch import Tensor
 
+from co2 import faults
 from co2.errors import DIVERGED
-from co2.train import faults
 from co2.train.checkpoint import Checkpoints
 from co2.train.run import Run
 

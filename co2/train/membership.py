@@ -1,6 +1,6 @@
 """Membership: how training goes on while replicas are lost and others come (launch.elastic).
 
-co2/comm/members.py agrees on who takes part; here is what that means for a run: with whom a
+co2/elastic/members.py agrees on who takes part; here is what that means for a run: with whom a
 synchronization that has failed is made again, what a newcomer is given, and what is written down.
 Where replicas do not come and go, nothing here waits for anybody or asks anything.
 """
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from co2.comm.members import Expelled, MemberLost, Members
 from co2.comm.mesh import Mesh
+from co2.elastic.handover import Handover, receive
+from co2.elastic.members import Expelled, MemberLost, Members
 from co2.errors import PREEMPTED
 from co2.record.metrics import Change
-from co2.train.handover import Handover, receive
 
 if TYPE_CHECKING:
     from co2.train.session import Session

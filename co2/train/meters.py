@@ -23,7 +23,7 @@ class Totals:
 
     steps: int = 0
     passed_over: int = 0
-    """Those of `steps` that this worker has not made itself (co2/train/quorum.py)."""
+    """Those of `steps` that this worker has not made itself (co2/elastic/quorum.py)."""
     train_s: float = 0.0
     """Seconds of training steps, without evaluation, checkpoints and start-up."""
     data_s: float = 0.0

@@ -7,7 +7,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from co2.comm.mesh import Mesh
-from co2.comm.sockets import until_cut
+from co2.comm.waiting import until_cut
 from co2.config import Config, Resume
 from co2.errors import PREEMPTED, REFUSED, ConfigError
 from co2.methods import Method

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from co2.comm.background import without_joining
 from co2.config import Precision
+from co2.elastic.quorum import Quorum
 from co2.errors import ConfigError
 from co2.gpus import gpu_of
 from co2.record.files import durable
@@ -24,7 +25,6 @@ from co2.train.checkpoint import Checkpoints
 from co2.train.convolutions import tune_convolutions
 from co2.train.membership import Membership
 from co2.train.meters import Meter, Utilization
-from co2.train.quorum import Quorum
 from co2.train.randomness import random_states, restore_random_states
 from co2.train.replica import (
     Replica,

@@ -19,7 +19,7 @@ class StopVote:
     reads the outcome of the flags that were sent `max_skew_steps` steps before. One replica may run
     that far ahead of another anyway, so no worker ever waits for a flag. A stop takes effect
     `max_skew_steps` steps after the signal. Where replicas may come and go they agree as a round
-    ends (co2/comm/members.py).
+    ends (co2/elastic/members.py).
 
     Used as a context manager it puts back the signals' former handlers and mask at its end.
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from co2.comm.clocks import ExchangeTotals, overlap
-from co2.comm.sockets import until_cut
+from co2.comm.waiting import until_cut
 from co2.record.metrics import Summary
 from co2.task import Exchanging, Reading, ReadTotals
 from co2.train.meters import ledger, peak_memory_bytes

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from co2.elastic.store import main
 from co2.errors import PREEMPTED, REFUSED, ConfigError
-from co2.train.store import main
 from tests.cli.harness import (
     LIMIT_S,
     ROOT,

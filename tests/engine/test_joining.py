@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from co2.comm.members import MemberLost, Members
 from co2.comm.mesh import Mesh
+from co2.elastic import handover
+from co2.elastic.handover import Handover, receive
+from co2.elastic.members import MemberLost, Members
+from co2.elastic.quorum import Quorum
 from co2.methods import METHODS
 from co2.methods.base import Method
-from co2.train import handover
-from co2.train.handover import Handover, receive
-from co2.train.quorum import Quorum
 from tests.engine.test_members import CONFIGS, RATE, SIMULATED, TAU, member, store, target, vanish
 from tests.workers import Pool
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from co2.comm.members import Expelled, MemberLost, Members, Record
 from co2.comm.mesh import Mesh
-from co2.comm.watch import key
+from co2.elastic.members import Expelled, MemberLost, Members, Record
+from co2.elastic.watch import key
 from co2.methods import METHODS
 from co2.train.membership import Membership
 from tests.workers import Pool
@@ -372,7 +372,7 @@ def lost_amid_forming(rank: int, world: int, port: int) -> tuple[int, ...]:
             members.renew(admit=False)
         return ()
     # Longer than a case may take: who waits for as long as forming may take fails.
-    with patch("co2.comm.members.FORMING", timedelta(hours=1)):
+    with patch("co2.elastic.members.FORMING", timedelta(hours=1)):
         members.renew(admit=False)
     members.formed()
     members.agree()

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from co2.comm.sockets import Sockets, finish, forgotten, until_cut, use
+from co2.comm.waiting import finish, forgotten, until_cut, use
+from co2.elastic.sockets import Sockets
 from tests.workers import Pool
 
 TRIALS = 40

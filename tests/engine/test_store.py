@@ -14,13 +14,13 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from co2.comm.members import Members, Unreachable
+from co2 import forked
 from co2.config import LaunchConfig
+from co2.elastic import store as module
+from co2.elastic.launcher import Told, _Starter
+from co2.elastic.members import Members, Unreachable
+from co2.elastic.store import INSIDE, WAITING, OwnStore, SharedStore, keep
 from co2.errors import PREEMPTED
-from co2.train import forked
-from co2.train import store as module
-from co2.train.elastic import Told, _Starter
-from co2.train.store import INSIDE, WAITING, OwnStore, SharedStore, keep
 
 SILENT_S = 4.0
 LIMIT_S = 300.0
@@ -170,7 +170,7 @@ def test_a_silent_name_server_holds_nobody_up_for_long(tmp_path: Path) -> None:
         pytest.skip("needs namespaces of its own")
     lines = (
         "import socket, time",
-        "from co2.train.store import OwnStore",
+        "from co2.elastic.store import OwnStore",
         "server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
         "server.bind(('127.0.0.1', 53))",
         "began = time.monotonic()",

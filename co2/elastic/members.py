@@ -20,9 +20,9 @@ generation has the members that report for it; newcomers are let in only where a
 because that is where all replicas are at the end of a step.
 
 A decision also carries what each replica has told of its pace, so that all draw the same conclusion
-from the same figures (co2/train/quorum.py).
+from the same figures (co2/elastic/quorum.py).
 
-A thread (co2/comm/watch.py) gives the signs of life and watches those of the others. It decides
+A thread (co2/elastic/watch.py) gives the signs of life and watches those of the others. It decides
 nothing about training: a replica acts on a decision when it comes to the place where it needs the
 collective, which is a function of the step alone.
 """
@@ -38,9 +38,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from co2.comm import nccl
-from co2.comm.sockets import Sockets, until_cut, use
-from co2.comm.watch import STOP, TICK_S, Ticket, Watch, key
+from co2.comm.waiting import until_cut, use
+from co2.elastic import nccl
+from co2.elastic.sockets import Sockets
+from co2.elastic.watch import STOP, TICK_S, Ticket, Watch, key
 from co2.errors import first_line
 
 OK, LOST, JOIN, PACES = "ok", "lost", "join", "paces="

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from co2.comm.sockets import Sockets, in_use, joined, until_cut
+from co2.comm.waiting import in_use, joined, until_cut
+from co2.elastic.sockets import Sockets
 from co2.train.host_copy import HostCopy
 
 _TAG = 1
@@ -25,9 +26,10 @@ class Handover:
         """Begin to send nested dicts and lists of tensors and plain values, as a checkpoint has
         them, to these ranks of a CPU group. The group's collectives may go on at the same time."""
         self.close()
-        copy, self._sockets = HostCopy(), in_use()
-        assert self._sockets is not None, "nobody comes to a run that is not elastic"
-        what = copy, copy.take(state), ranks, group, self._sockets
+        copy, connections = HostCopy(), in_use()
+        assert isinstance(connections, Sockets), "nobody comes to a run that is not elastic"
+        self._sockets = connections
+        what = copy, copy.take(state), ranks, group, connections
         self._thread = threading.Thread(target=_send, args=what, name="handover", daemon=True)
         self._thread.start()
 

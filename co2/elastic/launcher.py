@@ -1,7 +1,7 @@
 """Starting the workers of a run that may lose some, and start them again.
 
 torchrun ends all workers of a node when one is lost, so it cannot be used here. The process that
-starts the workers tells the others in their store (co2/train/store.py) when one is gone, sooner
+starts the workers tells the others in their store (co2/elastic/store.py) when one is gone, sooner
 than its silence would.
 """
 
@@ -17,14 +17,14 @@ from multiprocessing.process import BaseProcess
 import torch
 import torch.distributed as dist
 
-from co2.comm.members import Expelled, Members, Unreachable
-from co2.comm.sockets import forgotten
-from co2.comm.watch import StoreLost
+from co2 import faults, forked
+from co2.comm.waiting import forgotten
 from co2.config import Config, LaunchConfig
+from co2.elastic.members import Expelled, Members, Unreachable
+from co2.elastic.store import FINAL, OwnStore, SharedStore
+from co2.elastic.watch import StoreLost
 from co2.errors import PREEMPTED, exit_at_once, require
 from co2.methods.base import Method
-from co2.train import faults, forked
-from co2.train.store import FINAL, OwnStore, SharedStore
 
 _LOOK_S = 0.5
 _END_S = 10.0

@@ -1,13 +1,12 @@
-"""The TCP connections that this process has opened since some moment, cutting them, and waiting for
-what uses them.
+"""The TCP connections that this process has opened since some moment, and cutting them.
 
 gloo cannot be told to give up a collective: a worker whose peer is stopped or unreachable waits for
 its time-out, which must be longer than any replica computes. A connection that is shut down on this
 side ends the collectives on it with an error at once.
 
 About 5 % of cut collectives never return: gloo fails those that wait to send or to receive, but not
-one of which a part is on its way (tests/engine/test_sockets.py). So wait with `finish` and
-`until_cut` only. gloo closes the cut connections and fails their collectives within two
+one of which a part is on its way (tests/engine/test_sockets.py). So wait as
+co2/comm/waiting.py does. gloo closes the cut connections and fails their collectives within two
 milliseconds; we time out 0.1 s after all are closed. Work that is incomplete then is leaked on
 purpose, because destroying its process group would wait for it too.
 """
@@ -15,24 +14,15 @@ purpose, because destroying its process group would wait for it too.
 import contextlib
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from datetime import timedelta
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
-import torch.distributed as dist
-
-T = TypeVar("T")
 _OWN = Path("/proc/self/fd")
-_LOOK = timedelta(milliseconds=100)
 _CLOSED_S = 0.1
 """Grace period for gloo to fail pending work after it has closed the last connection."""
 _GRACE_S = 1.0
 """How long a thread of ours may take to end after a cut, or gloo to close a connection."""
-_FORGOTTEN: list[object] = []
 
 
 class Sockets:
@@ -97,82 +87,3 @@ def _open_sockets() -> dict[str, int]:
             if name.startswith("socket:"):
                 found[name] = int(path.name)
     return found
-
-
-_current: Sockets | None = None
-
-
-def use(sockets: Sockets | None) -> None:
-    """These may be cut, and carry all that begins from now on; None: none may be cut."""
-    global _current
-    _current = sockets
-
-
-def in_use() -> Sockets | None:
-    """What `use` was told last."""
-    return _current
-
-
-def forgotten() -> bool:
-    """Whether work was leaked, for which an interpreter that ends normally would wait."""
-    return bool(_FORGOTTEN)
-
-
-def finish(work: dist.Work, group: object, sockets: Sockets | None) -> None:
-    """Wait for a collective of gloo's.
-
-    Args:
-        work: of the group's, and no `send` or `recv`.
-        sockets: those that carry it.
-    Raises:
-        RuntimeError: it has failed, or never returned after the cut.
-    """
-    if sockets is None:
-        work.wait()
-        return
-    while True:
-        try:
-            work.wait(_LOOK)
-            return
-        except RuntimeError:  # it has failed, or had not ended yet
-            if work.is_completed():
-                work.wait()
-                return
-        if sockets.closed() or sockets.give_up():
-            _FORGOTTEN.append((work, group))
-            raise RuntimeError("a collective was cut")
-
-
-def until_cut(act: Callable[[], T]) -> T:
-    """Do something that blocks until others have done it too, in a thread where it may be cut.
-
-    Raises:
-        RuntimeError: it never returned after the cut.
-    """
-    sockets = _current
-    if sockets is None:
-        return act()
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(act())
-        except BaseException as error:
-            done.set_exception(error)
-
-    thread = threading.Thread(target=run, name="until cut", daemon=True)
-    thread.start()
-    if not joined(thread, sockets):
-        raise RuntimeError("what all do together was cut")
-    return done.result()
-
-
-def joined(thread: threading.Thread, sockets: Sockets) -> bool:
-    """Wait until a thread that uses connections has ended. False: it never will, for it was
-    forgotten when they were cut."""
-    while thread.is_alive():
-        thread.join(_LOOK.total_seconds())
-        if thread.is_alive() and sockets.give_up():
-            _FORGOTTEN.append(thread)
-            return False
-    return True

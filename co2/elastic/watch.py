@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from co2.comm.members import Members
+    from co2.elastic.members import Members
 
 STOP = "stop"
 """By which a member asks all to stop."""
