@@ -87,7 +87,7 @@ class App:
         peers.check(config, world, launch.first_device(config).type)
         method = peers.make_method(config)
         inner = config.optim.name.value
-        reason = method.refused_optimizers.get(inner)
+        reason = method.refusals().get(f"optim.name={inner}")
         require(reason is None, "optim.name", inner, f"method={config.method}: {reason}")
         replica.check(config, world, method, device)
         launcher.check(config, method, launch.identity() is not None)

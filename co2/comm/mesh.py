@@ -1,14 +1,35 @@
 """Mesh: the workers, how they form replicas, and the process groups between them."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from co2.elastic.members import FORMING, Members
 from co2.errors import require, require_count
+
+
+class Elastic(Protocol):
+    """Replicas that come and go, as a mesh of them knows them (co2/elastic/replicas.py)."""
+
+    @property
+    def newcomer(self) -> bool:
+        """Whether this worker has come to others who train already."""
+        ...
+
+    @property
+    def generation(self) -> int:
+        """How many times the replicas have changed."""
+        ...
+
+    def new_group(self, ranks: list[int], backend: str | None) -> object:
+        """Make a process group that ends when one of its workers is lost."""
+        ...
+
+    def on_change(self, regroup: Callable[["Mesh"], None]) -> None:
+        """See `Mesh.on_change`."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +49,8 @@ class Mesh:
     """Index of this worker in its replica."""
     replica_size: int = 1
     """How many workers share one replica."""
-    members: Members | None = field(default=None, compare=False)
-    """What agrees on who trains, where replicas may come and go; None where they may not."""
+    elastic: Elastic | None = field(default=None, compare=False)
+    """What renews the mesh, where replicas may come and go; None where they may not."""
     stretches: tuple[tuple[int, int], ...] = ()
     """Where workers have come or gone: from which micro-batch on how many of them drew samples.
     Empty: as many as now, from the first one on."""
@@ -42,7 +63,13 @@ class Mesh:
     @property
     def newcomer(self) -> bool:
         """Whether this worker has come to others who train already."""
-        return self.members is not None and self.members.joined == (self.members.me,)
+        return self.elastic is not None and self.elastic.newcomer
+
+    def on_change(self, regroup: Callable[["Mesh"], None]) -> None:
+        """Have `regroup` called with the new mesh whenever replicas have come or gone. It makes all
+        process groups anew that the caller has made with this one, in the same order."""
+        if self.elastic is not None:
+            self.elastic.on_change(regroup)
 
     @property
     def num_workers(self) -> int:
@@ -108,11 +135,14 @@ class Mesh:
         self, parts: Sequence[Iterable[int]], mine: int, backend: str | None
     ) -> dist.ProcessGroup | None:
         """Make a group of each part, which every worker must do, and return the one at `mine`."""
-        timeout = None if self.members is None else FORMING
-        groups = [dist.new_group(list(ranks), timeout, backend) for ranks in parts]
-        group = groups[mine]
+        make = self._plain_group if self.elastic is None else self.elastic.new_group
+        group = [make(list(ranks), backend) for ranks in parts][mine]
         assert isinstance(group, dist.ProcessGroup), "this worker is a member"
         return group
+
+    @staticmethod
+    def _plain_group(ranks: list[int], backend: str | None) -> object:
+        return dist.new_group(ranks, backend=backend)
 
 
 def check_replica_size(replica_size: int, workers: int) -> None:

@@ -2,40 +2,51 @@
 
 import io
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from co2.comm.waiting import in_use, joined, until_cut
+from co2.comm.waiting import joined, until_cut
 from co2.elastic.sockets import Sockets
-from co2.train.host_copy import HostCopy
 
 _TAG = 1
 
 
 class Handover:
-    """What gives: a copy of the state is taken at once, and a thread sends it."""
+    """What gives: a thread sends a copy of the state."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._sockets: Sockets | None = None
+        self._sockets = Sockets()
 
-    def give(self, state: dict[str, Any], ranks: Sequence[int], group: dist.ProcessGroup) -> None:
+    def give(
+        self,
+        state: dict[str, Any],
+        whole: Callable[[], object],
+        ranks: Sequence[int],
+        group: dist.ProcessGroup,
+        sockets: Sockets,
+    ) -> None:
         """Begin to send nested dicts and lists of tensors and plain values, as a checkpoint has
-        them, to these ranks of a CPU group. The group's collectives may go on at the same time."""
+        them. The group's collectives may go on at the same time.
+
+        Args:
+            state: a copy that nobody else changes.
+            whole: waits until the copy is whole.
+            ranks: to whom, of a CPU group.
+            sockets: those of the group.
+        """
         self.close()
-        copy, connections = HostCopy(), in_use()
-        assert isinstance(connections, Sockets), "nobody comes to a run that is not elastic"
-        self._sockets = connections
-        what = copy, copy.take(state), ranks, group, connections
+        self._sockets = sockets
+        what = state, whole, ranks, group, sockets
         self._thread = threading.Thread(target=_send, args=what, name="handover", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Wait until all is sent, or cannot be sent any more because the group has ended."""
-        if self._thread is not None and self._sockets is not None:
+        if self._thread is not None:
             joined(self._thread, self._sockets)
             self._thread = None
 
@@ -52,16 +63,16 @@ def receive(group: dist.ProcessGroup | None) -> Any:
 
 
 def _send(
-    copy: HostCopy,
-    taken: dict[str, Any],
+    state: dict[str, Any],
+    whole: Callable[[], object],
     ranks: Sequence[int],
     group: dist.ProcessGroup,
     sockets: Sockets,
 ) -> None:
     try:
-        copy.wait()
+        whole()
         content = io.BytesIO()
-        torch.save(taken, content)
+        torch.save(state, content)
         payload = torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
         for rank in ranks:
             # Not dist.send, which raises another error for a group that has ended.

@@ -21,10 +21,11 @@ from co2 import faults, forked
 from co2.comm.waiting import forgotten
 from co2.config import Config, LaunchConfig
 from co2.elastic.members import Expelled, Members, Unreachable
+from co2.elastic.replicas import Replicas
 from co2.elastic.store import FINAL, OwnStore, SharedStore
 from co2.elastic.watch import StoreLost
 from co2.errors import PREEMPTED, exit_at_once, require
-from co2.methods.base import Method
+from co2.methods.base import ELASTIC, QUORUM, Method
 
 _LOOK_S = 0.5
 _END_S = 10.0
@@ -32,12 +33,12 @@ _END_S = 10.0
 _STORE_GONE = "what holds the store is gone; the same command goes on from the last checkpoint"
 _place: tuple[tuple[str, int], int, tuple[int, ...], float] | None = None
 """In a worker: address of the store, the worker's number, with whom it begins, and `silent_s`."""
-_current: Members | None = None
+_current: Replicas | None = None
 
 
-def members(device: torch.device, backend: str) -> Members | None:
-    """The members of the elastic run that this process is a worker of; None if it is of none. The
-    first call waits until they train together: what takes long should be done before.
+def replicas(device: torch.device, backend: str) -> Replicas | None:
+    """Those of the elastic run that this process is a worker of; None if it is of none. The first
+    call waits until they train together: what takes long should be done before.
 
     Args:
         device: where this one trains; a GPU becomes the current one.
@@ -48,13 +49,14 @@ def members(device: torch.device, backend: str) -> Members | None:
         address, number, first, silent_s = _place
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        _current = Members(address, number, silent_s, backend)
-        faults.share(_current.store)
+        members = Members(address, number, silent_s, backend)
+        faults.share(members.store)
         if first:
-            _current.first(first)
+            members.first(first)
         else:
-            _current.join()
-            _current.store.set(f"joined/{number}", "1")
+            members.join()
+            members.store.set(f"joined/{number}", "1")
+        _current = Replicas(members, device)
     return _current
 
 
@@ -70,12 +72,12 @@ def check(config: Config, method: Method, started: bool) -> None:
         require(quorum is None, "launch.quorum", quorum, hint)
         return
     if quorum is not None:
-        reason = method.refused_quorum
+        reason = method.refusals().get(QUORUM)
         require(
             reason is None, "launch.quorum", quorum, f"method={config.method}: {reason}; use null"
         )
     key, value = "launch.elastic", "true"
-    reason = method.refused_elastic
+    reason = method.refusals().get(ELASTIC)
     require(reason is None, key, value, f"method={config.method}: {reason}; use false")
     hint = "a replica of several workers ends with any of them; use mesh.replica_size=1"
     require(config.mesh.replica_size == 1, key, value, hint)
@@ -223,7 +225,7 @@ def _work(
     try:
         status = worker(number)
         if _current is not None:
-            _current.leave()
+            _current.members.leave()
     except Exception as error:
         text = _reason(error)
         if text is None:  # a bug

@@ -114,9 +114,7 @@ class Members:
         self._address, self._backend = address, backend
         if "nccl" in backend:
             nccl.expect_losses()
-        sockets = Sockets()
-        self.store, watching = (dist.TCPStore(*address, is_master=False) for _ in range(2))
-        sockets.give_up_after(STORE_ANSWERS_S)
+        self.store, watching = (connected(address) for _ in range(2))
         self.ids: tuple[int, ...] = ()
         """Members of this generation, in the order of their ranks."""
         self.generation = -1
@@ -137,9 +135,9 @@ class Members:
         self._admitted = self._next = 0
         self.broken = False
         """Whether this generation has ended for all, because one of them is lost."""
-        self._sockets = self._meeting = Sockets()
+        self.sockets = self._meeting = Sockets()
         """What carries collectives, and what the members of a generation find each other by."""
-        use(self._sockets)
+        use(self.sockets)
         self._turning = threading.Lock()
         """Held while this generation becomes the next."""
         self._watch = Watch(self, watching)
@@ -243,7 +241,7 @@ class Members:
     def _end(self) -> None:
         """End what is under way, and note that. `_turning` is held."""
         ended, self.broken = self.broken, True
-        self._sockets.cut()  # first: what NCCL ends from here on does not count
+        self.sockets.cut()  # first: what NCCL ends from here on does not count
         self._meeting.cut()
         if not ended:
             nccl.abort()
@@ -289,16 +287,21 @@ class Members:
         self._form(self.ids, admit)
 
     def formed(self) -> None:
-        """Call it when all process groups of this generation have been made. Raises `RuntimeError`
-        if a member is lost meanwhile."""
+        """Call it once, when all process groups of this generation have been made. Collective.
+        Raises `RuntimeError` if a member is lost meanwhile."""
+        if len(self.ids) > 1:
+            ports: list[list[int]] = [[] for _ in self.ids]
+            own = self.sockets.listening()
+            until_cut(lambda: dist.all_gather_object(ports, own))
+            self.sockets.keep({port for one in ports for port in one})
         on_gpus = nccl.backends()
         if on_gpus:
             device = torch.device("cuda", torch.cuda.current_device())
-            until_cut(lambda: nccl.connect(device))
+            with self.sockets.opening():
+                until_cut(lambda: nccl.connect(device))
         groups = dist.distributed_c10d._world.pg_map
         for backend in (*(one._get_backend(torch.device("cpu")) for one in groups), *on_gpus):
             backend._set_default_timeout(_AGES)
-        self._sockets.freeze()
 
     def leave(self) -> None:
         """The run has ended well on all members."""
@@ -375,19 +378,26 @@ class Members:
         # A connection of the generation's own: when it is cut, nobody waits any more for the
         # address of one that is lost.
         meeting = Sockets()
-        store = dist.TCPStore(*self._address, is_master=False)
-        meeting.freeze()
+        with meeting.opening():
+            store = dist.TCPStore(*self._address, is_master=False)
+        meeting.keep({self._address[1]})
         with self._turning:
-            self._meeting, self._sockets = meeting, Sockets()
-        use(self._sockets)
+            self._meeting, self.sockets = meeting, Sockets()
+        use(self.sockets)
         self.ids = record.ids
-        dist.init_process_group(
-            self._backend,
-            store=dist.PrefixStore(key("groups", self.generation), store),
-            rank=record.ids.index(self.me),
-            world_size=len(record.ids),
-            timeout=FORMING,
-        )
+        with self.sockets.opening():
+            dist.init_process_group(
+                self._backend,
+                store=dist.PrefixStore(key("groups", self.generation), store),
+                rank=record.ids.index(self.me),
+                world_size=len(record.ids),
+                timeout=FORMING,
+            )
+
+    def new_group(self, ranks: list[int], backend: str | None) -> object:
+        """Make a process group of this generation. Collective of all members."""
+        with self.sockets.opening():
+            return dist.new_group(ranks, FORMING, backend)
 
     def _break_up(self) -> None:
         """Leave the groups of this generation, which is over."""
@@ -402,8 +412,19 @@ class Members:
         with self._turning:
             self.generation += 1
             self.ids, self.broken = (), False
-            self._sockets = Sockets()
-        use(self._sockets)
+            self.sockets = Sockets()
+        use(self.sockets)
         self.stop_due = self.change_due = False
         self.paces = ()
         self._next = 0
+
+
+def connected(address: tuple[str, int]) -> dist.TCPStore:
+    """A connection to the store, which ends with an error once the store's machine has not
+    confirmed for `STORE_ANSWERS_S` that anything has arrived."""
+    sockets = Sockets()
+    with sockets.opening():
+        store = dist.TCPStore(*address, is_master=False)
+    sockets.keep({address[1]})
+    sockets.give_up_after(STORE_ANSWERS_S)
+    return store

@@ -29,8 +29,7 @@ import torch.distributed as dist
 
 from co2.arguments import Parser
 from co2.config import LaunchConfig
-from co2.elastic.members import STORE_ANSWERS_S
-from co2.elastic.sockets import Sockets
+from co2.elastic.members import STORE_ANSWERS_S, connected
 from co2.errors import DIVERGED, PREEMPTED, REFUSED, STOPPED, ConfigError
 from co2.program import python
 
@@ -100,9 +99,7 @@ class SharedStore(OwnStore):
         self.address = config.store_address
         own = _reach(config.store, self.address, config.wait_s)
         _wait_little_for_names()
-        sockets = Sockets()
-        self.store = dist.TCPStore(*self.address, is_master=False)
-        sockets.give_up_after(STORE_ANSWERS_S)
+        self.store = connected(self.address)
         name = _interface(own)
         if name is not None:  # gloo would take the one that this host's name stands for
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

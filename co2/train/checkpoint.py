@@ -298,8 +298,8 @@ class Checkpoints:
     def _aside(self, step: int) -> Path:
         """Where a checkpoint is written. One who is lost may write on, so that members of another
         generation have another place."""
-        members = self.mesh.members
-        generation = "" if members is None else f".{members.generation}"
+        elastic = self.mesh.elastic
+        generation = "" if elastic is None else f".{elastic.generation}"
         return self.folder / f".step_{step}{generation}"
 
     def _damage(self, step: int) -> str:

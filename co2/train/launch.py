@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import resource_tracker
 
@@ -244,8 +244,8 @@ def mesh(config: Config) -> Mesh:
         torch.cuda.set_device(device)
         _check_precision(config, "cuda")
         torch.set_float32_matmul_precision("high")  # what stays fp32 is multiplied in TF32
-    members = launcher.members(device, backend)
-    return replace(Mesh.world(config.mesh.replica_size, device), members=members)
+    replicas = launcher.replicas(device, backend)
+    return Mesh.world(config.mesh.replica_size, device) if replicas is None else replicas.mesh
 
 
 def _as_worker(worker: Worker, config: Config, me: Identity) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from co2.errors import PREEMPTED
 from co2.record.metrics import Notice
+from co2.train import membership
 from co2.train.launch import stop_signals
 from co2.train.losses import LossWatch
 from co2.train.randomness import seed_everything
@@ -31,7 +32,7 @@ def train(run: Run) -> None:
     pauses = (config.log.every, config.train.eval_every, due)
     seed_everything(config.train.seed, run.mesh.worker)
     with run, closing(Session(run)) as session:
-        membership, losses = session.membership, LossWatch(run, session.checkpoints)
+        losses = LossWatch(run, session.checkpoints)
         run.record.begin(session.step)
         run.trace.begin(method.round_steps)
         _warn_of_late_means(run)
@@ -45,7 +46,7 @@ def train(run: Run) -> None:
                     losses.add(session.step, _gradients(session))
                 else:
                     session.skip_step()
-                membership.synchronize()
+                session.synchronize()
                 session.average.update()
                 session.optimizer.zero_grad(set_to_none=True)
                 session.step += 1
@@ -65,13 +66,13 @@ def train(run: Run) -> None:
                     losses.check()
                     session.meter.settle()
                     _stop(session)
-                membership.change()
+                membership.change(session)
             stop.drain()
         scores = session.evaluate()
         session.finish_saving()
-        summary = membership.together(lambda: sum_up(session, scores))
+        summary = session.together(lambda: sum_up(session, scores))
         method.flush()
-        membership.together(run.barrier)
+        session.together(run.barrier)
         run.record.finish(summary)
 
 

@@ -2,20 +2,22 @@
 
 import contextlib
 import os
-from dataclasses import replace
+import time
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from co2.comm.background import without_joining
 from co2.config import Precision
 from co2.elastic.quorum import Quorum
+from co2.elastic.replicas import replicas_of
 from co2.errors import ConfigError
 from co2.gpus import gpu_of
+from co2.methods.base import QUORUM
 from co2.record.files import durable
 from co2.record.folder import begun
 from co2.record.metrics import Change, Evaluation
@@ -23,7 +25,7 @@ from co2.train import initial
 from co2.train.average import MovingAverage
 from co2.train.checkpoint import Checkpoints
 from co2.train.convolutions import tune_convolutions
-from co2.train.membership import Membership
+from co2.train.host_copy import HostCopy
 from co2.train.meters import Meter, Utilization
 from co2.train.randomness import random_states, restore_random_states
 from co2.train.replica import (
@@ -37,6 +39,8 @@ from co2.train.run import Run
 from co2.train.samples import Samples
 from co2.train.schedule import largest_lr
 from co2.train.weights import EMA_MODEL, MODEL, write
+
+T = TypeVar("T")
 
 
 class Session:
@@ -76,13 +80,22 @@ class Session:
             self.shared,
             config.launch.elastic,
         )
-        members, rounds = mesh.members, run.method.round_steps
-        if members is not None:
-            members.formed()
-        weighted = run.method.refused_quorum is None
-        self.quorum = Quorum(config.launch.quorum, rounds, members, mesh.device, weighted)
-        self.samples, self.membership = Samples(run), Membership(self)
-        totals = self.membership.join()["totals"] if mesh.newcomer else self._resume()
+        self.replicas = replicas = replicas_of(mesh)
+        """What renews those that train, where they come and go; None where they do not."""
+        self.changes: list[Change] = []
+        """How replicas came and went."""
+        self.samples = Samples(run)
+        weighted = QUORUM not in run.method.refusals()
+        members = None if replicas is None else replicas.members
+        self.quorum = Quorum(
+            config.launch.quorum, run.method.round_steps, members, mesh.device, weighted
+        )
+        if replicas is not None:
+            replicas.begin(self._changed)
+        if replicas is not None and mesh.newcomer:
+            totals = replicas.join(self.checkpoints.finish, self.load, run.control)["totals"]
+        else:
+            totals = self._resume()
         self.began_at = self.step
         self.samples.begin()
         if run.is_first:
@@ -94,7 +107,8 @@ class Session:
         state."""
         self.samples.close()
         self.checkpoints.close()
-        self.membership.close()
+        if self.replicas is not None:
+            self.replicas.close()
 
     def largest_lr(self, step: int) -> float:
         """The largest inner learning rate in the step with this index: the method's schedule."""
@@ -137,11 +151,49 @@ class Session:
         self.samples.skip_step()
         self.meter.totals.passed_over += 1
 
+    def synchronize(self) -> None:
+        """The inner step, and the synchronization due now."""
+        self.quorum.tell(self.step)
+        self.run.method.step()
+        shares = self.quorum.share_out(self.step)
+        if shares is not None:
+            self.run.record.log(shares)
+            if text := shares.text():
+                self.run.console.print_line(f"step {shares.step}: {text}")
+
+    def together(self, act: Callable[[], T]) -> T:
+        """Do what all workers do together and may do twice; where replicas may be lost, until all
+        that are left have done it."""
+        return act() if self.replicas is None else self.replicas.together(act)
+
+    def _changed(self, lost: Mapping[int, str], before: int, began: float) -> None:
+        """Replicas have come or gone: go on with those that are there now. See `Replicas`."""
+        run, replicas = self.run, self.replicas
+        assert replicas is not None
+        members = replicas.members
+        run.take_over(self.step)
+        self.checkpoints.regroup(run.mesh, run.control)
+        self.quorum.regroup()
+        self.samples.regroup(before)
+        self.samples.begin()
+        seconds = time.perf_counter() - began
+        change = Change(
+            self.step, members.generation, members.ids, dict(lost), members.joined, seconds
+        )
+        self.changes.append(change)
+        run.record.log(change)
+        text = f"{change.text()}{self.samples.compared(before)}"
+        run.console.print_line(f"step {self.step}: {text} ({seconds:.2f} s)")
+        if members.joined and run.is_first:
+            assert run.control is not None, "there are two at least"
+            copy = HostCopy()
+            replicas.give(copy.take(self.state()), copy.wait, run.control)
+
     def save(self) -> None:
         """Begin a checkpoint, which is written while training goes on. Every worker calls it; none
         waits for another."""
-        with self.meter.saving(), without_joining():
-            self.checkpoints.start(self.step, self.state())
+        with self.meter.saving():
+            self.checkpoints.start(self.step, self.state(arriving=True))
 
     def save_now(self) -> bool:
         """Save synchronously. Collective. False, with a line for a person, where that failed."""
@@ -151,24 +203,28 @@ class Session:
             return begun or self.checkpoints.save(self.step, self.state())
 
         with self.meter.saving():
-            return self.membership.together(act)
+            return self.together(act)
 
     def finish_saving(self) -> None:
         """Wait for the checkpoint that was begun last. Collective."""
         with self.meter.saving():
-            self.membership.together(self.checkpoints.finish)
+            self.together(self.checkpoints.finish)
 
-    def state(self) -> dict[str, Any]:
-        """Everything of this worker that a checkpoint holds."""
+    def state(self, arriving: bool = False) -> dict[str, Any]:
+        """Everything of this worker that a checkpoint holds.
+
+        Args:
+            arriving: do not wait for what is in flight (`Method.state_dict`).
+        """
         state: dict[str, Any] = {
             "step": self.step,
             "workers": self.run.mesh.num_workers,
             "draws": self.samples.draws,
             "behind": self.samples.behind,
             "steps_in_round": self.quorum.state(),
-            "stretches": list(map(list, self.run.mesh.stretches)),
-            "changes": [change.line() for change in self.membership.changes],
-            "method": self.run.method.state_dict(),
+            "stretches": list(map(list, self.samples.stretches)),
+            "changes": [change.line() for change in self.changes],
+            "method": self.run.method.state_dict(arriving),
             "totals": self.meter.state_dict(),
             "random": random_states(),
             "average": self.average.tensors,
@@ -185,9 +241,8 @@ class Session:
         self.step = state["step"]
         self.samples.draws, self.samples.behind = state["draws"], state["behind"]
         self.quorum.load(state["steps_in_round"])
-        self.membership.changes = [Change.of(line) for line in state["changes"]]
-        stretches = tuple((draw, workers) for draw, workers in state["stretches"])
-        self.run.mesh = replace(self.run.mesh, stretches=stretches)
+        self.changes = [Change.of(line) for line in state["changes"]]
+        self.samples.stretches = tuple((draw, workers) for draw, workers in state["stretches"])
         if self.shared is None:
             self.module.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
@@ -201,7 +256,7 @@ class Session:
         average; at the run's end the weights of both are saved too. Collective."""
         run, steps = self.run, self.run.config.train.steps
         with self.meter.paused():
-            scores = self.membership.together(self._scores)
+            scores = self.together(self._scores)
         run.record.log(Evaluation(self.step, scores, self.meter.totals.train_s))
         text = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
         run.console.print_line(f"step {self.step}/{steps}  validation {text}")
@@ -249,9 +304,7 @@ class Session:
         if mesh.worker < saved_by:
             restore_random_states(state["random"])
         if mesh.num_workers != saved_by:
-            stretches = self.samples.stretches(saved_by, mesh.num_workers)
-            self.run.mesh = replace(mesh, stretches=stretches)
-            self.samples.behind = 0
+            self.samples.regroup(saved_by)
             text = self.samples.compared(saved_by)
         steps = self.run.config.train.steps
         self.run.console.print_line(f"resumed at step {self.step} of {steps}{text}")

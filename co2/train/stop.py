@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from co2.comm import profiled
 from co2.comm.mesh import Mesh
+from co2.elastic.replicas import replicas_of
 
 
 class StopVote:
@@ -38,7 +39,8 @@ class StopVote:
         signals: Iterable[signal.Signals],
     ) -> None:
         self.received = False
-        self._alone, self._members = mesh.num_workers == 1, mesh.members
+        self._alone, replicas = mesh.num_workers == 1, replicas_of(mesh)
+        self._members = None if replicas is None else replicas.members
         self._group, self._signals = group, tuple(signals)
         self._max_skew_steps = max_skew_steps
         self._pending: deque[tuple[torch.Tensor, dist.Work]] = deque()

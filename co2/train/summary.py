@@ -69,7 +69,7 @@ def sum_up(session: "Session", scores: dict[str, float]) -> Summary:
         folder=os.path.relpath(run.folder),
         mfu=_mfu(session, throughput),
         saving_s=saving_s,
-        members=[change.line() for change in session.membership.changes],
+        members=[change.line() for change in session.changes],
         steps_made=_steps_made(run, totals["steps"] - totals["passed_over"]),
         exchange=_exchange(session.step - session.began_at, *others[:4]),
         reading=_reading(*others[4:]),

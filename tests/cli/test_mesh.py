@@ -372,8 +372,8 @@ def test_a_method_says_what_it_cannot_be_combined_with(
 ) -> None:
     from co2.methods import CO2 as method
 
-    reasons = {"zero3": "it is out of sorts"}
-    monkeypatch.setattr(method, "refused_strategies", reasons)
+    reasons = {"mesh.strategy=zero3": "it is out of sorts"}
+    monkeypatch.setattr(method, "refusals", lambda self: reasons)
     with pytest.raises(ConfigError, match=r"mesh.strategy=zero3: method=co2: it is out of sorts"):
         configured(*mesh("zero3"), runs=tmp_path)
     configured(*mesh("zero2"), runs=tmp_path)

@@ -1,12 +1,10 @@
 """Members agree on what counts and who is left, and a mean is then one of those who took part."""
 
-import contextlib
 import gc
+import socket
 import time
-from dataclasses import replace
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -15,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from co2.comm.mesh import Mesh
+from co2.comm.waiting import finish
 from co2.elastic.members import Expelled, MemberLost, Members, Record
+from co2.elastic.replicas import Replicas
 from co2.elastic.watch import key
 from co2.methods import METHODS
-from co2.train.membership import Membership
 from tests.workers import Pool
 
 TAU, ROUNDS, RATE = 3, 5, 0.1
@@ -47,7 +45,7 @@ def member(rank: int, port: int, silent_s: float = 30.0) -> Members:
 def vanish(members: Members) -> None:
     """As if this process were killed; what started it says so."""
     members._watch.close()
-    members._sockets.cut()
+    members.sockets.cut()
     members.store.set(f"gone/{members.me}", "-9")
     members.store.add("departures", 1)
 
@@ -81,7 +79,7 @@ def train(
     members = member(rank, port)
     opened = tickets(members)
     members.first(range(world))
-    mesh = replace(Mesh.world(), members=members)
+    mesh = Replicas(members, torch.device("cpu")).mesh
     model = nn.Linear(3, 1, bias=False).double()
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -101,19 +99,7 @@ def train(
         if place < steps_made(number, rank, unequal):
             loss = 0.5 * (model.weight.flatten() - target(rank)).square().sum()
             loss.backward()
-        try:
-            method.step()
-        except MemberLost:
-            while True:
-                members.renew(admit=False)
-                try:
-                    method.regroup(replace(Mesh.world(), members=members))
-                    members.formed()
-                    method.launch_again()
-                    method.go_on()
-                    break
-                except MemberLost:
-                    continue
+        method.step()
         optimizer.zero_grad()
     method.flush()
     assert members.ids == tuple(one for one in range(world) if one != victim)
@@ -143,6 +129,78 @@ def simulated(world: int, name: str, victim: int, at: int, unequal: bool) -> np.
             momentum = CONFIGS["co2"]["outer_momentum"] * momentum + (0 if late is None else late)
             anchor, late = anchor - momentum, mean
     return anchor
+
+
+def moments_after_a_loss(rank: int, world: int, port: int) -> list[list[float]] | None:
+    """The last one is lost amid a round at whose end weights and both moments are averaged."""
+    members = member(rank, port)
+    opened = tickets(members)
+    members.first(range(world))
+    model = nn.Linear(3, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    cls = METHODS["desloc"]
+    method = cls(cls.Config(tau=TAU, first_moment_every=TAU, second_moment_every=TAU))
+    method.prepare(model, optimizer, Replicas(members, torch.device("cpu")).mesh)
+    members.formed()
+    for step in range(2 * TAU):
+        if rank == world - 1 and step == 2 * TAU - 1:
+            members.settle(opened[-1])
+            vanish(members)
+            return None
+        (0.5 * (model.weight.flatten() - target(rank)).square().sum()).backward()
+        method.step()
+        optimizer.zero_grad()
+    assert members.ids == tuple(range(world - 1))
+    method.flush()
+    members.agree()
+    members.leave()
+    state = optimizer.state[model.weight]
+    vectors = model.weight, state["exp_avg"], state["exp_avg_sq"]
+    return [vector.flatten().tolist() for vector in vectors]
+
+
+def test_desloc_averages_its_moments_also_where_one_is_lost(
+    workers: Pool, store: dist.TCPStore
+) -> None:
+    """The weights' mean is the first of three in that step, and meets the loss."""
+    first, second, lost = workers.run(moments_after_a_loss, 3, store.port)
+    assert lost is None and first == second
+
+
+def bystanders(rank: int, world: int, port: int) -> list[str]:
+    """Connections that are nobody's business, opened while the groups are: between two of them,
+    and by another thread amid one."""
+    members = member(rank, port)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def connected() -> tuple[socket.socket, socket.socket]:
+            return socket.create_connection(server.getsockname()), server.accept()[0]
+
+        members.first(range(world))
+        pairs = [connected()]
+        with members.sockets.opening():
+            group = dist.new_group(list(range(world)))
+            pairs.append(connected())
+        members.formed()
+        members.agree()
+        members.cut(members.generation)
+        found = []
+        for one, other in pairs:
+            one.sendall(b"on")
+            found.append(other.recv(2).decode())
+            one.close()
+            other.close()
+    try:
+        finish(dist.all_reduce(torch.ones(1), group=group, async_op=True), group, members.sockets)
+    except RuntimeError:
+        found.append("cut")
+    vanish(members)
+    return found
+
+
+def test_only_the_connections_of_groups_are_cut(workers: Pool, store: dist.TCPStore) -> None:
+    assert workers.run(bystanders, 2, store.port) == [["on", "on", "cut"]] * 2
 
 
 NOBODY = -1
@@ -333,6 +391,7 @@ def come_in_vain(rank: int, world: int, port: int) -> tuple[int, ...]:
     members = member(rank, port)
     if rank == world - 1:
         members.join()
+        members.formed()
     else:
         members.first(range(world - 1))
         members.formed()
@@ -350,7 +409,6 @@ def come_in_vain(rank: int, world: int, port: int) -> tuple[int, ...]:
                     members.renew(admit=True)
                     members.formed()
                 time.sleep(0.02)
-    members.formed()
     members.agree()
     ids = members.ids
     members.leave()
@@ -391,25 +449,16 @@ def hopeless(rank: int, world: int, port: int) -> str:
     def act() -> None:
         raise RuntimeError("a bug")
 
-    def renew() -> None:
-        while True:
-            members.renew(admit=False)
-            members.formed()
-            with contextlib.suppress(MemberLost):  # the other one had begun anew by then
-                return members.agree()
-
     members = member(rank, port)
     members.first(range(world))
+    replicas = Replicas(members, torch.device("cpu"))
     members.formed()
-    run = SimpleNamespace(mesh=SimpleNamespace(members=members))
-    membership = Membership(cast(Any, SimpleNamespace(run=run)))
-    with patch.object(membership, "_renew", renew):
-        try:
-            membership.together(act)
-        except RuntimeError as error:
-            return str(error)
-        finally:
-            vanish(members)
+    try:
+        replicas.together(act)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        vanish(members)
     return "went on"
 
 

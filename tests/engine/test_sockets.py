@@ -30,8 +30,8 @@ def cut_again_and_again(rank: int, world: int, numel: int, longest_s: float) -> 
     failed = 0
     for _ in range(TRIALS):
         sockets = Sockets()
-        group = dist.new_group(list(range(world)))
-        sockets.freeze()
+        with sockets.opening():
+            group = dist.new_group(list(range(world)))
         dist.barrier()
         work = dist.all_reduce(torch.ones(numel), group=group, async_op=True)
         time.sleep(longest_s * random.random())
