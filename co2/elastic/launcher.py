@@ -20,10 +20,10 @@ import torch.distributed as dist
 from co2 import faults, forked
 from co2.comm.waiting import forgotten
 from co2.config import Config, LaunchConfig
+from co2.elastic.heartbeat import StoreLost, announce_gone
 from co2.elastic.members import Expelled, Members, Unreachable
 from co2.elastic.replicas import Replicas
 from co2.elastic.store import FINAL, OwnStore, SharedStore
-from co2.elastic.watch import StoreLost
 from co2.errors import PREEMPTED, exit_at_once, require
 from co2.methods.base import ELASTIC, QUORUM, Method
 
@@ -183,8 +183,7 @@ class _Starter:
             self._statuses[number] = status
             if status == 0:
                 continue
-            self._store.set(f"gone/{number}", str(status))
-            self._store.add("departures", 1)
+            announce_gone(self._store, number)
             others = self._running or not self._place.alone
             if others and self._restarts > 0 and status not in FINAL and not told.kill.is_set():
                 self._restarts -= 1

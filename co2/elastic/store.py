@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from co2.arguments import Parser
 from co2.config import LaunchConfig
+from co2.elastic.heartbeat import announce_gone, has_lived
 from co2.elastic.members import STORE_ANSWERS_S, connected
 from co2.errors import DIVERGED, PREEMPTED, REFUSED, STOPPED, ConfigError
 from co2.program import python
@@ -236,9 +237,8 @@ def _begin(store: dist.Store, here: dict[int, _Node]) -> dict[int, range]:
 def _mark_node_dead(store: dist.Store, numbers: range) -> None:
     """Tell the others of workers of a node that was lost before they gave a sign of life."""
     for number in numbers:
-        if not store.check([f"alive/{number}"]) and not store.check([f"gone/{number}"]):
-            store.set(f"gone/{number}", LEFT)
-            store.add("departures", 1)
+        if not has_lived(store, number):
+            announce_gone(store, number)
 
 
 def _status(statuses: Sequence[int]) -> int:

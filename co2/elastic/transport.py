@@ -18,7 +18,8 @@ from torch import Tensor
 from co2.comm.background import BackgroundMean
 from co2.comm.mesh import Mesh
 from co2.config import CommConfig
-from co2.elastic.members import MemberLost, Members, Ticket
+from co2.elastic.members import MemberLost, Members
+from co2.elastic.reports import Ticket
 
 
 class Renewing(Protocol):
@@ -52,7 +53,7 @@ class RecoveringMean(BackgroundMean):
         self._weights: Mapping[int, int] = {}
         """Weight of each member in the pending mean."""
         self._ticket: Ticket | None = None
-        """Of the pending collective; None where nothing was sent."""
+        """Of the pending collective; None where nothing was sent, or it is known to count."""
         self._again = False
         """Whether the pending mean was given up and waits for `relaunch`."""
 
@@ -106,6 +107,7 @@ class RecoveringMean(BackgroundMean):
         except RuntimeError as error:
             self._members.failed(self._ticket, error)
         self._members.settle(self._ticket)
+        self._ticket = None  # settled: the store may forget it
 
     def regroup(self, mesh: Mesh) -> None:
         """Go on among other members. Collective. A mean under way has arrived, if it counts, or

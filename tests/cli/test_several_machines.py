@@ -63,7 +63,7 @@ class Machines:
         """Start the process that holds the store."""
         self.store_log = self._new_log("store")
         with self.store_log.open("w") as log:
-            script = str(ROOT / "co2" / "train" / "store.py")
+            script = str(ROOT / "co2" / "elastic" / "store.py")
             line = [script, "--nodes", str(self._nodes)]
             store = fork_program(line, self.place, environment(), log.fileno(), log.fileno())
         self._held.callback(kill_session, store)

@@ -3,6 +3,7 @@ the one in which it came."""
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -106,7 +107,8 @@ def train(rank: int, world: int, port: int, name: str) -> tuple[list[float], lis
             lambda: members.store.wait(["trained on"]), replica.load, replica.control
         )
     else:
-        members.store.wait(["joiner/1"])
+        while not members.waiting():
+            time.sleep(0.01)
         members.first(range(world - 1))
         replica = Replica(rank, name, members)
     made = []

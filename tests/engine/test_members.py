@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from co2.comm.background import new_mean
 from co2.comm.waiting import finish
+from co2.config import CommConfig
+from co2.elastic.heartbeat import add_to, announce_gone, key
 from co2.elastic.members import Expelled, MemberLost, Members, Record
 from co2.elastic.replicas import Replicas
-from co2.elastic.watch import key
 from co2.methods import METHODS
 from tests.workers import Pool
 
@@ -44,10 +46,9 @@ def member(rank: int, port: int, silent_s: float = 30.0) -> Members:
 
 def vanish(members: Members) -> None:
     """As if this process were killed; what started it says so."""
-    members._watch.close()
+    members.close()
     members.sockets.cut()
-    members.store.set(f"gone/{members.me}", "-9")
-    members.store.add("departures", 1)
+    announce_gone(members.store, members.me)
 
 
 def tickets(members: Members) -> list[tuple[int, int]]:
@@ -330,7 +331,7 @@ def stand_still(rank: int, world: int, port: int) -> str:
     members.formed()
     members.agree()
     if rank == world - 1:
-        members._watch.close()
+        members._heart.close()
         members.store.wait(["went on"])
         try:
             members.renew(admit=False)
@@ -417,6 +418,124 @@ def come_in_vain(rank: int, world: int, port: int) -> tuple[int, ...]:
 
 def test_one_that_was_let_in_in_vain_comes_later(workers: Pool, store: dist.TCPStore) -> None:
     assert workers.run(come_in_vain, 3, store.port) == [(0, 1, 2)] * 3
+
+
+def come_and_die(rank: int, world: int, port: int) -> tuple[int, ...]:
+    """The last one asks to join and is killed before anybody has looked at it. The others would
+    wait for as long as it may be silent."""
+    members = member(rank, port, silent_s=3600.0)
+    if rank == world - 1:
+        add_to(members.store, "asked", rank)
+        vanish(members)
+        members.store.set("dead", "1")
+        return ()
+    members.first(range(world - 1))
+    members.formed()
+    members.store.wait(["dead"])
+    until_noticed(members)
+    while not members.change_due:
+        members.agree()
+    members.renew(admit=True)
+    members.formed()
+    members.agree()
+    found = members.ids
+    members.leave()
+    return found
+
+
+def until_noticed(members: Members) -> None:
+    """Until the heartbeat knows of all departures there are."""
+    while members._heart._departures < members.store.add("departures", 0):
+        time.sleep(0.01)
+
+
+def test_a_newcomer_that_is_killed_at_once_is_gone_at_once(
+    workers: Pool, store: dist.TCPStore
+) -> None:
+    assert workers.run(come_and_die, 3, store.port) == [(0, 1), (0, 1), ()]
+
+
+def many_means(rank: int, world: int, port: int) -> list[int]:
+    """How many keys the store has after some means, and after many more."""
+    members = member(rank, port)
+    members.first(range(world))
+    members.formed()
+    found = []
+    for count in (20, 200):
+        for _ in range(count):
+            tickets = members.open(), members.open()  # two are under way at a time
+            for ticket in tickets:
+                members.ended(ticket, well=True)
+            for ticket in tickets:
+                members.settle(ticket)
+        members.agree()
+        while members._waste:
+            time.sleep(0.01)
+        members.agree()
+        found.append(members.store.num_keys())
+    members.agree()
+    members.leave()
+    return found
+
+
+def test_the_store_keeps_nothing_of_means_that_all_have(
+    workers: Pool, store: dist.TCPStore
+) -> None:
+    for some, many in workers.run(many_means, 2, store.port):
+        assert abs(many - some) < 10, "a few are under way"
+
+
+def joined_and_waited(rank: int, world: int, port: int) -> list[float]:
+    """A mean that a consensus has joined is waited for when the store has long forgotten it."""
+    members = member(rank, port)
+    members.first(range(world))
+    mesh = Replicas(members, torch.device("cpu")).mesh
+    mean = new_mean(2, mesh, CommConfig(), torch.float32, "cpu")
+    members.formed()
+    mean.start(torch.full((2,), float(rank)))
+    mean.join()
+    for _ in range(3):
+        members.agree()
+    while members._waste:
+        time.sleep(0.01)
+    members.agree()
+    found = mean.wait()
+    assert found is not None
+    mean.close()
+    members.agree()
+    members.leave()
+    return found.tolist()
+
+
+def test_a_mean_that_was_joined_is_there(workers: Pool, store: dist.TCPStore) -> None:
+    assert workers.run(joined_and_waited, 2, store.port) == [[0.5, 0.5]] * 2
+
+
+def several_generations(rank: int, world: int, port: int) -> list[str]:
+    """What the store holds of tickets when a generation has followed another."""
+    members = member(rank, port)
+    members.first(range(world))
+    for _ in range(3):
+        members.formed()
+        for _ in range(5):
+            members.agree()
+        members.renew(admit=False)
+    members.formed()
+    members.agree()
+    while members._waste:
+        time.sleep(0.01)
+    members.agree()
+    old = [key(name, 0, number) for name in ("done", "decided") for number in range(1, 6)]
+    found = [name for name in old if members.store.check([name])]
+    members.agree()
+    members.leave()
+    return found
+
+
+def test_the_store_keeps_no_tickets_of_generations_before(
+    workers: Pool, store: dist.TCPStore
+) -> None:
+    assert workers.run(several_generations, 2, store.port) == [[], []]
 
 
 def lost_amid_forming(rank: int, world: int, port: int) -> tuple[int, ...]:
