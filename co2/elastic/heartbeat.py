@@ -101,7 +101,6 @@ class Heartbeat:
     ) -> None:
         self.store, self.me, self.silent_s = store, me, silent_s
         self._over, self._clock = over, clock
-        self.stop_asked = False
         self.round_trip_s = 0.0
         """How long the store took to answer last."""
         self._error: Exception | None = None
@@ -161,9 +160,6 @@ class Heartbeat:
 
     def turn(self) -> float:
         """One turn of the thread. Returns the seconds until the next."""
-        if self.stop_asked:
-            self.store.add(STOP, 1)
-            self.stop_asked = False
         if self._clock() >= self._due:
             self._due = self._clock() + self.silent_s / _SIGNS
             self._beat()

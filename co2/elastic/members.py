@@ -131,7 +131,7 @@ class Members:
         self.joined: tuple[int, ...] = ()
         """Who came in with the last change of members."""
         self.stop_due = False
-        """Whether all members have agreed to stop after this step."""
+        """Whether all know that somebody has asked all to stop."""
         self.change_due = False
         """Whether all members have agreed to let newcomers in after this step."""
         self.paces: tuple[float, ...] = ()
@@ -222,8 +222,8 @@ class Members:
         self.settle(ticket)
 
     def ask_to_stop(self) -> None:
-        """Have all members stop together, at the end of a round. A signal's handler may call it."""
-        self._heart.stop_asked = True
+        """Have all find in the decisions to come that they should stop."""
+        self.store.add(STOP, 1)
 
     def _report(self, ticket: Ticket, well: bool) -> None:
         """In the thread for it."""
@@ -245,8 +245,9 @@ class Members:
         if store.add(key("done", *ticket), 1) == len(ids):
             stop, asked = store.multi_get([STOP, _ASKED])
             words = [OK]
-            words += [STOP] if int(stop) > 0 else []
-            words += [JOIN] if len(asked.split()) > self._admitted else []
+            stopping = int(stop) > 0
+            words += [STOP] if stopping else []
+            words += [JOIN] if len(asked.split()) > self._admitted and not stopping else []
             told = [key("pace", one) for one in ids]
             if pace is not None and store.check(told):
                 words += [PACES + ",".join(found.decode() for found in store.multi_get(told))]
@@ -382,6 +383,14 @@ class Members:
         groups = dist.distributed_c10d._world.pg_map
         for backend in (*(one._get_backend(torch.device("cpu")) for one in groups), *on_gpus):
             backend._set_default_timeout(_AGES)
+
+    def present(self) -> list[int]:
+        """Those of this generation that are not known to be lost."""
+        return [one for one in self.ids if not self._heart.silence(one)]
+
+    def another_store(self) -> dist.TCPStore:
+        """A connection to the store for another thread."""
+        return connected(self._address)
 
     def leave(self) -> None:
         """The run has ended well on all members."""

@@ -131,11 +131,6 @@ class ACCO(Method):
     def scratch_tensors(self) -> list[Tensor]:
         return self.flat.transfer.scratch_tensors()
 
-    @property
-    def max_skew_steps(self) -> int:
-        # A replica cannot end a half before all have ended the one before.
-        return 2
-
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.items()}

@@ -278,11 +278,6 @@ class Method:
         return {}
 
     @property
-    def max_skew_steps(self) -> int:
-        """Steps by which one replica may run ahead of another at most."""
-        return 1
-
-    @property
     def extra_bytes(self) -> int:
         """Bytes of the state tensors. Figures, which have no dimension, are not counted."""
         return sum(tensor.nbytes for tensor in self.state_tensors().values() if tensor.dim() > 0)

@@ -125,6 +125,5 @@ class CO2Keep(LocalMethod):
             self.moments.arrive(self.steps)
 
     @property
-    def max_skew_steps(self) -> int:
-        # A replica cannot go past an arrival before all replicas have ended that round.
+    def first_mean(self) -> int:
         return self.tau + (self.tau if self.config.delay is None else self.config.delay)

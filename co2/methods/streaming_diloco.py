@@ -150,12 +150,6 @@ class StreamingDiLoCo(Method):
     def round_steps(self) -> int:
         return self.config.tau
 
-    @property
-    def max_skew_steps(self) -> int:
-        # A replica cannot go past a sync before all replicas have started its collective, `delay`
-        # steps earlier, and each fragment has a sync every τ steps.
-        return self.config.tau + self.config.delay
-
 
 class Fragment:
     """Some of the layers, synchronized by a DiLoCo of their own."""

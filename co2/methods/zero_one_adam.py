@@ -184,10 +184,6 @@ class ZeroOneAdam(CompressedAdam):
         stats = super().stats()
         return MethodStats.of(stats, {**stats.own, "interval": float(self.interval)})
 
-    @property
-    def max_skew_steps(self) -> int:
-        return self.interval
-
 
 def refresh_interval(refreshes: int, kappa: int) -> int:
     """The steps from a refresh of v to the next, after so many before it."""

@@ -74,10 +74,6 @@ class Peer(Method):
         return self.config.tau
 
     @property
-    def max_skew_steps(self) -> int:
-        return self.config.tau
-
-    @property
     def extra_copies(self) -> float:
         raise NotImplementedError
 

@@ -16,7 +16,7 @@ from co2.train.replica import accumulating
 from co2.train.run import Run
 from co2.train.schedule import set_lr
 from co2.train.session import Session
-from co2.train.stop import StopVote
+from co2.train.stop import voted
 from co2.train.summary import sum_up
 
 
@@ -36,8 +36,7 @@ def train(run: Run) -> None:
         run.record.begin(session.step)
         run.trace.begin(method.round_steps)
         _warn_of_late_means(run)
-        signals = stop_signals()
-        with StopVote(run.mesh, run.control, lambda: method.max_skew_steps, signals) as stop:
+        with voted(session.replicas, run.mesh, stop_signals(), session.step) as stop:
             while session.step < steps:
                 set_lr(session.optimizer, config.optim, session.step, steps)
                 units = session.units
@@ -54,6 +53,7 @@ def train(run: Run) -> None:
                 if last or any(every and step % every == 0 for every in pauses):
                     # A GPU has work left. The clock stands still below, so wait for it here.
                     losses.check()
+                    session.catch_up()
                 session.meter.step(units)
 
                 _report(session, losses, last)
@@ -61,13 +61,12 @@ def train(run: Run) -> None:
                     session.evaluate()
                 if due > 0 and (step % due == 0 or last):
                     session.save()
-                if not last and stop():
-                    stop.drain()
+                if not last and stop(step):
                     losses.check()
+                    session.catch_up()
                     session.meter.settle()
                     _stop(session)
                 membership.change(session)
-            stop.drain()
         scores = session.evaluate()
         session.finish_saving()
         summary = session.together(lambda: sum_up(session, scores))

@@ -146,6 +146,12 @@ class Session:
         """Tokens or samples of the step under way, of all workers that make it."""
         return self.samples.units(self.quorum.making(self.step, self.run.mesh.num_workers))
 
+    def catch_up(self) -> None:
+        """Wait until a GPU has done the work of all steps, without collectives in the background:
+        the clock is about to stand still."""
+        if self.run.mesh.device.type == "cuda":
+            torch.cuda.current_stream(self.run.mesh.device).synchronize()
+
     def skip_step(self) -> None:
         """Skip this step on this replica."""
         self.samples.skip_step()

@@ -485,6 +485,36 @@ def test_the_store_keeps_nothing_of_means_that_all_have(
         assert abs(many - some) < 10, "a few are under way"
 
 
+def agreement(rank: int, world: int, port: int) -> float:
+    """Seconds that are exposed where a mean is there at once and the members agree after a minute,
+    on a clock that nothing else moves."""
+    members = member(rank, port)
+    members.first(range(world))
+    mesh = Replicas(members, torch.device("cpu")).mesh
+    mean = new_mean(2, mesh, CommConfig(), torch.float32, "cpu")
+    members.formed()
+    now, settle = [0.0], members.settle
+
+    def late(ticket: tuple[int, int]) -> None:
+        settle(ticket)
+        now[0] += 60.0
+
+    with (
+        patch.object(members, "settle", late),
+        patch("co2.comm.clocks.time.perf_counter", lambda: now[0]),
+    ):
+        mean.mean_now()
+        exposed_s = mean.totals().exposed_s
+    mean.close()
+    members.agree()
+    members.leave()
+    return exposed_s
+
+
+def test_the_agreement_about_a_mean_is_exposed(workers: Pool, store: dist.TCPStore) -> None:
+    assert workers.run(agreement, 2, store.port) == [60.0, 60.0]
+
+
 def joined_and_waited(rank: int, world: int, port: int) -> list[float]:
     """A mean that a consensus has joined is waited for when the store has long forgotten it."""
     members = member(rank, port)

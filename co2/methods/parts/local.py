@@ -168,17 +168,12 @@ class LocalMethod(Method):
 
     def first_means(self) -> dict[str, int]:
         """Empty with tau=auto, whose rounds are not known yet."""
-        return {} if self.auto is not None else {"weights": self.max_skew_steps}
+        return {} if self.auto is not None else {"weights": self.first_mean}
 
     @property
-    def rounds_apart(self) -> int:
-        """Rounds by which one replica may run ahead of another: the one under way, and the next
-        where means have a whole round to arrive."""
-        return 1 if self.waits is Waits.always else 2
-
-    @property
-    def max_skew_steps(self) -> int:
-        return self.rounds_apart * self.tau
+    def first_mean(self) -> int:
+        """The step that takes in the first mean."""
+        return self.tau if self.waits is Waits.always else 2 * self.tau
 
 
 def check_tau(tau: int | str) -> None:
