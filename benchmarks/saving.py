@@ -146,7 +146,7 @@ def one_round(session: Session, tau: int) -> None:
             loss = task.loss(session.model, session.samples.next())
         loss.backward()
         session.checkpoints.hold()
-        session.membership.synchronize()
+        session.synchronize()
         session.optimizer.zero_grad(set_to_none=True)
         session.step += 1
 

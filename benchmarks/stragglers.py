@@ -11,7 +11,7 @@ import json
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,10 +20,11 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from benchmarks import report
-from co2.comm.members import Members
-from co2.comm.mesh import Mesh
+from co2.elastic.members import Members
+from co2.elastic.quorum import Quorum
+from co2.elastic.replicas import Replicas
 from co2.methods import METHODS
-from co2.train.quorum import Quorum
+from co2.methods.base import QUORUM
 
 NAMES = ("local_sgd", "co2", "co2_keep")
 WORKERS, TAU, STEP_S = 3, 12, 0.1
@@ -113,13 +114,13 @@ def train(rank: int, training: Training, port: int) -> tuple[float, int]:
     """Returns steps per second, and the steps that this worker has made."""
     members = Members((HOST, port), rank, SILENT_S)
     members.first(range(WORKERS))
-    mesh = replace(Mesh.world(device="cpu"), members=members)
+    mesh = Replicas(members, torch.device("cpu")).mesh
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     method = METHODS[training.name](METHODS[training.name].Config(tau=TAU))
     method.prepare(model, optimizer, mesh)
     members.formed()
-    weighted = method.refused_quorum is None
+    weighted = QUORUM not in method.refusals()
     quorum = Quorum(training.quorum, TAU, members, mesh.device, weighted)
     seconds = STEP_S * (2 if training.slow and rank == WORKERS - 1 else 1)
     made = 0

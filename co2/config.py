@@ -228,9 +228,9 @@ class LaunchConfig:
     """How often an elastic run starts workers again that were lost, on each machine."""
     quorum: int | None = None
     """How many replicas set the pace of an elastic run: one that is slower than so many others
-    makes fewer steps of a round (co2/train/quorum.py). null: all make all."""
+    makes fewer steps of a round (co2/elastic/quorum.py). null: all make all."""
     store: str | None = None
-    """Of an elastic run on several machines: host:port of `python -m co2.train.store`."""
+    """Of an elastic run on several machines: host:port of `python -m co2.elastic.store`."""
 
     @property
     def store_address(self) -> tuple[str, int]:

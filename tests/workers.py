@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from co2.comm.sockets import use
+from co2.comm.waiting import use
 from tests.server import Forked, fork_function
 
 GRACE_S = 5.0

@@ -34,6 +34,7 @@ from co2.app.help import help_text
 from co2.app.schema import schema, typed
 from co2.app.tuned import with_tuned
 from co2.config import Config, Resume
+from co2.elastic import launcher
 from co2.errors import DIVERGED, STOPPED, ConfigError, require, unusable
 from co2.record.console import Outcome, closing_table, sweep_table
 from co2.record.folder import check_data, check_folder, read_summary, run_folder, tag_from
@@ -41,7 +42,7 @@ from co2.record.lock import FolderLock
 from co2.record.metrics import Summary
 from co2.record.provenance import UNKNOWN, Origin
 from co2.task import Placed, Task
-from co2.train import elastic, initial, launch, replica
+from co2.train import initial, launch, replica
 from co2.train.global_batch import accumulated
 from co2.train.loop import train
 from co2.train.run import Run
@@ -91,10 +92,10 @@ class App:
         peers.check(config, world, launch.first_device(config).type)
         method = peers.make_method(config)
         inner = config.optim.name.value
-        reason = method.refused_optimizers.get(inner)
+        reason = method.refusals().get(f"optim.name={inner}")
         require(reason is None, "optim.name", inner, f"method={config.method}: {reason}")
         replica.check(config, world, method, device)
-        elastic.check(config, method, launch.identity() is not None)
+        launcher.check(config, method, launch.identity() is not None)
         task = self.make_task(config)
         if isinstance(task, Placed):
             task.check_place(launch.first_device(config), config.mesh.strategy)

@@ -1,5 +1,17 @@
 """How long communication takes, and how long computation stands still for it.
 
+The same for every method:
+
+    comm_s       from the launch of a collective to its completion, summed over all collectives
+    exposed_s    from where a worker needs a result until it may go on: the rest of the collective,
+                 the agreement of replicas that come and go, and a recovery where one is lost; not
+                 copies, nor the arithmetic of an outer step, which are computation
+    train_s      from the end of a step to the end of the next, without pauses: evaluations,
+                 checkpoints, the writing of figures. A GPU has done its work before a pause
+
+AllReduce has both from PyTorch, which samples them. Nobody sees inside a peer's call (co2/peers),
+so there both are the whole call, copies and outer step included: a bound from above.
+
 Nothing here makes the host wait for a GPU: what a GPU has not finished is counted later. torch is
 imported only where a GPU is timed, because the simulator uses `overlap` and needs no torch.
 """
@@ -20,9 +32,9 @@ class CommTotals:
     """What the communication of one worker has cost since the start of training."""
 
     comm_s: float = 0.0
-    """Seconds from the launch of each collective to its completion."""
+    """Seconds of collectives. See above."""
     exposed_s: float = 0.0
-    """Seconds in which computation stood still until a collective was over."""
+    """Seconds in which computation stood still for them. See above."""
     bytes_sent: float = 0.0
     """Bytes that this worker has sent."""
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from co2.comm import nccl
+from co2.comm.mesh import serves_gpus
 from co2.comm.reproducible import checksum
-from co2.comm.sockets import in_use, until_cut
 from co2.comm.transfer import views
+from co2.comm.waiting import in_use, until_cut
 from co2.config import CommConfig
 from co2.errors import ReplicasDiffer, require
 
@@ -44,7 +44,7 @@ def num_parts(param: Tensor) -> int:
 def carries(group: dist.ProcessGroup | None, tensor: Tensor) -> bool:
     """Return whether a group's backend reaches the memory that a tensor lies in: gloo's collectives
     work on the host's memory only."""
-    return group is None or not tensor.is_cuda or nccl.serves_gpus(dist.get_backend_config(group))
+    return group is None or not tensor.is_cuda or serves_gpus(dist.get_backend_config(group))
 
 
 def replicate(model: nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -1,15 +1,35 @@
 """Mesh: the workers, how they form replicas, and the process groups between them."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from co2.comm import nccl
-from co2.comm.members import FORMING, Members
 from co2.errors import require, require_count
+
+
+class Elastic(Protocol):
+    """Replicas that come and go, as a mesh of them knows them (co2/elastic/replicas.py)."""
+
+    @property
+    def newcomer(self) -> bool:
+        """Whether this worker has come to others who train already."""
+        ...
+
+    @property
+    def generation(self) -> int:
+        """How many times the replicas have changed."""
+        ...
+
+    def new_group(self, ranks: list[int], backend: str | None) -> object:
+        """Make a process group that ends when one of its workers is lost."""
+        ...
+
+    def on_change(self, regroup: Callable[["Mesh"], None]) -> None:
+        """See `Mesh.on_change`."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +49,8 @@ class Mesh:
     """Index of this worker in its replica."""
     replica_size: int = 1
     """How many workers share one replica."""
-    members: Members | None = field(default=None, compare=False)
-    """What agrees on who trains, where replicas may come and go; None where they may not."""
+    elastic: Elastic | None = field(default=None, compare=False)
+    """What renews the mesh, where replicas may come and go; None where they may not."""
     stretches: tuple[tuple[int, int], ...] = ()
     """Where workers have come or gone: from which micro-batch on how many of them drew samples.
     Empty: as many as now, from the first one on."""
@@ -43,7 +63,13 @@ class Mesh:
     @property
     def newcomer(self) -> bool:
         """Whether this worker has come to others who train already."""
-        return self.members is not None and self.members.joined == (self.members.me,)
+        return self.elastic is not None and self.elastic.newcomer
+
+    def on_change(self, regroup: Callable[["Mesh"], None]) -> None:
+        """Have `regroup` called with the new mesh whenever replicas have come or gone. It makes all
+        process groups anew that the caller has made with this one, in the same order."""
+        if self.elastic is not None:
+            self.elastic.on_change(regroup)
 
     @property
     def num_workers(self) -> int:
@@ -72,7 +98,7 @@ class Mesh:
                 "call torch.distributed.init_process_group() before Mesh.world()"
             )
         if device is None:
-            reached = not ready or nccl.serves_gpus(dist.get_backend_config())
+            reached = not ready or serves_gpus(dist.get_backend_config())
             gpu = reached and torch.cuda.is_available()
             device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
         rank, size = (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
@@ -106,10 +132,14 @@ class Mesh:
         in one of them, and need not know of the rest. None for this worker alone."""
         if len(ranks) == 1:
             return None
-        timeout = None if self.members is None else FORMING
-        group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+        make = self._plain_group if self.elastic is None else self.elastic.new_group
+        group = make(list(ranks), backend)
         assert isinstance(group, dist.ProcessGroup), "this worker is a member"
         return group
+
+    @staticmethod
+    def _plain_group(ranks: list[int], backend: str | None) -> object:
+        return dist.new_group(ranks, backend=backend)
 
 
 def check_replica_size(replica_size: int, workers: int) -> None:
@@ -117,3 +147,14 @@ def check_replica_size(replica_size: int, workers: int) -> None:
     require_count("mesh.replica_size", replica_size)
     hint = f"must divide the {workers} workers"
     require(workers % replica_size == 0, "mesh.replica_size", replica_size, hint)
+
+
+def serves_gpus(config: str) -> bool:
+    """Whether a process group's collectives reach the memory of GPUs.
+
+    Args:
+        config: its backend for each kind of device, as `get_backend_config` tells it, such as
+            cpu:gloo,cuda:nccl. gloo may stand there for GPUs too, but lacks most collectives then.
+    """
+    backends = dict(pair.split(":") for pair in config.split(","))
+    return backends.get("cuda", "gloo") != "gloo"

@@ -12,9 +12,9 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from co2.comm.sockets import Sockets, finish, in_use
+from co2.comm.waiting import Connections, finish, in_use
 
-_noted: list[tuple[dist.Work, object, Sockets | None]] | None = None
+_noted: list[tuple[dist.Work, object, Connections | None]] | None = None
 """None while nothing is recorded."""
 
 

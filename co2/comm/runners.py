@@ -14,7 +14,7 @@ from torch import Tensor
 
 from co2.comm import profiled
 from co2.comm.clocks import CudaStopwatch, HostStopwatch, Stopwatch
-from co2.comm.sockets import Sockets, finish, in_use
+from co2.comm.waiting import Connections, finish, in_use
 
 Buckets = tuple[Tensor, ...]
 Group = dist.ProcessGroup | None
@@ -72,7 +72,7 @@ class HostRunner:
         self.comm, self.exposed = HostStopwatch(), HostStopwatch()
         self._works: list[dist.Work] = []
         self._group: Group = None
-        self._sockets: Sockets | None = None
+        self._sockets: Connections | None = None
         self._collected: torch.futures.Future[Any] | None = None
         self._clocked: torch.futures.Future[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="co2")
@@ -233,7 +233,7 @@ class CudaRunner:
 
 
 def _tell(
-    arrived: torch.cuda.Event, sockets: Sockets | None, ended: Callable[[bool], None]
+    arrived: torch.cuda.Event, sockets: Connections | None, ended: Callable[[bool], None]
 ) -> bool:
     """Wait until a GPU has come here, and tell whether all before it has ended well."""
     try:

@@ -119,9 +119,11 @@ class Staged:
             self._written.synchronize()
         self._side.after_compute()
         self._ahead, self._open = None, True
-        yield
-        self._open = False
-        self._side.before_compute()
+        try:
+            yield
+        finally:
+            self._open = False
+            self._side.before_compute()
 
     def read(self, index: int) -> Tensor:
         """See `Direct`."""

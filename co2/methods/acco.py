@@ -22,9 +22,7 @@ replica has all of it. Held: communication buffer, and one vector that is g̃^i 
 travels, x_t while that of both halves does.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,14 +35,11 @@ from co2.comm.flat import FlatParams
 from co2.comm.phases import OUTER_STEP, SNAPSHOT
 from co2.config import Blocking, CommConfig, CommDevice
 from co2.errors import require
-from co2.methods.base import Method, MethodStats
+from co2.methods.base import Method
 
 
 class ACCO(Method):
     blocking = Blocking.beyond_delay
-    refused_strategies: Mapping[str, str] = MappingProxyType(
-        {"zero1": "it takes back a step of the inner optimizer, whose state must be here; use ddp"}
-    )
 
     @dataclass
     class Config:
@@ -56,6 +51,11 @@ class ACCO(Method):
         hint = "acco updates the model at every step, where it is; use auto"
         require(device is CommDevice.auto, "comm.device", device.name, hint)
 
+    def refusals(self) -> dict[str, str]:
+        zero1 = "it takes back a step of the inner optimizer, whose state must be here; use ddp"
+        muon = "it steps parameter by parameter, and muon group by group; use adamw or sgd"
+        return {**super().refusals(), "mesh.strategy=zero1": zero1, "optim.name=muon": muon}
+
     def set_up(self) -> nn.Module:
         # Its schedule reads the state of an inner step, of which the first two calls make none.
         own_rate = any(group.get("relative_step") for group in self.optimizer.param_groups)
@@ -65,6 +65,7 @@ class ACCO(Method):
         self.mean = BackgroundMean(
             flat.numel, self.mesh, self.comm, dtype=flat.dtype, device=flat.device
         )
+        self.means = [self.mean]
         self.held = flat.zeros()
         """g̃^i after a first half, x_t after a second one."""
         return self.model
@@ -124,30 +125,12 @@ class ACCO(Method):
             group.clear()
             group.update(own)
 
-    def flush(self) -> None:
-        self.mean.close()
-
     def state_tensors(self) -> dict[str, Tensor]:
         return {"buffer": self.mean.buffer, "held": self.held}
 
     def saved_tensors(self) -> dict[str, Tensor]:
-        """All but the buffer, which `mean` saves; something is in flight after every step."""
+        """All but the buffer, which its mean saves; something is in flight after every step."""
         return {"held": self.held}
 
     def scratch_tensors(self) -> list[Tensor]:
         return self.flat.transfer.scratch_tensors()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "mean": self.mean.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.mean.load_state_dict(state["mean"])
-
-    def stats(self) -> MethodStats:
-        return MethodStats.of(self.mean.totals())
-
-    @property
-    def max_skew_steps(self) -> int:
-        # A replica cannot end a half before all have ended the one before.
-        return 2

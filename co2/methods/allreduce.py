@@ -22,7 +22,7 @@ from co2.comm.collectives import data_parallel, local
 from co2.comm.gradient_mean import GradientMean
 from co2.config import Blocking, CommConfig, CommDevice, Precision
 from co2.errors import require
-from co2.methods.base import Method, MethodStats
+from co2.methods.base import Method
 
 
 class AllReduce(Method):
@@ -66,17 +66,14 @@ class AllReduce(Method):
         super().step()
         self.optimizer.step()
 
-    def state_dict(self) -> dict[str, Any]:
-        totals = self._totals()
+    def own_state(self) -> dict[str, Any]:
+        totals = self.totals()
         clocks = {"comm_s": totals.comm_s, "exposed_s": totals.exposed_s}
-        return {**super().state_dict(), "clocks": clocks}
+        return {**super().own_state(), "clocks": clocks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._before, self._steps_before = CommTotals(**state["clocks"]), self.steps
-
-    def stats(self) -> MethodStats:
-        return MethodStats.of(self._totals())
 
     @property
     def extra_bytes(self) -> int:
@@ -99,7 +96,7 @@ class AllReduce(Method):
                 payload[size] += part.numel() * (2 if halved else part.element_size())
         return sum(2 * (size - 1) * sent // size for size, sent in payload.items())
 
-    def _totals(self) -> CommTotals:
+    def totals(self) -> CommTotals:
         """Return DDP's own averages over the steps that it has sampled, times the number of steps.
 
         comm_s is the time from the first bucket's launch to the last one's completion; exposed_s is

@@ -1,11 +1,10 @@
 """Method: the base class of every way of keeping the replicas in step."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +22,8 @@ from co2.errors import ConfigError, require
 
 Schedule = Callable[[int], float]
 """The index of a step, from 0 → the largest learning rate of the inner optimizer in that step."""
+ELASTIC, QUORUM = "launch.elastic=true", "launch.quorum"
+"""What `Method.refusals` calls replicas that come and go, and unequal numbers of steps."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +61,6 @@ class Method:
     may_change: ClassVar[frozenset[str]] = frozenset()
     """Keys of `Config` that may have another value when a state is loaded than when it was saved.
     The state's tensors depend on all others, or mean something else under them."""
-    refused_strategies: Mapping[str, str] = MappingProxyType({})
-    """The values of `mesh.strategy` that it cannot be combined with, each with the reason."""
-
-    refused_optimizers: Mapping[str, str] = MappingProxyType({})
-    """The values of `optim.name` that it cannot be combined with, each with the reason."""
-
-    refused_elastic: str | None = "has no rounds at whose end replicas could come and go"
-    """Why replicas cannot come and go; None where they can (`means`, `go_on`)."""
-
-    refused_quorum: str | None = "does not support weighted averaging"
-    """Why replicas cannot make unequal numbers of steps in a round (co2/train/quorum.py); None
-    where they can."""
-
     model: nn.Module
     optimizer: Optimizer
     mesh: Mesh
@@ -84,8 +72,21 @@ class Method:
         self.schedule: Schedule | None = None
         self.steps = 0
         """Calls of `step` so far, over all segments of a resumed run."""
-        self._due: list[Callable[[], None]] = []
-        """What the step under way still has to do."""
+        self.means: list[BackgroundMean] = []
+        """Everything that it sends by, in the order in which `set_up` makes it: what they hold is
+        saved, loaded and waited for here."""
+
+    def refusals(self) -> dict[str, str]:
+        """What this method, as it is configured, cannot be combined with: values of the run's
+        configuration as `key=value`, or `QUORUM`, each with the reason.
+
+        The keys are `mesh.strategy`, `optim.name` and `launch.elastic`. A method with rounds
+        overrides this and need not extend it.
+        """
+        return {
+            ELASTIC: "has no rounds at whose end replicas could come and go",
+            QUORUM: "does not support weighted averaging",
+        }
 
     @classmethod
     def check(cls, optim: OptimConfig) -> None:
@@ -118,13 +119,18 @@ class Method:
         """
         check_plain(model)
         _check_step(optimizer)
-        self.model, self.optimizer, self.mesh, self.schedule = model, optimizer, mesh, schedule
-        self.group = mesh.new_group_across_replicas()
-        self.replica_group = mesh.new_group_within_replica()
+        self.model, self.optimizer, self.schedule = model, optimizer, schedule
+        self._join_replicas(mesh)
+        mesh.on_change(self._join_replicas)
         self._known = {id(param) for param in self._trained()}
         if fresh:
             replicate(model, self.group)
         return self.set_up()
+
+    def _join_replicas(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.group = mesh.new_group_across_replicas()
+        self.replica_group = mesh.new_group_within_replica()
 
     def set_up(self) -> nn.Module:
         """Make what training needs, and return the module to train. `prepare` calls it last."""
@@ -154,30 +160,6 @@ class Method:
         for group in self.optimizer.param_groups:
             yield from (param for param in group["params"] if param.requires_grad)
 
-    def go_on(self) -> None:
-        """Run this step's pending synchronization; may be repeated after `MemberLost`."""
-        while self._due:
-            with torch.no_grad(), record_function(OUTER_STEP):
-                self._due[0]()
-            self._due.pop(0)
-
-    def means(self) -> Sequence[BackgroundMean]:
-        """Everything that sends, in the order in which it was made."""
-        return ()
-
-    def regroup(self, mesh: Mesh) -> None:
-        """Make all process groups anew, of the replicas of another mesh. Collective."""
-        self.mesh = mesh
-        self.group = mesh.new_group_across_replicas()
-        self.replica_group = mesh.new_group_within_replica()
-        for mean in self.means():
-            mean.regroup(mesh)
-
-    def launch_again(self) -> None:
-        """Send again what was in flight when the replicas changed. Collective."""
-        for mean in self.means():
-            mean.launch_again()
-
     @contextmanager
     def consensus(self) -> Iterator[None]:
         """Inside, the model holds the mean over the replicas of the weights as training left them,
@@ -204,6 +186,8 @@ class Method:
 
     def flush(self) -> None:
         """Wait for what is in flight and drop it. Call it at the end of training only."""
+        for mean in self.means:
+            mean.close()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The tensors held between steps beyond parameters, gradients and inner state, by name.
@@ -226,10 +210,25 @@ class Method:
         """Those of `state_tensors` that a checkpoint holds under their names: by default all."""
         return self.state_tensors()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that this worker needs to go on exactly, a collective in flight included."""
-        own = {"method": self.registered_name(), "config": self._settings()}
-        return {**own, "steps": self.steps, "tensors": self.saved_tensors()}
+    def state_dict(self, arriving: bool = False) -> dict[str, Any]:
+        """Everything that this worker needs to go on exactly, a collective in flight included.
+
+        Args:
+            arriving: do not wait for what is in flight (`BackgroundMean.state_dict`).
+        """
+        means = [mean.state_dict(arriving) for mean in self.means]  # they may still change tensors
+        return {
+            "method": self.registered_name(),
+            "config": self._settings(),
+            "steps": self.steps,
+            "means": means,
+            "tensors": self.saved_tensors(),
+            **self.own_state(),
+        }
+
+    def own_state(self) -> dict[str, Any]:
+        """What a state holds beside means and tensors. A subclass extends this."""
+        return {}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise `ConfigError` unless this method can go on from a state: it is of the same method,
@@ -264,10 +263,16 @@ class Method:
         self.steps = state["steps"]
         for name, tensor in self.saved_tensors().items():
             tensor.copy_(state["tensors"][name])
+        for mean, saved in zip(self.means, state["means"], strict=True):
+            mean.load_state_dict(saved)
 
     def stats(self) -> MethodStats:
         """Totals of this worker, and the method's own figures."""
-        return MethodStats()
+        return MethodStats.of(self.totals())
+
+    def totals(self) -> CommTotals:
+        """Totals of all that this worker has sent."""
+        return sum((mean.totals() for mean in self.means), start=CommTotals())
 
     def notices(self) -> list[str]:
         """Lines for a person since the last call: what the method has decided, and why."""
@@ -282,11 +287,6 @@ class Method:
         """What is averaged once in several steps → the step that takes in its first mean, such as
         {"weights": 2τ}. A shorter training takes in none. Call it after `prepare`."""
         return {}
-
-    @property
-    def max_skew_steps(self) -> int:
-        """Steps by which one replica may run ahead of another at most."""
-        return 1
 
     @property
     def extra_bytes(self) -> int:
@@ -316,6 +316,13 @@ class Method:
         trained = [local(p.detach()) for p in unique.values()]
         width = max((4, *(part.element_size() for part in trained)))
         return width * sum(part.numel() for part in trained)
+
+
+@contextmanager
+def synchronizing() -> Iterator[None]:
+    """Around all that a method does as a round ends."""
+    with torch.no_grad(), record_function(OUTER_STEP):
+        yield
 
 
 def _check_step(optimizer: Optimizer) -> None:

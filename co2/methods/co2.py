@@ -32,7 +32,7 @@ from co2.comm.flat import FlatParams
 from co2.comm.phases import SNAPSHOT
 from co2.config import Blocking, CommConfig, CommDevice, Precision
 from co2.errors import require
-from co2.methods.base import MethodStats
+from co2.methods.base import ELASTIC, MethodStats
 from co2.methods.parts.local import LocalMethod, check_outer, check_tau
 from co2.methods.parts.outer import GapPenalty, Momentum, check_clip, check_gap_penalty
 from co2.methods.parts.outer_shard import OuterShard, ShardChunk
@@ -73,9 +73,6 @@ class CO2(LocalMethod):
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         super().__init__(config, comm)
         if self.config.shard:
-            self.refused_elastic = "co2.shard=true leaves each replica a part of the outer state"
-            reason = "co2.shard=true cuts weights and experts alike; use co2.shard=false"
-            self.refused_strategies = {**self.refused_strategies, "ep": reason}
             wire, device = self.comm.dtype, self.comm.device
             hint = (
                 "must be fp32 with co2.shard=true: parameters travel, and bf16 loses their changes"
@@ -84,6 +81,14 @@ class CO2(LocalMethod):
             one = "parameters and buffer change places in one memory"
             hint = f"must be auto with co2.shard=true: {one}"
             require(device is CommDevice.auto, "comm.device", device.name, hint)
+
+    def refusals(self) -> dict[str, str]:
+        found = super().refusals()
+        if self.config.shard:
+            found[ELASTIC] = "co2.shard=true leaves each replica a part of the outer state"
+            reason = "co2.shard=true cuts weights and experts alike; use co2.shard=false"
+            found["mesh.strategy=ep"] = reason
+        return found
 
     def new_mean(self) -> BackgroundMean:
         if not self.config.shard:
@@ -145,9 +150,9 @@ class CO2(LocalMethod):
     def scratch_tensors(self) -> list[Tensor]:
         return [*super().scratch_tensors(), *self.outer.scratch_tensors()]
 
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()  # first: it waits for the background
-        return {**state, "gap": self.outer.gap.state_dict(), "watches": self._watches}
+    def own_state(self) -> dict[str, Any]:
+        own = {"gap": self.outer.gap.state_dict(), "watches": self._watches}
+        return {**super().own_state(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from co2.config import Blocking
 from co2.errors import require, require_number
+from co2.methods.base import synchronizing
 from co2.methods.parts.auto_tau import AUTO
 from co2.methods.parts.local import LocalMethod, check_share, check_tau
 
@@ -80,8 +81,8 @@ class CO2Keep(LocalMethod):
     def step(self) -> None:
         super().step()
         if self.mean.in_flight and self.steps - self.round_began == self.config.delay:
-            self._due = [lambda: self.with_weights(self.arrive)]
-            self.go_on()
+            with synchronizing(), self.flat.round():
+                self.arrive()
 
     def end_round(self) -> None:
         self.arrive()  # with a delay of a whole round
@@ -127,6 +128,5 @@ class CO2Keep(LocalMethod):
             self.moments.arrive(self.steps)
 
     @property
-    def max_skew_steps(self) -> int:
-        # A replica cannot go past an arrival before all replicas have ended that round.
+    def first_mean(self) -> int:
         return self.tau + (self.tau if self.config.delay is None else self.config.delay)

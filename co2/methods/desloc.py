@@ -16,26 +16,20 @@ at the begin of a step, which is the end of the one before, and clips local grad
 `train.clip_norm` does. Momentum of SGD and other optimizers are left out.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from torch import Tensor
 
 from co2.config import Blocking
 from co2.errors import require_count
+from co2.methods.base import synchronizing
 from co2.methods.local_sgd import LocalSGD
-from co2.methods.parts.moments import NEEDS_ADAM, ZERO1, Moment, require_adam
+from co2.methods.parts.moments import Moment, refused, require_adam
 
 
 class DESLOC(LocalSGD):
     blocking = Blocking.always
     may_change = frozenset({"tau", "first_moment_every", "second_moment_every"})
-    refused_strategies: Mapping[str, str] = MappingProxyType({"zero1": ZERO1})
-    refused_optimizers: Mapping[str, str] = MappingProxyType(
-        dict.fromkeys(("sgd", "muon"), f"it {NEEDS_ADAM}")
-    )
-    refused_quorum = "moments of unequal numbers of steps have no common mean"
 
     @dataclass
     class Config:
@@ -49,6 +43,9 @@ class DESLOC(LocalSGD):
         def __post_init__(self) -> None:
             for name in ("tau", "first_moment_every", "second_moment_every"):
                 require_count(name, getattr(self, name))
+
+    def refusals(self) -> dict[str, str]:
+        return {**super().refusals(), **refused()}
 
     def init_outer_state(self) -> None:
         require_adam(self.optimizer, "desloc")
@@ -71,8 +68,8 @@ class DESLOC(LocalSGD):
     def step(self) -> None:
         super().step()
         (m, m_every), (v, v_every) = self.periods
-        if self.steps % v_every == 0:
-            self._due.append(lambda: v.average(self.mean))
-        if self.steps % m_every == 0:
-            self._due.append(lambda: m.average(self.mean, divisor=v))
-        self.go_on()
+        with synchronizing():
+            if self.steps % v_every == 0:
+                v.average(self.mean)
+            if self.steps % m_every == 0:
+                m.average(self.mean, divisor=v)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from co2.config import Blocking
+from co2.methods.base import QUORUM
 from co2.methods.parts.local import LocalMethod, check_outer, check_tau
 from co2.methods.parts.outer import nesterov
 
@@ -30,7 +31,6 @@ from co2.methods.parts.outer import nesterov
 class EagerDiLoCo(LocalMethod):
     blocking = Blocking.beyond_delay
     may_change = frozenset({"tau", "outer_lr", "outer_momentum"})
-    refused_quorum = "adds its own part with a share of 1/G before the others' are known"
 
     @dataclass
     class Config:
@@ -44,6 +44,10 @@ class EagerDiLoCo(LocalMethod):
         def __post_init__(self) -> None:
             check_tau(self.tau)
             check_outer(self.outer_lr, self.outer_momentum)
+
+    def refusals(self) -> dict[str, str]:
+        own = {QUORUM: "adds its own part with a share of 1/G before the others' are known"}
+        return {**super().refusals(), **own}
 
     def init_outer_state(self) -> None:
         self.round_start = self.flat.copy()
@@ -73,8 +77,8 @@ class EagerDiLoCo(LocalMethod):
         self.share = share
         self.mean.start()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "share": self.share}
+    def own_state(self) -> dict[str, Any]:
+        return {**super().own_state(), "share": self.share}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

@@ -23,9 +23,7 @@ Chosen here:
   have sent the element.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -34,16 +32,14 @@ from co2.comm.flat import Chunk
 from co2.comm.sparse import SparseMean
 from co2.config import Blocking, CommConfig, Precision
 from co2.errors import require, require_number
+from co2.methods.base import ELASTIC
 from co2.methods.parts.blocking import BlockingMethod
 from co2.methods.parts.local import check_comm_share, check_tau
-
-_REASON = "its chunks are of whole tensors, not of parts"
 
 
 class SparseLoCo(BlockingMethod):
     blocking = Blocking.always
     may_change = frozenset({"tau", "density", "outer_lr", "error_decay", "comm_share"})
-    refused_strategies: Mapping[str, str] = MappingProxyType({"zero2": _REASON, "zero3": _REASON})
 
     @dataclass
     class Config:
@@ -73,7 +69,15 @@ class SparseLoCo(BlockingMethod):
         super().__init__(config, comm)
         wire, hint = self.comm.dtype, "must be fp32 with sparseloco, which sends less already"
         require(wire is Precision.fp32, "comm.dtype", wire.name, hint)
-        self.refused_elastic = "what a replica has not sent yet cannot be handed to a newcomer"
+
+    def refusals(self) -> dict[str, str]:
+        reason = "its chunks are of whole tensors, not of parts"
+        return {
+            **super().refusals(),
+            "mesh.strategy=zero2": reason,
+            "mesh.strategy=zero3": reason,
+            ELASTIC: "what a replica has not sent yet cannot be handed to a newcomer",
+        }
 
     def init_outer_state(self) -> None:
         super().init_outer_state()

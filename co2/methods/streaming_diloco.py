@@ -36,15 +36,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from co2.comm.background import BackgroundMean
-from co2.comm.clocks import CommTotals
+from co2.comm.background import new_mean
 from co2.comm.compress import COMPRESSORS
 from co2.comm.exchange import CompressedMean
 from co2.comm.flat import FlatParams
 from co2.comm.mesh import Mesh
 from co2.config import Blocking, CommConfig, Precision
 from co2.errors import require, require_count
-from co2.methods.base import Method, MethodStats
+from co2.methods.base import ELASTIC, QUORUM, Method, synchronizing
 from co2.methods.parts.local import check_outer
 from co2.methods.parts.outer import nesterov
 
@@ -52,7 +51,6 @@ from co2.methods.parts.outer import nesterov
 class StreamingDiLoCo(Method):
     blocking = Blocking.beyond_delay
     may_change = frozenset({"mixing", "outer_lr", "outer_momentum"})
-    refused_quorum = "its fragments meet amid the round, when a slow replica is behind"
 
     @dataclass
     class Config:
@@ -89,11 +87,15 @@ class StreamingDiLoCo(Method):
         wire, kind = self.comm.dtype, self.config.exchange
         hint = f"must be fp32 with streaming_diloco.exchange={kind}, which is less already"
         require(kind == "full" or wire is Precision.fp32, "comm.dtype", wire.name, hint)
-        self.refused_elastic = None
+
+    def refusals(self) -> dict[str, str]:
+        kind = self.config.exchange
+        found = {QUORUM: "its fragments meet amid the round, when a slow replica is behind"}
         if kind != "full":
-            self.refused_elastic = f"exchange={kind} has rounding errors that a newcomer lacks"
+            found[ELASTIC] = f"exchange={kind} has rounding errors that a newcomer lacks"
             reason = f"exchange={kind} has scales of whole tensors, not of parts"
-            self.refused_strategies = {"zero2": reason, "zero3": reason}
+            found |= {"mesh.strategy=zero2": reason, "mesh.strategy=zero3": reason}
+        return found
 
     def set_up(self) -> nn.Module:
         parts = strided(self.model, self.optimizer, self.config.fragments)
@@ -107,6 +109,7 @@ class StreamingDiLoCo(Method):
             )
             for number, part in enumerate(parts)
         ]
+        self.means = [fragment.mean for fragment in self.fragments]
         return self.model
 
     def step(self) -> None:
@@ -115,15 +118,12 @@ class StreamingDiLoCo(Method):
         now = self.steps % self.config.tau
         starting = [fragment for fragment in self.fragments if fragment.starts_at == now]
         syncing = [fragment for fragment in self.fragments if fragment.syncs_at == now]
-        self._due = [*(one.start for one in starting), *(one.sync for one in syncing)]
-        self.go_on()
-
-    def means(self) -> list[BackgroundMean]:
-        return [fragment.mean for fragment in self.fragments]
-
-    def flush(self) -> None:
-        for fragment in self.fragments:
-            fragment.mean.close()
+        if starting or syncing:
+            with synchronizing():
+                for fragment in starting:
+                    fragment.start()
+                for fragment in syncing:
+                    fragment.sync()
 
     def state_tensors(self) -> dict[str, Tensor]:
         return {
@@ -136,7 +136,7 @@ class StreamingDiLoCo(Method):
         return [tensor for fragment in self.fragments for tensor in fragment.scratch_tensors()]
 
     def saved_tensors(self) -> dict[str, Tensor]:
-        """All but the messages, and the buffers, which `means` saves while they are in flight."""
+        """All but the messages, and the buffers, which `means` save while they are in flight."""
         return {
             f"{number}.{name}": tensor
             for number, fragment in enumerate(self.fragments)
@@ -150,31 +150,12 @@ class StreamingDiLoCo(Method):
             for name, tensor in fragment.replicated_tensors().items()
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        means = [fragment.mean.state_dict() for fragment in self.fragments]
-        return {**super().state_dict(), "means": means}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        for fragment, saved in zip(self.fragments, state["means"], strict=True):
-            fragment.mean.load_state_dict(saved)
-
-    def stats(self) -> MethodStats:
-        totals = (fragment.mean.totals() for fragment in self.fragments)
-        return MethodStats.of(sum(totals, start=CommTotals()))
-
     def first_means(self) -> dict[str, int]:
         return {f"fragment {n}": one.first_sync for n, one in enumerate(self.fragments)}
 
     @property
     def round_steps(self) -> int:
         return self.config.tau
-
-    @property
-    def max_skew_steps(self) -> int:
-        # A replica cannot go past a sync before all replicas have started its collective, `delay`
-        # steps earlier, and each fragment has a sync every τ steps.
-        return self.config.tau + self.config.delay
 
 
 class Fragment:
@@ -189,7 +170,7 @@ class Fragment:
         comm: CommConfig,
     ) -> None:
         self.flat, self.config = flat, config
-        self.mean = BackgroundMean(flat.numel, mesh, comm, dtype=flat.dtype, device=flat.device)
+        self.mean = new_mean(flat.numel, mesh, comm, flat.dtype, flat.device)
         self.exchange: CompressedMean | None = None
         if config.exchange != "full":
             sizes = [param.numel() for param in flat.params]

@@ -168,9 +168,9 @@ class ZeroOneAdam(CompressedAdam):
         self.interval = self.interval_after(t)
         self.next_sync = t + self.interval
 
-    def state_dict(self) -> dict[str, Any]:
+    def own_state(self) -> dict[str, Any]:
         schedule = {name: getattr(self, name) for name in _SCHEDULE}
-        return {**super().state_dict(), "schedule": schedule}
+        return {**super().own_state(), "schedule": schedule}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -183,10 +183,6 @@ class ZeroOneAdam(CompressedAdam):
         """`interval`: steps from the newest exchange to the next."""
         stats = super().stats()
         return MethodStats.of(stats, {**stats.own, "interval": float(self.interval)})
-
-    @property
-    def max_skew_steps(self) -> int:
-        return self.interval
 
 
 def refresh_interval(refreshes: int, kappa: int) -> int:

@@ -55,8 +55,8 @@ class Peer(Method):
         if self.steps % self.config.tau == 0:
             self.exposed_s += time.perf_counter() - self._inner_step_ended
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "exposed_s": self.exposed_s}
+    def own_state(self) -> dict[str, Any]:
+        return {**super().own_state(), "exposed_s": self.exposed_s}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -71,10 +71,6 @@ class Peer(Method):
 
     @property
     def round_steps(self) -> int:
-        return self.config.tau
-
-    @property
-    def max_skew_steps(self) -> int:
         return self.config.tau
 
     @property

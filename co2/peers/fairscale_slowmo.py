@@ -82,10 +82,10 @@ class FairscaleSlowMo(Peer):
         """Shards of start and momentum, and the shard that is under way."""
         return 3 / self.mesh.num_replicas
 
-    def state_dict(self) -> dict[str, Any]:
+    def own_state(self) -> dict[str, Any]:
         slowmo = self.slowmo
         vectors = {"start": slowmo.old_params, "momentum": slowmo.global_momentum_buffer}
-        return {**super().state_dict(), **vectors}
+        return {**super().own_state(), **vectors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

@@ -79,10 +79,10 @@ class TorchftDiLoCo(Peer):
         parameters = self.model.parameters()
         return self.ring_bytes(sum(p.numel() * p.element_size() for p in parameters))
 
-    def state_dict(self) -> dict[str, Any]:
+    def own_state(self) -> dict[str, Any]:
         start = self.diloco._fragments[0].original_parameters
         own = {"manager": self.manager.state_dict(), "outer": self.outer.state_dict()}
-        return {**super().state_dict(), **own, "start": start}
+        return {**super().own_state(), **own, "start": start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

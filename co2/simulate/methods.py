@@ -33,7 +33,7 @@ WITH_MOMENTS = ("diloco", "co2", "co2_keep")
 """Methods with `average_moments`, under which two further vectors travel in every round."""
 NOT_ELASTIC = ("sparseloco",)
 """Methods with rounds whose replicas cannot come and go at the end of one, for the reason that the
-method gives as `refused_elastic`."""
+method gives in `refusals`."""
 LEFT_OUT = {
     "streaming_diloco": "each fragment of its model has rounds of its own",
     "onebit_adam": "what it sends shrinks when its variance is frozen, in the midst of training",

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from co2.comm.mesh import Mesh
-from co2.comm.sockets import until_cut
+from co2.comm.waiting import until_cut
 from co2.errors import printable
 from co2.record.files import CHECKPOINT_FORMAT, write_durably
 from co2.train import state_file
@@ -304,8 +304,8 @@ class Checkpoints:
     def _aside(self, step: int) -> Path:
         """Where a checkpoint is written. One who is lost may write on, so that members of another
         generation have another place."""
-        members = self.mesh.members
-        generation = "" if members is None else f".{members.generation}"
+        elastic = self.mesh.elastic
+        generation = "" if elastic is None else f".{elastic.generation}"
         return self.folder / f".step_{step}{generation}"
 
     def _read(self, step: int) -> tuple[dict[str, Any], str]:

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import resource_tracker
 
@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from co2 import program
+from co2 import faults, forked, program
 from co2.comm.mesh import Mesh
 from co2.config import CommDevice, Config, LaunchConfig, Precision
+from co2.elastic import launcher
 from co2.errors import REFUSED, ConfigError, ReplicasDiffer, exit_at_once, require
-from co2.train import elastic, faults, forked
 
 _PEER_S = 1.0
 """A worker whose peer is gone ends this many seconds later, so that the run gets the peer's
@@ -210,7 +210,7 @@ def run(worker: Worker, config: Config) -> int:
         print(f"{place}; {crowded}", file=sys.stderr, flush=True)
     if config.launch.elastic:
         with _forwarded(stop_signals()) as told:
-            return elastic.launch(partial(_guarded, worker, config), config.launch, told)
+            return launcher.launch(partial(_guarded, worker, config), config.launch, told)
     if config.launch.workers == 1:
         return _guarded(worker, config, 0)
     return _spawn(worker, config)
@@ -244,8 +244,8 @@ def mesh(config: Config) -> Mesh:
         torch.cuda.set_device(device)
         _check_precision(config, "cuda")
         torch.set_float32_matmul_precision("high")  # what stays fp32 is multiplied in TF32
-    members = elastic.members(device, backend)
-    return replace(Mesh.world(config.mesh.replica_size, device), members=members)
+    replicas = launcher.replicas(device, backend)
+    return Mesh.world(config.mesh.replica_size, device) if replicas is None else replicas.mesh
 
 
 def _as_worker(worker: Worker, config: Config, me: Identity) -> int:
@@ -367,7 +367,7 @@ def _spawn(worker: Worker, config: Config) -> int:
 
 
 @contextlib.contextmanager
-def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[elastic.Told]:
+def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[launcher.Told]:
     """Inside, these signals are handed on to the workers. A second Ctrl-C kills the workers.
 
     The signals are blocked in this process, and so in the workers that it starts, which unblock
@@ -381,7 +381,7 @@ def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[elastic.Told]:
     # Python's resource tracker must start with them blocked, too; starting it unblocks some here.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    done, told = threading.Event(), elastic.Told()
+    done, told = threading.Event(), launcher.Told()
     arguments = (signals, received, done, told)
     thread = threading.Thread(target=_forward, args=arguments, daemon=True)
     thread.start()
@@ -399,7 +399,7 @@ def _forward(
     signals: tuple[signal.Signals, ...],
     received: list[int],
     done: threading.Event,
-    told: elastic.Told,
+    told: launcher.Told,
 ) -> None:
     reached: set[tuple[int, int]] = set()
     while not done.wait(0.1):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from co2.errors import PREEMPTED
 from co2.record.metrics import Notice
+from co2.train import membership
 from co2.train.launch import stop_signals
 from co2.train.meters import LossWatch
 from co2.train.randomness import seed_everything
@@ -15,7 +16,7 @@ from co2.train.replica import accumulating
 from co2.train.run import Run
 from co2.train.schedule import set_lr
 from co2.train.session import Session
-from co2.train.stop import StopVote
+from co2.train.stop import voted
 from co2.train.summary import sum_up
 
 
@@ -31,12 +32,11 @@ def train(run: Run) -> None:
     pauses = (config.log.every, config.train.eval_every, due)
     seed_everything(config.train.seed, run.mesh.worker)
     with run, closing(Session(run)) as session:
-        membership, losses = session.membership, LossWatch(run, session.checkpoints)
+        losses = LossWatch(run, session.checkpoints)
         run.record.begin(session.step)
         run.trace.begin(method.round_steps)
         _warn_of_late_means(run)
-        signals = stop_signals()
-        with StopVote(run.mesh, run.control, lambda: method.max_skew_steps, signals) as stop:
+        with voted(session.replicas, run.mesh, stop_signals(), session.step) as stop:
             while session.step < steps:
                 set_lr(session.optimizer, config.optim, session.step, steps)
                 units = session.units
@@ -46,7 +46,7 @@ def train(run: Run) -> None:
                 else:
                     session.skip_step()
                 session.checkpoints.hold()
-                membership.synchronize()
+                session.synchronize()
                 session.average.update()
                 session.optimizer.zero_grad(set_to_none=True)
                 session.step += 1
@@ -54,6 +54,7 @@ def train(run: Run) -> None:
                 if last or any(every and step % every == 0 for every in pauses):
                     # A GPU has work left. The clock stands still below, so wait for it here.
                     losses.check()
+                    session.catch_up()
                 session.meter.step(units)
 
                 _report(session, losses, last)
@@ -61,18 +62,17 @@ def train(run: Run) -> None:
                     session.evaluate()
                 if due > 0 and (step % due == 0 or last):
                     session.save()
-                if not last and stop():
-                    stop.drain()
+                if not last and stop(step):
                     losses.check()
+                    session.catch_up()
                     session.meter.settle()
                     _stop(session)
-                membership.change()
-            stop.drain()
+                membership.change(session)
         scores = session.evaluate()
         session.finish_saving()
-        summary = membership.together(lambda: sum_up(session, scores))
+        summary = session.together(lambda: sum_up(session, scores))
         method.flush()
-        membership.together(run.barrier)
+        session.together(run.barrier)
         run.record.finish(summary)
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from co2 import faults
 from co2.comm.collectives import local
 from co2.errors import DIVERGED
 from co2.methods.base import Method, MethodStats
 from co2.record.metrics import Ledger, Metrics
-from co2.train import faults
 from co2.train.checkpoint import Checkpoints
 from co2.train.replica import local_optimizer
 from co2.train.run import Run
@@ -29,7 +29,7 @@ class Totals:
 
     steps: int = 0
     passed_over: int = 0
-    """Those of `steps` that this worker has not made itself (co2/train/quorum.py)."""
+    """Those of `steps` that this worker has not made itself (co2/elastic/quorum.py)."""
     train_s: float = 0.0
     """Seconds of training steps, without evaluation, checkpoints and start-up."""
     data_s: float = 0.0

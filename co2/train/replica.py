@@ -62,10 +62,10 @@ def check(config: Config, world: int, method: Method, device: torch.device) -> N
         hint = "shares a replica among its workers; set mesh.replica_size to 2 or more"
         require(strategy is Strategy.ddp, "mesh.strategy", strategy.value, hint)
         return
-    refused = dict(method.refused_strategies)
-    if Strategy.zero2.value in refused:  # under both a worker has parts of tensors
-        refused[Strategy.ep.value] = refused[Strategy.zero2.value]
-    reason = refused.get(strategy.value)
+    refused = method.refusals()
+    reason = refused.get(f"mesh.strategy={strategy.value}")
+    if strategy is Strategy.ep:  # under zero2, too, a worker has parts of tensors
+        reason = refused.get("mesh.strategy=zero2", reason)
     require(reason is None, "mesh.strategy", strategy.value, f"method={config.method}: {reason}")
     hint = "gloo would have to carry the gradients inside a replica too; use auto"
     require(config.comm.device is CommDevice.auto, "comm.device", "cpu", hint)

@@ -7,7 +7,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from co2.comm.mesh import Mesh
-from co2.comm.sockets import until_cut
+from co2.comm.waiting import until_cut
 from co2.config import Config, Resume
 from co2.errors import PREEMPTED, REFUSED, ConfigError
 from co2.methods import Method
@@ -25,7 +25,8 @@ from co2.train import initial
 class Run:
     """One training, on one worker. Used as a context manager it closes what it has opened.
 
-    Nothing of it changes after `open`, unless replicas come and go (`regroup`).
+    Nothing of it changes after `open`. Where replicas come and go, `mesh` and `control` are always
+    those of now, and `take_over` gives what speaks and writes to another worker.
     """
 
     config: Config
@@ -62,6 +63,7 @@ class Run:
             trace = ProfilerTrace(folder / "trace" / f"rank_{mesh.worker}.json")
         silent = Console(), Record()
         made = cls(config, folder, mesh, task, method, *silent, trace, control, origin, lock)
+        mesh.on_change(made._join_workers)
         if lock is not None:
             try:
                 made._speak()
@@ -70,12 +72,13 @@ class Run:
                 raise
         return made
 
-    def regroup(self, mesh: Mesh, step: int) -> None:
-        """Go on with other workers, after this step. Collective. The first of them speaks and
-        writes for the run from now on."""
-        spoke = self.is_first
+    def _join_workers(self, mesh: Mesh) -> None:
         self.mesh, self.control = mesh, mesh.new_group_of_workers("gloo")
-        if self.is_first and not spoke:
+
+    def take_over(self, step: int) -> None:
+        """After workers have gone: the first of those who are left speaks and writes for the run
+        from this step on."""
+        if self.is_first and self.lock is None:
             before, self.lock = self.record, FolderLock.take_over(self.folder)
             self._speak().begin(step, before)
 

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from co2.copies import Copies
@@ -22,6 +23,8 @@ class Samples:
         """Global micro-batch counter."""
         self.behind = 0
         """How many of them this worker has not drawn yet, because it has skipped steps."""
+        self.stretches: tuple[tuple[int, int], ...] = ()
+        """`Mesh.stretches` of the mesh that these are drawn with."""
         self._batches: Iterator[Any] = iter(())
         self._copies = Copies(run.mesh.device)
         self._coming: deque[Callable[[], Any]] = deque(maxlen=1)
@@ -30,7 +33,16 @@ class Samples:
     def begin(self) -> None:
         """Draw from here on, as one of the run's workers as they now are."""
         self.close()
-        self._batches = self._run.task.batches(self._run.mesh, self.draws - self.behind)
+        mesh = replace(self._run.mesh, stretches=self.stretches)
+        self._batches = self._run.task.batches(mesh, self.draws - self.behind)
+
+    def regroup(self, before: int) -> None:
+        """Workers, `before` so many, have come or gone: all share out anew what follows. What this
+        one has not drawn yet is left out."""
+        known = self.stretches or ((0, before),)
+        now = self.draws, self._run.mesh.num_workers
+        self.stretches = (*(one for one in known if one[0] < self.draws), now)
+        self.behind = 0
 
     def close(self) -> None:
         """End what makes batches ahead. A task may return an iterator that has nothing to end."""
@@ -76,11 +88,6 @@ class Samples:
         train, workers = self._run.config.train, (self._run.mesh.num_workers, before)
         now, then = (train.batch_size * train.micro_batches(one) * one for one in workers)
         return f", on {now} samples a step, before {then}"
-
-    def stretches(self, before: int, now: int) -> tuple[tuple[int, int], ...]:
-        """`Mesh.stretches` where the number of workers changes here, from `before` to `now`."""
-        known = self._run.mesh.stretches or ((0, before),)
-        return (*(one for one in known if one[0] < self.draws), (self.draws, now))
 
     def to_device(self, batch: Any) -> Any:
         """A batch where the model is. `Any`: a tensor, or a tuple or a dict of tensors."""

@@ -2,19 +2,22 @@
 
 import contextlib
 import os
-from dataclasses import replace
+import time
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from co2.comm.background import without_joining
 from co2.config import Precision
+from co2.elastic.quorum import Quorum
+from co2.elastic.replicas import replicas_of
 from co2.errors import ConfigError
 from co2.gpus import gpu_of
+from co2.methods.base import QUORUM
 from co2.record.files import durable
 from co2.record.folder import begun
 from co2.record.metrics import Change, Evaluation
@@ -22,9 +25,8 @@ from co2.train import initial
 from co2.train.average import MovingAverage
 from co2.train.checkpoint import Checkpoints
 from co2.train.convolutions import tune_convolutions
-from co2.train.membership import Membership
+from co2.train.host_copy import HostCopy
 from co2.train.meters import Meter, Utilization
-from co2.train.quorum import Quorum
 from co2.train.randomness import random_states, restore_random_states
 from co2.train.replica import (
     Replica,
@@ -37,8 +39,10 @@ from co2.train.replica import (
 from co2.train.run import Run
 from co2.train.samples import Samples
 from co2.train.schedule import largest_lr
-from co2.train.state_file import REPLICA
+from co2.train.state_file import REPLICA, rebuilt, split
 from co2.train.weights import EMA_MODEL, MODEL, write
+
+T = TypeVar("T")
 
 
 class Session:
@@ -77,13 +81,23 @@ class Session:
             lambda line: run.console.print_line(line),  # another's, where this worker takes over
             config.launch.elastic,
         )
-        members, rounds = mesh.members, run.method.round_steps
-        if members is not None:
-            members.formed()
-        weighted = run.method.refused_quorum is None
-        self.quorum = Quorum(config.launch.quorum, rounds, members, mesh.device, weighted)
-        self.samples, self.membership = Samples(run), Membership(self)
-        totals = self.membership.join()["totals"] if mesh.newcomer else self._resume()
+        self.replicas = replicas = replicas_of(mesh)
+        """What renews those that train, where they come and go; None where they do not."""
+        self.changes: list[Change] = []
+        """How replicas came and went."""
+        self.samples = Samples(run)
+        weighted = QUORUM not in run.method.refusals()
+        members = None if replicas is None else replicas.members
+        self.quorum = Quorum(
+            config.launch.quorum, run.method.round_steps, members, mesh.device, weighted
+        )
+        if replicas is not None:
+            replicas.begin(self._changed)
+        totals: dict[str, Any] | None
+        if replicas is not None and mesh.newcomer:
+            totals = replicas.join(self.checkpoints.finish, self._load_given, run.control)
+        else:
+            totals = self._resume()
         self.began_at = self.step
         self.samples.begin()
         if run.is_first:
@@ -95,7 +109,8 @@ class Session:
         state."""
         self.samples.close()
         self.checkpoints.close()
-        self.membership.close()
+        if self.replicas is not None:
+            self.replicas.close()
 
     def largest_lr(self, step: int) -> float:
         """The largest inner learning rate in the step with this index: the method's schedule."""
@@ -133,16 +148,63 @@ class Session:
         """Tokens or samples of the step under way, of all workers that make it."""
         return self.samples.units(self.quorum.making(self.step, self.run.mesh.num_workers))
 
+    def catch_up(self) -> None:
+        """Wait until a GPU has done the work of all steps, without collectives in the background:
+        the clock is about to stand still."""
+        if self.run.mesh.device.type == "cuda":
+            torch.cuda.current_stream(self.run.mesh.device).synchronize()
+
     def skip_step(self) -> None:
         """Skip this step on this replica."""
         self.samples.skip_step()
         self.meter.totals.passed_over += 1
 
+    def synchronize(self) -> None:
+        """The inner step, and the synchronization due now."""
+        self.quorum.tell(self.step)
+        self.run.method.step()
+        shares = self.quorum.share_out(self.step)
+        if shares is not None:
+            self.run.record.log(shares)
+            if text := shares.text():
+                self.run.console.print_line(f"step {shares.step}: {text}")
+
+    def together(self, act: Callable[[], T]) -> T:
+        """Do what all workers do together and may do twice; where replicas may be lost, until all
+        that are left have done it."""
+        return act() if self.replicas is None else self.replicas.together(act)
+
+    def _changed(self, lost: Mapping[int, str], before: int, began: float) -> None:
+        """Replicas have come or gone: go on with those that are there now. See `Replicas`."""
+        run, replicas = self.run, self.replicas
+        assert replicas is not None
+        members = replicas.members
+        run.take_over(self.step)
+        self.checkpoints.regroup(run.mesh, run.control)
+        self.quorum.regroup()
+        self.samples.regroup(before)
+        self.samples.begin()
+        seconds = time.perf_counter() - began
+        change = Change(
+            self.step, members.generation, members.ids, dict(lost), members.joined, seconds
+        )
+        self.changes.append(change)
+        run.record.log(change)
+        text = f"{change.text()}{self.samples.compared(before)}"
+        run.console.print_line(f"step {self.step}: {text} ({seconds:.2f} s)")
+        if members.joined and run.is_first:
+            assert run.control is not None, "there are two at least"
+            copy = HostCopy()
+            own = split(self.state(), 0)
+            given = own.values, copy.take(own.tensors)
+            copy.hold()
+            replicas.give(given, copy.wait, run.control)
+
     def save(self) -> None:
         """Begin a checkpoint, which is written while training goes on. Every worker calls it; none
         waits for another."""
-        with self.meter.saving(), without_joining():
-            self.checkpoints.start(self.step, self.state())
+        with self.meter.saving():
+            self.checkpoints.start(self.step, self.state(arriving=True))
 
     def save_now(self) -> bool:
         """Save synchronously. Collective. False, with a line for a person, where that failed."""
@@ -152,15 +214,19 @@ class Session:
             return begun or self.checkpoints.save(self.step, self.state())
 
         with self.meter.saving():
-            return self.membership.together(act)
+            return self.together(act)
 
     def finish_saving(self) -> None:
         """Wait for the checkpoint that was begun last. Collective."""
         with self.meter.saving():
-            self.membership.together(self.checkpoints.finish)
+            self.together(self.checkpoints.finish)
 
-    def state(self) -> dict[str, Any]:
-        """Everything of this worker that a checkpoint holds."""
+    def state(self, arriving: bool = False) -> dict[str, Any]:
+        """Everything of this worker that a checkpoint holds.
+
+        Args:
+            arriving: do not wait for what is in flight (`Method.state_dict`).
+        """
         return {
             REPLICA: self.shared.state(),
             "model": own_buffers(self.module),
@@ -169,9 +235,9 @@ class Session:
             "draws": self.samples.draws,
             "behind": self.samples.behind,
             "steps_in_round": self.quorum.state(),
-            "stretches": list(map(list, self.run.mesh.stretches)),
-            "changes": [change.line() for change in self.membership.changes],
-            "method": self.run.method.state_dict(),
+            "stretches": list(map(list, self.samples.stretches)),
+            "changes": [change.line() for change in self.changes],
+            "method": self.run.method.state_dict(arriving),
             "totals": self.meter.state_dict(),
             "random": random_states(),
             "average": self.average.tensors,
@@ -182,13 +248,19 @@ class Session:
         self.step = state["step"]
         self.samples.draws, self.samples.behind = state["draws"], state["behind"]
         self.quorum.load(state["steps_in_round"])
-        self.membership.changes = [Change.of(line) for line in state["changes"]]
-        stretches = tuple((draw, workers) for draw, workers in state["stretches"])
-        self.run.mesh = replace(self.run.mesh, stretches=stretches)
+        self.changes = [Change.of(line) for line in state["changes"]]
+        self.samples.stretches = tuple((draw, workers) for draw, workers in state["stretches"])
         self.shared.load(state[REPLICA])
         self.module.load_state_dict(state["model"], strict=False)
         self.run.method.load_state_dict(state["method"])
         self.average.load(state["average"])
+
+    def _load_given(self, given: Any) -> dict[str, Any]:
+        """Go on from what another replica gave. Returns the meter's totals."""
+        values, tensors = given
+        state = rebuilt(values, tensors.__getitem__)
+        self.load(state)
+        return dict(state["totals"])
 
     def evaluate(self) -> dict[str, float]:
         """The task's metrics of the consensus, and with the prefix ema_ those of the moving
@@ -196,7 +268,7 @@ class Session:
         run, steps = self.run, self.run.config.train.steps
         self.checkpoints.hold()
         with self.meter.paused():
-            scores = self.membership.together(self._scores)
+            scores = self.together(self._scores)
         run.record.log(Evaluation(self.step, scores, self.meter.totals.train_s))
         text = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
         run.console.print_line(f"step {self.step}/{steps}  validation {text}")
@@ -244,9 +316,7 @@ class Session:
         if mesh.worker < saved_by:
             restore_random_states(state["random"])
         if mesh.num_workers != saved_by:
-            stretches = self.samples.stretches(saved_by, mesh.num_workers)
-            self.run.mesh = replace(mesh, stretches=stretches)
-            self.samples.behind = 0
+            self.samples.regroup(saved_by)
             text = self.samples.compared(saved_by)
         steps = self.run.config.train.steps
         self.run.console.print_line(f"resumed at step {self.step} of {steps}{text}")

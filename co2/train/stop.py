@@ -1,52 +1,94 @@
-"""Stopping together: a signal reaches one worker, and all stop after the same step."""
+"""Stopping together: a signal reaches one worker, and all stop after the same step, soon.
+
+A worker that has received a signal says so in the store. A thread of every worker looks there, and
+answers, once, with the step that is under way:
+
+    n_i    the steps that worker i has made when the one under way is done
+    all stop after step max_i n_i
+
+So nobody is asked to stop at a step that it has left behind, and each makes the few steps by which
+another is ahead. Nobody waits in a collective for a worker that has stopped: whatever a step
+needs, the worker that is furthest ahead has begun it. A worker that has come to its own n_i waits
+for the answers of the others, which their threads give at once, whatever they are waiting for.
+"""
 
 import signal
-from collections import deque
+import threading
+import time
 from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 
-import torch
 import torch.distributed as dist
 
-from co2.comm import profiled
 from co2.comm.mesh import Mesh
+from co2.elastic.heartbeat import STOP
+from co2.elastic.replicas import Replicas
+
+LOOK_S = 0.5
+"""Between two looks whether anybody wants to stop."""
+_POLL_S = 0.02
+"""Between two looks whether all have answered."""
+
+
+def voted(
+    replicas: Replicas | None, mesh: Mesh, signals: Iterable[signal.Signals], done: int
+) -> "StopVote":
+    """The vote of a run's workers.
+
+    Args:
+        replicas: what renews the mesh; None where workers are fixed.
+        mesh: of the workers.
+        signals, done: see `StopVote`.
+    """
+    if replicas is not None:
+        members = replicas.members
+        return StopVote(members.another_store(), members.me, members.present, signals, done)
+    if mesh.num_workers == 1:
+        return StopVote(None, 0, tuple, signals, done)
+    store = dist.distributed_c10d._get_default_store().clone()
+    return StopVote(store, mesh.worker, lambda: range(mesh.num_workers), signals, done)
 
 
 class StopVote:
-    """Agrees in the background on the step after which every worker stops.
+    """Agrees on the step after which every worker stops.
 
-    After each step every worker sends one flag, which says whether it has received a signal, and
-    reads the outcome of the flags that were sent `max_skew_steps` steps before. One replica may run
-    that far ahead of another anyway, so no worker ever waits for a flag. A stop takes effect
-    `max_skew_steps` steps after the signal. Where replicas may come and go they agree as a round
-    ends (co2/comm/members.py).
-
-    Used as a context manager it puts back the signals' former handlers and mask at its end.
+    Used as a context manager, with a thread, it puts back the signals' former handlers and mask at
+    its end.
 
     Args:
-        mesh: of the workers.
-        group: a CPU group of all workers; None for one.
-        max_skew_steps: called after every step; must return the same on every worker then.
+        store: what all workers share; None for one.
+        me: this worker's number.
+        workers: the numbers of all whose answer is needed. Those that are lost give none.
         signals: that ask for a stop.
+        done: steps that are done already.
     """
 
     def __init__(
         self,
-        mesh: Mesh,
-        group: dist.ProcessGroup | None,
-        max_skew_steps: Callable[[], int],
+        store: dist.Store | None,
+        me: int,
+        workers: Callable[[], Iterable[int]],
         signals: Iterable[signal.Signals],
+        done: int = 0,
     ) -> None:
         self.received = False
-        self._alone, self._members = mesh.num_workers == 1, mesh.members
-        self._group, self._signals = group, tuple(signals)
-        self._max_skew_steps = max_skew_steps
-        self._pending: deque[tuple[torch.Tensor, dist.Work]] = deque()
+        self._store, self._me, self._workers = store, me, workers
+        self._signals, self._done = tuple(signals), done
+        self._answer: int | None = None
+        """n_i, once somebody has asked."""
+        self._last: int | None = None
+        """The step after which all stop, once it is known."""
+        self._lock = threading.Lock()
+        """Of `_done` and `_answer`."""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="stop", daemon=True)
 
     def __enter__(self) -> "StopVote":
         self._before = {number: signal.signal(number, self._receive) for number in self._signals}
         # The launcher keeps them blocked until there is a handler.
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
+        if self._store is not None:
+            self._thread.start()
         return self
 
     def __exit__(
@@ -55,37 +97,54 @@ class StopVote:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._over.set()
+        if self._store is not None:
+            self._thread.join()
         # The mask comes first: a signal from the launcher would end the last evaluation; now it
         # waits.
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def __call__(self) -> bool:
-        """Whether to stop now. Called once after every step, on every worker."""
-        if self._members is not None:
-            if self.received:
-                self._members.ask_to_stop()
-            return self._members.stop_due
-        if self._alone:
+    def __call__(self, done: int) -> bool:
+        """Whether to stop now. Called after every step but the last, with the steps done."""
+        if self._store is None:
             return self.received
-        flag = torch.tensor([int(self.received)])
-        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._pending.append((flag, profiled.note(work, self._group)))
-        outcomes = []
-        while len(self._pending) > self._max_skew_steps():
-            outcomes.append(self._oldest())
-        return any(outcomes)
+        with self._lock:
+            self._done = done
+            if self._answer is None:
+                return False
+        if self._last is None:
+            self._last = self._agreed(self._store)
+        return done >= self._last
 
-    def drain(self) -> None:
-        """Wait for the flags under way, before the process group is destroyed."""
-        while self._pending:
-            self._oldest()
+    def _agreed(self, store: dist.Store) -> int:
+        """Wait until all have answered. The first to see that writes down what follows."""
+        while not (found := store.compare_set("stop/after", "", "")):
+            answers = [f"stop/{one}" for one in self._workers()]
+            if store.check(answers):
+                last = max(map(int, store.multi_get(answers)))
+                store.compare_set("stop/after", "", str(last))
+            else:
+                time.sleep(_POLL_S)
+        return int(found)
 
-    def _oldest(self) -> bool:
-        flag, work = self._pending.popleft()
-        work.wait()
-        return bool(flag.item())
+    def _look(self) -> None:
+        """In the thread. What has taken the store away is met by the worker itself."""
+        assert self._store is not None
+        told = False
+        try:
+            while self._answer is None:
+                ended = self._over.wait(LOOK_S)
+                if self.received and not told:
+                    self._store.add(STOP, 1)
+                    told = True
+                if ended or self._store.add(STOP, 0) > 0:
+                    with self._lock:
+                        self._answer = self._done + 1
+                    self._store.set(f"stop/{self._me}", str(self._answer))
+        except dist.DistError:
+            return
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = True

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from co2.comm.clocks import ExchangeTotals, overlap
-from co2.comm.sockets import until_cut
+from co2.comm.waiting import until_cut
 from co2.record.metrics import Summary
 from co2.task import Exchanging, Reading, ReadTotals
 from co2.train.meters import ledger, peak_memory_bytes
@@ -69,7 +69,7 @@ def sum_up(session: "Session", scores: dict[str, float]) -> Summary:
         folder=os.path.relpath(run.folder),
         mfu=_mfu(session, throughput),
         saving_s=saving_s,
-        members=[change.line() for change in session.membership.changes],
+        members=[change.line() for change in session.changes],
         steps_made=_steps_made(run, totals["steps"] - totals["passed_over"]),
         exchange=_exchange(session.step - session.began_at, *others[:4]),
         reading=_reading(*others[4:]),

@@ -160,7 +160,7 @@ class Machines(Trouble):
     def start(self) -> None:
         self.network = SlowNetwork([None] * (WORKERS + 1))
         self.network.__enter__()
-        words = ("-m", "co2.train.store", f"--nodes={WORKERS}", f"--port={PORT}")
+        words = ("-m", "co2.elastic.store", f"--nodes={WORKERS}", f"--port={PORT}")
         self.process = self.network.start(WORKERS, [sys.executable, *words], os.environ)
         self.machines = [self.begin(machine) for machine in range(WORKERS)]
 

@@ -263,7 +263,7 @@ def _configs(task: str, methods: Sequence[str], scale: str, moments: bool) -> It
     first = cells.composed_config((f"task={task}", f"scale={scale}", "method=allreduce"))
     inner = first.optim.name.value
     for name in dict.fromkeys(methods or able):
-        reason = METHODS[name].refused_optimizers.get(inner)
+        reason = METHODS[name](METHODS[name].Config()).refusals().get(f"optim.name={inner}")
         if reason is not None and not methods:
             print(f"{name} is left out: {task} trains with {inner}, and {reason}")
             continue

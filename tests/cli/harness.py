@@ -31,9 +31,8 @@ from co2.app.compose import preflight
 from co2.config import Config
 from co2.record.files import whole_lines
 from co2.record.folder import run_folder
-from co2.task import Task
+from co2.train.stop import StopVote
 from recipes.runs.processes import running
-from tasks.toy import Toy
 from tests.server import Forked, environment, fork_program
 from tests.workers import Pool
 
@@ -47,8 +46,6 @@ STORY = (
     "log.every=1",
 )
 """A run that is told in full: from round 2 on a collective is in flight at every step."""
-STORY_LAG = 6
-"""Steps from being told to stop until its workers do: 2τ."""
 
 ANNOUNCED = "importing PyTorch takes some seconds\n"
 """What an interpreter of one's own says on stderr."""
@@ -278,19 +275,9 @@ def _work(
 
 
 @contextlib.contextmanager
-def signalled(
-    who: int, step: int, number: int = signal.SIGTERM, task: type[Task] = Toy
-) -> Iterator[None]:
-    """Setup: worker `who` gets a signal in the loss of the step, counted from this start."""
-    original, calls = task.loss, []
-
-    def loss(self: Task, *arguments: Any) -> Tensor:
-        calls.append(None)
-        if torch.distributed.get_rank() == who and len(calls) == step:
-            signal.raise_signal(number)
-        return original(self, *arguments)
-
-    with patch.object(task, "loss", loss):
+def stopped_after(step: int) -> Iterator[None]:
+    """Setup: all workers find, after a step, that they are told to stop."""
+    with patch.object(StopVote, "__call__", lambda _, done: done == step):
         yield
 
 

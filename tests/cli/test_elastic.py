@@ -194,7 +194,7 @@ def test_told_to_stop_all_stop_at_the_same_step(tmp_path: Path) -> None:
     )
     assert status == PREEMPTED, text
     (step,) = saved_steps(folder)
-    assert step < STEPS and step % TAU == 0
+    assert step < STEPS, "also in the midst of a round"
     ended = cli(*arguments, runs=tmp_path / "runs")
     assert ended.status == 0, ended.err
     whole = cli(*ELASTIC, *words("co2"), runs=tmp_path / "whole")

@@ -1,7 +1,6 @@
 """Runs whose replicas have several workers: as exact, and as careful, as all others."""
 
 import json
-import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -18,7 +17,6 @@ from co2.task import Task
 from tasks.moe.moe import MoE, compiles_fp32
 from tasks.text.gpt2 import GPT2
 from tasks.text.transnormer import TransNormer
-from tasks.toy import Toy
 from tests.cli.harness import (
     SMALL,
     Run,
@@ -30,9 +28,9 @@ from tests.cli.harness import (
     metrics,
     pooled,
     saved_steps,
-    signalled,
     small,
     started,
+    stopped_after,
     until,
     weights,
 )
@@ -42,8 +40,8 @@ from tests.workers import Pool
 
 SHORT = ("train.steps=16", "train.eval_every=8", "log.every=1", "checkpoint.every=5")
 CO2 = ("method=co2", "co2.tau=3", "co2.clip=0.01")
-TOLD_IN, STOPPED_AT = 8, 14
-"""Six steps later, in the middle of a round and with a collective in flight."""
+STOPPED_AT = 14
+"""In the middle of a round and with a collective in flight."""
 
 
 def mesh(strategy: str, size: int = 2) -> tuple[str, str]:
@@ -54,14 +52,8 @@ def words(strategy: str, *method: str) -> tuple[str, ...]:
     return (*method, *SHORT, *mesh(strategy))
 
 
-def stopped(
-    workers: Pool,
-    arguments: tuple[str, ...],
-    runs: Path,
-    step: int = TOLD_IN,
-    task: type[Task] = Toy,
-) -> Run:
-    told = {"setup": signalled, "setup_arguments": (3, step, signal.SIGTERM, task)}
+def stopped(workers: Pool, arguments: tuple[str, ...], runs: Path) -> Run:
+    told = {"setup": stopped_after, "setup_arguments": (STOPPED_AT,)}
     run = pooled(workers, 4, *arguments, runs=runs, **told)
     assert run.status == PREEMPTED, run.err
     return run
@@ -76,13 +68,11 @@ def test_goes_on_exactly(
     arguments = (*words(strategy, *CO2), "train.clip_norm=1")
     if strategy == "ep":
         arguments = (*small("moe", root, text), *arguments, "train.batch_size=2")
-        told: tuple[int, type[Task]] = (TOLD_IN, MoE)
     else:
         arguments = (*arguments, "train.accumulate=2")
-        told = (2 * TOLD_IN, Toy)  # a loss is asked for twice a step
     whole = pooled(workers, 4, *arguments, runs=tmp_path / "whole")
     assert whole.status == 0, whole.err
-    run = stopped(workers, arguments, tmp_path / "cut", *told)
+    run = stopped(workers, arguments, tmp_path / "cut")
     folder = run.folder / "checkpoints"
     assert saved_steps(run.folder) == [10, STOPPED_AT]
     assert (folder / f"step_{STOPPED_AT}" / part(1, 1)).exists()
@@ -364,8 +354,8 @@ def test_a_method_says_what_it_cannot_be_combined_with(
 ) -> None:
     from co2.methods import CO2 as method
 
-    reasons = {"zero3": "it is out of sorts"}
-    monkeypatch.setattr(method, "refused_strategies", reasons)
+    reasons = {"mesh.strategy=zero3": "it is out of sorts"}
+    monkeypatch.setattr(method, "refusals", lambda self: reasons)
     with pytest.raises(ConfigError, match=r"mesh.strategy=zero3: method=co2: it is out of sorts"):
         configured(*mesh("zero3"), runs=tmp_path)
     configured(*mesh("zero2"), runs=tmp_path)

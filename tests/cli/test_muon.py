@@ -11,7 +11,7 @@ from co2.config import OptimConfig, Optimizer
 from co2.errors import PREEMPTED
 from co2.methods import METHODS
 from tasks.shared.optimizer import make_optimizer
-from tests.cli.harness import assert_same_run, assert_same_weights, metrics, pooled, signalled
+from tests.cli.harness import assert_same_run, assert_same_weights, metrics, pooled, stopped_after
 from tests.cli.test_resume import METHODS as CHOICES
 from tests.grids import OF_A_KIND, grid
 from tests.workers import Pool
@@ -38,7 +38,7 @@ def test_goes_on_exactly(workers: Pool, tmp_path: Path, method: str) -> None:
     words = (f"method={method}", *CHOICES[method], *MUON, "train.steps=24", "train.eval_every=5")
     words = (*words, "log.every=1", "checkpoint.every=0")
     whole = pooled(workers, 2, *words, runs=tmp_path / "whole")
-    told = {"setup": signalled, "setup_arguments": (0, 8)}
+    told = {"setup": stopped_after, "setup_arguments": (11,)}
     run = pooled(workers, 2, *words, runs=tmp_path / "cut", **told)
     assert run.status == PREEMPTED
     run = pooled(workers, 2, *words, runs=tmp_path / "cut")
@@ -51,7 +51,10 @@ def test_a_replica_shares_its_state(workers: Pool, tmp_path: Path) -> None:
     words = ("method=diloco", "diloco.tau=3", *MUON, "train.steps=16", "mesh.replica_size=2")
     words = (*words, "log.every=1", "checkpoint.every=5")
     whole = pooled(workers, 4, *words, runs=tmp_path / "ddp")
-    words, told = (*words, "mesh.strategy=zero1"), {"setup": signalled, "setup_arguments": (3, 8)}
+    words, told = (
+        (*words, "mesh.strategy=zero1"),
+        {"setup": stopped_after, "setup_arguments": (11,)},
+    )
     assert pooled(workers, 4, *words, runs=tmp_path / "cut", **told).status == PREEMPTED
     run = pooled(workers, 4, *words, runs=tmp_path / "cut")
     assert run.status == 0 and "resumed at step" in run.out

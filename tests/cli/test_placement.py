@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from co2 import forked
 from co2.config import Config
 from co2.errors import ConfigError
 from co2.record.provenance import UNKNOWN, manifest
-from co2.train import forked, launch
+from co2.train import launch
 from co2.train.randomness import random_states
 from tests.cli.harness import configured
 

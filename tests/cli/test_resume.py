@@ -34,7 +34,6 @@ from tests.cli.harness import (
     LIMIT_S,
     LINGER_S,
     STORY,
-    STORY_LAG,
     Run,
     alive,
     assert_same_run,
@@ -46,8 +45,8 @@ from tests.cli.harness import (
     metrics,
     pooled,
     saved_steps,
-    signalled,
     started,
+    stopped_after,
     story,
     until,
     workers,
@@ -115,7 +114,6 @@ def test_told_to_stop(tmp_path: Path, spawned: Run) -> None:
             assert process.wait(timeout=LIMIT_S) == PREEMPTED == 75
         assert resumed_at(log.read_text()) == saved[-1:]
         (newest,) = set(saved_steps(folder)) - set(saved)
-        # 2τ steps after one of them was told, who may be behind the one that tells of its steps.
         assert step < newest < 60
         assert last_step(folder) == newest, "nothing is trained that is not saved"
         assert f"stopped and saved at step {newest};" in log.read_text()
@@ -127,6 +125,22 @@ def test_told_to_stop(tmp_path: Path, spawned: Run) -> None:
     assert resumed_at(ended.out) == saved[-1:]
     assert saved_steps(folder) == saved[-2:]
     assert_same_run(folder, spawned.folder)
+
+
+def test_stopping_does_not_take_a_round(tmp_path: Path) -> None:
+    """A machine that is taken away waits for minutes at most, and a round may last longer."""
+    arguments = (
+        *("method=diloco", "diloco.tau=200", "launch.workers=2", "train.steps=600", "log.every=1"),
+        *("checkpoint.every=0", "toy.delay_s=0.02"),
+    )
+    runs, log = tmp_path / "runs", tmp_path / "log"
+    folder = folder_of(*arguments, runs=runs)
+    with started(*arguments, runs=runs, log=log) as process:
+        until(lambda: last_step(folder) >= 5, process)
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=LIMIT_S) == PREEMPTED
+    (newest,) = saved_steps(folder)
+    assert 5 <= newest < 200, "in the first round"
 
 
 def test_put_aside_for_a_moment(tmp_path: Path) -> None:
@@ -223,7 +237,7 @@ def test_who_has_lost_a_peer_waits_for_nothing(workers: Pool, tmp_path: Path) ->
 
 # In the pool's workers: two of them, for the collective in flight.
 TOLD_IN = 27
-STOPPED_AT = TOLD_IN + STORY_LAG
+STOPPED_AT = 33
 POOLED = (*STORY, "checkpoint.every=10")
 
 
@@ -237,7 +251,7 @@ def whole(workers: Pool, tmp_path_factory: pytest.TempPathFactory) -> Run:
 def stopped(workers: Pool, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Stopped at step 33, with the checkpoints of 33 and 30."""
     runs = tmp_path_factory.mktemp("stopped") / "runs"
-    run = pooled(workers, 2, *POOLED, runs=runs, setup=signalled, setup_arguments=(1, TOLD_IN))
+    run = pooled(workers, 2, *POOLED, runs=runs, setup=stopped_after, setup_arguments=(STOPPED_AT,))
     assert run.status == PREEMPTED
     assert saved_steps(run.folder) == [30, STOPPED_AT]
     return run
@@ -382,7 +396,7 @@ def test_a_run_that_got_more_steps_has_not_finished(workers: Pool, tmp_path: Pat
     assert read_summary(config) is None
     with pytest.raises(ConfigError, match=r"train.steps=40: .* holds a run with train.steps=4; "):
         check_folder(config, 2, as_it_is=True)
-    stop = {"setup": signalled, "setup_arguments": (0, 2)}
+    stop = {"setup": stopped_after, "setup_arguments": (10,)}
     run = pooled(workers, 2, *more, runs=runs, **stop)
     assert run.status == PREEMPTED and not (run.folder / "summary.json").exists()
     ended = pooled(workers, 2, *more, runs=runs)
@@ -438,8 +452,8 @@ def test_a_full_disk(workers: Pool, whole: Run, tmp_path: Path, way: str) -> Non
 
 
 @contextmanager
-def full_disk_and_signalled(step: int) -> Iterator[None]:
-    with full_for_worker_1("stub", tuple(range(step, 61))), signalled(1, step):
+def full_disk_and_told_to_stop(step: int) -> Iterator[None]:
+    with full_disk("stub", tuple(range(step, 61))), stopped_after(STOPPED_AT):
         yield
 
 
@@ -450,7 +464,7 @@ def test_stopped_on_a_full_disk(workers: Pool, whole: Run, tmp_path: Path) -> No
         2,
         *POOLED,
         runs=tmp_path / "runs",
-        setup=full_disk_and_signalled,
+        setup=full_disk_and_told_to_stop,
         setup_arguments=(TOLD_IN,),
     )
     assert run.status not in (0, PREEMPTED)
@@ -534,20 +548,15 @@ def test_every_method_goes_on_exactly(
         "checkpoint.every=0",
     )
     undisturbed = pooled(workers, 2, *arguments, runs=tmp_path / "whole")
-    stops = set()
-    steps = (7, 8, 9) if choice[0] == "method=co2" else (7 + CHOICES.index(choice) % 3,)
-    for told_in in steps:
-        runs = tmp_path / str(told_in)
-        # Two micro-batches a step: the loss is called twice as often as there are steps.
-        signal_at = {"setup": signalled, "setup_arguments": (0, 2 * told_in)}
-        run = pooled(workers, 2, *arguments, runs=runs, **signal_at)
+    steps = (13, 14, 15) if choice[0] == "method=co2" else (13 + CHOICES.index(choice) % 3,)
+    for stop in steps:
+        runs = tmp_path / str(stop)
+        told = {"setup": stopped_after, "setup_arguments": (stop,)}
+        run = pooled(workers, 2, *arguments, runs=runs, **told)
         assert run.status == PREEMPTED
         run = pooled(workers, 2, *arguments, runs=runs)
-        (stop,) = resumed_at(run.out)
-        stops.add(stop)
-        assert run.status == 0 and told_in < stop < 24
+        assert run.status == 0 and resumed_at(run.out) == [stop]
         assert_same_run(run.folder, undisturbed.folder)
-    assert len(stops) == len(steps)
 
 
 def test_a_moving_average_goes_on_exactly(workers: Pool, tmp_path: Path) -> None:
@@ -555,7 +564,7 @@ def test_a_moving_average_goes_on_exactly(workers: Pool, tmp_path: Path) -> None
     arguments += ("checkpoint.every=0", "train.ema_decay=0.9")
     undisturbed = pooled(workers, 2, *arguments, runs=tmp_path / "whole")
     runs = tmp_path / "stopped"
-    stopping = {"setup": signalled, "setup_arguments": (0, 8)}
+    stopping = {"setup": stopped_after, "setup_arguments": (14,)}
     assert pooled(workers, 2, *arguments, runs=runs, **stopping).status == PREEMPTED
     run = pooled(workers, 2, *arguments, runs=runs)
     assert run.status == 0 and len(resumed_at(run.out)) == 1
@@ -576,9 +585,9 @@ def test_a_moving_average_goes_on_exactly(workers: Pool, tmp_path: Path) -> None
 
 
 @contextmanager
-def noisy(path: str, told_in: int) -> Iterator[None]:
-    """Setup: losses draw from every global generator, as dropout and augmentation may; worker 0
-    is told to stop in a step; each worker appends its draws to a file."""
+def noisy(path: str, stopped_at: int) -> Iterator[None]:
+    """Setup: losses draw from every global generator, as dropout and augmentation may; all
+    stop after a step; each worker appends its draws to a file."""
     original = Toy.loss
 
     def loss(task: Toy, *arguments: Any) -> Tensor:
@@ -587,20 +596,20 @@ def noisy(path: str, told_in: int) -> Iterator[None]:
             file.write(json.dumps(drawn) + "\n")
         return original(task, *arguments) * (1 + 0.1 * sum(drawn))
 
-    with patch.object(Toy, "loss", loss), signalled(0, told_in):
+    with patch.object(Toy, "loss", loss), stopped_after(stopped_at):
         yield
 
 
 def test_random_draws_go_on(workers: Pool, tmp_path: Path) -> None:
     drawn = {}
-    for name, told_in in (("whole", 99), ("parts", 7)):
+    for name, stopped_at in (("whole", 99), ("parts", 13)):
         arguments = (
             "train.steps=20",
             "co2.tau=3",
             "log.every=1",
             "checkpoint.every=0",
         )
-        setup = {"setup": noisy, "setup_arguments": (str(tmp_path / name), told_in)}
+        setup = {"setup": noisy, "setup_arguments": (str(tmp_path / name), stopped_at)}
         runs = tmp_path / f"{name}-runs"
         if name == "parts":
             assert pooled(workers, 2, *arguments, runs=runs, **setup).status == PREEMPTED

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from co2.comm.background import Arriving, BackgroundMean, without_joining
+from co2.comm.background import Arriving, BackgroundMean
 from co2.comm.mesh import Mesh
 from co2.train import state_file
 from co2.train.checkpoint import Checkpoints, Written
@@ -134,8 +134,7 @@ def mean_under_way(rank: int, world: int, rounds: int) -> list[tuple[bool, list[
         if rank == 1:  # the other one cannot have the mean before this
             torch.distributed.barrier(group=gate)
         mean.start(torch.full((4,), float(rank + 10 * number)))
-        with without_joining():
-            taken = mean.state_dict()
+        taken = mean.state_dict(arriving=True)
         under_way = isinstance(taken["buffer"], Arriving)
         copied = copy.take({"buffer": taken["buffer"]})["buffer"]
         if rank == 0:
@@ -163,8 +162,7 @@ def failed_mean(rank: int, world: int, folder: str) -> tuple[list[int], list[str
         torch.distributed.destroy_process_group()
         return [], lines
     mean.start(torch.ones(4))
-    with without_joining():
-        taken = mean.state_dict()
+    taken = mean.state_dict(arriving=True)
     saver = Checkpoints(Path(folder), ALONE, None, 2, lines.append)
     saver.start(1, taken)
     assert saver.finish() is None
@@ -341,8 +339,7 @@ def test_arriving_in_a_state_by_itself() -> None:
     """With nothing under way the copy is there at once."""
     mean = BackgroundMean(3, ALONE)
     mean.start(torch.arange(3.0))
-    with without_joining():
-        taken = mean.state_dict()
+    taken = mean.state_dict(arriving=True)
     assert isinstance(taken["buffer"], Arriving) and not isinstance(taken["buffer"], Tensor)
     copied = HostCopy().take({"buffer": taken["buffer"]})["buffer"]
     mean.buffer.zero_()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from co2.methods import METHODS
+from co2.methods.base import ELASTIC as COMING_AND_GOING
 from co2.simulate.__main__ import main
 from co2.simulate.drawn import _restarted, _Rounds, drawn_goodput
 from co2.simulate.failures import (
@@ -243,7 +244,7 @@ def test_more_failures_leave_less(way: str) -> None:
 
 def test_which_methods_can_be_elastic() -> None:
     for method in (*BLOCKING, *OVERLAPPED):
-        refused = METHODS[method](METHODS[method].Config()).refused_elastic
+        refused = METHODS[method](METHODS[method].Config()).refusals().get(COMING_AND_GOING)
         assert (refused is not None) == (method in NOT_ELASTIC)
         assert (ELASTIC in ways(method, 2)) == (refused is None)
         assert ways(method, 1) == (RESTART,)

@@ -3,23 +3,26 @@ the one in which it came."""
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from dataclasses import replace
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from co2.comm.members import MemberLost, Members
 from co2.comm.mesh import Mesh
+from co2.elastic import handover
+from co2.elastic.handover import Handover, receive
+from co2.elastic.members import MemberLost, Members
+from co2.elastic.quorum import Quorum
+from co2.elastic.replicas import Replicas
 from co2.methods import METHODS
 from co2.methods.base import Method
-from co2.train import handover
-from co2.train.handover import Handover, receive
-from co2.train.quorum import Quorum
+from co2.train.host_copy import HostCopy
+from co2.train.state_file import rebuilt, split
 from tests.engine.test_members import CONFIGS, RATE, SIMULATED, TAU, member, store, target, vanish
 from tests.workers import Pool
 
@@ -40,12 +43,24 @@ class Replica:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=0.5)
         cls = METHODS[name]
         self.method: Method = cls(cls.Config(tau=TAU, **CONFIGS[name]))
-        mesh = replace(Mesh.world(), members=members)
-        self.control = mesh.new_group_of_workers()
+        self.replicas = Replicas(members, torch.device("cpu"))
+        mesh = self.replicas.mesh
+        self._join_workers(mesh)
+        mesh.on_change(self._join_workers)
         self.method.prepare(self.model, self.optimizer, mesh, fresh=not mesh.newcomer)
-        members.formed()
         self.quorum = Quorum(None, TAU, members, torch.device("cpu"), weighted=True)
-        self.handover = Handover()
+        self.replicas.begin(self._changed)
+
+    def _join_workers(self, mesh: Mesh) -> None:
+        self.control = mesh.new_group_of_workers()
+
+    def _changed(self, lost: Mapping[int, str], before: int, began: float) -> None:
+        self.quorum.regroup()
+        if self.members.joined and self.rank == 0:
+            assert self.control is not None
+            copy = HostCopy()
+            own = split(self.state(), 0)
+            self.replicas.give((own.values, copy.take(own.tensors)), copy.wait, self.control)
 
     def state(self) -> dict[str, Any]:
         return {
@@ -56,7 +71,8 @@ class Replica:
             "method": self.method.state_dict(),
         }
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, given: tuple[dict[str, Any], dict[str, Tensor]]) -> None:
+        state = rebuilt(given[0], given[1].__getitem__)
         self.step = state["step"]
         self.quorum.load(state["steps_in_round"])
         self.model.load_state_dict(state["model"])
@@ -75,27 +91,10 @@ class Replica:
         self.step += 1
         return made
 
-    def admit(self) -> None:
-        """Those who wait come in."""
-        members = self.members
-        self.handover.close()
-        members.renew(admit=True)
-        mesh = replace(Mesh.world(), members=members)
-        self.control = mesh.new_group_of_workers()
-        self.method.regroup(mesh)
-        members.formed()
-        members.agree()
-        self.quorum.regroup()
-        if self.rank == 0:
-            assert self.control is not None
-            ranks = [members.ids.index(one) for one in members.joined]
-            self.handover.give(self.state(), ranks, self.control)
-        self.method.launch_again()
-
     def end(self) -> list[float]:
         self.method.flush()
         self.members.agree()
-        self.handover.close()
+        self.replicas.close()
         self.members.leave()
         return self.model.weight.flatten().tolist()
 
@@ -107,12 +106,12 @@ def train(rank: int, world: int, port: int, name: str) -> tuple[list[float], lis
     if rank == world - 1:
         members.join()
         replica = Replica(rank, name, members)
-        members.agree()
-        members.store.wait(["trained on"])
-        replica.load(receive(replica.control))
-        replica.method.launch_again()
+        replica.replicas.join(
+            lambda: members.store.wait(["trained on"]), replica.load, replica.control
+        )
     else:
-        members.store.wait(["joiner/1"])
+        while not members.waiting():
+            time.sleep(0.01)
         members.first(range(world - 1))
         replica = Replica(rank, name, members)
     made = []
@@ -120,7 +119,7 @@ def train(rank: int, world: int, port: int, name: str) -> tuple[list[float], lis
         step = replica.step
         made += [step] if replica.train() else []
         if members.change_due:
-            replica.admit()
+            replica.replicas.renew(admit=True)
         elif len(members.ids) == world and step == JOINS[name] * TAU + TAU - 2:
             members.store.set("trained on", "1")
     return replica.end(), made
@@ -183,7 +182,8 @@ def give_to_one_that_is_lost(rank: int, world: int, port: int) -> str:
             return "vanished"
         giving = Handover()
         if rank == 0:
-            giving.give({"weights": torch.zeros(4_000_000)}, [world - 1], dist.group.WORLD)
+            state = {"weights": torch.zeros(4_000_000)}
+            giving.give(state, lambda: None, [world - 1], dist.group.WORLD, members.sockets)
         members.renew(admit=False)
         members.formed()
         members.agree()

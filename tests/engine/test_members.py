@@ -1,12 +1,10 @@
 """Members agree on what counts and who is left, and a mean is then one of those who took part."""
 
-import contextlib
 import gc
+import socket
 import time
-from dataclasses import replace
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -15,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from co2.comm.members import Expelled, MemberLost, Members, Record
-from co2.comm.mesh import Mesh
-from co2.comm.watch import key
+from co2.comm.background import new_mean
+from co2.comm.waiting import finish
+from co2.config import CommConfig
+from co2.elastic.heartbeat import add_to, announce_gone, key
+from co2.elastic.members import Expelled, MemberLost, Members, Record
+from co2.elastic.replicas import Replicas
 from co2.methods import METHODS
-from co2.train.membership import Membership
 from tests.workers import Pool
 
 TAU, ROUNDS, RATE = 3, 5, 0.1
@@ -46,10 +46,9 @@ def member(rank: int, port: int, silent_s: float = 30.0) -> Members:
 
 def vanish(members: Members) -> None:
     """As if this process were killed; what started it says so."""
-    members._watch.close()
-    members._sockets.cut()
-    members.store.set(f"gone/{members.me}", "-9")
-    members.store.add("departures", 1)
+    members.close()
+    members.sockets.cut()
+    announce_gone(members.store, members.me)
 
 
 def tickets(members: Members) -> list[tuple[int, int]]:
@@ -81,7 +80,7 @@ def train(
     members = member(rank, port)
     opened = tickets(members)
     members.first(range(world))
-    mesh = replace(Mesh.world(), members=members)
+    mesh = Replicas(members, torch.device("cpu")).mesh
     model = nn.Linear(3, 1, bias=False).double()
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -101,19 +100,7 @@ def train(
         if place < steps_made(number, rank, unequal):
             loss = 0.5 * (model.weight.flatten() - target(rank)).square().sum()
             loss.backward()
-        try:
-            method.step()
-        except MemberLost:
-            while True:
-                members.renew(admit=False)
-                try:
-                    method.regroup(replace(Mesh.world(), members=members))
-                    members.formed()
-                    method.launch_again()
-                    method.go_on()
-                    break
-                except MemberLost:
-                    continue
+        method.step()
         optimizer.zero_grad()
     method.flush()
     assert members.ids == tuple(one for one in range(world) if one != victim)
@@ -143,6 +130,78 @@ def simulated(world: int, name: str, victim: int, at: int, unequal: bool) -> np.
             momentum = CONFIGS["co2"]["outer_momentum"] * momentum + (0 if late is None else late)
             anchor, late = anchor - momentum, mean
     return anchor
+
+
+def moments_after_a_loss(rank: int, world: int, port: int) -> list[list[float]] | None:
+    """The last one is lost amid a round at whose end weights and both moments are averaged."""
+    members = member(rank, port)
+    opened = tickets(members)
+    members.first(range(world))
+    model = nn.Linear(3, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    cls = METHODS["desloc"]
+    method = cls(cls.Config(tau=TAU, first_moment_every=TAU, second_moment_every=TAU))
+    method.prepare(model, optimizer, Replicas(members, torch.device("cpu")).mesh)
+    members.formed()
+    for step in range(2 * TAU):
+        if rank == world - 1 and step == 2 * TAU - 1:
+            members.settle(opened[-1])
+            vanish(members)
+            return None
+        (0.5 * (model.weight.flatten() - target(rank)).square().sum()).backward()
+        method.step()
+        optimizer.zero_grad()
+    assert members.ids == tuple(range(world - 1))
+    method.flush()
+    members.agree()
+    members.leave()
+    state = optimizer.state[model.weight]
+    vectors = model.weight, state["exp_avg"], state["exp_avg_sq"]
+    return [vector.flatten().tolist() for vector in vectors]
+
+
+def test_desloc_averages_its_moments_also_where_one_is_lost(
+    workers: Pool, store: dist.TCPStore
+) -> None:
+    """The weights' mean is the first of three in that step, and meets the loss."""
+    first, second, lost = workers.run(moments_after_a_loss, 3, store.port)
+    assert lost is None and first == second
+
+
+def bystanders(rank: int, world: int, port: int) -> list[str]:
+    """Connections that are nobody's business, opened while the groups are: between two of them,
+    and by another thread amid one."""
+    members = member(rank, port)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def connected() -> tuple[socket.socket, socket.socket]:
+            return socket.create_connection(server.getsockname()), server.accept()[0]
+
+        members.first(range(world))
+        pairs = [connected()]
+        with members.sockets.opening():
+            group = dist.new_group(list(range(world)))
+            pairs.append(connected())
+        members.formed()
+        members.agree()
+        members.cut(members.generation)
+        found = []
+        for one, other in pairs:
+            one.sendall(b"on")
+            found.append(other.recv(2).decode())
+            one.close()
+            other.close()
+    try:
+        finish(dist.all_reduce(torch.ones(1), group=group, async_op=True), group, members.sockets)
+    except RuntimeError:
+        found.append("cut")
+    vanish(members)
+    return found
+
+
+def test_only_the_connections_of_groups_are_cut(workers: Pool, store: dist.TCPStore) -> None:
+    assert workers.run(bystanders, 2, store.port) == [["on", "on", "cut"]] * 2
 
 
 NOBODY = -1
@@ -272,7 +331,7 @@ def stand_still(rank: int, world: int, port: int) -> str:
     members.formed()
     members.agree()
     if rank == world - 1:
-        members._watch.close()
+        members._heart.close()
         members.store.wait(["went on"])
         try:
             members.renew(admit=False)
@@ -333,6 +392,7 @@ def come_in_vain(rank: int, world: int, port: int) -> tuple[int, ...]:
     members = member(rank, port)
     if rank == world - 1:
         members.join()
+        members.formed()
     else:
         members.first(range(world - 1))
         members.formed()
@@ -350,7 +410,6 @@ def come_in_vain(rank: int, world: int, port: int) -> tuple[int, ...]:
                     members.renew(admit=True)
                     members.formed()
                 time.sleep(0.02)
-    members.formed()
     members.agree()
     ids = members.ids
     members.leave()
@@ -359,6 +418,154 @@ def come_in_vain(rank: int, world: int, port: int) -> tuple[int, ...]:
 
 def test_one_that_was_let_in_in_vain_comes_later(workers: Pool, store: dist.TCPStore) -> None:
     assert workers.run(come_in_vain, 3, store.port) == [(0, 1, 2)] * 3
+
+
+def come_and_die(rank: int, world: int, port: int) -> tuple[int, ...]:
+    """The last one asks to join and is killed before anybody has looked at it. The others would
+    wait for as long as it may be silent."""
+    members = member(rank, port, silent_s=3600.0)
+    if rank == world - 1:
+        add_to(members.store, "asked", rank)
+        vanish(members)
+        members.store.set("dead", "1")
+        return ()
+    members.first(range(world - 1))
+    members.formed()
+    members.store.wait(["dead"])
+    until_noticed(members)
+    while not members.change_due:
+        members.agree()
+    members.renew(admit=True)
+    members.formed()
+    members.agree()
+    found = members.ids
+    members.leave()
+    return found
+
+
+def until_noticed(members: Members) -> None:
+    """Until the heartbeat knows of all departures there are."""
+    while members._heart._departures < members.store.add("departures", 0):
+        time.sleep(0.01)
+
+
+def test_a_newcomer_that_is_killed_at_once_is_gone_at_once(
+    workers: Pool, store: dist.TCPStore
+) -> None:
+    assert workers.run(come_and_die, 3, store.port) == [(0, 1), (0, 1), ()]
+
+
+def many_means(rank: int, world: int, port: int) -> list[int]:
+    """How many keys the store has after some means, and after many more."""
+    members = member(rank, port)
+    members.first(range(world))
+    members.formed()
+    found = []
+    for count in (20, 200):
+        for _ in range(count):
+            tickets = members.open(), members.open()  # two are under way at a time
+            for ticket in tickets:
+                members.ended(ticket, well=True)
+            for ticket in tickets:
+                members.settle(ticket)
+        members.agree()
+        while members._waste:
+            time.sleep(0.01)
+        members.agree()
+        found.append(members.store.num_keys())
+    members.agree()
+    members.leave()
+    return found
+
+
+def test_the_store_keeps_nothing_of_means_that_all_have(
+    workers: Pool, store: dist.TCPStore
+) -> None:
+    for some, many in workers.run(many_means, 2, store.port):
+        assert abs(many - some) < 10, "a few are under way"
+
+
+def agreement(rank: int, world: int, port: int) -> float:
+    """Seconds that are exposed where a mean is there at once and the members agree after a minute,
+    on a clock that nothing else moves."""
+    members = member(rank, port)
+    members.first(range(world))
+    mesh = Replicas(members, torch.device("cpu")).mesh
+    mean = new_mean(2, mesh, CommConfig(), torch.float32, "cpu")
+    members.formed()
+    now, settle = [0.0], members.settle
+
+    def late(ticket: tuple[int, int]) -> None:
+        settle(ticket)
+        now[0] += 60.0
+
+    with (
+        patch.object(members, "settle", late),
+        patch("co2.comm.clocks.time.perf_counter", lambda: now[0]),
+    ):
+        mean.mean_now()
+        exposed_s = mean.totals().exposed_s
+    mean.close()
+    members.agree()
+    members.leave()
+    return exposed_s
+
+
+def test_the_agreement_about_a_mean_is_exposed(workers: Pool, store: dist.TCPStore) -> None:
+    assert workers.run(agreement, 2, store.port) == [60.0, 60.0]
+
+
+def joined_and_waited(rank: int, world: int, port: int) -> list[float]:
+    """A mean that a consensus has joined is waited for when the store has long forgotten it."""
+    members = member(rank, port)
+    members.first(range(world))
+    mesh = Replicas(members, torch.device("cpu")).mesh
+    mean = new_mean(2, mesh, CommConfig(), torch.float32, "cpu")
+    members.formed()
+    mean.start(torch.full((2,), float(rank)))
+    mean.peek()
+    for _ in range(3):
+        members.agree()
+    while members._waste:
+        time.sleep(0.01)
+    members.agree()
+    found = mean.wait()
+    assert found is not None
+    mean.close()
+    members.agree()
+    members.leave()
+    return found.tolist()
+
+
+def test_a_mean_that_was_joined_is_there(workers: Pool, store: dist.TCPStore) -> None:
+    assert workers.run(joined_and_waited, 2, store.port) == [[0.5, 0.5]] * 2
+
+
+def several_generations(rank: int, world: int, port: int) -> list[str]:
+    """What the store holds of tickets when a generation has followed another."""
+    members = member(rank, port)
+    members.first(range(world))
+    for _ in range(3):
+        members.formed()
+        for _ in range(5):
+            members.agree()
+        members.renew(admit=False)
+    members.formed()
+    members.agree()
+    while members._waste:
+        time.sleep(0.01)
+    members.agree()
+    old = [key(name, 0, number) for name in ("done", "decided") for number in range(1, 6)]
+    found = [name for name in old if members.store.check([name])]
+    members.agree()
+    members.leave()
+    return found
+
+
+def test_the_store_keeps_no_tickets_of_generations_before(
+    workers: Pool, store: dist.TCPStore
+) -> None:
+    assert workers.run(several_generations, 2, store.port) == [[], []]
 
 
 def lost_amid_forming(rank: int, world: int, port: int) -> tuple[int, ...]:
@@ -372,7 +579,7 @@ def lost_amid_forming(rank: int, world: int, port: int) -> tuple[int, ...]:
             members.renew(admit=False)
         return ()
     # Longer than a case may take: who waits for as long as forming may take fails.
-    with patch("co2.comm.members.FORMING", timedelta(hours=1)):
+    with patch("co2.elastic.members.FORMING", timedelta(hours=1)):
         members.renew(admit=False)
     members.formed()
     members.agree()
@@ -391,25 +598,16 @@ def hopeless(rank: int, world: int, port: int) -> str:
     def act() -> None:
         raise RuntimeError("a bug")
 
-    def renew() -> None:
-        while True:
-            members.renew(admit=False)
-            members.formed()
-            with contextlib.suppress(MemberLost):  # the other one had begun anew by then
-                return members.agree()
-
     members = member(rank, port)
     members.first(range(world))
+    replicas = Replicas(members, torch.device("cpu"))
     members.formed()
-    run = SimpleNamespace(mesh=SimpleNamespace(members=members))
-    membership = Membership(cast(Any, SimpleNamespace(run=run)))
-    with patch.object(membership, "_renew", renew):
-        try:
-            membership.together(act)
-        except RuntimeError as error:
-            return str(error)
-        finally:
-            vanish(members)
+    try:
+        replicas.together(act)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        vanish(members)
     return "went on"
 
 

@@ -37,9 +37,9 @@ class Behind:
             self.owed += 1
 
         def waiting(inner: Any) -> Any:
-            def waits(*args: Any) -> Any:
+            def waits(*args: Any, **more: Any) -> Any:
                 self.wait()
-                return inner(*args)
+                return inner(*args, **more)
 
             return waits
 

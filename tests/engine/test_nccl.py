@@ -4,7 +4,7 @@ from unittest.mock import MagicMock, call, patch
 
 import pytest
 
-from co2.comm import nccl
+from co2.elastic import nccl
 from tests.workers import Pool
 
 

@@ -6,9 +6,9 @@ from typing import cast
 import pytest
 import torch
 
-from co2.comm.members import Members
 from co2.config import OptimConfig, Optimizer, TrainConfig
-from co2.train.quorum import Quorum, steps_of
+from co2.elastic.members import Members
+from co2.elastic.quorum import Quorum, steps_of
 from tasks.shared.optimizer import make_optimizer
 
 TAU = 6

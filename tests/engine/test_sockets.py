@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from co2.comm.sockets import Sockets, finish, forgotten, until_cut, use
+from co2.comm.waiting import finish, forgotten, until_cut, use
+from co2.elastic.sockets import Sockets
 from tests.workers import Pool
 
 TRIALS = 40
@@ -29,8 +30,8 @@ def cut_again_and_again(rank: int, world: int, numel: int, longest_s: float) -> 
     failed = 0
     for _ in range(TRIALS):
         sockets = Sockets()
-        group = dist.new_group(list(range(world)))
-        sockets.freeze()
+        with sockets.opening():
+            group = dist.new_group(list(range(world)))
         dist.barrier()
         work = dist.all_reduce(torch.ones(numel), group=group, async_op=True)
         time.sleep(longest_s * random.random())

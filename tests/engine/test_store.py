@@ -14,13 +14,14 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from co2.comm.members import Members, Unreachable
+from co2 import forked
 from co2.config import LaunchConfig
+from co2.elastic import store as module
+from co2.elastic.heartbeat import add_to
+from co2.elastic.launcher import Told, _Starter
+from co2.elastic.members import Members, Unreachable
+from co2.elastic.store import INSIDE, WAITING, OwnStore, SharedStore, keep
 from co2.errors import PREEMPTED
-from co2.train import forked
-from co2.train import store as module
-from co2.train.elastic import Told, _Starter
-from co2.train.store import INSIDE, WAITING, OwnStore, SharedStore, keep
 
 SILENT_S = 4.0
 LIMIT_S = 300.0
@@ -117,9 +118,9 @@ def test_those_who_are_lost_before_a_sign_of_life_are_told_of(
     status = pool.submit(keep, held, 1, threading.Event())
     node = come()
     node.begin(2, threading.Event())
-    held.set("alive/1", "1")
+    add_to(held, "born", 1)
     assert ended(status) == 1
-    assert held.check(["gone/0"]) and not held.check(["gone/1"])
+    assert held.get("gone").split() == [b"0"]
     assert node.leave(137) == 1
 
 
@@ -156,7 +157,7 @@ def test_members_who_cannot_connect_with_each_other_say_so(held: dist.TCPStore) 
     with patch.object(dist, "init_process_group", side_effect=RuntimeError("refused")):
         with pytest.raises(Unreachable, match=r"members cannot connect with each other \(refused"):
             members.first((0,))
-    members._watch.close()
+    members.close()
 
 
 @pytest.mark.slow  # new interpreters, and a network of its own
@@ -170,7 +171,7 @@ def test_a_silent_name_server_holds_nobody_up_for_long(tmp_path: Path) -> None:
         pytest.skip("needs namespaces of its own")
     lines = (
         "import socket, time",
-        "from co2.train.store import OwnStore",
+        "from co2.elastic.store import OwnStore",
         "server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
         "server.bind(('127.0.0.1', 53))",
         "began = time.monotonic()",

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from co2.comm.members import Members
 from co2.comm.runners import CudaRunner
-from co2.comm.sockets import Sockets, use
+from co2.comm.waiting import use
+from co2.elastic.members import Members
+from co2.elastic.sockets import Sockets
 from tests.cli.test_elastic import STEPS, assert_no_step_is_missing, changes, disturbed, words
 
 pytestmark = [

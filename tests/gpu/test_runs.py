@@ -32,8 +32,8 @@ from tests.cli.harness import (
     metrics,
     pooled,
     saved_steps,
-    signalled,
     small,
+    stopped_after,
     until,
 )
 from tests.gpu.conftest import CUDA
@@ -124,11 +124,11 @@ def test_sampling_and_export(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_goes_on_exactly_with_a_mean_in_flight(workers: Pool, tmp_path: Path, device: str) -> None:
-    """Two workers that share a GPU. The one that is told stops amid a round."""
+    """Two workers that share a GPU. They stop amid a round."""
     words = (*STORY, *placed(device, host=True), "toy.hidden=32")
     whole = pooled(workers, 2, *words, runs=tmp_path / "whole")
     assert whole.status == 0, whole.err
-    told = {"setup": signalled, "setup_arguments": (0, 23)}
+    told = {"setup": stopped_after, "setup_arguments": (29,)}
     stopped = pooled(workers, 2, *words, runs=tmp_path / "cut", **told)
     assert stopped.status == PREEMPTED and saved_steps(stopped.folder)[-1] % 3
     again = pooled(workers, 2, *words, runs=tmp_path / "cut")

@@ -187,6 +187,25 @@ def test_only_inside_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
         chunk.write(torch.zeros(chunk.numel))
 
 
+def test_a_round_that_fails_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The computation waits for what was written before, and nobody reads weights outside."""
+    stream = LateStream(late)
+    flat, model = flat_of(stream, monkeypatch)
+    (chunk, *_) = flat.chunks
+    vector = flat.copy().fill_(1)
+
+    def fail() -> None:
+        with flat.round():
+            flat.write(vector)
+            raise ValueError("lost")
+
+    with pytest.raises(ValueError, match="lost"):
+        fail()
+    assert joined(model).eq(1).all() and not stream.queue
+    with pytest.raises(AssertionError, match="only inside"):
+        flat.read(chunk)
+
+
 def test_the_fake_sees_no_later_than_it_has_waited() -> None:
     """Of what was computed since, nothing; of what it wrote itself, all."""
     stream = LateStream(late)

@@ -315,7 +315,7 @@ def patient(rank: int, world: int, name: str) -> None:
             shown = session.snapshot()
         assert network.works[-1].is_completed() == (name in WAITS), "it waits where it has to"
         launched = len(network.works)
-        assert session.method.state_dict()["mean"]["in_flight"], "the result is still due"
+        assert session.method.state_dict()["means"][0]["in_flight"], "the result is still due"
         session.method.flush()
         with session.method.consensus():
             assert_same(session.snapshot(), shown)

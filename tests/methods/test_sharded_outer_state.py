@@ -211,7 +211,7 @@ def consulted(rank: int, world: int) -> None:
         assert session.method.stats().own["gap"] == figures["gap"] != 1.0
         network.gates[-1].set()
         state = session.method.state_dict()
-        assert state["mean"]["in_flight"] and session.method.mean.in_flight
+        assert state["means"][0]["in_flight"] and session.method.mean.in_flight
         assert session.method.mean._runner._carried is None, "it is over"
         assert session.method.stats().own["gap"] == figures["gap"], "the round is not"
         assert_same(history, expected)

@@ -15,8 +15,8 @@ from tests.cli.harness import (
     folders,
     metrics,
     pooled,
-    signalled,
     started,
+    stopped_after,
 )
 from tests.grids import grid
 from tests.workers import Pool
@@ -70,7 +70,7 @@ def test_goes_on_exactly(workers: Pool, tmp_path: Path, name: str, told_in: int)
     )
     whole = pooled(workers, 2, *words, runs=tmp_path / "whole")
     assert whole.status == 0, whole.err
-    told = {"setup": signalled, "setup_arguments": (0, told_in)}
+    told = {"setup": stopped_after, "setup_arguments": (told_in,)}
     stopped = pooled(workers, 2, *words, runs=tmp_path / "runs", **told)
     assert stopped.status == 75, stopped.err
     again = pooled(workers, 2, *words, runs=tmp_path / "runs")

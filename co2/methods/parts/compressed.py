@@ -6,11 +6,9 @@ of the x^i is the consensus: nothing is under way between two steps, and errors 
 weights.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -76,14 +74,6 @@ class CompressedAdam(Method):
     the v above 0 of their tensor (of 65,536 elements of it, evenly spread).
     """
 
-    refused_strategies: Mapping[str, str] = MappingProxyType(
-        {
-            "zero1": "it takes the inner optimizer's place, which has no state to share; use ddp",
-            "zero2": "its scales are of whole tensors, not of parts; use ddp",
-            "zero3": "its scales are of whole tensors, not of parts; use ddp",
-        }
-    )
-
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         super().__init__(config, comm)
         dtype, device = self.comm.dtype, self.comm.device
@@ -93,6 +83,16 @@ class CompressedAdam(Method):
         require(device is CommDevice.auto, "comm.device", device.name, hint)
         self.rounds = 0
         """How many times the replicas have exchanged anything."""
+
+    def refusals(self) -> dict[str, str]:
+        parts = "its scales are of whole tensors, not of parts; use ddp"
+        place = "it takes the inner optimizer's place, which has no state to share; use ddp"
+        return {
+            **super().refusals(),
+            "mesh.strategy=zero1": place,
+            "mesh.strategy=zero2": parts,
+            "mesh.strategy=zero3": parts,
+        }
 
     @classmethod
     def check(cls, optim: OptimConfig) -> None:
@@ -113,6 +113,7 @@ class CompressedAdam(Method):
         self.mean = BackgroundMean(
             flat.numel, self.mesh, self.comm, dtype=flat.dtype, device=flat.device
         )
+        self.means = [self.mean]
         sizes = [param.numel() for param in flat.params]
         sign = COMPRESSORS["sign"]
         self.exchange = CompressedMean(sizes, self.mesh, self.mean, sign, masked=True)
@@ -242,9 +243,6 @@ class CompressedAdam(Method):
             out.div_(correction**0.5)
         return out.add_(eps)
 
-    def flush(self) -> None:
-        self.mean.close()
-
     def state_tensors(self) -> dict[str, Tensor]:
         """Adam's two moments are among them, because the inner optimizer does not hold them
         here."""
@@ -262,18 +260,16 @@ class CompressedAdam(Method):
     def scratch_tensors(self) -> list[Tensor]:
         return [*self.flat.transfer.scratch_tensors(), self._divisor]
 
-    def state_dict(self) -> dict[str, Any]:
-        own = {"rounds": self.rounds, "mean": self.mean.state_dict()}
-        return {**super().state_dict(), **own}
+    def own_state(self) -> dict[str, Any]:
+        return {**super().own_state(), "rounds": self.rounds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.rounds = state["rounds"]
-        self.mean.load_state_dict(state["mean"])
 
     def stats(self) -> MethodStats:
         """`rounds`: how many times the replicas have exchanged anything."""
-        return MethodStats.of(self.mean.totals(), {"rounds": float(self.rounds)})
+        return MethodStats.of(self.totals(), {"rounds": float(self.rounds)})
 
 
 def _is_decoupled(settings: dict[str, Any]) -> bool:

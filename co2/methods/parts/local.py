@@ -1,19 +1,17 @@
 """LocalMethod: what the methods with τ local steps in a round have in common."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from co2.comm.background import BackgroundMean
-from co2.comm.clocks import CommTotals
+from co2.comm.background import BackgroundMean, new_mean
 from co2.comm.flat import FlatParams
 from co2.config import Blocking, CommConfig
 from co2.errors import ConfigError, require, require_number
-from co2.methods.base import Method, MethodStats
+from co2.methods.base import ELASTIC, Method, MethodStats, synchronizing
 from co2.methods.parts.auto_tau import AUTO, AutoTau
-from co2.methods.parts.moments import NEEDS_ADAM, ZERO1, LateMoments, Moments
+from co2.methods.parts.moments import LateMoments, Moments, refused
 
 
 class LocalMethod(Method):
@@ -23,7 +21,7 @@ class LocalMethod(Method):
     - `blocking`;
     - `init_outer_state()`, which makes the vectors that it holds, and `state_tensors()`, which
       names them beside the communication buffer;
-    - `end_round()`, which must be idempotent up to the wait for the mean;
+    - `end_round()`, which does what the method's equations say;
     - `show_round_end()`, if it lets replicas go on from a point that misses the round just trained.
 
     Where `Config` has `average_moments` and it is true, the moments of the inner Adam are averaged
@@ -31,23 +29,18 @@ class LocalMethod(Method):
     calls `moments.arrive` there.
     """
 
-    refused_quorum = None
-
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         super().__init__(config, comm)
         self.round_began = 0
         """The value of `steps` when this round began."""
         self.moments: Moments | None = None
         """What averages the inner Adam's moments; None where they stay local."""
-        if self.averages_moments:
-            reason = f"average_moments=true: {ZERO1}"
-            self.refused_strategies = {**self.refused_strategies, "zero1": reason}
-            reason = f"average_moments=true {NEEDS_ADAM}"
-            self.refused_optimizers = dict.fromkeys(("sgd", "muon"), reason)
-            reason = "moments of unequal numbers of steps have no common mean"
-            self.refused_quorum = f"average_moments=true: {reason}"
-        auto = self.config.tau == AUTO
-        self.refused_elastic = "tau=auto times rounds of the same replicas" if auto else None
+
+    def refusals(self) -> dict[str, str]:
+        found = refused("average_moments=true") if self.averages_moments else {}
+        if self.config.tau == AUTO:
+            found[ELASTIC] = "tau=auto times rounds of the same replicas"
+        return found
 
     @property
     def averages_moments(self) -> bool:
@@ -79,6 +72,7 @@ class LocalMethod(Method):
     def set_up(self) -> nn.Module:
         self.flat = FlatParams(self.optimizer, self.comm.device, mesh=self.mesh)
         self.mean = self.new_mean()
+        self.means = [self.mean]
         self.auto: AutoTau | None = None
         if self.config.tau == AUTO:
             blocking = self.blocking is Blocking.always
@@ -92,14 +86,14 @@ class LocalMethod(Method):
         name = self.registered_name()
         if self.blocking is Blocking.always:
             return Moments(self.flat, self.optimizer, self.mean, name)
-        return LateMoments(self.flat, self.optimizer, self.mesh, self.comm, name)
+        late = LateMoments(self.flat, self.optimizer, self.mesh, self.comm, name)
+        self.means.append(late.mean)
+        return late
 
     def new_mean(self) -> BackgroundMean:
         """Make the communication buffer."""
         flat = self.flat
-        return BackgroundMean(
-            flat.numel, self.mesh, self.comm, dtype=flat.dtype, device=flat.device
-        )
+        return new_mean(flat.numel, self.mesh, self.comm, flat.dtype, flat.device)
 
     @property
     def tau(self) -> int:
@@ -115,26 +109,13 @@ class LocalMethod(Method):
             self.round_began = self.steps
             if self.auto is not None:
                 self.auto.round_ends(self.totals())
-            self._due = [lambda: self.with_weights(self.end_round)]
-            if self.moments is not None:
-                self._due.append(self.average_moments)
-        self.go_on()
+            with synchronizing():
+                with self.flat.round():
+                    self.end_round()
+                if self.moments is not None:
+                    self.moments.end_round(self.steps)
         if self.auto is not None:
             self.auto.step_begins()
-
-    def with_weights(self, act: Callable[[], None]) -> None:
-        """Do what reads or writes live weights."""
-        with self.flat.round():
-            act()
-
-    def means(self) -> list[BackgroundMean]:
-        late = self.moments is not None and self.moments.mean is not self.mean
-        return [self.mean, *([self.moments.mean] if self.moments is not None and late else [])]
-
-    def average_moments(self) -> None:
-        """As a round ends, when the weights are done: average the inner moments, or start to."""
-        if self.moments is not None:
-            self.moments.end_round(self.steps)
 
     def lr(self, group: int) -> float:
         """γ_t: the inner learning rate of a parameter group at the round's last inner step. Raises
@@ -147,9 +128,7 @@ class LocalMethod(Method):
         return float(rate)
 
     def flush(self) -> None:
-        self.mean.close()
-        if self.moments is not None:
-            self.moments.close()
+        super().flush()
         if self.auto is not None:
             self.auto.close()
 
@@ -168,17 +147,14 @@ class LocalMethod(Method):
             tensors.pop(name, None)
         return tensors
 
-    def state_dict(self) -> dict[str, Any]:
-        mean = self.mean.state_dict()  # first: what it waits for may still change the tensors
+    def own_state(self) -> dict[str, Any]:
         moments = {} if self.moments is None else self.moments.state_dict()
         auto = None if self.auto is None else self.auto.state_dict()
-        own = {"round_began": self.round_began, "mean": mean, "auto": auto}
-        return {**super().state_dict(), **own, **moments}
+        return {"round_began": self.round_began, "auto": auto, **moments}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.round_began = state["round_began"]
-        self.mean.load_state_dict(state["mean"])
         if self.moments is not None:
             self.moments.load_state_dict(state)
         if self.auto is not None and state["auto"] is not None:
@@ -187,11 +163,6 @@ class LocalMethod(Method):
     def stats(self) -> MethodStats:
         chosen = {} if self.auto is None else {"tau": float(self.auto.tau)}
         return MethodStats.of(self.totals(), chosen)
-
-    def totals(self) -> CommTotals:
-        """Totals of all that this worker has sent."""
-        totals = self.mean.totals()
-        return totals if self.moments is None else totals + self.moments.totals()
 
     def notices(self) -> list[str]:
         return [] if self.auto is None else self.auto.take_notices()
@@ -202,17 +173,12 @@ class LocalMethod(Method):
 
     def first_means(self) -> dict[str, int]:
         """Empty with tau=auto, whose rounds are not known yet."""
-        return {} if self.auto is not None else {"weights": self.max_skew_steps}
+        return {} if self.auto is not None else {"weights": self.first_mean}
 
     @property
-    def rounds_apart(self) -> int:
-        """Rounds by which one replica may run ahead of another: the one under way, and the next
-        where means have a whole round to arrive."""
-        return 1 if self.blocking is Blocking.always else 2
-
-    @property
-    def max_skew_steps(self) -> int:
-        return self.rounds_apart * self.tau
+    def first_mean(self) -> int:
+        """The step that takes in the first mean."""
+        return self.tau if self.blocking is Blocking.always else 2 * self.tau
 
 
 def check_tau(tau: int | str) -> None:

@@ -24,20 +24,33 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 from torch.profiler import record_function
 
-from co2.comm.background import BackgroundMean
-from co2.comm.clocks import CommTotals
+from co2.comm.background import BackgroundMean, new_mean
 from co2.comm.collectives import local
 from co2.comm.flat import Chunk, FlatParams
 from co2.comm.mesh import Mesh
 from co2.comm.phases import SNAPSHOT
 from co2.config import CommConfig
 from co2.errors import require
+from co2.methods.base import QUORUM
 
-ZERO1 = "each worker of a replica has a part of Adam's moments only; use ddp, zero2 or zero3"
-"""Why moments cannot be averaged under mesh.strategy=zero1."""
-NEEDS_ADAM = "averages Adam's moments; use adamw"
-"""Why the inner optimizer cannot be another."""
 _FIELDS = ("exp_avg", "exp_avg_sq")
+
+
+def refused(key: str | None = None) -> dict[str, str]:
+    """What cannot be combined with the mean of Adam's moments (`Method.refusals`).
+
+    Args:
+        key: the setting that asks for it; None: the method always takes it.
+    """
+    because = "" if key is None else f"{key}: "
+    adam = f"{key or 'it'} averages Adam's moments; use adamw"
+    return {
+        "mesh.strategy=zero1": f"{because}each worker of a replica has a part of Adam's moments "
+        "only; use ddp, zero2 or zero3",
+        "optim.name=sgd": adam,
+        "optim.name=muon": adam,
+        QUORUM: f"{because}moments of unequal numbers of steps have no common mean",
+    }
 
 
 class Moment:
@@ -140,13 +153,6 @@ class Moments:
     def arrive(self, steps: int) -> None:
         """Take in what is under way: here nothing ever is."""
 
-    def totals(self) -> CommTotals:
-        """Totals beside those of the weights' mean."""
-        return CommTotals()
-
-    def close(self) -> None:
-        """Wait for what is in flight, and drop it."""
-
     def state_tensors(self) -> dict[str, Tensor]:
         """Vectors that are held between steps, by name."""
         return {}
@@ -174,7 +180,7 @@ class LateMoments(Moments):
     def __init__(
         self, flat: FlatParams, optimizer: Optimizer, mesh: Mesh, comm: CommConfig, name: str
     ) -> None:
-        mean = BackgroundMean(2 * flat.numel, mesh, comm, dtype=flat.dtype, device=flat.device)
+        mean = new_mean(2 * flat.numel, mesh, comm, flat.dtype, flat.device)
         super().__init__(flat, optimizer, mean, name)
         self.sent = [flat.zeros() for _ in self.both]
         """m^i and v^i as they were when their means were started."""
@@ -210,21 +216,14 @@ class LateMoments(Moments):
                     # v is what was sent, decayed, and squares since: below 0 by rounding only.
                     chunk.write(values.clamp_(min=0) if moment.number == 1 else values)
 
-    def totals(self) -> CommTotals:
-        return self.mean.totals()
-
-    def close(self) -> None:
-        self.mean.close()
-
     def state_tensors(self) -> dict[str, Tensor]:
         sent_m, sent_v = self.sent
         return {"moments_buffer": self.mean.buffer, "sent_m": sent_m, "sent_v": sent_v}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"means": [self.mean.state_dict()], "moments_sent_at": self.sent_at}
+        return {"moments_sent_at": self.sent_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.mean.load_state_dict(state["means"][0])
         self.sent_at = state["moments_sent_at"]
 
 

@@ -1,6 +1,6 @@
 """The store in which the workers of an elastic run agree, and where the run begins and ends.
 
-    python -m co2.train.store --nodes 2 --port 29400
+    python -m co2.elastic.store --nodes 2 --port 29400
 
 Of a run on one machine train.py holds it itself (`OwnStore`). On several machines it is a process
 of its own (`keep`), which trains nothing and may lie on a machine that does not. Each machine is a
@@ -28,9 +28,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from co2.arguments import Parser
-from co2.comm.members import STORE_ANSWERS_S
-from co2.comm.sockets import Sockets
 from co2.config import LaunchConfig
+from co2.elastic.heartbeat import announce_gone, has_lived
+from co2.elastic.members import STORE_ANSWERS_S, connected
 from co2.errors import DIVERGED, PREEMPTED, REFUSED, STOPPED, ConfigError
 from co2.program import python
 
@@ -100,9 +100,7 @@ class SharedStore(OwnStore):
         self.address = config.store_address
         own = _reach(config.store, self.address, config.wait_s)
         _wait_little_for_names()
-        sockets = Sockets()
-        self.store = dist.TCPStore(*self.address, is_master=False)
-        sockets.give_up_after(STORE_ANSWERS_S)
+        self.store = connected(self.address)
         name = _interface(own)
         if name is not None:  # gloo would take the one that this host's name stands for
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -239,9 +237,8 @@ def _begin(store: dist.Store, here: dict[int, _Node]) -> dict[int, range]:
 def _mark_node_dead(store: dist.Store, numbers: range) -> None:
     """Tell the others of workers of a node that was lost before they gave a sign of life."""
     for number in numbers:
-        if not store.check([f"alive/{number}"]) and not store.check([f"gone/{number}"]):
-            store.set(f"gone/{number}", LEFT)
-            store.add("departures", 1)
+        if not has_lived(store, number):
+            announce_gone(store, number)
 
 
 def _status(statuses: Sequence[int]) -> int:
@@ -255,7 +252,7 @@ def _status(statuses: Sequence[int]) -> int:
 def _reach(store: str, address: tuple[str, int], wait_s: float) -> str:
     """Wait until the store answers. Returns the address by which it sees this machine."""
     deadline = time.monotonic() + wait_s
-    start = f"{python()} -m co2.train.store"
+    start = f"{python()} -m co2.elastic.store"
     hint = f"nobody answers there; start the store with {start}, and name its host"
     told = False
     while True:
@@ -304,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     On SIGTERM it ends where the run has not begun.
     """
-    parser = Parser(prog="python -m co2.train.store", description=main.__doc__)
+    parser = Parser(prog="python -m co2.elastic.store", description=main.__doc__)
     parser.add_argument("--nodes", type=int, required=True, help="with how many the run begins")
     parser.add_argument("--port", type=int, default=0, help="by default any that is free")
     options = parser.parse_args(argv)

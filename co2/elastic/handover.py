@@ -2,41 +2,51 @@
 
 import io
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from co2.comm.sockets import Sockets, in_use, joined, until_cut
-from co2.train.host_copy import HostCopy
-from co2.train.state_file import rebuilt, split
+from co2.comm.waiting import joined, until_cut
+from co2.elastic.sockets import Sockets
 
 _TAG = 1
 
 
 class Handover:
-    """What gives: a copy of the state is taken at once, and a thread sends it."""
+    """What gives: a thread sends a copy of the state."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._sockets: Sockets | None = None
+        self._sockets = Sockets()
 
-    def give(self, state: dict[str, Any], ranks: Sequence[int], group: dist.ProcessGroup) -> None:
-        """Begin to send nested dicts and lists of tensors and plain values, as a checkpoint has
-        them, to these ranks of a CPU group. The group's collectives may go on at the same time."""
+    def give(
+        self,
+        state: Any,
+        whole: Callable[[], object],
+        ranks: Sequence[int],
+        group: dist.ProcessGroup,
+        sockets: Sockets,
+    ) -> None:
+        """Begin to send nested dicts, lists and tuples of tensors and plain values. The group's
+        collectives may go on at the same time.
+
+        Args:
+            state: a copy that nobody else changes.
+            whole: waits until the copy is whole.
+            ranks: to whom, of a CPU group.
+            sockets: those of the group.
+        """
         self.close()
-        copy, own, self._sockets = HostCopy(), split(state, 0), in_use()
-        assert self._sockets is not None, "nobody comes to a run that is not elastic"
-        what = copy, (own.values, copy.take(own.tensors)), ranks, group, self._sockets
-        copy.hold()
+        self._sockets = sockets
+        what = state, whole, ranks, group, sockets
         self._thread = threading.Thread(target=_send, args=what, name="handover", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Wait until all is sent, or cannot be sent any more because the group has ended."""
-        if self._thread is not None and self._sockets is not None:
+        if self._thread is not None:
             joined(self._thread, self._sockets)
             self._thread = None
 
@@ -49,21 +59,20 @@ def receive(group: dist.ProcessGroup | None) -> Any:
     payload = torch.empty(int(length), dtype=torch.uint8)
     until_cut(lambda: dist.recv(payload, group=group, group_src=0, tag=_TAG))
     read = io.BytesIO(payload.numpy().tobytes())
-    values, tensors = torch.load(read, map_location="cpu", weights_only=True)
-    return rebuilt(values, tensors.__getitem__)
+    return torch.load(read, map_location="cpu", weights_only=True)
 
 
 def _send(
-    copy: HostCopy,
-    taken: tuple[dict[str, Any], dict[str, Tensor]],
+    state: Any,
+    whole: Callable[[], object],
     ranks: Sequence[int],
     group: dist.ProcessGroup,
     sockets: Sockets,
 ) -> None:
     try:
-        copy.wait()
+        whole()
         content = io.BytesIO()
-        torch.save(taken, content)
+        torch.save(state, content)
         payload = torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
         for rank in ranks:
             # Not dist.send, which raises another error for a group that has ended.

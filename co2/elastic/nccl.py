@@ -17,17 +17,6 @@ import torch.distributed as dist
 _CUDA = torch.device("cuda")
 
 
-def serves_gpus(config: str) -> bool:
-    """Whether a process group's collectives reach the memory of GPUs.
-
-    Args:
-        config: its backend for each kind of device, as `get_backend_config` tells it, such as
-            cpu:gloo,cuda:nccl. gloo may stand there for GPUs too, but lacks most collectives then.
-    """
-    backends = dict(pair.split(":") for pair in config.split(","))
-    return backends.get("cuda", "gloo") != "gloo"
-
-
 def expect_losses() -> None:
     """Leave it to the members to find out who is lost. Before the first group is made."""
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"

@@ -1,7 +1,7 @@
 """Starting the workers of a run that may lose some, and start them again.
 
 torchrun ends all workers of a node when one is lost, so it cannot be used here. The process that
-starts the workers tells the others in their store (co2/train/store.py) when one is gone, sooner
+starts the workers tells the others in their store (co2/elastic/store.py) when one is gone, sooner
 than its silence would.
 """
 
@@ -17,14 +17,15 @@ from multiprocessing.process import BaseProcess
 import torch
 import torch.distributed as dist
 
-from co2.comm.members import Expelled, Members, Unreachable
-from co2.comm.sockets import forgotten
-from co2.comm.watch import StoreLost
+from co2 import faults, forked
+from co2.comm.waiting import forgotten
 from co2.config import Config, LaunchConfig
+from co2.elastic.heartbeat import StoreLost, announce_gone
+from co2.elastic.members import Expelled, Members, Unreachable
+from co2.elastic.replicas import Replicas
+from co2.elastic.store import FINAL, OwnStore, SharedStore
 from co2.errors import PREEMPTED, exit_at_once, require
-from co2.methods.base import Method
-from co2.train import faults, forked
-from co2.train.store import FINAL, OwnStore, SharedStore
+from co2.methods.base import ELASTIC, QUORUM, Method
 
 _LOOK_S = 0.5
 _END_S = 10.0
@@ -32,12 +33,12 @@ _END_S = 10.0
 _STORE_GONE = "what holds the store is gone; the same command goes on from the last checkpoint"
 _place: tuple[tuple[str, int], int, tuple[int, ...], float] | None = None
 """In a worker: address of the store, the worker's number, with whom it begins, and `silent_s`."""
-_current: Members | None = None
+_current: Replicas | None = None
 
 
-def members(device: torch.device, backend: str) -> Members | None:
-    """The members of the elastic run that this process is a worker of; None if it is of none. The
-    first call waits until they train together: what takes long should be done before.
+def replicas(device: torch.device, backend: str) -> Replicas | None:
+    """Those of the elastic run that this process is a worker of; None if it is of none. The first
+    call waits until they train together: what takes long should be done before.
 
     Args:
         device: where this one trains; a GPU becomes the current one.
@@ -48,13 +49,14 @@ def members(device: torch.device, backend: str) -> Members | None:
         address, number, first, silent_s = _place
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        _current = Members(address, number, silent_s, backend)
-        faults.share(_current.store)
+        members = Members(address, number, silent_s, backend)
+        faults.share(members.store)
         if first:
-            _current.first(first)
+            members.first(first)
         else:
-            _current.join()
-            _current.store.set(f"joined/{number}", "1")
+            members.join()
+            members.store.set(f"joined/{number}", "1")
+        _current = Replicas(members, device)
     return _current
 
 
@@ -70,12 +72,12 @@ def check(config: Config, method: Method, started: bool) -> None:
         require(quorum is None, "launch.quorum", quorum, hint)
         return
     if quorum is not None:
-        reason = method.refused_quorum
+        reason = method.refusals().get(QUORUM)
         require(
             reason is None, "launch.quorum", quorum, f"method={config.method}: {reason}; use null"
         )
     key, value = "launch.elastic", "true"
-    reason = method.refused_elastic
+    reason = method.refusals().get(ELASTIC)
     require(reason is None, key, value, f"method={config.method}: {reason}; use false")
     hint = "a replica of several workers ends with any of them; use mesh.replica_size=1"
     require(config.mesh.replica_size == 1, key, value, hint)
@@ -181,8 +183,7 @@ class _Starter:
             self._statuses[number] = status
             if status == 0:
                 continue
-            self._store.set(f"gone/{number}", str(status))
-            self._store.add("departures", 1)
+            announce_gone(self._store, number)
             others = self._running or not self._place.alone
             if others and self._restarts > 0 and status not in FINAL and not told.kill.is_set():
                 self._restarts -= 1
@@ -223,7 +224,7 @@ def _work(
     try:
         status = worker(number)
         if _current is not None:
-            _current.leave()
+            _current.members.leave()
     except Exception as error:
         text = _reason(error)
         if text is None:  # a bug

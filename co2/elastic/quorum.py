@@ -15,8 +15,8 @@ way to it then: the others train on, and its part in their mean weighs nothing. 
 elastic run of a method whose means can be weighted.
 
 Each replica tells its t_i with its part of a mean, and finds all of them in the decision about that
-mean (co2/comm/members.py). All have learnt the same decisions when a round ends, so that they give
-the same m_i to the next: an overlapped method learns how long round t took at the end of round
+mean (co2/elastic/members.py). All have learnt the same decisions when a round ends, so that they
+give the same m_i to the next: an overlapped method learns how long round t took at the end of round
 t + 1.
 """
 
@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from co2.comm.clocks import Stopwatch, stopwatch
-from co2.comm.members import Members
+from co2.elastic.members import Members
 from co2.record.metrics import Shares
 
 TOLERANCE = 0.2

@@ -9,28 +9,31 @@ Two things have to be agreed, and neither can be had from the groups that may ju
 
 **Whether a collective counts.** A ring may end well on one replica and fail on another. Every
 collective therefore has a *ticket*, by which each replica tells the store when its own part has
-ended well. When all have, the first to see that writes the decision `ok`; a replica whose part has
+ended well. When all have, the last one to say so writes the decision `ok`; a replica whose part has
 failed tries to write `lost`. The store keeps what was written first, and everybody obeys that. A
 mean that is `lost` is taken again by those who are left, from what they had sent. So all survivors
-are at the same place of the same step, and none repeats one.
+are at the same place of the same step, and none repeats one. What the store holds of a ticket is
+deleted once all have read it.
 
-**Who is left.** Every member gives a sign of life several times a second. A member is lost once it
-has been silent for `silent_s` seconds, or once what started it says that it is gone. The next
+**Who is left.** Every member gives signs of life (co2/elastic/heartbeat.py). A member is lost once
+it has been silent for `silent_s` seconds, or once what started it says that it is gone. The next
 generation has the members that report for it; newcomers are let in only where a decision says so,
 because that is where all replicas are at the end of a step.
 
 A decision also carries what each replica has told of its pace, so that all draw the same conclusion
-from the same figures (co2/train/quorum.py).
+from the same figures (co2/elastic/quorum.py).
 
-A thread (co2/comm/watch.py) gives the signs of life and watches those of the others. It decides
-nothing about training: a replica acts on a decision when it comes to the place where it needs the
-collective, which is a function of the step alone.
+Two threads talk to the store beside the one that trains: the heartbeat, and the one that reports
+how collectives have ended (co2/elastic/reports.py). They decide nothing about training: a replica
+acts on a decision when it comes to the place where it needs the collective, which is a function of
+the step alone.
 """
 
 import gc
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,9 +41,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from co2.comm import nccl
-from co2.comm.sockets import Sockets, until_cut, use
-from co2.comm.watch import STOP, TICK_S, Ticket, Watch, key
+from co2.comm.waiting import until_cut, use
+from co2.elastic import nccl
+from co2.elastic.heartbeat import STOP, TICK_S, Heartbeat, StoreLost, add_to, key, listed
+from co2.elastic.reports import Reports, Ticket
+from co2.elastic.sockets import Sockets
 from co2.errors import first_line
 
 OK, LOST, JOIN, PACES = "ok", "lost", "join", "paces="
@@ -53,8 +58,12 @@ _ATTEMPTS = 5
 """To connect the same members."""
 _AGES = timedelta(days=1)
 """For collectives, which end with an error when the connections are cut."""
-_POLL_S = 0.005
-_ASK = timedelta(milliseconds=200)
+_POLL_S, _POLL_PER_MEMBER_S = 0.005, 0.0005
+"""Between two looks at who is there. The store answers a few thousand questions a second."""
+_ASK_S, _ASK_ROUND_TRIPS = 0.2, 4
+"""How long the store is asked at a time for a decision: a slow link needs longer for any answer."""
+_ASKED = "asked"
+"""A list: processes that have ever asked to join, in this order."""
 
 
 @dataclass(frozen=True)
@@ -109,13 +118,11 @@ class Members:
         # A collection looks no more at what there is by now. It would take a second or more amid
         # every recovery (`_break_up`), and make copies of what a worker shares with its parent.
         gc.freeze()
-        self.me, self.silent_s = me, silent_s
+        self.me = me
         self._address, self._backend = address, backend
         if "nccl" in backend:
             nccl.expect_losses()
-        sockets = Sockets()
-        self.store, watching = (dist.TCPStore(*address, is_master=False) for _ in range(2))
-        sockets.give_up_after(STORE_ANSWERS_S)
+        self.store, self._told, beating = (connected(address) for _ in range(3))
         self.ids: tuple[int, ...] = ()
         """Members of this generation, in the order of their ranks."""
         self.generation = -1
@@ -124,7 +131,7 @@ class Members:
         self.joined: tuple[int, ...] = ()
         """Who came in with the last change of members."""
         self.stop_due = False
-        """Whether all members have agreed to stop after this step."""
+        """Whether all know that somebody has asked all to stop."""
         self.change_due = False
         """Whether all members have agreed to let newcomers in after this step."""
         self.paces: tuple[float, ...] = ()
@@ -133,26 +140,44 @@ class Members:
         self.steps: Mapping[int, int] = {}
         """How many steps each member makes in the round under way; empty where all make as many."""
         self._pace: float | None = None
-        self._admitted = self._next = 0
+        self._pace_told: float | None = None
+        self._admitted = 0
+        self._next, self._unsettled, self._low = 0, set[int](), 1
+        """The last ticket of this generation, those that are not settled, and the first of those as
+        the last one was opened."""
+        self._read_by_all: dict[int, range] = {}
+        """By ticket: earlier ones that all members have settled once all have ended this one."""
+        self._waste: deque[str] = deque()
+        """What nobody needs in the store any more."""
+        self._before: list[str] = []
+        """The same, once a first ticket of this generation counts."""
         self.broken = False
         """Whether this generation has ended for all, because one of them is lost."""
-        self._sockets = self._meeting = Sockets()
+        self.sockets = self._meeting = Sockets()
         """What carries collectives, and what the members of a generation find each other by."""
-        use(self._sockets)
+        use(self.sockets)
         self._turning = threading.Lock()
         """Held while this generation becomes the next."""
-        self._watch = Watch(self, watching)
+        self._error: RuntimeError | None = None
+        self.store.compare_set(_ASKED, "", " ")  # so that it is there
+        self._reports = Reports(self._report, self._tidy, self._reports_failed)
+        self._heart = Heartbeat(beating, me, silent_s, self._over).start()
 
     # Tickets.
 
     def open(self) -> Ticket:
         """Number a collective that starts now. All members open theirs in the same order."""
         self._next += 1
+        self._unsettled.add(self._next)
+        low = min(self._unsettled)
+        # All members open and settle in the same order, so this holds for all who open this one.
+        self._read_by_all[self._next] = range(self._low, low)
+        self._low = low
         return self.generation, self._next
 
     def ended(self, ticket: Ticket, well: bool) -> None:
         """This member's part of a collective has ended. Any thread may call it."""
-        self._watch.ended(ticket, well)
+        self._reports.add(ticket, well)
 
     def settle(self, ticket: Ticket) -> None:
         """Wait until the group commits or aborts this collective; its own part has succeeded.
@@ -161,14 +186,19 @@ class Members:
             MemberLost: it does not count.
         """
         while not self.broken:
+            seconds = max(_ASK_S, _ASK_ROUND_TRIPS * self._heart.round_trip_s)
             try:
-                self.store.wait([key("decided", *ticket)], _ASK)
+                self.store.wait([key("decided", *ticket)], timedelta(seconds=seconds))
                 break
             except dist.DistStoreError:
-                self._watch.check()
+                self._check()
         words = self._decide(self.store, ticket, LOST).split()
         if LOST in words:
             raise MemberLost(f"a collective of generation {ticket[0]} was given up")
+        self._unsettled.discard(ticket[1])
+        if self._before:  # all are in this generation
+            self._discard(self._before if self.ids[0] == self.me else ())
+            self._before = []
         self.stop_due = self.stop_due or STOP in words
         self.change_due = self.change_due or JOIN in words
         for word in words:
@@ -188,28 +218,53 @@ class Members:
     def agree(self) -> None:
         """Wait until all members have come here. Raises `MemberLost`."""
         ticket = self.open()
-        self.tell(self.store, ticket)
+        self._tell(self.store, ticket)
         self.settle(ticket)
 
     def ask_to_stop(self) -> None:
-        """Have all members stop together, at the end of a round. A signal's handler may call it."""
-        self._watch.stop_asked = True
+        """Have all find in the decisions to come that they should stop."""
+        self.store.add(STOP, 1)
 
-    def tell(self, store: dist.Store, ticket: Ticket) -> None:
+    def _report(self, ticket: Ticket, well: bool) -> None:
+        """In the thread for it."""
+        if well:
+            self._tell(self._told, ticket)
+        else:
+            self.give_up(self._told, ticket[0])
+
+    def _tell(self, store: dist.Store, ticket: Ticket) -> None:
         """Report success; the last reporter commits."""
         ids = self.ids
         if ticket[0] != self.generation:  # it has ended since; `ids` are the next one's
             return
-        if self._pace is not None:
-            store.set(key("pace", *ticket, self.me), repr(self._pace))
+        read_by_all = self._read_by_all.pop(ticket[1], range(0))
+        pace = self._pace
+        if pace is not None and pace != self._pace_told:
+            store.set(key("pace", self.me), repr(pace))
+            self._pace_told = pace
         if store.add(key("done", *ticket), 1) == len(ids):
+            stop, asked = store.multi_get([STOP, _ASKED])
             words = [OK]
-            words += [STOP] if store.check([STOP]) else []
-            words += [JOIN] if store.add("joiners", 0) > self._admitted else []
-            told = [key("pace", *ticket, one) for one in ids]
-            if self._pace is not None and store.check(told):
-                words += [PACES + ",".join(store.get(key).decode() for key in told)]
+            stopping = int(stop) > 0
+            words += [STOP] if stopping else []
+            words += [JOIN] if len(asked.split()) > self._admitted and not stopping else []
+            told = [key("pace", one) for one in ids]
+            if pace is not None and store.check(told):
+                words += [PACES + ",".join(found.decode() for found in store.multi_get(told))]
             self._decide(store, ticket, " ".join(words))
+            self._discard(_of_tickets(ticket[0], read_by_all))
+
+    def _discard(self, names: Iterable[str]) -> None:
+        """Have these deleted from the store."""
+        self._waste.extend(names)
+        self._reports.wake()
+
+    def _tidy(self) -> bool:
+        """In the thread for reports: delete something. Returns whether there was anything."""
+        if not self._waste:
+            return False
+        self._told.delete_key(self._waste.popleft())
+        return True
 
     # Steps.
 
@@ -227,6 +282,8 @@ class Members:
         as many."""
         return {one: self.steps.get(one, 1) for one in self.ids}
 
+    # Losses.
+
     def give_up(self, store: dist.Store, generation: int) -> None:
         """End a generation, for all members. Any thread may call it."""
         store.set(key("broken", generation), "1")
@@ -239,10 +296,28 @@ class Members:
             if generation == self.generation:
                 self._end()
 
+    def _over(self, generation: int, told: bool) -> None:
+        """In the heartbeat's thread: one of the members is lost."""
+        if told:
+            self.cut(generation)
+        else:
+            self.give_up(self._heart.store, generation)
+
+    def _reports_failed(self, error: RuntimeError) -> None:
+        """In the thread for reports: there is no store any more."""
+        self._error = error
+        self.cut(self.generation)
+
+    def _check(self) -> None:
+        """Raise `StoreLost` if a thread has lost its connection to the store."""
+        self._heart.check()
+        if self._error is not None:
+            raise StoreLost("the store of the run's members is gone") from self._error
+
     def _end(self) -> None:
         """End what is under way, and note that. `_turning` is held."""
         ended, self.broken = self.broken, True
-        self._sockets.cut()  # first: what NCCL ends from here on does not count
+        self.sockets.cut()  # first: what NCCL ends from here on does not count
         self._meeting.cut()
         if not ended:
             nccl.abort()
@@ -261,14 +336,15 @@ class Members:
     def join(self) -> None:
         """Wait to be let in by the members of a run that goes on, and be one of them."""
         while True:
-            number = self.store.add("joiners", 1)
-            self.store.set(f"joiner/{number}", str(self.me))
+            add_to(self.store, _ASKED, self.me)
+            asked = self._asked()
+            number = len(asked) - 1 - asked[::-1].index(self.me)
             while not self.store.check([f"invited/{number}"]):
-                self._watch.check()
+                self._check()
                 time.sleep(TICK_S)
             self._break_up()
             self.generation = int(self.store.get(f"invited/{number}"))
-            self.store.set(key("here", self.generation, self.me), "1")
+            self._report_for_generation()
             try:
                 self._enter(self._record(()))
             except (Expelled, RuntimeError):  # somebody was lost just then: ask again
@@ -287,23 +363,45 @@ class Members:
         """
         self._form(self.ids, admit)
 
+    def waiting(self) -> list[int]:
+        """Processes that have asked to join, and have not been let in."""
+        return self._asked()[self._admitted :]
+
     def formed(self) -> None:
-        """Call it when all process groups of this generation have been made. Raises `RuntimeError`
-        if a member is lost meanwhile."""
+        """Call it once, when all process groups of this generation have been made. Collective.
+        Raises `RuntimeError` if a member is lost meanwhile."""
+        if len(self.ids) > 1:
+            ports: list[list[int]] = [[] for _ in self.ids]
+            own = self.sockets.listening()
+            until_cut(lambda: dist.all_gather_object(ports, own))
+            self.sockets.keep({port for one in ports for port in one})
         on_gpus = nccl.backends()
         if on_gpus:
             device = torch.device("cuda", torch.cuda.current_device())
-            until_cut(lambda: nccl.connect(device))
+            with self.sockets.opening():
+                until_cut(lambda: nccl.connect(device))
         groups = dist.distributed_c10d._world.pg_map
         for backend in (*(one._get_backend(torch.device("cpu")) for one in groups), *on_gpus):
             backend._set_default_timeout(_AGES)
-        self._sockets.freeze()
+
+    def present(self) -> list[int]:
+        """Those of this generation that are not known to be lost."""
+        return [one for one in self.ids if not self._heart.silence(one)]
+
+    def another_store(self) -> dist.TCPStore:
+        """A connection to the store for another thread."""
+        return connected(self._address)
 
     def leave(self) -> None:
         """The run has ended well on all members."""
-        self._watch.close()
+        self.close()
         self._break_up()
         use(None)
+
+    def close(self) -> None:
+        """End the threads: no more signs of life, and nothing is told any more."""
+        self._heart.close()
+        self._reports.close()
 
     def _form(self, old: tuple[int, ...], admit: bool) -> None:
         lost: dict[int, str] = {}
@@ -314,8 +412,8 @@ class Members:
             if admit:  # one whom the attempt before has let in has to ask again
                 newcomers = tuple(dict.fromkeys(self._invite()))
             candidates = (*old, *newcomers)
-            self._watch.candidates(candidates)
-            self.store.set(key("here", self.generation, self.me), "1")
+            self._heart.watch(candidates)
+            self._report_for_generation()
             record = self._record(candidates)
             lost = {**record.lost, **lost}
             for one, why in record.lost.items():
@@ -336,32 +434,34 @@ class Members:
             self.joined = tuple(sorted(one for one in self.ids if one not in old))
             return
 
+    def _asked(self) -> list[int]:
+        return list(map(int, self.store.get(_ASKED).split()))
+
     def _invite(self) -> list[int]:
         """Those who wait to be let in, told when to report."""
-        found = []
-        asked = self.store.add("joiners", 0)
-        for number in range(self._admitted + 1, asked + 1):
-            found.append(int(self.store.get(f"joiner/{number}")))
+        found = self.waiting()
+        for number in range(self._admitted, self._admitted + len(found)):
             self.store.set(f"invited/{number}", str(self.generation))
-        self._admitted = asked
+        self._admitted += len(found)
         return found
+
+    def _report_for_generation(self) -> None:
+        add_to(self.store, key("here", self.generation), self.me)
 
     def _record(self, candidates: tuple[int, ...]) -> Record:
         """Wait until it is known who is in this generation. Those who join have no candidates, and
         leave it to the others to say so."""
         name = key("members", self.generation)
         while not self.store.check([name]):
-            self._watch.check()
-            away = {
-                one: self._watch.silence(one)
-                for one in candidates
-                if not self.store.check([key("here", self.generation, one)])
-            }
-            if candidates and all(away.values()):
-                here = tuple(sorted(one for one in candidates if one not in away))
-                self.store.compare_set(name, "", Record(here, away, self._admitted).text())
-            else:
-                time.sleep(_POLL_S)
+            self._check()
+            if candidates:
+                here = listed(self.store.get(key("here", self.generation)))
+                away = {one: self._heart.silence(one) for one in candidates if one not in here}
+                if all(away.values()):
+                    ids = tuple(sorted(one for one in candidates if one not in away))
+                    self.store.compare_set(name, "", Record(ids, away, self._admitted).text())
+                    continue
+            time.sleep(max(_POLL_S, _POLL_PER_MEMBER_S * len(candidates)))
         return Record.of(self.store.get(name))
 
     def _enter(self, record: Record) -> None:
@@ -370,23 +470,30 @@ class Members:
         if self.me not in record.ids:
             raise Expelled("it was silent for too long; the others have gone on without it")
         self._admitted = record.admitted
-        self._watch.candidates(record.ids)
         # A connection of the generation's own: when it is cut, nobody waits any more for the
         # address of one that is lost.
         meeting = Sockets()
-        store = dist.TCPStore(*self._address, is_master=False)
-        meeting.freeze()
+        with meeting.opening():
+            store = dist.TCPStore(*self._address, is_master=False)
+        meeting.keep({self._address[1]})
         with self._turning:
-            self._meeting, self._sockets = meeting, Sockets()
-        use(self._sockets)
+            self._meeting, self.sockets = meeting, Sockets()
+        use(self.sockets)
         self.ids = record.ids
-        dist.init_process_group(
-            self._backend,
-            store=dist.PrefixStore(key("groups", self.generation), store),
-            rank=record.ids.index(self.me),
-            world_size=len(record.ids),
-            timeout=FORMING,
-        )
+        self._heart.watch(record.ids, self.generation)
+        with self.sockets.opening():
+            dist.init_process_group(
+                self._backend,
+                store=dist.PrefixStore(key("groups", self.generation), store),
+                rank=record.ids.index(self.me),
+                world_size=len(record.ids),
+                timeout=FORMING,
+            )
+
+    def new_group(self, ranks: list[int], backend: str | None) -> object:
+        """Make a process group of this generation. Collective of all members."""
+        with self.sockets.opening():
+            return dist.new_group(ranks, FORMING, backend)
 
     def _break_up(self) -> None:
         """Leave the groups of this generation, which is over."""
@@ -398,11 +505,31 @@ class Members:
         # one than the others' nobody would be found.
         dist.distributed_c10d._world.group_count = 0
         gc.collect()  # joins the threads of groups that nobody holds any more
+        here = key("here", self.generation)
+        self._before += [*_of_tickets(self.generation, range(self._low, self._next + 1)), here]
         with self._turning:
             self.generation += 1
             self.ids, self.broken = (), False
-            self._sockets = Sockets()
-        use(self._sockets)
+            self.sockets = Sockets()
+        use(self.sockets)
         self.stop_due = self.change_due = False
         self.paces = ()
-        self._next = 0
+        self._next, self._low = 0, 1
+        self._unsettled.clear()
+        self._read_by_all.clear()
+
+
+def _of_tickets(generation: int, numbers: Iterable[int]) -> list[str]:
+    """What the store holds of tickets."""
+    return [key(name, generation, number) for number in numbers for name in ("done", "decided")]
+
+
+def connected(address: tuple[str, int]) -> dist.TCPStore:
+    """A connection to the store, which ends with an error once the store's machine has not
+    confirmed for `STORE_ANSWERS_S` that anything has arrived."""
+    sockets = Sockets()
+    with sockets.opening():
+        store = dist.TCPStore(*address, is_master=False)
+    sockets.keep({address[1]})
+    sockets.give_up_after(STORE_ANSWERS_S)
+    return store

@@ -1,0 +1,227 @@
+"""Heartbeat: the thread that gives a member's signs of life and watches those of the others.
+
+It has a connection to the store of its own, and asks for the signs of all others in one call, so
+that neither the number of members nor a slow link makes healthy ones look silent:
+
+    every silent_s/10      a sign of life;  one `multi_get` for the signs of all who are watched
+    every 0.1 s            one `multi_get` for what must be known at once: how many are gone, and
+                           whether this generation is over
+
+A member is silent once its sign has not changed for `silent_s`, and in several looks: a look takes
+as long as the link needs, and after this process itself was stopped, the first ones tell nothing.
+One that has gone is lost at once, also if it has gone before anybody watched it: who is gone is
+known of all processes of the run, not of those alone that are watched.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+TICK_S = 0.1
+"""Between two looks at what must be known at once; longer with hundreds of members."""
+TICK_PER_MEMBER_S = 0.0005
+"""The store answers a few thousand questions a second."""
+_SIGNS = 10
+"""Signs of life in `silent_s`."""
+_LOOKS = 5
+"""In which a sign must not have changed."""
+_START_S = 600.0
+"""A process that has given no sign of life yet may still be importing."""
+STOP = "stop"
+"""A counter: requests to stop."""
+_BORN, _GONE = "born", "gone"
+"""Lists: processes that have given a sign of life, and that are gone."""
+
+
+class StoreLost(Exception):
+    """The store cannot be reached, so that nothing can be agreed upon."""
+
+
+def key(*parts: object) -> str:
+    """A name in the store."""
+    return "/".join(map(str, parts))
+
+
+def add_to(store: dist.Store, name: str, number: int) -> None:
+    """Add a number to a list in the store."""
+    store.append(name, f"{number} ")  # type: ignore[attr-defined]  # torch's stubs lack it
+
+
+def listed(value: bytes) -> set[int]:
+    """What is in such a list."""
+    return set(map(int, value.split()))
+
+
+def announce_gone(store: dist.Store, number: int) -> None:
+    """Tell all members that a process has ended."""
+    add_to(store, _GONE, number)
+    store.add("departures", 1)
+
+
+def has_lived(store: dist.Store, number: int) -> bool:
+    """Whether a process has given a sign of life, or is known to be gone."""
+    names = [name for name in (_BORN, _GONE) if store.check([name])]
+    return any(number in listed(store.get(name)) for name in names)
+
+
+@dataclass
+class _Sign:
+    """A member's last sign of life."""
+
+    value: bytes
+    """Empty while there was none."""
+    since: float
+    """When it was new."""
+    looks: int = 0
+    """How many times it was the same since."""
+
+
+class Heartbeat:
+    """The thread. Its methods are called by the thread that trains, unless they say otherwise.
+
+    Args:
+        store: a connection of the thread's own, because one answers one question at a time.
+        me: this process.
+        silent_s: see above.
+        over: called by the thread, once for each generation that is over for all, with its number
+            and whether the others know already.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        me: int,
+        silent_s: float,
+        over: Callable[[int, bool], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.store, self.me, self.silent_s = store, me, silent_s
+        self._over, self._clock = over, clock
+        self.round_trip_s = 0.0
+        """How long the store took to answer last."""
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+        """Of the following three."""
+        self._signs: dict[int, _Sign] = {}
+        self._gone: set[int] = set()
+        self._generation: int | None = None
+        """Of those that are watched, once they are members; None: nobody's yet, or over."""
+        self._departures = self._beats = 0
+        self._due = clock()
+        for name in ("departures", STOP):
+            store.add(name, 0)  # so that it is there
+        self._beat()
+        add_to(store, _BORN, me)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> "Heartbeat":
+        """Begin to beat by itself."""
+        self._thread.start()
+        return self
+
+    def watch(self, ids: Iterable[int], generation: int | None = None) -> None:
+        """Watch these, and nobody else. With a generation they are its members, and it is over
+        once one of them is lost."""
+        now = self._clock()
+        if generation is not None:
+            self.store.compare_set(key("broken", generation), "", "0")  # so that it is there
+        with self._lock:
+            self._signs = {one: self._signs.get(one) or _Sign(b"", now) for one in ids}
+            self._generation = generation
+
+    def silence(self, one: int) -> str:
+        """Why one that is watched counts as lost; empty while it does not. Any thread may call
+        it."""
+        with self._lock:
+            if one in self._gone:
+                return "gone"
+            sign = self._signs[one]
+        silent = self._clock() - sign.since
+        if not sign.value:
+            return f"silent for {silent:.0f} s" if silent > _START_S else ""
+        lost = silent > self.silent_s and sign.looks >= _LOOKS
+        return f"silent for {silent:.0f} s" if lost else ""
+
+    def check(self) -> None:
+        """Raise what has ended the thread: without the store nothing can be agreed."""
+        if self._error is not None:
+            raise StoreLost("the store of the run's members is gone") from self._error
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def turn(self) -> float:
+        """One turn of the thread. Returns the seconds until the next."""
+        if self._clock() >= self._due:
+            self._due = self._clock() + self.silent_s / _SIGNS
+            self._beat()
+            self._look_at_signs()
+        self._look_around()
+        return max(TICK_S, TICK_PER_MEMBER_S * len(self._signs))
+
+    def _run(self) -> None:
+        try:
+            while not self._closed.wait(self.turn()):
+                pass
+        except RuntimeError as error:  # the connection to the store
+            self._error = error
+            generation = self._generation
+            if generation is not None:
+                self._over(generation, True)
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self.store.set(key("alive", self.me), str(self._beats))
+
+    def _look_at_signs(self) -> None:
+        with self._lock:
+            silent = [one for one, sign in self._signs.items() if not sign.value]
+            known = [one for one, sign in self._signs.items() if sign.value]
+        if silent:
+            born = listed(self.store.get(_BORN))
+            known += [one for one in silent if one in born]
+        if not known:
+            return
+        found = self.store.multi_get([key("alive", one) for one in known])
+        now = self._clock()
+        with self._lock:
+            for one, value in zip(known, found, strict=True):
+                sign = self._signs.get(one)
+                if sign is None:  # not watched any more
+                    continue
+                if value == sign.value:
+                    sign.looks += 1
+                else:
+                    self._signs[one] = _Sign(value, now)
+
+    def _look_around(self) -> None:
+        with self._lock:
+            generation = self._generation
+        names = ["departures", *([] if generation is None else [key("broken", generation)])]
+        began = self._clock()
+        departures, *broken = map(int, self.store.multi_get(names))
+        self.round_trip_s = self._clock() - began
+        if departures != self._departures:
+            gone = listed(self.store.get(_GONE))
+            with self._lock:
+                self._departures, self._gone = departures, gone
+        if generation is None:
+            return
+        told = any(broken)
+        if told or any(self.silence(one) for one in self._members(generation)):
+            with self._lock:
+                if self._generation == generation:
+                    self._generation = None
+            self._over(generation, told)
+
+    def _members(self, generation: int) -> list[int]:
+        with self._lock:
+            return list(self._signs) if self._generation == generation else []
