@@ -73,8 +73,8 @@ def messages_and_count(rank: int, world: int, name: str) -> tuple[int, float]:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_bytes_are_those_of_a_message_to_each_other_replica(workers, name, world):
     for given, counted in workers.run(messages_and_count, world, name):
-        # Two magnitudes for each of the tensors; and 20 of 1,000 and 2 of 77 values, of which 8 bits
-        # lie in a byte each, and 6 bits of every four together in three bytes.
+        # Two magnitudes for each of the tensors; and 20 of 1,000 and 2 of 77 values, of which 8
+        # bits lie in a byte each, and 6 bits of every four together in three bytes.
         message = 2 * 4 + (20 + 2) + 3 * 6
         assert given == (0 if world == 1 else STEPS // TAU * message)
         assert counted == (world - 1) * STEPS // TAU * message
