@@ -139,7 +139,7 @@ class Mesh:
 
     @staticmethod
     def _plain_group(ranks: list[int], backend: str | None) -> object:
-        return dist.new_group(ranks, backend=backend)
+        return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
 
 
 def check_replica_size(replica_size: int, workers: int) -> None:
