@@ -453,7 +453,7 @@ def test_a_full_disk(workers: Pool, whole: Run, tmp_path: Path, way: str) -> Non
 
 @contextmanager
 def full_disk_and_told_to_stop(step: int) -> Iterator[None]:
-    with full_disk("stub", tuple(range(step, 61))), stopped_after(STOPPED_AT):
+    with full_for_worker_1("stub", tuple(range(step, 61))), stopped_after(STOPPED_AT):
         yield
 
 
