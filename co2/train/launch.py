@@ -308,7 +308,9 @@ def _guarded(worker: Worker, config: Config, rank: int) -> int:
             return REFUSED
         if config.launch.elastic:
             raise
-        lost = re.search(r"(?i)closed by peer|reset by peer|connection refused", str(error))
+        lost = re.search(
+            r"(?i)closed by peer|reset by peer|connection refused|a worker is lost", str(error)
+        )
         if not isinstance(error, RuntimeError) or not lost:
             if faults.is_first(f"{type(error).__name__}: {error}"):
                 raise

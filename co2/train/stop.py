@@ -12,6 +12,7 @@ needs, the worker that is furthest ahead has begun it. A worker that has come to
 for the answers of the others, which their threads give at once, whatever they are waiting for.
 """
 
+import math
 import signal
 import threading
 import time
@@ -28,6 +29,8 @@ LOOK_S = 0.5
 """Between two looks whether anybody wants to stop."""
 _POLL_S = 0.02
 """Between two looks whether all have answered."""
+LOST_S = 5.0
+"""A worker of a fixed number that has not answered by then is lost: its thread does so at once."""
 
 
 def voted(
@@ -42,7 +45,8 @@ def voted(
     """
     if replicas is not None:
         members = replicas.members
-        return StopVote(members.another_store(), members.me, members.present, signals, done)
+        store = members.another_store()
+        return StopVote(store, members.me, members.present, signals, done, lost_s=math.inf)
     if mesh.num_workers == 1:
         return StopVote(None, 0, tuple, signals, done)
     store = dist.distributed_c10d._get_default_store().clone()
@@ -61,6 +65,8 @@ class StopVote:
         workers: the numbers of all whose answer is needed. Those that are lost give none.
         signals: that ask for a stop.
         done: steps that are done already.
+        lost_s: seconds after which a worker without an answer is lost; infinite where `workers`
+            leaves out those that are.
     """
 
     def __init__(
@@ -70,10 +76,11 @@ class StopVote:
         workers: Callable[[], Iterable[int]],
         signals: Iterable[signal.Signals],
         done: int = 0,
+        lost_s: float = LOST_S,
     ) -> None:
         self.received = False
         self._store, self._me, self._workers = store, me, workers
-        self._signals, self._done = tuple(signals), done
+        self._signals, self._done, self._lost_s = tuple(signals), done, lost_s
         self._answer: int | None = None
         """n_i, once somebody has asked."""
         self._last: int | None = None
@@ -119,12 +126,16 @@ class StopVote:
         return done >= self._last
 
     def _agreed(self, store: dist.Store) -> int:
-        """Wait until all have answered. The first to see that writes down what follows."""
+        """Wait until all have answered. The first to see that writes down what follows. Raises
+        `RuntimeError` where one of a fixed number is lost."""
+        began = time.monotonic()
         while not (found := store.compare_set("stop/after", "", "")):
             answers = [f"stop/{one}" for one in self._workers()]
             if store.check(answers):
                 last = max(map(int, store.multi_get(answers)))
                 store.compare_set("stop/after", "", str(last))
+            elif time.monotonic() - began > self._lost_s:
+                raise RuntimeError("a worker is lost: it does not say when it could stop")
             else:
                 time.sleep(_POLL_S)
         return int(found)
