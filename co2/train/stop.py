@@ -45,8 +45,8 @@ def voted(
     """
     if replicas is not None:
         members = replicas.members
-        store = members.another_store()
-        return StopVote(store, members.me, members.present, signals, done, lost_s=math.inf)
+        own = members.another_store()
+        return StopVote(own, members.me, members.present, signals, done, lost_s=math.inf)
     if mesh.num_workers == 1:
         return StopVote(None, 0, tuple, signals, done)
     store = dist.distributed_c10d._get_default_store().clone()
