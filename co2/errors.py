@@ -43,6 +43,10 @@ class ConfigError(ValueError):
         return ConfigError, (self.key, self.value, self.hint)
 
 
+class WorkerLost(RuntimeError):
+    """Another worker has gone, or gives no answer."""
+
+
 class ReplicasDiffer(Exception):
     """A tensor that must be equal on all replicas is not: they train different models.
 

@@ -28,7 +28,7 @@ from co2 import faults, forked, program
 from co2.comm.mesh import Mesh
 from co2.config import CommDevice, Config, LaunchConfig, Precision
 from co2.elastic import launcher
-from co2.errors import REFUSED, ConfigError, ReplicasDiffer, exit_at_once, require
+from co2.errors import REFUSED, ConfigError, ReplicasDiffer, WorkerLost, exit_at_once, require
 
 _PEER_S = 1.0
 """A worker whose peer is gone ends this many seconds later, so that the run gets the peer's
@@ -308,10 +308,8 @@ def _guarded(worker: Worker, config: Config, rank: int) -> int:
             return REFUSED
         if config.launch.elastic:
             raise
-        lost = re.search(
-            r"(?i)closed by peer|reset by peer|connection refused|a worker is lost", str(error)
-        )
-        if not isinstance(error, RuntimeError) or not lost:
+        lost = re.search(r"(?i)closed by peer|reset by peer|connection refused", str(error))
+        if not (isinstance(error, WorkerLost) or (isinstance(error, RuntimeError) and lost)):
             if faults.is_first(f"{type(error).__name__}: {error}"):
                 raise
             return 1

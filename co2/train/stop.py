@@ -24,6 +24,7 @@ import torch.distributed as dist
 from co2.comm.mesh import Mesh
 from co2.elastic.heartbeat import STOP
 from co2.elastic.replicas import Replicas
+from co2.errors import WorkerLost
 
 LOOK_S = 0.5
 """Between two looks whether anybody wants to stop."""
@@ -127,7 +128,7 @@ class StopVote:
 
     def _agreed(self, store: dist.Store) -> int:
         """Wait until all have answered. The first to see that writes down what follows. Raises
-        `RuntimeError` where one of a fixed number is lost."""
+        `WorkerLost` where one of a fixed number gives no answer."""
         began = time.monotonic()
         while not (found := store.compare_set("stop/after", "", "")):
             answers = [f"stop/{one}" for one in self._workers()]
@@ -135,7 +136,7 @@ class StopVote:
                 last = max(map(int, store.multi_get(answers)))
                 store.compare_set("stop/after", "", str(last))
             elif time.monotonic() - began > self._lost_s:
-                raise RuntimeError("a worker is lost: it does not say when it could stop")
+                raise WorkerLost("it does not say after which step it could stop")
             else:
                 time.sleep(_POLL_S)
         return int(found)

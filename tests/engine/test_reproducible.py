@@ -1,6 +1,6 @@
 """Norms and checksums have the same bits under any number of threads, at any address."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -28,14 +28,20 @@ def moved(x: Tensor, by: int) -> Tensor:
     return torch.empty(len(x) + by, dtype=x.dtype)[by:].copy_(x)
 
 
+def of_all_threads(figure: Callable[[Tensor], Tensor], x: Tensor) -> set[float]:
+    """What a figure of x is on each number of threads, at several places of the memory."""
+    found = set()
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        found |= {figure(moved(x, by)).item() for by in (0, 1, 7)}
+    return found
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_one_norm(size: int, dtype: torch.dtype) -> None:
     x = drawn(size, dtype)
-    found = set()
-    for threads in THREADS:
-        torch.set_num_threads(threads)
-        found |= {squared_norm(moved(x, by)).item() for by in (0, 1, 7)}
+    found = of_all_threads(squared_norm, x)
     assert len(found) == 1
     exact = x.double().square().sum().item()
     assert found.pop() == pytest.approx(exact, rel=1e-6 if dtype is torch.float32 else 1e-13)
@@ -44,12 +50,7 @@ def test_one_norm(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_one_checksum(size: int, dtype: torch.dtype) -> None:
-    x = drawn(size, dtype)
-    found = set()
-    for threads in THREADS:
-        torch.set_num_threads(threads)
-        found |= {checksum(moved(x, by)).item() for by in (0, 1, 7)}
-    assert len(found) == 1
+    assert len(of_all_threads(checksum, drawn(size, dtype))) == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
