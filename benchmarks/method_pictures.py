@@ -14,7 +14,7 @@ import numpy as np
 
 from co2.simulate.methods import ACCO, NO_ROUNDS, OVERLAPPED, SIMULATED, vectors_in
 from co2.simulate.network import Link, Network
-from co2.simulate.schedule import advance_of, sendings
+from co2.simulate.schedule import advance_of, sending
 
 TAU, WORKERS, WINDOW_S = 4, 2, 17.0
 FRAGMENTS, DELAY = 2, 1
@@ -62,8 +62,8 @@ def picture(method: str) -> str:
 
 def simulated(method: str) -> Iterator[Span]:
     """Rounds of the simulator until the window is full; each begins where the last one ended."""
-    buckets = sendings(method, MODEL_BYTES, MODEL_BYTES // NUM_BUCKETS, NETWORK, WORKERS)
-    advance = advance_of(method, buckets, backward_share=2 / 3)
+    sent = sending(method, MODEL_BYTES, MODEL_BYTES // NUM_BUCKETS, NETWORK, WORKERS)
+    advance = advance_of(method, sent, backward_share=2 / 3)
     starts, number = np.zeros(WORKERS), 0
     while starts.min() < WINDOW_S:
         compute = compute_s(number, 1 if method in NO_ROUNDS else TAU)
@@ -75,7 +75,7 @@ def simulated(method: str) -> Iterator[Span]:
                 yield Span(worker, "wait", end, end + exposed[worker])
         # Under allreduce no bucket waits here once the first has left: the network is the slower.
         over = float((following + comm if method in (*OVERLAPPED, ACCO) else following).max())
-        yield Span(2, "send", over - buckets.wire_s, over, str(number))
+        yield Span(2, "send", over - sent.wire_s, over, str(number))
         starts, number = following, number + 1
 
 

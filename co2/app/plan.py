@@ -17,14 +17,13 @@ from pathlib import Path
 import torch
 
 from co2.app.compose import command_line
-from co2.arguments import Parser
+from co2.arguments import Parser, number, whole
 from co2.config import Config, Precision
 from co2.errors import ConfigError, require, unusable
 from co2.gpus import GPUS, USABLE, known_gpu
 from co2.methods import METHODS
 from co2.simulate.methods import ALLREDUCE, LEFT_OUT, NO_ROUNDS
 from co2.simulate.network import PROFILES, Network, parse_link
-from co2.simulate.options import number, whole
 from co2.simulate.schedule import Figures, simulate
 from co2.task import Planned, Task
 from co2.train import launch

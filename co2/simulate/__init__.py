@@ -10,8 +10,7 @@ failures.py  goodput where nodes fail, in closed forms
 drawn.py     the same by drawing failures
 goodput.py   goodput against the number of GPUs
 paper.py     the CO2 paper's scaling figures beside simulated ones
-report.py    console, CSV and Markdown
-figure.py    the picture
+report.py    console, CSV, Markdown and the picture
 
 Nothing here imports torch. NumPy is needed; rich and matplotlib are imported where they are used.
 """

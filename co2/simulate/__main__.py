@@ -21,14 +21,13 @@ with program.starting(__name__, slow=False):
     from co2.gpus import GPUS
     from co2.simulate import paper
     from co2.simulate.failures import LLAMA_MTBF_HOURS
-    from co2.simulate.figure import Panel, draw
-    from co2.simulate.goodput import goodput_panels, goodput_points, goodput_report
+    from co2.simulate.goodput import goodput_report
     from co2.simulate.methods import SIMULATED, WITH_MOMENTS
     from co2.simulate.models import MODELS
     from co2.simulate.network import COLLECTIVES
     from co2.simulate.options import check
     from co2.simulate.report import Report
-    from co2.simulate.scaling import scaling_panels, scaling_points, scaling_report
+    from co2.simulate.scaling import scaling_report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,10 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     command = shlex.join(["python", "-m", "co2.simulate", *words])
     try:
-        report, panels = _simulated(args)
-        report.save(command, args.csv, args.markdown)
-        if args.figure:
-            draw(panels, report.title, args.figure)
+        report = _simulated(args)
+        report.save(command, args.csv, args.markdown, args.figure)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return REFUSED
@@ -48,18 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _simulated(args: argparse.Namespace) -> tuple[Report, list[Panel]]:
-    """What the command line asks for, and the panels of its picture."""
+def _simulated(args: argparse.Namespace) -> Report:
+    """What the command line asks for."""
     if args.paper:
         require(args.figure is None, "--figure", args.figure, "is not drawn with --paper")
         require(not args.goodput, "--goodput", "true", "is not simulated with --paper")
-        return paper.report(), []
-    options = check(args)
-    if args.goodput:
-        losses = goodput_points(options)
-        return goodput_report(options, losses), goodput_panels(losses)
-    points = scaling_points(options)
-    return scaling_report(options, points), scaling_panels(points)
+        return paper.report()
+    return (goodput_report if args.goodput else scaling_report)(check(args))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -21,8 +21,6 @@ change of a step's time with the number of nodes.
 import math
 from dataclasses import dataclass
 
-from co2.errors import require_count, require_number
-
 LLAMA_MTBF_HOURS = 54 * 24 * (16_384 / 8) / 419
 """Mean hours between failures of a node of 8 GPUs, 6,335: Llama 3 405B trained on 16,384 H100 with
 419 unexpected interruptions in 54 days (Llama Team, arXiv 2407.21783, section 3.3.4)."""
@@ -50,16 +48,6 @@ class Faults:
     """δ: all stand still while a checkpoint is saved."""
     checkpoint_every_s: float | None = None
     """Seconds of training between two checkpoints; None for Daly's optimum."""
-
-    def __post_init__(self) -> None:
-        for key in ("mtbf_s", "checkpoint_s"):
-            require_number(key, getattr(self, key), 1e-9, "must be a finite time above 0 s")
-        for key in ("repair_s", "restart_s", "detect_s", "regroup_s"):
-            require_number(key, getattr(self, key), 0.0, "must be a finite time, 0 s or more")
-        every_s = self.checkpoint_every_s
-        if every_s is not None:
-            hint = "must be a finite time above 0 s"
-            require_number("checkpoint_every_s", every_s, 1e-9, hint)
 
     @property
     def back_s(self) -> float:
@@ -109,7 +97,6 @@ def daly_s(checkpoint_s: float, mtbf_s: float) -> float:
 
 def goodput(way: str, faults: Faults, nodes: int, round_: Round) -> float:
     """Goodput of as many nodes, by the closed form of this way."""
-    require_count("nodes", nodes)
     if way == RESTART:
         return restart_goodput(faults, nodes)
     return rounds_goodput(way, faults, nodes, round_)
@@ -190,46 +177,3 @@ def _late_s(detect_s: float, rate: float, open_s: float) -> float:
     most_s = min(detect_s, open_s)
     more = math.exp(min(rate * detect_s, 700.0))  # finite, where nothing is done any more
     return more * -math.expm1(-rate * most_s) / rate - most_s
-
-
-def campaign_goodput(
-    *,
-    workers: int,
-    steps: int,
-    tau: int,
-    step_s: float,
-    lost_at: int,
-    detect_s: float,
-    regroup_s: float,
-    restart_s: float,
-    losses: int = 1,
-) -> float:
-    """Goodput to expect of one elastic run on one machine, some of whose workers are killed.
-
-    Made to be held against recipes/faults/faults.py, whose workers are replicas, and are started
-    again at once. A worker is lost at any instant of its round with the same probability; its round
-    is lost, and those until it has come back, if the run lasts so long. The others do all steps,
-    and wait at the ends of two rounds.
-
-    Args:
-        workers: G, each of them a replica.
-        steps: of the run.
-        tau: τ, the steps of a round.
-        step_s: seconds of a step of the undisturbed run, waiting included.
-        lost_at: the step at which workers are lost, on average.
-        detect_s: from a loss until the others know of it.
-        regroup_s: of each change of members, as the run writes them; a newcomer's state included.
-        restart_s: from the detection of a loss until the worker in its place can join.
-        losses: workers that are lost, one after the other.
-    """
-    require_number("step_s", step_s, 1e-12, "must be a finite time above 0 s")
-    assert losses < workers, "nobody is left"
-    round_s = tau * step_s
-    most_s = min(detect_s, round_s)
-    late_s = most_s * (detect_s - most_s / 2) / round_s
-    left = max(0, steps - lost_at)
-    missed = tau * (1 + _missed(detect_s, restart_s, round_s))
-    changes = 2 if missed < left else 1
-    useful = 1 - losses * min(missed, left) / (workers * steps)
-    train_s = steps * step_s
-    return useful * train_s / (train_s + losses * (late_s + changes * regroup_s))

@@ -7,13 +7,15 @@ importing co2.methods would import torch, which the simulator does not need and 
 have.
 """
 
-import ast
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from co2.errors import nearest, require
 
 FOLDER = Path(__file__).parents[1] / "methods"
+_REGISTERED = re.compile(r'^    "(\w+)":', re.MULTILINE)
+_DECLARATION = re.compile(r"^    blocking(?:: .+)? = Blocking\.(\w+)", re.MULTILINE)
 LIMIT = "none"
 """Replicas that never communicate: the limit of what any method can reach."""
 ALLREDUCE = "allreduce"
@@ -45,32 +47,17 @@ LEFT_OUT = {
 def declarations(folder: Path = FOLDER) -> dict[str, str]:
     """The member of `Blocking` that each method of the registry declares, in the registry's order.
 
-    A method's file has the name that it is registered under, and its class has one line
-    `blocking = Blocking.<member>`.
+    The registry has a line for each method. A method's file has the name that it is registered
+    under, and its class has one line `blocking = Blocking.<member>`.
     """
-    (registry,) = _assigned(folder / "__init__.py", "METHODS")
-    assert isinstance(registry, ast.Dict), "METHODS must be written as a dict"
-    names = [ast.literal_eval(key) for key in registry.keys if key is not None]
-    return {name: _blocking(folder / f"{name}.py") for name in names}
+    _, _, registry = (folder / "__init__.py").read_text(encoding="utf-8").partition("METHODS: ")
+    return {name: _blocking(folder / f"{name}.py") for name in _REGISTERED.findall(registry)}
 
 
 def _blocking(path: Path) -> str:
-    members = [node.attr for node in _assigned(path, "blocking") if isinstance(node, ast.Attribute)]
+    members = _DECLARATION.findall(path.read_text(encoding="utf-8"))
     assert len(members) == 1, f"{path} must have one line `blocking = Blocking.<member>`"
     return members[0]
-
-
-def _assigned(path: Path, name: str) -> Iterable[ast.expr]:
-    """The values that are assigned to `name` in a file's module or class bodies."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Assign):
-            targets: list[ast.expr] = node.targets
-        elif isinstance(node, ast.AnnAssign):
-            targets = [node.target]
-        else:
-            continue
-        if node.value and any(isinstance(t, ast.Name) and t.id == name for t in targets):
-            yield node.value
 
 
 def _with_rounds(declared: Mapping[str, str], blocking: str) -> tuple[str, ...]:
@@ -92,16 +79,6 @@ def require_simulated(key: str, method: str) -> None:
     if method in LEFT_OUT:
         hint = f"is not simulated, because {LEFT_OUT[method]}"
     require(method in SIMULATED, key, method, hint)
-
-
-def rounds_of(method: str, taus: Sequence[int]) -> Sequence[int]:
-    """The τ that a method is simulated with: 1 for one without rounds, whatever τ are asked for."""
-    return (1,) if method in NO_ROUNDS else taus
-
-
-def tau_word(method: str, tau: int) -> str:
-    """τ as a table has it."""
-    return "–" if method in NO_ROUNDS else str(tau)
 
 
 def label(method: str, tau: int) -> str:

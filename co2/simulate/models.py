@@ -15,16 +15,6 @@ class ModelShape:
     flops_per_unit: float
     """Floating-point operations of the forward and the backward pass for one unit."""
 
-    def step_s(self, units: float, peak_flops: float, mfu: float) -> float:
-        """Seconds of a step's computation: flops per unit × units / (peak × mfu).
-
-        Args:
-            units: tokens or images of one GPU in a step.
-            peak_flops: peak rate of the GPU in flop/s, as its vendor states it.
-            mfu: model flops utilization, the share of the peak that training reaches.
-        """
-        return self.flops_per_unit * units / (peak_flops * mfu)
-
 
 def _language(num_parameters: int, tokens: int = 480 * 1024 // 64) -> ModelShape:
     """A language model. A token costs 6 flops per parameter, 2 forward and 4 backward; those of

@@ -9,7 +9,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from co2.errors import ConfigError, nearest, require, require_count, require_number
+from co2.errors import ConfigError, nearest, require
 
 COLLECTIVES = ("ring", "hierarchical", "tree", "auto")
 """Ways of sending; `auto` is the quickest of the others for the size that is sent."""
@@ -27,12 +27,6 @@ class Link:
     """Share of the rate that headers, congestion control and the host leave for payload. 1 is the
     bare rate, since what a protocol loses has to be measured."""
 
-    def __post_init__(self) -> None:
-        require_number("rate_bits", self.rate_bits, 1e-9, "must be a finite rate above 0 bit/s")
-        require_number("latency_s", self.latency_s, 0.0, "must be a finite time, 0 s or more")
-        good = 0 < self.efficiency <= 1
-        require(good, "efficiency", self.efficiency, "must be above 0 and at most 1")
-
     def seconds(self, num_bytes: float) -> float:
         """Seconds until `num_bytes` have arrived: L + 8·bytes/(R·efficiency)."""
         return self.latency_s + 8 * num_bytes / (self.rate_bits * self.efficiency)
@@ -47,31 +41,22 @@ PROFILES = {
 TCP/IP or 800 Gbps RDMA between servers, and NVSwitch of 600 GB/s inside one, which NVIDIA counts
 over both directions, so 300 GB/s each. The latencies are assumed: no source gives them."""
 
-_RATE = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)(?:bit|bps)")
-_LATENCY = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)")
+_RATE = re.compile(r"(\d{1,20}(?:\.\d+)?)([kmgt]?)(?:bit|bps)")
+_LATENCY = re.compile(r"(\d{1,20}(?:\.\d+)?)(us|ms|s)")
 _RATE_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def parse_link(text: str, key: str = "link") -> Link:
-    """A link from `80gbps-tcp`, `20mbit`, `1gbit@50us` or `800gbps-rdma@2us`.
-
-    A bare rate has no latency; `@` gives the latency, or replaces a profile's.
-
-    Raises:
-        ConfigError: the text is neither a profile nor a rate, or its latency is malformed.
-    """
+    """A link from `80gbps-tcp`, `20mbit`, `1gbit@50us` or `800gbps-rdma@2us`. A bare rate has no
+    latency; `@` gives the latency, or replaces a profile's. Raises `ConfigError`."""
     name, at, latency = text.strip().lower().partition("@")
-    rate = _RATE.fullmatch(name)
-    if name in PROFILES:
-        link = PROFILES[name]
-    elif rate and float(rate[1]) > 0:
+    link = PROFILES.get(name)
+    if rate := _RATE.fullmatch(name):
         link = Link(float(rate[1]) * _RATE_UNITS[rate[2]])
-    else:
-        hint = (
-            f"must be a rate such as 20mbit or 1gbit@50us, or a profile; {nearest(name, PROFILES)}"
-        )
-        raise ConfigError(key, text, hint)
+    if link is None or link.rate_bits == 0:
+        hint = "must be a rate such as 20mbit or 1gbit@50us, or a profile"
+        raise ConfigError(key, text, f"{hint}; {nearest(name, PROFILES)}")
     if not at:
         return link
     found = _LATENCY.fullmatch(latency)
@@ -97,71 +82,47 @@ class Network:
     collective: str = "ring"
     """One of `COLLECTIVES`."""
 
-    def __post_init__(self) -> None:
-        require_count("server_size", self.server_size)
-        known = self.collective in COLLECTIVES
-        require(known, "collective", self.collective, nearest(self.collective, COLLECTIVES))
-
-    def check(self, workers: int) -> None:
+    def check(self, workers: int, key: str = "workers") -> None:
         """Raise `ConfigError` unless the workers fill whole servers, or fit into one."""
-        require_count("workers", workers)
         size = self.server_size
         whole = workers <= size or workers % size == 0
-        require(whole, "workers", workers, f"must fill servers of {size}, or fit into one")
+        require(whole, key, workers, f"must fill servers of {size}, or fit into one")
 
     def all_reduce_s(self, num_bytes: float, workers: int) -> float:
-        """Seconds of one all-reduce of `num_bytes` on each worker, all starting together."""
+        """Seconds of one all-reduce of `num_bytes` on each worker, all starting together.
+
+        ring: One ring through all GPUs, server by server, so that it leaves each server once. A
+            phase lasts as long as on the slower kind of link. This is an upper bound: phases that
+            are not in step would pay the outer latency at one hop in `server_size` only.
+        hierarchical: Reduce-scatter inside, rings across servers, all-gather inside. The GPUs with
+            number j of all servers form a ring for their n/g bytes. The g rings of a server share
+            its link, and so take as long as one ring of the servers on n bytes.
+        tree: As hierarchical, with a double binary tree across servers: 8·2n/R + 2⌈log₂ S⌉·L. Two
+            trees carry half of the bytes each, and a leaf of one is an inner node of the other
+            (Sanders, Speck, Träff, Parallel Computing 2009; in NCCL since 2.4). Perfect pipelining
+            is assumed.
+        """
         if workers == 1:
             return 0.0
         if workers <= self.server_size:
             return ring_s(num_bytes, workers, self.inside)
+        servers, link = workers // self.server_size, self.link
+        flat_s = ring_s(num_bytes, workers, link)
+        if self.server_size > 1:
+            flat_s = max(flat_s, ring_s(num_bytes, workers, self.inside))
+        inside_s = ring_s(num_bytes, self.server_size, self.inside)
+        hops = 2 * math.ceil(math.log2(servers))
         times = {
-            "ring": self._flat_ring_s,
-            "hierarchical": self._hierarchical_s,
-            "tree": self._tree_s,
+            "ring": flat_s,
+            "hierarchical": inside_s + ring_s(num_bytes, servers, link),
+            "tree": inside_s + (link.seconds(2 * num_bytes) + (hops - 1) * link.latency_s),
         }
-        if self.collective == "auto":
-            return min(time(num_bytes, workers) for time in times.values())
-        return times[self.collective](num_bytes, workers)
+        return min(times.values()) if self.collective == "auto" else times[self.collective]
 
     def all_gather_s(self, num_bytes: float, workers: int) -> float:
         """Seconds of one all-gather of `num_bytes` from each worker, all starting together: the
         second half of an all-reduce of what they have together."""
         return self.all_reduce_s(workers * num_bytes, workers) / 2
-
-    def _flat_ring_s(self, num_bytes: float, workers: int) -> float:
-        """One ring through all GPUs, server by server, so that it leaves each server once.
-
-        A phase lasts as long as on the slower kind of link. This is an upper bound: phases that
-        are not in step would pay the outer latency at one hop in `server_size` only.
-        """
-        if self.server_size == 1:
-            return ring_s(num_bytes, workers, self.link)
-        return max(ring_s(num_bytes, workers, link) for link in (self.link, self.inside))
-
-    def _hierarchical_s(self, num_bytes: float, workers: int) -> float:
-        """Reduce-scatter inside, rings across servers, all-gather inside.
-
-        The GPUs with number j of all servers form a ring for their n/g bytes. The g rings of a
-        server share its link, and so take as long as one ring of the servers on n bytes.
-        """
-        servers = workers // self.server_size
-        return self._inside_s(num_bytes) + ring_s(num_bytes, servers, self.link)
-
-    def _tree_s(self, num_bytes: float, workers: int) -> float:
-        """As hierarchical, with a double binary tree across servers: 8·2n/R + 2⌈log₂ S⌉·L.
-
-        Two trees carry half of the bytes each, and a leaf of one is an inner node of the other
-        (Sanders, Speck, Träff, Parallel Computing 2009; in NCCL since 2.4). Perfect pipelining is
-        assumed.
-        """
-        hops = 2 * math.ceil(math.log2(workers // self.server_size))
-        across = self.link.seconds(2 * num_bytes) + (hops - 1) * self.link.latency_s
-        return self._inside_s(num_bytes) + across
-
-    def _inside_s(self, num_bytes: float) -> float:
-        """Reduce-scatter and all-gather inside a server: the two halves of a ring."""
-        return ring_s(num_bytes, self.server_size, self.inside)
 
 
 def ring_s(num_bytes: float, workers: int, link: Link) -> float:

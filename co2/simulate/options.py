@@ -1,11 +1,11 @@
 """The command line of `python -m co2.simulate` as checked options."""
 
 import argparse
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from co2.errors import ConfigError, nearest, require, require_number
+from co2.arguments import number, whole
+from co2.errors import nearest, require
 from co2.gpus import known_gpu
 from co2.simulate.failures import Faults
 from co2.simulate.methods import NO_ROUNDS, require_simulated
@@ -45,15 +45,22 @@ class Options:
     num_failures: int
     """Failures that are drawn for each goodput."""
 
+    def cases(self) -> Iterator[tuple[str, Network, str, int]]:
+        """Each link with its network, method and τ; 1 for a method without rounds."""
+        for link, network in self.networks.items():
+            for method in self.methods:
+                for tau in (1,) if method in NO_ROUNDS else self.taus:
+                    yield link, network, method, tau
+
     def figures(self, network: Network, method: str, tau: int, gpus: int) -> Figures:
-        round_steps = 1 if method in NO_ROUNDS else tau
+        """A simulated run of `rounds` rounds, after as many to settle."""
         return simulate(
             method=method,
             workers=gpus,
             vector_bytes=MODELS[self.model].num_parameters * WIRE_BYTES[self.wire],
             step_s=self.step_s,
             network=network,
-            steps=self.rounds * round_steps,
+            steps=self.rounds * tau,
             tau=tau,
             warmup_rounds=self.rounds,
             units_per_step=self.units,
@@ -72,31 +79,27 @@ def check(args: argparse.Namespace) -> Options:
     """
     model = _known("--model", args.model, MODELS)
     shape = MODELS[model]
-    units = (
-        number("--units", args.units, 1e-9)
-        if args.units is not None
-        else float(shape.units_per_step)
-    )
+    units = number("--units", args.units or str(shape.units_per_step), 1e-9)
     if args.step_time is not None:
         step_s, compute = number("--step-time", args.step_time, 1e-9), "given"
     else:
         gpu, mfu = known_gpu("--gpu", args.gpu), number("--mfu", args.mfu, 1e-9, 1.0)
-        step_s = shape.step_s(units, gpu.peak_flops, mfu)
+        step_s = shape.flops_per_unit * units / (gpu.peak_flops * mfu)
         compute = f"{shape.flops_per_unit:.3g} flops each, {mfu:g} of {args.gpu}'s peak, assumed"
-    gpus = _gpu_counts(args.gpus)
     server_size = whole("--server-size", args.server_size)
-    base_gpus = 2 * server_size
-    if args.base_gpus is not None:
-        base_gpus = whole("--base-gpus", args.base_gpus, MOST_GPUS)
     network = Network(
         parse_link("80gbps-tcp"),
         server_size,
         parse_link(args.inside, "--inside"),
         _known("--collective", args.collective, COLLECTIVES),
     )
+    efficiency = number("--efficiency", args.efficiency, 1e-9, 1.0)
+    links = {word: parse_link(word, "--link") for word in _words("--link", args.link)}
+    gpus = _gpu_counts(args.gpus)
     for count in gpus:
-        _check_servers("--gpus", network, count)
-    _check_servers("--base-gpus", network, base_gpus)
+        network.check(count, "--gpus")
+    base_gpus = whole("--base-gpus", args.base_gpus or str(2 * server_size), MOST_GPUS)
+    network.check(base_gpus, "--base-gpus")
     methods = _words("--method", args.method)
     for name in methods:
         require_simulated("--method", name)
@@ -104,7 +107,10 @@ def check(args: argparse.Namespace) -> Options:
         model=model,
         gpus=gpus,
         base_gpus=base_gpus,
-        networks=_networks(args, network),
+        networks={
+            word: replace(network, link=replace(link, efficiency=efficiency))
+            for word, link in links.items()
+        },
         methods=methods,
         taus=[whole("--tau", word) for word in _words("--tau", args.tau)],
         step_s=step_s,
@@ -119,15 +125,6 @@ def check(args: argparse.Namespace) -> Options:
         faults=_faults(args),
         num_failures=whole("--failures", args.failures),
     )
-
-
-def _networks(args: argparse.Namespace, network: Network) -> dict[str, Network]:
-    efficiency = number("--efficiency", args.efficiency, 1e-9, 1.0)
-    links = {word: parse_link(word, "--link") for word in _words("--link", args.link)}
-    return {
-        word: replace(network, link=replace(link, efficiency=efficiency))
-        for word, link in links.items()
-    }
 
 
 def _noise(args: argparse.Namespace) -> Noise:
@@ -177,34 +174,6 @@ def _words(flag: str, text: str) -> list[str]:
     return list(dict.fromkeys(words))
 
 
-def whole(flag: str, text: str, high: int | None = None, low: int = 1) -> int:
-    """A flag's whole number. Raises `ConfigError` unless it is in the range."""
-    good = text.strip().isdecimal() and low <= int(text) and (high is None or int(text) <= high)
-    most = "" if high is None else f" and {high:,} or less"
-    require(good, flag, text, f"must be a whole number, {low} or more{most}")
-    return int(text)
-
-
-def number(flag: str, text: str, low: float, high: float = math.inf) -> float:
-    """A flag's number. Raises `ConfigError` unless it is in the range."""
-    hint = f"must be a number of {low:g} or more" + (f", {high:g} at most" * (high < math.inf))
-    try:
-        value = float(text)
-    except ValueError:
-        raise ConfigError(flag, text, hint) from None
-    require_number(flag, value, low, hint)
-    require(value <= high, flag, text, hint)
-    return value
-
-
 def _known(flag: str, text: str, known: Iterable[str]) -> str:
     require(text in known, flag, text, nearest(text, known))
     return text
-
-
-def _check_servers(flag: str, network: Network, gpus: int) -> None:
-    """`Network.check`, with the flag as the key of the error."""
-    try:
-        network.check(gpus)
-    except ConfigError as error:
-        raise ConfigError(flag, error.value, error.hint) from None

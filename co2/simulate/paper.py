@@ -27,7 +27,6 @@ PAPER = {
     "CO2 τ=12, T(128)/(8·T(16))": 0.86,
     "CO2 τ=48 / AdamW, 128 GPUs": 13.4,
 }
-
 """Words per second of all GPUs, and ratios of them, as the paper reports them."""
 
 SHAPE = MODELS["transnormer-7b"]
@@ -65,12 +64,8 @@ class Setting:
 
     def figures(self) -> dict[str, float]:
         """The paper's rows, simulated."""
-        adamw = {workers: self.throughput("allreduce", workers) for workers in (8, 16, 128)}
-        co2 = {
-            (tau, workers): self.throughput("co2", workers, tau)
-            for tau in (12, 48)
-            for workers in (16, 128)
-        }
+        adamw = {n: self.throughput("allreduce", n) for n in (8, 16, 128)}
+        co2 = {(tau, n): self.throughput("co2", n, tau) for tau in (12, 48) for n in (16, 128)}
         values = (
             *adamw.values(),
             adamw[128] / (8 * adamw[16]),
@@ -83,50 +78,56 @@ class Setting:
 
 
 def settings() -> list[Setting]:
-    """Three columns, with one, two and three calibrated quantities."""
-    network = Network(PROFILES["80gbps-tcp"], SERVER_SIZE)
-    step_s = compute_s(network)
-    rows = ("AdamW, 8 GPUs", "AdamW, 16 GPUs", "AdamW, 128 GPUs")
-    rated = replace(network, link=_link_of_one(step_s))
-    both = replace(network, link=_link_of_two(step_s))
-    return [
-        Setting("compute", step_s, network, rows[:1]),
-        Setting("compute and rate", step_s, rated, rows[:2]),
-        Setting("compute, rate and latency", step_s, both, (*rows, "AdamW, T(128)/(8·T(16))")),
-    ]
+    """Three columns, with one, two and three calibrated quantities.
 
-
-def compute_s(network: Network) -> float:
-    """Seconds of a step's computation, from AdamW on the 8 GPUs of one server.
-
-    There all buckets but the last are hidden behind backward, so the last one's time is taken off.
+    Seconds of a step's computation are from AdamW on the 8 GPUs of one server. There all buckets
+    but the last are hidden behind backward, so the last one's time is taken off. Between servers
+    the network sets the pace from the first bucket on, so a step consists of the computation until
+    the first bucket is ready and of all buckets on the wire: see `_bucketed` in schedule.py. That
+    gives the seconds on the wire of 16 and of 128 GPUs. A ring over all buckets takes
+    a · (seconds per bit) + b · (latency), which the link's rate, or its rate and latency, solve.
     """
-    last = VECTOR_BYTES % BUCKET_BYTES or BUCKET_BYTES
-    return _paper_step_s(8) - network.all_reduce_s(last, 8)
+    network = Network(PROFILES["80gbps-tcp"], SERVER_SIZE)
+    rows = {workers: f"AdamW, {workers} GPUs" for workers in (8, 16, 128)}
+    paper_s = {
+        workers: workers * SHAPE.units_per_step / PAPER[row] for workers, row in rows.items()
+    }
+    step_s = paper_s[8] - network.all_reduce_s(VECTOR_BYTES % BUCKET_BYTES or BUCKET_BYTES, 8)
+    ready = 1 - BACKWARD_SHARE + BACKWARD_SHARE * BUCKET_BYTES / VECTOR_BYTES
+    terms, wire_s = [], []
+    for workers in (16, 128):
+        phases = 2 * (workers - 1)
+        num_buckets = -(-VECTOR_BYTES // BUCKET_BYTES)
+        terms.append((8 * VECTOR_BYTES * phases / workers, phases * num_buckets))
+        wire_s.append(paper_s[workers] - ready * step_s)
+    rated = Link(terms[0][0] / wire_s[0])
+    seconds_per_bit, latency_s = np.linalg.solve(terms, wire_s)
+    both = Link(1 / float(seconds_per_bit), float(latency_s))
+    fitted = (*rows.values(), "AdamW, T(128)/(8·T(16))")
+    return [
+        Setting("compute", step_s, network, fitted[:1]),
+        Setting("compute and rate", step_s, replace(network, link=rated), fitted[:2]),
+        Setting("compute, rate and latency", step_s, replace(network, link=both), fitted),
+    ]
 
 
 def report() -> Report:
     """The paper's figures in one column, three simulations beside them, the fitted ones marked."""
-    columns = settings()
-    simulated = [column.figures() for column in columns]
-    records, cells = [], []
-    for name, paper in PAPER.items():
-        record: dict[str, object] = {"figure": name, "paper": paper}
-        line = [name, _rounded(paper)]
-        for column, values in zip(columns, simulated, strict=True):
-            fitted = name in column.fitted
-            record |= {f"simulated: {column.name}": values[name], f"fitted: {column.name}": fitted}
-            difference = "calibrated" if fitted else f"{values[name] / paper - 1:+.0%}"
-            line.append(f"{_rounded(values[name])} ({difference})")
-        records.append(record)
-        cells.append(line)
-    head = ["figure", "paper", *(f"calibrated: {c.name}" for c in columns)]
-    return Report(
-        "TransNormer-LLM 7B, 80 Gbps TCP/IP, words/s", statement(columns), head, cells, records
-    )
+    columns = {setting: setting.figures() for setting in settings()}
+    records: list[dict[str, object]] = [{"figure": name, "paper": PAPER[name]} for name in PAPER]
+    cells = [[name, _rounded(PAPER[name])] for name in PAPER]
+    for setting, simulated in columns.items():
+        for (name, paper), record, line in zip(PAPER.items(), records, cells, strict=True):
+            value, fitted = simulated[name], name in setting.fitted
+            record |= {f"simulated: {setting.name}": value, f"fitted: {setting.name}": fitted}
+            difference = "calibrated" if fitted else f"{value / paper - 1:+.0%}"
+            line.append(f"{_rounded(value)} ({difference})")
+    head = ["figure", "paper", *(f"calibrated: {setting.name}" for setting in columns)]
+    title = "TransNormer-LLM 7B, 80 Gbps TCP/IP, words/s"
+    return Report(title, _statement([*columns]), head, cells, records)
 
 
-def statement(columns: list[Setting]) -> str:
+def _statement(columns: list[Setting]) -> str:
     """What was taken from the paper, what was assumed, and what the fit implies."""
     step_s = columns[0].step_s
     peak = SHAPE.flops_per_unit * SHAPE.units_per_step / step_s / GPUS["a100-80g"].peak_flops
@@ -150,37 +151,3 @@ def statement(columns: list[Setting]) -> str:
 
 def _rounded(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
-
-
-def _paper_step_s(workers: int) -> float:
-    return workers * SHAPE.units_per_step / PAPER[f"AdamW, {workers} GPUs"]
-
-
-def _wire_s(workers: int, step_s: float) -> float:
-    """Seconds of AdamW's all-reduce on `workers` GPUs, from the paper's throughput.
-
-    The network sets the pace from the first bucket on, so a step consists of the computation until
-    the first bucket is ready and of all buckets on the wire: see `_Bucketed` in schedule.py.
-    """
-    ready = 1 - BACKWARD_SHARE + BACKWARD_SHARE * BUCKET_BYTES / VECTOR_BYTES
-    return _paper_step_s(workers) - ready * step_s
-
-
-def _ring_terms(workers: int) -> tuple[float, float]:
-    """(a, b), where a ring over all buckets takes a · (seconds per bit) + b · latency seconds."""
-    phases = 2 * (workers - 1)
-    return 8 * VECTOR_BYTES * phases / workers, phases * -(-VECTOR_BYTES // BUCKET_BYTES)
-
-
-def _link_of_one(step_s: float) -> Link:
-    """The link without latency over which the ring of 16 takes as long as the paper's did."""
-    bits, _ = _ring_terms(16)
-    return Link(bits / _wire_s(16, step_s))
-
-
-def _link_of_two(step_s: float) -> Link:
-    """The link over which the rings of 16 and of 128 take as long as the paper's did."""
-    sizes = (16, 128)
-    times = [_wire_s(workers, step_s) for workers in sizes]
-    seconds_per_bit, latency_s = np.linalg.solve([_ring_terms(w) for w in sizes], times)
-    return Link(1 / float(seconds_per_bit), float(latency_s))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from co2.errors import require, require_count, require_number
+from co2.errors import require_number
 from co2.simulate.methods import (
     ACCO,
     ALLREDUCE,
@@ -53,15 +53,13 @@ class Noise:
     """Factor on a slow replica's compute time."""
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        require_number("jitter", self.jitter, 0.0, "must be a finite number, 0 or more")
-        require(self.slow_count >= 0, "slow_count", self.slow_count, "must be 0 or more")
-        require(0 <= self.slow_share <= 1, "slow_share", self.slow_share, "must lie in [0, 1]")
-        require_number("slowdown", self.slowdown, 1.0, "must be a finite factor, 1 or more")
-
     def num_slow(self, workers: int) -> int:
         """How many of `workers` replicas are slow."""
         return min(workers, max(self.slow_count, math.ceil(self.slow_share * workers)))
+
+
+NO_NOISE = Noise()
+"""All replicas are alike."""
 
 
 class Replicas:
@@ -127,7 +125,7 @@ def simulate(
     bucket_bytes: int = BUCKET_BYTES,
     backward_share: float = 2 / 3,
     average_moments: bool = False,
-    noise: Noise | None = None,
+    noise: Noise = NO_NOISE,
 ) -> Figures:
     """Simulate `steps` steps of data-parallel training.
 
@@ -137,7 +135,6 @@ def simulate(
         vector_bytes: n, what one all-reduce carries: parameters × 4 for fp32, × 2 for bf16. A
             method that gathers messages has a share of n in each.
         step_s: seconds of one step's computation on one replica, on average.
-        network: links and servers. `Network(Link(rate_bits, latency_s))` is a link per worker.
         steps: steps that are measured. Those beyond the last whole round are computed and not
             communicated.
         tau: τ, the steps of a round. It has no meaning under `none`, `allreduce` and `acco`.
@@ -149,21 +146,17 @@ def simulate(
         backward_share: share of the step during which gradients become ready, at its end; under
             allreduce they are sent meanwhile. Backward costs about twice the forward pass.
         average_moments: whether methods that can also average Adam's two moments.
-        noise: jitter and stragglers; None for neither.
 
     Raises:
-        ConfigError: a value that cannot be simulated.
+        ConfigError: the method is not simulated, the step has no finite time above 0 s, or the
+            workers do not fill whole servers.
     """
     require_simulated("method", method)
-    for key, count in (("tau", tau), ("steps", steps), ("vector_bytes", vector_bytes)):
-        require_count(key, count)
-    require_count("bucket_bytes", bucket_bytes)
     require_number("step_s", step_s, 1e-12, "must be a finite time above 0 s")
-    require(0 <= backward_share <= 1, "backward_share", backward_share, "must lie in [0, 1]")
     network.check(workers)
 
-    replicas = Replicas(workers, step_s, noise or Noise())
-    sent = sendings(method, vector_bytes, bucket_bytes, network, workers)
+    replicas = Replicas(workers, step_s, noise)
+    sent = sending(method, vector_bytes, bucket_bytes, network, workers)
     advance = advance_of(method, sent, backward_share)
     length = {LIMIT: steps, ALLREDUCE: 1, ACCO: 1}.get(method, tau)
 
@@ -198,47 +191,46 @@ def simulate(
     )
 
 
-class Buckets:
-    """A vector cut into buckets: the share of the vector and the seconds on the wire of each, and
-    the bytes that a worker sends for all."""
+@dataclass(frozen=True)
+class Sending:
+    """What the collective of a round carries, in buckets of a vector; a message is one bucket."""
 
-    def __init__(self, vector_bytes: int, bucket_bytes: int, network: Network, workers: int):
-        whole, last = divmod(vector_bytes, bucket_bytes)
-        sizes = np.array([bucket_bytes] * whole + [last] * (last > 0))
-        self.shares = sizes / vector_bytes
-        seconds = {size: network.all_reduce_s(size, workers) for size in {sizes[0], sizes[-1]}}
-        self.seconds = np.array([seconds[size] for size in sizes])
-        self.wire_s = float(self.seconds.sum())
-        self.num_bytes = ring_bytes(vector_bytes, workers)
+    shares: np.ndarray
+    """Of each bucket in the vector."""
+    seconds: np.ndarray
+    """On the wire, of each bucket."""
+    num_bytes: int
+    """That one worker sends for all buckets."""
 
-
-class Messages(Buckets):
-    """A message of each worker, which all gather in one piece."""
-
-    def __init__(self, message_bytes: int, network: Network, workers: int):
-        self.shares = np.ones(1)
-        self.wire_s = network.all_gather_s(message_bytes, workers)
-        self.seconds = np.array([self.wire_s])
-        self.num_bytes = (workers - 1) * message_bytes
+    @property
+    def wire_s(self) -> float:
+        """Seconds on the wire, of all buckets."""
+        return float(self.seconds.sum())
 
 
-def sendings(
+def sending(
     method: str, vector_bytes: int, bucket_bytes: int, network: Network, workers: int
-) -> Buckets:
+) -> Sending:
     """What the collective of a round carries under this method."""
     if method in MESSAGE_SHARE:
-        return Messages(round(MESSAGE_SHARE[method] * vector_bytes), network, workers)
-    return Buckets(vector_bytes, bucket_bytes, network, workers)
+        message_bytes = round(MESSAGE_SHARE[method] * vector_bytes)
+        seconds = np.array([network.all_gather_s(message_bytes, workers)])
+        return Sending(np.ones(1), seconds, (workers - 1) * message_bytes)
+    whole, last = divmod(vector_bytes, bucket_bytes)
+    sizes = np.array([bucket_bytes] * whole + [last] * (last > 0))
+    by_size = {size: network.all_reduce_s(size, workers) for size in {sizes[0], sizes[-1]}}
+    seconds = np.array([by_size[size] for size in sizes])
+    return Sending(sizes / vector_bytes, seconds, ring_bytes(vector_bytes, workers))
 
 
-def advance_of(method: str, buckets: Buckets, backward_share: float) -> Advance:
+def advance_of(method: str, sent: Sending, backward_share: float) -> Advance:
     """What a round of this method does to the clocks. An overlapped method's keeps the collective
     in flight from one call to the next."""
     if method == LIMIT:
         return _silent
     if method == ALLREDUCE:
-        return _Bucketed(buckets, backward_share)
-    return (_Blocking if method in BLOCKING else _Overlapped)(buckets.wire_s)
+        return _bucketed(sent, backward_share)
+    return (_blocking if method in BLOCKING else _overlapped)(sent.wire_s)
 
 
 def _silent(start: Clocks, compute: Clocks, _: int) -> tuple[Clocks, Clocks, Clocks]:
@@ -246,39 +238,34 @@ def _silent(start: Clocks, compute: Clocks, _: int) -> tuple[Clocks, Clocks, Clo
     return start + compute, nothing, nothing
 
 
-class _Blocking:
+def _blocking(wire_s: float) -> Advance:
     """All replicas go on together when the mean has arrived: at the end of the slowest one's round,
     plus the seconds on the wire."""
 
-    def __init__(self, wire_s: float) -> None:
-        self.wire_s = wire_s
-
-    def __call__(
-        self, start: Clocks, compute: Clocks, vectors: int
-    ) -> tuple[Clocks, Clocks, Clocks]:
+    def advance(start: Clocks, compute: Clocks, vectors: int) -> tuple[Clocks, Clocks, Clocks]:
         end = start + compute
-        arrived = np.full_like(end, end.max() + vectors * self.wire_s)
+        arrived = np.full_like(end, end.max() + vectors * wire_s)
         return arrived, arrived - end, arrived - end
 
+    return advance
 
-class _Overlapped:
+
+def _overlapped(wire_s: float) -> Advance:
     """At a round's end each replica waits for the mean launched one round before, launches the
     next one and goes on. A mean is on the wire once the last replica has launched it."""
+    arrives = 0.0
 
-    def __init__(self, wire_s: float) -> None:
-        self.wire_s = wire_s
-        self.arrives = 0.0
-
-    def __call__(
-        self, start: Clocks, compute: Clocks, vectors: int
-    ) -> tuple[Clocks, Clocks, Clocks]:
+    def advance(start: Clocks, compute: Clocks, vectors: int) -> tuple[Clocks, Clocks, Clocks]:
+        nonlocal arrives
         end = start + compute
-        launch = np.maximum(end, self.arrives)
-        self.arrives = float(launch.max()) + vectors * self.wire_s
-        return launch, launch - end, self.arrives - launch
+        launch = np.maximum(end, arrives)
+        arrives = float(launch.max()) + vectors * wire_s
+        return launch, launch - end, arrives - launch
+
+    return advance
 
 
-class _Bucketed:
+def _bucketed(sent: Sending, backward_share: float) -> Advance:
     """Gradients are sent while the rest of backward runs.
 
     Bucket k is ready on replica i when its share of backward has passed, and begins when it is
@@ -289,12 +276,12 @@ class _Bucketed:
     step, which waits for the last bucket, counts as computation at the start of the next step,
     which gives the same sum. DDP's smaller first bucket (1 MiB) is left out.
     """
+    ready = 1 - backward_share + backward_share * np.cumsum(sent.shares)
+    remaining_s = np.cumsum(sent.seconds[::-1])[::-1]
 
-    def __init__(self, buckets: Buckets, backward_share: float) -> None:
-        self.ready = 1 - backward_share + backward_share * np.cumsum(buckets.shares)
-        self.remaining_s = np.cumsum(buckets.seconds[::-1])[::-1]
-
-    def __call__(self, start: Clocks, compute: Clocks, _: int) -> tuple[Clocks, Clocks, Clocks]:
+    def advance(start: Clocks, compute: Clocks, _: int) -> tuple[Clocks, Clocks, Clocks]:
         end = start + compute
-        over = start + (self.ready * compute.max() + self.remaining_s).max()
-        return over, over - end, over - (start + self.ready[0] * compute)
+        over = start + (ready * compute.max() + remaining_s).max()
+        return over, over - end, over - (start + ready[0] * compute)
+
+    return advance

@@ -4,7 +4,6 @@ import csv
 import itertools
 import math
 import random
-import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from co2.simulate.failures import (
     WAYS,
     Faults,
     Round,
-    campaign_goodput,
     daly_s,
     goodput,
     restart_goodput,
@@ -31,7 +29,6 @@ from co2.simulate.failures import (
 )
 from co2.simulate.goodput import ways
 from co2.simulate.methods import BLOCKING, NOT_ELASTIC, OVERLAPPED
-from recipes.faults import trouble as campaign
 from tests.grids import grid
 
 ROUND = Round(10.0, mean_s=0.5, state_s=2.0)
@@ -249,75 +246,6 @@ def test_which_methods_can_be_elastic() -> None:
         assert (ELASTIC in ways(method, 2)) == (refused is None)
         assert ways(method, 1) == (RESTART,)
     assert ways("allreduce", 2) == ways("acco", 2) == (RESTART, DISCARD)
-
-
-def replayed(
-    offset_s: float, step_s: float, detect_s: float, regroup_s: float, restart_s: float
-) -> float:
-    """The campaign's run with one loss, round after round."""
-    round_s = campaign.TAU * step_s
-    lost_at = 80 * step_s + offset_s
-    clock = useful = 0.0
-    lost = back = False
-    for _ in range(campaign.STEPS // campaign.TAU):
-        clock += round_s
-        training = campaign.WORKERS - (lost and not back)
-        if not lost and lost_at < clock:
-            lost, training = True, training - 1
-            clock = max(clock, lost_at + detect_s) + regroup_s
-        elif lost and not back and lost_at + detect_s + restart_s <= clock:
-            back = True
-            clock += regroup_s
-        useful += training * campaign.TAU
-    return useful * step_s / (campaign.WORKERS * clock)
-
-
-@pytest.mark.parametrize(
-    ("detect_s", "regroup_s", "restart_s"),
-    [
-        (0.0, 0.0, 0.0),
-        (0.3, 0.1, 3.0),  # killed: what started the worker tells the others
-        (5.0, 0.1, 3.0),  # stopped: its silence does
-        (0.3, 0.1, 60.0),  # comes too late for the end of the run
-    ],
-)
-@pytest.mark.parametrize("step_s", [0.025, 0.1])
-def test_the_goodput_of_the_fault_campaign(
-    detect_s: float, regroup_s: float, restart_s: float, step_s: float
-) -> None:
-    expected = campaign_goodput(
-        workers=campaign.WORKERS,
-        steps=campaign.STEPS,
-        tau=campaign.TAU,
-        step_s=step_s,
-        lost_at=80,
-        detect_s=detect_s,
-        regroup_s=regroup_s,
-        restart_s=restart_s,
-    )
-    round_s = campaign.TAU * step_s
-    found = statistics.mean(
-        replayed(round_s * (n + 0.5) / 200, step_s, detect_s, regroup_s, restart_s)
-        for n in range(200)
-    )
-    assert expected == pytest.approx(found, abs=0.01)
-    assert expected < 1
-
-
-def test_a_loss_of_the_campaign_by_hand() -> None:
-    """240 steps of .05 s: a round of .3 s. The worker is lost with its round, whose end waits .15 s
-    for the detection on average, and comes back after 10 more; members change twice."""
-    found = campaign_goodput(
-        workers=4,
-        steps=240,
-        tau=6,
-        step_s=0.05,
-        lost_at=80,
-        detect_s=0.3,
-        regroup_s=0.2,
-        restart_s=2.9,
-    )
-    assert found == pytest.approx((1 - 66 / 960) * 12 / (12 + 0.15 + 0.4))
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
