@@ -26,9 +26,6 @@ with program.starting(__name__):
     from co2.lab.trial import LIMIT
     from co2.peers import PEERS, known_methods
 
-FAILED = 1
-INTERRUPTED = 130
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
@@ -45,15 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"removed what a killed run had left behind: {name}", file=sys.stderr)
         runs, target = Path(options.runs), options.target_loss
         found = list(measure(trials, conditions, runs, overrides, target))
-    except ConfigError as error:
+    except (ConfigError, TrialFailed) as error:
         print(f"error: {error}", file=sys.stderr)
-        return REFUSED
-    except TrialFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return FAILED
+        return REFUSED if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         print("stopped; the same command goes on with the next trial", file=sys.stderr)
-        return INTERRUPTED
+        return program.INTERRUPTED
     report.write(found, options.out, target)
     return 0
 

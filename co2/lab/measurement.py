@@ -1,4 +1,4 @@
-"""What a trial gave: one line of the laboratory's cells.csv, from a run's folder and back."""
+"""What a trial gave: one line of the laboratory's cells.csv."""
 
 import json
 import time
@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from co2.lab.training import SummaryJSON, train
+from co2.lab.training import train
 from co2.lab.trial import Conditions, Trial
-from co2.record import table
 from co2.record.provenance import of_run
+from co2.record.table import Table
 
 
 @dataclass(frozen=True)
@@ -22,19 +22,13 @@ class Measurement:
     method: str
     repeat: int
     throughput: float
-    """Units (tokens or images) per second of all workers."""
+    """This and the figures up to `steps` are those of the run's summary, `record.metrics`."""
     exposed_share: float
-    """Share of the training time in which computation stood still for communication."""
     overlap: float | None
-    """1 − exposed/comm; None without communication."""
     comm_s: float
-    """Seconds in which a collective was under way, over the whole training."""
     exposed_s: float
-    """Seconds in which computation stood still for communication."""
     bytes_per_step: float
-    """Bytes that one worker sent per step."""
     train_s: float
-    """Seconds of training, evaluations left out."""
     steps: int
     loss: float
     """Validation loss at the end."""
@@ -45,6 +39,10 @@ class Measurement:
     A column only where a target was given."""
 
 
+_COLUMNS = [field.name for field in fields(Measurement)]
+_OF_SUMMARY = _COLUMNS[_COLUMNS.index("throughput") : _COLUMNS.index("loss")]
+
+
 def measure(
     trials: Sequence[Trial],
     conditions: Conditions,
@@ -53,6 +51,7 @@ def measure(
     target_loss: float | None = None,
 ) -> Iterator[Measurement]:
     """Run every trial that `runs` does not have yet, print a line for each, and yield its figures.
+    `target_loss` asks for the time until that loss.
 
     Raises:
         TrialFailed: a worker ended with an error.
@@ -60,7 +59,16 @@ def measure(
     for number, trial in enumerate(trials, start=1):
         began = time.monotonic()
         summary = train(trial, conditions, runs, overrides)
-        found = measurement(trial, summary, target_loss)
+        folder = Path(summary["folder"])
+        found = Measurement(
+            workers=trial.workers,
+            mbit=trial.rate,
+            method=trial.method,
+            repeat=trial.repeat,
+            loss=summary["final"]["loss"],
+            target_s=None if target_loss is None else time_to_loss(folder, target_loss),
+            **{name: summary[name] for name in _OF_SUMMARY} | of_run(folder),
+        )
         took = time.monotonic() - began
         print(
             f"{number}/{len(trials)}  {trial}: {found.throughput:,.0f} {summary['unit']}/s, "
@@ -68,30 +76,6 @@ def measure(
             flush=True,
         )
         yield found
-
-
-def measurement(
-    trial: Trial, summary: SummaryJSON, target_loss: float | None = None
-) -> Measurement:
-    """The figures of a finished trial. `target_loss` asks for the time until that loss."""
-    folder = Path(summary["folder"])
-    return Measurement(
-        workers=trial.workers,
-        mbit=trial.rate,
-        method=trial.method,
-        repeat=trial.repeat,
-        throughput=summary["throughput"],
-        exposed_share=summary["exposed_share"],
-        overlap=summary["overlap"],
-        comm_s=summary["comm_s"],
-        exposed_s=summary["exposed_s"],
-        bytes_per_step=summary["bytes_per_step"],
-        train_s=summary["train_s"],
-        steps=summary["steps"],
-        loss=summary["final"]["loss"],
-        **of_run(folder),
-        target_s=None if target_loss is None else time_to_loss(folder, target_loss),
-    )
 
 
 def time_to_loss(folder: Path, loss: float) -> float | None:
@@ -108,36 +92,5 @@ def time_to_loss(folder: Path, loss: float) -> float | None:
 
 def write_csv(found: Sequence[Measurement], path: Path, with_target: bool) -> None:
     """Write one line for each measurement; `with_target` adds the column `target_s`."""
-    columns = [field.name for field in fields(Measurement)]
-    if not with_target:
-        columns.remove("target_s")
-    table.Table.of_records([asdict(one) for one in found], columns).write_csv(path)
-
-
-def read_csv(path: Path) -> list[Measurement]:
-    """The measurements that `write_csv` wrote."""
-    return [_measurement_of(line) for line in table.read_csv(path)]
-
-
-def _measurement_of(line: dict[str, str]) -> Measurement:
-    def number(name: str) -> float | None:
-        return float(line[name]) if line.get(name) else None
-
-    return Measurement(
-        workers=int(line["workers"]),
-        mbit=line["mbit"],
-        method=line["method"],
-        repeat=int(line["repeat"]),
-        throughput=float(line["throughput"]),
-        exposed_share=float(line["exposed_share"]),
-        overlap=number("overlap"),
-        comm_s=float(line["comm_s"]),
-        exposed_s=float(line["exposed_s"]),
-        bytes_per_step=float(line["bytes_per_step"]),
-        train_s=float(line["train_s"]),
-        steps=int(line["steps"]),
-        loss=float(line["loss"]),
-        commit=line["commit"],
-        hardware=line["hardware"],
-        target_s=number("target_s"),
-    )
+    columns = _COLUMNS if with_target else _COLUMNS[:-1]
+    Table.of_records([asdict(one) for one in found], columns).write_csv(path)

@@ -13,17 +13,18 @@ is removed by the next `SlowNetwork`.
 import contextlib
 import ctypes
 import os
+import re
 import shutil
 import signal
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from co2.errors import ConfigError, require
 
 PREFIX = "co2lab"
+_OWNER = re.compile(rf"{PREFIX}-(\d+)")
 _SUBNET = "10.99.0"
 _BRIDGE, _APART = "bridge", "apart"
 """What joins the workers, and those who are cut off from them."""
@@ -51,17 +52,12 @@ def check_root() -> None:
         hint = "is missing; install iproute2 (Debian: apt install iproute2)"
         require(shutil.which(tool) is not None, "program", tool, hint)
     probe = f"{PREFIX}-{os.getpid()}-probe"
-    try:
+    with _refusing("ip", "this system makes no network namespace ({})"):
         _run("ip", "netns", "add", probe)
-    except subprocess.CalledProcessError as error:
-        hint = f"this system makes no network namespace ({_message(error)})"
-        raise ConfigError("program", "ip", hint) from None
     try:
-        _inside(probe, "ip", "link", "set", "lo", "up")
-        _inside(probe, "tc", *_shaper("lo", 10.0))
-    except subprocess.CalledProcessError as error:
-        hint = f"this kernel has no token bucket, sch_tbf ({_message(error)})"
-        raise ConfigError("program", "tc", hint) from None
+        with _refusing("tc", "this kernel has no token bucket, sch_tbf ({})"):
+            _inside(probe, "ip", "link", "set", "lo", "up")
+            _inside(probe, "tc", *_shaper("lo", 10.0))
     finally:
         _run("ip", "netns", "del", probe)
 
@@ -85,28 +81,22 @@ class SlowNetwork:
         cpus: Mapping[int, float] | None = None,
         cores: Sequence[Set[int]] = (),
     ) -> None:
-        self.mbit, self.cpus, self.cores = list(mbit), dict(cpus or {}), list(cores)
+        self.mbit, self.cpus, self.cores = mbit, cpus or {}, cores
         self._name = f"{PREFIX}-{os.getpid()}"
+        self._switch = f"{self._name}-switch"
         self._processes: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> "SlowNetwork":
         remove_leftovers()
         try:
-            self._build()
-        except subprocess.CalledProcessError as error:
-            self._remove()
-            raise ConfigError("program", "ip", f"failed: {_message(error)}") from None
+            with _refusing("ip", "failed: {}"):
+                self._build()
         except BaseException:
             self._remove()
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._remove()
 
     def address(self, worker: int) -> str:
@@ -117,11 +107,10 @@ class SlowNetwork:
         self, worker: int, command: Sequence[str], env: Mapping[str, str]
     ) -> subprocess.Popen[str]:
         """Run a command as this worker. It is killed when this process or the network ends."""
-        words = ["ip", "netns", "exec", f"{self._name}-w{worker}", *command]
         own = self.cores[worker] if self.cores else os.sched_getaffinity(0)
         process = subprocess.Popen(
-            words,
-            env=dict(env),
+            ["ip", "netns", "exec", f"{self._name}-w{worker}", *command],
+            env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -135,7 +124,6 @@ class SlowNetwork:
 
     def shape(self, worker: int, mbit: float | None) -> None:
         """Change the rate of a worker's link to `mbit` Mbit/s, None for no limit, at any time."""
-        self.mbit[worker] = mbit
         for place, device in ((f"{self._name}-w{worker}", "eth0"), (self._switch, f"port{worker}")):
             if mbit is None:
                 _inside(place, "tc", "qdisc", "del", "dev", device, "root", check=False)
@@ -153,10 +141,6 @@ class SlowNetwork:
     def _plug(self, workers: Iterable[int], bridge: str) -> None:
         for worker in workers:
             _inside(self._switch, "ip", "link", "set", f"port{worker}", "master", bridge)
-
-    @property
-    def _switch(self) -> str:
-        return f"{self._name}-switch"
 
     def _build(self) -> None:
         switch = self._switch
@@ -180,31 +164,25 @@ class SlowNetwork:
 
     def _remove(self) -> None:
         for process in self._processes:
-            if process.poll() is None:
-                process.kill()
-        for process in self._processes:
+            process.kill()
             process.wait()
         _remove_named(self._name)
 
 
 def remove_leftovers() -> list[str]:
     """Remove what owners that have been killed left behind; return their names."""
-    found = set()
-    for name in [*_namespaces(), *(path.name for path in _groups(f"{PREFIX}-*"))]:
-        owner = "-".join(name.split("-")[:2])
-        pid = owner.partition("-")[2]
-        if name.startswith(f"{PREFIX}-") and pid.isdigit() and not Path("/proc", pid).exists():
-            found.add(owner)
-    for owner in found:
+    names = [*_namespaces(), *(path.name for path in _groups(f"{PREFIX}-*"))]
+    found = {match[0]: match[1] for name in names if (match := _OWNER.match(name))}
+    owners = [owner for owner, pid in found.items() if not Path("/proc", pid).exists()]
+    for owner in owners:
         _remove_named(owner)
-    return sorted(found)
+    return sorted(owners)
 
 
 def _remove_named(owner: str) -> None:
     for name in _namespaces():
         if name.startswith(f"{owner}-"):
-            pids = _run("ip", "netns", "pids", name, check=False).split()
-            for pid in pids:
+            for pid in _run("ip", "netns", "pids", name, check=False).split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
             _run("ip", "netns", "del", name, check=False)
@@ -261,13 +239,19 @@ def _inside(namespace: str, *command: str, check: bool = True) -> str:
 
 
 def _run(*command: str, check: bool = True) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=check)
-    return done.stdout
+    return subprocess.run(command, capture_output=True, text=True, check=check).stdout
 
 
-def _message(error: subprocess.CalledProcessError) -> str:
-    lines = (error.stderr or "").strip().splitlines()
-    return lines[-1] if lines else f"status {error.returncode}"
+@contextlib.contextmanager
+def _refusing(program: str, hint: str) -> Iterator[None]:
+    """Make the failure of a command a `ConfigError` of this program. `{}` in the hint stands for
+    the last line of what it said."""
+    try:
+        yield
+    except subprocess.CalledProcessError as error:
+        lines = (error.stderr or "").strip().splitlines()
+        said = lines[-1] if lines else f"status {error.returncode}"
+        raise ConfigError("program", program, hint.format(said)) from None
 
 
 def _prepare_child(cores: Set[int]) -> None:

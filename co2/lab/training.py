@@ -63,12 +63,7 @@ def train(
     """
     summary = finished(trial, conditions, runs)
     if summary is None:
-        folder = trial_folder(trial, conditions, runs)
-        command = [sys.executable, str(TRAIN), *trial_overrides(trial.method, overrides)]
-        command += [f"runs={folder}", f"tag={trial.method}"]
-        rates, cores = conditions.rates(trial), conditions.cores(trial)
-        with SlowNetwork(rates, dict(conditions.slow_cpus), cores) as network:
-            _run_workers(network, trial, conditions, command, folder)
+        _run_workers(trial, conditions, runs, overrides)
         summary = finished(trial, conditions, runs)
     if summary is None:
         raise TrialFailed(f"{trial}: ended without a summary.json")
@@ -86,64 +81,51 @@ def finished(trial: Trial, conditions: Conditions, runs: Path) -> SummaryJSON | 
 
 def trial_overrides(method: str, overrides: Sequence[str] = ()) -> list[str]:
     """The overrides with which a trial of this method starts train.py, except for its folder."""
-    has_task = any(word.startswith("task=") for word in overrides)
-    return [
-        *([] if has_task else TASK),
-        *DEFAULTS,
-        *_method_overrides(method),
-        *_without_other_methods(overrides, method),
-    ]
-
-
-def _method_overrides(method: str) -> list[str]:
+    chosen = [f"method={method}"]
     if method == LIMIT:
-        return ["method=local_sgd", "local_sgd.tau=1000000000"]
-    return [f"method={method}"]
-
-
-def _without_other_methods(overrides: Sequence[str], method: str) -> list[str]:
-    """Leave out settings of other methods: `co2.tau=24` is meant for co2, and only its trials
-    have that key."""
+        chosen = ["method=local_sgd", "local_sgd.tau=1000000000"]
+    # `co2.tau=24` is meant for co2, and only its trials have that key.
     others = known_methods().keys() - {method}
-    return [word for word in overrides if word.lstrip("+~").partition(".")[0] not in others]
+    own = [word for word in overrides if word.lstrip("+~").partition(".")[0] not in others]
+    has_task = any(word.startswith("task=") for word in overrides)
+    return [*(() if has_task else TASK), *DEFAULTS, *chosen, *own]
 
 
 def _run_workers(
-    network: SlowNetwork, trial: Trial, conditions: Conditions, command: list[str], folder: Path
+    trial: Trial, conditions: Conditions, runs: Path, overrides: Sequence[str]
 ) -> None:
     """Start all workers, change the links when it is time, and wait until every worker has ended.
-
-    Raises:
-        TrialFailed: a worker ended with an error.
-    """
-    processes = []
-    for worker in range(trial.workers):
-        env = {
-            **os.environ,
-            "RANK": str(worker),
-            "WORLD_SIZE": str(trial.workers),
-            "LOCAL_RANK": str(worker),
-            "LOCAL_WORLD_SIZE": str(trial.workers),  # they share this machine's cores
-            "MASTER_ADDR": network.address(0),
-            "MASTER_PORT": "29500",
-            "GLOO_SOCKET_IFNAME": "eth0",
-        }
-        processes.append(network.start(worker, command, env))
-    changes = conditions.changes(trial)
-    began = None
-    while any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes):
-            break
-        if changes and began is None and _has_begun(folder, trial):
-            began = time.monotonic()
-        if changes and began is not None and time.monotonic() - began >= changes[0].seconds:
-            change = changes.pop(0)
-            for worker in range(trial.workers):
-                network.shape(worker, change.mbit)
-        time.sleep(_POLL_S)
-    failed = [number for number, process in enumerate(processes) if process.poll()]
-    if failed:
-        raise TrialFailed(f"{trial}: {_reason(processes, failed[0])}")
+    Raises as `train` does."""
+    folder = trial_folder(trial, conditions, runs)
+    command = [sys.executable, str(TRAIN), *trial_overrides(trial.method, overrides)]
+    command += [f"runs={folder}", f"tag={trial.method}"]
+    rates, cores = conditions.rates(trial), conditions.cores(trial)
+    changes, began = conditions.changes(trial), None
+    with SlowNetwork(rates, dict(conditions.slow_cpus), cores) as network:
+        processes = []
+        for worker in range(trial.workers):
+            env = {
+                **os.environ,
+                "RANK": str(worker),
+                "WORLD_SIZE": str(trial.workers),
+                "LOCAL_RANK": str(worker),
+                "LOCAL_WORLD_SIZE": str(trial.workers),  # they share this machine's cores
+                "MASTER_ADDR": network.address(0),
+                "MASTER_PORT": "29500",
+                "GLOO_SOCKET_IFNAME": "eth0",
+            }
+            processes.append(network.start(worker, command, env))
+        while not any(statuses := [process.poll() for process in processes]) and None in statuses:
+            if changes and began is None and _has_begun(folder, trial):
+                began = time.monotonic()
+            if changes and began is not None and time.monotonic() - began >= changes[0].seconds:
+                change = changes.pop(0)
+                for worker in range(trial.workers):
+                    network.shape(worker, change.mbit)
+            time.sleep(_POLL_S)
+        failed = [number for number, status in enumerate(statuses) if status]
+        if failed:
+            raise TrialFailed(f"{trial}: {_reason(processes, failed[0])}")
 
 
 def _has_begun(folder: Path, trial: Trial) -> bool:

@@ -9,7 +9,6 @@ import math
 
 import numpy as np
 
-from co2.errors import require_count
 from co2.simulate.failures import ELASTIC, RESTART, Faults, Round
 
 SETTLED = 3.0
@@ -20,15 +19,8 @@ are there."""
 def drawn_goodput(
     way: str, faults: Faults, nodes: int, round_: Round, failures: int, seed: int = 0
 ) -> float:
-    """Goodput of a training, over as many failures.
-
-    Args:
-        way: `restart`, `discard` or `elastic`.
-        failures: at least so many are drawn. What is lost has a relative error of about
-            1/√failures.
-    """
-    require_count("nodes", nodes)
-    require_count("failures", failures)
+    """Goodput of a training over at least as many failures. What is lost has a relative error of
+    about 1/√failures."""
     random = np.random.default_rng(seed)
     if way == RESTART:
         return _restarted(faults, nodes, failures, random)
@@ -74,7 +66,8 @@ class _Rounds:
         return counted * self.round.seconds / (self.nodes * (self.now - began))
 
     def _undisturbed(self) -> int:
-        """Pass over the rounds in which nobody fails, and after which nobody comes."""
+        """Pass over the rounds in which nobody fails, and after which nobody comes. Returns how
+        many a node has made, summed over the nodes."""
         until = min([self.fails_s, *(instant - self.now for instant in self.back[:1])])
         rounds = max(0, math.floor(until / self.round.seconds))
         self._pass(rounds * self.round.seconds)
@@ -82,30 +75,26 @@ class _Rounds:
 
     def _disturbed(self) -> tuple[int, int]:
         """One round to its end. Returns the nodes whose work in it counts, and how many failed."""
-        began_with = self.active
+        lost = 0
         known = self.round.seconds
         while self.fails_s < known:  # since the last round's end
+            lost += 1
             self.active -= 1
             heapq.heappush(self.back, self.now + self.fails_s + self.faults.away_s)
             known = max(known, self.fails_s + self.faults.detect_s)
             self.fails_s = self._next(self.fails_s)
-        stayed = self.active
-        lost = began_with - stayed
+        kept = self.active if self.way == ELASTIC or not lost else 0
+        come = False
         while self.back and self.back[0] <= self.now + known:
             heapq.heappop(self.back)
             self.active += 1
-        come = self.active > stayed
+            come = True
         if come:  # what is drawn has no memory: the later instant may be drawn anew
             self.fails_s = self._next(known)
-        pause_s = 0.0
-        if lost or come:
-            pause_s += self.faults.regroup_s
-        if lost and self.way == ELASTIC:
-            pause_s += self.round.mean_s
-        if come:
-            pause_s += self.round.state_s
-        self._pass(known + pause_s)
-        return (stayed if self.way == ELASTIC or not lost else 0), lost
+        again_s = self.round.mean_s if lost and self.way == ELASTIC else 0.0
+        pause_s = self.faults.regroup_s if lost or come else 0.0
+        self._pass(known + (pause_s + again_s + (self.round.state_s if come else 0.0)))
+        return kept, lost
 
     def _pass(self, seconds: float) -> None:
         self.now += seconds

@@ -25,8 +25,7 @@ LLAMA_MTBF_HOURS = 54 * 24 * (16_384 / 8) / 419
 """Mean hours between failures of a node of 8 GPUs, 6,335: Llama 3 405B trained on 16,384 H100 with
 419 unexpected interruptions in 54 days (Llama Team, arXiv 2407.21783, section 3.3.4)."""
 
-RESTART, DISCARD, ELASTIC = "restart", "discard", "elastic"
-WAYS = (RESTART, DISCARD, ELASTIC)
+WAYS = RESTART, DISCARD, ELASTIC = "restart", "discard", "elastic"
 """The ways to deal with a failure."""
 
 
@@ -84,9 +83,7 @@ def daly_s(checkpoint_s: float, mtbf_s: float) -> float:
     √(2δM)·(1 + ⅓√(δ/2M) + δ/18M) − δ, or M where δ ≥ 2M (Daly, Future Generation Computer Systems
     2006, equation 37). Its leading term √(2δM) is Young's (Communications of the ACM 1974).
 
-    Args:
-        checkpoint_s: δ, the time that saving takes.
-        mtbf_s: M, the mean time between failures of all nodes together.
+    δ is the time that saving takes, and M the mean time between failures of all nodes together.
     """
     if checkpoint_s >= 2 * mtbf_s:
         return mtbf_s
@@ -128,9 +125,7 @@ def rounds_goodput(way: str, faults: Faults, nodes: int, round_: Round) -> float
     Approximated: in every round as many nodes are there, and it lasts as long, as on average. So it
     is for many nodes, and failures that are rarer than the pauses are long.
 
-    Args:
-        way: `discard` or `elastic`.
-        nodes: N, 2 or more. One alone has no others.
+    `nodes` are N, 2 or more: one alone has no others.
     """
     assert way in (DISCARD, ELASTIC) and nodes > 1
     round_s = open_s = round_.seconds
@@ -143,8 +138,8 @@ def rounds_goodput(way: str, faults: Faults, nodes: int, round_: Round) -> float
         lost = -math.expm1(-rate * open_s)
         changed = -math.expm1(-rate * (open_s + min(1.0, missed) * round_s))
         again_s = round_.mean_s if way == ELASTIC else 0.0
-        open_s = round_.seconds
-        open_s += changed * faults.regroup_s + lost * (again_s + round_.state_s)
+        pauses_s = changed * faults.regroup_s + lost * (again_s + round_.state_s)
+        open_s = round_.seconds + pauses_s
         round_s = open_s + _late_s(faults.detect_s, rate, open_s)
     kept = 1 - fails if way == ELASTIC else 1 - lost
     return begin * kept * round_.seconds / round_s
@@ -169,10 +164,8 @@ def _late_s(detect_s: float, rate: float, open_s: float) -> float:
     detect − s seconds left, others may be lost in these, too; so all is detected after
     e^{rate·detect}·(1 − e^{−rate·x})/rate seconds, and on average over s, from 0 to the smaller of
     detect and open, after e^{rate·detect}·(1 − e^{−rate·s})/rate − s at that bound. For rare losses
-    and detection within a round this is rate·detect²/2.
-
-    Args:
-        open_s: before the round's end, in which losses are not detected yet.
+    and detection within a round this is rate·detect²/2. `open_s` are the seconds before the round's
+    end in which losses are not detected yet.
     """
     most_s = min(detect_s, open_s)
     more = math.exp(min(rate * detect_s, 700.0))  # finite, where nothing is done any more
