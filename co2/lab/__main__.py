@@ -59,30 +59,17 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
+    methods = ",".join([*(name for name in known_methods() if name not in PEERS), LIMIT])
     add("--workers", default="2", help="numbers of workers, as in 2,4")
     add("--mbit", default="20,100,500,unlimited", help="rates of all links, in Mbit/s")
-    add(
-        "--methods",
-        default=",".join([*(name for name in known_methods() if name not in PEERS), LIMIT]),
-        help="methods, peers, and the limit, none",
-    )
+    add("--methods", default=methods, help="methods, peers, and the limit, none")
     add("--repeats", default="1", help="repeats of every trial; methods take turns")
-    add(
-        "--schedule",
-        action="append",
-        default=[],
-        metavar="100:20@10s",
-        help="from 10 s on, links of 100 Mbit/s have 20; can be repeated",
-    )
+    schedule = "from 10 s on, links of 100 Mbit/s have 20; can be repeated"
+    add("--schedule", action="append", default=[], metavar="100:20@10s", help=schedule)
     add("--slow-link", action="append", default=[], metavar="1:10", help="worker 1: 10 Mbit/s")
     add("--slow-cpu", action="append", default=[], metavar="1:0.5", help="worker 1: half a core")
-    add(
-        "--no-pin",
-        dest="pin",
-        action="store_false",
-        help="let all workers run on all cores; by default each keeps to its own, if there are "
-        "enough",
-    )
+    pin = "let all workers run on all cores; by default each keeps to its own, if there are enough"
+    add("--no-pin", dest="pin", action="store_false", help=pin)
     add("--target-loss", type=float, help="measure the time until this validation loss")
     add("--runs", default="results/runs/lab", help="folder in which the trials are kept")
     add("--out", type=Path, default=Path("results/lab"), help="folder of the table and the figure")

@@ -90,7 +90,10 @@ def draw(found: Sequence[Measurement], path: Path) -> None:
         for key, repeats in grouped(found).items()
     }
     panels = sorted({workers for workers, _, _ in medians})
-    rates = sorted({mbit for _, mbit, _ in medians}, key=_rate)
+    rates = sorted(
+        {mbit for _, mbit, _ in medians},
+        key=lambda mbit: float("inf" if mbit == "unlimited" else mbit),
+    )
     figure = Figure(figsize=(1 + 5 * len(panels), 4), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)
     for axis, workers in zip(axes[0], panels, strict=True):
@@ -113,10 +116,6 @@ def draw(found: Sequence[Measurement], path: Path) -> None:
     axes[0][0].set_ylabel("throughput, all workers, 1/s")
     axes[0][-1].legend(fontsize="small")
     figure.savefig(path, dpi=120)
-
-
-def _rate(mbit: str) -> float:
-    return float("inf") if mbit == "unlimited" else float(mbit)
 
 
 def _median(values: Sequence[float | None]) -> float | None:

@@ -42,11 +42,8 @@ _PERIOD_US = 100_000
 
 
 def check_root() -> None:
-    """Refuse a machine on which no link can be shaped.
-
-    Raises:
-        ConfigError: not root, no iproute2, or a kernel without network namespaces or tbf.
-    """
+    """Raise `ConfigError` where no link can be shaped: not root, no iproute2, or a kernel without
+    network namespaces or tbf."""
     require(os.geteuid() == 0, "user", os.geteuid(), "network namespaces need root; use sudo")
     for tool in ("ip", "tc"):
         hint = "is missing; install iproute2 (Debian: apt install iproute2)"
@@ -204,11 +201,8 @@ def _groups(pattern: str) -> Iterator[Path]:
 
 
 def _limit_cpu(name: str, cores: float) -> None:
-    """Make a control group whose members share `cores` cores.
-
-    Raises:
-        ConfigError: this machine has no cpu controller that can be used.
-    """
+    """Make a control group whose members share `cores` cores. Raises `ConfigError` where this
+    machine has no cpu controller that can be used."""
     quota = int(cores * _PERIOD_US)
     try:
         if (_CGROUPS / "cgroup.controllers").exists():
@@ -255,9 +249,7 @@ def _refusing(program: str, hint: str) -> Iterator[None]:
 
 
 def _prepare_child(cores: Set[int]) -> None:
-    """In the child: keep to these cores, and ask the kernel for a SIGKILL when the process that
-    started it ends.
-    """
+    """In the child: keep to these cores, and ask the kernel for a SIGKILL when its parent ends."""
     os.sched_setaffinity(0, cores)
     pdeathsig = 1
     ctypes.CDLL(None).prctl(pdeathsig, signal.SIGKILL)

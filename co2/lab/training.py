@@ -49,7 +49,7 @@ value is a number, a string, or a dict such as the task's own scores."""
 
 
 class TrialFailed(RuntimeError):
-    """A worker ended with an error; the message names the trial and gives that error."""
+    """A worker ended with an error, which the message gives after the trial."""
 
 
 def train(

@@ -22,7 +22,7 @@ class Trial:
 
     @property
     def rate(self) -> str:
-        """The rate as the command line, the folders and the tables write it."""
+        """The rate as a word."""
         return rate_name(self.mbit)
 
     def __str__(self) -> str:
@@ -56,14 +56,6 @@ class Conditions:
     pin: bool = True
     """Whether every worker keeps to cores of its own, where there is one for each."""
 
-    @property
-    def name(self) -> str:
-        """The folder's name for trials under these conditions."""
-        words = [str(change).replace(":", "to") for change in self.schedule]
-        words += [f"link{worker}:{rate:g}" for worker, rate in self.slow_links]
-        words += [f"cpu{worker}:{cores:g}" for worker, cores in self.slow_cpus]
-        return "-".join(words) or "even"
-
     def cores(self, trial: Trial) -> list[set[int]]:
         """Each worker's own cores, as many for all; empty where workers share all cores.
 
@@ -88,9 +80,12 @@ class Conditions:
 
 def trial_folder(trial: Trial, conditions: Conditions, runs: Path) -> Path:
     """Where the trial's run lies under `runs`, so that a finished trial is found again."""
+    words = [str(change).replace(":", "to") for change in conditions.schedule]
+    words += [f"link{worker}:{rate:g}" for worker, rate in conditions.slow_links]
+    words += [f"cpu{worker}:{cores:g}" for worker, cores in conditions.slow_cpus]
     pinned = "-pinned" if conditions.cores(trial) else ""
     folder = f"{trial.workers}x{trial.rate}-{trial.repeat}{pinned}"
-    return runs.absolute() / conditions.name / folder
+    return runs.absolute() / ("-".join(words) or "even") / folder
 
 
 def rate_name(mbit: float | None) -> str:

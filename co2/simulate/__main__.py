@@ -25,7 +25,7 @@ with program.starting(__name__, slow=False):
     from co2.simulate.methods import SIMULATED, WITH_MOMENTS
     from co2.simulate.models import MODELS
     from co2.simulate.network import COLLECTIVES
-    from co2.simulate.options import check
+    from co2.simulate.options import Options
     from co2.simulate.report import Report
     from co2.simulate.scaling import scaling_report
 
@@ -51,7 +51,7 @@ def _simulated(args: argparse.Namespace) -> Report:
         require(args.figure is None, "--figure", args.figure, "is not drawn with --paper")
         require(not args.goodput, "--goodput", "true", "is not simulated with --paper")
         return paper.report()
-    return (goodput_report if args.goodput else scaling_report)(check(args))
+    return (goodput_report if args.goodput else scaling_report)(Options(args))
 
 
 def _parser() -> argparse.ArgumentParser:

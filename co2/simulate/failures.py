@@ -49,14 +49,9 @@ class Faults:
     """Seconds of training between two checkpoints; None for Daly's optimum."""
 
     @property
-    def back_s(self) -> float:
-        """From the detection of a failure until another node can train."""
-        return self.repair_s + self.restart_s
-
-    @property
     def away_s(self) -> float:
-        """From the failure until then."""
-        return self.detect_s + self.back_s
+        """From a failure until another node can train."""
+        return self.detect_s + (self.repair_s + self.restart_s)
 
     def interval_s(self, nodes: int) -> float:
         """Seconds of training between two checkpoints of as many nodes."""
@@ -93,7 +88,7 @@ def daly_s(checkpoint_s: float, mtbf_s: float) -> float:
 
 
 def goodput(way: str, faults: Faults, nodes: int, round_: Round) -> float:
-    """Goodput of as many nodes, by the closed form of this way."""
+    """Goodput of `nodes` nodes, by the closed form of this way."""
     if way == RESTART:
         return restart_goodput(faults, nodes)
     return rounds_goodput(way, faults, nodes, round_)
@@ -131,7 +126,7 @@ def rounds_goodput(way: str, faults: Faults, nodes: int, round_: Round) -> float
     round_s = open_s = round_.seconds
     for _ in range(100):
         fails = -math.expm1(-round_s / faults.mtbf_s)
-        missed = _missed(faults.detect_s, faults.back_s, round_s)
+        missed = _missed(faults, round_s)
         begin = 1 / (1 + fails * missed)
         rate = begin * nodes / faults.mtbf_s
         # Of what is lost in a round, the share min(1, missed) comes back at a later round's end.
@@ -145,7 +140,7 @@ def rounds_goodput(way: str, faults: Faults, nodes: int, round_: Round) -> float
     return begin * kept * round_.seconds / round_s
 
 
-def _missed(detect_s: float, back_s: float, round_s: float) -> float:
+def _missed(faults: Faults, round_s: float) -> float:
     """Rounds that a node misses after the one in which it is lost, on average over the instants of
     that one.
 
@@ -153,8 +148,9 @@ def _missed(detect_s: float, back_s: float, round_s: float) -> float:
     where 0 < f ≤ 1, that is n + min(1, f + detect/round) rounds later: after a loss shortly before
     the end, all wait there for its detection. None, if it can train as soon as that.
     """
+    back_s = faults.repair_s + faults.restart_s
     whole = math.ceil(back_s / round_s) - 1
-    return whole + min(1.0, (back_s + detect_s) / round_s - whole)
+    return whole + min(1.0, (back_s + faults.detect_s) / round_s - whole)
 
 
 def _late_s(detect_s: float, rate: float, open_s: float) -> float:

@@ -82,7 +82,7 @@ def require_simulated(key: str, method: str) -> None:
 
 
 def label(method: str, tau: int) -> str:
-    """A method with its τ, if it has one, as a picture has it."""
+    """A method with its τ, if it has one."""
     return method if method in NO_ROUNDS else f"{method} τ={tau}"
 
 

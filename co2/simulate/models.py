@@ -11,7 +11,7 @@ class ModelShape:
     unit: str
     """What throughput counts: tokens or images."""
     units_per_step: int
-    """Units of one GPU in a step, where the command line gives no other number."""
+    """Of one GPU, where the command line gives no other number."""
     flops_per_unit: float
     """Floating-point operations of the forward and the backward pass for one unit."""
 

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from co2.arguments import number, whole
 from co2.errors import nearest, require
@@ -16,34 +16,53 @@ from co2.simulate.schedule import Figures, Noise, simulate
 MOST_GPUS = 2**24
 
 
-@dataclass(frozen=True)
 class Options:
-    """What is simulated. `check` makes it from the command line."""
+    """What is simulated: the command line's words, checked.
 
-    model: str
-    gpus: list[int]
-    base_gpus: int
-    """The number of GPUs that the scaling ratio is against."""
-    networks: dict[str, Network]
-    """By the link's name on the command line."""
-    methods: list[str]
-    taus: list[int]
-    step_s: float
-    """Seconds of a step's computation."""
-    compute: str
-    """Where `step_s` comes from, in words."""
-    units: float
-    """Tokens or images per GPU and step."""
-    wire: str
-    bucket_mb: float
-    backward_share: float
-    average_moments: bool
-    rounds: int
-    """Rounds that are measured, after as many that settle."""
-    noise: Noise
-    faults: Faults
-    num_failures: int
-    """Failures that are drawn for each goodput."""
+    Raises:
+        ConfigError: a value that cannot be simulated; its key is the flag.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.model = _known("--model", args.model, MODELS)
+        shape = MODELS[self.model]
+        self.units = number("--units", args.units or str(shape.units_per_step), 1e-9)
+        """Tokens or images per GPU and step."""
+        # Seconds of a step's computation, and where they come from, in words.
+        if args.step_time is not None:
+            self.step_s, self.compute = number("--step-time", args.step_time, 1e-9), "given"
+        else:
+            gpu, mfu = known_gpu("--gpu", args.gpu), number("--mfu", args.mfu, 1e-9, 1.0)
+            flops = shape.flops_per_unit
+            self.step_s = flops * self.units / (gpu.peak_flops * mfu)
+            self.compute = f"{flops:.3g} flops each, {mfu:g} of {args.gpu}'s peak, assumed"
+        server_size = whole("--server-size", args.server_size)
+        inside = parse_link(args.inside, "--inside")
+        collective = _known("--collective", args.collective, COLLECTIVES)
+        efficiency = number("--efficiency", args.efficiency, 1e-9, 1.0)
+        self.networks: dict[str, Network] = {}
+        """By the link's name on the command line."""
+        for word in _words("--link", args.link):
+            link = replace(parse_link(word, "--link"), efficiency=efficiency)
+            self.networks[word] = network = Network(link, server_size, inside, collective)
+        self.gpus = _gpu_counts(args.gpus)
+        for count in self.gpus:
+            network.check(count, "--gpus")
+        self.base_gpus = whole("--base-gpus", args.base_gpus or str(2 * server_size), MOST_GPUS)
+        """The number of GPUs that the scaling ratio is against."""
+        network.check(self.base_gpus, "--base-gpus")
+        self.methods = _words("--method", args.method)
+        for name in self.methods:
+            require_simulated("--method", name)
+        self.taus = [whole("--tau", word) for word in _words("--tau", args.tau)]
+        self.wire = _known("--wire", args.wire, WIRE_BYTES)
+        self.bucket_mb = number("--bucket-mb", args.bucket_mb, 0.01)
+        self.backward_share = number("--backward-share", args.backward_share, 0.0, 1.0)
+        self.average_moments: bool = args.average_moments
+        self.rounds = whole("--rounds", args.rounds)
+        self.noise, self.faults = _noise(args), _faults(args)
+        self.num_failures = whole("--failures", args.failures)
+        """Failures that are drawn for each goodput."""
 
     def cases(self) -> Iterator[tuple[str, Network, str, int]]:
         """Each link with its network, method and τ; 1 for a method without rounds."""
@@ -71,62 +90,6 @@ class Options:
         )
 
 
-def check(args: argparse.Namespace) -> Options:
-    """The parsed words as checked options.
-
-    Raises:
-        ConfigError: a value that cannot be simulated; its key is the flag.
-    """
-    model = _known("--model", args.model, MODELS)
-    shape = MODELS[model]
-    units = number("--units", args.units or str(shape.units_per_step), 1e-9)
-    if args.step_time is not None:
-        step_s, compute = number("--step-time", args.step_time, 1e-9), "given"
-    else:
-        gpu, mfu = known_gpu("--gpu", args.gpu), number("--mfu", args.mfu, 1e-9, 1.0)
-        step_s = shape.flops_per_unit * units / (gpu.peak_flops * mfu)
-        compute = f"{shape.flops_per_unit:.3g} flops each, {mfu:g} of {args.gpu}'s peak, assumed"
-    server_size = whole("--server-size", args.server_size)
-    network = Network(
-        parse_link("80gbps-tcp"),
-        server_size,
-        parse_link(args.inside, "--inside"),
-        _known("--collective", args.collective, COLLECTIVES),
-    )
-    efficiency = number("--efficiency", args.efficiency, 1e-9, 1.0)
-    links = {word: parse_link(word, "--link") for word in _words("--link", args.link)}
-    gpus = _gpu_counts(args.gpus)
-    for count in gpus:
-        network.check(count, "--gpus")
-    base_gpus = whole("--base-gpus", args.base_gpus or str(2 * server_size), MOST_GPUS)
-    network.check(base_gpus, "--base-gpus")
-    methods = _words("--method", args.method)
-    for name in methods:
-        require_simulated("--method", name)
-    return Options(
-        model=model,
-        gpus=gpus,
-        base_gpus=base_gpus,
-        networks={
-            word: replace(network, link=replace(link, efficiency=efficiency))
-            for word, link in links.items()
-        },
-        methods=methods,
-        taus=[whole("--tau", word) for word in _words("--tau", args.tau)],
-        step_s=step_s,
-        compute=compute,
-        units=units,
-        wire=_known("--wire", args.wire, WIRE_BYTES),
-        bucket_mb=number("--bucket-mb", args.bucket_mb, 0.01),
-        backward_share=number("--backward-share", args.backward_share, 0.0, 1.0),
-        average_moments=args.average_moments,
-        rounds=whole("--rounds", args.rounds),
-        noise=_noise(args),
-        faults=_faults(args),
-        num_failures=whole("--failures", args.failures),
-    )
-
-
 def _noise(args: argparse.Namespace) -> Noise:
     text = args.stragglers
     share = text.endswith("%")
@@ -141,6 +104,8 @@ def _noise(args: argparse.Namespace) -> Noise:
 
 def _faults(args: argparse.Namespace) -> Faults:
     every_s = args.checkpoint_every_s
+    if every_s is not None:
+        every_s = number("--checkpoint-every-s", every_s, 1e-6)
     return Faults(
         mtbf_s=3600 * number("--mtbf-hours", args.mtbf_hours, 1e-6),
         repair_s=number("--repair-s", args.repair_s, 0.0),
@@ -148,9 +113,7 @@ def _faults(args: argparse.Namespace) -> Faults:
         detect_s=number("--detect-s", args.detect_s, 0.0),
         regroup_s=number("--regroup-s", args.regroup_s, 0.0),
         checkpoint_s=number("--checkpoint-s", args.checkpoint_s, 1e-6),
-        checkpoint_every_s=None
-        if every_s is None
-        else number("--checkpoint-every-s", every_s, 1e-6),
+        checkpoint_every_s=every_s,
     )
 
 

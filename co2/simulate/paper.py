@@ -42,7 +42,6 @@ class Setting:
     name: str
     """What is calibrated."""
     step_s: float
-    """Seconds of a step's computation."""
     network: Network
     fitted: tuple[str, ...]
     """The rows of `PAPER` that were used up in the fit."""

@@ -94,7 +94,7 @@ class Figures:
     throughput: float
     """Units (tokens or images) per second, the sum of the replicas' own rates."""
     step_s: float
-    """Seconds per step, waiting included."""
+    """Waiting included."""
     exposed_s: float
     """Seconds per step of standing still, for the network or for slower replicas."""
     exposed_share: float
@@ -127,28 +127,25 @@ def simulate(
     average_moments: bool = False,
     noise: Noise = NO_NOISE,
 ) -> Figures:
-    """Simulate `steps` steps of data-parallel training.
+    """Simulate `steps` steps of data-parallel training by `workers` replicas.
 
     Args:
-        method: one of `co2.simulate.methods.SIMULATED`.
-        workers: G, replicas that train alike.
         vector_bytes: n, what one all-reduce carries: parameters × 4 for fp32, × 2 for bf16. A
             method that gathers messages has a share of n in each.
         step_s: seconds of one step's computation on one replica, on average.
-        steps: steps that are measured. Those beyond the last whole round are computed and not
-            communicated.
+        steps: those beyond the last whole round are computed and not communicated.
         tau: τ, the steps of a round. It has no meaning under `none`, `allreduce` and `acco`.
         warmup_rounds: rounds before those that are measured. 2 reach the steady state without
             noise; replicas that differ need more, until the fast are a round ahead of the slow.
             0 shows a run from its start, where overlapped methods wait once less.
-        units_per_step: tokens or samples of one replica in one step.
+        units_per_step: of one replica.
         bucket_bytes: the most that one collective carries.
         backward_share: share of the step during which gradients become ready, at its end; under
             allreduce they are sent meanwhile. Backward costs about twice the forward pass.
         average_moments: whether methods that can also average Adam's two moments.
 
     Raises:
-        ConfigError: the method is not simulated, the step has no finite time above 0 s, or the
+        ConfigError: the method is not simulated, `step_s` is no finite time above 0 s, or the
             workers do not fill whole servers.
     """
     require_simulated("method", method)

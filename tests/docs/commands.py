@@ -245,7 +245,7 @@ def lab_means(options: Namespace, overrides: list[str]) -> None:
 
 def simulate_means(options: Namespace, rest: list[str]) -> None:
     nothing_left(options, rest)
-    simulate.check(options)
+    simulate.Options(options)
 
 
 def recipes_mean(options: Namespace, rest: list[str]) -> None:
