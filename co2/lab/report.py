@@ -72,13 +72,12 @@ def shares_of_limit(repeats: Iterable[Measurement], measured: Iterable[Measureme
 
     Repeats without such a limit among `measured` are left out.
     """
-    limits = {
-        (one.workers, one.mbit, one.repeat): one.throughput
-        for one in measured
-        if one.method == LIMIT
-    }
-    keyed = [((one.workers, one.mbit, one.repeat), one.throughput) for one in repeats]
-    return [own / limits[key] for key, own in keyed if key in limits]
+
+    def key(one: Measurement) -> tuple[int, str, int]:
+        return one.workers, one.mbit, one.repeat
+
+    limits = {key(one): one.throughput for one in measured if one.method == LIMIT}
+    return [one.throughput / limits[key(one)] for one in repeats if key(one) in limits]
 
 
 def draw(found: Sequence[Measurement], path: Path) -> None:
@@ -100,11 +99,10 @@ def draw(found: Sequence[Measurement], path: Path) -> None:
         for method in dict.fromkeys(method for _, _, method in medians):
             at = [n for n, rate in enumerate(rates) if (workers, rate, method) in medians]
             values = [medians[workers, rates[n], method] for n in at]
-            if method != LIMIT:
-                axis.plot(at, values, label=method, marker="o")
-                continue
-            style = {"color": "black", "linestyle": "--", "label": "limit: no communication"}
-            if len(at) == 1:
+            style = {"label": method, "marker": "o"}
+            if method == LIMIT:
+                style = {"label": "limit: no communication", "color": "black", "linestyle": "--"}
+            if method == LIMIT and len(at) == 1:
                 axis.axhline(values[0], **style)
             else:
                 axis.plot(at, values, **style)
