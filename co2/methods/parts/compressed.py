@@ -18,7 +18,7 @@ from torch.optim import Adam, AdamW
 from co2.comm.background import BackgroundMean
 from co2.comm.compress import COMPRESSORS, blocks
 from co2.comm.exchange import CompressedMean
-from co2.comm.flat import Chunk, FlatParams
+from co2.comm.flat import Chunk, FlatParams, chunk_numel
 from co2.config import CommConfig, CommDevice, OptimConfig, Precision
 from co2.config import Optimizer as OptimizerName
 from co2.errors import require, require_count, require_number
@@ -26,8 +26,6 @@ from co2.methods.base import Method, MethodStats
 
 _SAMPLE = 1 << 16
 """Elements of a tensor, evenly spread, whose median stands for that of all, at most."""
-_PIECE = 1 << 20
-"""Elements drawn and compared at a time, which bounds the temporaries."""
 _NAMED = 5
 """Tensors that a notice names at most."""
 
@@ -121,7 +119,7 @@ class CompressedAdam(Method):
         self.m, self.v = flat.zeros(), flat.zeros()
         self._sizes = sizes
         some = [size for size in sizes if size]
-        self._blocks = list(blocks(some, flat.numel, 1, _PIECE))
+        self._blocks = list(blocks(some, flat.numel, 1, chunk_numel(flat.device)))
         strides = [-(-size // _SAMPLE) for size in some]
         samples = zip(accumulate(some[:-1], initial=0), some, strides, strict=True)
         self._samples = torch.tensor([*samples], device=flat.device)
@@ -164,7 +162,7 @@ class CompressedAdam(Method):
         none. The host does not wait."""
         most = min(_SAMPLE, max(self._sizes))
         found = []
-        for some in self._samples.split(max(1, _PIECE // most)):
+        for some in self._samples.split(max(1, chunk_numel(self.v.device) // most)):
             first, size, stride = some.unsqueeze(2).unbind(1)
             at = torch.arange(most, device=size.device) * stride
             inside = at < size
