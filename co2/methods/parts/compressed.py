@@ -173,19 +173,20 @@ class CompressedAdam(Method):
 
     def announce_mask(self) -> None:
         """Say in the next notice how many elements of which tensors are masked."""
-        unseen = [part.numel() - int(part.count_nonzero()) for part in self.v.split(self._sizes)]
         assert self.exchange.mask is not None
-        alive = self.exchange.mask.split(self._sizes)
-        small = [
-            size - int(part.count_nonzero()) - none
-            for size, part, none in zip(self._sizes, alive, unseen, strict=True)
+        counts = [
+            part.count_nonzero()
+            for vector in (self.v, self.exchange.mask)
+            for part in vector.split(self._sizes)
         ]
+        seen, alive = torch.stack(counts).view(2, -1).tolist()  # the host waits once
+        small = [count - left for count, left in zip(seen, alive, strict=True)]
         found = sorted(zip(small, self.tensor_names(), strict=True), reverse=True)
         named = [f"{name} ({count:,})" for count, name in found if count]
         if len(named) > _NAMED:
             named = [*named[:_NAMED], f"{len(named) - _NAMED} more tensors"]
         of = f"of {self.flat.numel:,} elements"
-        parts = [f"{sum(unseen):,} {of} have no gradient yet"]
+        parts = [f"{self.flat.numel - sum(seen):,} {of} have no gradient yet"]
         if self.config.compress is Compress.momentum:
             where = f": {', '.join(named)}" if named else ""
             share = f"{self.config.mask_below:g} of their tensor's median"
