@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from co2.comm.background import BackgroundMean
-from co2.comm.fused import kernels
+from co2.comm.compress import kernels
 from co2.comm.mesh import Mesh
 
 CHUNK = 4096
@@ -81,7 +81,7 @@ class SparseMean:
         self.error.mul_(self._decay).add_(vector)
         self._write()
         self._add(self._sent.unsqueeze(0), self.error, -1)
-        self._gather()
+        self._mean.exchange(dist.all_gather_into_tensor, self._received, self._sent)
         self._add(self._received, vector.zero_(), 1)
         vector.div_(self.num_replicas)
 
@@ -135,13 +135,6 @@ class SparseMean:
         """Return the magnitudes (…, chunks, 2) in messages (…, bytes), as a view."""
         halves = messages.view(torch.bfloat16)[..., : 2 * len(self._chunks.starts)]
         return halves.unflatten(-1, (-1, 2))
-
-    def _gather(self) -> None:
-        if self.num_replicas == 1:
-            self._received.copy_(self._sent)
-        else:
-            flat = self._received.view(-1)
-            dist.all_gather_into_tensor(flat, self._sent, group=self._mean.group)
 
 
 class Chunks:

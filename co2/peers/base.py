@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import nn
 
-from co2.comm.clocks import HostStopwatch
+from co2.comm.clocks import Stopwatch
 from co2.config import Blocking, CommConfig
 from co2.methods.base import Method, MethodStats
 
@@ -33,7 +33,7 @@ class Peer(Method):
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         super().__init__(config, comm)
         self.exposed_s = 0.0
-        self._clock = HostStopwatch()
+        self._clock = Stopwatch()
 
     def advance(self) -> None:
         """Do one inner step, and whatever the peer does after it."""
@@ -95,7 +95,7 @@ class Peer(Method):
 
 
 @contextmanager
-def _timed(owner: object, name: str, clock: HostStopwatch) -> Iterator[None]:
+def _timed(owner: object, name: str, clock: Stopwatch) -> Iterator[None]:
     """Inside, each call of a function is a span of the clock."""
     original: Callable[..., Any] = getattr(owner, name)
 

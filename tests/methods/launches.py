@@ -42,7 +42,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def kernels(self, x: Tensor) -> SimpleNamespace:
-        """In place of co2/comm/fused.py's: each kernel is one launch, and does nothing."""
+        """In place of `compress.kernels`'s: each kernel is one launch, and does nothing."""
         names = ("encode", "decode", "add", "choose", "spread")
         return SimpleNamespace(**{n: lambda *_, n=n: self.log.append(n) for n in names})
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW
 
 from co2.comm.background import BackgroundMean
-from co2.comm.compress import COMPRESSORS, blocks
+from co2.comm.compress import BITS, blocks
 from co2.comm.exchange import CompressedMean
 from co2.comm.flat import Chunk, FlatParams, chunk_numel
 from co2.config import CommConfig, CommDevice, OptimConfig, Precision
@@ -113,8 +113,7 @@ class CompressedAdam(Method):
         )
         self.means = [self.mean]
         sizes = [param.numel() for param in flat.params]
-        sign = COMPRESSORS["sign"]
-        self.exchange = CompressedMean(sizes, self.mesh, self.mean, sign, masked=True)
+        self.exchange = CompressedMean(sizes, self.mesh, self.mean, BITS["sign"], masked=True)
         self._divisor = flat.transfer.empty(max(chunk.numel for chunk in flat.chunks))
         self.m, self.v = flat.zeros(), flat.zeros()
         self._sizes = sizes
