@@ -149,11 +149,8 @@ class BackgroundMean:
         self._runner.wait(count=False)
 
     def close(self) -> None:
-        """Wait for what is in flight and release the process group; nothing starts after it.
-
-        Only then does destroying the group join its threads, which would otherwise live on until
-        the process exits.
-        """
+        """Wait for what is in flight and release the process group, which else could not join its
+        threads when it is destroyed. Nothing starts after it."""
         try:
             self.wait()
         finally:
@@ -183,9 +180,8 @@ class BackgroundMean:
         """Everything to go on from here. Joins what is in flight, and has the buffer only then.
 
         Args:
-            arriving: do not join a mean, but put `Arriving` in place of its buffer; `comm_s` then
-                lacks what is under way. A sequence (`run`) is joined all the same, because it may
-                change more.
+            arriving: put `Arriving` in place of the buffer of a mean in flight; `comm_s` then lacks
+                it. A sequence (`run`) is joined all the same, because it may change more.
         """
         buffer: Tensor | Arriving = self.buffer
         if arriving and not self._sequence:

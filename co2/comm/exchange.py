@@ -14,8 +14,8 @@ it, then the packed codes. The number of calls depends neither on that of the te
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -144,14 +144,12 @@ class CompressedMean:
         return messages[:, self._head : self._head + codec.row_bytes]
 
 
-@dataclass(frozen=True)
-class Segment:
-    """The part of a tensor that is in one server's chunk."""
+class Segment(NamedTuple):
+    """The part of a tensor that is in one server's chunk, at a place among the chunk's segments."""
 
     tensor: int
     server: int
     place: int
-    """Its place among the chunk's segments."""
     numel: int
 
 

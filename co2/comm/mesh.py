@@ -21,16 +21,13 @@ class Elastic(Protocol):
     @property
     def newcomer(self) -> bool:
         """Whether this worker has come to others who train already."""
-        ...
 
     @property
     def generation(self) -> int:
         """How many times the replicas have changed."""
-        ...
 
     def new_group(self, ranks: list[int], backend: str | None) -> object:
         """Make a process group that ends when one of its workers is lost."""
-        ...
 
     def on_change(self, regroup: Callable[["Mesh"], None]) -> None:
         """See `Mesh.on_change`."""
@@ -44,7 +41,6 @@ class Elastic(Protocol):
         device: torch.device | str,
     ) -> "BackgroundMean":
         """Make a mean that recovers where a replica is lost."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -96,11 +92,11 @@ class Mesh:
 
         Args:
             replica_size: how many workers share one replica. They must average its gradients at
-                every step by means of their own: DistributedDataParallel or fully_shard over
-                `new_group_within_replica()`. co2/train/replica.py does it for train.py.
-            device: where the batches lie. None: the current GPU, if there is one, where the process
-                group's backend for GPUs is not gloo, and without a process group; else the CPU. To
-                train on a GPU under gloo, name it here and set comm.device=cpu.
+                every step themselves, by DistributedDataParallel or fully_shard over
+                `new_group_within_replica()`; co2/train/replica.py does it for train.py.
+            device: where the batches lie. None: the current GPU, if there is one and the process
+                group, if any, does not use gloo for it; else the CPU. To train on a GPU under gloo,
+                name it here and set comm.device=cpu.
         Raises:
             ConfigError: the workers cannot be divided into replicas of this size.
             RuntimeError: several workers were started but no process group was initialised.
