@@ -99,10 +99,7 @@ def consensus(
     weights = [local(p.detach()) for p in model.parameters() if p.requires_grad]
     buffers = [b.detach() for b in model.buffers() if b.is_floating_point()]
     try:
-        with (
-            averaged([*weights, *buffers], group, show_trained),
-            averaged(buffers, replica_group),
-        ):
+        with averaged([*weights, *buffers], group, show_trained), averaged(buffers, replica_group):
             _forget_gathered(model)
             yield
     finally:

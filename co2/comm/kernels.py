@@ -173,7 +173,7 @@ def _unpacked(byte, BITS: tl.constexpr):
 
 @triton.jit
 def _code(value, s, BITS: tl.constexpr):
-    """See `Compressor.codes`."""
+    """See `Codec._codes`."""
     if BITS == 1:
         code = (value >= 0).to(tl.int32)
     else:
@@ -196,7 +196,7 @@ def _round(x):
 
 @triton.jit
 def _value(code, s, BITS: tl.constexpr):
-    """s times what the code stands for. See `Compressor.levels`."""
+    """s times what the code stands for. See `Codec`."""
     level = 2 * code - 1 if BITS == 1 else code - ((1 << (BITS - 1)) - 1)
     return level.to(s.dtype) * s
 
