@@ -79,8 +79,8 @@ class Scales:
         self._divide_by(self._norms(marks, 1.0).clamp_(min=1))
 
     def _divide_by(self, counts: Tensor) -> None:
-        largest = torch.full_like(counts, _largest(self._bits))
-        self._divisors = counts.sqrt() if self._bits == 1 else largest
+        one_bit, largest = self._bits == 1, _largest(self._bits)
+        self._divisors = counts.sqrt() if one_bit else torch.full_like(counts, largest)
 
     def _norms(self, x: Tensor, order: float) -> Tensor:
         """BLAS would add in an order that depends on the address of x, so that a resumed run might
