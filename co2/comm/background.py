@@ -1,10 +1,8 @@
 """BackgroundMean: a private snapshot, one collective in flight, and a wait for its result.
 
-No collective touches live parameters. Nothing here decides when to communicate: the method calls
-`start` and `wait` at steps that are the same on every worker.
-
-The snapshot is `buffer`, which the method fills itself, often with one pass over its other vectors;
-a copy made in `start` would cost each method another vector as long as the model.
+No collective touches live parameters. The method calls `start` and `wait` at steps that are the
+same on every worker. The snapshot is `buffer`, which the method fills itself, often with one pass
+over its other vectors; a copy made in `start` would cost another vector as long as the model.
 
 Where replicas come and go, `new_mean` makes a mean that recovers inside `wait`
 (co2/elastic/transport.py). A method sees no difference.
@@ -12,7 +10,7 @@ Where replicas come and go, `new_mean` makes a mean that recovers inside `wait`
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,11 +149,8 @@ class BackgroundMean:
         self._runner.wait(count=False)
 
     def close(self) -> None:
-        """Wait for what is in flight and release the process group; nothing starts after it.
-
-        Only then does destroying the group join its threads, which would otherwise live on until
-        the process exits.
-        """
+        """Wait for what is in flight and release the process group, which else could not join its
+        threads when it is destroyed. Nothing starts after it."""
         try:
             self.wait()
         finally:
@@ -167,6 +162,14 @@ class BackgroundMean:
         payload = self.buffer.numel() * self.buffer.element_size()
         return 2 * (self.num_replicas - 1) * payload // self.num_replicas
 
+    def exchange(self, collective: Callable[..., Any], received: Tensor, sent: Tensor) -> None:
+        """Within a sequence: run a collective that fills one tensor from another. A single replica
+        receives what it has sent."""
+        if self.num_replicas == 1:
+            received.view(-1).copy_(sent.view(-1))
+        else:
+            collective(received.view(-1), sent.view(-1), group=self.group)
+
     def totals(self) -> CommTotals:
         """Totals so far. What a GPU has not finished is not in them yet."""
         self._comm_s += sum(self._runner.comm.take())
@@ -177,9 +180,8 @@ class BackgroundMean:
         """Everything to go on from here. Joins what is in flight, and has the buffer only then.
 
         Args:
-            arriving: do not join a mean, but put `Arriving` in place of its buffer; `comm_s` then
-                lacks what is under way. A sequence (`run`) is joined all the same, because it may
-                change more.
+            arriving: put `Arriving` in place of the buffer of a mean in flight; `comm_s` then lacks
+                it. A sequence (`run`) is joined all the same, because it may change more.
         """
         buffer: Tensor | Arriving = self.buffer
         if arriving and not self._sequence:
@@ -209,23 +211,9 @@ class BackgroundMean:
         self._bytes_sent += self.bytes_per_mean() if num_bytes is None else num_bytes
 
 
-@runtime_checkable
-class MakesMeans(Protocol):
-    """What makes the means of a mesh whose replicas come and go."""
-
-    def new_mean(
-        self,
-        numel: int,
-        mesh: Mesh,
-        config: CommConfig,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> BackgroundMean: ...
-
-
 def new_mean(
     numel: int, mesh: Mesh, config: CommConfig, dtype: torch.dtype, device: torch.device | str
 ) -> BackgroundMean:
     """Make a mean for these replicas, which recovers if they may be lost. See `BackgroundMean`."""
-    make = mesh.elastic.new_mean if isinstance(mesh.elastic, MakesMeans) else BackgroundMean
+    make = BackgroundMean if mesh.elastic is None else mesh.elastic.new_mean
     return make(numel, mesh, config, dtype, device)

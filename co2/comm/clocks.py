@@ -9,8 +9,8 @@ The same for every method:
     train_s      from the end of a step to the end of the next, without pauses: evaluations,
                  checkpoints, the writing of figures. A GPU has done its work before a pause
 
-AllReduce has both from PyTorch, which samples them. Nobody sees inside a peer's call (co2/peers),
-so there both are the whole call, copies and outer step included: a bound from above.
+AllReduce has both from PyTorch, which samples them. A peer (co2/peers) blocks, so both are the time
+in its calls that wait for others.
 
 Nothing here makes the host wait for a GPU: what a GPU has not finished is counted later. torch is
 imported only where a GPU is timed, because the simulator uses `overlap` and needs no torch.
@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -29,12 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CommTotals:
-    """What the communication of one worker has cost since the start of training."""
+    """What the communication of one worker has cost since the start of training. See above."""
 
     comm_s: float = 0.0
-    """Seconds of collectives. See above."""
     exposed_s: float = 0.0
-    """Seconds in which computation stood still for them. See above."""
     bytes_sent: float = 0.0
     """Bytes that this worker has sent."""
 
@@ -63,54 +61,43 @@ def overlap(comm_s: float, exposed_s: float) -> float | None:
     return max(0.0, 1 - exposed_s / comm_s) if comm_s > 0 else None
 
 
-class Stopwatch(Protocol):
-    """Measures one span of time after another."""
+class Stopwatch:
+    """Measures one span of the host's time after another. One thread may end a span while another
+    takes those before."""
+
+    def __init__(self) -> None:
+        self._began: Any = None
+        self._spans: deque[tuple[Any, Any]] = deque()
 
     def begin(self) -> None:
         """A span begins. One that has begun already is dropped."""
+        self._began = self._now()
 
     def end(self) -> None:
         """The span that began last ends. Without one, nothing happens."""
+        if self._began is not None:
+            self._spans.append((self._began, self._now()))
+            self._began = None
 
     def take(self) -> list[float]:
         """Seconds of the spans that have ended since the last call."""
-        ...
+        spans = [self._spans.popleft() for _ in range(len(self._spans))]
+        return [ended - began for began, ended in spans]
+
+    def _now(self) -> Any:
+        return time.perf_counter()
 
 
-class HostStopwatch:
-    """Time of the host. One thread may end a span while another takes those before."""
-
-    def __init__(self) -> None:
-        self._began: float | None = None
-        self._spans: deque[float] = deque()
-
-    def begin(self) -> None:
-        self._began = time.perf_counter()
-
-    def end(self) -> None:
-        if self._began is not None:
-            self._spans.append(time.perf_counter() - self._began)
-            self._began = None
-
-    def take(self) -> list[float]:
-        return [self._spans.popleft() for _ in range(len(self._spans))]
-
-
-class CudaStopwatch:
+class CudaStopwatch(Stopwatch):
     """Time of a GPU, on the stream that is current when a span begins or ends. A span can be taken
     once the GPU has reached its end."""
 
-    def __init__(self) -> None:
-        self._began: torch.cuda.Event | None = None
-        self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+    def _now(self) -> torch.cuda.Event:
+        import torch
 
-    def begin(self) -> None:
-        self._began = _event()
-
-    def end(self) -> None:
-        if self._began is not None:
-            self._spans.append((self._began, _event()))
-            self._began = None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def take(self) -> list[float]:
         seconds = []
@@ -122,12 +109,4 @@ class CudaStopwatch:
 
 def stopwatch(device: torch.device) -> Stopwatch:
     """A stopwatch for work on this device."""
-    return CudaStopwatch() if device.type == "cuda" else HostStopwatch()
-
-
-def _event() -> torch.cuda.Event:
-    import torch
-
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    return CudaStopwatch() if device.type == "cuda" else Stopwatch()

@@ -27,18 +27,17 @@ def local(tensor: Tensor) -> Tensor:
 
 _FLAT_BYTES = 1 << 27
 """Bytes that one blocking collective carries, which bounds its copies."""
-_NUM_PARTS = "num_parts"
 
 
 def mark_part(param: Tensor, num_parts: int) -> None:
     """Say that a parameter, which is no DTensor, is one of `num_parts` parts of equal size, and
     that other workers of the replica hold the others."""
-    setattr(param, _NUM_PARTS, num_parts)
+    param.num_parts = num_parts  # type: ignore[attr-defined]
 
 
 def num_parts(param: Tensor) -> int:
     """What `mark_part` said of a parameter, and 1 of any other."""
-    return int(getattr(param, _NUM_PARTS, 1))
+    return int(getattr(param, "num_parts", 1))
 
 
 def carries(group: dist.ProcessGroup | None, tensor: Tensor) -> bool:
@@ -57,11 +56,10 @@ def replicate(model: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 def check_plain(model: nn.Module) -> None:
     """Raise `ConfigError` for a model that something of PyTorch's keeps in step already."""
-    wrapped = isinstance(model, (DistributedDataParallel, nn.DataParallel))
-    # By its name: to import it costs half a second.
-    wrapped = wrapped or type(model).__name__ == "FullyShardedDataParallel"
+    kind = type(model).__name__  # to import FullyShardedDataParallel costs half a second
+    parallel = isinstance(model, (DistributedDataParallel, nn.DataParallel))
     hint = "is wrapped already; give the plain model, which the method itself keeps in step"
-    require(not wrapped, "model", type(model).__name__, hint)
+    require(not parallel and kind != "FullyShardedDataParallel", "model", kind, hint)
 
 
 def data_parallel(
@@ -95,17 +93,13 @@ def consensus(
     Args:
         model: the module that was given to `prepare`, not a wrapper around it.
         group: this worker and its counterparts in the other replicas.
-        replica_group: the workers of this replica. Each of them has buffers of its own, so the
-            buffers are averaged over this group too.
-        show_trained: sets this replica's weights to those that training left (Method).
+        replica_group: the workers of this replica, which have buffers of their own.
+        show_trained: see `Method`.
     """
     weights = [local(p.detach()) for p in model.parameters() if p.requires_grad]
     buffers = [b.detach() for b in model.buffers() if b.is_floating_point()]
     try:
-        with (
-            averaged([*weights, *buffers], group, show_trained),
-            averaged(buffers, replica_group),
-        ):
+        with averaged([*weights, *buffers], group, show_trained), averaged(buffers, replica_group):
             _forget_gathered(model)
             yield
     finally:
@@ -136,15 +130,10 @@ def averaged(
 
 
 def _forget_gathered(model: nn.Module) -> None:
-    """Make the next forward pass gather the weights anew.
-
-    fully_shard keeps what a forward pass has gathered for the backward pass. After an evaluation
-    there is no backward pass, and the local shards have changed since.
-    """
+    """Make the next forward pass gather the weights anew. fully_shard keeps what one has gathered
+    for the backward pass; after an evaluation there is none, and the local shards have changed."""
     for module in model.modules():
-        reshard = getattr(module, "reshard", None)
-        if reshard is not None:
-            reshard()
+        getattr(module, "reshard", lambda: None)()
 
 
 def check_equal(

@@ -12,103 +12,56 @@ Scales stay on the device of x, so that the host never waits for a GPU.
 """
 
 import math
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import accumulate, pairwise
-from typing import Protocol
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from co2.comm.fused import kernels
-
 _PIECE = 1 << 20
 """Elements that PyTorch works on at a time, which bounds the temporaries."""
 
 
-class Compressor(Protocol):
-    """Turns elements into small whole numbers, the codes."""
-
-    @property
-    def bits(self) -> int:
-        """Bits of a code: 1, 2, 4 or 8."""
-
-    @property
-    def order(self) -> float:
-        """The order of the norm that a scale is a share of."""
-
-    def divisors(self, counts: Tensor) -> Tensor:
-        """Return what the norms of segments with so many elements, at least 1, are divided by."""
-        ...
-
-    def codes(self, x: Tensor, s: Tensor) -> Tensor:
-        """Return the codes of x (k,): whole numbers (k,) from 0 to 2^bits − 1, in the type of x.
-
-        Args:
-            s: (k,), or (1,) for all elements.
-        """
-        ...
-
-    def levels(self) -> list[int]:
-        """Return the values C(x)/s that the codes stand for."""
-        ...
+def kernels(x: Tensor) -> ModuleType | None:
+    """Return co2/comm/kernels.py for a vector on CUDA, and under Triton's interpreter for any; None
+    where PyTorch has to do, also because Triton is not installed."""
+    return _kernels() if x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1" else None
 
 
-class Sign:
-    """One bit: the sign of an element."""
-
-    bits, order = 1, 2.0
-
-    def divisors(self, counts: Tensor) -> Tensor:
-        return counts.sqrt()
-
-    def codes(self, x: Tensor, s: Tensor) -> Tensor:
-        return (x >= 0).to(x.dtype)
-
-    def levels(self) -> list[int]:
-        return [-1, 1]
+@cache
+def _kernels() -> ModuleType | None:
+    # Imported late: `import co2` needs torch and numpy only.
+    return import_module("co2.comm.kernels") if find_spec("triton") else None
 
 
-class Uniform:
-    """Whole multiples of s, as many above 0 as below."""
-
-    order = math.inf
-
-    def __init__(self, bits: int) -> None:
-        self.bits, self.largest = bits, 2 ** (bits - 1) - 1
-
-    def divisors(self, counts: Tensor) -> Tensor:
-        return torch.full_like(counts, self.largest)
-
-    def codes(self, x: Tensor, s: Tensor) -> Tensor:
-        multiples = torch.div(x, s.where(s > 0, 1)).round_()
-        # An s close to 0 is rounded so coarsely that max|x| may be more multiples of it.
-        return multiples.clamp_(-self.largest, self.largest).add_(self.largest)
-
-    def levels(self) -> list[int]:
-        return [*range(-self.largest, self.largest + 1), 0]  # the last code does not occur
+BITS = {"sign": 1, "int4": 4, "int8": 8}
+"""Bits of a code of each compressor."""
 
 
-COMPRESSORS: dict[str, Compressor] = {"sign": Sign(), "int4": Uniform(4), "int8": Uniform(8)}
-
-
-def num_bytes(numel: int, bits: int) -> int:
-    """Return the bytes that so many codes need."""
-    return -(-numel * bits // 8)
-
-
-class Norms:
-    """Norms of the segments of a vector, in as many calls whatever their number.
+class Scales:
+    """The scales of the segments of a vector, in as many calls whatever their number.
 
     Args:
+        bits: of a code of C.
         sizes: elements of the segments, in their order, which make up the vector.
         like: a tensor on the vector's device and of its type.
     """
 
-    def __init__(self, sizes: Sequence[int], like: Tensor) -> None:
-        pieces = [_cut(size) for size in sizes]
+    def __init__(self, bits: int, sizes: Sequence[int], like: Tensor) -> None:
+        self._bits, self._order = bits, 2.0 if bits == 1 else math.inf
+        self._divide_by(like.new_tensor(sizes))
+        # So short that sums of fp32 stay exact enough.
+        pieces = [
+            [min(_PIECE, size - start) for start in range(0, size, _PIECE)] or [0] for size in sizes
+        ]
         self._sizes = [piece for own in pieces for piece in own]
         ends = list(accumulate(map(len, pieces), initial=0))
         most = max(map(len, pieces), default=0)
@@ -117,22 +70,26 @@ class Norms:
         self._pieces = torch.tensor(rows, dtype=torch.int64, device=like.device)
         self._none = like.new_zeros(())
 
-    def of(self, x: Tensor, order: float) -> Tensor:
-        """Return the norms (segments,) of a vector.
+    def of(self, x: Tensor) -> Tensor:
+        """Return the scales (segments,) of a vector."""
+        return self._norms(x, self._order).div_(self._divisors)
 
-        BLAS would add in an order that depends on the address of x, so that a resumed run might
-        differ.
-        """
+    def count(self, marks: Tensor) -> None:
+        """Let only those elements count where `marks`, of the vector's type, is 1, not 0."""
+        self._divide_by(self._norms(marks, 1.0).clamp_(min=1))
+
+    def _divide_by(self, counts: Tensor) -> None:
+        one_bit, largest = self._bits == 1, _largest(self._bits)
+        self._divisors = counts.sqrt() if one_bit else torch.full_like(counts, largest)
+
+    def _norms(self, x: Tensor, order: float) -> Tensor:
+        """BLAS would add in an order that depends on the address of x, so that a resumed run might
+        differ."""
         if not self._sizes:
             return x.new_zeros(0)
         norms = torch._foreach_norm(x.split(self._sizes), order)
         together = torch.stack([*norms, self._none])
         return torch.linalg.vector_norm(together[self._pieces], order, dim=1)
-
-
-def _cut(size: int) -> list[int]:
-    """Cut a segment of so many elements, so that sums of fp32 stay exact enough."""
-    return [min(_PIECE, size - start) for start in range(0, size, _PIECE)] or [0]
 
 
 class Codec:
@@ -142,7 +99,7 @@ class Codec:
     bytes of its own; byte j holds the codes j·8/bits, j·8/bits + 1, …, from its lowest bits on.
 
     Args:
-        compressor: C.
+        bits: of a code of C.
         sizes: elements of the segments, at least 1 each, in their order. They make up the vector,
             and none is in two rows.
         width: elements of a row.
@@ -151,23 +108,19 @@ class Codec:
     """
 
     def __init__(
-        self,
-        compressor: Compressor,
-        sizes: Sequence[int],
-        width: int,
-        like: Tensor,
-        messages: int = 1,
+        self, bits: int, sizes: Sequence[int], width: int, like: Tensor, messages: int = 1
     ) -> None:
-        self._compressor, self._width = compressor, width
-        self.row_bytes = num_bytes(width, compressor.bits)
-        self._codes_per_byte = 8 // compressor.bits
-        ends = torch.tensor([0, *accumulate(sizes)], device=like.device)
-        self._starts = ends[:-1]
-        levels = torch.tensor(compressor.levels(), dtype=torch.int8, device=like.device)
+        self.bits, self.width = bits, width
+        self.row_bytes = -(-width * bits // 8)
+        self.starts = torch.tensor([0, *accumulate(sizes)], device=like.device)[:-1]
+        """The first element of each segment."""
+        self._codes_per_byte, largest = 8 // bits, _largest(bits)
+        # The last code of several bits does not occur.
+        levels = [-1, 1] if bits == 1 else [*range(-largest, largest + 1), 0]
         every = torch.arange(256, device=like.device).unsqueeze(1)
-        shifts = torch.arange(0, 8, compressor.bits, device=like.device)
-        self._levels = levels[every >> shifts & (len(levels) - 1)]
-        """(256, 8/bits): byte → the values that its codes stand for."""
+        codes = every >> torch.arange(0, 8, bits, device=like.device) & (len(levels) - 1)
+        self._levels = torch.tensor(levels, dtype=torch.int8, device=like.device)[codes]
+        """(256, 8/bits): byte → the values C(x)/s that its codes stand for."""
         self._blocks = list(blocks(sizes, width, self._codes_per_byte, _PIECE // messages))
 
     def encode(
@@ -184,17 +137,16 @@ class Codec:
             error: (numel,).
         """
         if fused := kernels(x):
-            fused.encode(
-                x, self._starts, scales, mask, out, error, self._width, self._compressor.bits
-            )
+            fused.encode(self, x, scales, mask, out, error)
             return
         for block in self._blocks:
             part, s = block.of(x), block.of_elements(scales)
-            codes = block.padded(self._compressor.codes(x[block.span], s))
-            packed, *others = codes.view(-1, self._codes_per_byte).unbind(1)
+            codes = self._codes(x[block.span], s).view_as(part)
+            codes = pad(codes, (0, -block.width % self._codes_per_byte))
+            packed, *others = codes.view(len(part), -1, self._codes_per_byte).unbind(2)
             for number, other in enumerate(others, start=1):
-                packed = packed.add(other, alpha=2 ** (number * self._compressor.bits))
-            out[block.rows, block.packed] = packed.view(len(part), -1).to(torch.uint8)
+                packed = packed.add(other, alpha=2 ** (number * self.bits))
+            out[block.rows, block.packed] = packed.to(torch.uint8)
             values = block.of(error)
             self._write(packed, s, mask, block, values)
             torch.sub(part, values, out=values)
@@ -202,9 +154,7 @@ class Codec:
     def decode(self, packed: Tensor, scales: Tensor, mask: Tensor | None, out: Tensor) -> None:
         """Write C(x) to `out` (numel,). The others are as in `encode`."""
         if fused := kernels(out):
-            fused.decode(
-                packed, self._starts, scales, mask, out, self._width, self._compressor.bits
-            )
+            fused.decode(self, packed, scales, mask, out)
             return
         for block in self._blocks:
             codes, s = packed[block.rows, block.packed], block.of_elements(scales)
@@ -219,26 +169,44 @@ class Codec:
             scales: (messages, segments).
         """
         if fused := kernels(out):
-            fused.add(packed, self._starts, scales, out, self._compressor.bits)
+            fused.add(self, packed, scales, out)
             return
         for block in self._blocks:
-            values = self._values(packed[:, block.packed], block)
+            values = self._values(packed[:, block.packed], block.width)
             total = out[block.span].zero_()
             for one in values * block.of_elements(scales):
                 total.add_(one)
 
-    def _values(self, packed: Tensor, block: "Block") -> Tensor:
-        """Return C(x)/s (rows, width), int8, of the bytes of a block, given in any type."""
+    def _codes(self, x: Tensor, s: Tensor) -> Tensor:
+        """Return the codes of x (k,): whole numbers (k,) from 0 to 2^bits − 1, in the type of x.
+
+        Args:
+            s: (k,), or (1,) for all elements.
+        """
+        if self.bits == 1:
+            return (x >= 0).to(x.dtype)
+        largest, multiples = _largest(self.bits), torch.div(x, s.where(s > 0, 1)).round_()
+        # An s close to 0 is rounded so coarsely that max|x| may be more multiples of it.
+        return multiples.clamp_(-largest, largest).add_(largest)
+
+    def _values(self, packed: Tensor, width: int) -> Tensor:
+        """Return C(x)/s (rows, width), int8, of bytes (rows, bytes), given in any type."""
         values = self._levels.index_select(0, packed.int().reshape(-1))
-        return values.view(-1, block.padded_width)[:, : block.width]
+        return values.view(len(packed), -1)[:, :width]
 
     def _write(
         self, packed: Tensor, s: Tensor, mask: Tensor | None, block: "Block", out: Tensor
     ) -> None:
         """Write C(x) of the bytes of a block to `out` (rows, width)."""
-        torch.mul(self._values(packed, block), s if len(s) == 1 else s.view(out.shape), out=out)
+        values = self._values(packed, block.width)
+        torch.mul(values, s if len(s) == 1 else s.view(out.shape), out=out)
         if mask is not None:
             out.mul_(block.of(mask))
+
+
+def _largest(bits: int) -> int:
+    """The most multiples of s that a code stands for."""
+    return 2 ** (bits - 1) - 1
 
 
 @dataclass(frozen=True)
@@ -248,11 +216,8 @@ class Block:
     span: slice
     """They, as a slice of the vector."""
     rows: slice
-    """Their rows."""
     width: int
     """How many of them are in each of these rows."""
-    padded_width: int
-    """The same, rounded up to whole bytes."""
     packed: slice
     """Their bytes, as a slice of each row's."""
     segments: slice
@@ -273,10 +238,6 @@ class Block:
         every = zip(own.split(1, dim=-1), self.counts, strict=True)
         return torch.cat([one.expand(*own.shape[:-1], count) for one, count in every], dim=-1)
 
-    def padded(self, codes: Tensor) -> Tensor:
-        """Return codes (numel,) as a matrix (rows, padded width)."""
-        return pad(codes.view(-1, self.width), (0, self.padded_width - self.width))
-
 
 def blocks(sizes: Sequence[int], width: int, multiple: int, piece: int) -> Iterator[Block]:
     """Yield the blocks of a vector: of whole rows, of at most `piece` elements, or of parts of a
@@ -284,7 +245,7 @@ def blocks(sizes: Sequence[int], width: int, multiple: int, piece: int) -> Itera
     starts = list(accumulate(sizes, initial=0))
     numel = starts.pop()
     most = max(multiple, piece - piece % multiple)
-    rows_at_once = max(1, most // _rounded_up(width, multiple))
+    rows_at_once = max(1, most // (width + -width % multiple))
     whole_rows = numel // width
     together = [*range(0, whole_rows, rows_at_once), whole_rows]
     for first, last in [*pairwise(together), (whole_rows, whole_rows + 1)]:
@@ -293,17 +254,8 @@ def blocks(sizes: Sequence[int], width: int, multiple: int, piece: int) -> Itera
             count = min(most, whole - column)
             begin = first * width + column
             end = begin + (last - first - 1) * width + count
-            padded = _rounded_up(count, multiple)
             segments = slice(bisect_right(starts, begin) - 1, bisect_left(starts, end))
-            inside = [*starts[segments], end]
-            inside[0] = begin
-            counts = [after - before for before, after in pairwise(inside)]
-            at = column // multiple
-            packed = slice(at, at + padded // multiple)
-            yield Block(
-                slice(begin, end), slice(first, last), count, padded, packed, segments, counts
-            )
-
-
-def _rounded_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+            bounds = [begin, *starts[segments][1:], end]
+            counts = [after - before for before, after in pairwise(bounds)]
+            packed = slice(column // multiple, -(-(column + count) // multiple))
+            yield Block(slice(begin, end), slice(first, last), count, packed, segments, counts)

@@ -14,15 +14,15 @@ it, then the packed codes. The number of calls depends neither on that of the te
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from co2.comm.background import BackgroundMean
-from co2.comm.compress import Codec, Compressor, Norms
+from co2.comm.compress import Codec, Scales
 from co2.comm.mesh import Mesh
 
 
@@ -34,7 +34,7 @@ class CompressedMean:
         mesh: the replicas. A single replica compresses too, but sends nothing.
         mean: carries the messages over its process group. The vector has the type and the device of
             its buffer, and scales travel in that type.
-        compressor: C.
+        bits: of a code of C.
         masked: whether `set_mask` will be called.
     """
 
@@ -43,22 +43,22 @@ class CompressedMean:
         sizes: Sequence[int],
         mesh: Mesh,
         mean: BackgroundMean,
-        compressor: Compressor,
+        bits: int,
         masked: bool = False,
     ) -> None:
         like, self.num_replicas = mean.buffer, mesh.num_replicas
-        self._mean, self._compressor, self._replica = mean, compressor, mesh.replica
+        self._mean = mean
         sizes = [size for size in sizes if size]
         chunk = -(-like.numel() // mesh.num_replicas)
         segments = list(_segments(sizes, chunk))
         own = [segment.numel for segment in segments if segment.server == mesh.replica]
+        self._num_own = len(own)
         begin = min(mesh.replica * chunk, like.numel())
         self._own = slice(begin, begin + sum(own))
-        self._worker = Codec(compressor, [one.numel for one in segments], chunk, like)
-        self._server = Codec(compressor, own, max(1, sum(own)), like, mesh.num_replicas)
-        self._norms, self._own_norms = Norms(sizes, like), Norms(own, like)
-        self._divisors = compressor.divisors(like.new_tensor(sizes))
-        self._own_divisors = compressor.divisors(like.new_tensor(own))
+        self._worker = Codec(bits, [one.numel for one in segments], chunk, like)
+        self._server = Codec(bits, own, max(1, sum(own)), like, mesh.num_replicas)
+        self._scales = Scales(bits, sizes, like)
+        self._own_scales = Scales(bits, own, like)
         self.mask: Tensor | None = None
         """(numel,): which elements take part. None: all of them."""
         if masked:
@@ -67,9 +67,8 @@ class CompressedMean:
         self.server_error = torch.zeros_like(like[self._own])
         width, most = like.element_size(), max(segment.place + 1 for segment in segments)
         self._head = most * width
-        row = -(
-            -(self._head + self._worker.row_bytes) // width
-        )  # in scales, so that all are aligned
+        # Bytes of a row in units of scales, so that all of these are aligned.
+        row = -(-(self._head + self._worker.row_bytes) // width)
         self._sent = like.new_zeros(mesh.num_replicas, row * width, dtype=torch.uint8)
         self._received = torch.zeros_like(self._sent)
         self._mine = self._sent[mesh.replica]
@@ -85,16 +84,15 @@ class CompressedMean:
     def mean_(self, vector: Tensor) -> None:
         """Overwrite vector (numel,) with its compressed mean, equal on all replicas. Blocking."""
         _correct(vector, self.worker_error, self.mask)
-        norms = self._norms.of(vector, self._compressor.order)
-        scales = norms.div_(self._divisors)[self._tensors]
-        self._scales(self._sent).view(-1).index_copy_(0, self._places, scales)
+        scales = self._scales.of(vector)[self._tensors]
+        self._heads(self._sent).view(-1).index_copy_(0, self._places, scales)
         codes = self._codes(self._sent, self._worker)
         self._worker.encode(vector, scales, self.mask, codes, self.worker_error)
-        self._to_servers()
+        self._mean.exchange(dist.all_to_all_single, self._received, self._sent)
         own = vector[self._own]
         self._serve(own, None if self.mask is None else self.mask[self._own])
-        self._from_servers()
-        scales = self._scales(self._received).view(-1)[self._places]
+        self._mean.exchange(dist.all_gather_into_tensor, self._received, self._mine)
+        scales = self._heads(self._received).view(-1)[self._places]
         self._worker.decode(self._codes(self._received, self._worker), scales, self.mask, vector)
 
     def set_mask(self, marks: Tensor) -> None:
@@ -106,10 +104,8 @@ class CompressedMean:
         """
         assert self.mask is not None, "made without `masked`"
         self.mask.copy_(marks)
-        counts = self._norms.of(marks, 1.0).clamp_(min=1)
-        self._divisors = self._compressor.divisors(counts)
-        counts = self._own_norms.of(marks[self._own], 1.0).clamp_(min=1)
-        self._own_divisors = self._compressor.divisors(counts)
+        self._scales.count(marks)
+        self._own_scales.count(marks[self._own])
 
     def bytes_per_mean(self) -> int:
         """Bytes that one worker sends for one mean: to G−1 servers, and around a ring."""
@@ -131,16 +127,15 @@ class CompressedMean:
     def _serve(self, own: Tensor, mask: Tensor | None) -> None:
         """Put the compressed mean of what has been received into the message to all. `own` is
         scratch for this server's chunk."""
-        scales = self._scales(self._received)[:, : len(self._own_divisors)]
+        scales = self._heads(self._received)[:, : self._num_own]
         self._server.add(self._codes(self._received, self._server), scales, own)
         _correct(own.div_(self.num_replicas), self.server_error, mask)
-        norms = self._own_norms.of(own, self._compressor.order)
-        scales = norms.div_(self._own_divisors)
-        self._scales(self._mine)[: len(scales)].copy_(scales)
+        scales = self._own_scales.of(own)
+        self._heads(self._mine)[: self._num_own].copy_(scales)
         codes = self._codes(self._mine.unsqueeze(0), self._server)
         self._server.encode(own, scales, mask, codes, self.server_error)
 
-    def _scales(self, messages: Tensor) -> Tensor:
+    def _heads(self, messages: Tensor) -> Tensor:
         """Return messages (…, bytes) as a view in the type of scales, which are at their heads."""
         return messages.view(self.worker_error.dtype)
 
@@ -148,28 +143,13 @@ class CompressedMean:
         """Return the codes of messages (rows, bytes), as a view (rows, row bytes of the codec)."""
         return messages[:, self._head : self._head + codec.row_bytes]
 
-    def _to_servers(self) -> None:
-        if self.num_replicas == 1:
-            self._received.copy_(self._sent)
-        else:
-            dist.all_to_all_single(self._received, self._sent, group=self._mean.group)
 
-    def _from_servers(self) -> None:
-        if self.num_replicas == 1:
-            self._received.copy_(self._sent)
-        else:
-            flat = self._received.view(-1)
-            dist.all_gather_into_tensor(flat, self._mine, group=self._mean.group)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """The part of a tensor that is in one server's chunk."""
+class Segment(NamedTuple):
+    """The part of a tensor that is in one server's chunk, at a place among the chunk's segments."""
 
     tensor: int
     server: int
     place: int
-    """Its place among the chunk's segments."""
     numel: int
 
 

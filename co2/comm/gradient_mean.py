@@ -1,6 +1,5 @@
 """The mean over a group of gradients that DistributedDataParallel is told to leave alone."""
 
-import time
 from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
@@ -25,10 +24,8 @@ class GradientMean:
     ) -> None:
         self.params, self.group, self._due = list(params), group, due
         self._under_way: list[tuple[dist.Work, Tensor]] = []
-        self._began = 0.0
-        self._comm_s = 0.0
-        self._waited: Stopwatch = stopwatch(self.params[0].device)
-        self._exposed_s = 0.0
+        self._comm, self._waited = Stopwatch(), stopwatch(self.params[0].device)
+        self._comm_s = self._exposed_s = 0.0
         for param in self.params:
             param.register_post_accumulate_grad_hook(self._launch)
 
@@ -36,7 +33,7 @@ class GradientMean:
         if not self._due():
             return
         if not self._under_way:
-            self._began = time.perf_counter()
+            self._comm.begin()
             Variable._execution_engine.queue_callback(self._finish)
         assert param.grad is not None, "it was accumulated just now"
         work = dist.all_reduce(param.grad, group=self.group, async_op=True)
@@ -50,11 +47,12 @@ class GradientMean:
         self._waited.end()
         for _, grad in self._under_way:
             grad.div_(self.group.size())
-        self._comm_s += time.perf_counter() - self._began
+        self._comm.end()
         self._under_way.clear()
 
     def totals(self) -> CommTotals:
         """Seconds from the first gradient of each step to the last one's mean, and those of them
         after the backward pass; no bytes. On a GPU the former are the host's."""
+        self._comm_s += sum(self._comm.take())
         self._exposed_s += sum(self._waited.take())
         return CommTotals(self._comm_s, self._exposed_s)

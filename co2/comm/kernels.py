@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from co2.comm.compress import Codec
     from co2.comm.sparse import Chunks
 
 _ELEMENTS = 1024
@@ -21,47 +22,29 @@ _ELEMENTS = 1024
 
 
 def encode(
-    x: Tensor,
-    starts: Tensor,
-    scales: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    error: Tensor,
-    width: int,
-    bits: int,
+    codec: "Codec", x: Tensor, scales: Tensor, mask: Tensor | None, out: Tensor, error: Tensor
 ) -> None:
-    """See `Codec.encode`.
-
-    Args:
-        starts: the first element of each segment.
-    """
-    vectors = (x, starts, scales, x if mask is None else mask, out, error)
-    sizes = (len(starts), x.numel(), width, out.shape[1], out.stride(0))
-    _encode[_grid(out, bits)](*vectors, *sizes, MASKED=mask is not None, **_options(starts, bits))
+    """See `Codec.encode`."""
+    vectors = (x, codec.starts, scales, x if mask is None else mask, out, error)
+    sizes = (len(codec.starts), x.numel(), codec.width, out.shape[1], out.stride(0))
+    _encode[_grid(codec, out)](*vectors, *sizes, MASKED=mask is not None, **_options(codec))
 
 
 def decode(
-    packed: Tensor,
-    starts: Tensor,
-    scales: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    width: int,
-    bits: int,
+    codec: "Codec", packed: Tensor, scales: Tensor, mask: Tensor | None, out: Tensor
 ) -> None:
     """See `Codec.decode`."""
-    vectors = (packed, starts, scales, out if mask is None else mask, out)
-    sizes = (len(starts), out.numel(), width, packed.shape[1], packed.stride(0))
-    _decode[_grid(packed, bits)](
-        *vectors, *sizes, MASKED=mask is not None, **_options(starts, bits)
-    )
+    vectors = (packed, codec.starts, scales, out if mask is None else mask, out)
+    sizes = (len(codec.starts), out.numel(), codec.width, packed.shape[1], packed.stride(0))
+    _decode[_grid(codec, packed)](*vectors, *sizes, MASKED=mask is not None, **_options(codec))
 
 
-def add(packed: Tensor, starts: Tensor, scales: Tensor, out: Tensor, bits: int) -> None:
+def add(codec: "Codec", packed: Tensor, scales: Tensor, out: Tensor) -> None:
     """See `Codec.add`."""
     messages, row_bytes = packed.shape
-    sizes = (len(starts), out.numel(), row_bytes, packed.stride(0), scales.stride(0), messages)
-    _add[_grid(packed[:1], bits)](packed, starts, scales, out, *sizes, **_options(starts, bits))
+    vectors = (packed, codec.starts, scales, out)
+    sizes = (len(codec.starts), out.numel(), row_bytes, packed.stride(0), scales.stride(0))
+    _add[_grid(codec, packed[:1])](*vectors, *sizes, messages, **_options(codec))
 
 
 def choose(error: Tensor, chunks: "Chunks", numbers: Tensor, magnitudes: Tensor) -> None:
@@ -93,16 +76,15 @@ def spread(
     )
 
 
-def _grid(packed: Tensor, bits: int) -> tuple[int, int]:
+def _grid(codec: "Codec", packed: Tensor) -> tuple[int, int]:
     """The programs for each row, and the rows."""
     rows, row_bytes = packed.shape
-    return triton.cdiv(row_bytes, _ELEMENTS * bits // 8), rows
+    return triton.cdiv(row_bytes, _ELEMENTS * codec.bits // 8), rows
 
 
-def _options(starts: Tensor, bits: int) -> dict[str, Any]:
-    steps = (len(starts) - 1).bit_length()
-    block = _ELEMENTS * bits // 8
-    return {"BITS": bits, "STEPS": steps, "BYTES": block, "enable_fp_fusion": False}
+def _options(codec: "Codec") -> dict[str, Any]:
+    steps, block = (len(codec.starts) - 1).bit_length(), _ELEMENTS * codec.bits // 8
+    return {"BITS": codec.bits, "STEPS": steps, "BYTES": block, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -191,7 +173,7 @@ def _unpacked(byte, BITS: tl.constexpr):
 
 @triton.jit
 def _code(value, s, BITS: tl.constexpr):
-    """See `Compressor.codes`."""
+    """See `Codec._codes`."""
     if BITS == 1:
         code = (value >= 0).to(tl.int32)
     else:
@@ -214,7 +196,7 @@ def _round(x):
 
 @triton.jit
 def _value(code, s, BITS: tl.constexpr):
-    """s times what the code stands for. See `Compressor.levels`."""
+    """s times what the code stands for. See `Codec`."""
     level = 2 * code - 1 if BITS == 1 else code - ((1 << (BITS - 1)) - 1)
     return level.to(s.dtype) * s
 

@@ -3,12 +3,16 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
+from co2.config import CommConfig
 from co2.errors import require, require_count
+
+if TYPE_CHECKING:
+    from co2.comm.background import BackgroundMean
 
 
 class Elastic(Protocol):
@@ -17,27 +21,33 @@ class Elastic(Protocol):
     @property
     def newcomer(self) -> bool:
         """Whether this worker has come to others who train already."""
-        ...
 
     @property
     def generation(self) -> int:
         """How many times the replicas have changed."""
-        ...
 
     def new_group(self, ranks: list[int], backend: str | None) -> object:
         """Make a process group that ends when one of its workers is lost."""
-        ...
 
     def on_change(self, regroup: Callable[["Mesh"], None]) -> None:
         """See `Mesh.on_change`."""
+
+    def new_mean(
+        self,
+        numel: int,
+        mesh: "Mesh",
+        config: CommConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> "BackgroundMean":
+        """Make a mean that recovers where a replica is lost."""
 
 
 @dataclass(frozen=True)
 class Mesh:
     """This worker's place among `num_replicas` × `replica_size` workers.
 
-    The workers of a replica have adjacent ranks. Methods only need to know the replicas; batches,
-    seeds and files belong to a worker.
+    The workers of a replica have adjacent ranks.
     """
 
     replica: int
@@ -82,11 +92,11 @@ class Mesh:
 
         Args:
             replica_size: how many workers share one replica. They must average its gradients at
-                every step by means of their own: DistributedDataParallel or fully_shard over
-                `new_group_within_replica()`. co2/train/replica.py does it for train.py.
-            device: where the batches lie. None: the current GPU, if there is one, where the process
-                group's backend for GPUs is not gloo, and without a process group; else the CPU. To
-                train on a GPU under gloo, name it here and set comm.device=cpu.
+                every step themselves, by DistributedDataParallel or fully_shard over
+                `new_group_within_replica()`; co2/train/replica.py does it for train.py.
+            device: where the batches lie. None: the current GPU, if there is one and the process
+                group, if any, does not use gloo for it; else the CPU. To train on a GPU under gloo,
+                name it here and set comm.device=cpu.
         Raises:
             ConfigError: the workers cannot be divided into replicas of this size.
             RuntimeError: several workers were started but no process group was initialised.
@@ -132,14 +142,13 @@ class Mesh:
         in one of them, and need not know of the rest. None for this worker alone."""
         if len(ranks) == 1:
             return None
-        make = self._plain_group if self.elastic is None else self.elastic.new_group
-        group = make(list(ranks), backend)
+        group: object
+        if self.elastic is not None:
+            group = self.elastic.new_group(list(ranks), backend)
+        else:
+            group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup), "this worker is a member"
         return group
-
-    @staticmethod
-    def _plain_group(ranks: list[int], backend: str | None) -> object:
-        return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
 
 
 def check_replica_size(replica_size: int, workers: int) -> None:

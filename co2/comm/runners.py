@@ -1,67 +1,27 @@
 """Runners: each runs one asynchronous collective at a time and measures it.
 
 On a CPU gloo's threads carry it, on a GPU a stream of its own. Waiting for it blocks nothing else.
+Both have the same methods; see `HostRunner`.
 """
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from co2.comm import profiled
-from co2.comm.clocks import CudaStopwatch, HostStopwatch, Stopwatch
+from co2.comm.clocks import CudaStopwatch, Stopwatch
 from co2.comm.waiting import Connections, finish, in_use
 
 Buckets = tuple[Tensor, ...]
 Group = dist.ProcessGroup | None
 Ended = Callable[[bool], None] | None
-
-
-class Runner(Protocol):
-    """One thing after the other is launched, or run, and waited for."""
-
-    @property
-    def comm(self) -> Stopwatch:
-        """Times what is carried, from launch to completion."""
-
-    @property
-    def exposed(self) -> Stopwatch:
-        """Times the waits that count."""
-
-    def launch(self, buckets: Buckets, group: Group, ended: Ended) -> None:
-        """Take the mean of every bucket over the group, in place.
-
-        Args:
-            buckets: parts of one vector.
-            group: who takes part.
-            ended: told by any thread, when all is over, whether it ended well. None where nobody
-                has to know, because members cannot be lost.
-        """
-
-    def run(self, sequence: Callable[[], None]) -> None:
-        """Carry blocking collectives with arithmetic between them."""
-
-    def copy(self, buffer: Tensor, target: Tensor) -> Callable[[], object]:
-        """Copy the buffer when what was launched is over. See `Arriving.copy_to`."""
-
-    def wait(self, count: bool = True) -> None:
-        """Wait until what was launched or run is over; on CUDA the current stream does, and the
-        host goes on. Raises what has ended it.
-
-        Args:
-            count: whether this wait is exposed communication.
-        """
-
-    def give_up(self) -> None:
-        """Abort, and return when the buffer is free: the collective is over, or has failed because
-        its connections are cut."""
-
-    def close(self) -> None:
-        """End what was started to carry. Nothing is launched after it."""
+"""Told by any thread, when all is over, whether it ended well. None where nobody has to know,
+because members cannot be lost."""
 
 
 class HostRunner:
@@ -69,7 +29,8 @@ class HostRunner:
     ours carries a sequence; it does not start before the first."""
 
     def __init__(self) -> None:
-        self.comm, self.exposed = HostStopwatch(), HostStopwatch()
+        self.comm, self.exposed = Stopwatch(), Stopwatch()
+        """Of what is carried, from launch to completion; and of the waits that count."""
         self._works: list[dist.Work] = []
         self._group: Group = None
         self._sockets: Connections | None = None
@@ -79,6 +40,7 @@ class HostRunner:
         self._carried: Future[None] | None = None
 
     def launch(self, buckets: Buckets, group: Group, ended: Ended) -> None:
+        """Take the mean of every bucket, a part of one vector, over the group, in place."""
         clock = self.comm
 
         def stop_clock(futures: torch.futures.Future[Any]) -> None:
@@ -95,6 +57,7 @@ class HostRunner:
         self._clocked = self._collected.then(stop_clock)
 
     def copy(self, buffer: Tensor, target: Tensor) -> Callable[[], object]:
+        """Copy the buffer when what was launched is over. See `Arriving.copy_to`."""
         collected, clocked = self._collected, self._clocked
         if collected is None or clocked is None:
             target.copy_(buffer)
@@ -116,6 +79,7 @@ class HostRunner:
         return wait
 
     def run(self, sequence: Callable[[], None]) -> None:
+        """Carry blocking collectives with arithmetic between them."""
         self.comm.begin()
 
         def timed() -> None:
@@ -125,6 +89,12 @@ class HostRunner:
         self._carried = self._thread.submit(timed)
 
     def wait(self, count: bool = True) -> None:
+        """Wait until what was launched or run is over; on CUDA the current stream does, and the
+        host goes on. Raises what has ended it.
+
+        Args:
+            count: whether this wait is exposed communication.
+        """
         if count:
             self.exposed.begin()
         carried, self._carried = self._carried, None
@@ -137,6 +107,8 @@ class HostRunner:
             self.exposed.end()
 
     def give_up(self) -> None:
+        """Abort, and return when the buffer is free: the collective is over, or has failed because
+        its connections are cut."""
         for work in self._works:
             with suppress(RuntimeError):
                 finish(work, self._group, self._sockets)
@@ -153,6 +125,7 @@ class HostRunner:
         self._works, self._collected, self._clocked, self._group = [], None, None, None
 
     def close(self) -> None:
+        """End what was started to carry. Nothing is launched after it."""
         self._thread.shutdown()  # joins: like gloo's, ours must not meet the exit in a collective
 
 
@@ -189,7 +162,7 @@ class CudaRunner:
         self._well = self._thread.submit(_tell, self._arrived, in_use(), ended)
 
     def copy(self, buffer: Tensor, target: Tensor) -> Callable[[], object]:
-        """As of every runner; `target` lies in pinned memory."""
+        """See `HostRunner`. `target` lies in pinned memory."""
         under_way, well, error = self._arrived is not None, self._well, self._error
         with torch.cuda.stream(self._stream if under_way else torch.cuda.current_stream()):
             target.copy_(buffer, non_blocking=True)
@@ -230,6 +203,9 @@ class CudaRunner:
 
     def close(self) -> None:
         self._thread.shutdown()
+
+
+Runner = HostRunner | CudaRunner
 
 
 def _tell(

@@ -22,8 +22,8 @@ PyTorch does for many chunks at once.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from co2.comm.background import BackgroundMean
-from co2.comm.fused import kernels
+from co2.comm.compress import kernels
 from co2.comm.mesh import Mesh
 
 CHUNK = 4096
@@ -53,12 +53,7 @@ class SparseMean:
     """
 
     def __init__(
-        self,
-        sizes: Sequence[int],
-        mesh: Mesh,
-        mean: BackgroundMean,
-        density: float,
-        decay: float,
+        self, sizes: Sequence[int], mesh: Mesh, mean: BackgroundMean, density: float, decay: float
     ) -> None:
         like, self.num_replicas = mean.buffer, mesh.num_replicas
         self._mean, self._decay = mean, decay
@@ -81,7 +76,7 @@ class SparseMean:
         self.error.mul_(self._decay).add_(vector)
         self._write()
         self._add(self._sent.unsqueeze(0), self.error, -1)
-        self._gather()
+        self._mean.exchange(dist.all_gather_into_tensor, self._received, self._sent)
         self._add(self._received, vector.zero_(), 1)
         vector.div_(self.num_replicas)
 
@@ -136,13 +131,6 @@ class SparseMean:
         halves = messages.view(torch.bfloat16)[..., : 2 * len(self._chunks.starts)]
         return halves.unflatten(-1, (-1, 2))
 
-    def _gather(self) -> None:
-        if self.num_replicas == 1:
-            self._received.copy_(self._sent)
-        else:
-            flat = self._received.view(-1)
-            dist.all_gather_into_tensor(flat, self._sent, group=self._mean.group)
-
 
 class Chunks:
     """The chunks of tensors of these sizes: integers (chunks,), on a device.
@@ -158,13 +146,11 @@ class Chunks:
         self.starts = torch.tensor(starts[:-1], device=device)
         """The first element of each, as an index of the vector."""
         self.widths = torch.tensor(widths, device=device)
-        """Elements of each."""
         self.kept = torch.tensor(kept, device=device)
-        """K: how many of them travel."""
+        """K: how many elements of each travel."""
         self.firsts = torch.tensor(firsts[:-1], device=device)
-        """Where its first one is among all values that are kept."""
+        """Where the first one of each is among all that are kept, which are `total`."""
         self.total = firsts[-1]
-        """How many values are kept of all chunks."""
         self.widest, self.most_kept = max(widths), max(kept)
         bounds = [*range(0, len(widths), max(1, _PIECE // self.widest)), len(widths)]
         self.pieces = [
@@ -178,18 +164,14 @@ class Chunks:
         ]
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Chunks that PyTorch works on at a time."""
+class Piece(NamedTuple):
+    """Chunks that PyTorch works on at a time: slices of all chunks, of the vector and of the values
+    that are kept, and whether all of them are as wide as the widest."""
 
     chunks: slice
-    """They, as a slice of all chunks."""
     elements: slice
-    """Their elements, as a slice of the vector."""
     kept: slice
-    """The values that are kept of them, as a slice of all that are."""
     even: bool
-    """Whether all of them are as wide as the widest."""
 
 
 def _choose(error: Tensor, chunks: Chunks, numbers: Tensor, magnitudes: Tensor) -> None:

@@ -1,8 +1,7 @@
 """Copies between live parameters and flat vectors: within one memory, or between GPU and host."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -26,10 +25,9 @@ class Direct:
         """Return what is held beside the vectors: the longest chunk."""
         return [self._scratch]
 
-    @contextmanager
-    def round(self) -> Iterator[None]:
+    def round(self) -> AbstractContextManager[None]:
         """Context for synchronized access to the live parameters at a round's end."""
-        yield
+        return nullcontext()
 
     def read(self, index: int) -> Tensor:
         """Return the live parameters of a chunk, in scratch that the next call overwrites."""
@@ -70,13 +68,6 @@ class SideStream:
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
-@dataclass(frozen=True)
-class _Fetched:
-    index: int
-    values: Tensor
-    arrived: torch.cuda.Event
-
-
 class Staged:
     """Parameters are on a GPU, vectors in the host's memory. While the host works on one chunk, the
     next is on its way.
@@ -100,7 +91,8 @@ class Staged:
         self._chunks, self._dtype, self._side = chunks, dtype, side
         self._buffers = [self.empty(_longest(chunks)) for _ in range(2)]
         self._turn = 0
-        self._ahead: _Fetched | None = None
+        self._ahead: tuple[int, Tensor, torch.cuda.Event] | None = None
+        """The chunk that is on its way: index, values, and when they have arrived."""
         self._written: torch.cuda.Event | None = None
         self._open = False
 
@@ -128,27 +120,26 @@ class Staged:
     def read(self, index: int) -> Tensor:
         """See `Direct`."""
         assert self._open, "only inside round()"
-        if self._ahead is None or self._ahead.index != index:
+        if self._ahead is None or self._ahead[0] != index:
             self._ahead = self._fetch(index)
-        fetched, self._ahead = self._ahead, None
-        if index + 1 < len(self._chunks):
-            self._ahead = self._fetch(index + 1)
-        fetched.arrived.synchronize()
-        return fetched.values
+        _, values, arrived = self._ahead
+        self._ahead = self._fetch(index + 1) if index + 1 < len(self._chunks) else None
+        arrived.synchronize()
+        return values
 
     def write(self, index: int, values: Tensor) -> None:
         """See `Direct`. The caller must not change the values until the round is over."""
         assert self._open, "only inside round()"
-        if self._ahead is not None and self._ahead.index == index:
+        if self._ahead is not None and self._ahead[0] == index:
             self._ahead = None  # it was fetched before this write, so it is out of date
         live = self._chunks[index]
         self._written = self._side.copy(live, views(values, live))
 
-    def _fetch(self, index: int) -> _Fetched:
+    def _fetch(self, index: int) -> tuple[int, Tensor, torch.cuda.Event]:
         live = self._chunks[index]
         self._turn = 1 - self._turn
         values = self._buffers[self._turn][: _numel(live)]
-        return _Fetched(index, values, self._side.copy(views(values, live), live))
+        return index, values, self._side.copy(views(values, live), live)
 
 
 def side_stream(device: torch.device) -> SideStream | None:

@@ -22,17 +22,13 @@ class Connections(Protocol):
     """What carries collectives, and may be cut."""
 
     @property
-    def were_cut(self) -> bool:
-        """Whether the connections were cut."""
-        ...
+    def were_cut(self) -> bool: ...
 
     def closed(self) -> bool:
         """Whether all that were cut are closed, a moment ago or longer. Ask it again and again."""
-        ...
 
     def give_up(self) -> bool:
         """Whether pending work counts as leaked: the grace period after the cut is over."""
-        ...
 
 
 _current: Connections | None = None

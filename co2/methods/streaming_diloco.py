@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from co2.comm.background import new_mean
-from co2.comm.compress import COMPRESSORS
+from co2.comm.compress import BITS
 from co2.comm.exchange import CompressedMean
 from co2.comm.flat import FlatParams
 from co2.comm.mesh import Mesh
@@ -174,8 +174,7 @@ class Fragment:
         self.exchange: CompressedMean | None = None
         if config.exchange != "full":
             sizes = [param.numel() for param in flat.params]
-            compressor = COMPRESSORS[config.exchange]
-            self.exchange = CompressedMean(sizes, mesh, self.mean, compressor)
+            self.exchange = CompressedMean(sizes, mesh, self.mean, BITS[config.exchange])
         self.outer, self.momentum = flat.copy(), flat.zeros()
         self.syncs_at = sync_step(number, config.tau, config.fragments)
         self.starts_at = (self.syncs_at - config.delay) % config.tau

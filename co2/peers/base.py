@@ -1,10 +1,14 @@
 """Peer: what the adapters to other people's implementations have in common."""
 
-import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
+from unittest.mock import patch
 
+import torch.distributed as dist
 from torch import nn
 
+from co2.comm.clocks import Stopwatch
 from co2.config import Blocking, CommConfig
 from co2.methods.base import Method, MethodStats
 
@@ -12,10 +16,8 @@ from co2.methods.base import Method, MethodStats
 class Peer(Method):
     """A published implementation as a Method. It blocks, after every τ inner steps.
 
-    From outside one cannot see what a peer does in its call, so exposed_s is all the time between
-    the inner optimizer's last step of a round and the next round: waiting for the others, copying,
-    the collectives, the outer step. (Our own methods count waiting alone.) comm_s is the same.
-    Bytes and model copies are computed by formula. A subclass sets:
+    exposed_s (co2/comm/clocks.py) is the time in the functions of `waits`. They block, so comm_s is
+    the same. Bytes and model copies are computed by formula. A subclass sets:
 
     - `Config`, a dataclass with `tau`;
     - `package`, the module that must be installed;
@@ -31,18 +33,22 @@ class Peer(Method):
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         super().__init__(config, comm)
         self.exposed_s = 0.0
-        self._inner_step_ended = 0.0
+        self._clock = Stopwatch()
 
     def advance(self) -> None:
         """Do one inner step, and whatever the peer does after it."""
         raise NotImplementedError
+
+    def waits(self) -> list[tuple[object, str]]:
+        """The functions in which the peer waits for others, and for nothing else, each as a
+        module or class and a name in it: by default PyTorch's blocking collectives."""
+        return [(dist, name) for name in ("all_reduce", "reduce", "broadcast")]
 
     def bytes_per_round(self) -> float:
         """Bytes that one worker sends in one round."""
         raise NotImplementedError
 
     def set_up(self) -> nn.Module:
-        self.optimizer.register_step_post_hook(self._start_clock)  # before the peer's own hooks
         return self.set_up_peer()
 
     def set_up_peer(self) -> nn.Module:
@@ -51,9 +57,11 @@ class Peer(Method):
 
     def step(self) -> None:
         super().step()
-        self.advance()
-        if self.steps % self.config.tau == 0:
-            self.exposed_s += time.perf_counter() - self._inner_step_ended
+        with ExitStack() as stack:
+            for owner, name in self.waits():
+                stack.enter_context(_timed(owner, name, self._clock))
+            self.advance()
+        self.exposed_s += sum(self._clock.take())
 
     def own_state(self) -> dict[str, Any]:
         return {**super().own_state(), "exposed_s": self.exposed_s}
@@ -85,5 +93,18 @@ class Peer(Method):
         """Bytes that one worker sends when a ring reduces so many: 2(G−1)/G of them."""
         return 2 * (self.mesh.num_replicas - 1) * payload / self.mesh.num_replicas
 
-    def _start_clock(self, *_: object) -> None:
-        self._inner_step_ended = time.perf_counter()
+
+@contextmanager
+def _timed(owner: object, name: str, clock: Stopwatch) -> Iterator[None]:
+    """Inside, each call of a function is a span of the clock."""
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        clock.begin()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            clock.end()
+
+    with patch.object(owner, name, call):
+        yield

@@ -67,6 +67,12 @@ class TorchftDiLoCo(Peer):
     def advance(self) -> None:
         self.optimizer.step()
 
+    def waits(self) -> list[tuple[object, str]]:
+        """Both votes too. A mean is divided by G within its wait."""
+        from torchft.manager import Manager, _ManagedWork
+
+        return [(Manager, "start_quorum"), (Manager, "should_commit"), (_ManagedWork, "wait")]
+
     def flush(self) -> None:
         self.diloco.__exit__(None, None, None)
         self.manager.shutdown()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import co2
 from co2.comm.background import BackgroundMean
-from co2.comm.compress import COMPRESSORS, Codec
+from co2.comm.compress import BITS, Codec
 from co2.comm.sparse import SparseMean
 
 
@@ -44,9 +44,9 @@ def results(case: Case, device: str = "cpu") -> list[Tensor]:
 
 
 def quantized(case: Case, vectors: Tensor) -> list[Tensor]:
-    numel, compressor = vectors.shape[1], COMPRESSORS[case.kind]
+    numel, bits = vectors.shape[1], BITS[case.kind]
     width = -(-numel // case.rows)
-    codec = Codec(compressor, case.sizes, width, vectors, len(vectors))
+    codec = Codec(bits, case.sizes, width, vectors, len(vectors))
     mask = torch.arange(numel, device=vectors.device) % 3 > 0 if case.masked else None
     if mask is not None:
         vectors *= mask

@@ -10,14 +10,14 @@ from torch import Tensor
 import co2
 from co2.comm import compress
 from co2.comm.background import BackgroundMean
-from co2.comm.compress import COMPRESSORS, Codec, Norms, num_bytes
+from co2.comm.compress import BITS, Codec, Scales
 from co2.comm.exchange import CompressedMean
 from tests.grids import grid
 from tests.methods.driver import assert_same
 from tests.reference.two_stages import TwoStages
 from tests.workers import Pool
 
-KINDS = tuple(COMPRESSORS)
+KINDS = tuple(BITS)
 BITS = {"sign": 1, "int4": 4, "int8": 8}
 
 
@@ -35,11 +35,10 @@ def test_layout_of_a_message(kind: str, x: list[float], packed: list[int]) -> No
 
 def encoded(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """The codes of x, and C(x)."""
-    compressor = COMPRESSORS[kind]
-    codec = Codec(compressor, [len(x)], len(x), x)
-    norms = Norms([len(x)], x).of(x, compressor.order)
-    scales = norms / compressor.divisors(x.new_tensor([len(x)]))
-    packed = torch.empty(1, num_bytes(len(x), compressor.bits), dtype=torch.uint8)
+    bits = BITS[kind]
+    codec = Codec(bits, [len(x)], len(x), x)
+    scales = Scales(bits, [len(x)], x).of(x)
+    packed = torch.empty(1, codec.row_bytes, dtype=torch.uint8)
     error, found = torch.empty_like(x), torch.empty_like(x)
     codec.encode(x, scales, None, packed, error)
     codec.decode(packed, scales, None, found)
@@ -82,7 +81,7 @@ def new_mean(
 ) -> CompressedMean:
     mesh = co2.Mesh.world()
     mean = BackgroundMean(sum(sizes), mesh, dtype=dtype)
-    return CompressedMean(sizes, mesh, mean, COMPRESSORS[kind], masked)
+    return CompressedMean(sizes, mesh, mean, BITS[kind], masked)
 
 
 def closed_form(rank: int, world: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -235,7 +234,7 @@ def on_the_wire(rank: int, world: int, sizes: list[int], kind: str) -> tuple[int
 
     mesh, numel = co2.Mesh.world(), sum(sizes)
     mean = BackgroundMean(numel, mesh)
-    packed = CompressedMean(sizes, mesh, mean, COMPRESSORS[kind])
+    packed = CompressedMean(sizes, mesh, mean, BITS[kind])
     with (
         patch.object(dist, "all_to_all_single", counted_to_all),
         patch.object(dist, "all_gather_into_tensor", counted_gather),

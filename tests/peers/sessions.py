@@ -1,11 +1,14 @@
 """Training loops of one replica under a peer or under one of our methods, for pool workers."""
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import co2
+from co2.comm import clocks
 from co2.peers import known_methods
 from tests.methods import problem
 
@@ -59,3 +62,30 @@ def progress(
         rounds.append((moved, weight.detach().clone()))
     method.flush()
     return rounds
+
+
+def exposed_by_the_clock(rank: int, world: int) -> float:
+    """Exposed seconds of two rounds in which a mean takes 5, and an inner step and a copy 100."""
+    now = 0.0
+
+    def taking(seconds: float, act: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return act(*args, **kwargs)
+
+        return call
+
+    net, inner = problem.build(rank, "sgd", torch.float32)
+    method = KNOWN["torch_post_local_sgd"](KNOWN["torch_post_local_sgd"].Config(tau=2))
+    method.prepare(net, inner, co2.Mesh.world())
+    inner.register_step_post_hook(taking(100, lambda *_: None))
+    with (
+        patch.object(clocks.time, "perf_counter", lambda: now),
+        patch.object(dist, "all_reduce", taking(5, dist.all_reduce)),
+        patch.object(torch, "cat", taking(100, torch.cat)),
+    ):
+        for step in range(4):
+            problem.backward(net, step, rank)
+            method.step()
+    return method.stats().exposed_s

@@ -19,6 +19,7 @@ from tests.cli.harness import (
     stopped_after,
 )
 from tests.grids import grid
+from tests.peers.sessions import exposed_by_the_clock
 from tests.workers import Pool
 
 SHARES = {"torch_post_local_sgd": 1.0, "torchft_diloco": 1.0, "fairscale_slowmo": 1.25}
@@ -49,6 +50,10 @@ def test_trains(name: str, tmp_path: Path) -> None:
     assert summary["bytes_per_step"] == pytest.approx(SHARES[name] * payload / 4)
     assert 0 < summary["exposed_s"] == summary["comm_s"] < summary["wall_s"]
     assert summary["overlap"] == 0
+
+
+def test_waiting_is_exposed_and_copies_are_not(workers: Pool) -> None:
+    assert workers.run(exposed_by_the_clock, 2) == [10.0, 10.0]
 
 
 @pytest.mark.parametrize(

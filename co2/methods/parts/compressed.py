@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW
 
 from co2.comm.background import BackgroundMean
-from co2.comm.compress import COMPRESSORS, blocks
+from co2.comm.compress import BITS, blocks
 from co2.comm.exchange import CompressedMean
-from co2.comm.flat import Chunk, FlatParams
+from co2.comm.flat import Chunk, FlatParams, chunk_numel
 from co2.config import CommConfig, CommDevice, OptimConfig, Precision
 from co2.config import Optimizer as OptimizerName
 from co2.errors import require, require_count, require_number
@@ -26,8 +26,6 @@ from co2.methods.base import Method, MethodStats
 
 _SAMPLE = 1 << 16
 """Elements of a tensor, evenly spread, whose median stands for that of all, at most."""
-_PIECE = 1 << 20
-"""Elements drawn and compared at a time, which bounds the temporaries."""
 _NAMED = 5
 """Tensors that a notice names at most."""
 
@@ -115,13 +113,12 @@ class CompressedAdam(Method):
         )
         self.means = [self.mean]
         sizes = [param.numel() for param in flat.params]
-        sign = COMPRESSORS["sign"]
-        self.exchange = CompressedMean(sizes, self.mesh, self.mean, sign, masked=True)
+        self.exchange = CompressedMean(sizes, self.mesh, self.mean, BITS["sign"], masked=True)
         self._divisor = flat.transfer.empty(max(chunk.numel for chunk in flat.chunks))
         self.m, self.v = flat.zeros(), flat.zeros()
         self._sizes = sizes
         some = [size for size in sizes if size]
-        self._blocks = list(blocks(some, flat.numel, 1, _PIECE))
+        self._blocks = list(blocks(some, flat.numel, 1, chunk_numel(flat.device)))
         strides = [-(-size // _SAMPLE) for size in some]
         samples = zip(accumulate(some[:-1], initial=0), some, strides, strict=True)
         self._samples = torch.tensor([*samples], device=flat.device)
@@ -164,7 +161,7 @@ class CompressedAdam(Method):
         none. The host does not wait."""
         most = min(_SAMPLE, max(self._sizes))
         found = []
-        for some in self._samples.split(max(1, _PIECE // most)):
+        for some in self._samples.split(max(1, chunk_numel(self.v.device) // most)):
             first, size, stride = some.unsqueeze(2).unbind(1)
             at = torch.arange(most, device=size.device) * stride
             inside = at < size
@@ -175,19 +172,20 @@ class CompressedAdam(Method):
 
     def announce_mask(self) -> None:
         """Say in the next notice how many elements of which tensors are masked."""
-        unseen = [part.numel() - int(part.count_nonzero()) for part in self.v.split(self._sizes)]
         assert self.exchange.mask is not None
-        alive = self.exchange.mask.split(self._sizes)
-        small = [
-            size - int(part.count_nonzero()) - none
-            for size, part, none in zip(self._sizes, alive, unseen, strict=True)
+        counts = [
+            part.count_nonzero()
+            for vector in (self.v, self.exchange.mask)
+            for part in vector.split(self._sizes)
         ]
+        seen, alive = torch.stack(counts).view(2, -1).tolist()  # the host waits once
+        small = [count - left for count, left in zip(seen, alive, strict=True)]
         found = sorted(zip(small, self.tensor_names(), strict=True), reverse=True)
         named = [f"{name} ({count:,})" for count, name in found if count]
         if len(named) > _NAMED:
             named = [*named[:_NAMED], f"{len(named) - _NAMED} more tensors"]
         of = f"of {self.flat.numel:,} elements"
-        parts = [f"{sum(unseen):,} {of} have no gradient yet"]
+        parts = [f"{self.flat.numel - sum(seen):,} {of} have no gradient yet"]
         if self.config.compress is Compress.momentum:
             where = f": {', '.join(named)}" if named else ""
             share = f"{self.config.mask_below:g} of their tensor's median"

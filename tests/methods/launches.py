@@ -1,0 +1,154 @@
+"""How many operators a round of a method takes, each of them a launch on a GPU.
+
+python -m tests.methods.launches        # a table of all methods, at GPT-2 small's size
+"""
+
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import co2
+from co2.comm import compress, sparse
+from co2.comm.runners import HostRunner
+from co2.methods.parts.compressed import Compress, CompressedAdam
+
+
+class Launches(TorchDispatchMode):
+    """Inside `with`: logs the operators that would be launches on a GPU: all but views and
+    allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+        self.collectives = 0
+        """Those that are not in the log."""
+        self.paused = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        views = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        none = views or any(word in func.__name__ for word in ("empty", "record_function"))
+        if func.namespace == "c10d":
+            self.collectives += 1
+        elif not none and not self.paused:
+            self.log.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+    def kernels(self, x: Tensor) -> SimpleNamespace:
+        """In place of `compress.kernels`'s: each kernel is one launch, and does nothing."""
+        names = ("encode", "decode", "add", "choose", "spread")
+        return SimpleNamespace(**{n: lambda *_, n=n: self.log.append(n) for n in names})
+
+
+ONCE = {"tau": 1, "fragments": 1, "delay": 0}
+MOMENTS = {"tau": 1, "average_moments": True}
+EVERY_STEP = {"tau": 1, "first_moment_every": 1, "second_moment_every": 1}
+ROUNDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "local_sgd": ("local_sgd", {"tau": 1}),
+    "slowmo": ("slowmo", {"tau": 1}),
+    "diloco": ("diloco", {"tau": 1}),
+    "diloco, moments": ("diloco", MOMENTS),
+    "overlap_local_sgd": ("overlap_local_sgd", {"tau": 1}),
+    "cocod_sgd": ("cocod_sgd", {"tau": 1}),
+    "streaming_diloco": ("streaming_diloco", ONCE),
+    "streaming_diloco, 2 fragments": ("streaming_diloco", {"tau": 2, "delay": 1}),
+    "streaming_diloco, int8": ("streaming_diloco", {**ONCE, "exchange": "int8"}),
+    "streaming_diloco, int4": ("streaming_diloco", {**ONCE, "exchange": "int4"}),
+    "eager_diloco": ("eager_diloco", {"tau": 1}),
+    "sparseloco": ("sparseloco", {"tau": 1}),
+    "co2": ("co2", {"tau": 1}),
+    "co2, clip": ("co2", {"tau": 1, "clip": 1.0}),
+    "co2, elementwise": ("co2", {"tau": 1, "gap_penalty": "gap_aware_elementwise"}),
+    "co2, moments": ("co2", MOMENTS),
+    "co2_keep": ("co2_keep", {"tau": 1}),
+    "co2_keep, moments": ("co2_keep", MOMENTS),
+    "acco": ("acco", {}),
+    "desloc": ("desloc", EVERY_STEP),
+    "onebit_adam": ("onebit_adam", {"freeze_step": 2}),
+    "onebit_adam, update": ("onebit_adam", {"freeze_step": 2, "compress": Compress.update}),
+    "zero_one_adam": ("zero_one_adam", {"freeze_step": 2, "max_interval": 1}),
+    "zero_one_adam, a refresh": ("zero_one_adam", {"freeze_step": 9}),
+}
+"""All methods but `allreduce`, which is PyTorch's DDP."""
+
+
+def steps_of_a_round(name: str) -> int:
+    """An update of ACCO takes two."""
+    return 2 if name == "acco" else ROUNDS[name][1].get("tau", 1)
+
+
+def gpt2() -> nn.Module:
+    """The tensors of GPT-2 small, 148 with 124 million elements, on the device "meta"."""
+    with torch.device("meta"):
+        model, width = nn.Module(), 768
+        model.wte, model.wpe = nn.Embedding(50257, width), nn.Embedding(1024, width)
+        model.h = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width),
+                nn.Linear(width, 3 * width),
+                nn.Linear(width, width),
+                nn.LayerNorm(width),
+                nn.Linear(width, 4 * width),
+                nn.Linear(4 * width, width),
+            )
+            for _ in range(12)
+        )
+        model.ln_f = nn.LayerNorm(width)
+    return model
+
+
+def of_gpt2(name: str, replicas: int = 8) -> Launches:
+    """What a round of a method launches on a GPU, beyond the steps of the inner optimizer, whose
+    fused kernels take no tensors of this device."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    registered, settings = ROUNDS[name]
+    model, seen = gpt2(), Launches()
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1]},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, foreach=True)
+    optimizer.register_step_pre_hook(lambda *_: setattr(seen, "paused", True))
+    optimizer.register_step_post_hook(lambda *_: setattr(seen, "paused", False))
+    method = co2.METHODS[registered](co2.METHODS[registered].Config(**settings))
+    steps = steps_of_a_round(name)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=replicas)
+    try:
+        with ExitStack() as stack:
+            for module in (compress, sparse):
+                stack.enter_context(patch.object(module, "kernels", seen.kernels))
+            # A dispatch mode sees its own thread only; there are no numbers to announce.
+            stack.enter_context(patch.object(HostRunner, "run", lambda _, sequence: sequence()))
+            stack.enter_context(patch.object(CompressedAdam, "announce_mask"))
+            mesh = co2.Mesh.world(device="meta")
+            method.prepare(model, optimizer, mesh, lambda step: 1e-3, fresh=False)
+            for step in range(4 + steps):
+                for weight in model.parameters():
+                    weight.grad = torch.empty_like(weight)
+                if step == 4:
+                    seen.log.clear()
+                    stack.enter_context(seen)
+                method.step()
+        method.flush()
+    finally:
+        dist.destroy_process_group()
+    return seen
+
+
+def main() -> None:
+    print("| round | operators | collectives |\n|---|---|---|")
+    for name in ROUNDS:
+        seen = of_gpt2(name)
+        print(f"| {name} | {len(seen.log)} | {seen.collectives} |")
+
+
+if __name__ == "__main__":
+    main()
