@@ -325,7 +325,7 @@ class Session:
     def _rehearse(self) -> None:
         """A forward and a backward pass that count for nothing: whatever they move is loaded
         afterwards."""
-        batch = self.samples.to_device(next(self.run.task.batches(self.run.mesh, 0)))
+        batch = self.samples.copies.begin(next(self.run.task.batches(self.run.mesh, 0)))()
         with self.autocast():
             loss = self.run.task.loss(self.model, batch)
         loss.backward()
