@@ -38,12 +38,14 @@ def train(run: Run) -> None:
         with voted(session.replicas, run.mesh, stop_signals(), session.step) as stop:
             while session.step < steps:
                 set_lr(session.optimizer, config.optim, session.step, steps)
-                units = session.units
+                makers = session.quorum.making(session.step, run.mesh.num_workers)
+                units = session.samples.units(makers)
                 if session.quorum.makes(session.step):
                     # On a CPU a bad loss ends the run before it reaches the others.
                     losses.add(session.step, _gradients(session))
                 else:
-                    session.skip_step()
+                    session.samples.skip_step()
+                    session.meter.totals.passed_over += 1
                 session.checkpoints.hold()
                 session.synchronize()
                 session.average.update()

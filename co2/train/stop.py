@@ -17,7 +17,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from types import FrameType, TracebackType
 
 import torch.distributed as dist
 
@@ -37,17 +36,12 @@ LOST_S = 5.0
 def voted(
     replicas: Replicas | None, mesh: Mesh, signals: Iterable[signal.Signals], done: int
 ) -> "StopVote":
-    """The vote of a run's workers.
-
-    Args:
-        replicas: what renews the mesh; None where workers are fixed.
-        mesh: of the workers.
-        signals, done: see `StopVote`.
-    """
+    """The vote of a run's workers. `replicas` renews the mesh; None where workers are fixed. See
+    `StopVote`."""
     if replicas is not None:
         members = replicas.members
-        own = members.another_store()
-        return StopVote(own, members.me, members.present, signals, done, lost_s=math.inf)
+        store = members.another_store()
+        return StopVote(store, members.me, members.present, signals, done, lost_s=math.inf)
     if mesh.num_workers == 1:
         return StopVote(None, 0, tuple, signals, done)
     store = dist.distributed_c10d._get_default_store().clone()
@@ -99,12 +93,7 @@ class StopVote:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         if self._store is not None:
             self._thread.join()
@@ -158,5 +147,5 @@ class StopVote:
         except dist.DistError:
             return
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, *_: object) -> None:
         self.received = True
