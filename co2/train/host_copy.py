@@ -75,11 +75,8 @@ class HostCopy:
 
     def _target(self, name: str, tensor: Tensor) -> Tensor:
         held = self._held.get(name)
-        if held is None or not _alike(held, tensor):
+        kind = tensor.shape, tensor.stride(), tensor.dtype
+        if held is None or (held.shape, held.stride(), held.dtype) != kind:
             held = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             self._held[name] = held
         return held
-
-
-def _alike(held: Tensor, tensor: Tensor) -> bool:
-    return (held.shape, held.stride(), held.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)

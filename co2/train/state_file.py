@@ -30,7 +30,6 @@ REPLICA = "replica"
 _VALUES, _SHARDS = "co2", "DCP_SHARDING_INFO"
 _TENSOR, _ENTRIES = "$tensor", "$entries"
 
-
 ELSEWHERE: Final = object()
 """In a state: a tensor that another worker of the replica saves under the same name."""
 
@@ -69,17 +68,18 @@ class Split:
         if first == name:
             assert name not in self.tensors, f"two tensors of a state are called {name}"
             self.tensors[name] = value if isinstance(value, Arriving) else part
-            self.offsets[name] = _offsets(tensor) if part is not tensor else [0] * part.dim()
+            self.offsets[name] = [0] * part.dim()
+            if part is not tensor:
+                shard: Any = tensor  # a DTensor, whose module takes half a second to import
+                (chunk,) = shard.__create_chunk_list__()
+                self.offsets[name] = list(chunk.offsets)
         return first
 
 
 def split(state: Mapping[str, Any], worker: int) -> Split:
-    """Divide the state of the worker with this number in its replica.
-
-    Args:
-        state: nested dicts, lists and tuples of tensors and plain values; tuples become lists. What
-            stands under `REPLICA` is named without the worker.
-    """
+    """Divide the state of the worker with this number in its replica: nested dicts, lists and
+    tuples of tensors and plain values. Tuples become lists. What stands under `REPLICA` is named
+    without the worker."""
     found, own = Split(), () if worker == 0 else (f"worker_{worker}",)
     for key, value in state.items():
         found.values[key] = found._of(value, () if key == REPLICA else (*own, key))
@@ -87,11 +87,7 @@ def split(state: Mapping[str, Any], worker: int) -> Split:
 
 
 def rebuilt(values: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """The state whose `Split.values` these are.
-
-    Args:
-        tensor: returns the tensor of a name.
-    """
+    """The state whose `Split.values` these are; `tensor` returns the tensor of a name."""
     if isinstance(values, list):
         return [rebuilt(entry, tensor) for entry in values]
     if not isinstance(values, dict):
@@ -103,24 +99,16 @@ def rebuilt(values: Any, tensor: Callable[[str], Tensor]) -> Any:
 
 
 def write(path: Path, state: Split, tensors: Mapping[str, Tensor]) -> None:
-    """Write a state.
-
-    Args:
-        tensors: copies of those of `state` in the host's memory, by name.
-    Raises:
-        OSError: there is no room.
-    """
+    """Write a state, with copies of its tensors in the host's memory, by name. Raises `OSError`
+    where there is no room."""
     shards = {name: {"saved_offsets": offsets} for name, offsets in state.offsets.items()}
     head = {_VALUES: json.dumps(state.values), _SHARDS: json.dumps(shards)}
     weights.save(path, tensors, head)
 
 
 def read(path: Path, others: Sequence[Path] = ()) -> Any:
-    """The state in a file, in the host's memory. Raises errors of many kinds if there is none.
-
-    Args:
-        others: files of the other workers of the replica, for what this one does not hold.
-    """
+    """The state in a file, in the host's memory; what it does not hold is in those of the `others`
+    of the replica. Raises errors of many kinds if there is none."""
     from safetensors import safe_open  # not needed by the library
 
     with ExitStack() as stack:
@@ -128,9 +116,3 @@ def read(path: Path, others: Sequence[Path] = ()) -> Any:
         places = {name: file for file in reversed(files) for name in file.keys()}  # noqa: SIM118
         values = json.loads(files[0].metadata()[_VALUES])
         return rebuilt(values, cache(lambda name: places[name].get_tensor(name)))
-
-
-def _offsets(shard: Any) -> list[int]:
-    """`Any`: a DTensor, whose module takes half a second to import."""
-    (chunk,) = shard.__create_chunk_list__()
-    return list(chunk.offsets)
