@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from co2.config import Blocking
 from co2.methods.base import QUORUM
@@ -50,14 +49,10 @@ class EagerDiLoCo(LocalMethod):
         return {**super().refusals(), **own}
 
     def init_outer_state(self) -> None:
-        self.round_start = self.flat.copy()
-        self.momentum = self.flat.zeros()
-        self.sent = self.flat.zeros()  # D^i of the last round
+        self.round_start = self.hold("start", self.flat.copy())
+        self.momentum = self.hold("momentum", self.flat.zeros())
+        self.sent = self.hold("sent", self.flat.zeros())  # D^i of the last round
         self.share = 1 / self.mean.num_replicas  # the 1/G with which it was added
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        own = {"start": self.round_start, "momentum": self.momentum, "sent": self.sent}
-        return {**super().state_tensors(), **own}
 
     def end_round(self) -> None:
         arrived = self.mean.wait()
