@@ -9,7 +9,6 @@ every step, whichever method keeps the replicas in step, and no step communicate
 """
 
 from contextlib import AbstractContextManager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +39,10 @@ class MovingAverage:
     def shown(self, method: Method) -> AbstractContextManager[None]:
         """Inside, the model holds the mean of the averages over the replicas of a prepared method.
         Afterwards its weights are restored bit for bit. Collective."""
-        show = partial(torch._foreach_copy_, self._live(), self.tensors)
+
+        def show() -> None:
+            torch._foreach_copy_(self._live(), self.tensors)
+
         return consensus(self._module, method.group, method.replica_group, show)
 
     def load(self, tensors: list[Tensor]) -> None:

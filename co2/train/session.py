@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -22,7 +23,6 @@ from co2.record.metrics import Change, Evaluation
 from co2.train import initial
 from co2.train.average import MovingAverage
 from co2.train.checkpoint import Checkpoints
-from co2.train.host_copy import HostCopy
 from co2.train.meters import Meter, Utilization
 from co2.train.randomness import random_states, restore_random_states
 from co2.train.replica import (
@@ -37,7 +37,7 @@ from co2.train.replica import (
 from co2.train.run import Run
 from co2.train.samples import Samples
 from co2.train.schedule import largest_lr
-from co2.train.state_file import REPLICA, rebuilt, split
+from co2.train.state_file import REPLICA, HostCopy, rebuilt, split
 from co2.train.weights import EMA_MODEL, MODEL, write
 
 T = TypeVar("T")
@@ -256,12 +256,14 @@ class Session:
         return scores
 
     def _scores(self) -> dict[str, float]:
-        run, scores = self.run, {}
-        shown = [("", MODEL, run.method.consensus)]
+        run = self.run
+        scores: dict[str, float] = {}
+        shown: list[tuple[str, str, AbstractContextManager[None]]]
+        shown = [("", MODEL, run.method.consensus())]
         if self.average.tensors:
-            shown.append(("ema_", EMA_MODEL, partial(self.average.shown, run.method)))
-        for prefix, file_name, weights_to_show in shown:
-            with weights_to_show(), torch.no_grad():
+            shown.append(("ema_", EMA_MODEL, self.average.shown(run.method)))
+        for prefix, file_name, inside in shown:
+            with inside, torch.no_grad():
                 with self.autocast():
                     found = run.task.evaluate(self.module)
                 scores |= {f"{prefix}{name}": value for name, value in found.items()}

@@ -12,6 +12,7 @@ needs, the worker that is furthest ahead has begun it. A worker that has come to
 for the answers of the others, which their threads give at once, whatever they are waiting for.
 """
 
+import contextlib
 import math
 import signal
 import threading
@@ -40,8 +41,8 @@ def voted(
     `StopVote`."""
     if replicas is not None:
         members = replicas.members
-        store = members.another_store()
-        return StopVote(store, members.me, members.present, signals, done, lost_s=math.inf)
+        own = members.another_store()
+        return StopVote(own, members.me, members.present, signals, done, lost_s=math.inf)
     if mesh.num_workers == 1:
         return StopVote(None, 0, tuple, signals, done)
     store = dist.distributed_c10d._get_default_store().clone()
@@ -49,15 +50,13 @@ def voted(
 
 
 class StopVote:
-    """Agrees on the step after which every worker stops.
-
-    Used as a context manager, with a thread, it puts back the signals' former handlers and mask at
-    its end.
+    """Agrees on the step after which every worker stops. Used as a context manager, it puts back
+    the signals' former handlers and mask at its end.
 
     Args:
         store: what all workers share; None for one.
         me: this worker's number.
-        workers: the numbers of all whose answer is needed. Those that are lost give none.
+        workers: the numbers of all whose answer is needed.
         signals: that ask for a stop.
         done: steps that are done already.
         lost_s: seconds after which a worker without an answer is lost; infinite where `workers`
@@ -134,7 +133,7 @@ class StopVote:
         """In the thread. What has taken the store away is met by the worker itself."""
         assert self._store is not None
         told = False
-        try:
+        with contextlib.suppress(dist.DistError):
             while self._answer is None:
                 ended = self._over.wait(LOOK_S)
                 if self.received and not told:
@@ -144,8 +143,6 @@ class StopVote:
                     with self._lock:
                         self._answer = self._done + 1
                     self._store.set(f"stop/{self._me}", str(self._answer))
-        except dist.DistError:
-            return
 
     def _receive(self, *_: object) -> None:
         self.received = True
