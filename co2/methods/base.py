@@ -58,6 +58,8 @@ class Method:
     may_change: ClassVar[frozenset[str]] = frozenset()
     """Keys of `Config` that may have another value when a state is loaded than when it was saved.
     The state's tensors depend on all others, or mean something else under them."""
+    saved_values: ClassVar[tuple[str, ...]] = ("steps",)
+    """Attributes of plain values that a state holds."""
     model: nn.Module
     optimizer: Optimizer
     mesh: Mesh
@@ -71,6 +73,7 @@ class Method:
         """Calls of `step` so far, over all segments of a resumed run."""
         self.means: list[BackgroundMean] = []
         """Everything that it sends by: what they hold is saved, loaded and waited for here."""
+        self._notices: list[str] = []
         self._held: dict[str, Tensor] = {}
         self._replicated: list[str] = []
         self._unsaved: list[str] = []
@@ -249,14 +252,14 @@ class Method:
         return {
             "method": self.registered_name(),
             "config": self._settings(),
-            "steps": self.steps,
             "means": means,
             "tensors": self.saved_tensors(),
+            **{name: getattr(self, name) for name in self.saved_values},
             **self.own_state(),
         }
 
     def own_state(self) -> dict[str, Any]:
-        """What a state holds beside means and tensors. A subclass extends this."""
+        """What a state holds beside means, tensors and `saved_values`. A subclass extends this."""
         return {}
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -288,7 +291,8 @@ class Method:
         """Go on from what `state_dict` returned. Call it after `prepare`, when model and optimizer
         have been loaded. A subclass extends this, which first raises what `check_state` does."""
         self.check_state(state)
-        self.steps = state["steps"]
+        for name in self.saved_values:
+            setattr(self, name, state[name])
         for name, tensor in self.saved_tensors().items():
             tensor.copy_(state["tensors"][name])
         for mean, saved in zip(self.means, state["means"], strict=True):
@@ -308,7 +312,8 @@ class Method:
 
     def notices(self) -> list[str]:
         """Lines for a person since the last call: what the method has decided, and why."""
-        return []
+        taken, self._notices = self._notices, []
+        return taken
 
     @property
     def round_steps(self) -> int:

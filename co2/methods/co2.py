@@ -94,7 +94,6 @@ class CO2(LocalMethod):
         return self.send_by(self.shard.mean)
 
     def init_outer_state(self) -> None:
-        self._warnings: list[str] = []
         self._watches = True
         self.outer: WholeOuterStep | ShardedOuterStep
         self.outer = ShardedOuterStep(self) if self.config.shard else WholeOuterStep(self)
@@ -105,14 +104,10 @@ class CO2(LocalMethod):
         gap = self.outer.gap.usual(self.largest_lr())
         if self._watches and beta + alpha / gap >= 1:
             self._watches = False
-            self._warnings.append(
+            self._notices.append(
                 f"outer_momentum + outer_lr/Λ is now {beta:g} + {alpha:g}/{gap:.2f}, not below 1: "
                 "steep directions do not settle; gap_penalty=gap_aware_steady keeps Λ near 2"
             )
-
-    def notices(self) -> list[str]:
-        warnings, self._warnings = self._warnings, []
-        return [*super().notices(), *warnings]
 
     def end_round(self) -> None:
         self.outer.end_round()

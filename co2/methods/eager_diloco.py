@@ -17,7 +17,6 @@ round later, subtracted. If one of them were exact, the replicas would drift apa
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -29,6 +28,7 @@ from co2.methods.parts.outer import nesterov
 
 class EagerDiLoCo(LocalMethod):
     blocking = Blocking.beyond_delay
+    saved_values = (*LocalMethod.saved_values, "share")
     may_change = frozenset({"tau", "outer_lr", "outer_momentum"})
 
     @dataclass
@@ -71,10 +71,3 @@ class EagerDiLoCo(LocalMethod):
             delta.copy_(buffer)
         self.share = share
         self.mean.start()
-
-    def own_state(self) -> dict[str, Any]:
-        return {**super().own_state(), "share": self.share}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.share = state["share"]

@@ -26,6 +26,7 @@ class Peer(Method):
     """
 
     blocking = Blocking.always
+    saved_values = (*Method.saved_values, "exposed_s")
     package: ClassVar[str]
 
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
@@ -54,13 +55,6 @@ class Peer(Method):
         self.advance()
         if self.steps % self.config.tau == 0:
             self.exposed_s += time.perf_counter() - self._inner_step_ended
-
-    def own_state(self) -> dict[str, Any]:
-        return {**super().own_state(), "exposed_s": self.exposed_s}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.exposed_s = state["exposed_s"]
 
     def stats(self) -> MethodStats:
         sent = self.bytes_per_round() * (self.steps // self.config.tau)

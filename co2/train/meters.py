@@ -165,14 +165,10 @@ class Meter:
 
 class LossWatch:
     """The training losses since the last check. It ends a run whose loss is not finite, before that
-    reaches the other replicas.
+    reaches the other replicas, and names the last good checkpoint.
 
     Reading a loss makes the host wait for a GPU, so on a GPU losses are checked where the loop asks
     for it; on a CPU also after every step.
-
-    Args:
-        run: the run; worker and device are its mesh's.
-        checkpoints: names the last good checkpoint in the message.
     """
 
     def __init__(self, run: Run, checkpoints: Checkpoints) -> None:

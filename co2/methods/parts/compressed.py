@@ -73,6 +73,8 @@ class CompressedAdam(Method):
     the v above 0 of their tensor (of 65,536 elements of it, evenly spread).
     """
 
+    saved_values = (*Method.saved_values, "rounds")
+
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         super().__init__(config, comm)
         dtype, device = self.comm.dtype, self.comm.device
@@ -122,7 +124,6 @@ class CompressedAdam(Method):
         self._samples = torch.tensor([*samples], device=flat.device)
         """Of each tensor that has any elements: where the first is, how many it has, and how far
         apart those are whose median stands for that of all."""
-        self._notices: list[str] = []
         return self.model
 
     def average_gradients(self) -> None:
@@ -195,10 +196,6 @@ class CompressedAdam(Method):
         names = {id(weight): name for name, weight in self.model.named_parameters()}
         return [names[key] for key in dict.fromkeys(map(id, self._trained()))]
 
-    def notices(self) -> list[str]:
-        taken, self._notices = self._notices, []
-        return taken
-
     def betas(self, group: int) -> tuple[float, float]:
         """β1 and β2 of a parameter group."""
         first, second = self.optimizer.param_groups[group]["betas"]
@@ -236,13 +233,6 @@ class CompressedAdam(Method):
 
     def scratch_tensors(self) -> list[Tensor]:
         return [*self.flat.transfer.scratch_tensors(), self._divisor]
-
-    def own_state(self) -> dict[str, Any]:
-        return {**super().own_state(), "rounds": self.rounds}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.rounds = state["rounds"]
 
     def figures(self) -> dict[str, float]:
         return {"rounds": float(self.rounds)}

@@ -28,6 +28,8 @@ class LocalMethod(Method):
     calls `moments.arrive` there.
     """
 
+    saved_values = (*Method.saved_values, "round_began")
+
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         super().__init__(config, comm)
         self.round_began = 0
@@ -112,15 +114,14 @@ class LocalMethod(Method):
         return [*self.flat.transfer.scratch_tensors(), *own]
 
     def own_state(self) -> dict[str, Any]:
-        moments = {} if self.moments is None else self.moments.state_dict()
+        moments = {} if self.moments is None else {"moments_sent_at": self.moments.sent_at}
         auto = None if self.auto is None else self.auto.state_dict()
-        return {"round_began": self.round_began, "auto": auto, **moments}
+        return {"auto": auto, **moments}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.round_began = state["round_began"]
         if self.moments is not None:
-            self.moments.load_state_dict(state)
+            self.moments.sent_at = state.get("moments_sent_at", 0)
         if self.auto is not None and state["auto"] is not None:
             self.auto.load_state_dict(state["auto"])
 
@@ -128,7 +129,7 @@ class LocalMethod(Method):
         return {} if self.auto is None else {"tau": float(self.auto.tau)}
 
     def notices(self) -> list[str]:
-        return [] if self.auto is None else self.auto.take_notices()
+        return [*super().notices(), *([] if self.auto is None else self.auto.take_notices())]
 
     @property
     def round_steps(self) -> int:

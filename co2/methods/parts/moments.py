@@ -17,7 +17,7 @@ part from the mean, m^i and v^i of then are kept beside it, two more.
 """
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -125,6 +125,9 @@ class Moments:
         require_adam(method, ".average_moments=true")
         self.flat, self.mean = method.flat, mean
         self.both = [Moment(method.flat, method.optimizer, n) for n in range(len(_FIELDS))]
+        self.sent_at = 0
+        """Inner steps when means were started that arrive later: all that a state needs of this
+        beside tensors."""
 
     def end_round(self, steps: int) -> None:
         """Average, after so many inner steps, when the round's mean of the weights needs its buffer
@@ -139,13 +142,6 @@ class Moments:
         """A chunk of each moment."""
         return [tensor for moment in self.both for tensor in moment.scratch_tensors()]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything to go on from here, beside the tensors."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
-
 
 class LateMoments(Moments):
     """Both moments, whose means arrive some steps later."""
@@ -154,8 +150,6 @@ class LateMoments(Moments):
         super().__init__(method, method.new_mean(method.flat, "moments_buffer", copies=2))
         self.sent = [method.hold(name, self.flat.zeros()) for name in ("sent_m", "sent_v")]
         """m^i and v^i as they were when their means were started."""
-        self.sent_at = 0
-        """Inner steps when that was."""
 
     def end_round(self, steps: int) -> None:
         """Take in the mean that is under way, if `arrive` was not called before; start the next."""
@@ -185,12 +179,6 @@ class LateMoments(Moments):
                     values = chunk.read().sub_(own, alpha=moment.beta(chunk) ** delay)
                     # v is what was sent, decayed, and squares since: below 0 by rounding only.
                     chunk.write(values.clamp_(min=0) if moment.number == 1 else values)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"moments_sent_at": self.sent_at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sent_at = state["moments_sent_at"]
 
 
 def require_adam(method: Method, setting: str = "") -> None:
