@@ -95,7 +95,7 @@ class TrainConfig:
     out."""
     global_batch: int | None = None
     """Samples in one step of the whole run. `accumulate` follows from it and the number of workers
-    (co2/train/global_batch.py). null: batch_size × accumulate on each worker."""
+    (co2/train/samples.py). null: batch_size × accumulate on each worker."""
     precision: Precision = Precision.fp32
     """With bf16, forward pass and loss run under autocast; weights and outer state stay fp32."""
     compile: bool = False

@@ -43,9 +43,9 @@ from co2.record.metrics import Summary
 from co2.record.provenance import UNKNOWN, Origin
 from co2.task import Placed, Task
 from co2.train import initial, launch, replica
-from co2.train.global_batch import accumulated
 from co2.train.loop import train
 from co2.train.run import Run
+from co2.train.samples import accumulated
 
 OF_FINISHED = {"sample": sample.main, "export": export.main}
 """Sub-commands, which take a finished run."""

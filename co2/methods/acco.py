@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from co2.comm.background import BackgroundMean
 from co2.comm.collectives import local
 from co2.comm.flat import FlatParams
 from co2.comm.phases import OUTER_STEP, SNAPSHOT
@@ -62,11 +61,8 @@ class ACCO(Method):
         hint = "acco needs a learning rate that is given: relative_step=False, and lr"
         require(not own_rate, "optimizer", type(self.optimizer).__name__, hint)
         self.flat = flat = FlatParams(self.optimizer)
-        self.mean = BackgroundMean(
-            flat.numel, self.mesh, self.comm, dtype=flat.dtype, device=flat.device
-        )
-        self.means = [self.mean]
-        self.held = flat.zeros()
+        self.mean = self.new_mean(flat)
+        self.held = self.hold("held", flat.zeros())
         """g̃^i after a first half, x_t after a second one."""
         return self.model
 
@@ -124,13 +120,6 @@ class ACCO(Method):
         for group, own in zip(groups, settings, strict=True):
             group.clear()
             group.update(own)
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        return {"buffer": self.mean.buffer, "held": self.held}
-
-    def saved_tensors(self) -> dict[str, Tensor]:
-        """All but the buffer, which its mean saves; something is in flight after every step."""
-        return {"held": self.held}
 
     def scratch_tensors(self) -> list[Tensor]:
         return self.flat.transfer.scratch_tensors()

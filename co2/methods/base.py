@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from co2.comm.background import BackgroundMean
+from co2.comm.background import BackgroundMean, new_mean
 from co2.comm.clocks import CommTotals
 from co2.comm.collectives import check_equal, check_plain, consensus, local, replicate
+from co2.comm.flat import FlatParams
 from co2.comm.mesh import Mesh
 from co2.comm.phases import OUTER_STEP
 from co2.config import Blocking, CommConfig, OptimConfig
@@ -33,17 +34,13 @@ class MethodStats(CommTotals):
     own: dict[str, float] = field(default_factory=dict)
     """Figures that only this method has, by name: the τ that it chose, its staleness gap, …"""
 
-    @classmethod
-    def of(cls, totals: CommTotals, own: dict[str, float] | None = None) -> "MethodStats":
-        return cls(totals.comm_s, totals.exposed_s, totals.bytes_sent, own or {})
-
 
 class Method:
     """One way of keeping the replicas in step.
 
     A subclass sets `Config`, a dataclass whose fields are documented and checked, and `blocking`;
-    it implements `set_up` and `step`, and names its tensors in `state_tensors`. The order of calls
-    is prepare, then load_state_dict if a run resumes, then step as often as needed, then flush.
+    it implements `set_up` and `step`, and names its tensors by `hold`. The order of calls is
+    prepare, then load_state_dict if a run resumes, then step as often as needed, then flush.
 
     Args:
         config: an instance of `Config`; None for its defaults.
@@ -61,6 +58,8 @@ class Method:
     may_change: ClassVar[frozenset[str]] = frozenset()
     """Keys of `Config` that may have another value when a state is loaded than when it was saved.
     The state's tensors depend on all others, or mean something else under them."""
+    saved_values: ClassVar[tuple[str, ...]] = ("steps",)
+    """Attributes of plain values that a state holds."""
     model: nn.Module
     optimizer: Optimizer
     mesh: Mesh
@@ -73,16 +72,16 @@ class Method:
         self.steps = 0
         """Calls of `step` so far, over all segments of a resumed run."""
         self.means: list[BackgroundMean] = []
-        """Everything that it sends by, in the order in which `set_up` makes it: what they hold is
-        saved, loaded and waited for here."""
+        """Everything that it sends by: what they hold is saved, loaded and waited for here."""
+        self._notices: list[str] = []
+        self._held: dict[str, Tensor] = {}
+        self._replicated: list[str] = []
+        self._unsaved: list[str] = []
 
     def refusals(self) -> dict[str, str]:
-        """What this method, as it is configured, cannot be combined with: values of the run's
-        configuration as `key=value`, or `QUORUM`, each with the reason.
-
-        The keys are `mesh.strategy`, `optim.name` and `launch.elastic`. A method with rounds
-        overrides this and need not extend it.
-        """
+        """What this method, as it is configured, cannot be combined with: values of
+        `mesh.strategy`, `optim.name` and `launch.elastic` as `key=value`, or `QUORUM`, each with
+        the reason. A method with rounds overrides this and need not extend it."""
         return {
             ELASTIC: "has no rounds at whose end replicas could come and go",
             QUORUM: "does not support weighted averaging",
@@ -118,7 +117,11 @@ class Method:
                 needs a closure, as that of LBFGS does.
         """
         check_plain(model)
-        _check_step(optimizer)
+        kind = type(optimizer)
+        closure = inspect.signature(kind.step).parameters.get("closure")
+        needed = closure is not None and closure.default is inspect.Parameter.empty
+        hint = "its step needs a closure, which a method does not have; use another, such as AdamW"
+        require(not needed, "optimizer", kind.__name__, hint)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self._join_replicas(mesh)
         mesh.on_change(self._join_replicas)
@@ -136,10 +139,39 @@ class Method:
         """Make what training needs, and return the module to train. `prepare` calls it last."""
         raise NotImplementedError
 
-    def step(self) -> None:
-        """Do the inner optimizer's step and the synchronization due now. Gradients are ready.
+    def hold(
+        self, name: str, tensor: Tensor, *, replicated: bool = False, saved: bool = True
+    ) -> Tensor:
+        """Name a tensor that is held between steps beyond parameters, gradients and inner state.
+        Checkpoint and memory ledger follow from it. Returns the tensor.
 
-        A subclass extends this, which counts the step.
+        Args:
+            replicated: whether it is equal on all replicas, bit for bit, between two steps.
+            saved: whether a checkpoint has it under this name.
+        """
+        self._held[name] = tensor
+        if replicated:
+            self._replicated.append(name)
+        if not saved:
+            self._unsaved.append(name)
+        return tensor
+
+    def new_mean(self, flat: FlatParams, name: str = "buffer", copies: int = 1) -> BackgroundMean:
+        """Make one of `means`, whose buffer is as long as so many vectors, and is held by this
+        name."""
+        numel = copies * flat.numel
+        return self.send_by(new_mean(numel, self.mesh, self.comm, flat.dtype, flat.device), name)
+
+    def send_by(self, mean: BackgroundMean, name: str = "buffer") -> BackgroundMean:
+        """Make a mean one of `means`. These save their buffers, and only while they are in
+        flight."""
+        self.means.append(mean)
+        self.hold(name, mean.buffer, saved=False)
+        return mean
+
+    def step(self) -> None:
+        """Do the inner optimizer's step and the synchronization due now. Gradients are ready. A
+        subclass extends this, which counts the step.
 
         Raises:
             ConfigError: a parameter is trained that was not when `prepare` was called. Nobody would
@@ -155,6 +187,16 @@ class Method:
             )
             raise ConfigError("parameter", next(named, "(not the model's)"), hint)
 
+    def lr(self, group: int) -> float:
+        """γ_t: a parameter group's inner learning rate in this step. Raises `ConfigError` where the
+        optimizer does not tell it."""
+        rate = self.optimizer.param_groups[group].get("lr")
+        if rate is None:
+            kind = type(self.optimizer).__name__
+            hint = f"the outer step needs the learning rate; give {kind} one"
+            raise ConfigError("lr", rate, hint)
+        return float(rate)
+
     def _trained(self) -> Iterator[Tensor]:
         """The parameters that the inner optimizer trains."""
         for group in self.optimizer.param_groups:
@@ -163,11 +205,10 @@ class Method:
     @contextmanager
     def consensus(self) -> Iterator[None]:
         """Inside, the model holds the mean over the replicas of the weights as training left them,
-        and that of the float buffers.
+        and that of the float buffers. Both are restored bit for bit afterwards. Collective.
 
-        Both are restored bit for bit afterwards. All replicas must enter together. A collective in
-        flight may be waited for, where it carries what was trained last, but it stays in flight,
-        so evaluating more often does not change training.
+        A collective in flight may be waited for, where it carries what was trained last, but it
+        stays in flight, so evaluating more often does not change training.
 
         Raises:
             ReplicasDiffer: one of the `replicated_tensors` is not equal on all replicas.
@@ -178,11 +219,8 @@ class Method:
 
     def show_trained(self) -> None:
         """Set the live weights to the newest local ones. Override it if the live weights lag behind
-        them.
-
-        `consensus` calls it on all replicas, takes the mean, and puts the live weights back.
-        Nothing else may change. `BackgroundMean.peek` waits for a result and leaves it pending.
-        """
+        them. `consensus` calls it on all replicas, and puts the live weights back. Nothing else may
+        change: `BackgroundMean.peek` waits for a result and leaves it pending."""
 
     def flush(self) -> None:
         """Wait for what is in flight and drop it. Call it at the end of training only."""
@@ -190,44 +228,38 @@ class Method:
             mean.close()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The tensors held between steps beyond parameters, gradients and inner state, by name.
-
-        Checkpoint and memory ledger follow from them. Call it after `prepare`.
-        """
-        return {}
+        """What `hold` has named. A subclass extends this for tensors that it replaces by others."""
+        return dict(self._held)
 
     def replicated_tensors(self) -> dict[str, Tensor]:
-        """Those of `state_tensors` that are equal on all replicas, bit for bit, between two steps.
-        Every consensus compares them."""
-        return {}
+        """Those that are equal on all replicas between two steps. Every consensus compares them."""
+        return {name: self._held[name] for name in self._replicated}
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """Those that a checkpoint holds under their names."""
+        tensors = self.state_tensors().items()
+        return {name: tensor for name, tensor in tensors if name not in self._unsaved}
 
     def scratch_tensors(self) -> list[Tensor]:
         """Tensors whose content is not needed from one step to the next. Their size does not grow
         with the model."""
         return []
 
-    def saved_tensors(self) -> dict[str, Tensor]:
-        """Those of `state_tensors` that a checkpoint holds under their names: by default all."""
-        return self.state_tensors()
-
     def state_dict(self, arriving: bool = False) -> dict[str, Any]:
-        """Everything that this worker needs to go on exactly, a collective in flight included.
-
-        Args:
-            arriving: do not wait for what is in flight (`BackgroundMean.state_dict`).
-        """
+        """Everything that this worker needs to go on exactly, a collective in flight included, for
+        which it need not wait if `arriving` (`BackgroundMean.state_dict`)."""
         means = [mean.state_dict(arriving) for mean in self.means]  # they may still change tensors
         return {
             "method": self.registered_name(),
             "config": self._settings(),
-            "steps": self.steps,
             "means": means,
             "tensors": self.saved_tensors(),
+            **{name: getattr(self, name) for name in self.saved_values},
             **self.own_state(),
         }
 
     def own_state(self) -> dict[str, Any]:
-        """What a state holds beside means and tensors. A subclass extends this."""
+        """What a state holds beside means, tensors and `saved_values`. A subclass extends this."""
         return {}
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -256,11 +288,11 @@ class Method:
         return {key: value.name if isinstance(value, Enum) else value for key, value in fields}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned. Call it after `prepare`, when the model and the
-        optimizer have been loaded. A subclass extends this, which raises what `check_state` raises
-        before it changes anything."""
+        """Go on from what `state_dict` returned. Call it after `prepare`, when model and optimizer
+        have been loaded. A subclass extends this, which first raises what `check_state` does."""
         self.check_state(state)
-        self.steps = state["steps"]
+        for name in self.saved_values:
+            setattr(self, name, state[name])
         for name, tensor in self.saved_tensors().items():
             tensor.copy_(state["tensors"][name])
         for mean, saved in zip(self.means, state["means"], strict=True):
@@ -268,15 +300,20 @@ class Method:
 
     def stats(self) -> MethodStats:
         """Totals of this worker, and the method's own figures."""
-        return MethodStats.of(self.totals())
+        return MethodStats(**vars(self.totals()), own=self.figures())
 
     def totals(self) -> CommTotals:
         """Totals of all that this worker has sent."""
         return sum((mean.totals() for mean in self.means), start=CommTotals())
 
+    def figures(self) -> dict[str, float]:
+        """Figures that only this method has. A subclass extends this."""
+        return {}
+
     def notices(self) -> list[str]:
         """Lines for a person since the last call: what the method has decided, and why."""
-        return []
+        taken, self._notices = self._notices, []
+        return taken
 
     @property
     def round_steps(self) -> int:
@@ -290,7 +327,7 @@ class Method:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes of the state tensors. Figures, which have no dimension, are not counted."""
+        """Bytes of `state_tensors`. Figures, which have no dimension, are not counted."""
         return sum(tensor.nbytes for tensor in self.state_tensors().values() if tensor.dim() > 0)
 
     @property
@@ -301,12 +338,11 @@ class Method:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of the scratch tensors."""
         return sum(tensor.nbytes for tensor in self.scratch_tensors())
 
     @property
     def state_device(self) -> torch.device:
-        """Where the state tensors lie."""
+        """Where `state_tensors` lie."""
         return next((t.device for t in self.state_tensors().values()), self.mesh.device)
 
     @property
@@ -323,12 +359,3 @@ def synchronizing() -> Iterator[None]:
     """Around all that a method does as a round ends."""
     with torch.no_grad(), record_function(OUTER_STEP):
         yield
-
-
-def _check_step(optimizer: Optimizer) -> None:
-    """Raise `ConfigError` for an optimizer whose step needs a closure."""
-    kind = type(optimizer)
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    needed = closure is not None and closure.default is inspect.Parameter.empty
-    hint = "its step needs a closure, which a method does not have; use another, such as AdamW"
-    require(not needed, "optimizer", kind.__name__, hint)

@@ -18,13 +18,11 @@ which is x_{t+1,0} + α m_t − d_t: d_t is waited for and stays in flight.
 `shard` keeps 1/G of the outer state on each replica: ShardedOuterStep has the same trajectory.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
 from co2.comm.background import BackgroundMean
@@ -32,7 +30,7 @@ from co2.comm.flat import FlatParams
 from co2.comm.phases import SNAPSHOT
 from co2.config import Blocking, CommConfig, CommDevice, Precision
 from co2.errors import require
-from co2.methods.base import ELASTIC, MethodStats
+from co2.methods.base import ELASTIC
 from co2.methods.parts.local import LocalMethod, check_outer, check_tau
 from co2.methods.parts.outer import GapPenalty, Momentum, check_clip, check_gap_penalty
 from co2.methods.parts.outer_shard import OuterShard, ShardChunk
@@ -74,12 +72,11 @@ class CO2(LocalMethod):
         super().__init__(config, comm)
         if self.config.shard:
             wire, device = self.comm.dtype, self.comm.device
-            hint = (
-                "must be fp32 with co2.shard=true: parameters travel, and bf16 loses their changes"
-            )
+            why = "parameters travel, and bf16 loses their changes"
+            hint = f"must be fp32 with co2.shard=true: {why}"
             require(wire is Precision.fp32, "comm.dtype", wire.name, hint)
-            one = "parameters and buffer change places in one memory"
-            hint = f"must be auto with co2.shard=true: {one}"
+            why = "parameters and buffer change places in one memory"
+            hint = f"must be auto with co2.shard=true: {why}"
             require(device is CommDevice.auto, "comm.device", device.name, hint)
 
     def refusals(self) -> dict[str, str]:
@@ -90,21 +87,16 @@ class CO2(LocalMethod):
             found["mesh.strategy=ep"] = reason
         return found
 
-    def new_mean(self) -> BackgroundMean:
+    def make_mean(self) -> BackgroundMean:
         if not self.config.shard:
-            return super().new_mean()
+            return super().make_mean()
         self.shard = OuterShard(self.flat, self.mesh, self.comm)
-        return self.shard.mean
+        return self.send_by(self.shard.mean)
 
     def init_outer_state(self) -> None:
-        self._warnings: list[str] = []
         self._watches = True
         self.outer: WholeOuterStep | ShardedOuterStep
-        if self.config.shard:
-            rates = self.largest_lr, self.next_largest_lr
-            self.outer = ShardedOuterStep(self.config, self.flat, self.shard, *rates)
-        else:
-            self.outer = WholeOuterStep(self.config, self.flat, self.mean, self.largest_lr)
+        self.outer = ShardedOuterStep(self) if self.config.shard else WholeOuterStep(self)
 
     def watch_stability(self) -> None:
         """Warn, once, when the outer step is not stable in every direction (docs/choosing.md)."""
@@ -112,14 +104,10 @@ class CO2(LocalMethod):
         gap = self.outer.gap.usual(self.largest_lr())
         if self._watches and beta + alpha / gap >= 1:
             self._watches = False
-            self._warnings.append(
+            self._notices.append(
                 f"outer_momentum + outer_lr/Λ is now {beta:g} + {alpha:g}/{gap:.2f}, not below 1: "
                 "steep directions do not settle; gap_penalty=gap_aware_steady keeps Λ near 2"
             )
-
-    def notices(self) -> list[str]:
-        warnings, self._warnings = self._warnings, []
-        return [*super().notices(), *warnings]
 
     def end_round(self) -> None:
         self.outer.end_round()
@@ -127,7 +115,7 @@ class CO2(LocalMethod):
 
     def show_round_end(self) -> None:
         self.mean.peek()
-        self.outer.show_round_end(self.group)
+        self.outer.show_round_end()
 
     def largest_lr(self) -> float:
         """γ_t where parameter groups differ."""
@@ -159,19 +147,19 @@ class CO2(LocalMethod):
         self.outer.gap.load_state_dict(state["gap"])
         self._watches = state["watches"]
 
-    def stats(self) -> MethodStats:
+    def figures(self) -> dict[str, float]:
         """`gap` is Λ, `clipped` the share of the momentum's elements that the clip changed; both
         of the round that ended last."""
-        stats = super().stats()
         gap, clipped = self.outer.figures()
-        return MethodStats.of(stats, {**stats.own, "gap": gap, "clipped": clipped})
+        return {**super().figures(), "gap": gap, "clipped": clipped}
 
 
 class OuterState:
     """What the outer step keeps: anchor, momentum and gap, of all parameters or of one shard."""
 
-    def __init__(self, config: CO2.Config, vectors: FlatParams | OuterShard) -> None:
-        self.config = config
+    def __init__(self, method: CO2, vectors: FlatParams | OuterShard) -> None:
+        self.method, self.flat, self.mean = method, method.flat, method.mean
+        self.config = config = method.config
         self.anchor = vectors.copy()
         self.gap = GapPenalty(config.gap_penalty, vectors, config.outer_lr)
         self.momentum = Momentum(vectors, config.outer_momentum, config.clip, config.clip_mode)
@@ -187,18 +175,11 @@ class OuterState:
 class WholeOuterStep(OuterState):
     """The outer step of all parameters, on every replica."""
 
-    def __init__(
-        self,
-        config: CO2.Config,
-        flat: FlatParams,
-        mean: BackgroundMean,
-        largest_lr: Callable[[], float],
-    ) -> None:
-        super().__init__(config, flat)
-        self.flat, self.mean, self.largest_lr = flat, mean, largest_lr
+    def __init__(self, method: CO2) -> None:
+        super().__init__(method, method.flat)
 
     def end_round(self) -> None:
-        lr = self.largest_lr()
+        lr = self.method.largest_lr()
         self.gap.observe_lr(lr)
         arrived = self.mean.wait()  # 1
         if arrived is not None:
@@ -213,7 +194,7 @@ class WholeOuterStep(OuterState):
                 chunk.write(anchor)
         self.mean.start()
 
-    def show_round_end(self, group: ProcessGroup | None) -> None:
+    def show_round_end(self) -> None:
         """Show x_{t,0} − d_t, once d_t is there. Here nothing is sent for it."""
         for chunk in self.flat.chunks:
             x, momentum = chunk.of(self.anchor), chunk.of(self.momentum.vector)
@@ -245,19 +226,11 @@ class ShardedOuterStep(OuterState):
     Λ_{t+1} is due before γ_{t+1} has come, so the schedule has to tell it.
     """
 
-    def __init__(
-        self,
-        config: CO2.Config,
-        flat: FlatParams,
-        shard: OuterShard,
-        largest_lr: Callable[[], float],
-        next_largest_lr: Callable[[], float],
-    ) -> None:
-        flat.copy_to(shard.mean.buffer)
-        shard.mean.mark_arrived()  # x_{1,0} = x_{0,0}
-        super().__init__(config, shard)
-        self.flat, self.shard, self.mean = flat, shard, shard.mean
-        self.largest_lr, self.next_largest_lr = largest_lr, next_largest_lr
+    def __init__(self, method: CO2) -> None:
+        self.shard = method.shard
+        method.flat.copy_to(method.mean.buffer)
+        method.mean.mark_arrived()  # x_{1,0} = x_{0,0}
+        super().__init__(method, self.shard)
         self.settled = self._newest_figures()
         """Λ and the clipped share, (2,), of the newest outer step that a round's end waited for:
         the step in the background changes the figures at any time."""
@@ -268,7 +241,7 @@ class ShardedOuterStep(OuterState):
             self._next_start(chunk)
         self.settled = self._newest_figures()
         self.flat.swap(self.mean.buffer)  # 2
-        lr, ahead = self.largest_lr(), self.next_largest_lr()
+        lr, ahead = self.method.largest_lr(), self.method.next_largest_lr()
         self.gap.observe_lr(lr)
         self.gap.observe_lr(ahead)
         self.mean.run(lambda: self.outer_step(ahead))  # 3
@@ -299,9 +272,9 @@ class ShardedOuterStep(OuterState):
         out = chunk.of(self.shard.own)
         torch.sub(anchor, momentum, alpha=self.config.outer_lr, out=out)
 
-    def show_round_end(self, group: ProcessGroup | None) -> None:
-        """Show mean_i x^i_{t,τ}, once the outer step is done. `group` gathers its shards."""
-        self.flat.write(self.shard.gathered(group))
+    def show_round_end(self) -> None:
+        """Show mean_i x^i_{t,τ}, once the outer step is done."""
+        self.flat.write(self.shard.gathered(self.method.group))
 
     def figures(self) -> tuple[float, float]:
         """Λ and the clipped share, as of the round that ended last."""

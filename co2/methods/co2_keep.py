@@ -67,16 +67,12 @@ class CO2Keep(LocalMethod):
             require_number("momentum_weight", self.momentum_weight, 0.0, hint)
 
     def init_outer_state(self) -> None:
-        self.round_start = self.flat.copy()  # the round's progress counts from here
-        self.center = self.flat.copy()
-        self.momentum = self.flat.zeros() if self.config.momentum_weight > 0 else None
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        return {**super().state_tensors(), "start": self.round_start, **self.replicated_tensors()}
-
-    def replicated_tensors(self) -> dict[str, Tensor]:
-        momentum = {} if self.momentum is None else {"momentum": self.momentum}
-        return {"center": self.center, **momentum}
+        # The round's progress counts from here.
+        self.round_start = self.hold("start", self.flat.copy())
+        self.center = self.hold("center", self.flat.copy(), replicated=True)
+        self.momentum: Tensor | None = None
+        if self.config.momentum_weight > 0:
+            self.momentum = self.hold("momentum", self.flat.zeros(), replicated=True)
 
     def step(self) -> None:
         super().step()
@@ -104,24 +100,17 @@ class CO2Keep(LocalMethod):
 
     def arrive(self) -> None:
         """Take δ_t, if it is under way: move the center by it, and the replica to the center."""
-        beta, w, kept = (
-            self.config.outer_momentum,
-            self.config.momentum_weight,
-            self.config.keep_local,
-        )
+        beta, w = self.config.outer_momentum, self.config.momentum_weight
         mean = self.mean.wait()
         for chunk in self.flat.chunks if mean is not None else ():
-            d, center, start = (
-                chunk.of(self.mean.buffer),
-                chunk.of(self.center),
-                chunk.of(self.round_start),
-            )
+            d, center = chunk.of(self.mean.buffer), chunk.of(self.center)
+            start = chunk.of(self.round_start)
             center.sub_(d)
             if self.momentum is not None:
                 center.sub_(chunk.of(self.momentum).mul_(beta).add_(d), alpha=w)
             x = self.flat.read(chunk)
             start.sub_(x)  # −q^i
-            torch.sub(center, start, alpha=kept, out=x)
+            torch.sub(center, start, alpha=self.config.keep_local, out=x)
             chunk.write(x)
             start.add_(x)  # so that start − x is still −q^i
         if self.moments is not None:

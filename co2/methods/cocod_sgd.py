@@ -13,8 +13,6 @@ Deviation: the pseudo-gradient −p travels, as in every method here.
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from co2.config import Blocking
 from co2.methods.parts.local import LocalMethod, check_tau
 
@@ -32,11 +30,8 @@ class CoCoDSGD(LocalMethod):
             check_tau(self.tau)
 
     def init_outer_state(self) -> None:
-        self.round_start = self.flat.copy()
-        self.last = self.flat.zeros()  # −p of the last round
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        return {**super().state_tensors(), "start": self.round_start, "last": self.last}
+        self.round_start = self.hold("start", self.flat.copy())
+        self.last = self.hold("last", self.flat.zeros())  # −p of the last round
 
     def end_round(self) -> None:
         arrived = self.mean.wait()

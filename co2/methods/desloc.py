@@ -48,7 +48,7 @@ class DESLOC(LocalSGD):
         return {**super().refusals(), **refused()}
 
     def init_outer_state(self) -> None:
-        require_adam(self.optimizer, "desloc")
+        require_adam(self)
         super().init_outer_state()
         periods = self.config.first_moment_every, self.config.second_moment_every
         self.periods = [

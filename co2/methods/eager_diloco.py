@@ -17,10 +17,8 @@ round later, subtracted. If one of them were exact, the replicas would drift apa
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from co2.config import Blocking
 from co2.methods.base import QUORUM
@@ -30,6 +28,7 @@ from co2.methods.parts.outer import nesterov
 
 class EagerDiLoCo(LocalMethod):
     blocking = Blocking.beyond_delay
+    saved_values = (*LocalMethod.saved_values, "share")
     may_change = frozenset({"tau", "outer_lr", "outer_momentum"})
 
     @dataclass
@@ -50,14 +49,10 @@ class EagerDiLoCo(LocalMethod):
         return {**super().refusals(), **own}
 
     def init_outer_state(self) -> None:
-        self.round_start = self.flat.copy()
-        self.momentum = self.flat.zeros()
-        self.sent = self.flat.zeros()  # D^i of the last round
+        self.round_start = self.hold("start", self.flat.copy())
+        self.momentum = self.hold("momentum", self.flat.zeros())
+        self.sent = self.hold("sent", self.flat.zeros())  # D^i of the last round
         self.share = 1 / self.mean.num_replicas  # the 1/G with which it was added
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        own = {"start": self.round_start, "momentum": self.momentum, "sent": self.sent}
-        return {**super().state_tensors(), **own}
 
     def end_round(self) -> None:
         arrived = self.mean.wait()
@@ -76,10 +71,3 @@ class EagerDiLoCo(LocalMethod):
             delta.copy_(buffer)
         self.share = share
         self.mean.start()
-
-    def own_state(self) -> dict[str, Any]:
-        return {**super().own_state(), "share": self.share}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.share = state["share"]

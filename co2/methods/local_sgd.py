@@ -15,8 +15,7 @@ from torch import Tensor
 
 from co2.comm.flat import Chunk
 from co2.config import Blocking
-from co2.methods.parts.blocking import BlockingMethod
-from co2.methods.parts.local import check_comm_share, check_tau
+from co2.methods.parts.local import BlockingMethod, check_comm_share, check_tau
 
 
 class LocalSGD(BlockingMethod):

@@ -16,7 +16,6 @@ arrives.
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from co2.config import Blocking
 from co2.methods.parts.local import LocalMethod, check_share, check_tau
@@ -41,14 +40,8 @@ class OverlapLocalSGD(LocalMethod):
             check_share("outer_momentum", self.outer_momentum)
 
     def init_outer_state(self) -> None:
-        self.anchor = self.flat.copy()
-        self.momentum = self.flat.zeros()
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        return {**super().state_tensors(), **self.replicated_tensors()}
-
-    def replicated_tensors(self) -> dict[str, Tensor]:
-        return {"anchor": self.anchor, "momentum": self.momentum}
+        self.anchor = self.hold("anchor", self.flat.copy(), replicated=True)
+        self.momentum = self.hold("momentum", self.flat.zeros(), replicated=True)
 
     def end_round(self) -> None:
         arrived = self.mean.wait()

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from co2.comm.flat import Chunk
 from co2.config import Blocking
-from co2.methods.parts.blocking import BlockingMethod
-from co2.methods.parts.local import check_comm_share, check_outer, check_tau
+from co2.methods.parts.local import BlockingMethod, check_comm_share, check_outer, check_tau
 
 
 class SlowMo(BlockingMethod):
@@ -44,13 +43,7 @@ class SlowMo(BlockingMethod):
 
     def init_outer_state(self) -> None:
         super().init_outer_state()
-        self.momentum = self.flat.zeros()
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        return {**super().state_tensors(), "momentum": self.momentum}
-
-    def replicated_tensors(self) -> dict[str, Tensor]:
-        return {**super().replicated_tensors(), "momentum": self.momentum}
+        self.momentum = self.hold("momentum", self.flat.zeros(), replicated=True)
 
     def outer_step(self, chunk: Chunk, x: Tensor, d: Tensor) -> None:
         alpha, beta = self.config.outer_lr, self.config.outer_momentum

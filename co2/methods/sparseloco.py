@@ -33,8 +33,7 @@ from co2.comm.sparse import SparseMean
 from co2.config import Blocking, CommConfig, Precision
 from co2.errors import require, require_number
 from co2.methods.base import ELASTIC
-from co2.methods.parts.blocking import BlockingMethod
-from co2.methods.parts.local import check_comm_share, check_tau
+from co2.methods.parts.local import BlockingMethod, check_comm_share, check_tau
 
 
 class SparseLoCo(BlockingMethod):
@@ -84,14 +83,9 @@ class SparseLoCo(BlockingMethod):
         sizes = [param.numel() for param in self.flat.params]
         density, decay = self.config.density, self.config.error_decay
         self.exchange = SparseMean(sizes, self.mesh, self.mean, density, decay)
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        own = {"error": self.exchange.error, **self.exchange.messages()}
-        return {**super().state_tensors(), **own}
-
-    def saved_tensors(self) -> dict[str, Tensor]:
-        """All but the buffer and the messages: nothing is in flight between two steps."""
-        return {"anchor": self.anchor, "error": self.exchange.error}
+        self.hold("error", self.exchange.error)
+        for name, message in self.exchange.messages().items():  # in flight in no step's end
+            self.hold(name, message, saved=False)
 
     def mean_now(self) -> Tensor:
         self.exchange.start(self.mean.buffer)

@@ -36,11 +36,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from co2.comm.background import new_mean
 from co2.comm.compress import BITS
 from co2.comm.exchange import CompressedMean
 from co2.comm.flat import FlatParams
-from co2.comm.mesh import Mesh
 from co2.config import Blocking, CommConfig, Precision
 from co2.errors import require, require_count
 from co2.methods.base import ELASTIC, QUORUM, Method, synchronizing
@@ -99,17 +97,7 @@ class StreamingDiLoCo(Method):
 
     def set_up(self) -> nn.Module:
         parts = strided(self.model, self.optimizer, self.config.fragments)
-        self.fragments = [
-            Fragment(
-                number,
-                FlatParams(self.optimizer, self.comm.device, part),
-                self.config,
-                self.mesh,
-                self.comm,
-            )
-            for number, part in enumerate(parts)
-        ]
-        self.means = [fragment.mean for fragment in self.fragments]
+        self.fragments = [Fragment(self, number, part) for number, part in enumerate(parts)]
         return self.model
 
     def step(self) -> None:
@@ -125,30 +113,9 @@ class StreamingDiLoCo(Method):
                 for fragment in syncing:
                     fragment.sync()
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        return {
-            f"{number}.{name}": tensor
-            for number, fragment in enumerate(self.fragments)
-            for name, tensor in fragment.state_tensors().items()
-        }
-
     def scratch_tensors(self) -> list[Tensor]:
-        return [tensor for fragment in self.fragments for tensor in fragment.scratch_tensors()]
-
-    def saved_tensors(self) -> dict[str, Tensor]:
-        """All but the messages, and the buffers, which `means` save while they are in flight."""
-        return {
-            f"{number}.{name}": tensor
-            for number, fragment in enumerate(self.fragments)
-            for name, tensor in fragment.saved_tensors().items()
-        }
-
-    def replicated_tensors(self) -> dict[str, Tensor]:
-        return {
-            f"{number}.{name}": tensor
-            for number, fragment in enumerate(self.fragments)
-            for name, tensor in fragment.replicated_tensors().items()
-        }
+        vectors = (fragment.flat.transfer for fragment in self.fragments)
+        return [tensor for transfer in vectors for tensor in transfer.scratch_tensors()]
 
     def first_means(self) -> dict[str, int]:
         return {f"fragment {n}": one.first_sync for n, one in enumerate(self.fragments)}
@@ -161,21 +128,20 @@ class StreamingDiLoCo(Method):
 class Fragment:
     """Some of the layers, synchronized by a DiLoCo of their own."""
 
-    def __init__(
-        self,
-        number: int,
-        flat: FlatParams,
-        config: StreamingDiLoCo.Config,
-        mesh: Mesh,
-        comm: CommConfig,
-    ) -> None:
-        self.flat, self.config = flat, config
-        self.mean = new_mean(flat.numel, mesh, comm, flat.dtype, flat.device)
+    def __init__(self, method: StreamingDiLoCo, number: int, params: list[Tensor]) -> None:
+        self.flat = flat = FlatParams(method.optimizer, method.comm.device, params)
+        self.config = config = method.config
+        self.mean = method.new_mean(flat, f"{number}.buffer")
         self.exchange: CompressedMean | None = None
         if config.exchange != "full":
             sizes = [param.numel() for param in flat.params]
-            self.exchange = CompressedMean(sizes, mesh, self.mean, BITS[config.exchange])
-        self.outer, self.momentum = flat.copy(), flat.zeros()
+            bits = BITS[config.exchange]
+            self.exchange = exchange = CompressedMean(sizes, method.mesh, self.mean, bits)
+            for name, tensor in exchange.state_tensors().items():
+                saved = name not in exchange.messages()
+                method.hold(f"{number}.{name}", tensor, saved=saved)
+        self.outer = method.hold(f"{number}.outer", flat.copy(), replicated=True)
+        self.momentum = method.hold(f"{number}.momentum", flat.zeros(), replicated=True)
         self.syncs_at = sync_step(number, config.tau, config.fragments)
         self.starts_at = (self.syncs_at - config.delay) % config.tau
 
@@ -205,20 +171,6 @@ class Fragment:
         """The first step with a sync whose collective was started at step 1 or later."""
         first = self.syncs_at or self.config.tau
         return first if first > self.config.delay else first + self.config.tau
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        quantized = {} if self.exchange is None else self.exchange.messages()
-        return {**self.saved_tensors(), "buffer": self.mean.buffer, **quantized}
-
-    def saved_tensors(self) -> dict[str, Tensor]:
-        errors = {} if self.exchange is None else self.exchange.errors()
-        return {**self.replicated_tensors(), **errors}
-
-    def replicated_tensors(self) -> dict[str, Tensor]:
-        return {"outer": self.outer, "momentum": self.momentum}
-
-    def scratch_tensors(self) -> list[Tensor]:
-        return self.flat.transfer.scratch_tensors()
 
 
 def sync_step(number: int, tau: int, fragments: int) -> int:

@@ -36,11 +36,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from co2.config import Blocking
 from co2.errors import require_count
-from co2.methods.base import MethodStats
 from co2.methods.parts.compressed import CompressedAdam, CompressedAdamConfig
 
 
@@ -69,8 +68,8 @@ class ZeroOneAdam(CompressedAdam):
 
     def set_up(self) -> nn.Module:
         model = super().set_up()
-        self.u = self.flat.zeros()
-        self.anchor = self.flat.copy()
+        self.u = self.hold("u", self.flat.zeros())
+        self.anchor = self.hold("anchor", self.flat.copy())
         """x_{t'}, which all replicas share."""
         self.refreshes = self.next_refresh = 0
         self.next_sync, self.interval = 0, 1
@@ -78,9 +77,6 @@ class ZeroOneAdam(CompressedAdam):
         groups = len(self.optimizer.param_groups)
         self.lr_sums, self.shrunk = [0.0] * groups, [1.0] * groups
         return model
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        return {**super().state_tensors(), "u": self.u, "anchor": self.anchor}
 
     @torch.no_grad()
     def step(self) -> None:
@@ -169,20 +165,19 @@ class ZeroOneAdam(CompressedAdam):
         self.next_sync = t + self.interval
 
     def own_state(self) -> dict[str, Any]:
-        schedule = {name: getattr(self, name) for name in _SCHEDULE}
+        schedule = {name: getattr(self, name) for name in _SAVED}
         return {**super().own_state(), "schedule": schedule}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        for name in _SCHEDULE:
+        for name in _SAVED:
             setattr(self, name, state["schedule"][name])
         if self.refreshes:
             self.set_mask()
 
-    def stats(self) -> MethodStats:
+    def figures(self) -> dict[str, float]:
         """`interval`: steps from the newest exchange to the next."""
-        stats = super().stats()
-        return MethodStats.of(stats, {**stats.own, "interval": float(self.interval)})
+        return {**super().figures(), "interval": float(self.interval)}
 
 
 def refresh_interval(refreshes: int, kappa: int) -> int:
@@ -208,13 +203,5 @@ def interval(max_interval: int, lr_share: float, since: int, double_every: int |
     return min(2 ** min(max(0, doublings), max_interval), max_interval)
 
 
-_SCHEDULE = (
-    "refreshes",
-    "next_refresh",
-    "next_sync",
-    "interval",
-    "largest_lr",
-    "lr_sums",
-    "shrunk",
-)
+_SAVED = ("refreshes", "next_refresh", "next_sync", "interval", "largest_lr", "lr_sums", "shrunk")
 """The attributes that hold the schedules T_v and T_u, and the sums since t'."""

@@ -28,6 +28,7 @@ class Peer(Method):
     """
 
     blocking = Blocking.always
+    saved_values = (*Method.saved_values, "exposed_s")
     package: ClassVar[str]
 
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
@@ -62,13 +63,6 @@ class Peer(Method):
                 stack.enter_context(_timed(owner, name, self._clock))
             self.advance()
         self.exposed_s += sum(self._clock.take())
-
-    def own_state(self) -> dict[str, Any]:
-        return {**super().own_state(), "exposed_s": self.exposed_s}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.exposed_s = state["exposed_s"]
 
     def stats(self) -> MethodStats:
         sent = self.bytes_per_round() * (self.steps // self.config.tau)

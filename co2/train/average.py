@@ -39,7 +39,11 @@ class MovingAverage:
     def shown(self, method: Method) -> AbstractContextManager[None]:
         """Inside, the model holds the mean of the averages over the replicas of a prepared method.
         Afterwards its weights are restored bit for bit. Collective."""
-        return consensus(self._module, method.group, method.replica_group, self._show)
+
+        def show() -> None:
+            torch._foreach_copy_(self._live(), self.tensors)
+
+        return consensus(self._module, method.group, method.replica_group, show)
 
     def load(self, tensors: list[Tensor]) -> None:
         """Go on from `tensors` of another worker or another time."""
@@ -49,11 +53,6 @@ class MovingAverage:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
-
-    def _show(self) -> None:
-        with torch.no_grad():
-            for live, average in zip(self._live(), self.tensors, strict=True):
-                live.copy_(average)
 
     def _live(self) -> list[Tensor]:
         weights = [local(p.detach()) for p in self._module.parameters() if p.requires_grad]

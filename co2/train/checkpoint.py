@@ -44,8 +44,7 @@ from co2.comm.waiting import until_cut
 from co2.errors import printable
 from co2.record.files import CHECKPOINT_FORMAT, write_durably
 from co2.train import state_file
-from co2.train.host_copy import HostCopy
-from co2.train.state_file import Split
+from co2.train.state_file import HostCopy, Split
 
 MANIFEST = "manifest.json"
 _POLL_S = 0.02

@@ -9,13 +9,12 @@ later ones go on from its checkpoints.
 
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import nn
 
 from co2.config import Config, Resume
 from co2.errors import ConfigError, require
@@ -24,6 +23,7 @@ from co2.task import FineTuning, Portable, Task
 from co2.train import weights
 
 KEY = "init_from"
+_AGAIN = "export it or download it again"
 
 
 def check(config: Config, task: Task) -> None:
@@ -43,18 +43,23 @@ def check(config: Config, task: Task) -> None:
     require(folder.is_dir(), KEY, value, "no such folder; give the folder of a finished run")
     with torch.device("meta"):
         model = task.model()
-    if _is_exported(folder):
+    if _file(folder).name == weights.EXPORTED:
         reason = _objection_to_exported(folder, value, model, config.task, task)
     else:
         reason = _objection_to_run(folder, value, config.task, task)
     if reason is not None:
         raise ConfigError(KEY, value, reason)
-    weights.check(model, _saved(value, task), KEY, value, _file(folder).name, _heads(task))
+    load(value, model, task)
 
 
 def load(value: str, module: nn.Module, task: Task) -> None:
     """Copy the weights of the folder `value`. Raises `ConfigError` as `check` does."""
-    weights.copy(module, _saved(value, task), KEY, value, _heads(task))
+    path = _file(Path(value))
+    saved = weights.read(path, KEY, value)
+    if path.name == weights.EXPORTED and isinstance(task, Portable):
+        saved = task.adopted(saved)
+    heads = task.heads if isinstance(task, FineTuning) else ()
+    weights.copy(module, saved, KEY, value, path.name, heads)
 
 
 def described(config: Config) -> dict[str, str] | None:
@@ -100,62 +105,35 @@ def _objection_to_exported(
     """The same for an exported model, or one that another library has written."""
     from safetensors import SafetensorError, safe_open
 
+    reading = weights.EXPORTED
     try:
-        with safe_open(folder / weights.EXPORTED, "pt") as file:
-            header: Mapping[str, str] = file.metadata() or {}
+        with safe_open(folder / reading, "pt") as file:
+            there = (file.metadata() or {}).get("task", name)
+        if there != name and not isinstance(task, FineTuning):
+            return _of_another_task(there, name)
+        if not isinstance(task, Portable):
+            return None
+        texts: list[str | None] = []
+        for reading in ("config.json", "tokenizer.json"):
+            path = folder / reading
+            texts.append(path.read_text(encoding="utf-8") if path.exists() else None)
     except (OSError, ValueError, SafetensorError) as error:
-        hint = f"{weights.EXPORTED} cannot be read ({type(error).__name__})"
-        raise ConfigError(KEY, value, f"{hint}; export it or download it again") from None
-    if "task" in header and not isinstance(task, FineTuning):
-        reason = _of_another_task(header["task"], name)
-        if reason is not None:
-            return reason
-    if not isinstance(task, Portable):
-        return None
-    settings, tokenizer = (
-        _text(folder, "config.json", value),
-        _text(folder, "tokenizer.json", value),
-    )
+        hint = f"{reading} cannot be read ({type(error).__name__}); {_AGAIN}"
+        raise ConfigError(KEY, value, hint) from None
+    settings, tokenizer = texts
     try:
         known = json.loads(settings or "{}")
         json.loads(tokenizer or "{}")
         return task.refusal(model, known, tokenizer)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         hint = "its config.json or tokenizer.json is damaged or of another kind of model"
-        raise ConfigError(KEY, value, f"{hint}; export it or download it again") from None
+        raise ConfigError(KEY, value, f"{hint}; {_AGAIN}") from None
 
 
 def _of_another_task(there: str, here: str) -> str | None:
     return None if there == here else f"is a run of task={there}; give one of task={here}"
 
 
-def _text(folder: Path, name: str, value: str) -> str | None:
-    """The text of a file, or None where there is no such file. Raises `ConfigError`."""
-    try:
-        return (folder / name).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        hint = f"{name} cannot be read ({type(error).__name__}); export it or download it again"
-        raise ConfigError(KEY, value, hint) from None
-
-
-def _saved(value: str, task: Task) -> dict[str, Tensor]:
-    """The weights by the names of the task's model."""
-    path = _file(Path(value))
-    saved = weights.read(path, KEY, value)
-    if path.name == weights.EXPORTED and isinstance(task, Portable):
-        return task.adopted(saved)
-    return saved
-
-
-def _heads(task: Task) -> tuple[str, ...]:
-    return task.heads if isinstance(task, FineTuning) else ()
-
-
 def _file(folder: Path) -> Path:
-    return folder / (weights.EXPORTED if _is_exported(folder) else weights.MODEL)
-
-
-def _is_exported(folder: Path) -> bool:
-    return (folder / weights.EXPORTED).is_file()
+    exported = folder / weights.EXPORTED
+    return exported if exported.is_file() else folder / weights.MODEL

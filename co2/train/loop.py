@@ -10,14 +10,13 @@ from co2.errors import PREEMPTED
 from co2.record.metrics import Notice
 from co2.train import membership
 from co2.train.launch import stop_signals
-from co2.train.meters import LossWatch
+from co2.train.meters import LossWatch, sum_up
 from co2.train.randomness import seed_everything
 from co2.train.replica import accumulating
 from co2.train.run import Run
 from co2.train.schedule import set_lr
 from co2.train.session import Session
 from co2.train.stop import voted
-from co2.train.summary import sum_up
 
 
 def train(run: Run) -> None:
@@ -39,12 +38,14 @@ def train(run: Run) -> None:
         with voted(session.replicas, run.mesh, stop_signals(), session.step) as stop:
             while session.step < steps:
                 set_lr(session.optimizer, config.optim, session.step, steps)
-                units = session.units
+                makers = session.quorum.making(session.step, run.mesh.num_workers)
+                units = session.samples.units(makers)
                 if session.quorum.makes(session.step):
                     # On a CPU a bad loss ends the run before it reaches the others.
                     losses.add(session.step, _gradients(session))
                 else:
-                    session.skip_step()
+                    session.samples.skip_step()
+                    session.meter.totals.passed_over += 1
                 session.checkpoints.hold()
                 session.synchronize()
                 session.average.update()
@@ -102,7 +103,7 @@ def _gradients(session: Session) -> Tensor:
                 part.backward()
             loss += part.detach()
             if micro < accumulate - 1 or session.step < train.steps - 1:  # training goes on
-                with meter.waiting(hidden=session.samples.still_busy()):
+                with meter.waiting(hidden=session.samples.copies.still_busy()):
                     session.samples.prefetch()
         if train.clip_norm is not None:
             session.replica.clip(session.module, train.clip_norm)

@@ -1,4 +1,4 @@
-"""Losses, throughput, exposed communication, and the memory ledger of one worker."""
+"""Losses, throughput, exposed communication and memory of one worker, and a run's final figures."""
 
 import math
 import os
@@ -7,20 +7,27 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from co2 import faults
+from co2.comm.clocks import ExchangeTotals, overlap
 from co2.comm.collectives import local
+from co2.comm.waiting import until_cut
 from co2.errors import DIVERGED
 from co2.methods.base import Method, MethodStats
-from co2.record.metrics import Ledger, Metrics
+from co2.record.metrics import Ledger, Metrics, Summary
+from co2.task import Exchanging, Reading, ReadTotals
 from co2.train.checkpoint import Checkpoints
 from co2.train.replica import local_optimizer
 from co2.train.run import Run
+
+if TYPE_CHECKING:
+    from co2.train.session import Session
 
 
 @dataclass
@@ -51,12 +58,9 @@ class Utilization:
     """Of one GPU: co2/gpus.py."""
 
     def mfu(self, per_gpu: float) -> float:
-        """Model FLOP utilization (Chowdhery et al., arXiv 2204.02311, appendix B): what is computed
-        again in the backward pass does not count.
-
-        Args:
-            per_gpu: tokens or samples in a second of one GPU.
-        """
+        """Model FLOP utilization (Chowdhery et al., arXiv 2204.02311, appendix B) of one GPU at so
+        many tokens or samples a second: what is computed again in the backward pass does not
+        count."""
         return per_gpu * self.flops_per_unit / self.peak_flops
 
     def seen_in(self, metrics: Metrics, gpus: int) -> Metrics:
@@ -74,44 +78,32 @@ class Meter:
     """
 
     def __init__(
-        self,
-        stats: Callable[[], MethodStats],
-        totals: dict[str, Any] | None = None,
+        self, stats: Callable[[], MethodStats], totals: dict[str, Any] | None = None
     ) -> None:
         self.totals = Totals(**(totals or {}))
-        self._stats = stats
-        self._began = self._last = time.perf_counter()
-        self._wall_before = self.totals.wall_s
+        self._last = time.perf_counter()
+        self._began = self._last - self.totals.wall_s
         self._first = True
-        self._interval_s, self._interval_units = 0.0, 0
-        self._waited_s = self._interval_data_s = 0.0
-        self._before = self._stats()
+        self._waited_s = 0.0
+        self._stats = stats
+        self._before = stats(), replace(self.totals)
+        """Of the method and of this worker, when the interval began."""
 
     def step(self, units: int) -> None:
-        """A step has ended. The first of a segment allocates and compiles, so it is not timed.
-
-        Args:
-            units: tokens or samples that all workers together have trained on in it.
-        """
-        now = time.perf_counter()
+        """A step has ended, in which all workers together have trained on so many tokens or
+        samples. The first of a segment allocates and compiles, so it is not timed."""
+        self.settle()
         self.totals.steps += 1
         if not self._first:
-            self.totals.train_s += now - self._last
             self.totals.data_s += self._waited_s
             self.totals.timed_units += units
-            self._interval_s += now - self._last
-            self._interval_data_s += self._waited_s
-            self._interval_units += units
-        self._first = False
-        self._waited_s = 0.0
-        self._last = now
+        self._first, self._waited_s = False, 0.0
 
     def settle(self) -> None:
         """The last step has ended only now, because a GPU was behind the host."""
         now = time.perf_counter()
         if not self._first:
             self.totals.train_s += now - self._last
-            self._interval_s += now - self._last
         self._last = now
 
     @contextmanager
@@ -131,11 +123,8 @@ class Meter:
 
     @contextmanager
     def waiting(self, hidden: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """What happens inside is waiting for data, a part of the step.
-
-        Args:
-            hidden: asked at the end: whether a GPU has worked all the time, so that nothing waited.
-        """
+        """What happens inside is waiting for data, a part of the step, unless `hidden`, asked at
+        the end, finds that a GPU has worked all the time."""
         began = time.perf_counter()
         yield
         if not hidden():
@@ -144,79 +133,74 @@ class Meter:
     def interval(self, step: int, loss: float, lr: float) -> Metrics:
         """The figures of the steps since the last call; `step`, `loss` and `lr` are as they are
         now."""
-        stats, before = self._stats(), self._before
-        exposed_s = _grown(before.exposed_s, stats.exposed_s)
-        metrics = Metrics(
+        stats, totals = self._stats(), replace(self.totals)
+        stats_before, before = self._before
+        self._before = stats, totals
+        seconds = totals.train_s - before.train_s
+        # AllReduce's are DDP's averages times the steps so far, which fall a little where a step
+        # was quicker than the average. In this order `max` keeps what is not a number.
+        exposed_s = max(stats.exposed_s - stats_before.exposed_s, 0.0)
+        return Metrics(
             step=step,
             loss=loss,
             lr=lr,
-            throughput=_rate(self._interval_units, self._interval_s),
-            comm_s=_grown(before.comm_s, stats.comm_s),
+            throughput=_per(totals.timed_units - before.timed_units, seconds),
+            comm_s=max(stats.comm_s - stats_before.comm_s, 0.0),
             exposed_s=exposed_s,
-            bytes=stats.bytes_sent - before.bytes_sent,
-            exposed_share=_share(exposed_s, self._interval_s),
-            data_share=_share(self._interval_data_s, self._interval_s),
+            bytes=stats.bytes_sent - stats_before.bytes_sent,
+            exposed_share=_per(exposed_s, seconds),
+            data_share=_per(totals.data_s - before.data_s, seconds),
             own=stats.own,
         )
-        self._before = stats
-        self._interval_s, self._interval_data_s, self._interval_units = 0.0, 0.0, 0
-        return metrics
 
     def throughput(self) -> float:
         """Units per second of all workers, over every timed step."""
-        return _rate(self.totals.timed_units, self.totals.train_s)
+        return _per(self.totals.timed_units, self.totals.train_s)
 
     def state_dict(self) -> dict[str, Any]:
         """The totals so far, as plain values."""
-        self.totals.wall_s = self._wall_before + time.perf_counter() - self._began
+        self.totals.wall_s = time.perf_counter() - self._began
         return asdict(self.totals)
 
 
 class LossWatch:
     """The training losses since the last check. It ends a run whose loss is not finite, before that
-    reaches the other replicas.
+    reaches the other replicas, and names the last good checkpoint.
 
     Reading a loss makes the host wait for a GPU, so on a GPU losses are checked where the loop asks
     for it; on a CPU also after every step.
-
-    Args:
-        run: the run; worker and device are its mesh's.
-        checkpoints: names the last good checkpoint in the message.
     """
 
     def __init__(self, run: Run, checkpoints: Checkpoints) -> None:
         self._worker, self._checkpoints = run.mesh.worker, checkpoints
         self._at_once = run.mesh.device.type != "cuda"
-        self._steps: list[int] = []
-        self._losses: list[Tensor] = []
+        self._new: list[tuple[int, Tensor]] = []
         self._last = math.nan
 
     def add(self, step: int, loss: Tensor) -> None:
         """The loss of the step with this index, a scalar. On a CPU it is checked."""
-        self._steps.append(step)
-        self._losses.append(loss)
+        self._new.append((step, loss))
         if self._at_once:
             self.check()
 
     def check(self) -> float:
         """The newest loss. Raises `SystemExit(DIVERGED)` where one since the last check is not
         finite, with one line for a person."""
-        losses = torch.stack(self._losses).tolist() if self._losses else []
-        for step, loss in zip(self._steps, losses, strict=True):
+        losses = torch.stack([loss for _, loss in self._new]).tolist() if self._new else []
+        for (step, _), loss in zip(self._new, losses, strict=True):
             self._last = loss
             if not math.isfinite(loss):
-                self._end(step + 1, loss)
-        self._steps.clear()
-        self._losses.clear()
+                self._end(step + 1)
+        self._new.clear()
         return self._last
 
-    def _end(self, step: int, loss: float) -> None:
+    def _end(self, step: int) -> None:
         self._checkpoints.settle()
         steps = self._checkpoints.steps()
         folder = os.path.relpath(self._checkpoints.folder)
         last = f"{folder}/step_{steps[0]}" if steps else "none"
         faults.tell(
-            f"error: the loss is {loss} at step {step} on worker {self._worker}; "
+            f"error: the loss is {self._last} at step {step} on worker {self._worker}; "
             f"last good checkpoint: {last}; "
             "try a lower optim.lr, a longer warm-up or train.clip_norm=1",
             fault="a loss that is not finite",
@@ -231,44 +215,129 @@ def ledger(model: nn.Module, optimizer: Optimizer, method: Method) -> Ledger:
     its scratch lie in the host's memory, and a GPU holds neither.
     """
     trained = [local(p.detach()) for p in model.parameters() if p.requires_grad]
-    inner = local_optimizer(optimizer).state.values()
+    inner = [
+        value for state in local_optimizer(optimizer).state.values() for value in state.values()
+    ]
     beside = method.state_device.type == trained[0].device.type
     return Ledger(
         parameter_bytes=_bytes(model.parameters()),
         buffer_bytes=_bytes(model.buffers()),
         gradient_bytes=_bytes(trained),
-        inner_state_bytes=_bytes(
-            value for state in inner for value in state.values() if isinstance(value, Tensor)
-        ),
+        inner_state_bytes=_bytes(value for value in inner if isinstance(value, Tensor)),
         scratch_bytes=method.scratch_bytes if beside else 0,
         extra_bytes=method.extra_bytes if beside else 0,
         host_bytes=0 if beside else method.extra_bytes + method.scratch_bytes,
     )
 
 
-def peak_memory_bytes(device: torch.device) -> int:
+def sum_up(session: "Session", scores: dict[str, float]) -> Summary:
+    """The final figures, with the metrics of the last evaluation. Collective: communication and
+    bytes are means over the workers, training time and with it throughput are those of the
+    slowest."""
+    run, totals, stats = session.run, session.meter.state_dict(), session.run.method.stats()
+    config, task, steps, workers = run.config, run.task, totals["steps"], run.mesh.num_workers
+    inside = task.traffic(session.module) if isinstance(task, Exchanging) else ExchangeTotals()
+    read = task.read() if isinstance(task, Reading) else ReadTotals()
+    comm_s, exposed_s, bytes_sent, *others = _over_workers(
+        run,
+        dist.ReduceOp.AVG,
+        *(stats.comm_s, stats.exposed_s, stats.bytes_sent),
+        *(inside.comm.comm_s, inside.comm.exposed_s, inside.comm.bytes_sent, inside.behind_s),
+        *(read.needed_bytes, read.read_bytes, read.planning_s, read.plan_bytes),
+    )
+    longest = totals["train_s"], -session.meter.throughput(), totals["saving_s"]
+    train_s, slowest, saving_s = _over_workers(run, dist.ReduceOp.MAX, *longest)
+    steps_made = [0.0] * workers if config.launch.quorum is not None else []
+    if steps_made:
+        steps_made[run.mesh.worker] = steps - totals["passed_over"]
+        steps_made = _over_workers(run, dist.ReduceOp.SUM, *steps_made)
+    used = session.utilization if run.is_first else None
+    held = ledger(session.module, session.optimizer, run.method)
+    return Summary(
+        title=f"{config.task} · {config.method} · {config.tag} · seed {config.train.seed}",
+        task=config.task,
+        method=config.method,
+        tag=config.tag,
+        scale=config.scale,
+        seed=config.train.seed,
+        final={**scores},
+        baselines={**task.baselines()},
+        steps=steps,
+        workers=workers,
+        replica_size=run.mesh.replica_size,
+        unit=task.unit,
+        throughput=-slowest,
+        comm_s=comm_s,
+        exposed_s=exposed_s,
+        exposed_share=exposed_s / max(train_s, 1e-9),
+        data_share=totals["data_s"] / max(train_s, 1e-9),
+        overlap=overlap(comm_s, exposed_s),
+        bytes_per_step=bytes_sent / max(steps, 1),
+        train_s=train_s,
+        wall_s=totals["wall_s"],
+        peak_memory_bytes=_peak_memory_bytes(run.mesh.device),
+        extra_model_copies=run.method.extra_copies,
+        memory=replace(held, average_bytes=session.average.nbytes),
+        device=str(run.mesh.device),
+        folder=os.path.relpath(run.folder),
+        mfu=None if used is None else used.mfu(-slowest / workers),
+        saving_s=saving_s,
+        members=[change.line() for change in session.changes],
+        steps_made=[round(made) for made in steps_made],
+        exchange=_exchange(session.step - session.began_at, *others[:4]),
+        reading=_reading(*others[4:]),
+        own={**stats.own},
+    )
+
+
+def _over_workers(run: Run, op: dist.ReduceOp.RedOpType, *figures: float) -> list[float]:
+    """Figures of all workers, reduced. Collective."""
+    found = torch.tensor(figures, dtype=torch.float64)
+    if run.control is not None:
+        until_cut(lambda: dist.all_reduce(found, op=op, group=run.control))
+    return found.tolist()
+
+
+def _exchange(
+    steps: int, comm_s: float, exposed_s: float, bytes_sent: float, behind_s: float
+) -> dict[str, float | None]:
+    if not bytes_sent:
+        return {}
+    return {
+        "comm_s": comm_s,
+        "exposed_s": exposed_s,
+        "behind_s": behind_s,
+        "overlap": overlap(comm_s, exposed_s),
+        "bytes_per_step": bytes_sent / max(steps, 1),
+    }
+
+
+def _reading(
+    needed_bytes: float, read_bytes: float, planning_s: float, plan_bytes: float
+) -> dict[str, float | None]:
+    if not needed_bytes:
+        return {}
+    return {
+        "needed_bytes": needed_bytes,
+        "read_bytes": read_bytes,
+        "amplification": read_bytes / needed_bytes,
+        "planning_s": planning_s,
+        "plan_bytes": plan_bytes,
+    }
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
     """Most memory this worker has held: of the GPU's allocator, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _grown(before: float, now: float) -> float:
-    """What came to a total of seconds. AllReduce's are DDP's averages times the steps so far, and
-    fall a little where a step was quicker than the average."""
-    return 0.0 if now < before else now - before
-
-
-def _rate(units: int, seconds: float) -> float:
-    return units / seconds if seconds > 0 else 0.0
-
-
-def _share(part: float, seconds: float) -> float:
+def _per(amount: float, seconds: float) -> float:
     """0 where no step was timed, as where the only one is a segment's first. Not a number where
-    `part` is none."""
-    return part * (1 / seconds if seconds > 0 else 0)
+    `amount` is none."""
+    return amount * (1 / seconds if seconds > 0 else 0.0)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    held = (local(tensor.detach()) for tensor in tensors)
-    return sum(part.numel() * part.element_size() for part in held)
+    return sum(local(tensor.detach()).nbytes for tensor in tensors)

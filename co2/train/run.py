@@ -1,8 +1,8 @@
 """Run: everything about one training that is decided before its first step, and who takes part."""
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch.distributed as dist
 
@@ -47,20 +47,12 @@ class Run:
 
     @classmethod
     def open(cls, config: Config, task: Task, method: Method, mesh: Mesh, origin: Origin) -> "Run":
-        """Make the folder and what writes to it. Collective: every worker calls it.
-
-        Args:
-            config: of the run, checked.
-            task: set up.
-            method: how the replicas are kept in step, not prepared yet.
-            mesh: of the workers.
-            origin: how the run was started.
-        """
+        """Make the folder and what writes to it, with a task that is set up and a method that is
+        not prepared yet. Collective."""
         control, folder = mesh.new_group_of_workers("gloo"), run_folder(config)
         lock = None if mesh.newcomer else _claim(config, folder, mesh, control)
-        trace = Trace()
-        if config.trace:
-            trace = ProfilerTrace(folder / "trace" / f"rank_{mesh.worker}.json")
+        profile = folder / "trace" / f"rank_{mesh.worker}.json"
+        trace = ProfilerTrace(profile) if config.trace else Trace()
         silent = Console(), Record()
         made = cls(config, folder, mesh, task, method, *silent, trace, control, origin, lock)
         mesh.on_change(made._join_workers)
@@ -84,22 +76,16 @@ class Run:
 
     def _speak(self) -> FolderRecord:
         """Make what prints and writes for the run."""
-        config, task = self.config, self.task
-        data = task.fingerprint()
+        config, unit, data = self.config, self.task.unit, self.task.fingerprint()
         title = f"{config.task} · {config.method} · {config.tag}"
-        self.console = ProgressConsole(title, config.train.steps, task.unit)
+        self.console = console = ProgressConsole(title, config.train.steps, unit)
         if data.get("num_classes") == 1:
-            text = "warning: the data hold one class, so an accuracy of 1.0 means nothing"
-            self.console.print_line(text)
-        self.record = record = FolderRecord(
-            config,
-            config.launch.workers if config.launch.elastic else self.mesh.num_workers,
-            task.unit,
-            data,
-            self.origin,
-            self.console,
-            initial.described(config),
-        )
+            console.print_line(
+                "warning: the data hold one class, so an accuracy of 1.0 means nothing"
+            )
+        world = config.launch.workers if config.launch.elastic else self.mesh.num_workers
+        start = initial.described(config)
+        self.record = record = FolderRecord(config, world, unit, data, self.origin, console, start)
         return record
 
     @property
@@ -116,18 +102,13 @@ class Run:
     def __enter__(self) -> "Run":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         # A run that was told to stop, and has saved, is no failure.
         stopped = isinstance(error, SystemExit) and error.code == PREEMPTED
-        # After an error what is under way may wait for a worker that is gone.
-        self.trace.close(wait=error is None or stopped)
+        good = error is None or stopped
+        self.trace.close(wait=good)  # after an error it may wait for a worker that is gone
         self.console.close()
-        self.record.close(0 if error is None or stopped else 1)
+        self.record.close(0 if good else 1)
         if self.lock is not None:
             self.lock.release()
 
@@ -160,17 +141,9 @@ def _claim(
 def _take(config: Config, folder: Path) -> FolderLock:
     lock = FolderLock.take(folder)
     if config.resume is Resume.never and any(path.name != NAME for path in folder.iterdir()):
-        lock.folder = _move_aside(folder)
+        # Nothing is lost: `seed0` becomes `seed0.1`, or takes the next free number.
+        names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
+        lock.folder = folder.rename(next(name for name in names if not name.exists()))
         lock.release()
         lock = FolderLock.take(folder)
     return lock
-
-
-def _move_aside(folder: Path) -> Path:
-    """Nothing is lost: `seed0` becomes `seed0.1`, or takes the next free number. Returns where it
-    is now."""
-    number = 1
-    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    folder.rename(target)
-    return target

@@ -1,4 +1,10 @@
-"""Samples: which micro-batches a worker draws, and how many of them make a step."""
+"""Samples: which micro-batches a worker draws, and how many of them make a step.
+
+Every worker draws samples of its own, also those that share a replica. So a step of the whole run
+has batch_size × accumulate × workers samples. A recipe names that product, `train.global_batch`,
+and `accumulate` follows from it once the number of workers is known: the same training on any
+number of workers.
+"""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -6,7 +12,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from co2.config import Config, Resume, TrainConfig
 from co2.copies import Copies
+from co2.errors import ConfigError, require
+from co2.record.folder import begun, run_folder
 from co2.train.run import Run
 
 
@@ -26,7 +35,7 @@ class Samples:
         self.stretches: tuple[tuple[int, int], ...] = ()
         """`Mesh.stretches` of the mesh that these are drawn with."""
         self._batches: Iterator[Any] = iter(())
-        self._copies = Copies(run.mesh.device)
+        self.copies = Copies(run.mesh.device)
         self._coming: deque[Callable[[], Any]] = deque(maxlen=1)
         """The next micro-batch, on its way to the GPU; `draws` does not count it yet."""
 
@@ -51,22 +60,18 @@ class Samples:
             self._batches.close()
 
     def next(self) -> Any:
-        """The next micro-batch, where the model is."""
+        """The next micro-batch, where the model is: a tensor, or a tuple or a dict of tensors."""
         self.draws += 1
         if self._coming:
             return self._coming.popleft()()
-        return self.to_device(next(self._batches))
-
-    def still_busy(self) -> Callable[[], bool]:
-        """See `Copies`."""
-        return self._copies.still_busy()
+        return self.copies.begin(next(self._batches))()
 
     def prefetch(self) -> None:
         """Make the next micro-batch, and begin to copy it, while a GPU works on this one. On a CPU
         nothing: it would have to stop working for it."""
-        if self._copies.overlap:
+        if self.copies.overlap:
             with suppress(StopIteration):  # for whoever asks for the next one
-                self._coming.append(self._copies.begin(next(self._batches)))
+                self._coming.append(self.copies.begin(next(self._batches)))
 
     def skip_step(self) -> None:
         """Count a step without drawing; its samples wait for this replica's next one."""
@@ -89,6 +94,47 @@ class Samples:
         now, then = (train.batch_size * train.micro_batches(one) * one for one in workers)
         return f", on {now} samples a step, before {then}"
 
-    def to_device(self, batch: Any) -> Any:
-        """A batch where the model is. `Any`: a tensor, or a tuple or a dict of tensors."""
-        return self._copies.begin(batch)()
+
+def accumulated(config: Config, workers: int) -> Config:
+    """The run on so many workers: with `train.global_batch` it has the `train.accumulate` that
+    follows. An elastic run on several machines does not know its workers yet, and keeps 1.
+
+    Raises:
+        ConfigError: both keys are given, or the workers' micro-batches do not divide
+            `train.global_batch`. An elastic run that goes on rounds instead: its replicas come and
+            go.
+    """
+    train, launch = config.train, config.launch
+    if train.global_batch is None:
+        return config
+    hint = f"follows from train.global_batch={train.global_batch}; give one of the two"
+    require(train.accumulate == 1, "train.accumulate", train.accumulate, hint)
+    if launch.store is not None:
+        return config
+    goes_on = config.resume is Resume.auto and begun(run_folder(config))
+    divides = train.global_batch % (train.batch_size * workers) == 0
+    if not divides and not (launch.elastic and goes_on):
+        hint = _mend(train, train.global_batch, workers)
+        raise ConfigError("train.global_batch", train.global_batch, hint)
+    return replace(config, train=replace(train, accumulate=train.micro_batches(workers)))
+
+
+def _mend(train: TrainConfig, wanted: int, workers: int) -> str:
+    """What divides: the three nearest global batches of these micro-batches; and the micro-batch,
+    not above this one, with which `wanted` divides, or else what is nearest to it."""
+    at_once = train.batch_size * workers
+    times = wanted // at_once
+    multiples = [at_once * number for number in range(max(1, times - 1), times + 4)]
+    low, middle, high = sorted(sorted(multiples, key=lambda size: abs(size - wanted))[:3])
+    hint = (
+        f"is no multiple of the {at_once} samples that {workers} workers draw at once "
+        f"(train.batch_size={train.batch_size} each); use {low}, {middle} or {high}"
+    )
+    share = max(1, round(wanted / workers))
+    sizes = range(1, min(train.batch_size, share) + 1)
+    other = f"train.batch_size={max(size for size in sizes if share % size == 0)}"
+    if share * workers in (low, middle, high):
+        return hint
+    if share * workers != wanted:
+        other = f"train.global_batch={share * workers} {other}"
+    return f"{hint}, or {other}"

@@ -40,7 +40,7 @@ def set_lr(optimizer: Optimizer, optim: OptimConfig, step: int, steps: int) -> N
         group["lr"] = group["initial_lr"] * share
 
 
-def largest_lr(optimizer: Optimizer, optim: OptimConfig, step: int, steps: int) -> float:
+def largest_lr(optimizer: Optimizer, optim: OptimConfig, steps: int, step: int) -> float:
     """The largest rate of any parameter group in the step with this index.
 
     Past the last step the last step's rate counts: a method may prepare a round that nobody trains.

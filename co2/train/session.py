@@ -1,18 +1,17 @@
 """Session: what is trained, and how it is saved, resumed and evaluated."""
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from contextlib import AbstractContextManager
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from co2.config import Precision
+from co2.config import Precision, Strategy
 from co2.elastic.quorum import Quorum
 from co2.elastic.replicas import replicas_of
 from co2.errors import ConfigError
@@ -24,11 +23,10 @@ from co2.record.metrics import Change, Evaluation
 from co2.train import initial
 from co2.train.average import MovingAverage
 from co2.train.checkpoint import Checkpoints
-from co2.train.convolutions import tune_convolutions
-from co2.train.host_copy import HostCopy
 from co2.train.meters import Meter, Utilization
 from co2.train.randomness import random_states, restore_random_states
 from co2.train.replica import (
+    CUT,
     Replica,
     ReplicaState,
     checkpoint_activations,
@@ -39,7 +37,7 @@ from co2.train.replica import (
 from co2.train.run import Run
 from co2.train.samples import Samples
 from co2.train.schedule import largest_lr
-from co2.train.state_file import REPLICA, rebuilt, split
+from co2.train.state_file import REPLICA, HostCopy, rebuilt, split
 from co2.train.weights import EMA_MODEL, MODEL, write
 
 T = TypeVar("T")
@@ -69,7 +67,8 @@ class Session:
         replica.shard(self.module, config.train.precision)
         self.optimizer = replica.optimizer(run.task.optimizer(self.module))
         fresh = not mesh.newcomer
-        prepared = run.method.prepare(self.module, self.optimizer, mesh, self.largest_lr, fresh)
+        schedule = partial(largest_lr, self.optimizer, config.optim, config.train.steps)
+        prepared = run.method.prepare(self.module, self.optimizer, mesh, schedule, fresh)
         self.model = replica.wrap(prepared, config.comm)
         self.shared = ReplicaState(self.module, self.optimizer, replica)
         self.average = MovingAverage(self.module, config.train.ema_decay)
@@ -93,7 +92,6 @@ class Session:
         )
         if replicas is not None:
             replicas.begin(self._changed)
-        totals: dict[str, Any] | None
         if replicas is not None and mesh.newcomer:
             totals = replicas.join(self.checkpoints.finish, self._load_given, run.control)
         else:
@@ -112,16 +110,10 @@ class Session:
         if self.replicas is not None:
             self.replicas.close()
 
-    def largest_lr(self, step: int) -> float:
-        """The largest inner learning rate in the step with this index: the method's schedule."""
-        config = self.run.config
-        return largest_lr(self.optimizer, config.optim, step, config.train.steps)
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+    def autocast(self) -> torch.autocast:
         """Around the forward pass and the loss."""
-        if self.run.config.train.precision is Precision.fp32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.run.mesh.device.type, dtype=torch.bfloat16)
+        bf16 = self.run.config.train.precision is Precision.bf16
+        return torch.autocast(self.run.mesh.device.type, torch.bfloat16, enabled=bf16)
 
     @cached_property
     def utilization(self) -> Utilization | None:
@@ -143,21 +135,11 @@ class Session:
         units = run.config.train.batch_size * run.task.units_per_sample
         return Utilization(counted / units, gpu.peak_flops)
 
-    @property
-    def units(self) -> int:
-        """Tokens or samples of the step under way, of all workers that make it."""
-        return self.samples.units(self.quorum.making(self.step, self.run.mesh.num_workers))
-
     def catch_up(self) -> None:
         """Wait until a GPU has done the work of all steps, without collectives in the background:
         the clock is about to stand still."""
         if self.run.mesh.device.type == "cuda":
             torch.cuda.current_stream(self.run.mesh.device).synchronize()
-
-    def skip_step(self) -> None:
-        """Skip this step on this replica."""
-        self.samples.skip_step()
-        self.meter.totals.passed_over += 1
 
     def synchronize(self) -> None:
         """The inner step, and the synchronization due now."""
@@ -194,15 +176,14 @@ class Session:
         run.console.print_line(f"step {self.step}: {text} ({seconds:.2f} s)")
         if members.joined and run.is_first:
             assert run.control is not None, "there are two at least"
-            copy = HostCopy()
-            own = split(self.state(), 0)
+            copy, own = HostCopy(), split(self.state(), 0)
             given = own.values, copy.take(own.tensors)
             copy.hold()
             replicas.give(given, copy.wait, run.control)
 
     def save(self) -> None:
-        """Begin a checkpoint, which is written while training goes on. Every worker calls it; none
-        waits for another."""
+        """Begin a checkpoint, which is written while training goes on. No worker waits for
+        another."""
         with self.meter.saving():
             self.checkpoints.start(self.step, self.state(arriving=True))
 
@@ -255,7 +236,7 @@ class Session:
         self.run.method.load_state_dict(state["method"])
         self.average.load(state["average"])
 
-    def _load_given(self, given: Any) -> dict[str, Any]:
+    def _load_given(self, given: Any) -> dict[str, Any] | None:
         """Go on from what another replica gave. Returns the meter's totals."""
         values, tensors = given
         state = rebuilt(values, tensors.__getitem__)
@@ -275,26 +256,22 @@ class Session:
         return scores
 
     def _scores(self) -> dict[str, float]:
-        scores = self._scores_of(self.run.method.consensus(), MODEL)
-        if self.average.tensors:
-            found = self._scores_of(self.average.shown(self.run.method), EMA_MODEL)
-            scores |= {f"ema_{name}": value for name, value in found.items()}
-        return scores
-
-    def _scores_of(
-        self, shown: contextlib.AbstractContextManager[None], name: str
-    ) -> dict[str, float]:
-        """The metrics of the weights that the model holds inside `shown`. At the run's end they are
-        saved under this name."""
         run = self.run
-        with shown, torch.no_grad():
-            with self.autocast():
-                scores = run.task.evaluate(self.module)
-            if run.mesh.replica == 0 and self.step == run.config.train.steps:
-                weights = whole_weights(self.module, self.replica.parts)
-                if run.is_first:
-                    with durable(run.folder / name) as file:
-                        write(file, weights)
+        scores: dict[str, float] = {}
+        shown: list[tuple[str, str, AbstractContextManager[None]]]
+        shown = [("", MODEL, run.method.consensus())]
+        if self.average.tensors:
+            shown.append(("ema_", EMA_MODEL, self.average.shown(run.method)))
+        for prefix, file_name, inside in shown:
+            with inside, torch.no_grad():
+                with self.autocast():
+                    found = run.task.evaluate(self.module)
+                scores |= {f"{prefix}{name}": value for name, value in found.items()}
+                if run.mesh.replica == 0 and self.step == run.config.train.steps:
+                    weights = whole_weights(self.module, self.replica.parts)
+                    if run.is_first:
+                        with durable(run.folder / file_name) as file:
+                            write(file, weights)
         return scores
 
     def _resume(self) -> dict[str, Any] | None:
@@ -308,14 +285,12 @@ class Session:
                 raise ConfigError("init_from", folder, hint)
             return None
         _, state = found
-        if _remembers_order(self.model):
-            self._rehearse()
+        self._rehearse()
         self.load(state)
-        mesh, text = self.run.mesh, ""
-        saved_by = state["workers"]
-        if mesh.worker < saved_by:
+        text, saved_by = "", state["workers"]
+        if self.run.mesh.worker < saved_by:
             restore_random_states(state["random"])
-        if mesh.num_workers != saved_by:
+        if self.run.mesh.num_workers != saved_by:
             self.samples.regroup(saved_by)
             text = self.samples.compared(saved_by)
         steps = self.run.config.train.steps
@@ -323,22 +298,29 @@ class Session:
         return state["totals"]
 
     def _rehearse(self) -> None:
-        """A forward and a backward pass that count for nothing: whatever they move is loaded
-        afterwards."""
-        batch = self.samples.to_device(next(self.run.task.batches(self.run.mesh, 0)))
-        with self.autocast():
-            loss = self.run.task.loss(self.model, batch)
-        loss.backward()
-        self.optimizer.zero_grad(set_to_none=True)
+        """With DDP over three workers or more make a forward and a backward pass that count for
+        nothing: whatever they move is loaded afterwards.
+
+        From its second pass on DDP lays out gradients in the order in which they came in the first,
+        and the place of a gradient decides in which order three workers or more add theirs, and
+        with it how the sum is rounded.
+        """
+        model, run = self.model, self.run
+        if isinstance(model, DistributedDataParallel) and model.process_group.size() > 2:
+            batch = self.samples.copies.begin(next(run.task.batches(run.mesh, 0)))()
+            with self.autocast():
+                loss = run.task.loss(model, batch)
+            loss.backward()
+            self.optimizer.zero_grad(set_to_none=True)
 
 
-def _remembers_order(model: nn.Module) -> bool:
-    """Whether gradients are added up in an order that the first backward pass decides.
+def tune_convolutions(module: nn.Module, device: torch.device, strategy: Strategy) -> None:
+    """On a GPU, lay out four-dimensional weights channels last, as tensor cores read them, and let
+    cuDNN try its algorithms for every new shape. Activations follow the weights' layout.
 
-    From its second pass on DDP lays out gradients in the order in which they came in the first, and
-    the place of a gradient decides in which order three workers or more add theirs, and with it how
-    the sum is rounded.
+    fully_shard takes contiguous weights only, so under its strategies the layout stays.
     """
-    if not isinstance(model, DistributedDataParallel):
-        return False
-    return dist.get_world_size(model.process_group) > 2
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = True
+        if strategy not in CUT:
+            module.to(memory_format=torch.channels_last)

@@ -10,7 +10,7 @@ kernels may keep other tensors, and torch.compile keeps fewer.
 import contextlib
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -65,18 +65,14 @@ class Holdings:
     @property
     def device_bytes(self) -> int:
         """Where the worker trains."""
-        held = self.memory
-        between = held.parameter_bytes + held.buffer_bytes + held.gradient_bytes
-        own = held.inner_state_bytes + held.extra_bytes + held.scratch_bytes + held.average_bytes
-        return between + own + self.gathered_bytes
+        return sum(asdict(self.memory).values()) - self.memory.host_bytes + self.gathered_bytes
 
 
 def holdings(task: Task, config: Config, workers: int) -> Holdings:
-    """What a worker of a run holds between steps. The process must have no process group.
+    """What each of so many workers holds between steps. The process must have no process group.
 
     Args:
         task: of the run; set up, unless it is `Planned` with public data.
-        workers: of the run.
     Raises:
         ConfigError: the method is not the suite's own, or cannot train this model.
     """
@@ -99,10 +95,8 @@ def holdings(task: Task, config: Config, workers: int) -> Holdings:
                     part.divide(group)
         optimizer = task.optimizer(module)
         # DDP, which carries gradients for such a method, cannot be made of meta tensors.
-        alone = Mesh(0, 1, mesh.device)
-        lr = config.optim.lr
-        placed = alone if method.averages_gradients else mesh
-        method.prepare(module, optimizer, placed, lambda step: lr, fresh=False)
+        placed = Mesh(0, 1, mesh.device) if method.averages_gradients else mesh
+        method.prepare(module, optimizer, placed, lambda step: config.optim.lr, fresh=False)
         for _ in range(_STEPS):
             for param in module.parameters():
                 param.grad = torch.empty_like(param) if param.requires_grad else None
@@ -132,13 +126,13 @@ def holdings(task: Task, config: Config, workers: int) -> Holdings:
     }
     # Replicas save all that they have; the workers of one save weights and inner state together.
     together = whole + memory.inner_state_bytes * whole / memory.parameter_bytes
-    alone_bytes = memory.buffer_bytes + (saved + average) * share
+    alone = memory.buffer_bytes + (saved + average) * share
     return Holdings(
         num_parameters=numel,
         local_bytes=round(method.copy_bytes * share),
         memory=held,
         gathered_bytes=within_a_step.get(strategy, 0),
-        saved_bytes=round(together * workers / size + alone_bytes * workers),
+        saved_bytes=round(together * workers / size + alone * workers),
         round_steps=method.round_steps,
     )
 
@@ -166,11 +160,8 @@ def work(task: Task, config: Config, workers: int, averages: bool) -> Work:
         Unknown: its tensors have the sizes that its data tell.
     """
     by_ddp = workers > 1 and (averages or config.mesh.replica_size > 1)
-    if config.mesh.strategy in CUT:
-        gradients = "passed on"
-    else:  # DDP's buckets hold them from the start
-        gradients = "held" if config.train.accumulate > 1 or by_ddp else "made"
-    found = _micro_batch(task, config, gradients, config.train.checkpoint_activations)
+    held = config.train.accumulate > 1 or by_ddp  # DDP's buckets hold them from the start
+    found = _micro_batch(task, config, held, config.train.checkpoint_activations)
     if not config.train.checkpoint_activations:
         return found
     return replace(found, flops=flops(task, config))
@@ -178,39 +169,35 @@ def work(task: Task, config: Config, workers: int, averages: bool) -> Work:
 
 def flops(task: Task, config: Config) -> int:
     """Floating-point operations of a micro-batch. Raises `ConfigError` as `work` does."""
-    return _micro_batch(task, config, "made", checkpoints=False).flops
+    return _micro_batch(task, config, held=False, checkpoints=False).flops
 
 
-def _micro_batch(task: Task, config: Config, gradients: str, checkpoints: bool) -> Work:
-    """Forward and backward pass.
-
-    Args:
-        gradients: held: whole all the time; made: as the backward pass makes them; passed on: to
-            the workers of a replica at once.
-    """
-    hint = "its task does not say how large a micro-batch is (co2/task.py, Planned)"
-    planned = isinstance(task, Planned)
-    require(planned, "task", config.task, hint)
-    assert isinstance(task, Planned)
+def _micro_batch(task: Task, config: Config, held: bool, checkpoints: bool) -> Work:
+    """Forward and backward pass. Gradients are whole all the time if they are `held`, or else as
+    the backward pass makes them; cut ones are passed on to the workers of a replica at once."""
+    if not isinstance(task, Planned):
+        hint = "its task does not say how large a micro-batch is (co2/task.py, Planned)"
+        raise ConfigError("task", config.task, hint)
     module, fake = _fake(task)
     if checkpoints:
         checkpoint_activations(module)
     with fake, Attention(), Live(module) as live:
         trained = [param for param in module.parameters() if param.requires_grad]
         for param in trained:
-            if gradients == "held":
-                param.grad = torch.empty_like(param)
-            elif gradients == "passed on":
+            if config.mesh.strategy in CUT:
                 param.register_post_accumulate_grad_hook(_drop)
+            elif held:
+                param.grad = torch.empty_like(param)
         batch = task.blank()
         try:
-            with _autocast(config.train.precision):
+            bf16 = config.train.precision is Precision.bf16
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 loss = task.loss(module, batch)
             loss.backward()
         except (DataDependentOutputException, DynamicOutputShapeException):
             hint = "the sizes of its tensors depend on its data, so it cannot be planned"
             raise Unknown("task", config.task, hint) from None
-    between = 0 if gradients == "passed on" else sum(param.nbytes for param in trained)
+    between = 0 if config.mesh.strategy in CUT else sum(param.nbytes for param in trained)
     return Work(live.flops, max(0, live.peak - between))
 
 
@@ -227,9 +214,8 @@ class Live(TorchDispatchMode):
         super().__init__()
         self._formulas = flop_registry
         self.now = self.peak = self.flops = 0
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-        for tensor in (*module.parameters(), *module.buffers()):
-            self._known.add(tensor.untyped_storage())
+        own = (*module.parameters(), *module.buffers())
+        self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in own)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -240,17 +226,15 @@ class Live(TorchDispatchMode):
             self.flops += formula(*args, **(kwargs or {}), out_val=made)
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor):
-                self._see(tensor)
+                self._see(tensor.untyped_storage())
         return made
 
-    def _see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage in self._known:
-            return
-        self._known.add(storage)
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._forget, storage.nbytes()).atexit = False
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        if storage not in self._known:
+            self._known.add(storage)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._forget, storage.nbytes()).atexit = False
 
     def _forget(self, num_bytes: int) -> None:
         self.now -= num_bytes
@@ -304,12 +288,6 @@ def _fake_workers(workers: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _autocast(precision: Precision) -> contextlib.AbstractContextManager[Any]:
-    if precision is Precision.fp32:
-        return contextlib.nullcontext()
-    return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
 def _drop(param: Tensor) -> None:

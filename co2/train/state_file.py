@@ -1,4 +1,4 @@
-"""A worker's state as one file, which other tools read too.
+"""A worker's state: copied while training goes on, and as one file, which other tools read too.
 
 The tensors lie in a file of safetensors. They have the names that torch.distributed.checkpoint
 would give them: `model.<parameter>`, `optimizer.state.<parameter>.<field>`. All other values are
@@ -13,12 +13,13 @@ one: buffers, the method's state, random generators.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from co2.comm.background import Arriving
@@ -29,7 +30,6 @@ REPLICA = "replica"
 """In a state: key of what the workers of a replica hold together."""
 _VALUES, _SHARDS = "co2", "DCP_SHARDING_INFO"
 _TENSOR, _ENTRIES = "$tensor", "$entries"
-
 
 ELSEWHERE: Final = object()
 """In a state: a tensor that another worker of the replica saves under the same name."""
@@ -69,17 +69,18 @@ class Split:
         if first == name:
             assert name not in self.tensors, f"two tensors of a state are called {name}"
             self.tensors[name] = value if isinstance(value, Arriving) else part
-            self.offsets[name] = _offsets(tensor) if part is not tensor else [0] * part.dim()
+            self.offsets[name] = [0] * part.dim()
+            if part is not tensor:
+                shard: Any = tensor  # a DTensor, whose module takes half a second to import
+                (chunk,) = shard.__create_chunk_list__()
+                self.offsets[name] = list(chunk.offsets)
         return first
 
 
 def split(state: Mapping[str, Any], worker: int) -> Split:
-    """Divide the state of the worker with this number in its replica.
-
-    Args:
-        state: nested dicts, lists and tuples of tensors and plain values; tuples become lists. What
-            stands under `REPLICA` is named without the worker.
-    """
+    """Divide the state of the worker with this number in its replica: nested dicts, lists and
+    tuples of tensors and plain values. Tuples become lists. What stands under `REPLICA` is named
+    without the worker."""
     found, own = Split(), () if worker == 0 else (f"worker_{worker}",)
     for key, value in state.items():
         found.values[key] = found._of(value, () if key == REPLICA else (*own, key))
@@ -87,11 +88,7 @@ def split(state: Mapping[str, Any], worker: int) -> Split:
 
 
 def rebuilt(values: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """The state whose `Split.values` these are.
-
-    Args:
-        tensor: returns the tensor of a name.
-    """
+    """The state whose `Split.values` these are; `tensor` returns the tensor of a name."""
     if isinstance(values, list):
         return [rebuilt(entry, tensor) for entry in values]
     if not isinstance(values, dict):
@@ -102,25 +99,90 @@ def rebuilt(values: Any, tensor: Callable[[str], Tensor]) -> Any:
     return {key: rebuilt(entry, tensor) for key, entry in entries}
 
 
-def write(path: Path, state: Split, tensors: Mapping[str, Tensor]) -> None:
-    """Write a state.
+class HostCopy:
+    """Copies one set of tensors after another, all into the same memory: the copy before is
+    overwritten.
 
-    Args:
-        tensors: copies of those of `state` in the host's memory, by name.
-    Raises:
-        OSError: there is no room.
+    The memory is as much as the tensors, and pinned for those of a GPU. They are copied on a stream
+    of their own, beside a forward and a backward pass, until `hold`.
     """
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+        self._waits: list[Callable[[], object]] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._sources: list[Tensor] = []
+        """What a GPU still copies: nobody else may get its memory."""
+        self._copied: torch.cuda.Event | None = None
+
+    def take(self, tensors: Mapping[str, Tensor | Arriving]) -> dict[str, Tensor]:
+        """Return copies of tensors by name. They are whole once `wait` has returned,
+        and are of now if nobody changes a tensor of a GPU before `hold`; what is `Arriving` is
+        copied when it is there."""
+        arriving = {name: one for name, one in tensors.items() if isinstance(one, Arriving)}
+        there = {name: one for name, one in tensors.items() if isinstance(one, Tensor)}
+        taken = {name: self._target(name, one) for name, one in there.items()}
+        self._sources = list(there.values())
+        with self._aside():
+            if taken:
+                torch._foreach_copy_(list(taken.values()), self._sources, non_blocking=True)
+            if self._stream is not None:
+                self._copied = self._stream.record_event()
+        late = {name: self._target(name, one.buffer) for name, one in arriving.items()}
+        self._waits = [one.copy_to(late[name]) for name, one in arriving.items()]
+        return taken | late
+
+    def hold(self) -> None:
+        """Call it before anything changes a tensor. A GPU then finishes copying first; the host
+        goes on."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+            self._copied = None
+
+    def wait(self) -> None:
+        """Wait until the copy is whole. Any thread may call it. Raises `RuntimeError` if what was
+        arriving has not arrived well."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._sources = []
+        errors = []
+        for wait in self._waits:  # all of them: the memory is used again afterwards
+            try:
+                wait()
+            except RuntimeError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _aside(self) -> AbstractContextManager[object]:
+        """For a GPU its stream of copies, behind what the current stream does."""
+        if self._stream is None and any(source.is_cuda for source in self._sources):
+            self._stream = torch.cuda.Stream()
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._stream)
+
+    def _target(self, name: str, tensor: Tensor) -> Tensor:
+        held = self._held.get(name)
+        kind = tensor.shape, tensor.stride(), tensor.dtype
+        if held is None or (held.shape, held.stride(), held.dtype) != kind:
+            held = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            self._held[name] = held
+        return held
+
+
+def write(path: Path, state: Split, tensors: Mapping[str, Tensor]) -> None:
+    """Write a state, with copies of its tensors in the host's memory, by name. Raises `OSError`
+    where there is no room."""
     shards = {name: {"saved_offsets": offsets} for name, offsets in state.offsets.items()}
     head = {_VALUES: json.dumps(state.values), _SHARDS: json.dumps(shards)}
     weights.save(path, tensors, head)
 
 
 def read(path: Path, others: Sequence[Path] = ()) -> Any:
-    """The state in a file, in the host's memory. Raises errors of many kinds if there is none.
-
-    Args:
-        others: files of the other workers of the replica, for what this one does not hold.
-    """
+    """The state in a file, in the host's memory; what it does not hold is in those of the `others`
+    of the replica. Raises errors of many kinds if there is none."""
     from safetensors import safe_open  # not needed by the library
 
     with ExitStack() as stack:
@@ -128,9 +190,3 @@ def read(path: Path, others: Sequence[Path] = ()) -> Any:
         places = {name: file for file in reversed(files) for name in file.keys()}  # noqa: SIM118
         values = json.loads(files[0].metadata()[_VALUES])
         return rebuilt(values, cache(lambda name: places[name].get_tensor(name)))
-
-
-def _offsets(shard: Any) -> list[int]:
-    """`Any`: a DTensor, whose module takes half a second to import."""
-    (chunk,) = shard.__create_chunk_list__()
-    return list(chunk.offsets)

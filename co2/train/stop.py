@@ -12,12 +12,12 @@ needs, the worker that is furthest ahead has begun it. A worker that has come to
 for the answers of the others, which their threads give at once, whatever they are waiting for.
 """
 
+import contextlib
 import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from types import FrameType, TracebackType
 
 import torch.distributed as dist
 
@@ -37,13 +37,8 @@ LOST_S = 5.0
 def voted(
     replicas: Replicas | None, mesh: Mesh, signals: Iterable[signal.Signals], done: int
 ) -> "StopVote":
-    """The vote of a run's workers.
-
-    Args:
-        replicas: what renews the mesh; None where workers are fixed.
-        mesh: of the workers.
-        signals, done: see `StopVote`.
-    """
+    """The vote of a run's workers. `replicas` renews the mesh; None where workers are fixed. See
+    `StopVote`."""
     if replicas is not None:
         members = replicas.members
         own = members.another_store()
@@ -55,15 +50,13 @@ def voted(
 
 
 class StopVote:
-    """Agrees on the step after which every worker stops.
-
-    Used as a context manager, with a thread, it puts back the signals' former handlers and mask at
-    its end.
+    """Agrees on the step after which every worker stops. Used as a context manager, it puts back
+    the signals' former handlers and mask at its end.
 
     Args:
         store: what all workers share; None for one.
         me: this worker's number.
-        workers: the numbers of all whose answer is needed. Those that are lost give none.
+        workers: the numbers of all whose answer is needed.
         signals: that ask for a stop.
         done: steps that are done already.
         lost_s: seconds after which a worker without an answer is lost; infinite where `workers`
@@ -99,12 +92,7 @@ class StopVote:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         if self._store is not None:
             self._thread.join()
@@ -145,7 +133,7 @@ class StopVote:
         """In the thread. What has taken the store away is met by the worker itself."""
         assert self._store is not None
         told = False
-        try:
+        with contextlib.suppress(dist.DistError):
             while self._answer is None:
                 ended = self._over.wait(LOOK_S)
                 if self.received and not told:
@@ -155,8 +143,6 @@ class StopVote:
                     with self._lock:
                         self._answer = self._done + 1
                     self._store.set(f"stop/{self._me}", str(self._answer))
-        except dist.DistError:
-            return
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, *_: object) -> None:
         self.received = True

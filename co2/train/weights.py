@@ -1,5 +1,4 @@
-"""Files of weights: written, read without running what is in them, held against a model, and
-copied."""
+"""Files of weights: written, read without running what is in them, and copied into a model."""
 
 import errno
 import os
@@ -84,7 +83,7 @@ def read(path: Path, key: str, value: str) -> dict[str, Tensor]:
     return {str(name): weight for name, weight in saved.items()}
 
 
-def check(
+def copy(
     module: nn.Module,
     saved: Mapping[str, Tensor],
     key: str,
@@ -92,72 +91,36 @@ def check(
     file: str,
     heads: tuple[str, ...] = (),
 ) -> None:
-    """Raise `ConfigError` unless the weights fit the module, which may be on the device "meta", and
-    are finite. Arguments as for `copy`; `file` is the name of theirs."""
-    whole = _completed(module, saved)
-    for name in _agreeing(module.state_dict(), whole, key, value, heads):
-        hint = f"{file} has a weight that is not finite, in {name}; give a run that has learned"
-        require(bool(whole[name].isfinite().all()), key, value, hint)
-
-
-def copy(
-    module: nn.Module,
-    saved: Mapping[str, Tensor],
-    key: str,
-    value: str,
-    heads: tuple[str, ...] = (),
-) -> None:
-    """Copy weights into a module.
+    """Copy weights into a module. On the device "meta" it only checks that they fit.
 
     Args:
         module: whose parameters and buffers get them.
         saved: a namesake of the same shape for each; one for a parameter of several names.
-        key, value: for errors.
+        key, value, file: for errors.
         heads: beginnings of names that either may have for itself.
     Raises:
-        ConfigError: names or shapes differ.
+        ConfigError: names or shapes differ, or a weight is not finite.
     """
-    own, whole = module.state_dict(), _completed(module, saved)
-    with torch.no_grad():
-        for name in _agreeing(own, whole, key, value, heads):
+    own = module.state_dict()
+    several = {name: saved[first] for name, first in ties(module).items() if first in saved}
+    whole = {**several, **saved}
+    for name in dict.fromkeys((*own, *whole)):
+        there, here = (_shape(weights.get(name)) for weights in (whole, own))
+        if there == here:
+            hint = f"{file} has a weight that is not finite, in {name}; give a run that has learned"
+            require(bool(whole[name].isfinite().all()), key, value, hint)
             own[name].copy_(whole[name])
+        elif not name.startswith(heads):
+            hint = f"{name} has the shape {there} there and {here} here; give this run that model"
+            raise ConfigError(key, value, hint)
 
 
 def ties(module: nn.Module) -> dict[str, str]:
     """Every further name of a parameter that has several, with its first one."""
     first: dict[int, str] = {}
-    found = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        kept = first.setdefault(id(parameter), name)
-        if kept != name:
-            found[name] = kept
-    return found
-
-
-def _completed(module: nn.Module, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights, with those of several names by all of them."""
-    known = {name: saved[first] for name, first in ties(module).items() if first in saved}
-    return {**known, **saved}
-
-
-def _agreeing(
-    own: Mapping[str, Tensor],
-    saved: Mapping[str, Tensor],
-    key: str,
-    value: str,
-    heads: tuple[str, ...],
-) -> list[str]:
-    """The names of the weights to copy. Raises `ConfigError` for the first other one that is no
-    head's."""
-    names = []
-    for name in dict.fromkeys((*own, *saved)):
-        there, here = (_shape(weights.get(name)) for weights in (saved, own))
-        if there == here:
-            names.append(name)
-        elif not name.startswith(heads):
-            hint = f"{name} has the shape {there} there and {here} here; give this run that model"
-            raise ConfigError(key, value, hint)
-    return names
+    named = module.named_parameters(remove_duplicate=False)
+    names = {name: first.setdefault(id(parameter), name) for name, parameter in named}
+    return {name: kept for name, kept in names.items() if name != kept}
 
 
 def _shape(weight: Tensor | None) -> str:

@@ -17,7 +17,7 @@ from co2.comm.background import Arriving, BackgroundMean
 from co2.comm.mesh import Mesh
 from co2.train import state_file
 from co2.train.checkpoint import Checkpoints, Written
-from co2.train.host_copy import HostCopy
+from co2.train.state_file import HostCopy
 from tests.cli.harness import Run, metrics, pooled
 from tests.cli.test_checkpoint import ALONE, assert_state, checkpoints, state
 from tests.workers import Pool

@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from co2.train import state_file
-from co2.train.host_copy import HostCopy
-from co2.train.state_file import ELSEWHERE, REPLICA, Split, split
+from co2.train.state_file import ELSEWHERE, REPLICA, HostCopy, Split, split
 from tests.cli.harness import pooled, weights
 from tests.cli.test_checkpoint import part
 from tests.workers import Pool

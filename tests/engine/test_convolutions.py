@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from co2.config import Strategy
-from co2.train.convolutions import tune_convolutions
+from co2.train.session import tune_convolutions
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")  # only their names are looked at
 

@@ -21,8 +21,7 @@ from co2.elastic.quorum import Quorum
 from co2.elastic.replicas import Replicas
 from co2.methods import METHODS
 from co2.methods.base import Method
-from co2.train.host_copy import HostCopy
-from co2.train.state_file import rebuilt, split
+from co2.train.state_file import HostCopy, rebuilt, split
 from tests.engine.test_members import CONFIGS, RATE, SIMULATED, TAU, member, store, target, vanish
 from tests.workers import Pool
 

@@ -32,8 +32,7 @@ class Behind:
         check, evaluate, save = LossWatch.check, Session.evaluate, Session.save
 
         def add(watch: LossWatch, step: int, loss: Any) -> None:
-            watch._steps.append(step)
-            watch._losses.append(loss)
+            watch._new.append((step, loss))
             self.owed += 1
 
         def waiting(inner: Any) -> Any:

@@ -134,12 +134,12 @@ def test_the_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     auto, found = AutoTau(co2.Mesh.world(device="cpu")), []
     start = auto._start_agreement
-    auto._start_agreement = lambda figures: (found.append(figures), start(figures))  # type: ignore
+    auto._start_agreement = lambda *figures: (found.append(figures), start(*figures))  # type: ignore
     for number in range(1, WINDOW + 2):
         for step in range(START):
-            auto.step_begins()
+            auto.stopwatch.begin()
             now += 102.0 if step == 5 else 2.0
-            auto.step_ends()
+            auto.stopwatch.end()
             now += 0.5
         auto.round_ends(CommTotals(6.0 * number, 1.0 * number))
     share = WINDOW / (WINDOW + 2.0 * START * WINDOW)

@@ -19,7 +19,7 @@ from co2.copies import Copies
 from co2.errors import ConfigError
 from co2.gpus import gpu_of
 from co2.methods import METHODS
-from co2.train.host_copy import HostCopy
+from co2.train.state_file import HostCopy
 from tests.cli.harness import command, execute
 from tests.gpu.conftest import CUDA
 from tests.methods.driver import inner

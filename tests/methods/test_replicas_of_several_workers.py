@@ -20,7 +20,6 @@ from co2.errors import ConfigError
 from co2.methods.base import MethodStats
 from co2.record.metrics import Ledger
 from co2.train import replica, state_file
-from co2.train.host_copy import HostCopy
 from co2.train.meters import ledger
 from co2.train.replica import (
     Replica,
@@ -30,7 +29,7 @@ from co2.train.replica import (
     local_optimizer,
     own_buffers,
 )
-from co2.train.state_file import REPLICA, split
+from co2.train.state_file import REPLICA, HostCopy, split
 from tests.engine.test_memory import storages
 from tests.grids import grid
 from tests.methods.driver import assert_same

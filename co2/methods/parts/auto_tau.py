@@ -33,14 +33,9 @@ _SPARE = 1.1
 
 
 def choose(step_s: float, comm_s: float, most_share: float | None = None) -> int:
-    """Return the smallest τ of `CHOICES` that is long enough; the largest if none is.
-
-    Args:
-        step_s: seconds of one inner step.
-        comm_s: seconds of one collective.
-        most_share: the largest share of a blocking method's round that the collective may take.
-            None: the collective is to be hidden.
-    """
+    """Return the smallest τ of `CHOICES` that is long enough for a step and a collective of so many
+    seconds; the largest if none is. Of a blocking method's round the collective may take
+    `most_share`; None: it is to be hidden."""
     enough = (tau for tau in CHOICES if _is_enough(tau, step_s, comm_s, most_share))
     return next(enough, CHOICES[-1])
 
@@ -52,8 +47,8 @@ def _is_enough(tau: int, step_s: float, comm_s: float, most_share: float | None)
 
 
 class AutoTau:
-    """Chooses τ during a training. Call `step_ends` and `step_begins` around the synchronization
-    of each step, and `round_ends` at the end of each round.
+    """Chooses τ during a training. Stop its `stopwatch` for the synchronization of each step, and
+    call `round_ends` at the end of each round.
 
     τ is chosen after the first measurement. It rises later if `PATIENCE` measurements in a row find
     more than `MOST_EXPOSED` of the time exposed (for a blocking method, that much more than its
@@ -68,7 +63,7 @@ class AutoTau:
         self.tau, self.most_share = START, most_share
         self._notices: list[str] = []
         self._group = mesh.new_group_of_workers("gloo")
-        self._stopwatch = stopwatch(mesh.device)
+        self.stopwatch = stopwatch(mesh.device)
         self._chosen, self._strikes, self._rounds = False, 0, 0
         self._steps: list[float] = []
         self._before = (0.0, 0.0)
@@ -76,24 +71,17 @@ class AutoTau:
         """What the replicas are agreeing on, or None."""
         self._work: dist.Work | None = None
 
-    def step_begins(self) -> None:
-        self._stopwatch.begin()
-
-    def step_ends(self) -> None:
-        self._stopwatch.end()
-
     def round_ends(self, totals: CommTotals) -> int:
-        """Return τ of the round that begins.
-
-        Args:
-            totals: of all rounds so far.
-        """
-        self._steps += self._stopwatch.take()
+        """Return τ of the round that begins, after rounds of so much communication."""
+        self._steps += self.stopwatch.take()
         if self._agreement is not None:
-            self._decide(*self._agreed())
+            self._arrive()
+            minus_step_s, comm_s, exposed = self._agreement.tolist()
+            self._agreement = None
+            self._decide(-minus_step_s, comm_s, exposed)
         now = (totals.comm_s, totals.exposed_s)
         if self._rounds == WINDOW:
-            self._start_agreement(self.measured(now))
+            self._start_agreement(*self.measured(now))
         if self._rounds in (0, WINDOW):
             self._rounds, self._before, self._steps = 0, now, []
         self._rounds += 1
@@ -115,8 +103,7 @@ class AutoTau:
         notices, self._notices = self._notices, []
         return notices
 
-    def _start_agreement(self, figures: tuple[float, float, float]) -> None:
-        step_s, comm_s, exposed = figures
+    def _start_agreement(self, step_s: float, comm_s: float, exposed: float) -> None:
         # The minimum over the replicas finds the longest step, the shortest collective, and the
         # exposed share that all replicas have at least, which is due to the network: a single
         # replica may also have waited for another.
@@ -127,27 +114,27 @@ class AutoTau:
             )
             self._work = profiled.note(work, self._group)
 
-    def _agreed(self) -> tuple[float, float, float]:
-        self._arrive()
-        assert self._agreement is not None
-        minus_step_s, comm_s, exposed = self._agreement.tolist()
-        self._agreement = None
-        return -minus_step_s, comm_s, exposed
-
     def _arrive(self) -> None:
         if self._work is not None:
             self._work.wait()
             self._work = None
 
     def _decide(self, step_s: float, comm_s: float, exposed: float) -> None:
-        best = choose(step_s, comm_s, self.most_share)
+        share = self.most_share
+        best = choose(step_s, comm_s, share)
         first, self._chosen = not self._chosen, True
         if not first:
-            bound = MOST_EXPOSED + (self.most_share or 0.0)
-            self._strikes = self._strikes + 1 if exposed > bound else 0
+            self._strikes = self._strikes + 1 if exposed > MOST_EXPOSED + (share or 0.0) else 0
             if self._strikes < PATIENCE or best <= self.tau:
                 return
-        self._notices.append(_reason(self.tau, best, step_s, comm_s, exposed, self.most_share))
+        goal = "hide it, with 10 % to spare"
+        if share is not None:
+            goal = f"keep it at {share:.0%} of the time or less"
+        verb = "" if _is_enough(best, step_s, comm_s, share) else "cannot "
+        self._notices.append(
+            f"tau {self.tau} → {best}: a step takes {step_s:.3g} s, a mean {comm_s:.3g} s, "
+            f"{exposed:.1%} was exposed; {best} steps {verb}{goal}"
+        )
         self.tau, self._strikes, self._rounds = best, 0, 0
 
     def close(self) -> None:
@@ -163,7 +150,7 @@ class AutoTau:
             "chosen": self._chosen,
             "strikes": self._strikes,
             "rounds": self._rounds,
-            "steps": self._steps + self._stopwatch.take(),
+            "steps": self._steps + self.stopwatch.take(),
             "before": list(self._before),
             "agreement": self._agreement,
         }
@@ -174,17 +161,3 @@ class AutoTau:
         self._steps, self._agreement = list(state["steps"]), state["agreement"]
         comm_s, exposed_s = state["before"]
         self._before = (comm_s, exposed_s)
-
-
-def _reason(
-    old: int, new: int, step_s: float, comm_s: float, exposed: float, most_share: float | None
-) -> str:
-    """Return the notice about a decision."""
-    goal = "hide it, with 10 % to spare"
-    if most_share is not None:
-        goal = f"keep it at {most_share:.0%} of the time or less"
-    verb = "" if _is_enough(new, step_s, comm_s, most_share) else "cannot "
-    return (
-        f"tau {old} → {new}: a step takes {step_s:.3g} s, a mean {comm_s:.3g} s, "
-        f"{exposed:.1%} was exposed; {new} steps {verb}{goal}"
-    )

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW
 
-from co2.comm.background import BackgroundMean
 from co2.comm.compress import BITS, blocks
 from co2.comm.exchange import CompressedMean
 from co2.comm.flat import Chunk, FlatParams, chunk_numel
 from co2.config import CommConfig, CommDevice, OptimConfig, Precision
 from co2.config import Optimizer as OptimizerName
 from co2.errors import require, require_count, require_number
-from co2.methods.base import Method, MethodStats
+from co2.methods.base import Method
 
 _SAMPLE = 1 << 16
 """Elements of a tensor, evenly spread, whose median stands for that of all, at most."""
@@ -72,6 +71,8 @@ class CompressedAdam(Method):
     the v above 0 of their tensor (of 65,536 elements of it, evenly spread).
     """
 
+    saved_values = (*Method.saved_values, "rounds")
+
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         super().__init__(config, comm)
         dtype, device = self.comm.dtype, self.comm.device
@@ -85,12 +86,8 @@ class CompressedAdam(Method):
     def refusals(self) -> dict[str, str]:
         parts = "its scales are of whole tensors, not of parts; use ddp"
         place = "it takes the inner optimizer's place, which has no state to share; use ddp"
-        return {
-            **super().refusals(),
-            "mesh.strategy=zero1": place,
-            "mesh.strategy=zero2": parts,
-            "mesh.strategy=zero3": parts,
-        }
+        found = {f"mesh.strategy={strategy}": parts for strategy in ("zero2", "zero3")}
+        return {**super().refusals(), **found, "mesh.strategy=zero1": place}
 
     @classmethod
     def check(cls, optim: OptimConfig) -> None:
@@ -108,15 +105,15 @@ class CompressedAdam(Method):
             hint = f"{self.registered_name()} takes no amsgrad and no maximize"
             require(plain, "optim.name", kind.__name__, hint)
         self.flat = flat = FlatParams(self.optimizer)
-        self.mean = BackgroundMean(
-            flat.numel, self.mesh, self.comm, dtype=flat.dtype, device=flat.device
-        )
-        self.means = [self.mean]
-        sizes = [param.numel() for param in flat.params]
+        self.mean = self.new_mean(flat)
+        self._sizes = sizes = [param.numel() for param in flat.params]
         self.exchange = CompressedMean(sizes, self.mesh, self.mean, BITS["sign"], masked=True)
+        self.m, self.v = self.hold("m", flat.zeros()), self.hold("v", flat.zeros())
+        errors = self.exchange.errors()
+        for name, tensor in self.exchange.state_tensors().items():
+            # Nothing is in flight between steps, and the mask follows from v.
+            self.hold(name, tensor, saved=name in errors)
         self._divisor = flat.transfer.empty(max(chunk.numel for chunk in flat.chunks))
-        self.m, self.v = flat.zeros(), flat.zeros()
-        self._sizes = sizes
         some = [size for size in sizes if size]
         self._blocks = list(blocks(some, flat.numel, 1, chunk_numel(flat.device)))
         strides = [-(-size // _SAMPLE) for size in some]
@@ -124,7 +121,6 @@ class CompressedAdam(Method):
         self._samples = torch.tensor([*samples], device=flat.device)
         """Of each tensor that has any elements: where the first is, how many it has, and how far
         apart those are whose median stands for that of all."""
-        self._notices: list[str] = []
         return self.model
 
     def average_gradients(self) -> None:
@@ -198,29 +194,21 @@ class CompressedAdam(Method):
         names = {id(weight): name for name, weight in self.model.named_parameters()}
         return [names[key] for key in dict.fromkeys(map(id, self._trained()))]
 
-    def notices(self) -> list[str]:
-        taken, self._notices = self._notices, []
-        return taken
-
-    def lr(self, group: int) -> float:
-        """Return γ of a parameter group in this step."""
-        return float(self.optimizer.param_groups[group]["lr"])
-
     def betas(self, group: int) -> tuple[float, float]:
-        """Return β1 and β2 of a parameter group."""
+        """β1 and β2 of a parameter group."""
         first, second = self.optimizer.param_groups[group]["betas"]
         return float(first), float(second)
 
     def shrinkage(self, group: int) -> float:
-        """Return the factor by which AdamW's decoupled weight decay shrinks weights in this step; 1
-        for Adam."""
+        """The factor by which AdamW's weight decay shrinks weights in this step; 1 for Adam."""
         settings = self.optimizer.param_groups[group]
-        return 1 - self.lr(group) * settings["weight_decay"] if _is_decoupled(settings) else 1.0
+        decoupled = settings["decoupled_weight_decay"]
+        return 1 - self.lr(group) * settings["weight_decay"] if decoupled else 1.0
 
     def add_l2(self, chunk: Chunk, gradient: Tensor) -> None:
         """Add Adam's weight decay to a gradient, which it is a part of. AdamW: add nothing."""
         settings = self.optimizer.param_groups[chunk.group]
-        if settings["weight_decay"] and not _is_decoupled(settings):
+        if settings["weight_decay"] and not settings["decoupled_weight_decay"]:
             gradient.add_(self.flat.read(chunk), alpha=settings["weight_decay"])
 
     def divisor(self, chunk: Chunk, correction: float = 1.0) -> Tensor:
@@ -241,34 +229,8 @@ class CompressedAdam(Method):
             out.div_(correction**0.5)
         return out.add_(eps)
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Adam's two moments are among them, because the inner optimizer does not hold them
-        here."""
-        own = {"m": self.m, "v": self.v, "buffer": self.mean.buffer}
-        return {**own, **self.exchange.state_tensors()}
-
-    def saved_tensors(self) -> dict[str, Tensor]:
-        """All but the buffer and the messages, because nothing is in flight between steps, and the
-        mask, which follows from v."""
-        tensors = self.state_tensors()
-        for name in ("buffer", "mask", *self.exchange.messages()):
-            del tensors[name]
-        return tensors
-
     def scratch_tensors(self) -> list[Tensor]:
         return [*self.flat.transfer.scratch_tensors(), self._divisor]
 
-    def own_state(self) -> dict[str, Any]:
-        return {**super().own_state(), "rounds": self.rounds}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.rounds = state["rounds"]
-
-    def stats(self) -> MethodStats:
-        """`rounds`: how many times the replicas have exchanged anything."""
-        return MethodStats.of(self.totals(), {"rounds": float(self.rounds)})
-
-
-def _is_decoupled(settings: dict[str, Any]) -> bool:
-    return bool(settings["decoupled_weight_decay"])
+    def figures(self) -> dict[str, float]:
+        return {"rounds": float(self.rounds)}

@@ -1,15 +1,15 @@
-"""LocalMethod: what the methods with τ local steps in a round have in common."""
+"""LocalMethod and BlockingMethod: what methods with τ local steps in a round have in common."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from co2.comm.background import BackgroundMean, new_mean
-from co2.comm.flat import FlatParams
+from co2.comm.background import BackgroundMean
+from co2.comm.flat import Chunk, FlatParams
 from co2.config import Blocking, CommConfig
-from co2.errors import ConfigError, require, require_number
-from co2.methods.base import ELASTIC, Method, MethodStats, synchronizing
+from co2.errors import require, require_number
+from co2.methods.base import ELASTIC, Method, synchronizing
 from co2.methods.parts.auto_tau import AUTO, AutoTau
 from co2.methods.parts.moments import LateMoments, Moments, refused
 
@@ -19,8 +19,7 @@ class LocalMethod(Method):
 
     - `Config`, a dataclass with `tau`, and for a method that always waits with `comm_share`;
     - `blocking`;
-    - `init_outer_state()`, which makes the vectors that it holds, and `state_tensors()`, which
-      names them beside the communication buffer;
+    - `init_outer_state()`, which makes the vectors that it holds (`hold`);
     - `end_round()`, which does what the method's equations say;
     - `show_round_end()`, if it lets replicas go on from a point that misses the round just trained.
 
@@ -28,6 +27,8 @@ class LocalMethod(Method):
     at the end of each round too (parts/moments.py). A method that takes a mean in amid a round
     calls `moments.arrive` there.
     """
+
+    saved_values = (*Method.saved_values, "round_began")
 
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         super().__init__(config, comm)
@@ -59,41 +60,27 @@ class LocalMethod(Method):
         """Right after `end_round`: set the live weights to those that training left. See
         `Method.show_trained`; by default they are that already."""
 
-    @property
-    def round_just_ended(self) -> bool:
-        """Whether the last step was a round's last one, and the next begins a round."""
-        return 0 < self.round_began == self.steps
-
     def show_trained(self) -> None:
-        if self.round_just_ended:
+        if 0 < self.round_began == self.steps:  # the last step was a round's last one
             with torch.no_grad(), self.flat.round():
                 self.show_round_end()
 
     def set_up(self) -> nn.Module:
         self.flat = FlatParams(self.optimizer, self.comm.device, mesh=self.mesh)
-        self.mean = self.new_mean()
-        self.means = [self.mean]
+        self.mean = self.make_mean()
         self.auto: AutoTau | None = None
         if self.config.tau == AUTO:
             blocking = self.blocking is Blocking.always
             self.auto = AutoTau(self.mesh, self.config.comm_share if blocking else None)
         if self.averages_moments:
-            self.moments = self._new_moments()
+            blocks = self.blocking is Blocking.always
+            self.moments = Moments(self, self.mean) if blocks else LateMoments(self)
         self.init_outer_state()
         return self.model
 
-    def _new_moments(self) -> Moments:
-        name = self.registered_name()
-        if self.blocking is Blocking.always:
-            return Moments(self.flat, self.optimizer, self.mean, name)
-        late = LateMoments(self.flat, self.optimizer, self.mesh, self.comm, name)
-        self.means.append(late.mean)
-        return late
-
-    def new_mean(self) -> BackgroundMean:
+    def make_mean(self) -> BackgroundMean:
         """Make the communication buffer."""
-        flat = self.flat
-        return new_mean(flat.numel, self.mesh, self.comm, flat.dtype, flat.device)
+        return self.new_mean(self.flat)
 
     @property
     def tau(self) -> int:
@@ -104,7 +91,7 @@ class LocalMethod(Method):
         super().step()
         self.optimizer.step()
         if self.auto is not None:
-            self.auto.step_ends()
+            self.auto.stopwatch.end()
         if self.steps - self.round_began >= self.tau:  # more: resumed with a smaller τ
             self.round_began = self.steps
             if self.auto is not None:
@@ -115,57 +102,34 @@ class LocalMethod(Method):
                 if self.moments is not None:
                     self.moments.end_round(self.steps)
         if self.auto is not None:
-            self.auto.step_begins()
-
-    def lr(self, group: int) -> float:
-        """γ_t: the inner learning rate of a parameter group at the round's last inner step. Raises
-        `ConfigError` where the optimizer does not tell it."""
-        rate = self.optimizer.param_groups[group].get("lr")
-        if rate is None:
-            kind = type(self.optimizer).__name__
-            hint = f"the outer step needs the learning rate; give {kind} one"
-            raise ConfigError("lr", rate, hint)
-        return float(rate)
+            self.auto.stopwatch.begin()
 
     def flush(self) -> None:
         super().flush()
         if self.auto is not None:
             self.auto.close()
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        own = {} if self.moments is None else self.moments.state_tensors()
-        return {"buffer": self.mean.buffer, **own}
-
     def scratch_tensors(self) -> list[Tensor]:
         own = [] if self.moments is None else self.moments.scratch_tensors()
         return [*self.flat.transfer.scratch_tensors(), *own]
 
-    def saved_tensors(self) -> dict[str, Tensor]:
-        """All but the buffers, which means save, and only while a collective is in flight."""
-        tensors = self.state_tensors()
-        for name in ("buffer", "moments_buffer"):
-            tensors.pop(name, None)
-        return tensors
-
     def own_state(self) -> dict[str, Any]:
-        moments = {} if self.moments is None else self.moments.state_dict()
+        moments = {} if self.moments is None else {"moments_sent_at": self.moments.sent_at}
         auto = None if self.auto is None else self.auto.state_dict()
-        return {"round_began": self.round_began, "auto": auto, **moments}
+        return {"auto": auto, **moments}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.round_began = state["round_began"]
         if self.moments is not None:
-            self.moments.load_state_dict(state)
+            self.moments.sent_at = state.get("moments_sent_at", 0)
         if self.auto is not None and state["auto"] is not None:
             self.auto.load_state_dict(state["auto"])
 
-    def stats(self) -> MethodStats:
-        chosen = {} if self.auto is None else {"tau": float(self.auto.tau)}
-        return MethodStats.of(self.totals(), chosen)
+    def figures(self) -> dict[str, float]:
+        return {} if self.auto is None else {"tau": float(self.auto.tau)}
 
     def notices(self) -> list[str]:
-        return [] if self.auto is None else self.auto.take_notices()
+        return [*super().notices(), *([] if self.auto is None else self.auto.take_notices())]
 
     @property
     def round_steps(self) -> int:
@@ -179,6 +143,34 @@ class LocalMethod(Method):
     def first_mean(self) -> int:
         """The step that takes in the first mean."""
         return self.tau if self.blocking is Blocking.always else 2 * self.tau
+
+
+class BlockingMethod(LocalMethod):
+    """τ inner steps from x_{t,0}, and then d_t = mean_i (x_{t,0} − x^i_{t,τ}), for which all wait.
+
+    A subclass has `blocking = Blocking.always`, `Config` with `tau` and `comm_share`, and
+    `outer_step`, which makes x_{t+1,0}. All replicas hold the same x_{t,0}, `anchor`, which is the
+    consensus right after a round's end.
+    """
+
+    def init_outer_state(self) -> None:
+        self.anchor = self.hold("anchor", self.flat.copy(), replicated=True)
+
+    def mean_now(self) -> Tensor:
+        """Return d_t of what lies in `mean.buffer`, once it has come."""
+        return self.mean.mean_now()
+
+    def outer_step(self, chunk: Chunk, x: Tensor, d: Tensor) -> None:
+        """Set x, which is x_{t,0}, to x_{t+1,0}, for the elements of one chunk of d_t."""
+        raise NotImplementedError
+
+    def end_round(self) -> None:
+        self.flat.displacement(self.anchor, out=self.mean.buffer)
+        mean = self.mean_now()
+        for chunk in self.flat.chunks:
+            x = chunk.of(self.anchor)
+            self.outer_step(chunk, x, chunk.of(mean))
+            chunk.write(x)
 
 
 def check_tau(tau: int | str) -> None:

@@ -16,32 +16,30 @@ copies of the model; and because the mean overwrites what was sent, and no repli
 part from the mean, m^i and v^i of then are kept beside it, two more.
 """
 
-from contextlib import ExitStack
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 from torch.profiler import record_function
 
-from co2.comm.background import BackgroundMean, new_mean
+from co2.comm.background import BackgroundMean
 from co2.comm.collectives import local
 from co2.comm.flat import Chunk, FlatParams
-from co2.comm.mesh import Mesh
 from co2.comm.phases import SNAPSHOT
-from co2.config import CommConfig
 from co2.errors import require
-from co2.methods.base import QUORUM
+from co2.methods.base import QUORUM, Method
+
+if TYPE_CHECKING:
+    from co2.methods.parts.local import LocalMethod
 
 _FIELDS = ("exp_avg", "exp_avg_sq")
 
 
 def refused(key: str | None = None) -> dict[str, str]:
-    """What cannot be combined with the mean of Adam's moments (`Method.refusals`).
-
-    Args:
-        key: the setting that asks for it; None: the method always takes it.
-    """
+    """What cannot be combined with the mean of Adam's moments (`Method.refusals`), for which the
+    setting `key` asks; None: the method always takes it."""
     because = "" if key is None else f"{key}: "
     adam = f"{key or 'it'} averages Adam's moments; use adamw"
     return {
@@ -76,7 +74,8 @@ class Moment:
     def open(self) -> list[Chunk]:
         """Return the chunks, whose live values are the moment. Call it anew for every use: the
         optimizer makes its state in its first step, and loading a checkpoint replaces it."""
-        live = [self._live(owner, part) for owner, part in self._params()]
+        pairs = zip(self.flat.owners, self.flat.params, strict=True)
+        live = [self._live(owner, part) for owner, part in pairs]
         places = [tensor.data_ptr() for tensor in live]
         if places != self._places:
             self._chunks, self._places = self.flat.chunks_of(live), places
@@ -90,12 +89,7 @@ class Moment:
         """
         chunks = self.open()
         others = None if divisor is None else divisor.open()
-        rounds = [chunks[0].transfer.round()]
-        if others is not None:
-            rounds.append(others[0].transfer.round())
-        with ExitStack() as stack:
-            for entered in rounds:
-                stack.enter_context(entered)
+        with chunks[0].transfer.round(), others[0].transfer.round() if others else nullcontext():
             with record_function(SNAPSHOT):
                 for chunk in chunks:
                     chunk.of(mean.buffer).copy_(chunk.read())
@@ -113,12 +107,8 @@ class Moment:
         """One chunk, from the first use on."""
         return self._chunks[0].transfer.scratch_tensors() if self._chunks else []
 
-    def _params(self) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(self.flat.owners, self.flat.params, strict=True))
-
     def _live(self, owner: Tensor, part: Tensor) -> Tensor:
-        state = self.optimizer.state.get(owner, {})
-        field = state.get(_FIELDS[self.number])
+        field = self.optimizer.state.get(owner, {}).get(_FIELDS[self.number])
         return torch.zeros_like(part) if field is None else local(field)
 
 
@@ -126,66 +116,40 @@ class Moments:
     """Both moments, averaged at the end of each round of a blocking method.
 
     Args:
-        flat: the parameters.
-        optimizer: the inner optimizer.
         mean: the communication buffer of the weights, which is free once these are averaged.
-        name: of the method, for error messages.
     Raises:
         ConfigError: the inner optimizer is not a plain Adam or AdamW.
     """
 
-    def __init__(
-        self, flat: FlatParams, optimizer: Optimizer, mean: BackgroundMean, name: str
-    ) -> None:
-        require_adam(optimizer, f"{name}.average_moments=true")
-        self.flat, self.mean = flat, mean
-        self.both = [Moment(flat, optimizer, number) for number in range(len(_FIELDS))]
+    def __init__(self, method: "LocalMethod", mean: BackgroundMean) -> None:
+        require_adam(method, ".average_moments=true")
+        self.flat, self.mean = method.flat, mean
+        self.both = [Moment(method.flat, method.optimizer, n) for n in range(len(_FIELDS))]
+        self.sent_at = 0
+        """Inner steps when means were started that arrive later: all that a state needs of this
+        beside tensors."""
 
     def end_round(self, steps: int) -> None:
-        """Average. Call it when the round's mean of the weights needs its buffer no more.
-
-        Args:
-            steps: inner steps so far.
-        """
+        """Average, after so many inner steps, when the round's mean of the weights needs its buffer
+        no more."""
         for moment in self.both:
             moment.average(self.mean)
 
     def arrive(self, steps: int) -> None:
         """Take in what is under way: here nothing ever is."""
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Vectors that are held between steps, by name."""
-        return {}
-
     def scratch_tensors(self) -> list[Tensor]:
         """A chunk of each moment."""
         return [tensor for moment in self.both for tensor in moment.scratch_tensors()]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything to go on from here, beside the tensors."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
-
 
 class LateMoments(Moments):
-    """Both moments, whose means arrive some steps later.
+    """Both moments, whose means arrive some steps later."""
 
-    Args:
-        mesh, comm: of the replicas, and how vectors travel.
-        flat, optimizer, name: as in `Moments`.
-    """
-
-    def __init__(
-        self, flat: FlatParams, optimizer: Optimizer, mesh: Mesh, comm: CommConfig, name: str
-    ) -> None:
-        mean = new_mean(2 * flat.numel, mesh, comm, flat.dtype, flat.device)
-        super().__init__(flat, optimizer, mean, name)
-        self.sent = [flat.zeros() for _ in self.both]
+    def __init__(self, method: "LocalMethod") -> None:
+        super().__init__(method, method.new_mean(method.flat, "moments_buffer", copies=2))
+        self.sent = [method.hold(name, self.flat.zeros()) for name in ("sent_m", "sent_v")]
         """m^i and v^i as they were when their means were started."""
-        self.sent_at = 0
-        """Inner steps when that was."""
 
     def end_round(self, steps: int) -> None:
         """Take in the mean that is under way, if `arrive` was not called before; start the next."""
@@ -216,20 +180,11 @@ class LateMoments(Moments):
                     # v is what was sent, decayed, and squares since: below 0 by rounding only.
                     chunk.write(values.clamp_(min=0) if moment.number == 1 else values)
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        sent_m, sent_v = self.sent
-        return {"moments_buffer": self.mean.buffer, "sent_m": sent_m, "sent_v": sent_v}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"moments_sent_at": self.sent_at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sent_at = state["moments_sent_at"]
-
-
-def require_adam(optimizer: Optimizer, needing: str) -> None:
-    """Raise `ConfigError` unless the inner optimizer is a plain Adam or AdamW, which `needing`
-    needs."""
-    kind = type(optimizer)
-    plain = kind in (Adam, AdamW) and not any(g["amsgrad"] for g in optimizer.param_groups)
-    require(plain, "optim.name", kind.__name__, f"{needing} needs adamw, without amsgrad")
+def require_adam(method: Method, setting: str = "") -> None:
+    """Raise `ConfigError` unless the inner optimizer is a plain Adam or AdamW, which a setting of
+    the method needs, or the method itself."""
+    kind, groups = type(method.optimizer), method.optimizer.param_groups
+    plain = kind in (Adam, AdamW) and not any(group["amsgrad"] for group in groups)
+    hint = f"{method.registered_name()}{setting} needs adamw, without amsgrad"
+    require(plain, "optim.name", kind.__name__, hint)

@@ -94,11 +94,8 @@ class OuterShard:
             dist.all_gather_into_tensor(row, own, group=self.mean.group)
 
     def gathered(self, group: dist.ProcessGroup | None) -> Tensor:
-        """Return a new vector, as long as the buffer, of the `own` of all replicas. Blocking.
-
-        Args:
-            group: the replicas, as in `mean.group`, which may be in use or closed.
-        """
+        """Return a new vector, as long as the buffer, of the `own` of all replicas: a group of
+        their own, because `mean.group` may be in use or closed. Blocking."""
         whole = self.mean.buffer.clone()
         if self._exchanges:
             for row, own in zip(whole.view_as(self._rows), self.own, strict=True):
