@@ -31,16 +31,15 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, key: str, value: object, hint: str) -> None:
-        super().__init__(printable(f"{key}={value}: {hint}"))
+        super().__init__(key, value, hint)
         self.key, self.value, self.hint = key, value, hint
+
+    def __str__(self) -> str:
+        return printable(f"{self.key}={self.value}: {self.hint}")
 
     def under(self, node: str) -> "ConfigError":
         """The same error for the key of a node: `tau` under `co2` is `co2.tau`."""
         return ConfigError(f"{node}.{self.key}", self.value, self.hint)
-
-    # Exceptions are pickled by their text, which is no argument of this one.
-    def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, object, str]]:
-        return ConfigError, (self.key, self.value, self.hint)
 
 
 class WorkerLost(RuntimeError):
@@ -59,16 +58,15 @@ class ReplicasDiffer(Exception):
     """
 
     def __init__(self, name: str, others: Sequence[int], usual: int) -> None:
-        who = "replica " if len(others) == 1 else "replicas "
-        who += ", ".join(map(str, others))
-        super().__init__(
-            f"{name} of {who} differs from that of replica {usual}, and must be equal on all: "
-            "go on from an earlier checkpoint; if it comes back, suspect the machine"
-        )
+        super().__init__(name, others, usual)
         self.name, self.others, self.usual = name, others, usual
 
-    def __reduce__(self) -> tuple[type["ReplicasDiffer"], tuple[str, Sequence[int], int]]:
-        return ReplicasDiffer, (self.name, self.others, self.usual)
+    def __str__(self) -> str:
+        who = f"replica{'s' * (len(self.others) > 1)} {', '.join(map(str, self.others))}"
+        return (
+            f"{self.name} of {who} differs from that of replica {self.usual}, and must be equal on "
+            "all: go on from an earlier checkpoint; if it comes back, suspect the machine"
+        )
 
 
 def unusable(error: OSError) -> ConfigError:
