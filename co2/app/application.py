@@ -47,9 +47,6 @@ from co2.train.global_batch import accumulated
 from co2.train.loop import train
 from co2.train.run import Run
 
-OF_FINISHED = {"sample": sample.main, "export": export.main}
-"""Sub-commands, which take a finished run."""
-
 
 @dataclass(frozen=True)
 class App:
@@ -113,15 +110,10 @@ class App:
     def check_memory(self, config: Config, overrides: list[str]) -> None:
         """Refuse a run that the workers' GPU cannot hold, where it is known; not at scale=smoke.
         Raises `ConfigError`."""
-        if config.scale == "smoke":
-            return
         usable = plan.usable_bytes(config)
-        if usable is None:
-            return
-        planner = plan.Planner(self.planned, self.make_task, overrides, usable)
-        warning = planner.check(config, launch.world_size(config.launch))
-        if warning and launch.is_first():
-            print(warning, file=sys.stderr, flush=True)
+        if config.scale != "smoke" and usable is not None:
+            planner = plan.Planner(self.planned, self.make_task, overrides, usable)
+            planner.check(config, launch.world_size(config.launch))
 
     def make_task(self, config: Config) -> Task:
         """The chosen task. Nothing is read yet."""
@@ -179,20 +171,19 @@ class App:
             for word in overrides
             if (key := key_of(word)) not in own and not key.startswith(f"{config.method}.")
         ]
-        after = ["method=co2"] if config.method == "allreduce" else ["method=allreduce"]
-        for _ in range(len(words) + 1):
+        baseline = config.method == "allreduce"
+        after = "method=co2" if baseline else "method=allreduce"
+        while True:
             try:
-                self.config([*words, *after])
+                self.config([*words, after])
                 break
             except ConfigError as error:
-                refused = error.key
-            words = [word for word in words if key_of(word) != refused]
-        else:
-            return None
-        flags = []
-        if config.method == "allreduce":
-            flags, after = ["-m"], [*after, "co2.tau=1,3,6,12,24,48"]
-        line = shlex.join([*flags, *words, *after])
+                left = [word for word in words if key_of(word) != error.key]
+                if left == words:
+                    return None
+                words = left
+        sweep = ["-m", *words, after, "co2.tau=1,3,6,12,24,48"]
+        line = shlex.join(sweep if baseline else [*words, after])
         if launch.identity() is not None:
             return f"train.py {line} (started as this run was)"
         script = self.conf.parent / "train.py"
@@ -203,11 +194,15 @@ class App:
         """The command line of `train.py`, without the program. Returns the exit status."""
         # Hydra's own variable: its errors reach the lines below, instead of being printed by it.
         os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-        if argv and argv[0] in OF_FINISHED:
-            return OF_FINISHED[argv[0]](self.tasks, argv[1:])
-        if argv and argv[0] == "plan":
-            return plan.main(self.planned, self.make_task, argv[1:])
+        commands = {
+            "export": partial(export.main, self.tasks),
+            "plan": partial(plan.main, self.planned, self.make_task),
+            "sample": partial(sample.main, self.tasks),
+        }
+        command = commands.get(argv[0]) if argv else None
         try:
+            if command is not None:
+                return command(argv[1:])
             line = command_line(argv)
             if "--version" in line.flags:  # Hydra would print its own
                 print(program.version())
@@ -226,6 +221,10 @@ class App:
             return launch.refuse(error)
         except HYDRA_ERRORS as error:
             return launch.refuse(refusal(error))
+        except OSError as error:
+            if command is None:
+                raise
+            return launch.refuse(unusable(error))
 
     def help(self, overrides: Sequence[str]) -> str:
         """What `--help` prints for these overrides. Raises `ConfigError`."""
