@@ -1,7 +1,6 @@
 """What every program of the suite does around its work: how it starts, prints and ends.
 
-It imports nothing but Python's own, and older Pythons than the suite's can run it: it is there
-before the packages are, and says which Python has them.
+Older Pythons than the suite's, without any package, can run it: it says which Python has them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 OLDEST = (3, 11)
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells tell it."""
-_REFUSED = 2
 _GONE = frozenset((errno.EPIPE, errno.EIO, errno.ECONNRESET))
 NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """What a full disk, a quota, and a limit on the size of files say."""
@@ -48,15 +46,18 @@ def starting(name: str, slow: bool = True) -> Iterator[None]:
         yield
         return
     if sys.version_info < OLDEST:
-        version = ".".join(map(str, sys.version_info[:2]))
-        oldest = ".".join(map(str, OLDEST))
+        version, oldest = (".".join(map(str, v[:2])) for v in (sys.version_info, OLDEST))
         _refuse(f"this is Python {version}, and {oldest} or newer is needed")
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:  # not where a shell has it ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         if slow and "torch" not in sys.modules:
-            _announce()
+            for package in ("torch", "hydra"):
+                if find_spec(package) is None:
+                    raise ModuleNotFoundError(name=package)
+            if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+                print("importing PyTorch takes some seconds", file=sys.stderr, flush=True)
         yield
     except ModuleNotFoundError as error:
         _refuse_without(error)
@@ -113,14 +114,6 @@ class _Lasting(io.FileIO):
             return memoryview(data).nbytes
 
 
-def _announce() -> None:
-    for package in ("torch", "hydra"):
-        if find_spec(package) is None:
-            raise ModuleNotFoundError(name=package)
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-        print("importing PyTorch takes some seconds", file=sys.stderr, flush=True)
-
-
 def python() -> str:
     """The Python that runs this, as a command line of the current folder has it."""
     import shutil  # slow: until `starting`, Ctrl-C ends in a traceback
@@ -162,4 +155,4 @@ def _refuse(reason: str) -> NoReturn:
     else:
         hint = "python -m pip install 'co2-suite[suite]'"
     print(f"error: {reason}; {hint}", file=sys.stderr, flush=True)
-    sys.exit(_REFUSED)
+    sys.exit(2)

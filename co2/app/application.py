@@ -31,7 +31,7 @@ from co2.app.compose import (
     refusal,
 )
 from co2.app.help import help_text
-from co2.app.schema import schema, typed
+from co2.app.schema import typed
 from co2.app.tuned import with_tuned
 from co2.config import Config, Resume
 from co2.elastic import launcher
@@ -50,15 +50,12 @@ from co2.train.run import Run
 
 @dataclass(frozen=True)
 class App:
-    """What `train.py` runs. An `App` can be pickled, so that workers can be given its methods.
-
-    Args:
-        conf: folder of Hydra's configuration, whose root is `config.yaml`.
-        tasks: what can be trained, by the names of `task=`.
-    """
+    """What `train.py` runs. An `App` can be pickled, so that workers can be given its methods."""
 
     conf: Path
+    """Folder of Hydra's configuration, whose root is `config.yaml`."""
     tasks: Mapping[str, type[Task]]
+    """What can be trained, by the names of `task=`."""
 
     def __post_init__(self) -> None:
         offer({"task": self.tasks, "method": peers.known_methods()})
@@ -72,8 +69,8 @@ class App:
         return self.validate(composed(self.conf, overrides), list(overrides), True)
 
     def validate(self, values: Values, overrides: list[str], planned: bool = False) -> Config:
-        """The composed configuration as a checked run; where it is `planned`, as if every worker
-        had a GPU. Raises `ConfigError`; writes nothing."""
+        """The composed configuration as a checked run; if `planned`, as if every worker had a GPU.
+        Raises `ConfigError`; writes nothing."""
         methods = peers.known_methods()
         values, named_by = with_tuned(self.conf, values, overrides)
         config = typed(_with_workers(values), methods, self.tasks)
@@ -83,19 +80,19 @@ class App:
             tag = tag_from(named_by, world, values["launch"]["workers"], config.method)
             config = replace(config, tag=tag)
         config = accumulated(config, world)
-        device = torch.device("cuda") if planned else launch.first_device(config)
+        here = launch.first_device(config)
         if not planned:
             launch.check(config)
-        peers.check(config, world, launch.first_device(config).type)
+        peers.check(config, world, here.type)
         method = peers.make_method(config)
         inner = config.optim.name.value
         reason = method.refusals().get(f"optim.name={inner}")
         require(reason is None, "optim.name", inner, f"method={config.method}: {reason}")
-        replica.check(config, world, method, device)
+        replica.check(config, world, method, torch.device("cuda") if planned else here)
         launcher.check(config, method, launch.identity() is not None)
         task = self.make_task(config)
         if isinstance(task, Placed):
-            task.check_place(launch.first_device(config), config.mesh.strategy)
+            task.check_place(here, config.mesh.strategy)
         check_folder(config, world)
         return config
 
@@ -134,11 +131,8 @@ class App:
     def run(
         self, config: Config, origin: Origin = UNKNOWN, overrides: Sequence[str] | None = None
     ) -> int:
-        """One run, to its end. Returns its exit status.
-
-        Args:
-            overrides: that it stands for, where a person has given them.
-        """
+        """One run, to its end. Returns its exit status. `overrides` are those that it stands for,
+        where a person has given them."""
         if config.resume is Resume.auto and read_summary(config):
             if launch.is_first():
                 print("finished already; resume=never trains it afresh and keeps this one aside")
@@ -160,11 +154,8 @@ class App:
         return 0
 
     def next_command(self, config: Config, overrides: Sequence[str]) -> str | None:
-        """The baseline with the settings of this run; after the baseline, a sweep of CO2's τ. None
-        where that cannot be run.
-
-        Left out are the method's own settings, and what the other method refuses.
-        """
+        """The baseline with the settings of this run, without the method's own and what the
+        baseline refuses; after the baseline, a sweep of CO2's τ. None where that cannot be run."""
         own = ("method", "tag", "resume")
         words = [
             word
@@ -208,11 +199,13 @@ class App:
                 print(program.version())
                 return 0
             if not {"-h", "--help"}.isdisjoint(line.flags):
-                print(self.help(line.overrides))
+                scales = [path.stem for path in (self.conf / "scale").glob("*.yaml")]
+                values = composed(self.conf, line.overrides)
+                print(help_text(values, self.tasks, peers.known_methods(), scales))
                 return 0
             configs = preflight(self.conf, argv, self.check)
             origin = Origin(shlex.join(["train.py", *argv]))
-            if line.flags or line.hydra_runs:
+            if line.through_hydra:
                 sys.argv[1:] = argv = list(map(quoted, argv))  # where hydra.main reads it
                 return self._through_hydra(argv, line.sweep, origin)
             (config,) = configs
@@ -225,14 +218,6 @@ class App:
             if command is None:
                 raise
             return launch.refuse(unusable(error))
-
-    def help(self, overrides: Sequence[str]) -> str:
-        """What `--help` prints for these overrides. Raises `ConfigError`."""
-        values, methods = composed(self.conf, overrides), peers.known_methods()
-        task, method = values["task"], values["method"]
-        own = {task: schema(self.tasks[task]), method: schema(methods[method])}
-        scales = [path.stem for path in (self.conf / "scale").glob("*.yaml")]
-        return help_text(values, {"task": self.tasks, "method": methods, "scale": scales}, own)
 
     def check(self, values: Values, overrides: list[str]) -> Config:
         """As `validate`, and makes and checks the data. Raises `ConfigError`."""
