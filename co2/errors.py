@@ -6,6 +6,7 @@ Exit statuses of the programs are here, too, and how a worker ends that can wait
 import difflib
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
@@ -102,6 +103,11 @@ def require_count(key: str, value: int) -> None:
     """Raise `ConfigError` unless `value` is a whole number of 1 or more."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     require(whole and value >= 1, key, value, "must be a whole number, 1 or more")
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a text of the command line was UTF-8: Python has half characters for other bytes."""
+    return re.search("[\ud800-\udfff]", text) is None
 
 
 def printable(text: str) -> str:

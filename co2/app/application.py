@@ -29,6 +29,7 @@ from co2.app.compose import (
     preflight,
     quoted,
     refusal,
+    sweep_job,
 )
 from co2.app.help import help_text
 from co2.app.schema import typed
@@ -194,6 +195,9 @@ class App:
         try:
             if command is not None:
                 return command(argv[1:])
+            if argv and argv[0] == "job":  # in slurm/sweep.sbatch
+                print("\n".join(sweep_job(argv[1], argv[2:])))
+                return 0
             line = command_line(argv)
             if "--version" in line.flags:  # Hydra would print its own
                 print(program.version())

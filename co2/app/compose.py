@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from co2.app.schema import PLAIN, schema
 from co2.config import NODES, Config
-from co2.errors import ConfigError, first_line, nearest, require
+from co2.errors import ConfigError, first_line, is_utf8, nearest, require
 from co2.record.folder import plain_values
 
 Checked = TypeVar("Checked")
@@ -90,10 +90,7 @@ def command_line(arguments: Sequence[str]) -> CommandLine:
 def _require_harmless(word: str) -> None:
     """Raise `ConfigError` for an argument by which Hydra would read or run what is elsewhere."""
     key, _, value = word.lstrip("+~").partition("=")
-    try:
-        word.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(key, value, "is no UTF-8 text") from None
+    require(is_utf8(word), key, value, "is no UTF-8 text")
     if word.startswith("-"):
         hint = "no such flag; a configuration is read from conf/ only, and keys are given as "
         good = key in _ASKS or word in _STARTS
@@ -237,6 +234,17 @@ def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
         else:
             choices.append([str(override.input_line)])
     yield from map(list, itertools.product(*choices))
+
+
+def sweep_job(index: str, overrides: Sequence[str]) -> list[str]:
+    """The overrides of one run of a sweep, by its number: what slurm/sweep.sbatch trains in one
+    task of an array. Raises `ConfigError`."""
+    found = list(jobs(overrides))
+    last = len(found) - 1
+    hint = f"the sweep has the jobs 0 to {last}: sbatch --array=0-{last} …"
+    good = index.isdecimal() and int(index) <= last
+    require(good, "SLURM_ARRAY_TASK_ID", index, hint)
+    return found[int(index)]
 
 
 def _parsed(overrides: Sequence[str]) -> list[Override]:

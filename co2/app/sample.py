@@ -14,7 +14,7 @@ from torch import Tensor
 
 from co2.app.finished import opened
 from co2.arguments import Parser
-from co2.errors import ConfigError, require, require_count, require_number
+from co2.errors import ConfigError, is_utf8, require, require_count, require_number
 from co2.task import Placed, Task, Writing
 
 
@@ -36,10 +36,7 @@ def main(tasks: Mapping[str, type[Task]], argv: Sequence[str]) -> int:
     require(options.top_k >= 0, "--top-k", options.top_k, "must be a whole number, 0 or more")
     hint = "must be a whole number from 0 to 2⁶³ - 1"
     require(0 <= options.seed < 2**63, "--seed", options.seed, hint)
-    try:
-        options.prompt.encode()
-    except UnicodeEncodeError:
-        raise ConfigError("PROMPT", options.prompt, "must be UTF-8") from None
+    require(is_utf8(options.prompt), "PROMPT", options.prompt, "must be UTF-8")
     try:
         for piece in _written(tasks, options):
             print(shown(piece), end="", flush=True)
