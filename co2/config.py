@@ -17,8 +17,6 @@ from co2.gpus import known_gpu
 
 LONGEST_NAME = 200
 """Bytes of a folder's name. File systems allow 255."""
-MOST_LOADERS = 512
-"""Loading processes of one worker."""
 
 
 class Blocking(StrEnum):
@@ -82,8 +80,8 @@ class TrainConfig:
         if self.global_batch is not None:
             require_count("global_batch", self.global_batch)
         require(0 <= self.seed < 2**32, "seed", self.seed, "must be 0 or more, and below 2³²")
+        hint = "must be above 0, or null for no clipping"
         if self.clip_norm is not None:
-            hint = "must be above 0, or null for no clipping"
             require_number("clip_norm", self.clip_norm, 1e-30, hint)
         decay, hint = self.ema_decay, "must be above 0 and below 1, or null for no average"
         require(decay is None or 0 < decay < 1, "ema_decay", decay, hint)
@@ -134,12 +132,11 @@ class OptimConfig:
     """Learning rate at the end of the schedules cosine and poly, as a share of lr."""
 
     def __post_init__(self) -> None:
-        require_number("lr", self.lr, 0.0, "must be a finite number, 0 or more")
-        for name in ("weight_decay", "eps", "momentum", "power", "min_lr_ratio"):
+        for name in ("lr", "weight_decay", "eps", "momentum", "power", "min_lr_ratio"):
             require_number(name, getattr(self, name), 0.0, "must be a finite number, 0 or more")
         require(self.momentum < 1, "momentum", self.momentum, "must be at least 0 and below 1")
-        hint = "must be at least 0, and 1 at most"
-        require(self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, hint)
+        ratio = self.min_lr_ratio
+        require(ratio <= 1, "min_lr_ratio", ratio, "must be at least 0, and 1 at most")
         require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "must be 0 or more")
         hint = "needs optim.momentum above 0"
         require(not self.nesterov or self.momentum > 0, "nesterov", self.nesterov, hint)
@@ -304,8 +301,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         self.root, self.path = at_home(self.root), at_home(self.path)
         require(self.root.strip() != "", "root", self.root, "must be a folder")
-        hint = f"must be 0 or more processes, and at most {MOST_LOADERS}"
-        require(0 <= self.workers <= MOST_LOADERS, "workers", self.workers, hint)
+        hint = "must be 0 or more processes, and at most 512"
+        require(0 <= self.workers <= 512, "workers", self.workers, hint)
 
 
 @dataclass

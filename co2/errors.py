@@ -1,7 +1,4 @@
-"""The errors that a user meets, each in one line that says what would be right.
-
-Exit statuses of the programs are here, too, and how a worker ends that can wait for nobody.
-"""
+"""The errors that a user meets, each in one line that says what would be right; exit statuses."""
 
 import difflib
 import math
@@ -22,8 +19,7 @@ STOPPED = (PREEMPTED, 130)
 
 
 class ConfigError(ValueError):
-    """A value that no run can have. As a text it is one line: `key=value: hint`, whatever the value
-    is made of.
+    """A value that no run can have. As a text it is one line: `key=value: hint`.
 
     Args:
         key: the value's full name in the configuration; inside a schema, without its node.
@@ -48,37 +44,27 @@ class WorkerLost(RuntimeError):
 
 
 class ReplicasDiffer(Exception):
-    """A tensor that must be equal on all replicas is not: they train different models.
-
-    It is no `RuntimeError`, after which an elastic run would try again.
-
-    Args:
-        name: the tensor's.
-        others: the replicas that differ from most others.
-        usual: one that does not.
-    """
+    """A tensor that must be equal on all replicas is not: that of `others` differs from that of
+    most, such as `usual`. It is no `RuntimeError`, after which an elastic run would try again."""
 
     def __init__(self, name: str, others: Sequence[int], usual: int) -> None:
         super().__init__(name, others, usual)
-        self.name, self.others, self.usual = name, others, usual
 
     def __str__(self) -> str:
-        who = f"replica{'s' * (len(self.others) > 1)} {', '.join(map(str, self.others))}"
+        name, others, usual = self.args
+        who = f"replica{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
         return (
-            f"{self.name} of {who} differs from that of replica {self.usual}, and must be equal on "
-            "all: go on from an earlier checkpoint; if it comes back, suspect the machine"
+            f"{name} of {who} differs from that of replica {usual}, and must be equal on all: "
+            "go on from an earlier checkpoint; if it comes back, suspect the machine"
         )
 
 
 def unusable(error: OSError) -> ConfigError:
-    """The refusal of a file that cannot be used, such as one in a folder that is somebody else's.
-    An error that names no file is raised again: it is none of the user's."""
+    """The refusal of a file that cannot be used. An error that names no file is raised again."""
     if error.filename is None:
         raise error
-    mend = "choose another"
-    if isinstance(error, PermissionError):
-        mend += ", or ask its owner for access"
-    return ConfigError("file", error.filename, f"{error.strerror}; {mend}")
+    ask = ", or ask its owner for access" if isinstance(error, PermissionError) else ""
+    return ConfigError("file", error.filename, f"{error.strerror}; choose another{ask}")
 
 
 def exit_at_once(status: int) -> NoReturn:

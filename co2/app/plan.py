@@ -36,10 +36,7 @@ from co2.train.shapes import Holdings, Unknown, Work, holdings, work
 
 PAPER_TASKS = ("resnet50", "vit", "ade20k", "shapenet", "gpt2", "transnormer", "roberta")
 """What the CO2 paper trains."""
-MOST_GPUS, SUGGESTED_GPUS = 1024, 64
-"""Tried where `--gpus` is left out; and of what is suggested where no number of them will do."""
 _ROUNDS = 50
-
 Make = Callable[[Sequence[str]], Config]
 """Overrides → a checked run. Raises `ConfigError`."""
 MakeTask = Callable[[Config], Task]
@@ -135,12 +132,13 @@ class Planner:
         return Need(config, workers, task, held, self._work[key])
 
     def smallest(self) -> Need:
-        """On the smallest number of GPUs that holds it, a power of two. Raises `ConfigError`."""
-        for power in range(MOST_GPUS.bit_length()):
+        """On the smallest number of GPUs that holds it, a power of two up to 1024. Raises
+        `ConfigError` with what would fit on 64, where none does."""
+        for power in range(11):
             need = self._tried(2**power, [])
             if need is not None and need.fits(self.usable):
                 return need
-        return self.fitting(SUGGESTED_GPUS)
+        return self.fitting(64)
 
     def fitting(self, workers: int) -> Need:
         """On so many GPUs. Raises `ConfigError` with what would fit, where this does not."""
@@ -299,6 +297,10 @@ def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
     again = "; computed again in the backward pass" if train.checkpoint_activations else ""
     compiled = "; torch.compile keeps less" if train.compile else ""
 
+    def exposed(figures: Figures) -> str:
+        share = f"{figures.exposed_share:.1%} of the time (simulated)"
+        return f"{figures.exposed_s:.3g} s a step, {share}"
+
     def if_any(num_bytes: int, what: str) -> str:
         return f"{_gb(num_bytes)}{what}" if num_bytes else ""
 
@@ -325,19 +327,14 @@ def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
         ("operations of a step", f"{need.flops:.3g} flop of all GPUs"),
         ("computation of a step", f"{found.compute_s:.3g} s at MFU {place.mfu:g} of "
          f"{gpu.peak_flops / 1e12:g} Tflop/s"),
-        ("exposed, this method", _exposed(config.method, found.own)),
-        ("exposed, allreduce", _exposed(ALLREDUCE, found.allreduce)),
+        ("exposed, this method", exposed(found.own) if found.own is not None
+         else f"not simulated: {LEFT_OUT[config.method]}"),
+        ("exposed, allreduce", exposed(found.allreduce)),
         ("time", f"{found.days:.3g} days, without evaluations and checkpoints"),
         ("checkpoint", f"{_gb(held.saved_bytes)} of all workers, {config.checkpoint.keep} kept"),
         ("data", "not published" if published is None else f"{_gb(published.num_bytes)} on disk"),
     ]  # fmt: skip
     return [(name, value) for name, value in facts if value]
-
-
-def _exposed(method: str, figures: Figures | None) -> str:
-    if figures is None:
-        return f"not simulated: {LEFT_OUT[method]}"
-    return f"{figures.exposed_s:.3g} s a step, {figures.exposed_share:.1%} of the time (simulated)"
 
 
 def main(make: Make, make_task: MakeTask, argv: Sequence[str]) -> int:
@@ -442,13 +439,12 @@ def _parser() -> argparse.ArgumentParser:
         epilog="All other words are overrides of train.py, such as task=gpt2 scale=paper.",
         description=__doc__,
     )
-    parser.add_argument("--gpus", help="default: the smallest power of two that holds the run")
-    parser.add_argument("--gpu", default="a100-80g", help=", ".join(GPUS))
-    parser.add_argument(
-        "--link", default="80gbps-tcp", help="of a server: a rate such as 80gbps, or a profile"
-    )
-    parser.add_argument("--server-size", default="8", help="GPUs that share a link to the others")
-    parser.add_argument("--mfu", default="0.4", help="share of the GPU's peak that is reached")
-    parser.add_argument("--all", action="store_true", help="the CO2 paper's tasks, scale=paper")
-    parser.add_argument("--out", metavar="FILE", help="of --all: the table in Markdown")
+    add = parser.add_argument
+    add("--gpus", help="default: the smallest power of two that holds the run")
+    add("--gpu", default="a100-80g", help=", ".join(GPUS))
+    add("--link", default="80gbps-tcp", help="of a server: a rate such as 80gbps, or a profile")
+    add("--server-size", default="8", help="GPUs that share a link to the others")
+    add("--mfu", default="0.4", help="share of the GPU's peak that is reached")
+    add("--all", action="store_true", help="the CO2 paper's tasks, scale=paper")
+    add("--out", metavar="FILE", help="of --all: the table in Markdown")
     return parser
