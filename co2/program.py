@@ -33,13 +33,11 @@ _ROOT = Path(__file__).parents[1]
 
 @contextlib.contextmanager
 def starting(name: str, slow: bool = True) -> Iterator[None]:
-    """Around the imports of a program: of the module that Python runs, and of a package on
-    `python -m`'s way to it. Elsewhere it does nothing.
-
-    A Python that is too old or lacks a package ends with one line, and Ctrl-C ends without any.
+    """Around the imports of the module that Python runs, and of a package on `python -m`'s way to
+    it. A Python that is too old or lacks a package ends with one line, and Ctrl-C without any.
 
     Args:
-        name: the module's `__name__`.
+        name: the module's `__name__`. In others than these nothing is done.
         slow: PyTorch is among them, so that they take seconds and a line tells of them.
     """
     if name != "__main__" and sys.argv[:1] != ["-m"]:
@@ -80,12 +78,9 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 
 def keep_output(training: bool = False) -> None:
-    """From now on a closed terminal and a pipe without a reader do not end this process, and every
-    line reaches its file in one piece: lines of several processes do not mix.
-
-    Args:
-        training: nor does a full disk, for there is more at stake than what is printed.
-    """
+    """From now on a closed terminal, a pipe without a reader and, in `training`, a full disk do not
+    end this process. Every line reaches its file in one piece: those of several processes do not
+    mix."""
     if training:
         _Lasting.ignored |= NO_ROOM
     for name in ("stdout", "stderr"):

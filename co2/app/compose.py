@@ -208,8 +208,7 @@ def _check_plugins(overrides: Sequence[str], multirun: bool) -> None:
             key, _, value = plugin.partition("=")
             require(multirun, key, value, f"{does} the jobs of a sweep; add -m")
             # find_spec fails where the package around the one that it looks for is missing.
-            whole = package.partition(".")[0]
-            there = find_spec(whole) is not None and find_spec(package) is not None
+            there = all(map(find_spec, (package.partition(".")[0], package)))
             where = f"pip install -e '.[{extra}]', or 'co2-suite[{extra}]' outside a clone"
             require(there, key, value, f"needs an extra: {where}")
             # That a file of ours sets values of the extra's own options is what we want.
@@ -217,11 +216,8 @@ def _check_plugins(overrides: Sequence[str], multirun: bool) -> None:
 
 
 def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
-    """The overrides of every run of a sweep: all combinations of its values.
-
-    Of an interval, in which only optuna's sweeper chooses, the two ends stand for all values.
-    Raises `ConfigError` for what Hydra cannot read.
-    """
+    """The overrides of every run of a sweep: all combinations of its values. Of an interval, in
+    which only optuna's sweeper chooses, the two ends stand for all. Raises `ConfigError`."""
     choices = []
     for override in _parsed(overrides):
         key, value = override.get_key_element(), override.value()
@@ -312,5 +308,5 @@ def _compose(folder: Path, overrides: Sequence[str]) -> Values:
 
 @lru_cache(maxsize=64)
 def _chosen(folder: Path, options: tuple[str, ...]) -> DictConfig:
-    """What Hydra composes of these options of groups, which takes it a tenth of a second."""
+    """What Hydra composes of these options of groups, in a tenth of a second."""
     return compose("config", list(options))

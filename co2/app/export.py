@@ -89,11 +89,8 @@ def once(model: nn.Module, prefix: str) -> dict[str, Tensor]:
 
 
 def _card(found: Finished, package: Package, files: Collection[str]) -> str:
-    """The README.md: what the model is, where it comes from, and how to read it.
-
-    Args:
-        files: names of those beside the weights.
-    """
+    """The README.md: what the model is, where it comes from, and how to read it. `files` are the
+    names of those beside the weights."""
     config, summary = found.config, found.summary
     figures = [
         f"- {name}: {'not finite' if value is None else f'{value:.4g}'}"

@@ -51,12 +51,9 @@ class Finished:
 
 
 def opened(tasks: Mapping[str, type[Task]], given: str) -> Finished:
-    """Open the folder of a finished run of one of these tasks, and the data of its task.
-
-    Raises:
-        ConfigError: there is no such folder, it holds no finished run of a known task, one of its
-            files is damaged, or its data are gone or others than it was trained on.
-    """
+    """Open the folder of a finished run of one of these tasks, and the data of its task. Raises
+    `ConfigError` for any other folder, a damaged file, and data that are gone or others than it was
+    trained on."""
     folder = Path(given)
     require(folder.is_dir(), "RUN", given, "no such folder; give the folder of a finished run")
     exported = (folder / weights.EXPORTED).is_file()

@@ -397,22 +397,13 @@ def table(planned: Callable[[Sequence[str]], Need], overrides: Sequence[str], pl
         except ConfigError as error:
             rows.append((task, str(error), *[""] * (len(head) - 2)))
             continue
-        train = need.config.train
-        rows.append(
-            (
-                " ".join([task, *settings]),
-                f"{need.held.num_parameters / 1e6:,.0f} M",
-                str(need.workers),
-                f"{need.global_batch:,}",
-                f"{train.steps:,}",
-                _gb(need.num_bytes),
-                f"{need.flops:.3g}",
-                "–" if found.own is None else f"{found.own.exposed_share:.1%}",
-                f"{found.allreduce.exposed_share:.1%}",
-                f"{found.days:.3g}",
-                _gb(need.held.saved_bytes),
-            )
-        )
+        own = "–" if found.own is None else f"{found.own.exposed_share:.1%}"
+        rows.append((
+            " ".join([task, *settings]), f"{need.held.num_parameters / 1e6:,.0f} M",
+            str(need.workers), f"{need.global_batch:,}", f"{need.config.train.steps:,}",
+            _gb(need.num_bytes), f"{need.flops:.3g}", own, f"{found.allreduce.exposed_share:.1%}",
+            f"{found.days:.3g}", _gb(need.held.saved_bytes),
+        ))  # fmt: skip
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 

@@ -86,14 +86,8 @@ def _written(tasks: Mapping[str, type[Task]], options: argparse.Namespace) -> It
 
 
 def drawn(logits: Tensor, temperature: float, top_k: int, draws: torch.Generator) -> int:
-    """The id of a token.
-
-    Args:
-        logits: of every token, fp32 [vocabulary].
-        temperature: by which they are divided; 0 takes the largest.
-        top_k: among so many of the largest.
-        draws: where the random number comes from.
-    """
+    """The id of a token, drawn among the `top_k` largest logits; at temperature 0 the largest.
+    `logits` are of every token, fp32 [vocabulary]."""
     values, ids = logits.topk(min(top_k, len(logits)))
     if temperature == 0:
         return int(ids[0])

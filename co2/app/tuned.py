@@ -1,9 +1,9 @@
 """`tuned=true`: the settings that won in `python -m recipes tune TASK METHOD`.
 
 They lie in conf/tuned/<task>/<method>.yaml, win over defaults and recipes, and lose to what the
-user gives. What a comparison is about is not tuned: τ, and whether moments are averaged too, which
-is three times the bytes. Where these are not the defaults, or the scale is not smoke, the name of
-the file says so: co2_tau48_average_moments_paper.yaml.
+user gives. What a comparison is about is not tuned: τ, and whether moments are averaged too. Where
+these are not the defaults, or the scale is not smoke, the name of the file says so:
+co2_tau48_average_moments_paper.yaml.
 """
 
 from collections.abc import Mapping, Sequence
