@@ -54,8 +54,7 @@ class TrainConfig:
     batch_size: int = 8
     """Samples in one micro-batch of one worker."""
     accumulate: int = 1
-    """Micro-batches of one worker whose gradients make one step; with `global_batch` it is worked
-    out."""
+    """Micro-batches of one worker whose gradients make one step; follows from `global_batch`."""
     global_batch: int | None = None
     """Samples in one step of the whole run. `accumulate` follows from it and the number of workers
     (co2/train/global_batch.py). null: batch_size × accumulate on each worker."""
@@ -80,8 +79,8 @@ class TrainConfig:
         if self.global_batch is not None:
             require_count("global_batch", self.global_batch)
         require(0 <= self.seed < 2**32, "seed", self.seed, "must be 0 or more, and below 2³²")
-        hint = "must be above 0, or null for no clipping"
         if self.clip_norm is not None:
+            hint = "must be above 0, or null for no clipping"
             require_number("clip_norm", self.clip_norm, 1e-30, hint)
         decay, hint = self.ema_decay, "must be above 0 and below 1, or null for no average"
         require(decay is None or 0 < decay < 1, "ema_decay", decay, hint)
@@ -239,8 +238,7 @@ class CommConfig:
     bucket_mb: float = 25.0
     """Largest payload of one collective, in MiB."""
     dtype: Precision = Precision.fp32
-    """Type of what travels: fp32 (fp64 for parameters that are fp64), or bf16, which is half the
-    bytes."""
+    """Type of what travels: fp32 (fp64 for fp64 parameters), or bf16, which is half the bytes."""
     device: CommDevice = CommDevice.auto
     """Where a method keeps its copies of the model and computes with them. auto: on the model's
     device. cpu: in the host's memory, from which gloo sends them; workers may then share a GPU."""
@@ -250,8 +248,7 @@ class CommConfig:
     replicas of several workers."""
 
     def __post_init__(self) -> None:
-        hint = "must be a finite number of MiB above 0"
-        require_number("bucket_mb", self.bucket_mb, 1e-9, hint)
+        require_number("bucket_mb", self.bucket_mb, 1e-9, "must be a finite number of MiB above 0")
 
 
 @dataclass
@@ -259,8 +256,7 @@ class CheckpointConfig:
     every: int = 100
     """Steps between checkpoints. With 0, a run saves only when a signal stops it."""
     keep: int = 2
-    """Number of newest checkpoints that are kept. With 2, a damaged newest one costs no more than
-    `every` steps."""
+    """How many of the newest are kept. With 2, a damaged one costs at most `every` steps."""
 
     def __post_init__(self) -> None:
         require(self.every >= 0, "every", self.every, "must be 0 or more steps")
