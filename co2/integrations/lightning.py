@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -46,18 +47,21 @@ class SyncStrategy(DDPStrategy):
         self.sync = sync
         """The method; during `fit` the one that keeps its replicas in step."""
         self._fitting = False
+        self._ending = False
+        """Whether training has ended, but callbacks may still write its final weights."""
+        self._trainer: Trainer | None = None
+        """The one that fits."""
+        self._end_first: Callback | None = None
+        """Its callback that ends training before others see its end, so that what they write
+        stays."""
         self._shown: AbstractContextManager[None] | None = None
         """The consensus, while validation looks at it."""
         self._given: dict[str, Any] | None = None
         """The weights that this strategy has given for the newest checkpoint."""
         self._ended: dict[str, Any] | None = None
         """What this replica held as training ended, to go on from."""
-        self._left = 0
-        """The checksum of the weights that the end of training has left."""
-        self._ending = False
-        """Whether training has ended, but callbacks may still write its final weights."""
-        self._trainer: Trainer | None = None
-        """The one that fits."""
+        self._left: list[int] = []
+        """The checksums of the weights that the end of training has left."""
         self._checkpoint = ""
 
     def configure_ddp(self) -> None:
@@ -81,7 +85,8 @@ class SyncStrategy(DDPStrategy):
         mesh = Mesh.world(device=self.root_device)
         self.model = self.sync.prepare(self.model, self.optimizers[0], mesh)
         self._trainer, self._fitting = trainer, True
-        _callbacks(trainer).insert(0, _EndFirst(self._end))
+        self._end_first = LambdaCallback(on_train_end=lambda *_: self._end())
+        _callbacks(trainer).insert(0, self._end_first)
 
     def optimizer_step(
         self,
@@ -117,8 +122,7 @@ class SyncStrategy(DDPStrategy):
                 self._end()
             self._hide()  # after an error in validation
             self._fitting = self._ending = False
-            kept = [one for one in _callbacks(trainer) if not isinstance(one, _EndFirst)]
-            _callbacks(trainer)[:] = kept
+            _callbacks(trainer).remove(self._end_first)
         super().teardown()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -189,7 +193,7 @@ class SyncStrategy(DDPStrategy):
         if self._ended is None:
             return None
         ended = {**self._ended, "optimizer": self.optimizers[0].state_dict()}
-        if loops.checksum(self._module) != self._left:  # then training goes on from those weights
+        if loops.checksums(self._module) != self._left:  # then training goes on from those weights
             ended["module"] = self._module.state_dict()
         return ended
 
@@ -202,12 +206,12 @@ class SyncStrategy(DDPStrategy):
         del held["optimizer"]  # it stays where it is
         self._ended = held
         loops.end(self.sync, self._module)
-        self._left = loops.checksum(self._module)
+        self._left = loops.checksums(self._module)
         self._fitting, self._ending = False, True
 
     def _agree(self) -> None:
         """Give all replicas the mean of what callbacks have made of the final weights, if any."""
-        written = loops.checksum(self._module) != self._left
+        written = loops.checksums(self._module) != self._left
         if self.reduce_boolean_decision(written, all=False):
             module = self._module
             final = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -248,16 +252,6 @@ class SyncStrategy(DDPStrategy):
         yield
         if again:
             self._show()
-
-
-class _EndFirst(Callback):
-    """Ends training before other callbacks see its end, so that what they write stays."""
-
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end = end
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end()
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:
