@@ -1,9 +1,10 @@
 """Peer: what the adapters to other people's implementations have in common."""
 
 import time
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from co2.config import Blocking, CommConfig
 from co2.methods.base import Method, MethodStats
@@ -15,18 +16,14 @@ class Peer(Method):
     From outside one cannot see what a peer does in its call, so exposed_s is all the time between
     the inner optimizer's last step of a round and the next round: waiting for the others, copying,
     the collectives, the outer step. (Our own methods count waiting alone.) comm_s is the same.
-    Bytes and model copies are computed by formula. A subclass sets:
-
-    - `Config`, a dataclass with `tau`;
-    - `package`, the module that must be installed;
-    - `extra_copies`, which for a peer includes what it holds only while it synchronizes;
-    - `set_up_peer()`, which makes the peer's own objects and returns the module to train;
-    - `advance()`, one inner step and what the peer does after it;
-    - `bytes_per_round()`.
+    Bytes and model copies are computed by formula. A subclass sets `Config`, a dataclass with
+    `tau`, `package`, `bytes_per_round` and `extra_copies`, which for a peer includes what it holds
+    only while it synchronizes. It extends `set_up`, which makes the peer's own objects.
     """
 
     blocking = Blocking.always
     package: ClassVar[str]
+    """The module that must be installed."""
 
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         super().__init__(config, comm)
@@ -34,8 +31,8 @@ class Peer(Method):
         self._inner_step_ended = 0.0
 
     def advance(self) -> None:
-        """Do one inner step, and whatever the peer does after it."""
-        raise NotImplementedError
+        """Do one inner step, and whatever the peer does after it, if that is no hook of its."""
+        self.optimizer.step()
 
     def bytes_per_round(self) -> float:
         """Bytes that one worker sends in one round."""
@@ -43,11 +40,7 @@ class Peer(Method):
 
     def set_up(self) -> nn.Module:
         self.optimizer.register_step_post_hook(self._start_clock)  # before the peer's own hooks
-        return self.set_up_peer()
-
-    def set_up_peer(self) -> nn.Module:
-        """Make the peer's own objects, and return the module to train."""
-        raise NotImplementedError
+        return self.model
 
     def step(self) -> None:
         super().step()
@@ -74,15 +67,12 @@ class Peer(Method):
         return self.config.tau
 
     @property
-    def extra_copies(self) -> float:
-        raise NotImplementedError
-
-    @property
     def extra_bytes(self) -> int:
         return round(self.extra_copies * self.copy_bytes)
 
-    def ring_bytes(self, payload: int) -> float:
-        """Bytes that one worker sends when a ring reduces so many: 2(G−1)/G of them."""
+    def ring_bytes(self, parameters: Iterable[Tensor]) -> float:
+        """Bytes that one worker sends when a ring reduces these: 2(G−1)/G of theirs."""
+        payload = sum(parameter.nbytes for parameter in parameters)
         return 2 * (self.mesh.num_replicas - 1) * payload / self.mesh.num_replicas
 
     def _start_clock(self, *_: object) -> None:

@@ -121,8 +121,8 @@ def _losses(title: str, one: Losses, other: Losses, whole: bool) -> Table:
         both = ["not finite" if own[first] is None else repr(own[first]) for own in (one, other)]
         text = f"{len(differ)} of {len(steps)} common steps differ. The first is {first}: "
         text += " and ".join(both)
-        text += "." if by[first] is None else f", a difference of {abs(by[first]):.3g}."
-        sizes = {step: abs(by[step]) for step in differ if by[step] is not None}
+        sizes = {step: abs(size) for step in differ if (size := by[step]) is not None}
+        text += f", a difference of {sizes[first]:.3g}." if first in sizes else "."
         if sizes:
             largest = max(sizes, key=sizes.__getitem__)
             text += f" The largest difference is {sizes[largest]:.3g}, at step {largest}."

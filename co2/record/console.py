@@ -41,7 +41,6 @@ class ProgressConsole(Console):
     """Worker 0's: a progress bar on a terminal, elsewhere a line every few seconds.
 
     Args:
-        title: of the run.
         steps: of the whole run.
         unit: what throughput counts, "tokens" or "samples".
         every_s: seconds between two lines where there is no terminal.
@@ -76,8 +75,9 @@ class ProgressConsole(Console):
         if self._seen > 1:
             self._ends.append(now)
         if not self._bar.disable:
-            shown = {"figures": text} if text else {}
-            self._bar.update(self._task, completed=step, **shown)
+            self._bar.update(self._task, completed=step)
+            if text:
+                self._bar.update(self._task, figures=text)
         elif text and (now - self._last_line >= self.every_s or step == self.steps):
             self.print_line(f"step {step}/{self.steps}  {text}{self._left(step)}")
             self._last_line = now

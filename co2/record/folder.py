@@ -101,7 +101,8 @@ def check_folder(config: Config, world: int, as_it_is: bool = False) -> None:
         free |= key == "train.accumulate" and config.train.global_batch is not None
         if free or then == now:
             continue
-        if key == "train.steps" and isinstance(then, int) and then < now and not as_it_is:
+        fewer = isinstance(then, int) and then < config.train.steps
+        if key == "train.steps" and fewer and not as_it_is:
             why = _objection_to_more_steps(config, folder, then)
             if not why:
                 continue

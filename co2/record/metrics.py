@@ -3,6 +3,7 @@
 A field's metadata holds its unit and its meaning, which W&B shows as a table.
 """
 
+# ruff: noqa: RUF009 — `figure` makes a dataclass field
 import dataclasses
 import json
 import math
@@ -16,7 +17,7 @@ Line = dict[str, Any]
 
 
 def figure(unit: str, meaning: str, **options: Any) -> Any:
-    """A dataclass field with a unit and a meaning."""
+    """A dataclass field with a meaning, and with a unit if it is a number."""
     return field(metadata={"unit": unit, "meaning": meaning}, **options)
 
 
@@ -39,8 +40,7 @@ class Metrics(Entry):
     kind = "train"
     loss: float = figure("nats", "training loss of worker 0 in the newest step that it has made")
     lr: float = figure("1", "learning rate of the inner optimizer's first parameter group")
-    throughput: float
-    """Tokens or samples per second, of all workers together: `<unit>_per_s` in a line."""
+    throughput: float = figure("", "of all workers together: <unit>_per_s in a line")
     comm_s: float = figure("s", "collectives, from launch to completion")
     exposed_s: float = figure("s", "computation stood still for collectives")
     bytes: float = figure("bytes", "sent by worker 0")
@@ -164,15 +164,12 @@ class Summary:
     tag: str
     scale: str
     seed: int
-    final: dict[str, float | None]
-    """Metrics of the last evaluation."""
-    baselines: dict[str, float | None]
-    """What no model should be worse than."""
+    final: dict[str, float | None] = figure("", "metrics of the last evaluation")
+    baselines: dict[str, float | None] = figure("", "what no model should be worse than")
     steps: int = figure("steps", "optimizer steps of every replica")
     workers: int = figure("workers", "processes that trained")
     replica_size: int = figure("workers", "workers that share one replica")
-    unit: str
-    """What throughput counts."""
+    unit: str = figure("", "what throughput counts")
     throughput: float = figure("units/s", "tokens or samples of all workers together")
     comm_s: float | None = figure("s", "collectives, from launch to completion")
     exposed_s: float | None = figure("s", "computation stood still for collectives")
@@ -184,11 +181,9 @@ class Summary:
     wall_s: float = figure("s", "from the start of the training loop to its end")
     peak_memory_bytes: int = figure("bytes", "held by one worker at most")
     extra_model_copies: float = figure("copies", "beyond parameters, gradients and inner state")
-    memory: Ledger
-    device: str
-    """Where worker 0 computed."""
-    folder: str
-    """Of the run, relative to where it was started."""
+    memory: Ledger = figure("", "held by one worker between steps")
+    device: str = figure("", "where worker 0 computed")
+    folder: str = figure("", "of the run, relative to where it was started")
     mfu: float | None = figure("share", "model FLOP utilization; of known GPUs", default=None)
     saving_s: float | None = figure("s", "training stood still for checkpoints", default=None)
     members: list[Line] = field(default_factory=list)
@@ -228,7 +223,7 @@ UNITS: tuple[tuple[str, str, str], ...] = (
         (prefix + own.name, own.metadata["unit"], own.metadata["meaning"])
         for prefix, kind in (("train/", Metrics), ("", Summary), ("memory.", Ledger))
         for own in dataclasses.fields(kind)
-        if own.metadata
+        if own.metadata.get("unit")
     ),
     ("exchange.behind_s", "s", "experts computed between exchanges"),
     ("exchange.*_s", "s", "tokens were under way to experts, or computation stood still for them"),

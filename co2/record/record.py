@@ -50,12 +50,9 @@ class FolderRecord(Record):
     """Worker 0's: config.yaml, manifest.json, metrics.jsonl and summary.json in the run's folder.
 
     Args:
-        config: of the run.
         world: number of workers.
         unit: what throughput counts, "tokens" or "samples".
         data: the fingerprint of the data, as JSON values.
-        origin: how the run was started.
-        console: where lines for a person go.
         init_from: folder and digest of the weights that the run started from, for manifest.json.
     """
 

@@ -63,8 +63,7 @@ class Timeline:
         return max(0, len(self.step_ends) - 1)
 
     def last(self, steps: int) -> "Timeline":
-        """The timeline of the last so many steps, of which there must be as many."""
-        assert 0 < steps <= self.steps
+        """The timeline of the last so many steps, at least one."""
         ends = self.step_ends[-steps - 1 :]
         begin, end = ends[0], ends[-1]
 
@@ -125,11 +124,7 @@ def title(run: Path) -> str:
 
 
 def read(run: Path, rank: int = 0) -> Timeline:
-    """The trace of one worker of a run.
-
-    Raises:
-        ConfigError: there is none, or it is no trace.
-    """
+    """The trace of one worker of a run. Raises `ConfigError` where none can be read."""
     path = run / "trace" / f"rank_{rank}.json"
     hint = f"{path} is missing; train with trace=true, at least two rounds and three steps"
     require(path.is_file(), "RUN", run, hint)

@@ -53,8 +53,7 @@ class Tracking:
     """The W&B run of a run, which hears of every line of metrics.jsonl once it has begun.
 
     Args:
-        config: of the run.
-        values: the same as plain values.
+        values: `config` as plain values.
         tags: of the W&B run, beside task, method and scale.
         console: prints the line that a person reads when W&B fails.
     """
@@ -93,29 +92,29 @@ class Tracking:
         try:
             try:
                 if self._run is None:
-                    self._begin(self._step)
+                    self._begin()
                 action()
             except ConnectionError:
                 with contextlib.suppress(ConnectionError):
                     _await_end()
-                self._begin(self._step)
+                self._begin()
                 action()
         except Exception as error:  # whatever it is, it is not worth a training
             self._on = False
             reason = f"{type(error).__name__}: {first_line(error)}"
             self._console.print_line(f"W&B: {reason}; the run goes on without it")
 
-    def _begin(self, step: int) -> None:
+    def _begin(self) -> None:
         """Start another segment, with all the lines of those that it replaces."""
         import wandb
 
         place, config = self._folder / "wandb", self._config
         state = {"id": uuid.uuid4().hex[:12], "segments": [], **_state(place)}
-        replaced = list(_to_replace(place, state["segments"], step))
-        begun = min([step, *(segment["begun"] for segment in replaced)])
+        replaced = list(_to_replace(place, state["segments"], self._step))
+        begun = min([self._step, *(segment["begun"] for segment in replaced)])
         # WANDB_RUN_GROUP, which a sweep sets, counts in place of our group, WANDB_TAGS beside ours.
-        tags = [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag]
-        tags = [config.task, config.method, config.scale, *tags, *self._tags]
+        tags = [*os.environ.get("WANDB_TAGS", "").split(","), *self._tags]
+        tags = [config.task, config.method, config.scale, *filter(None, tags)]
         self._run = wandb.init(
             project="co2-suite",
             dir=self._folder,
@@ -200,7 +199,7 @@ def _await_end() -> None:
 
 def is_open(place: Path) -> bool:
     """Whether the last segment in a run's folder `wandb` is still being written, or was cut off."""
-    segments = _state(place).get("segments")
+    segments = _state(place).get("segments", [])
     return bool(segments) and segments[-1]["ended"] is None
 
 
@@ -255,8 +254,7 @@ def _figures(run: Path, lines: Sequence[Line]) -> dict[str, "Figure"]:
         found = [e for e in lines if e["kind"] == kind and e.get("loss") is not None]
         steps, losses = [e["step"] for e in found], [e["loss"] for e in found]
         axis.plot(steps, losses, label=label, marker="o" if kind == "eval" else None)
-    axis.set_xlabel("steps")
-    axis.set_ylabel("loss")
+    axis.set(xlabel="steps", ylabel="loss")
     axis.legend()
     figures = {"loss": figure}
     if (run / "trace" / "rank_0.json").is_file():
