@@ -39,18 +39,6 @@ def written_aside(folder: Path, sound: Callable[[], bool]) -> Iterator[Path]:
             _remove(aside)
 
 
-def nearest_existing(place: Path) -> Path:
-    """The place itself, or the nearest above it that exists. Raises `OSError`."""
-    place = place.absolute()
-    return next(path for path in (place, *place.parents) if path.exists())
-
-
-def try_to_write(folder: Path) -> None:
-    """Make a folder there and remove it, for os.access finds /proc writable. Raises `OSError`."""
-    with tempfile.TemporaryDirectory(prefix=".writable", dir=folder):
-        pass
-
-
 def require_writable(key: str, root: object, place: Path) -> None:
     """Raise `ConfigError` where nothing can be made, before long work whose result is to lie there.
 
@@ -60,8 +48,10 @@ def require_writable(key: str, root: object, place: Path) -> None:
     """
     there = place.absolute().parent
     try:
-        there = nearest_existing(there)
-        try_to_write(there)
+        there = next(path for path in (there, *there.parents) if path.exists())
+        # By a trial: os.access finds /proc writable.
+        with tempfile.TemporaryDirectory(prefix=".writable", dir=there):
+            pass
     except OSError as error:
         hint = f"cannot write {there} ({error.strerror}); choose another"
         raise ConfigError(key, root, hint) from None

@@ -16,7 +16,7 @@ from co2.app.compose import Values, key_of, unreadable
 from co2.errors import require
 from co2.peers import known_methods
 from co2.program import python
-from co2.record.folder import flat
+from co2.record.metrics import flat
 
 Settings = dict[str, object]
 """By full name, as on the command line: `co2.outer_lr` → 0.7."""
@@ -61,10 +61,10 @@ def tuned_settings(conf: Path, task: str, method: str, scale: str, node: Node) -
     hint = f"task={task} method={method} has no {path.name} in conf/tuned/{task}; make it: "
     require(path.exists(), "tuned", "true", hint + command)
     try:
-        found = flat(OmegaConf.to_container(OmegaConf.load(path)))
+        found: Any = OmegaConf.to_container(OmegaConf.load(path))
     except yaml.YAMLError as error:
         raise unreadable("tuned", "true", error) from None
-    return {".".join(names): value for names, value in found.items()}
+    return flat(found)
 
 
 def tuned_file(conf: Path, task: str, method: str, scale: str, node: Node) -> Path:
