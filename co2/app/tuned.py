@@ -8,6 +8,7 @@ co2_tau48_average_moments_paper.yaml.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
