@@ -98,12 +98,12 @@ def until_cut(act: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=run, name="until cut", daemon=True)
     thread.start()
-    if not joined(thread, connections):
+    if not thread_ended(thread, connections):
         raise RuntimeError("what all do together was cut")
     return done.result()
 
 
-def joined(thread: threading.Thread, connections: Connections) -> bool:
+def thread_ended(thread: threading.Thread, connections: Connections) -> bool:
     """Wait until a thread that uses connections has ended. False: it never will, for it was
     forgotten when they were cut."""
     while thread.is_alive():

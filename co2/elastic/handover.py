@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from co2.comm.waiting import joined, until_cut
+from co2.comm.waiting import thread_ended, until_cut
 from co2.elastic.sockets import Sockets
 
 _TAG = 1
@@ -47,7 +47,7 @@ class Handover:
     def close(self) -> None:
         """Wait until all is sent, or cannot be sent any more because the group has ended."""
         if self._thread is not None:
-            joined(self._thread, self._sockets)
+            thread_ended(self._thread, self._sockets)
             self._thread = None
 
 

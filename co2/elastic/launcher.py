@@ -86,7 +86,7 @@ def check(config: Config, method: Method, started: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Told:
+class Orders:
     """What the process that starts workers has been told."""
 
     stop: threading.Event = field(default_factory=threading.Event)
@@ -95,7 +95,7 @@ class Told:
     """To kill them all: then no other is started."""
 
 
-def launch(worker: Callable[[int], int], config: LaunchConfig, told: Told) -> int:
+def launch(worker: Callable[[int], int], config: LaunchConfig, orders: Orders) -> int:
     """Run `worker(number)` in `config.workers` processes of this machine, and in others where some
     are lost.
 
@@ -107,7 +107,7 @@ def launch(worker: Callable[[int], int], config: LaunchConfig, told: Told) -> in
     store = OwnStore() if config.store is None else SharedStore(config)
     starter = _Starter(worker, config, store)
     try:
-        return store.leave(starter.run(told))
+        return store.leave(starter.run(orders))
     except dist.DistNetworkError:
         return starter.end_without_store()
 
@@ -125,10 +125,10 @@ class _Starter:
         # An interpreter in a lost one's place would take some rounds of the others to start.
         self._context = forked.context()
 
-    def run(self, told: Told) -> int:
+    def run(self, orders: Orders) -> int:
         """Start them, and others where some are lost, until all have ended. Returns the status."""
         forked.import_all(self._context)  # a machine that says nothing meanwhile counts as lost
-        found = self._place.begin(self._config.workers, told.stop)
+        found = self._place.begin(self._config.workers, orders.stop)
         if found is None:
             return PREEMPTED
         own, first = found
@@ -137,7 +137,7 @@ class _Starter:
         given_up = False
         while self._running:
             wait([process.sentinel for process in self._running.values()], _LOOK_S)
-            self._look(told)
+            self._look(orders)
             if not self._running:
                 break
             inside = any(
@@ -145,7 +145,7 @@ class _Starter:
                 for number in self._running
             )
             over = self._place.is_over(inside)
-            given_up = not over and not inside and told.stop.is_set()
+            given_up = not over and not inside and orders.stop.is_set()
             if over or given_up:
                 self._kill()
         return PREEMPTED if given_up else self._status()
@@ -170,7 +170,7 @@ class _Starter:
         process.start()
         self._running[number] = process
 
-    def _look(self, told: Told) -> None:
+    def _look(self, orders: Orders) -> None:
         """See who has ended, tell the others, and start others in their place."""
         for number, process in list(self._running.items()):
             status = process.exitcode
@@ -185,7 +185,7 @@ class _Starter:
                 continue
             announce_gone(self._store, number)
             others = self._running or not self._place.alone
-            if others and self._restarts > 0 and status not in FINAL and not told.kill.is_set():
+            if others and self._restarts > 0 and status not in FINAL and not orders.kill.is_set():
                 self._restarts -= 1
                 self._start(self._place.new_numbers(1), self._local_ranks[number], ())
 

@@ -67,7 +67,7 @@ _ASKED = "asked"
 
 
 @dataclass(frozen=True)
-class Record:
+class Roster:
     """Who is in a generation, as its first complete report has it."""
 
     ids: tuple[int, ...]
@@ -82,7 +82,7 @@ class Record:
         return json.dumps([self.ids, list(self.lost.items()), self.admitted])
 
     @classmethod
-    def of(cls, text: bytes) -> "Record":
+    def of(cls, text: bytes) -> "Roster":
         """The reverse of `text`."""
         ids, lost, admitted = json.loads(text)
         return cls(tuple(ids), dict(lost), admitted)
@@ -122,7 +122,7 @@ class Members:
         self._address, self._backend = address, backend
         if "nccl" in backend:
             nccl.expect_losses()
-        self.store, self._told, beating = (connected(address) for _ in range(3))
+        self.store, self._reporting, beating = (connected(address) for _ in range(3))
         self.ids: tuple[int, ...] = ()
         """Members of this generation, in the order of their ranks."""
         self.generation = -1
@@ -140,7 +140,7 @@ class Members:
         self.steps: Mapping[int, int] = {}
         """How many steps each member makes in the round under way; empty where all make as many."""
         self._pace: float | None = None
-        self._pace_told: float | None = None
+        self._pace_sent: float | None = None
         self._admitted = 0
         self._next, self._unsettled, self._low = 0, set[int](), 1
         """The last ticket of this generation, those that are not settled, and the first of those as
@@ -218,7 +218,7 @@ class Members:
     def agree(self) -> None:
         """Wait until all members have come here. Raises `MemberLost`."""
         ticket = self.open()
-        self._tell(self.store, ticket)
+        self._commit_vote(self.store, ticket)
         self.settle(ticket)
 
     def ask_to_stop(self) -> None:
@@ -228,20 +228,20 @@ class Members:
     def _report(self, ticket: Ticket, well: bool) -> None:
         """In the thread for it."""
         if well:
-            self._tell(self._told, ticket)
+            self._commit_vote(self._reporting, ticket)
         else:
-            self.give_up(self._told, ticket[0])
+            self.give_up(self._reporting, ticket[0])
 
-    def _tell(self, store: dist.Store, ticket: Ticket) -> None:
+    def _commit_vote(self, store: dist.Store, ticket: Ticket) -> None:
         """Report success; the last reporter commits."""
         ids = self.ids
         if ticket[0] != self.generation:  # it has ended since; `ids` are the next one's
             return
         read_by_all = self._read_by_all.pop(ticket[1], range(0))
         pace = self._pace
-        if pace is not None and pace != self._pace_told:
+        if pace is not None and pace != self._pace_sent:
             store.set(key("pace", self.me), repr(pace))
-            self._pace_told = pace
+            self._pace_sent = pace
         if store.add(key("done", *ticket), 1) == len(ids):
             stop, asked = store.multi_get([STOP, _ASKED])
             words = [OK]
@@ -263,7 +263,7 @@ class Members:
         """In the thread for reports: delete something. Returns whether there was anything."""
         if not self._waste:
             return False
-        self._told.delete_key(self._waste.popleft())
+        self._reporting.delete_key(self._waste.popleft())
         return True
 
     # Steps.
@@ -346,7 +346,7 @@ class Members:
             self.generation = int(self.store.get(f"invited/{number}"))
             self._report_for_generation()
             try:
-                self._enter(self._record(()))
+                self._enter(self._roster(()))
             except (Expelled, RuntimeError):  # somebody was lost just then: ask again
                 continue
             self.joined = (self.me,)
@@ -414,23 +414,23 @@ class Members:
             candidates = (*old, *newcomers)
             self._heart.watch(candidates)
             self._report_for_generation()
-            record = self._record(candidates)
-            lost = {**record.lost, **lost}
-            for one, why in record.lost.items():
+            roster = self._roster(candidates)
+            lost = {**roster.lost, **lost}
+            for one, why in roster.lost.items():
                 self.store.set(key(LOST, one), why)
             try:
-                self._enter(record)
+                self._enter(roster)
             except Expelled:
                 raise
             except RuntimeError as error:  # one of them was lost since it reported
                 self.give_up(self.store, self.generation)
-                tried.append(record.ids)
-                if tried.count(record.ids) == _ATTEMPTS:
+                tried.append(roster.ids)
+                if tried.count(roster.ids) == _ATTEMPTS:
                     text = first_line(error)
                     raise Unreachable(f"members cannot connect with each other ({text})") from error
                 continue
             self.lost = {one: why for one, why in lost.items() if one in old}
-            # By the record: not all members may have seen the same newcomers wait.
+            # By the roster: not all members may have seen the same newcomers wait.
             self.joined = tuple(sorted(one for one in self.ids if one not in old))
             return
 
@@ -448,7 +448,7 @@ class Members:
     def _report_for_generation(self) -> None:
         add_to(self.store, key("here", self.generation), self.me)
 
-    def _record(self, candidates: tuple[int, ...]) -> Record:
+    def _roster(self, candidates: tuple[int, ...]) -> Roster:
         """Wait until it is known who is in this generation. Those who join have no candidates, and
         leave it to the others to say so."""
         name = key("members", self.generation)
@@ -459,17 +459,17 @@ class Members:
                 away = {one: self._heart.silence(one) for one in candidates if one not in here}
                 if all(away.values()):
                     ids = tuple(sorted(one for one in candidates if one not in away))
-                    self.store.compare_set(name, "", Record(ids, away, self._admitted).text())
+                    self.store.compare_set(name, "", Roster(ids, away, self._admitted).text())
                     continue
             time.sleep(max(_POLL_S, _POLL_PER_MEMBER_S * len(candidates)))
-        return Record.of(self.store.get(name))
+        return Roster.of(self.store.get(name))
 
-    def _enter(self, record: Record) -> None:
-        """Connect with the members of a record. Raises `Expelled`, or `RuntimeError` if one of them
+    def _enter(self, roster: Roster) -> None:
+        """Connect with the members of a roster. Raises `Expelled`, or `RuntimeError` if one of them
         is not there."""
-        if self.me not in record.ids:
+        if self.me not in roster.ids:
             raise Expelled("it was silent for too long; the others have gone on without it")
-        self._admitted = record.admitted
+        self._admitted = roster.admitted
         # A connection of the generation's own: when it is cut, nobody waits any more for the
         # address of one that is lost.
         meeting = Sockets()
@@ -479,14 +479,14 @@ class Members:
         with self._turning:
             self._meeting, self.sockets = meeting, Sockets()
         use(self.sockets)
-        self.ids = record.ids
-        self._heart.watch(record.ids, self.generation)
+        self.ids = roster.ids
+        self._heart.watch(roster.ids, self.generation)
         with self.sockets.opening():
             dist.init_process_group(
                 self._backend,
                 store=dist.PrefixStore(key("groups", self.generation), store),
-                rank=record.ids.index(self.me),
-                world_size=len(record.ids),
+                rank=roster.ids.index(self.me),
+                world_size=len(roster.ids),
                 timeout=FORMING,
             )
 

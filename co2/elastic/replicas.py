@@ -126,7 +126,7 @@ class Replicas:
         ranks = [self.members.ids.index(one) for one in self.members.joined]
         self._handover.give(state, whole, ranks, group, self.members.sockets)
 
-    def join(
+    def receive_state(
         self,
         prepare: Callable[[], object],
         load: Callable[[Any], T],

@@ -121,7 +121,7 @@ class RecoveringMean(BackgroundMean):
                 self.buffer.copy_(self._sent)
                 self._again = True
         self._ticket = None
-        self._join_replicas(mesh)
+        self._make_group(mesh)
 
     def relaunch(self) -> None:
         """After `regroup`: take the mean that does not count anew, of those who were there when it

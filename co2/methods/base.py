@@ -120,14 +120,14 @@ class Method:
         check_plain(model)
         _check_step(optimizer)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
-        self._join_replicas(mesh)
-        mesh.on_change(self._join_replicas)
+        self._regroup(mesh)
+        mesh.on_change(self._regroup)
         self._known = {id(param) for param in self._trained()}
         if fresh:
             replicate(model, self.group)
         return self.set_up()
 
-    def _join_replicas(self, mesh: Mesh) -> None:
+    def _regroup(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.group = mesh.new_group_across_replicas()
         self.replica_group = mesh.new_group_within_replica()

@@ -209,8 +209,8 @@ def run(worker: Worker, config: Config) -> int:
         place = f"launch.workers={config.launch.workers}: training on the CPU"
         print(f"{place}; {crowded}", file=sys.stderr, flush=True)
     if config.launch.elastic:
-        with _forwarded(stop_signals()) as told:
-            return launcher.launch(partial(_guarded, worker, config), config.launch, told)
+        with _forwarded(stop_signals()) as orders:
+            return launcher.launch(partial(_guarded, worker, config), config.launch, orders)
     if config.launch.workers == 1:
         return _guarded(worker, config, 0)
     return _spawn(worker, config)
@@ -367,7 +367,7 @@ def _spawn(worker: Worker, config: Config) -> int:
 
 
 @contextlib.contextmanager
-def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[launcher.Told]:
+def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[launcher.Orders]:
     """Inside, these signals are handed on to the workers. A second Ctrl-C kills the workers.
 
     The signals are blocked in this process, and so in the workers that it starts, which unblock
@@ -381,12 +381,12 @@ def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[launcher.Told]:
     # Python's resource tracker must start with them blocked, too; starting it unblocks some here.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    done, told = threading.Event(), launcher.Told()
-    arguments = (signals, received, done, told)
+    done, orders = threading.Event(), launcher.Orders()
+    arguments = (signals, received, done, orders)
     thread = threading.Thread(target=_forward, args=arguments, daemon=True)
     thread.start()
     try:
-        yield told
+        yield orders
     finally:
         done.set()
         thread.join()
@@ -399,7 +399,7 @@ def _forward(
     signals: tuple[signal.Signals, ...],
     received: list[int],
     done: threading.Event,
-    told: launcher.Told,
+    orders: launcher.Orders,
 ) -> None:
     reached: set[tuple[int, int]] = set()
     while not done.wait(0.1):
@@ -409,9 +409,9 @@ def _forward(
         if not received:
             continue
         number = signal.SIGKILL if received.count(signal.SIGINT) > 1 else received[-1]
-        told.stop.set()
+        orders.stop.set()
         if number == signal.SIGKILL:
-            told.kill.set()
+            orders.kill.set()
         for child in multiprocessing.active_children():
             if child.pid is not None and (child.pid, number) not in reached:
                 reached.add((child.pid, number))

@@ -63,7 +63,7 @@ class Run:
             trace = ProfilerTrace(folder / "trace" / f"rank_{mesh.worker}.json")
         silent = Console(), Record()
         made = cls(config, folder, mesh, task, method, *silent, trace, control, origin, lock)
-        mesh.on_change(made._join_workers)
+        mesh.on_change(made._regroup)
         if lock is not None:
             try:
                 made._speak()
@@ -72,7 +72,7 @@ class Run:
                 raise
         return made
 
-    def _join_workers(self, mesh: Mesh) -> None:
+    def _regroup(self, mesh: Mesh) -> None:
         self.mesh, self.control = mesh, mesh.new_group_of_workers("gloo")
 
     def take_over(self, step: int) -> None:

@@ -95,7 +95,7 @@ class Session:
             replicas.begin(self._changed)
         totals: dict[str, Any] | None
         if replicas is not None and mesh.newcomer:
-            totals = replicas.join(self.checkpoints.finish, self._load_given, run.control)
+            totals = replicas.receive_state(self.checkpoints.finish, self._load_given, run.control)
         else:
             totals = self._resume()
         self.began_at = self.step
@@ -161,7 +161,7 @@ class Session:
 
     def synchronize(self) -> None:
         """The inner step, and the synchronization due now."""
-        self.quorum.tell(self.step)
+        self.quorum.report_pace(self.step)
         self.run.method.step()
         shares = self.quorum.share_out(self.step)
         if shares is not None:

@@ -45,13 +45,13 @@ class Replica:
         self.method: Method = cls(cls.Config(tau=TAU, **CONFIGS[name]))
         self.replicas = Replicas(members, torch.device("cpu"))
         mesh = self.replicas.mesh
-        self._join_workers(mesh)
-        mesh.on_change(self._join_workers)
+        self._regroup(mesh)
+        mesh.on_change(self._regroup)
         self.method.prepare(self.model, self.optimizer, mesh, fresh=not mesh.newcomer)
         self.quorum = Quorum(None, TAU, members, torch.device("cpu"), weighted=True)
         self.replicas.begin(self._changed)
 
-    def _join_workers(self, mesh: Mesh) -> None:
+    def _regroup(self, mesh: Mesh) -> None:
         self.control = mesh.new_group_of_workers()
 
     def _changed(self, lost: Mapping[int, str], before: int, began: float) -> None:
@@ -106,7 +106,7 @@ def train(rank: int, world: int, port: int, name: str) -> tuple[list[float], lis
     if rank == world - 1:
         members.join()
         replica = Replica(rank, name, members)
-        replica.replicas.join(
+        replica.replicas.receive_state(
             lambda: members.store.wait(["trained on"]), replica.load, replica.control
         )
     else:

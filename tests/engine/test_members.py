@@ -17,7 +17,7 @@ from co2.comm.background import new_mean
 from co2.comm.waiting import finish
 from co2.config import CommConfig
 from co2.elastic.heartbeat import add_to, announce_gone, key
-from co2.elastic.members import Expelled, MemberLost, Members, Record
+from co2.elastic.members import Expelled, MemberLost, Members, Roster
 from co2.elastic.replicas import Replicas
 from co2.methods import METHODS
 from tests.workers import Pool
@@ -398,10 +398,10 @@ def come_in_vain(rank: int, world: int, port: int) -> tuple[int, ...]:
         members.formed()
         enter, errors = members._enter, [RuntimeError("no connection")] * (rank == 0)
 
-        def fail_once(record: Record) -> None:
+        def fail_once(roster: Roster) -> None:
             if errors:
                 raise errors.pop()
-            enter(record)
+            enter(roster)
 
         with patch.object(members, "_enter", fail_once):
             while len(members.ids) < world:

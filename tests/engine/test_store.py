@@ -18,7 +18,7 @@ from co2 import forked
 from co2.config import LaunchConfig
 from co2.elastic import store as module
 from co2.elastic.heartbeat import add_to
-from co2.elastic.launcher import Told, _Starter
+from co2.elastic.launcher import Orders, _Starter
 from co2.elastic.members import Members, Unreachable
 from co2.elastic.store import INSIDE, WAITING, OwnStore, SharedStore, keep
 from co2.errors import PREEMPTED
@@ -147,7 +147,7 @@ def test_a_node_reports_once_its_workers_need_not_import_any_more(
     place = OwnStore()
     monkeypatch.setattr(place, "begin", lambda *_: done.append("reported"))
     config = LaunchConfig(elastic=True)
-    assert _Starter(lambda number: 0, config, place).run(Told()) == PREEMPTED
+    assert _Starter(lambda number: 0, config, place).run(Orders()) == PREEMPTED
     assert done == ["imported", "reported"]
 
 
