@@ -24,7 +24,7 @@ class Elastic(Protocol):
         """How many times the replicas have changed."""
         ...
 
-    def new_group(self, ranks: list[int], backend: str | None) -> object:
+    def new_group(self, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
         """Make a process group that ends when one of its workers is lost."""
         ...
 
@@ -120,8 +120,11 @@ class Mesh:
 
     def new_group_within_replica(self, backend: str | None = None) -> dist.ProcessGroup | None:
         """Make a process group of this replica's workers; None if it has only one."""
-        first = self.replica * self.replica_size
-        return self._group(range(first, first + self.replica_size), backend)
+        if self.replica_size == 1:
+            return None
+        # Where replicas come and go, PyTorch's default group is this replica alone.
+        first = self.replica * self.replica_size if self.elastic is None else 0
+        return _new_group(range(first, first + self.replica_size), backend)
 
     def new_group_of_workers(self, backend: str | None = None) -> dist.ProcessGroup | None:
         """Make a process group of all workers; None if there is only one."""
@@ -132,14 +135,15 @@ class Mesh:
         in one of them, and need not know of the rest. None for this worker alone."""
         if len(ranks) == 1:
             return None
-        make = self._plain_group if self.elastic is None else self.elastic.new_group
-        group = make(list(ranks), backend)
-        assert isinstance(group, dist.ProcessGroup), "this worker is a member"
-        return group
+        if self.elastic is not None:
+            return self.elastic.new_group(ranks, backend)
+        return _new_group(ranks, backend)
 
-    @staticmethod
-    def _plain_group(ranks: list[int], backend: str | None) -> object:
-        return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+
+def _new_group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
+    group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup), "this worker is a member"
+    return group
 
 
 def check_replica_size(replica_size: int, workers: int) -> None:

@@ -51,13 +51,14 @@ class Handover:
             self._thread = None
 
 
-def receive(group: dist.ProcessGroup | None) -> Any:
-    """What the first of the group gives this worker. Raises `RuntimeError` if it is lost meanwhile.
-    `Any`: see `Handover.give`."""
-    length = torch.empty((), dtype=torch.int64)
-    until_cut(lambda: dist.recv(length, group=group, group_src=0, tag=_TAG))
+def receive(group: dist.ProcessGroup, rank: int) -> Any:
+    """What the one with this rank in the group gives this worker. Raises `RuntimeError` if it is
+    lost meanwhile. `Any`: see `Handover.give`."""
+    # Not dist.recv and dist.send, which ask for the ranks of the members in the default group.
+    length = torch.empty(1, dtype=torch.int64)
+    until_cut(lambda: group.recv([length], rank, _TAG).wait())
     payload = torch.empty(int(length), dtype=torch.uint8)
-    until_cut(lambda: dist.recv(payload, group=group, group_src=0, tag=_TAG))
+    until_cut(lambda: group.recv([payload], rank, _TAG).wait())
     read = io.BytesIO(payload.numpy().tobytes())
     return torch.load(read, map_location="cpu", weights_only=True)
 
@@ -75,7 +76,6 @@ def _send(
         torch.save(state, content)
         payload = torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
         for rank in ranks:
-            # Not dist.send, which raises another error for a group that has ended.
             group.send([torch.tensor(payload.numel())], rank, _TAG).wait()
             group.send([payload], rank, _TAG).wait()
     except (RuntimeError, MemoryError):

@@ -34,15 +34,15 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from co2.comm.waiting import until_cut, use
-from co2.elastic import nccl
+from co2.comm.waiting import until_cut, use, well_on_all
+from co2.elastic import groups, nccl
 from co2.elastic.heartbeat import STOP, TICK_S, Heartbeat, StoreLost, add_to, key, listed
 from co2.elastic.reports import Reports, Ticket
 from co2.elastic.sockets import Sockets
@@ -110,15 +110,22 @@ class Members:
         silent_s: seconds without a sign of life after which a member counts as lost.
         backend: of the process groups, as `init_process_group` takes it. NCCL's are those of the
             current GPU.
+        replica_size: processes of a replica, which have successive numbers. They wait for each
+            other here, and make their own world PyTorch's default group.
     """
 
     def __init__(
-        self, address: tuple[str, int], me: int, silent_s: float, backend: str = "gloo"
+        self,
+        address: tuple[str, int],
+        me: int,
+        silent_s: float,
+        backend: str = "gloo",
+        replica_size: int = 1,
     ) -> None:
         # A collection looks no more at what there is by now. It would take a second or more amid
         # every recovery (`_break_up`), and make copies of what a worker shares with its parent.
         gc.freeze()
-        self.me = me
+        self.me, self.replica_size = me, replica_size
         self._address, self._backend = address, backend
         if "nccl" in backend:
             nccl.expect_losses()
@@ -155,6 +162,8 @@ class Members:
         """Whether this generation has ended for all, because one of them is lost."""
         self.sockets = self._meeting = Sockets()
         """What carries collectives, and what the members of a generation find each other by."""
+        self._groups: list[dist.ProcessGroup] = []
+        """Those of this generation; the first is of all its members."""
         use(self.sockets)
         self._turning = threading.Lock()
         """Held while this generation becomes the next."""
@@ -162,6 +171,9 @@ class Members:
         self.store.compare_set(_ASKED, "", " ")  # so that it is there
         self._reports = Reports(self._report, self._tidy, self._reports_failed)
         self._heart = Heartbeat(beating, me, silent_s, self._over).start()
+        replica, rank = divmod(me, replica_size)
+        own = dist.PrefixStore(key("replica", replica), self.another_store())
+        dist.init_process_group(backend, store=own, rank=rank, world_size=replica_size)
 
     # Tickets.
 
@@ -320,7 +332,7 @@ class Members:
         self.sockets.cut()  # first: what NCCL ends from here on does not count
         self._meeting.cut()
         if not ended:
-            nccl.abort()
+            nccl.abort(nccl.backends(self._groups))
 
     def _decide(self, store: dist.Store, ticket: Ticket, words: str) -> str:
         """Write a decision unless there is one. Returns what is decided."""
@@ -334,9 +346,12 @@ class Members:
         self._form(tuple(ids), admit=False)
 
     def join(self) -> None:
-        """Wait to be let in by the members of a run that goes on, and be one of them."""
+        """Wait to be let in by the members of a run that goes on, and be one of them. All processes
+        of a replica come in together."""
         while True:
-            add_to(self.store, _ASKED, self.me)
+            if self.me % self.replica_size == 0:
+                add_to(self.store, _ASKED, *range(self.me, self.me + self.replica_size))
+            well_on_all(True)  # asked by now
             asked = self._asked()
             number = len(asked) - 1 - asked[::-1].index(self.me)
             while not self.store.check([f"invited/{number}"]):
@@ -345,12 +360,17 @@ class Members:
             self._break_up()
             self.generation = int(self.store.get(f"invited/{number}"))
             self._report_for_generation()
+            entered = False
             try:
                 self._enter(self._roster(()))
-            except (Expelled, RuntimeError):  # somebody was lost just then: ask again
-                continue
-            self.joined = (self.me,)
-            return
+                entered = True
+            except Expelled:  # the others were in time without this one
+                pass
+            except RuntimeError:  # somebody was lost just then
+                self.give_up(self.store, self.generation)
+            if well_on_all(entered):
+                self.joined = (self.me,)
+                return
 
     def renew(self, admit: bool) -> None:
         """Form the next generation, of those members that are left.
@@ -373,15 +393,15 @@ class Members:
         if len(self.ids) > 1:
             ports: list[list[int]] = [[] for _ in self.ids]
             own = self.sockets.listening()
-            until_cut(lambda: dist.all_gather_object(ports, own))
+            until_cut(lambda: dist.all_gather_object(ports, own, self._groups[0]))
             self.sockets.keep({port for one in ports for port in one})
-        on_gpus = nccl.backends()
+        on_gpus = nccl.backends(self._groups)
         if on_gpus:
             device = torch.device("cuda", torch.cuda.current_device())
             with self.sockets.opening():
-                until_cut(lambda: nccl.connect(device))
-        groups = dist.distributed_c10d._world.pg_map
-        for backend in (*(one._get_backend(torch.device("cpu")) for one in groups), *on_gpus):
+                until_cut(lambda: nccl.connect(on_gpus, device))
+        on_hosts = [group._get_backend(torch.device("cpu")) for group in self._groups]
+        for backend in (*on_hosts, *on_gpus):
             backend._set_default_timeout(_AGES)
 
     def present(self) -> list[int]:
@@ -397,6 +417,8 @@ class Members:
         self.close()
         self._break_up()
         use(None)
+        dist.destroy_process_group()
+        gc.collect()  # joins the threads of groups that only cycles hold
 
     def close(self) -> None:
         """End the threads: no more signs of life, and nothing is told any more."""
@@ -456,54 +478,62 @@ class Members:
             self._check()
             if candidates:
                 here = listed(self.store.get(key("here", self.generation)))
-                away = {one: self._heart.silence(one) for one in candidates if one not in here}
-                if all(away.values()):
-                    ids = tuple(sorted(one for one in candidates if one not in away))
-                    self.store.compare_set(name, "", Roster(ids, away, self._admitted).text())
+                lost = self._lost(one for one in candidates if one not in here)
+                ids = tuple(sorted(one for one in candidates if one not in lost))
+                if here.issuperset(ids):
+                    self.store.compare_set(name, "", Roster(ids, lost, self._admitted).text())
                     continue
             time.sleep(max(_POLL_S, _POLL_PER_MEMBER_S * len(candidates)))
         return Roster.of(self.store.get(name))
+
+    def _lost(self, away: Iterable[int]) -> dict[int, str]:
+        """Who is lost, and why: those of `away` that have gone or are silent, each with its whole
+        replica."""
+        silent = {one: why for one in away if (why := self._heart.silence(one))}
+        lost = {}
+        for one, why in silent.items():
+            first = one - one % self.replica_size
+            for sibling in range(first, first + self.replica_size):
+                lost[sibling] = f"worker {one} of its replica is {why}"
+        return lost | silent
 
     def _enter(self, roster: Roster) -> None:
         """Connect with the members of a roster. Raises `Expelled`, or `RuntimeError` if one of them
         is not there."""
         if self.me not in roster.ids:
-            raise Expelled("it was silent for too long; the others have gone on without it")
+            why = roster.lost.get(self.me, "silent for too long")
+            raise Expelled(f"{why}; the others have gone on without it")
         self._admitted = roster.admitted
         # A connection of the generation's own: when it is cut, nobody waits any more for the
         # address of one that is lost.
         meeting = Sockets()
         with meeting.opening():
-            store = dist.TCPStore(*self._address, is_master=False)
+            self._addresses = dist.TCPStore(*self._address, is_master=False)
         meeting.keep({self._address[1]})
         with self._turning:
             self._meeting, self.sockets = meeting, Sockets()
         use(self.sockets)
         self.ids = roster.ids
         self._heart.watch(roster.ids, self.generation)
-        with self.sockets.opening():
-            dist.init_process_group(
-                self._backend,
-                store=dist.PrefixStore(key("groups", self.generation), store),
-                rank=roster.ids.index(self.me),
-                world_size=len(roster.ids),
-                timeout=FORMING,
-            )
+        use(self.sockets, self.new_group(range(len(self.ids)), None))
 
-    def new_group(self, ranks: list[int], backend: str | None) -> object:
-        """Make a process group of this generation. Collective of all members."""
+    def new_group(self, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
+        """Make a process group of this generation. Collective of its members, of which this is
+        one; all members make theirs in the same order."""
+        name = key("groups", self.generation, len(self._groups), ranks[0])
+        rank, backend = ranks.index(self.ids.index(self.me)), backend or self._backend
         with self.sockets.opening():
-            return dist.new_group(ranks, FORMING, backend)
+            group = groups.make(name, self._addresses, rank, len(ranks), backend, FORMING)
+        self._groups.append(group)
+        return group
 
     def _break_up(self) -> None:
         """Leave the groups of this generation, which is over."""
         with self._turning:
             self._end()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        # Names of groups have a number that only a group which was made well resets; with another
-        # one than the others' nobody would be found.
-        dist.distributed_c10d._world.group_count = 0
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self._groups.clear()
         gc.collect()  # joins the threads of groups that nobody holds any more
         here = key("here", self.generation)
         self._before += [*_of_tickets(self.generation, range(self._low, self._next + 1)), here]

@@ -7,8 +7,7 @@ count are taken again. A loss shows where the replicas wait for each other: in t
 """
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -47,17 +46,19 @@ class Replicas:
     @property
     def mesh(self) -> Mesh:
         """The mesh of this generation."""
-        return replace(Mesh.world(1, self._device), elastic=self)
+        ids, size = self.members.ids, self.members.replica_size
+        replica, rank = divmod(ids.index(self.members.me), size)
+        return Mesh(replica, len(ids) // size, self._device, rank, size, elastic=self)
 
     @property
     def newcomer(self) -> bool:
-        return self.members.joined == (self.members.me,)
+        return self.members.me in self.members.joined
 
     @property
     def generation(self) -> int:
         return self.members.generation
 
-    def new_group(self, ranks: list[int], backend: str | None) -> object:
+    def new_group(self, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
         return self.members.new_group(ranks, backend)
 
     def on_change(self, regroup: Callable[[Mesh], None]) -> None:
@@ -122,8 +123,12 @@ class Replicas:
                 self.renew()
 
     def give(self, state: Any, whole: Callable[[], object], group: dist.ProcessGroup) -> None:
-        """Begin to send newcomers a copy of a state. See `Handover.give`."""
-        ranks = [self.members.ids.index(one) for one in self.members.joined]
+        """Begin to send newcomers with this worker's place in their replicas a copy of its state.
+        See `Handover.give`."""
+        ids, size = self.members.ids, self.members.replica_size
+        ranks = [
+            ids.index(one) for one in self.members.joined if (one - self.members.me) % size == 0
+        ]
         self._handover.give(state, whole, ranks, group, self.members.sockets)
 
     def receive_state(
@@ -132,8 +137,8 @@ class Replicas:
         load: Callable[[Any], T],
         group: dist.ProcessGroup | None,
     ) -> T:
-        """As a newcomer, go on from the state that the first of those who train gives. Returns what
-        `load` does. `Any`: see `Handover.give`.
+        """As a newcomer, go on from the state that the first replica gives. Returns what `load`
+        does. `Any`: see `Handover.give`.
 
         Args:
             prepare: what all do in `changed`. Collective.
@@ -145,7 +150,8 @@ class Replicas:
         try:
             self.members.agree()
             prepare()
-            loaded = load(receive(group))
+            assert group is not None, "there are two at least"
+            loaded = load(receive(group, self.members.me % self.members.replica_size))
             self._relaunch()
         except RuntimeError as error:
             raise Expelled("one of the others was lost as it joined") from error

@@ -74,8 +74,8 @@ class RecoveringMean(BackgroundMean):
         members = self._members
         together = sum(self._weights.get(one, 0) for one in members.ids)
         own = self._weights.get(members.me, 0)
-        if own * self.num_replicas != together:
-            self.buffer.mul_(own * self.num_replicas / together)
+        if own * len(members.ids) != together:
+            self.buffer.mul_(own * len(members.ids) / together)
         ticket = self._ticket = members.open()
         if self._travels:
             self._runner.launch(self._buckets, self.group, partial(members.ended, ticket))

@@ -121,6 +121,7 @@ class Method:
         _check_step(optimizer)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self._regroup(mesh)
+        self.replica_group = mesh.new_group_within_replica()
         mesh.on_change(self._regroup)
         self._known = {id(param) for param in self._trained()}
         if fresh:
@@ -130,7 +131,6 @@ class Method:
     def _regroup(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.group = mesh.new_group_across_replicas()
-        self.replica_group = mesh.new_group_within_replica()
 
     def set_up(self) -> nn.Module:
         """Make what training needs, and return the module to train. `prepare` calls it last."""

@@ -26,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from co2 import faults, forked, program
 from co2.comm.mesh import Mesh
+from co2.comm.waiting import is_loss
 from co2.config import CommDevice, Config, LaunchConfig, Precision
 from co2.elastic import launcher
 from co2.errors import REFUSED, ConfigError, ReplicasDiffer, WorkerLost, exit_at_once, require
@@ -210,7 +211,8 @@ def run(worker: Worker, config: Config) -> int:
         print(f"{place}; {crowded}", file=sys.stderr, flush=True)
     if config.launch.elastic:
         with _forwarded(stop_signals()) as orders:
-            return launcher.launch(partial(_guarded, worker, config), config.launch, orders)
+            size = config.mesh.replica_size
+            return launcher.launch(partial(_guarded, worker, config), config.launch, size, orders)
     if config.launch.workers == 1:
         return _guarded(worker, config, 0)
     return _spawn(worker, config)
@@ -308,8 +310,7 @@ def _guarded(worker: Worker, config: Config, rank: int) -> int:
             return REFUSED
         if config.launch.elastic:
             raise
-        lost = re.search(r"(?i)closed by peer|reset by peer|connection refused", str(error))
-        if not (isinstance(error, WorkerLost) or (isinstance(error, RuntimeError) and lost)):
+        if not (isinstance(error, WorkerLost) or is_loss(error)):
             if faults.is_first(f"{type(error).__name__}: {error}"):
                 raise
             return 1

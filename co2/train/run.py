@@ -149,7 +149,7 @@ def _claim(
             refused = error
     box = [refused is not None]
     if control is not None:
-        until_cut(lambda: dist.broadcast_object_list(box, src=0, group=control))
+        until_cut(lambda: dist.broadcast_object_list(box, group=control, group_src=0))
     if refused is not None:
         raise refused
     if box[0]:

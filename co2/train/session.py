@@ -192,10 +192,11 @@ class Session:
         run.record.log(change)
         text = f"{change.text()}{self.samples.compared(before)}"
         run.console.print_line(f"step {self.step}: {text} ({seconds:.2f} s)")
-        if members.joined and run.is_first:
+        if members.joined and run.mesh.replica == 0:
             assert run.control is not None, "there are two at least"
             copy = HostCopy()
-            own = split(self.state(), 0)
+            state = {**self.state(), REPLICA: self.shared.state(everything=True)}
+            own = split(state, run.mesh.rank_in_replica)
             given = own.values, copy.take(own.tensors)
             copy.hold()
             replicas.give(given, copy.wait, run.control)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from co2.comm.mesh import Mesh
+from co2.comm.waiting import everyone
 from co2.elastic import handover
 from co2.elastic.handover import Handover, receive
 from co2.elastic.members import MemberLost, Members
@@ -183,7 +184,7 @@ def give_to_one_that_is_lost(rank: int, world: int, port: int) -> str:
         giving = Handover()
         if rank == 0:
             state = {"weights": torch.zeros(4_000_000)}
-            giving.give(state, lambda: None, [world - 1], dist.group.WORLD, members.sockets)
+            giving.give(state, lambda: None, [world - 1], everyone(), members.sockets)
         members.renew(admit=False)
         members.formed()
         members.agree()
@@ -205,12 +206,12 @@ def lose_the_giver(rank: int, world: int, port: int) -> str:
     """The first one vanishes when it has told how much it will send, and nothing of that."""
     with others(rank, world, port) as members:
         if rank == 0:
-            dist.send(torch.tensor(1_000_000), world - 1, tag=handover._TAG)
+            everyone().send([torch.tensor([1_000_000])], world - 1, handover._TAG).wait()
             vanish(members)
             return "vanished"
         if rank == world - 1:
             with pytest.raises(RuntimeError):
-                receive(dist.group.WORLD)
+                receive(everyone(), 0)
             vanish(members)  # it knows too little to train
             return "ended"
         with pytest.raises(MemberLost):
