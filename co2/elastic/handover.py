@@ -14,46 +14,47 @@ from co2.elastic.sockets import Sockets
 _TAG = 1
 
 
-class Handover:
-    """What gives: a thread sends a copy of the state."""
+def give(
+    state: Any,
+    whole: Callable[[], object],
+    ranks: Sequence[int],
+    group: dist.ProcessGroup,
+    sockets: Sockets,
+) -> Callable[[], object]:
+    """Begin to send nested dicts, lists and tuples of tensors and plain values, in a thread. The
+    group's collectives may go on at the same time.
 
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._sockets = Sockets()
+    Args:
+        state: a copy that nobody else changes.
+        whole: waits until the copy is whole.
+        ranks: to whom, of a CPU group.
+        sockets: those of the group.
+    Returns:
+        What waits until all is sent, or cannot be sent any more because the group has ended.
+    """
 
-    def give(
-        self,
-        state: Any,
-        whole: Callable[[], object],
-        ranks: Sequence[int],
-        group: dist.ProcessGroup,
-        sockets: Sockets,
-    ) -> None:
-        """Begin to send nested dicts, lists and tuples of tensors and plain values. The group's
-        collectives may go on at the same time.
+    def send() -> None:
+        try:
+            whole()
+            content = io.BytesIO()
+            torch.save(state, content)
+            payload = torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
+            for rank in ranks:
+                group.send([torch.tensor([payload.numel()])], rank, _TAG).wait()
+                group.send([payload], rank, _TAG).wait()
+        except (RuntimeError, MemoryError):
+            # Somebody is lost, or there is no memory for the copy. A newcomer that has not got all
+            # of it ends, and must not wait for the rest.
+            sockets.cut()
 
-        Args:
-            state: a copy that nobody else changes.
-            whole: waits until the copy is whole.
-            ranks: to whom, of a CPU group.
-            sockets: those of the group.
-        """
-        self.close()
-        self._sockets = sockets
-        what = state, whole, ranks, group, sockets
-        self._thread = threading.Thread(target=_send, args=what, name="handover", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Wait until all is sent, or cannot be sent any more because the group has ended."""
-        if self._thread is not None:
-            thread_ended(self._thread, self._sockets)
-            self._thread = None
+    thread = threading.Thread(target=send, name="handover", daemon=True)
+    thread.start()
+    return lambda: thread_ended(thread, sockets)
 
 
 def receive(group: dist.ProcessGroup, rank: int) -> Any:
     """What the one with this rank in the group gives this worker. Raises `RuntimeError` if it is
-    lost meanwhile. `Any`: see `Handover.give`."""
+    lost meanwhile. `Any`: see `give`."""
     # Not dist.recv and dist.send, which ask for the ranks of the members in the default group.
     length = torch.empty(1, dtype=torch.int64)
     until_cut(lambda: group.recv([length], rank, _TAG).wait())
@@ -61,24 +62,3 @@ def receive(group: dist.ProcessGroup, rank: int) -> Any:
     until_cut(lambda: group.recv([payload], rank, _TAG).wait())
     read = io.BytesIO(payload.numpy().tobytes())
     return torch.load(read, map_location="cpu", weights_only=True)
-
-
-def _send(
-    state: Any,
-    whole: Callable[[], object],
-    ranks: Sequence[int],
-    group: dist.ProcessGroup,
-    sockets: Sockets,
-) -> None:
-    try:
-        whole()
-        content = io.BytesIO()
-        torch.save(state, content)
-        payload = torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
-        for rank in ranks:
-            group.send([torch.tensor(payload.numel())], rank, _TAG).wait()
-            group.send([payload], rank, _TAG).wait()
-    except (RuntimeError, MemoryError):
-        # Somebody is lost, or there is no memory for the copy. A newcomer that has not got all of
-        # it ends, and must not wait for the rest.
-        sockets.cut()

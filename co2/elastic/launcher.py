@@ -11,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
@@ -31,11 +32,8 @@ _LOOK_S = 0.5
 _END_S = 10.0
 """In which a worker that finds the store gone ends by itself."""
 _STORE_GONE = "what holds the store is gone; the same command goes on from the last checkpoint"
-_Place = tuple[tuple[str, int], int, tuple[int, ...], float, int]
-"""Address of the store, a worker's number, with whom it begins, `silent_s`, and the workers of a
-replica."""
-_place: _Place | None = None
-"""In a worker: its own."""
+_place: tuple[Callable[..., Members], tuple[int, ...]] | None = None
+"""In a worker: what makes it a member with a backend, and with whom it begins."""
 _current: Replicas | None = None
 
 
@@ -49,16 +47,16 @@ def replicas(device: torch.device, backend: str) -> Replicas | None:
     """
     global _current
     if _current is None and _place is not None:
-        address, number, first, silent_s, replica_size = _place
+        make, first = _place
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        members = Members(address, number, silent_s, backend, replica_size)
+        members = make(backend=backend)
         faults.share(members.store)
         if first:
             members.first(first)
         else:
             members.join()
-            members.store.set(f"joined/{number}", "1")
+            members.store.set(f"joined/{members.me}", "1")
         _current = Replicas(members, device)
     return _current
 
@@ -183,8 +181,9 @@ class _Starter:
 
     def _start(self, number: int, local_rank: int, first: tuple[int, ...]) -> None:
         self._local_ranks[number] = local_rank
-        place = self._place.address, number, first, self._config.silent_s, self._replica_size
-        arguments = (self._worker, place, local_rank, self._config.workers)
+        silent_s, size = self._config.silent_s, self._replica_size
+        make = partial(Members, self._place.address, number, silent_s, replica_size=size)
+        arguments = (self._worker, number, (make, first), local_rank, self._config.workers)
         process = self._context.Process(target=_work, args=arguments)
         process.start()
         self._running[number] = process
@@ -242,7 +241,8 @@ class _Starter:
 
 def _work(
     worker: Callable[[int], int],
-    place: _Place,
+    number: int,
+    place: tuple[Callable[..., Members], tuple[int, ...]],
     local_rank: int,
     local_world: int,
 ) -> None:
@@ -252,7 +252,7 @@ def _work(
     os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_world))
     forked.end_with_starter(_END_S)  # where the store is gone too, the worker says so itself
     global _place
-    _place, number = place, place[1]
+    _place = place
     try:
         status = worker(number)
         if _current is not None:
@@ -277,7 +277,7 @@ def _reason(error: Exception) -> str | None:
     if isinstance(error, StoreLost | dist.DistNetworkError):
         return _STORE_GONE
     if is_loss(error):
-        if _place is not None and _place[-1] > 1:
+        if dist.is_initialized() and dist.get_world_size() > 1:
             return "others of its replica are lost, or were others before training began"
         return "others were lost before training began; start it again"
     return None

@@ -37,6 +37,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -396,10 +397,11 @@ class Members:
             until_cut(lambda: dist.all_gather_object(ports, own, self._groups[0]))
             self.sockets.keep({port for one in ports for port in one})
         on_gpus = nccl.backends(self._groups)
-        if on_gpus:
+        for backend in on_gpus:  # NCCL would connect in the first collective of each
             device = torch.device("cuda", torch.cuda.current_device())
+            connect = partial(backend.eager_connect_single_device, device)
             with self.sockets.opening():
-                until_cut(lambda: nccl.connect(on_gpus, device))
+                until_cut(connect)
         on_hosts = [group._get_backend(torch.device("cpu")) for group in self._groups]
         for backend in (*on_hosts, *on_gpus):
             backend._set_default_timeout(_AGES)

@@ -30,16 +30,6 @@ def backends(groups: Iterable[dist.ProcessGroup]) -> list[Any]:
     return [group._get_backend(_CUDA) for group in found]
 
 
-def connect(found: Iterable[Any], device: torch.device) -> None:
-    """Connect `backends`, which NCCL would do in the first collective of each. Collective.
-
-    Raises:
-        RuntimeError: one of the others is lost.
-    """
-    for backend in found:
-        backend.eager_connect_single_device(device)
-
-
 def abort(found: Sequence[Any]) -> None:
     """End all that is under way on `backends`. Any thread may call it."""
     if not found:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from co2.comm.mesh import Mesh
 from co2.config import CommConfig
-from co2.elastic.handover import Handover, receive
+from co2.elastic import handover
 from co2.elastic.members import Expelled, MemberLost, Members
 from co2.elastic.transport import RecoveringMean
 
@@ -39,7 +39,8 @@ class Replicas:
         self._regroups: list[Callable[[Mesh], None]] = []
         self._means: list[RecoveringMean] = []
         self._changed: Changed = lambda lost, before, began: None
-        self._handover = Handover()
+        self._given: Callable[[], object] = lambda: None
+        """Waits until newcomers have their state, or their group has ended."""
         self._failures = 0
         """Errors of what all do together, one after the other."""
 
@@ -93,7 +94,7 @@ class Replicas:
         began, before = time.perf_counter(), len(self.members.ids)
         lost: dict[int, str] = {}
         if admit:
-            self._handover.close()
+            self._given()
         while True:
             self.members.renew(admit)
             lost |= self.members.lost
@@ -124,12 +125,13 @@ class Replicas:
 
     def give(self, state: Any, whole: Callable[[], object], group: dist.ProcessGroup) -> None:
         """Begin to send newcomers with this worker's place in their replicas a copy of its state.
-        See `Handover.give`."""
+        See co2/elastic/handover.py."""
         ids, size = self.members.ids, self.members.replica_size
         ranks = [
             ids.index(one) for one in self.members.joined if (one - self.members.me) % size == 0
         ]
-        self._handover.give(state, whole, ranks, group, self.members.sockets)
+        self._given()
+        self._given = handover.give(state, whole, ranks, group, self.members.sockets)
 
     def receive_state(
         self,
@@ -138,7 +140,7 @@ class Replicas:
         group: dist.ProcessGroup | None,
     ) -> T:
         """As a newcomer, go on from the state that the first replica gives. Returns what `load`
-        does. `Any`: see `Handover.give`.
+        does. `Any`: see co2/elastic/handover.py.
 
         Args:
             prepare: what all do in `changed`. Collective.
@@ -151,7 +153,7 @@ class Replicas:
             self.members.agree()
             prepare()
             assert group is not None, "there are two at least"
-            loaded = load(receive(group, self.members.me % self.members.replica_size))
+            loaded = load(handover.receive(group, self.members.me % self.members.replica_size))
             self._relaunch()
         except RuntimeError as error:
             raise Expelled("one of the others was lost as it joined") from error
@@ -159,7 +161,7 @@ class Replicas:
 
     def close(self) -> None:
         """End what gives newcomers their state."""
-        self._handover.close()
+        self._given()
 
     def _relaunch(self) -> None:
         """Take the means anew that were under way, and do not count."""

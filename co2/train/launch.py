@@ -77,21 +77,18 @@ def identity(env: Mapping[str, str] = os.environ) -> Identity | None:
         world = _number(env, "SLURM_NTASKS", "", 1)
         per_node = re.match(r"\d+", env.get("SLURM_TASKS_PER_NODE", str(world)))
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "127.0.0.1")
+        # All tasks of a job must use the same port. Ports from 32768 on are ephemeral: the kernel
+        # may have given one to another process.
+        port = 20000 + _number(env, "SLURM_JOB_ID", "0", 0) % 12000
         return Identity(
             rank=_number(env, "SLURM_PROCID", "", 0, world - 1),
             world=world,
             local_rank=_number(env, "SLURM_LOCALID", "0", 0, world - 1),
             local_world=int(per_node.group()) if per_node else 1,
             address=env.get("MASTER_ADDR", first_host(nodes)),
-            # All tasks of a job must use the same port. Ports from 32768 on are ephemeral: the
-            # kernel may have given one to another process.
-            port=_number(env, "MASTER_PORT", str(_port_of_job(env)), 0, 65535),
+            port=_number(env, "MASTER_PORT", str(port), 0, 65535),
         )
     return None
-
-
-def _port_of_job(env: Mapping[str, str]) -> int:
-    return 20000 + _number(env, "SLURM_JOB_ID", "0", 0) % 12000
 
 
 def _number(
@@ -383,8 +380,26 @@ def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[launcher.Orders]
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     done, orders = threading.Event(), launcher.Orders()
-    arguments = (signals, received, done, orders)
-    thread = threading.Thread(target=_forward, args=arguments, daemon=True)
+
+    def forward() -> None:
+        reached: set[tuple[int, int]] = set()
+        while not done.wait(0.1):
+            # Not sigtimedwait: stopping and going on (Ctrl-Z, fg) ends it with an arbitrary number.
+            if signal.sigpending() & set(signals):
+                received.append(signal.sigwait(signals))
+            if not received:
+                continue
+            number = signal.SIGKILL if received.count(signal.SIGINT) > 1 else received[-1]
+            orders.stop.set()
+            if number == signal.SIGKILL:
+                orders.kill.set()
+            for child in multiprocessing.active_children():
+                if child.pid is not None and (child.pid, number) not in reached:
+                    reached.add((child.pid, number))
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child.pid, number)
+
+    thread = threading.Thread(target=forward, daemon=True)
     thread.start()
     try:
         yield orders
@@ -394,27 +409,3 @@ def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[launcher.Orders]
         for n, handler in handlers.items():
             signal.signal(n, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _forward(
-    signals: tuple[signal.Signals, ...],
-    received: list[int],
-    done: threading.Event,
-    orders: launcher.Orders,
-) -> None:
-    reached: set[tuple[int, int]] = set()
-    while not done.wait(0.1):
-        # Not sigtimedwait: stopping and going on (Ctrl-Z, fg) ends it with an arbitrary number.
-        if signal.sigpending() & set(signals):
-            received.append(signal.sigwait(signals))
-        if not received:
-            continue
-        number = signal.SIGKILL if received.count(signal.SIGINT) > 1 else received[-1]
-        orders.stop.set()
-        if number == signal.SIGKILL:
-            orders.kill.set()
-        for child in multiprocessing.active_children():
-            if child.pid is not None and (child.pid, number) not in reached:
-                reached.add((child.pid, number))
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child.pid, number)

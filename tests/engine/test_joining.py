@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from co2.comm.mesh import Mesh
 from co2.comm.waiting import everyone
 from co2.elastic import handover
-from co2.elastic.handover import Handover, receive
+from co2.elastic.handover import receive
 from co2.elastic.members import MemberLost, Members
 from co2.elastic.quorum import Quorum
 from co2.elastic.replicas import Replicas
@@ -181,15 +181,15 @@ def give_to_one_that_is_lost(rank: int, world: int, port: int) -> str:
         if rank == world - 1:
             vanish(members)
             return "vanished"
-        giving = Handover()
         if rank == 0:
             state = {"weights": torch.zeros(4_000_000)}
-            giving.give(state, lambda: None, [world - 1], everyone(), members.sockets)
+            given = handover.give(state, lambda: None, [world - 1], everyone(), members.sockets)
         members.renew(admit=False)
         members.formed()
         members.agree()
         left = members.ids
-        giving.close()
+        if rank == 0:
+            given()
         assert not [t for t in threading.enumerate() if t.name == "handover"]
         members.agree()
         members.leave()
