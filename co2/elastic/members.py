@@ -18,7 +18,8 @@ deleted once all have read it.
 **Who is left.** Every member gives signs of life (co2/elastic/heartbeat.py). A member is lost once
 it has been silent for `silent_s` seconds, or once what started it says that it is gone. The next
 generation has the members that report for it; newcomers are let in only where a decision says so,
-because that is where all replicas are at the end of a step.
+because that is where all replicas are at the end of a step. Of several workers that share a replica
+each is a member; they are lost, and come, together.
 
 A decision also carries what each replica has told of its pace, so that all draw the same conclusion
 from the same figures (co2/elastic/quorum.py).
@@ -33,7 +34,6 @@ import gc
 import json
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -155,10 +155,8 @@ class Members:
         the last one was opened."""
         self._read_by_all: dict[int, range] = {}
         """By ticket: earlier ones that all members have settled once all have ended this one."""
-        self._waste: deque[str] = deque()
-        """What nobody needs in the store any more."""
         self._before: list[str] = []
-        """The same, once a first ticket of this generation counts."""
+        """What nobody needs in the store once a first ticket of this generation counts."""
         self.broken = False
         """Whether this generation has ended for all, because one of them is lost."""
         self.sockets = self._meeting = Sockets()
@@ -170,7 +168,7 @@ class Members:
         """Held while this generation becomes the next."""
         self._error: RuntimeError | None = None
         self.store.compare_set(_ASKED, "", " ")  # so that it is there
-        self._reports = Reports(self._report, self._tidy, self._reports_failed)
+        self._reports = Reports(self._reports_failed)
         self._heart = Heartbeat(beating, me, silent_s, self._over).start()
         replica, rank = divmod(me, replica_size)
         own = dist.PrefixStore(key("replica", replica), self.another_store())
@@ -190,7 +188,7 @@ class Members:
 
     def ended(self, ticket: Ticket, well: bool) -> None:
         """This member's part of a collective has ended. Any thread may call it."""
-        self._reports.add(ticket, well)
+        self._reports.add(partial(self._report, ticket, well))
 
     def settle(self, ticket: Ticket) -> None:
         """Wait until the group commits or aborts this collective; its own part has succeeded.
@@ -269,15 +267,8 @@ class Members:
 
     def _discard(self, names: Iterable[str]) -> None:
         """Have these deleted from the store."""
-        self._waste.extend(names)
-        self._reports.wake()
-
-    def _tidy(self) -> bool:
-        """In the thread for reports: delete something. Returns whether there was anything."""
-        if not self._waste:
-            return False
-        self._reporting.delete_key(self._waste.popleft())
-        return True
+        for name in names:
+            self._reports.add(partial(self._reporting.delete_key, name), urgent=False)
 
     # Steps.
 

@@ -477,7 +477,7 @@ def many_means(rank: int, world: int, port: int) -> list[int]:
             for ticket in tickets:
                 members.settle(ticket)
         members.agree()
-        while members._waste:
+        while not members._reports.waiting.empty():
             time.sleep(0.01)
         members.agree()
         found.append(members.store.num_keys())
@@ -534,7 +534,7 @@ def joined_and_waited(rank: int, world: int, port: int) -> list[float]:
     mean.peek()
     for _ in range(3):
         members.agree()
-    while members._waste:
+    while not members._reports.waiting.empty():
         time.sleep(0.01)
     members.agree()
     found = mean.wait()
@@ -560,7 +560,7 @@ def several_generations(rank: int, world: int, port: int) -> list[str]:
         members.renew(admit=False)
     members.formed()
     members.agree()
-    while members._waste:
+    while not members._reports.waiting.empty():
         time.sleep(0.01)
     members.agree()
     old = [key(name, 0, number) for name in ("done", "decided") for number in range(1, 6)]
