@@ -217,12 +217,10 @@ class Heartbeat:
         if generation is None:
             return
         told = any(broken)
-        if told or any(self.silence(one) for one in self._members(generation)):
+        with self._lock:
+            members = list(self._signs) if self._generation == generation else []
+        if told or any(self.silence(one) for one in members):
             with self._lock:
                 if self._generation == generation:
                     self._generation = None
             self._over(generation, told)
-
-    def _members(self, generation: int) -> list[int]:
-        with self._lock:
-            return list(self._signs) if self._generation == generation else []

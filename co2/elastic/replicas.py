@@ -187,8 +187,3 @@ class Replicas:
         self._failures += 1
         if self._failures >= _FAILURES:
             raise error
-
-
-def replicas_of(mesh: Mesh) -> Replicas | None:
-    """What renews a mesh; None where replicas do not come and go."""
-    return mesh.elastic if isinstance(mesh.elastic, Replicas) else None

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from co2.config import Precision
 from co2.elastic.quorum import Quorum
-from co2.elastic.replicas import replicas_of
+from co2.elastic.replicas import Replicas
 from co2.errors import ConfigError
 from co2.gpus import gpu_of
 from co2.methods.base import QUORUM
@@ -81,7 +81,7 @@ class Session:
             lambda line: run.console.print_line(line),  # another's, where this worker takes over
             config.launch.elastic,
         )
-        self.replicas = replicas = replicas_of(mesh)
+        self.replicas = replicas = mesh.elastic if isinstance(mesh.elastic, Replicas) else None
         """What renews those that train, where they come and go; None where they do not."""
         self.changes: list[Change] = []
         """How replicas came and went."""

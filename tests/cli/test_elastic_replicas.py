@@ -1,6 +1,7 @@
 """Replicas of several workers are lost as a whole, and others come as a whole."""
 
 import math
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,20 @@ from typing import Any
 import pytest
 
 from co2.errors import ConfigError
-from tests.cli.harness import assert_same_run, cli, configured, metrics, small, weights
+from tests.cli.harness import (
+    LIMIT_S,
+    assert_same_run,
+    cli,
+    configured,
+    folder_of,
+    metrics,
+    saved_steps,
+    small,
+    started,
+    until,
+    weights,
+    workers,
+)
 from tests.cli.test_elastic import changes, disturbed, read_summary, words
 from tests.grids import grid
 
@@ -93,6 +107,24 @@ def test_another_replica_comes_as_a_whole(tmp_path: Path, strategy: str) -> None
     assert {int(one) for one in lost["lost"]} == {0, 1}
     assert joined["joined"] == [4, 5] and joined["members"] == [2, 3, 4, 5]
     assert joined["step"] < 54, "it has a part in a mean"
+
+
+@pytest.mark.parametrize("after", grid([2, 6], (6).__eq__))
+def test_resumed_with_another_number_of_replicas(tmp_path: Path, after: int) -> None:
+    runs, log = tmp_path / "runs", tmp_path / "log"
+    arguments = (*SHARED, *ELASTIC, *of("zero2"), "checkpoint.every=10", "tag=one")
+    arguments = (*arguments, "toy.delay_s=0.02")
+    folder = folder_of(*arguments, runs=runs)
+    with started(*arguments, runs=runs, log=log) as run:
+        until(lambda: 20 in saved_steps(folder), run)
+        for pid in workers(run):
+            os.kill(pid, signal.SIGKILL)
+        assert run.wait(LIMIT_S) != 0
+    step = max(saved_steps(folder))
+    ended = cli(*arguments, f"launch.workers={after}", runs=runs)
+    assert f"resumed at step {step} of {STEPS}" in ended.out
+    assert_good(ended.status, folder, ended.err)
+    assert read_summary(folder)["workers"] == after
 
 
 @pytest.mark.parametrize(
