@@ -1,7 +1,6 @@
 """What a method does for the loop of another library: it steps, is saved and read, and ends."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -14,7 +13,9 @@ from co2.errors import ConfigError, require
 from co2.methods.base import Method
 from co2.record.files import durable
 
-_LOAD = partial(torch.load, map_location="cpu", weights_only=True)
+
+def _load(path: str) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 class Stepping:
@@ -91,7 +92,7 @@ def read(
     module: nn.Module,
     folder: Path | str,
     key: str,
-    load: Callable[[str], Any] = _LOAD,
+    load: Callable[[str], Any] = _load,
     step: int | None = None,
 ) -> None:
     """Go on from what was written of `held`, after `prepare`.
