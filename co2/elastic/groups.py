@@ -26,8 +26,8 @@ def make(
     """
     c10d = dist.distributed_c10d
     # No ranks: PyTorch would look for them in the default group.
-    make = c10d._new_process_group_helper
-    group, _ = make(size, rank, [], backend, store, c10d.GroupName(name), timeout=timeout)
+    helper = c10d._new_process_group_helper
+    group, _ = helper(size, rank, [], backend, store, c10d.GroupName(name), timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
     # PyTorch asks for a worker's rank in a group by its rank in the default one.
     c10d._world.pg_group_ranks[group] = {dist.get_rank(): rank}
