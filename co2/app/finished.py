@@ -13,13 +13,11 @@ from co2.app.schema import typed
 from co2.config import Config
 from co2.errors import ConfigError, nearest, require
 from co2.peers import known_methods
+from co2.record.files import DAMAGE
 from co2.record.folder import changed_data, without_gone
 from co2.record.metrics import Summary
 from co2.task import Task
 from co2.train import weights
-
-_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What reading a damaged file of text raises."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ def opened(tasks: Mapping[str, type[Task]], given: str) -> Finished:
         name, command = str(values["task"]), str(manifest["command"] or "unknown")
         data, commit = dict(manifest["data"]), str(manifest["git"].get("commit", "unknown"))
         summary = Summary.read(folder)
-    except (*_DAMAGE, yaml.YAMLError):
+    except (*DAMAGE, yaml.YAMLError):
         hint = "its config.yaml, manifest.json or summary.json is missing or damaged"
         raise ConfigError("RUN", given, f"{hint}; train that run again") from None
     assert summary is not None, "its file is there"
