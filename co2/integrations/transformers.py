@@ -132,3 +132,9 @@ class SyncTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         loops.write(self.sync, self._module, Path(output_dir))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        # The last file of a checkpoint. Replica 0 now deletes those of before, in which the others
+        # may still write.
+        self.accelerator.wait_for_everyone()
