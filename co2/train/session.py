@@ -69,7 +69,9 @@ class Session:
         replica.shard(self.module, config.train.precision)
         self.optimizer = replica.optimizer(run.task.optimizer(self.module))
         fresh = not mesh.newcomer
-        prepared = run.method.prepare(self.module, self.optimizer, mesh, self.largest_lr, fresh)
+        prepared = run.method.prepare(
+            self.module, self.optimizer, mesh, self.largest_lr, fresh, config.train.steps
+        )
         self.model = replica.wrap(prepared, config.comm)
         self.shared = ReplicaState(self.module, self.optimizer, replica)
         self.average = MovingAverage(self.module, config.train.ema_decay)

@@ -101,13 +101,16 @@ class Session:
         seed: int | None = None,
         comm: CommConfig | None = None,
         scheduled: bool = True,
+        total: int | None = None,
     ) -> None:
         self.rank, self.steps_done = rank, 0
         seed = rank if seed is None else seed
         self.net, self.optimizer = problem.build(seed, optimizer or inner(name), dtype)
         self.method = METHODS[name](METHODS[name].Config(**settings), comm)
         schedule = self.largest_lr if scheduled else None
-        self.model = self.method.prepare(self.net, self.optimizer, co2.Mesh.world(), schedule)
+        self.model = self.method.prepare(
+            self.net, self.optimizer, co2.Mesh.world(), schedule, total_steps=total
+        )
 
     def largest_lr(self, step: int) -> float:
         return max(problem.rates(self.optimizer, step))
@@ -134,7 +137,7 @@ def trajectory(
     comm: CommConfig | None = None,
 ) -> list[Snapshot]:
     """The replica after 0, 1, ..., `steps` steps."""
-    session = Session(rank, name, settings, optimizer, dtype, comm=comm)
+    session = Session(rank, name, settings, optimizer, dtype, comm=comm, total=steps)
     history = [session.snapshot()]
     for _ in range(steps):
         session.step()

@@ -27,6 +27,10 @@ class LocalMethod(Method):
     Where `Config` has `average_moments` and it is true, the moments of the inner Adam are averaged
     at the end of each round too (parts/moments.py). A method that takes a mean in amid a round
     calls `moments.arrive` there.
+
+    Where `Config` has `blocking_share`, the rounds that end in this share of the training `wait`:
+    their means are taken in as they end, by a delay of 0. The first round after them is as the
+    first of all: nothing arrives at its end.
     """
 
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
@@ -58,6 +62,14 @@ class LocalMethod(Method):
     def show_round_end(self) -> None:
         """Right after `end_round`: set the live weights to those that training left. See
         `Method.show_trained`; by default they are that already."""
+
+    @property
+    def waits(self) -> bool:
+        """As a round ends: whether its mean is waited for, although the method can overlap it."""
+        share = getattr(self.config, "blocking_share", 0.0)
+        if share in (0, 1) or self.total_steps is None:
+            return bool(share == 1)
+        return bool(self.steps <= share * self.total_steps)
 
     @property
     def round_just_ended(self) -> bool:
@@ -114,6 +126,8 @@ class LocalMethod(Method):
                     self.end_round()
                 if self.moments is not None:
                     self.moments.end_round(self.steps)
+                    if self.waits:
+                        self.moments.arrive(self.steps)
         if self.auto is not None:
             self.auto.step_begins()
 
@@ -178,7 +192,9 @@ class LocalMethod(Method):
     @property
     def first_mean(self) -> int:
         """The step that takes in the first mean."""
-        return self.tau if self.blocking is Blocking.always else 2 * self.tau
+        share = getattr(self.config, "blocking_share", 0.0) * (self.total_steps or 0)
+        at_once = self.blocking is Blocking.always or self.tau <= share
+        return self.tau if at_once else 2 * self.tau
 
 
 def check_tau(tau: int | str) -> None:
@@ -190,6 +206,11 @@ def check_tau(tau: int | str) -> None:
 def check_comm_share(share: float) -> None:
     """Raise `ConfigError` unless 0 < share < 1."""
     require(0 < share < 1, "comm_share", share, "must be above 0 and below 1")
+
+
+def check_blocking_share(share: float) -> None:
+    """Raise `ConfigError` unless 0 ≤ share ≤ 1."""
+    require(0 <= share <= 1, "blocking_share", share, "must be at least 0 and at most 1")
 
 
 def check_outer(outer_lr: float, outer_momentum: float) -> None:
