@@ -102,7 +102,8 @@ def holdings(task: Task, config: Config, workers: int) -> Holdings:
         alone = Mesh(0, 1, mesh.device)
         lr = config.optim.lr
         placed = alone if method.averages_gradients else mesh
-        method.prepare(module, optimizer, placed, lambda step: lr, fresh=False)
+        steps = config.train.steps
+        method.prepare(module, optimizer, placed, lambda step: lr, fresh=False, total_steps=steps)
         for _ in range(_STEPS):
             for param in module.parameters():
                 param.grad = torch.empty_like(param) if param.requires_grad else None

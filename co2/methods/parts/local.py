@@ -1,5 +1,7 @@
 """LocalMethod: what the methods with τ local steps in a round have in common."""
 
+import sys
+from bisect import bisect_right
 from typing import Any
 
 import torch
@@ -9,9 +11,10 @@ from co2.comm.background import BackgroundMean, new_mean
 from co2.comm.flat import FlatParams
 from co2.config import Blocking, CommConfig
 from co2.errors import ConfigError, require, require_number
-from co2.methods.base import ELASTIC, Method, MethodStats, synchronizing
+from co2.methods.base import ELASTIC, QUORUM, Method, MethodStats, synchronizing
 from co2.methods.parts.auto_tau import AUTO, AutoTau
 from co2.methods.parts.moments import LateMoments, Moments, refused
+from co2.methods.parts.rounds import round_ends
 
 
 class LocalMethod(Method):
@@ -44,7 +47,14 @@ class LocalMethod(Method):
         found = refused("average_moments=true") if self.averages_moments else {}
         if self.config.tau == AUTO:
             found[ELASTIC] = "tau=auto times rounds of the same replicas"
+        if self.tau_power > 0:
+            found[ELASTIC] = found[QUORUM] = "tau_power makes rounds of unequal length"
         return found
+
+    @property
+    def tau_power(self) -> float:
+        """p, by which rounds differ in length (rounds.py)."""
+        return float(getattr(self.config, "tau_power", 0.0))
 
     @property
     def averages_moments(self) -> bool:
@@ -85,6 +95,7 @@ class LocalMethod(Method):
         self.flat = FlatParams(self.optimizer, self.comm.device, mesh=self.mesh)
         self.mean = self.new_mean()
         self.means = [self.mean]
+        self.round_ends = self._round_ends()
         self.auto: AutoTau | None = None
         if self.config.tau == AUTO:
             blocking = self.blocking is Blocking.always
@@ -93,6 +104,16 @@ class LocalMethod(Method):
             self.moments = self._new_moments()
         self.init_outer_state()
         return self.model
+
+    def _round_ends(self) -> list[int]:
+        """The steps after which rounds end, where they differ in length; else none."""
+        if self.tau_power == 0:
+            return []
+        known = self.schedule is not None and self.total_steps is not None
+        hint = "needs the learning rate of every step; give prepare schedule and total_steps, or 0"
+        require(known, f"{self.registered_name()}.tau_power", self.tau_power, hint)
+        assert self.schedule is not None and self.total_steps is not None
+        return round_ends(self.schedule, self.total_steps, self.config.tau, self.tau_power)
 
     def _new_moments(self) -> Moments:
         name = self.registered_name()
@@ -110,6 +131,10 @@ class LocalMethod(Method):
     @property
     def tau(self) -> int:
         """Inner steps of the round under way; while one ends, of the next."""
+        if self.tau_power > 0:
+            coming = bisect_right(self.round_ends, self.round_began)
+            last = coming == len(self.round_ends)  # what is left makes no whole round
+            return sys.maxsize if last else self.round_ends[coming] - self.round_began
         return self.config.tau if self.auto is None else self.auto.tau
 
     def step(self) -> None:
@@ -183,7 +208,7 @@ class LocalMethod(Method):
 
     @property
     def round_steps(self) -> int:
-        return self.tau
+        return self.config.tau if self.tau_power > 0 else self.tau
 
     def first_means(self) -> dict[str, int]:
         """Empty with tau=auto, whose rounds are not known yet."""
@@ -201,6 +226,12 @@ def check_tau(tau: int | str) -> None:
     """Raise `ConfigError` unless τ is a whole number of 1 or more, or auto."""
     whole = isinstance(tau, int) and not isinstance(tau, bool) and tau >= 1
     require(whole or tau == AUTO, "tau", tau, "must be a whole number, 1 or more, or auto")
+
+
+def check_tau_power(power: float, tau: int | str) -> None:
+    """Raise `ConfigError` unless p ≥ 0 is finite, and 0 where τ is chosen by measurement."""
+    require_number("tau_power", power, 0.0, "must be a finite number, 0 or more")
+    require(power == 0 or tau != AUTO, "tau_power", power, "must be 0 with tau=auto")
 
 
 def check_comm_share(share: float) -> None:
