@@ -36,6 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "clip": 0.05,
     },
     "co2_keep": {"tau": 3, "keep_local": 0.6, "outer_momentum": 0.6, "momentum_weight": 0.3},
+    "co2_released": {"tau": 3, "outer_lr": 0.8, "outer_momentum": 0.5, "gap_penalty": 1.7},
     "acco": {},
     "desloc": {"tau": 3, "first_moment_every": 2, "second_moment_every": 4},
     "onebit_adam": {"freeze_step": 4, "mask_below": 0.3},
