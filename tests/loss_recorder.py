@@ -35,6 +35,7 @@ OWN: dict[str, tuple[str, ...]] = {
     "sparseloco": ROUNDS,
     "co2": ROUNDS,
     "co2_keep": ROUNDS,
+    "co2_released": ROUNDS,
     "acco": (),
     "desloc": ("tau=3", "first_moment_every=4", "second_moment_every=5"),
     "onebit_adam": ("freeze_step=6",),

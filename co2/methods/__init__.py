@@ -5,6 +5,7 @@ from co2.methods.allreduce import AllReduce
 from co2.methods.base import Method
 from co2.methods.co2 import CO2
 from co2.methods.co2_keep import CO2Keep
+from co2.methods.co2_released import CO2Released
 from co2.methods.cocod_sgd import CoCoDSGD
 from co2.methods.desloc import DESLOC
 from co2.methods.diloco import DiLoCo
@@ -29,6 +30,7 @@ METHODS: dict[str, type[Method]] = {
     "sparseloco": SparseLoCo,
     "co2": CO2,
     "co2_keep": CO2Keep,
+    "co2_released": CO2Released,
     "acco": ACCO,
     "desloc": DESLOC,
     "onebit_adam": OneBitAdam,

@@ -69,6 +69,7 @@ class Method:
         self.config: Any = self.Config() if config is None else config
         self.comm = comm or CommConfig()
         self.schedule: Schedule | None = None
+        self.total_steps: int | None = None
         self.steps = 0
         """Calls of `step` so far, over all segments of a resumed run."""
         self.means: list[BackgroundMean] = []
@@ -98,6 +99,7 @@ class Method:
         mesh: Mesh,
         schedule: Schedule | None = None,
         fresh: bool = True,
+        total_steps: int | None = None,
     ) -> nn.Module:
         """Give every replica the weights of replica 0, and return the module to train. Collective.
 
@@ -111,6 +113,8 @@ class Method:
                 rate of the round before, which is exact for constant rates.
             fresh: False for a replica that comes to others which train already: nobody's weights
                 are sent. It gets everything by `load_state_dict`.
+            total_steps: of the whole training, of which some methods treat a first share in another
+                way (`blocking_share`). None: nobody knows, and there is no first share.
         Raises:
             ConfigError: the method cannot train this model with this optimizer on this mesh, or
                 the model is wrapped in DistributedDataParallel or its like, or the optimizer's step
@@ -123,6 +127,7 @@ class Method:
         hint = "its step needs a closure, which a method does not have; use another, such as AdamW"
         require(not needed, "optimizer", kind.__name__, hint)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
+        self.total_steps = total_steps
         self._join_replicas(mesh)
         mesh.on_change(self._join_replicas)
         self._known = {id(param) for param in self._trained()}

@@ -73,6 +73,11 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
         Knob("outer_lr", (0.7, 1.0)),
         Knob("outer_momentum", (0.0, 0.2, 0.4)),
     ),
+    "co2_released": (
+        # The released code: 1, and 0.5 or 0.2.
+        Knob("outer_lr", (0.7, 1.0)),
+        Knob("outer_momentum", (0.0, 0.2, 0.5)),
+    ),
     "co2_keep": (
         # Ours: docs/co2_keep.md has why κ lies there. β is conf's.
         Knob("keep_local", (0.5, 0.62, 0.75)),

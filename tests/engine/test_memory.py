@@ -184,6 +184,7 @@ class LargestAllocation(TorchDispatchMode):
 FIELDS = [
     ("local_sgd", {}),
     ("slowmo", {}),
+    ("co2_released", {}),
     ("diloco", {}),
     ("overlap_local_sgd", {}),
     ("cocod_sgd", {}),

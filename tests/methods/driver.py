@@ -36,6 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "clip": 0.05,
     },
     "co2_keep": {"tau": 3, "keep_local": 0.6, "outer_momentum": 0.6, "momentum_weight": 0.3},
+    "co2_released": {"tau": 3, "outer_lr": 0.8, "outer_momentum": 0.5, "gap_penalty": 1.7},
     "acco": {},
     "desloc": {"tau": 3, "first_moment_every": 2, "second_moment_every": 4},
     "onebit_adam": {"freeze_step": 4, "mask_below": 0.3},
@@ -101,13 +102,16 @@ class Session:
         seed: int | None = None,
         comm: CommConfig | None = None,
         scheduled: bool = True,
+        total: int | None = None,
     ) -> None:
         self.rank, self.steps_done = rank, 0
         seed = rank if seed is None else seed
         self.net, self.optimizer = problem.build(seed, optimizer or inner(name), dtype)
         self.method = METHODS[name](METHODS[name].Config(**settings), comm)
         schedule = self.largest_lr if scheduled else None
-        self.model = self.method.prepare(self.net, self.optimizer, co2.Mesh.world(), schedule)
+        self.model = self.method.prepare(
+            self.net, self.optimizer, co2.Mesh.world(), schedule, total_steps=total
+        )
 
     def largest_lr(self, step: int) -> float:
         return max(problem.rates(self.optimizer, step))
@@ -134,7 +138,7 @@ def trajectory(
     comm: CommConfig | None = None,
 ) -> list[Snapshot]:
     """The replica after 0, 1, ..., `steps` steps."""
-    session = Session(rank, name, settings, optimizer, dtype, comm=comm)
+    session = Session(rank, name, settings, optimizer, dtype, comm=comm, total=steps)
     history = [session.snapshot()]
     for _ in range(steps):
         session.step()

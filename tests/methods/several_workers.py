@@ -28,6 +28,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "slowmo": ("slowmo", {"tau": TAU, "outer_momentum": 0.6}),
     "diloco": ("diloco", {"tau": TAU, "outer_momentum": 0.6}),
     "overlap_local_sgd": ("overlap_local_sgd", {"tau": TAU}),
+    "co2_released": ("co2_released", {"tau": TAU}),
     "cocod_sgd": ("cocod_sgd", {"tau": TAU}),
     "eager_diloco": ("eager_diloco", {"tau": TAU, "outer_momentum": 0.5}),
     "streaming_diloco": ("streaming_diloco", {"tau": TAU, "outer_momentum": 0.4}),

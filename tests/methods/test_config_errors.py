@@ -23,7 +23,9 @@ ROUNDS = (
     "sparseloco",
     "co2",
     "co2_keep",
+    "co2_released",
 )
+EARLY = ("cocod_sgd", "eager_diloco", "overlap_local_sgd", "co2", "co2_keep")
 DILOCOS = ("diloco", "streaming_diloco", "eager_diloco")
 WRONG: list[tuple[str, str, Any]] = [
     *(("co2_keep", "momentum_weight", value) for value in (-0.1, NAN, INF)),
@@ -51,6 +53,8 @@ WRONG: list[tuple[str, str, Any]] = [
     *(("co2", "clip", value) for value in (-1.0, NAN)),
     *(("co2", "gap_penalty", value) for value in ("typo", 0.0, -2.0, NAN)),
     ("co2", "clip_mode", "typo"),
+    *((name, "blocking_share", value) for name in EARLY for value in (-0.1, 1.1, NAN)),
+    *(("co2_released", "gap_penalty", value) for value in (0.0, -2.0, NAN)),
     *(("desloc", "tau", value) for value in (0, -3, "auto", 2.5)),
     *(("desloc", f"{name}_moment_every", 0) for name in ("first", "second")),
     *((name, "freeze_step", value) for name in ADAM for value in (0, -1)),
@@ -73,6 +77,7 @@ RIGHT: list[tuple[str, str, Any]] = [
     ),
     *(("co2", "clip_mode", value) for value in ("value", "norm")),
     *(("co2", "shard", value) for value in (True, False)),
+    *((name, "blocking_share", value) for name in EARLY for value in (0.0, 0.1, 1.0)),
 ]
 
 

@@ -82,6 +82,58 @@ def test_eager_diloco_alone_is_diloco(workers: Pool, optimizer: str) -> None:
     assert_alike(eager, diloco)
 
 
+ALWAYS = {"tau": TAU, "blocking_share": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("early", "own", "name", "settings"),
+    [
+        ("cocod_sgd", {}, "local_sgd", {"tau": TAU}),
+        ("eager_diloco", {"outer_lr": 0.7, "outer_momentum": 0.6}, "diloco", SETTINGS["diloco"]),
+        ("overlap_local_sgd", {"pull": 0.99, "outer_momentum": 0.0}, None, {}),
+        (
+            "co2",
+            {"outer_lr": 0.8, "outer_momentum": 0.5, "gap_penalty": "gap_aware"},
+            "co2_released",
+            {"tau": TAU, "outer_lr": 0.8, "outer_momentum": 0.5, "gap_penalty": 1.0},
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_rounds_that_all_wait(
+    workers: Pool,
+    early: str,
+    own: dict[str, Any],
+    name: str | None,
+    settings: dict[str, Any],
+) -> None:
+    """A pull of nearly 1 to the replicas' own mean is nearly local SGD's."""
+    waited = workers.run(trajectory, 3, early, {**ALWAYS, **own}, "adamw")
+    if name is not None:
+        assert_alike(waited, workers.run(trajectory, 3, name, settings, "adamw"))
+        return
+    local = workers.run(trajectory, 3, "local_sgd", {"tau": TAU}, "adamw")
+    for run, other in zip(waited, local, strict=True):
+        for now, then in zip(run, other, strict=True):
+            torch.testing.assert_close(now, then, rtol=0.05, atol=0.05)
+
+
+def test_kept_progress_that_always_waits_has_no_delay(workers: Pool) -> None:
+    own = SETTINGS["co2_keep"]
+    waited = workers.run(trajectory, 3, "co2_keep", {**own, **ALWAYS}, "adamw")
+    assert_same(waited, workers.run(trajectory, 3, "co2_keep", {**own, "delay": 0}, "adamw"))
+
+
+def test_a_late_round_that_waits_for_nothing_is_plain(workers: Pool) -> None:
+    """Without a known end of training there is no first share."""
+    plain = Session(0, "co2", SETTINGS["co2"])
+    shared = Session(0, "co2", {**SETTINGS["co2"], "blocking_share": 0.5})
+    for _ in range(3 * TAU):
+        plain.step()
+        shared.step()
+    assert_same(shared.snapshot(), plain.snapshot())
+
+
 def test_kept_progress_with_a_delay_of_a_round(workers: Pool) -> None:
     settings = {"tau": TAU, "keep_local": 0.6}
     named = workers.run(trajectory, 3, "co2_keep", {**settings, "delay": TAU}, "adamw")

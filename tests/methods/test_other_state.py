@@ -38,6 +38,8 @@ OTHER: dict[str, Any] = {
     "clip": 0.5,
     "clip_mode": "norm",
     "shard": True,
+    "blocking_share": 1.0,
+    "tau_power": 0.0,
     "keep_local": 0.1,
     "momentum_weight": 0.0,
     "first_moment_every": 5,

@@ -28,6 +28,7 @@ REPLICATED = {
     "local_sgd": ["anchor"],
     "slowmo": ["anchor", "momentum"],
     "diloco": ["anchor", "momentum"],
+    "co2_released": ["anchor", "momentum"],
     "overlap_local_sgd": ["anchor", "momentum"],
     "streaming_diloco": ["0.outer", "0.momentum", "1.outer", "1.momentum"],
     "sparseloco": ["anchor"],
