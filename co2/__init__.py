@@ -35,27 +35,10 @@ if TYPE_CHECKING:
     from co2.methods.zero_one_adam import ZeroOneAdam
 
 __all__ = [
-    "ACCO",
-    "CO2",
-    "DESLOC",
-    "METHODS",
-    "AllReduce",
-    "CO2Keep",
-    "CoCoDSGD",
-    "CommConfig",
-    "ConfigError",
-    "DiLoCo",
-    "EagerDiLoCo",
-    "LocalSGD",
-    "Mesh",
-    "Method",
-    "OneBitAdam",
-    "OverlapLocalSGD",
-    "SlowMo",
-    "SparseLoCo",
-    "StreamingDiLoCo",
-    "ZeroOneAdam",
-]
+    "ACCO", "CO2", "DESLOC", "METHODS", "AllReduce", "CO2Keep", "CoCoDSGD", "CommConfig",
+    "ConfigError", "DiLoCo", "EagerDiLoCo", "LocalSGD", "Mesh", "Method", "OneBitAdam",
+    "OverlapLocalSGD", "SlowMo", "SparseLoCo", "StreamingDiLoCo", "ZeroOneAdam",
+]  # fmt: skip
 
 _ELSEWHERE = {"CommConfig": "config", "ConfigError": "errors", "Mesh": "comm.mesh"}
 """Where a name lies that is none of `co2.methods`."""

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from co2 import program
 
@@ -17,14 +16,8 @@ with program.starting(__name__, slow=False):
 
 COMMANDS = {
     "train": ("train", "one run, or with -m a sweep: co2 train task=gpt2 method=co2 co2.tau=12"),
-    "plan": (
-        "train plan",
-        "what a run would take: memory, days, disk; no GPU and no data are needed",
-    ),
-    "sample": (
-        "train sample",
-        'text from a run of a language model: co2 sample RUN "def "',
-    ),
+    "plan": ("train plan", "what a run would take, without a GPU or data: memory, days, disk"),
+    "sample": ("train sample", 'text from a run of a language model: co2 sample RUN "def "'),
     "export": ("train export", "a run's weights in the form that other libraries read"),
     "recipes": ("recipes", "the runs of a table or figure: run, collect and render them"),
     "lab": ("co2.lab", "trainings on real slow links on this machine; needs root"),
@@ -56,24 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        return _refuse(f"co2 {name}: no such command; {nearest(name, COMMANDS)}")
-    module, *first = COMMANDS[name][0].split()
-    _become(module, [*first, *rest])
-
-
-def _become(module: str, arguments: Sequence[str]) -> NoReturn:
+        print(f"error: co2 {name}: no such command; {nearest(name, COMMANDS)}", file=sys.stderr)
+        return REFUSED
     # -P: a train.py or a folder tasks/ in the current folder is not ours. This file's own tree is,
     # also where it is not installed: then the module can say which packages are missing.
     root = Path(__file__).parents[1]
     if (root / "pyproject.toml").exists():
         paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])
-
-
-def _refuse(line: str) -> int:
-    print(f"error: {line}", file=sys.stderr)
-    return REFUSED
+    os.execv(sys.executable, [sys.executable, "-P", "-m", *COMMANDS[name][0].split(), *rest])
 
 
 if __name__ == "__main__":

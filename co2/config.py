@@ -1,16 +1,15 @@
 """The schemas of a run: dataclasses that check their own ranges.
 
-They need nothing but the standard library, so that a training loop of one's own can use them
-without the suite's other packages. The schemas of tasks and methods live beside their code
-(`TASKS[name].Config`, `METHODS[name].Config`). `co2/app/schema.py` makes all of them from composed
-YAML.
+They need the standard library alone, so that a training loop of one's own can use them. The schemas
+of tasks and methods are `TASKS[name].Config` and `METHODS[name].Config`. `co2/app/schema.py` makes
+all of them from composed YAML.
 """
 
-import itertools
 import os
 import re
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import MISSING, dataclass, field, fields
+from enum import StrEnum, auto
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from co2.errors import require, require_count, require_number
@@ -18,68 +17,32 @@ from co2.gpus import known_gpu
 
 LONGEST_NAME = 200
 """Bytes of a folder's name. File systems allow 255."""
-MOST_LOADERS = 512
-"""Loading processes of one worker."""
 
 
-class Blocking(Enum):
+class Blocking(StrEnum):
     """What the computation of a replica waits for."""
 
-    always = "always"
+    always = auto()
     """Every collective: a replica stands still until it is over."""
-    beyond_delay = "beyond_delay"
+    beyond_delay = auto()
     """A collective that takes longer than a whole round, or than `delay` steps."""
-    never = "never"
+    never = auto()
     """Nothing, because nothing is communicated: the limit of what any method can reach."""
 
 
-class Precision(Enum):
-    fp32 = "fp32"
-    bf16 = "bf16"
+Precision = StrEnum("Precision", ["fp32", "bf16"])
+Schedule = StrEnum("Schedule", ["cosine", "poly", "constant", "exponential", "step"])
+Optimizer = StrEnum("Optimizer", ["sgd", "adamw", "muon"])
+Validation = StrEnum("Validation", ["all", "report", "tuning"])
+Strategy = StrEnum("Strategy", ["ddp", "zero1", "zero2", "zero3", "ep"])
+Resume = StrEnum("Resume", ["auto", "never"])
+CommDevice = StrEnum("CommDevice", ["auto", "cpu"])
 
 
-class Schedule(Enum):
-    cosine = "cosine"
-    poly = "poly"
-    constant = "constant"
-    exponential = "exponential"
-    step = "step"
-
-
-class Optimizer(Enum):
-    sgd = "sgd"
-    adamw = "adamw"
-    muon = "muon"
-
-
-class Validation(Enum):
-    all = "all"
-    report = "report"
-    tuning = "tuning"
-
-
-class Wandb(Enum):
+class Wandb(StrEnum):
     offline = "offline"
     online = "online"
     disabled = "disabled"
-
-
-class Strategy(Enum):
-    ddp = "ddp"
-    zero1 = "zero1"
-    zero2 = "zero2"
-    zero3 = "zero3"
-    ep = "ep"
-
-
-class Resume(Enum):
-    auto = "auto"
-    never = "never"
-
-
-class CommDevice(Enum):
-    auto = "auto"
-    cpu = "cpu"
 
 
 @dataclass
@@ -91,8 +54,7 @@ class TrainConfig:
     batch_size: int = 8
     """Samples in one micro-batch of one worker."""
     accumulate: int = 1
-    """Micro-batches of one worker whose gradients make one step; with `global_batch` it is worked
-    out."""
+    """Micro-batches of one worker whose gradients make one step; follows from `global_batch`."""
     global_batch: int | None = None
     """Samples in one step of the whole run. `accumulate` follows from it and the number of workers
     (co2/train/samples.py). null: batch_size × accumulate on each worker."""
@@ -169,39 +131,35 @@ class OptimConfig:
     """Learning rate at the end of the schedules cosine and poly, as a share of lr."""
 
     def __post_init__(self) -> None:
-        require_number("lr", self.lr, 0.0, "must be a finite number, 0 or more")
-        for name in ("weight_decay", "eps", "momentum", "power", "min_lr_ratio"):
+        for name in ("lr", "weight_decay", "eps", "momentum", "power", "min_lr_ratio"):
             require_number(name, getattr(self, name), 0.0, "must be a finite number, 0 or more")
         require(self.momentum < 1, "momentum", self.momentum, "must be at least 0 and below 1")
-        hint = "must be at least 0, and 1 at most"
-        require(self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, hint)
+        ratio = self.min_lr_ratio
+        require(ratio <= 1, "min_lr_ratio", ratio, "must be at least 0, and 1 at most")
         require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "must be 0 or more")
         hint = "needs optim.momentum above 0"
         require(not self.nesterov or self.momentum > 0, "nesterov", self.nesterov, hint)
         good = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         require(good, "betas", list(self.betas), "must be two numbers in [0, 1)")
-        self._check_stairs()
-
-    def _check_stairs(self) -> None:
         for name in ("decay_rate", "gamma"):
             factor = getattr(self, name)
             require(0 < factor <= 1, name, factor, "must be above 0 and at most 1")
-        of_exponential = self.schedule is Schedule.exponential
-        of_step = self.schedule is Schedule.step
-        hint = f"schedule={self.schedule.value} has none; use null, or schedule=exponential"
-        require(of_exponential or self.decay_every is None, "decay_every", self.decay_every, hint)
-        if of_exponential:
-            hint = "schedule=exponential needs a whole number of steps, 1 or more"
+        schedule = f"schedule={self.schedule.value}"
+        if self.schedule is Schedule.exponential:
             given = "null" if self.decay_every is None else self.decay_every
+            hint = f"{schedule} needs a whole number of steps, 1 or more"
             require((self.decay_every or 0) >= 1, "decay_every", given, hint)
-        found, value = self.milestones, list(self.milestones)
-        hint = f"schedule={self.schedule.value} has none; use [], or schedule=step"
-        require(of_step or not found, "milestones", value, hint)
-        if of_step:
-            rising = all(early < late for early, late in itertools.pairwise(found))
-            good = len(found) > 0 and rising and found[0] >= max(1, self.warmup_steps)
-            hint = "schedule=step needs rising steps, none of them in the warm-up, such as [30, 60]"
-            require(good, "milestones", value, hint)
+        else:
+            hint = f"{schedule} has none; use null, or schedule=exponential"
+            require(self.decay_every is None, "decay_every", self.decay_every, hint)
+        if self.schedule is Schedule.step:
+            steps = (max(0, self.warmup_steps - 1), *self.milestones)
+            good = len(steps) > 1 and all(early < late for early, late in pairwise(steps))
+            hint = f"{schedule} needs rising steps, none of them in the warm-up, such as [30, 60]"
+        else:
+            good = not self.milestones
+            hint = f"{schedule} has none; use [], or schedule=step"
+        require(good, "milestones", list(self.milestones), hint)
 
 
 @dataclass
@@ -242,12 +200,11 @@ class LaunchConfig:
         require_count("workers", self.workers)
         if self.gpu is not None:
             known_gpu("gpu", self.gpu)
-        replicas = {"min_replicas": self.min_replicas}
-        replicas |= {} if self.quorum is None else {"quorum": self.quorum}
-        for name, number in replicas.items():
-            require_count(name, number)
-            hint = f"must be at most launch.workers, which is {self.workers}"
-            require(number <= self.workers or self.store is not None, name, number, hint)
+        hint = f"must be at most launch.workers, which is {self.workers}"
+        for name, number in {"min_replicas": self.min_replicas, "quorum": self.quorum}.items():
+            if number is not None:
+                require_count(name, number)
+                require(number <= self.workers or self.store is not None, name, number, hint)
         if self.store is not None:
             good = re.fullmatch(r".+:\d{1,5}", self.store) is not None
             require(good, "store", self.store, "must be host:port, such as node1:29400")
@@ -281,8 +238,7 @@ class CommConfig:
     bucket_mb: float = 25.0
     """Largest payload of one collective, in MiB."""
     dtype: Precision = Precision.fp32
-    """Type of what travels: fp32 (fp64 for parameters that are fp64), or bf16, which is half the
-    bytes."""
+    """Type of what travels: fp32 (fp64 for fp64 parameters), or bf16, which is half the bytes."""
     device: CommDevice = CommDevice.auto
     """Where a method keeps its copies of the model and computes with them. auto: on the model's
     device. cpu: in the host's memory, from which gloo sends them; workers may then share a GPU."""
@@ -292,8 +248,7 @@ class CommConfig:
     replicas of several workers."""
 
     def __post_init__(self) -> None:
-        hint = "must be a finite number of MiB above 0"
-        require_number("bucket_mb", self.bucket_mb, 1e-9, hint)
+        require_number("bucket_mb", self.bucket_mb, 1e-9, "must be a finite number of MiB above 0")
 
 
 @dataclass
@@ -301,8 +256,7 @@ class CheckpointConfig:
     every: int = 100
     """Steps between checkpoints. With 0, a run saves only when a signal stops it."""
     keep: int = 2
-    """Number of newest checkpoints that are kept. With 2, a damaged newest one costs no more than
-    `every` steps."""
+    """How many of the newest are kept. With 2, a damaged one costs at most `every` steps."""
 
     def __post_init__(self) -> None:
         require(self.every >= 0, "every", self.every, "must be 0 or more steps")
@@ -343,8 +297,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         self.root, self.path = at_home(self.root), at_home(self.path)
         require(self.root.strip() != "", "root", self.root, "must be a folder")
-        hint = f"must be 0 or more processes, and at most {MOST_LOADERS}"
-        require(0 <= self.workers <= MOST_LOADERS, "workers", self.workers, hint)
+        hint = "must be 0 or more processes, and at most 512"
+        require(0 <= self.workers <= 512, "workers", self.workers, hint)
 
 
 @dataclass
@@ -390,12 +344,8 @@ class Config:
 
 
 NODES: dict[str, type] = {
-    "train": TrainConfig,
-    "optim": OptimConfig,
-    "launch": LaunchConfig,
-    "mesh": MeshConfig,
-    "comm": CommConfig,
-    "checkpoint": CheckpointConfig,
-    "log": LogConfig,
-    "data": DataConfig,
+    own.name: own.default_factory  # type: ignore[misc]
+    for own in fields(Config)
+    if own.default_factory is not MISSING
 }
+"""The groups of keys that every run has, and their schemas."""

@@ -9,11 +9,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class Copies:
-    """Copies from pinned memory, on a stream of their own. Any thread may begin one.
-
-    Args:
-        device: where the model is. On the CPU batches are already, and nothing is copied.
-    """
+    """Copies from pinned memory to `device`, on a stream of their own. Any thread may begin one. To
+    the CPU, where batches are already, nothing is copied."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

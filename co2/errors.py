@@ -1,11 +1,9 @@
-"""The errors that a user meets, each in one line that says what would be right.
-
-Exit statuses of the programs are here, too, and how a worker ends that can wait for nobody.
-"""
+"""The errors that a user meets, each in one line that says what would be right; exit statuses."""
 
 import difflib
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
@@ -21,8 +19,7 @@ STOPPED = (PREEMPTED, 130)
 
 
 class ConfigError(ValueError):
-    """A value that no run can have. As a text it is one line: `key=value: hint`, whatever the value
-    is made of.
+    """A value that no run can have. As a text it is one line: `key=value: hint`.
 
     Args:
         key: the value's full name in the configuration; inside a schema, without its node.
@@ -31,16 +28,15 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, key: str, value: object, hint: str) -> None:
-        super().__init__(printable(f"{key}={value}: {hint}"))
+        super().__init__(key, value, hint)
         self.key, self.value, self.hint = key, value, hint
+
+    def __str__(self) -> str:
+        return printable(f"{self.key}={self.value}: {self.hint}")
 
     def under(self, node: str) -> "ConfigError":
         """The same error for the key of a node: `tau` under `co2` is `co2.tau`."""
         return ConfigError(f"{node}.{self.key}", self.value, self.hint)
-
-    # Exceptions are pickled by their text, which is no argument of this one.
-    def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, object, str]]:
-        return ConfigError, (self.key, self.value, self.hint)
 
 
 class WorkerLost(RuntimeError):
@@ -48,38 +44,27 @@ class WorkerLost(RuntimeError):
 
 
 class ReplicasDiffer(Exception):
-    """A tensor that must be equal on all replicas is not: they train different models.
-
-    It is no `RuntimeError`, after which an elastic run would try again.
-
-    Args:
-        name: the tensor's.
-        others: the replicas that differ from most others.
-        usual: one that does not.
-    """
+    """A tensor that must be equal on all replicas is not: that of `others` differs from that of
+    most, such as `usual`. It is no `RuntimeError`, after which an elastic run would try again."""
 
     def __init__(self, name: str, others: Sequence[int], usual: int) -> None:
-        who = "replica " if len(others) == 1 else "replicas "
-        who += ", ".join(map(str, others))
-        super().__init__(
+        super().__init__(name, others, usual)
+
+    def __str__(self) -> str:
+        name, others, usual = self.args
+        who = f"replica{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+        return (
             f"{name} of {who} differs from that of replica {usual}, and must be equal on all: "
             "go on from an earlier checkpoint; if it comes back, suspect the machine"
         )
-        self.name, self.others, self.usual = name, others, usual
-
-    def __reduce__(self) -> tuple[type["ReplicasDiffer"], tuple[str, Sequence[int], int]]:
-        return ReplicasDiffer, (self.name, self.others, self.usual)
 
 
 def unusable(error: OSError) -> ConfigError:
-    """The refusal of a file that cannot be used, such as one in a folder that is somebody else's.
-    An error that names no file is raised again: it is none of the user's."""
+    """The refusal of a file that cannot be used. An error that names no file is raised again."""
     if error.filename is None:
         raise error
-    mend = "choose another"
-    if isinstance(error, PermissionError):
-        mend += ", or ask its owner for access"
-    return ConfigError("file", error.filename, f"{error.strerror}; {mend}")
+    ask = ", or ask its owner for access" if isinstance(error, PermissionError) else ""
+    return ConfigError("file", error.filename, f"{error.strerror}; choose another{ask}")
 
 
 def exit_at_once(status: int) -> NoReturn:
@@ -104,6 +89,11 @@ def require_count(key: str, value: int) -> None:
     """Raise `ConfigError` unless `value` is a whole number of 1 or more."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     require(whole and value >= 1, key, value, "must be a whole number, 1 or more")
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a text of the command line was UTF-8: Python has half characters for other bytes."""
+    return re.search("[\ud800-\udfff]", text) is None
 
 
 def printable(text: str) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-_STORE_ANSWERS = timedelta(seconds=2)
 _store: dist.Store | None = None
 """What the workers of this run share; None where each speaks for itself."""
 
@@ -25,7 +24,7 @@ def is_first(fault: str) -> bool:
     if _store is None:
         return True
     try:
-        _store.set_timeout(_STORE_ANSWERS)
+        _store.set_timeout(timedelta(seconds=2))
         _store.add("faults", 1)
         return _store.add(f"fault/{fault}", 1) == 1
     except dist.DistError:  # it is gone, with whoever held it
@@ -41,11 +40,8 @@ def are_told() -> bool:
 
 
 def tell(line: str, fault: str = "") -> None:
-    """Print an error in one line, unless another worker has told of the same fault.
-
-    Args:
-        fault: the fault's name, where its lines differ between the workers.
-    """
+    """Print an error in one line, unless another worker has told of the same `fault`, which has a
+    name where its lines differ between the workers."""
     note(line)
     if is_first(fault or line):
         print(line, file=sys.stderr, flush=True)

@@ -1,8 +1,7 @@
 """Where local workers come from: a process that has imported what they need, and forks them.
 
-An interpreter needs some seconds to import PyTorch and the rest. Python's fork server does so once,
-for all workers of a run, of the runs of a sweep, and for those that an elastic run starts later. It
-does not touch a GPU, so that what it forks may.
+Python's fork server spends the seconds of importing PyTorch once, for all workers of a run or a
+sweep, and for those that an elastic run starts later. It touches no GPU, so that what it forks may.
 """
 
 import multiprocessing
@@ -12,40 +11,31 @@ import threading
 import time
 from multiprocessing.context import ForkServerContext
 
-_IMPORTED = ("co2", "tasks")
-_LATER = ("torch._dynamo", "torch.distributed.checkpoint")
-"""What every worker imports as it begins to train."""
-
 
 def context() -> ForkServerContext:
     """Starts processes; the first one starts the fork server, which imports what this process has
-    imported of the suite."""
+    imported of the suite, and what every worker imports as it begins to train."""
     # With it torch.cuda.is_available(), which libraries ask as they are imported, does not start
     # CUDA in the fork server: what that forks could not use a GPU.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     found = multiprocessing.get_context("forkserver")
-    imported = [name for name in sys.modules if name.partition(".")[0] in _IMPORTED]
-    found.set_forkserver_preload([*imported, *_LATER])
+    imported = [name for name in sys.modules if name.partition(".")[0] in ("co2", "tasks")]
+    found.set_forkserver_preload([*imported, "torch._dynamo", "torch.distributed.checkpoint"])
     return found
 
 
 def import_all(context: ForkServerContext) -> None:
-    """Wait until the fork server has imported everything, which takes a minute where the disk is
-    slow: it answers only then."""
+    """Wait until the fork server has imported everything: a minute where the disk is slow."""
     process = context.Process(target=int)  # does nothing
     process.start()
     process.join()
 
 
 def end_with_starter(grace_s: float = 0.0) -> None:
-    """From now on this worker ends when the process that started it does, however that ended, or
-    has ended already.
+    """From now on this worker ends `grace_s` seconds after the process that started it has ended.
 
-    PR_SET_PDEATHSIG would not do: the kernel takes the fork server for the parent, and that one
-    lives as long as its workers.
-
-    Args:
-        grace_s: seconds in which the worker may still end by itself.
+    PR_SET_PDEATHSIG would not do: the kernel takes the fork server for the parent, which lives as
+    long as its workers.
     """
     starter = multiprocessing.parent_process()
     assert starter is not None, "multiprocessing has started this worker"

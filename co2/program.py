@@ -1,7 +1,6 @@
 """What every program of the suite does around its work: how it starts, prints and ends.
 
-It imports nothing but Python's own, and older Pythons than the suite's can run it: it is there
-before the packages are, and says which Python has them.
+Older Pythons than the suite's, without any package, can run it: it says which Python has them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 OLDEST = (3, 11)
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells tell it."""
-_REFUSED = 2
 _GONE = frozenset((errno.EPIPE, errno.EIO, errno.ECONNRESET))
 NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """What a full disk, a quota, and a limit on the size of files say."""
@@ -35,28 +33,29 @@ _ROOT = Path(__file__).parents[1]
 
 @contextlib.contextmanager
 def starting(name: str, slow: bool = True) -> Iterator[None]:
-    """Around the imports of a program: of the module that Python runs, and of a package on
-    `python -m`'s way to it. Elsewhere it does nothing.
-
-    A Python that is too old or lacks a package ends with one line, and Ctrl-C ends without any.
+    """Around the imports of the module that Python runs, and of a package on `python -m`'s way to
+    it. A Python that is too old or lacks a package ends with one line, and Ctrl-C without any.
 
     Args:
-        name: the module's `__name__`.
+        name: the module's `__name__`. In others than these nothing is done.
         slow: PyTorch is among them, so that they take seconds and a line tells of them.
     """
     if name != "__main__" and sys.argv[:1] != ["-m"]:
         yield
         return
     if sys.version_info < OLDEST:
-        version = ".".join(map(str, sys.version_info[:2]))
-        oldest = ".".join(map(str, OLDEST))
+        version, oldest = (".".join(map(str, v[:2])) for v in (sys.version_info, OLDEST))
         _refuse(f"this is Python {version}, and {oldest} or newer is needed")
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:  # not where a shell has it ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         if slow and "torch" not in sys.modules:
-            _announce()
+            for package in ("torch", "hydra"):
+                if find_spec(package) is None:
+                    raise ModuleNotFoundError(name=package)
+            if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+                print("importing PyTorch takes some seconds", file=sys.stderr, flush=True)
         yield
     except ModuleNotFoundError as error:
         _refuse_without(error)
@@ -79,12 +78,9 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 
 def keep_output(training: bool = False) -> None:
-    """From now on a closed terminal and a pipe without a reader do not end this process, and every
-    line reaches its file in one piece: lines of several processes do not mix.
-
-    Args:
-        training: nor does a full disk, for there is more at stake than what is printed.
-    """
+    """From now on a closed terminal, a pipe without a reader and, in `training`, a full disk do not
+    end this process. Every line reaches its file in one piece: those of several processes do not
+    mix."""
     if training:
         _Lasting.ignored |= NO_ROOM
     for name in ("stdout", "stderr"):
@@ -111,14 +107,6 @@ class _Lasting(io.FileIO):
             if error.errno not in self.ignored:
                 raise
             return memoryview(data).nbytes
-
-
-def _announce() -> None:
-    for package in ("torch", "hydra"):
-        if find_spec(package) is None:
-            raise ModuleNotFoundError(name=package)
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-        print("importing PyTorch takes some seconds", file=sys.stderr, flush=True)
 
 
 def python() -> str:
@@ -162,4 +150,4 @@ def _refuse(reason: str) -> NoReturn:
     else:
         hint = "python -m pip install 'co2-suite[suite]'"
     print(f"error: {reason}; {hint}", file=sys.stderr, flush=True)
-    sys.exit(_REFUSED)
+    sys.exit(2)

@@ -26,7 +26,6 @@ class Task(Protocol):
 
     unit: str
     """What throughput counts: "tokens" or "samples"."""
-
     units_per_sample: int
     """Units in one sample: the context length for text, 1 for the toy."""
 
@@ -38,51 +37,36 @@ class Task(Protocol):
     def setup(self, num_workers: int) -> None:
         """Check the data, prepare and cache it where needed, and open it.
 
-        Idempotent, and safe when several processes call it at once: what is written appears
-        whole or not at all.
-
-        Raises:
-            ConfigError: the data cannot be used, or are too few for `num_workers` batches.
-                Nothing has been written then.
+        Idempotent, and safe when several processes call it at once: what is written appears whole
+        or not at all. Raises `ConfigError` where the data cannot be used, or are too few for
+        `num_workers` batches; nothing has been written then.
         """
 
     def model(self) -> nn.Module:
-        """A new model on the default device. Its weights depend on `train.seed` alone, not on
-        the state of any random generator, and no generator moves."""
-        ...
+        """A new model on the default device. Its weights depend on `train.seed` alone, and no
+        random generator moves."""
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """The inner optimizer. Each of its groups keeps the peak rate as "initial_lr"."""
-        ...
 
     def batches(self, mesh: Mesh, start: int) -> Iterator[Batch]:
-        """Endless micro-batches of `mesh.worker`, from the micro-batch with index `start` on.
-
-        Micro-batch number n is a pure function of (seed, n, worker), so training resumes
-        exactly with `start` = the number of those that were drawn.
-        """
-        ...
+        """Endless micro-batches of `mesh.worker`, from the one with index `start` on. Number n is a
+        pure function of (seed, n, worker), so training resumes exactly with `start` = the number
+        of those that were drawn."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean loss over the micro-batch: a scalar in fp32. `batch` is on the model's device."""
-        ...
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Metrics on the part of the validation data that `data.validation` names: "loss" and the
-        task's own.
-
-        Collective over the default process group, where there is one: all workers call it, hold
-        the same weights and get the same figures. The mode of every module is restored.
-        """
-        ...
+        task's own. Collective over the default process group, where there is one: all workers call
+        it, hold the same weights and get the same figures. The mode of every module is restored."""
 
     def baselines(self) -> dict[str, float]:
         """What no model should be worse than, shown beside the result. May be empty."""
-        ...
 
     def fingerprint(self) -> dict[str, object]:
         """What identifies the data, for `manifest.json`: name, sha256, counts, tokenizer."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -103,11 +87,9 @@ class Planned(Protocol):
         """A micro-batch of zeros on the default device, with the shapes and types of `batches`.
         Where batches differ in size, no smaller than any. A public data set need not be there;
         with any other, call `setup` before."""
-        ...
 
     def published(self) -> Published | None:
         """The public data set that this task trains on; None for other data."""
-        ...
 
 
 @runtime_checkable
@@ -116,7 +98,6 @@ class Exchanging(Protocol):
 
     def traffic(self, model: nn.Module) -> ExchangeTotals:
         """What this has cost in training since the model was made: 0 where it has not happened."""
-        ...
 
 
 @dataclass
@@ -139,7 +120,6 @@ class Reading(Protocol):
 
     def read(self) -> ReadTotals:
         """What this worker has read: zeros where nothing is."""
-        ...
 
 
 @runtime_checkable
@@ -150,7 +130,6 @@ class Placed(Protocol):
         """Raise `ConfigError` for a device of the workers or a `mesh.strategy` that this task's
         settings cannot be combined with. Called before any worker starts, when CUDA must not be
         initialized (`torch.cuda.is_initialized`), and by each worker on its device."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -174,22 +153,15 @@ weights = load_file("FOLDER/model.safetensors")"""
 
 @runtime_checkable
 class Portable(Protocol):
-    """Optional protocol: other libraries know the task's model, or its vocabulary matters.
-
-    Weights of any other task are exported and read by their own names.
-    """
+    """Optional protocol: other libraries know the task's model, or its vocabulary matters. Weights
+    of any other task are exported and read by their own names."""
 
     def package(self, model: nn.Module) -> Package:
         """What `co2 export` writes beside the weights, after `setup`."""
-        ...
 
     def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights by the names of this task's model, without what is no weight of it.
-
-        Args:
-            weights: by the names of the other library.
-        """
-        ...
+        `weights` has them by the names of the other library."""
 
     def refusal(
         self, model: nn.Module, config: Mapping[str, Any], tokenizer: str | None
@@ -202,12 +174,11 @@ class Portable(Protocol):
             config: the folder's config.json; empty where there is none.
             tokenizer: the text of its tokenizer.json, if it has one.
         """
-        ...
 
 
 @runtime_checkable
 class Writing(Protocol):
-    """What a task has beside `Task` if its model writes text."""
+    """Optional protocol: the task's model writes text."""
 
     config: Any
     """Its `context` is the number of tokens that the model reads at once."""
@@ -215,34 +186,23 @@ class Writing(Protocol):
     @property
     def separator(self) -> int:
         """The token that ends every document, after `setup`."""
-        ...
 
     def tokenizer(self) -> str | None:
         """The text of tokenizer.json, after `setup`; None where the data have none."""
-        ...
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """Of the token after each of `tokens` [batch, length]: [batch, length, vocabulary]."""
-        ...
 
 
 @runtime_checkable
 class FineTuning(Protocol):
-    """Optional protocol: runs may start from runs of other tasks (`init_from`).
-
-    Every other task may start from runs of its own, whose weights must have the same names and
-    shapes.
-    """
+    """Optional protocol: runs may start from runs of other tasks (`init_from`). With any other task
+    they start from runs of its own, whose weights must have the same names and shapes."""
 
     heads: tuple[str, ...]
     """Beginnings of the names of weights that the two models need not share. Such weights of the
     new model begin as they would without `init_from`."""
 
     def objection(self, run: Mapping[str, Any], data: Mapping[str, Any]) -> str | None:
-        """Why this task, after `setup`, cannot start from a run; None if it can.
-
-        Args:
-            run: its config.yaml.
-            data: the fingerprint of its data.
-        """
-        ...
+        """Why this task, after `setup`, cannot start from the run with this config.yaml and this
+        fingerprint of its data; None if it can."""

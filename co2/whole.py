@@ -16,16 +16,14 @@ from co2.errors import ConfigError
 @contextmanager
 def written_aside(folder: Path, sound: Callable[[], bool]) -> Iterator[Path]:
     """Yield an empty folder, which becomes `folder` when the block ends without an exception, and
-    vanishes otherwise.
+    vanishes otherwise. Raises `OSError` where it cannot be written.
 
-    Of several writers on one machine only one is here at a time (`locked`). If another
-    machine was first, its folder is kept.
+    Of several writers on one machine only one is here at a time (`locked`). If another machine was
+    first, its folder is kept.
 
     Args:
-        folder: place of the folder; what is there is replaced unless it is sound.
+        folder: what is there is replaced unless it is sound.
         sound: whether what is at `folder` can be used.
-    Raises:
-        OSError: the folder cannot be written.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     mine = f".{folder.name}.{socket.gethostname()}"
@@ -41,44 +39,29 @@ def written_aside(folder: Path, sound: Callable[[], bool]) -> Iterator[Path]:
             _remove(aside)
 
 
-def nearest_existing(place: Path) -> Path:
-    """The place itself, or the nearest above it that exists. Raises `OSError` where that cannot be
-    looked at."""
-    place = place.absolute()
-    return next(path for path in (place, *place.parents) if path.exists())
-
-
-def try_to_write(folder: Path) -> None:
-    """Make a folder there and remove it, for os.access finds /proc writable. Raises `OSError`."""
-    with tempfile.TemporaryDirectory(prefix=".writable", dir=folder):
-        pass
-
-
 def require_writable(key: str, root: object, place: Path) -> None:
-    """Refuse a place where nothing can be made, before long work whose result is to lie there.
-    Whatever exists is left as it is.
+    """Raise `ConfigError` where nothing can be made, before long work whose result is to lie there.
 
     Args:
         key, root: key of the configuration that chose the place, and its value, for errors.
         place: a file or folder below `root`, which need not exist.
-    Raises:
-        ConfigError: the nearest folder that exists cannot be written.
     """
     there = place.absolute().parent
     try:
-        there = nearest_existing(there)
-        try_to_write(there)
+        there = next(path for path in (there, *there.parents) if path.exists())
+        # By a trial: os.access finds /proc writable.
+        with tempfile.TemporaryDirectory(prefix=".writable", dir=there):
+            pass
     except OSError as error:
         hint = f"cannot write {there} ({error.strerror}); choose another"
         raise ConfigError(key, root, hint) from None
 
 
 def locked(folder: Path) -> AbstractContextManager[object]:
-    """Return a lock with which only one process of this machine at a time makes `folder`.
+    """A lock with which only one process of this machine at a time makes `folder`.
 
-    It saves work and is not needed for correctness: the rename makes two writers safe, even on two
-    machines. The lock's file is in the system's temporary folder, where file locks work, and where
-    a refused run leaves nothing behind.
+    It saves work only: the rename makes two writers safe, even on two machines. Its file is in the
+    system's temporary folder, where file locks work, and where a refused run leaves nothing behind.
     """
     from filelock import FileLock
 
@@ -97,7 +80,7 @@ def refuse_others(folder: Path, own: Container[str]) -> None:
 
 
 def to_disk(file: IO[bytes] | IO[str]) -> None:
-    """Flush a file to the disk, so that a later rename cannot reach the disk before the data."""
+    """Flush a file, so that a later rename cannot reach the disk before the data."""
     file.flush()
     os.fsync(file.fileno())
 

@@ -29,9 +29,10 @@ from co2.app.compose import (
     preflight,
     quoted,
     refusal,
+    sweep_job,
 )
 from co2.app.help import help_text
-from co2.app.schema import schema, typed
+from co2.app.schema import typed
 from co2.app.tuned import with_tuned
 from co2.config import Config, Resume
 from co2.elastic import launcher
@@ -47,21 +48,15 @@ from co2.train.loop import train
 from co2.train.run import Run
 from co2.train.samples import accumulated
 
-OF_FINISHED = {"sample": sample.main, "export": export.main}
-"""Sub-commands, which take a finished run."""
-
 
 @dataclass(frozen=True)
 class App:
-    """What `train.py` runs. An `App` can be pickled, so that workers can be given its methods.
-
-    Args:
-        conf: folder of Hydra's configuration, whose root is `config.yaml`.
-        tasks: what can be trained, by the names of `task=`.
-    """
+    """What `train.py` runs. An `App` can be pickled, so that workers can be given its methods."""
 
     conf: Path
+    """Folder of Hydra's configuration, whose root is `config.yaml`."""
     tasks: Mapping[str, type[Task]]
+    """What can be trained, by the names of `task=`."""
 
     def __post_init__(self) -> None:
         offer({"task": self.tasks, "method": peers.known_methods()})
@@ -75,8 +70,8 @@ class App:
         return self.validate(composed(self.conf, overrides), list(overrides), True)
 
     def validate(self, values: Values, overrides: list[str], planned: bool = False) -> Config:
-        """The composed configuration as a checked run; where it is `planned`, as if every worker
-        had a GPU. Raises `ConfigError`; writes nothing."""
+        """The composed configuration as a checked run; if `planned`, as if every worker had a GPU.
+        Raises `ConfigError`; writes nothing."""
         methods = peers.known_methods()
         values, named_by = with_tuned(self.conf, values, overrides)
         config = typed(_with_workers(values), methods, self.tasks)
@@ -86,19 +81,19 @@ class App:
             tag = tag_from(named_by, world, values["launch"]["workers"], config.method)
             config = replace(config, tag=tag)
         config = accumulated(config, world)
-        device = torch.device("cuda") if planned else launch.first_device(config)
+        here = launch.first_device(config)
         if not planned:
             launch.check(config)
-        peers.check(config, world, launch.first_device(config).type)
+        peers.check(config, world, here.type)
         method = peers.make_method(config)
         inner = config.optim.name.value
         reason = method.refusals().get(f"optim.name={inner}")
         require(reason is None, "optim.name", inner, f"method={config.method}: {reason}")
-        replica.check(config, world, method, device)
+        replica.check(config, world, method, torch.device("cuda") if planned else here)
         launcher.check(config, method, launch.identity() is not None)
         task = self.make_task(config)
         if isinstance(task, Placed):
-            task.check_place(launch.first_device(config), config.mesh.strategy)
+            task.check_place(here, config.mesh.strategy)
         check_folder(config, world)
         return config
 
@@ -113,15 +108,10 @@ class App:
     def check_memory(self, config: Config, overrides: list[str]) -> None:
         """Refuse a run that the workers' GPU cannot hold, where it is known; not at scale=smoke.
         Raises `ConfigError`."""
-        if config.scale == "smoke":
-            return
         usable = plan.usable_bytes(config)
-        if usable is None:
-            return
-        planner = plan.Planner(self.planned, self.make_task, overrides, usable)
-        warning = planner.check(config, launch.world_size(config.launch))
-        if warning and launch.is_first():
-            print(warning, file=sys.stderr, flush=True)
+        if config.scale != "smoke" and usable is not None:
+            planner = plan.Planner(self.planned, self.make_task, overrides, usable)
+            planner.check(config, launch.world_size(config.launch))
 
     def make_task(self, config: Config) -> Task:
         """The chosen task. Nothing is read yet."""
@@ -142,11 +132,8 @@ class App:
     def run(
         self, config: Config, origin: Origin = UNKNOWN, overrides: Sequence[str] | None = None
     ) -> int:
-        """One run, to its end. Returns its exit status.
-
-        Args:
-            overrides: that it stands for, where a person has given them.
-        """
+        """One run, to its end. Returns its exit status. `overrides` are those that it stands for,
+        where a person has given them."""
         if config.resume is Resume.auto and read_summary(config):
             if launch.is_first():
                 print("finished already; resume=never trains it afresh and keeps this one aside")
@@ -168,31 +155,27 @@ class App:
         return 0
 
     def next_command(self, config: Config, overrides: Sequence[str]) -> str | None:
-        """The baseline with the settings of this run; after the baseline, a sweep of CO2's τ. None
-        where that cannot be run.
-
-        Left out are the method's own settings, and what the other method refuses.
-        """
+        """The baseline with the settings of this run, without the method's own and what the
+        baseline refuses; after the baseline, a sweep of CO2's τ. None where that cannot be run."""
         own = ("method", "tag", "resume")
         words = [
             word
             for word in overrides
             if (key := key_of(word)) not in own and not key.startswith(f"{config.method}.")
         ]
-        after = ["method=co2"] if config.method == "allreduce" else ["method=allreduce"]
-        for _ in range(len(words) + 1):
+        baseline = config.method == "allreduce"
+        after = "method=co2" if baseline else "method=allreduce"
+        while True:
             try:
-                self.config([*words, *after])
+                self.config([*words, after])
                 break
             except ConfigError as error:
-                refused = error.key
-            words = [word for word in words if key_of(word) != refused]
-        else:
-            return None
-        flags = []
-        if config.method == "allreduce":
-            flags, after = ["-m"], [*after, "co2.tau=1,3,6,12,24,48"]
-        line = shlex.join([*flags, *words, *after])
+                left = [word for word in words if key_of(word) != error.key]
+                if left == words:
+                    return None
+                words = left
+        sweep = ["-m", *words, after, "co2.tau=1,3,6,12,24,48"]
+        line = shlex.join(sweep if baseline else [*words, after])
         if launch.identity() is not None:
             return f"train.py {line} (started as this run was)"
         script = self.conf.parent / "train.py"
@@ -203,21 +186,30 @@ class App:
         """The command line of `train.py`, without the program. Returns the exit status."""
         # Hydra's own variable: its errors reach the lines below, instead of being printed by it.
         os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-        if argv and argv[0] in OF_FINISHED:
-            return OF_FINISHED[argv[0]](self.tasks, argv[1:])
-        if argv and argv[0] == "plan":
-            return plan.main(self.planned, self.make_task, argv[1:])
+        commands = {
+            "export": partial(export.main, self.tasks),
+            "plan": partial(plan.main, self.planned, self.make_task),
+            "sample": partial(sample.main, self.tasks),
+        }
+        command = commands.get(argv[0]) if argv else None
         try:
+            if command is not None:
+                return command(argv[1:])
+            if argv and argv[0] == "job":  # in slurm/sweep.sbatch
+                print("\n".join(sweep_job(argv[1], argv[2:])))
+                return 0
             line = command_line(argv)
             if "--version" in line.flags:  # Hydra would print its own
                 print(program.version())
                 return 0
             if not {"-h", "--help"}.isdisjoint(line.flags):
-                print(self.help(line.overrides))
+                scales = [path.stem for path in (self.conf / "scale").glob("*.yaml")]
+                values = composed(self.conf, line.overrides)
+                print(help_text(values, self.tasks, peers.known_methods(), scales))
                 return 0
             configs = preflight(self.conf, argv, self.check)
             origin = Origin(shlex.join(["train.py", *argv]))
-            if line.flags or line.hydra_runs:
+            if line.through_hydra:
                 sys.argv[1:] = argv = list(map(quoted, argv))  # where hydra.main reads it
                 return self._through_hydra(argv, line.sweep, origin)
             (config,) = configs
@@ -226,14 +218,10 @@ class App:
             return launch.refuse(error)
         except HYDRA_ERRORS as error:
             return launch.refuse(refusal(error))
-
-    def help(self, overrides: Sequence[str]) -> str:
-        """What `--help` prints for these overrides. Raises `ConfigError`."""
-        values, methods = composed(self.conf, overrides), peers.known_methods()
-        task, method = values["task"], values["method"]
-        own = {task: schema(self.tasks[task]), method: schema(methods[method])}
-        scales = [path.stem for path in (self.conf / "scale").glob("*.yaml")]
-        return help_text(values, {"task": self.tasks, "method": methods, "scale": scales}, own)
+        except OSError as error:
+            if command is None:
+                raise
+            return launch.refuse(unusable(error))
 
     def check(self, values: Values, overrides: list[str]) -> Config:
         """As `validate`, and makes and checks the data. Raises `ConfigError`."""

@@ -1,7 +1,6 @@
 """Hydra's part: from a command line to the plain values of every run that it asks for.
 
-Only Hydra's public interface is used: its Compose API, `hydra.core` and `hydra.errors`. Whatever it
-raises leaves this module as a `ConfigError`.
+Only Hydra's public interface is used. Whatever it raises leaves this module as a `ConfigError`.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from co2.app.schema import PLAIN, schema
 from co2.config import NODES, Config
-from co2.errors import ConfigError, first_line, nearest, require
+from co2.errors import ConfigError, first_line, is_utf8, nearest, require
 from co2.record.folder import plain_values
 
 Checked = TypeVar("Checked")
@@ -44,7 +43,6 @@ _PLUGINS = (
 )
 """Override, package, extra of pyproject.toml, what it does."""
 _GROUPS = ("task", "method", "scale", "tuned")
-_TRUTH = ("true", "false")
 _ASKS = (
     *("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "--resolve", "-p", "--package"),
     *("-i", "--info", "-sc", "--shell-completion"),
@@ -52,7 +50,7 @@ _ASKS = (
 """Flags that Hydra answers itself. With its others it reads a configuration, or a pickle, from
 elsewhere."""
 _SWEEP = ("-m", "--multirun")
-_RUN = ("-r", "--run")  # what happens without it, too
+_STARTS = (*_SWEEP, "-r", "--run")
 _OF_HYDRA = ("launcher", "sweeper", "sweep", "run", "job", "verbose")
 """Groups of Hydra's own options that a command line may set. Its others name code: callbacks,
 handlers of logs, search paths."""
@@ -67,46 +65,36 @@ class CommandLine:
     sweep: bool
     """Whether -m was given: a launcher and a sweeper of Hydra start the runs."""
     flags: tuple[str, ...]
-    """Every other flag, such as --cfg; Hydra answers those itself."""
+    """Every other flag, such as --cfg, which Hydra answers itself."""
 
     @property
-    def hydra_runs(self) -> bool:
-        """Whether Hydra starts the run: that of a sweep, or one with options of Hydra's own."""
-        return self.sweep or any(_of_hydra(override) for override in self.overrides)
+    def through_hydra(self) -> bool:
+        """Whether the whole is Hydra's: flags, a sweep, or options of its own."""
+        return bool(self.flags) or self.sweep or any(map(_of_hydra, self.overrides))
 
 
 def command_line(arguments: Sequence[str]) -> CommandLine:
-    """Read the arguments of train.py.
-
-    Raises:
-        ConfigError: a flag amid the overrides or one that is not known, or an override that would
-            have Hydra read or run what is not this program's.
-    """
+    """Read the arguments of train.py. Raises `ConfigError` for a flag amid the overrides or one
+    that is not known, and for what would have Hydra read or run what is not this program's."""
     for word in arguments:
         _require_harmless(word)
-    flags = tuple(word for word in arguments if word.startswith("-"))
     words = tuple(word for word in arguments if not word.startswith("-"))
-    asks = tuple(flag for flag in flags if flag not in (*_SWEEP, *_RUN))
+    asks = tuple(word for word in arguments if word.startswith("-") and word not in _STARTS)
     first = arguments.index(words[0]) if words else 0
     together = tuple(arguments[first : first + len(words)]) == words
     hint = "flags such as -m stand before the overrides"
     require(together or asks != (), "command line", "", hint)
-    return CommandLine(words, not {*_SWEEP}.isdisjoint(flags), asks)
+    return CommandLine(words, not {*_SWEEP}.isdisjoint(arguments), asks)
 
 
 def _require_harmless(word: str) -> None:
     """Raise `ConfigError` for an argument by which Hydra would read or run what is elsewhere."""
     key, _, value = word.lstrip("+~").partition("=")
-    try:
-        word.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(key, value, "is no UTF-8 text") from None
+    require(is_utf8(word), key, value, "is no UTF-8 text")
     if word.startswith("-"):
-        good = key in (*_ASKS, *_SWEEP, *_RUN)
-        hint = (
-            "no such flag; a configuration is read from conf/ only, and keys are given as key=value"
-        )
-        require(good and (key in _ASKS or not value), key, value, hint)
+        hint = "no such flag; a configuration is read from conf/ only, and keys are given as "
+        good = key in _ASKS or word in _STARTS
+        require(good, key, value, f"{hint}key=value")
     within = re.match(r"hydra(?:[./@]([\w-]*)|$)", key)
     if within:
         hint = f"of Hydra's own options only these can be set: {', '.join(_OF_HYDRA)}"
@@ -133,14 +121,12 @@ def offer(groups: Mapping[str, Mapping[str, type]]) -> None:
 def preflight(
     folder: Path, arguments: Sequence[str], check: Callable[[Values, list[str]], Checked]
 ) -> list[Checked]:
-    """Compose every run that the command line asks for, and `check(values, overrides)` each.
+    """What `check(values, overrides)` makes of every run that the command line asks for; nothing
+    where Hydra answers the command line itself.
 
     Args:
         folder: of Hydra's configuration.
         arguments: the command line, without the program.
-        check: raises `ConfigError` for a run that must not start.
-    Returns:
-        What `check` made of each; nothing where Hydra answers the command line itself.
     Raises:
         ConfigError: for the first run that cannot be composed, or that `check` refuses.
     """
@@ -150,7 +136,10 @@ def preflight(
     _check_plugins(line.overrides, line.sweep)
     runs = jobs(line.overrides) if line.sweep else [list(line.overrides)]
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-        return [check(_compose(folder, overrides), _without_hydra(overrides)) for overrides in runs]
+        return [
+            check(_compose(folder, words), [word for word in words if not _of_hydra(word)])
+            for words in runs
+        ]
 
 
 def composed(folder: Path, overrides: Sequence[str]) -> Values:
@@ -164,7 +153,8 @@ def quoted(override: str) -> str:
     key, sign, value = override.partition("=")
     if key != "tuned":
         return override
-    words = (f"'{word.lower()}'" if word.lower() in _TRUTH else word for word in value.split(","))
+    truth = ("true", "false")
+    words = (f"'{word.lower()}'" if word.lower() in truth else word for word in value.split(","))
     return key + sign + ",".join(words)
 
 
@@ -211,10 +201,6 @@ def _of_hydra(override: str) -> bool:
     return override.lstrip("+~").startswith(("hydra.", "hydra/"))
 
 
-def _without_hydra(overrides: Sequence[str]) -> list[str]:
-    return [override for override in overrides if not _of_hydra(override)]
-
-
 def _check_plugins(overrides: Sequence[str], multirun: bool) -> None:
     """Refuse plugins of Hydra that are not installed, or that have nothing to do. `ConfigError`."""
     for plugin, package, extra, does in _PLUGINS:
@@ -222,8 +208,7 @@ def _check_plugins(overrides: Sequence[str], multirun: bool) -> None:
             key, _, value = plugin.partition("=")
             require(multirun, key, value, f"{does} the jobs of a sweep; add -m")
             # find_spec fails where the package around the one that it looks for is missing.
-            whole = package.partition(".")[0]
-            there = find_spec(whole) is not None and find_spec(package) is not None
+            there = all(map(find_spec, (package.partition(".")[0], package)))
             where = f"pip install -e '.[{extra}]', or 'co2-suite[{extra}]' outside a clone"
             require(there, key, value, f"needs an extra: {where}")
             # That a file of ours sets values of the extra's own options is what we want.
@@ -231,11 +216,8 @@ def _check_plugins(overrides: Sequence[str], multirun: bool) -> None:
 
 
 def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
-    """The overrides of every run of a sweep: all combinations of its values.
-
-    Of an interval, in which only optuna's sweeper chooses, the two ends stand for all values.
-    Raises `ConfigError` for what Hydra cannot read.
-    """
+    """The overrides of every run of a sweep: all combinations of its values. Of an interval, in
+    which only optuna's sweeper chooses, the two ends stand for all. Raises `ConfigError`."""
     choices = []
     for override in _parsed(overrides):
         key, value = override.get_key_element(), override.value()
@@ -250,6 +232,17 @@ def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
     yield from map(list, itertools.product(*choices))
 
 
+def sweep_job(index: str, overrides: Sequence[str]) -> list[str]:
+    """The overrides of one run of a sweep, by its number: what slurm/sweep.sbatch trains in one
+    task of an array. Raises `ConfigError`."""
+    found = list(jobs(overrides))
+    last = len(found) - 1
+    hint = f"the sweep has the jobs 0 to {last}: sbatch --array=0-{last} …"
+    good = index.isdecimal() and int(index) <= last
+    require(good, "SLURM_ARRAY_TASK_ID", index, hint)
+    return found[int(index)]
+
+
 def _parsed(overrides: Sequence[str]) -> list[Override]:
     """The overrides as Hydra reads them. Raises `ConfigError`."""
     try:
@@ -261,14 +254,12 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
 def _unreadable_override(override: str, overrides: Sequence[str]) -> ConfigError:
     """An override that Hydra's grammar does not have, with the quotes that would make it one."""
     key, sign, value = override.partition("=")
-    hint = "is not key=value"
     if not sign:
-        before = overrides[max(0, overrides.index(override) - 1)]
-        if "=" in before:
-            whole, _, begin = before.partition("=")
-            hint += (
-                f"; a value with a space stands in quotes: {_in_quotes(whole, f'{begin} {key}')}"
-            )
+        hint = "is not key=value"
+        whole, cut, begin = overrides[max(0, overrides.index(override) - 1)].partition("=")
+        if cut:
+            word = _in_quotes(whole, f"{begin} {key}")
+            hint += f"; a value with a space stands in quotes: {word}"
         return ConfigError(key, value, hint)
     if value.startswith("~"):
         return ConfigError(key, value, "no shell expands a ~ here; write $HOME")
@@ -317,5 +308,5 @@ def _compose(folder: Path, overrides: Sequence[str]) -> Values:
 
 @lru_cache(maxsize=64)
 def _chosen(folder: Path, options: tuple[str, ...]) -> DictConfig:
-    """What Hydra composes of these options of groups, which takes it a tenth of a second."""
+    """What Hydra composes of these options of groups, in a tenth of a second."""
     return compose("config", list(options))

@@ -7,73 +7,74 @@ replicas, config.json, a README.md that says how to read them, and the tokenizer
 model. It appears whole or not at all.
 """
 
-import argparse
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from torch import Tensor, nn
 
-from co2.app.card import card
 from co2.app.finished import Finished, opened
 from co2.arguments import Parser
 from co2.errors import ConfigError, require
 from co2.record.files import write_durably
 from co2.task import Package, Portable, Task
-from co2.train import launch
 from co2.train.weights import EMA_MODEL, EXPORTED, MODEL, save, ties
 from co2.whole import written_aside
 
-_KEY = "FOLDER"
-_TAKEN = "exists and is not empty; give a new folder"
+_SMOKE = (
+    "This is smoke scale: a small model, trained for minutes on little or generated data. The "
+    "figures show that the code works. They are no measure of the method or of the architecture."
+)
 
 
 def main(tasks: Mapping[str, type[Task]], argv: Sequence[str]) -> int:
-    """The command line. Returns 0, or 2 for a wrong value."""
-    parser = Parser(
-        prog="python -m co2 export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """The command line, for runs of these tasks. Returns the exit status. Raises `ConfigError`."""
+    parser = Parser(prog="python -m co2 export", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="the folder of a finished run")
     parser.add_argument("folder", metavar="FOLDER", help="a new folder")
     text = "the moving average of the weights, of a run with train.ema_decay"
     parser.add_argument("--ema", action="store_true", help=text)
     options = parser.parse_args(argv)
     try:
-        export(tasks, options.run, options.folder, options.ema)
-    except ConfigError as error:
-        return launch.refuse(error)
+        _export(tasks, options.run, options.folder, options.ema)
+    except OSError as error:
+        hint = f"{error.filename or options.folder}: {error.strerror or error}; give a folder that "
+        raise ConfigError("FOLDER", options.folder, f"{hint}can be written") from None
     print(f"{options.folder}: {', '.join(sorted(os.listdir(options.folder)))}")
     return 0
 
 
-def export(tasks: Mapping[str, type[Task]], run: str, given: str, ema: bool = False) -> None:
-    """Write the weights of the run in folder `run`, of one of these tasks, to the folder `given`;
-    with `ema` their moving average.
+def _export(tasks: Mapping[str, type[Task]], run: str, given: str, ema: bool) -> None:
+    """Write the weights of a run, or with `ema` their moving average, to the folder `given`."""
+    folder = Path(given).resolve()
 
-    Raises:
-        ConfigError: there is no finished run, or the folder cannot be written or is taken.
-    """
-    try:
-        folder = Path(given).resolve()
-        require(not _taken(folder), _KEY, given, _TAKEN)
-        found = opened(tasks, run)
-        hint = f"{run} holds no {EMA_MODEL}; train with train.ema_decay, or export without --ema"
-        require(not ema or (found.folder / EMA_MODEL).is_file(), "--ema", ema, hint)
-        model = found.model(EMA_MODEL if ema else MODEL)
-        package = Package({})
-        if isinstance(found.task, Portable):
-            package = found.task.package(model)
-        files = {"config.json": _own_config(found, package), **package.files}
-        files["README.md"] = card(found, package, files)
-        with written_aside(folder, lambda: _refuse(given)) as aside:
-            _write(aside, files, once(model, package.prefix), _header(found))
-    except OSError as error:
-        hint = f"{error.filename or given}: {error.strerror or error}; give a folder that can be "
-        raise ConfigError(_KEY, given, f"{hint}written") from None
+    def taken() -> NoReturn:
+        raise ConfigError("FOLDER", given, "exists and is not empty; give a new folder")
+
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        taken()
+    found = opened(tasks, run)
+    hint = f"{run} holds no {EMA_MODEL}; train with train.ema_decay, or export without --ema"
+    require(not ema or (found.folder / EMA_MODEL).is_file(), "--ema", ema, hint)
+    model, task = found.model(EMA_MODEL if ema else MODEL), found.config.task
+    package = found.task.package(model) if isinstance(found.task, Portable) else Package({})
+    config = {"task": task, task: found.settings, **package.config}
+    files = {"config.json": json.dumps(config, indent=2) + "\n", **package.files}
+    files["README.md"] = _card(found, package, files)
+    head = {
+        "format": "pt",  # transformers reads no others
+        "task": task,
+        "method": found.config.method,
+        "scale": found.config.scale,
+        "command": found.command,
+        "commit": found.commit,
+    }
+    with written_aside(folder, taken) as aside:
+        for name, text in files.items():
+            write_durably(aside / name, text)
+        save(aside / EXPORTED, once(model, package.prefix), head)
 
 
 def once(model: nn.Module, prefix: str) -> dict[str, Tensor]:
@@ -87,36 +88,31 @@ def once(model: nn.Module, prefix: str) -> dict[str, Tensor]:
     }
 
 
-def _write(
-    folder: Path, files: Mapping[str, str], weights: dict[str, Tensor], header: dict[str, str]
-) -> None:
-    for name, text in files.items():
-        write_durably(folder / name, text)
-    save(folder / EXPORTED, weights, header)
-
-
-def _header(found: Finished) -> dict[str, str]:
-    """What stands in the head of the file of weights."""
-    return {
-        "format": "pt",  # transformers reads no others
-        "task": found.config.task,
-        "method": found.config.method,
-        "scale": found.config.scale,
-        "command": found.command,
-        "commit": found.commit,
-    }
-
-
-def _own_config(found: Finished, package: Package) -> str:
-    """config.json of a model that no other library knows."""
-    name = found.config.task
-    return json.dumps({"task": name, name: found.settings, **package.config}, indent=2) + "\n"
-
-
-def _taken(folder: Path) -> bool:
-    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-
-
-def _refuse(given: str) -> NoReturn:
-    """Called where something has come to the folder's place meanwhile, which is not replaced."""
-    raise ConfigError(_KEY, given, _TAKEN)
+def _card(found: Finished, package: Package, files: Collection[str]) -> str:
+    """The README.md: what the model is, where it comes from, and how to read it. `files` are the
+    names of those beside the weights."""
+    config, summary = found.config, found.summary
+    figures = [
+        f"- {name}: {'not finite' if value is None else f'{value:.4g}'}"
+        for name, value in {**summary.final, **summary.baselines}.items()
+    ]
+    untold = "tokenizer.json" not in files and found.task.unit == "tokens"
+    paragraphs = [
+        f"# {config.task}, trained with {config.method}",
+        f"The mean of the replicas' weights after {summary.steps} steps on {summary.workers} "
+        "workers.",
+        f"- Run: `{summary.folder}`\n"
+        f"- Command: `{found.command}`\n"
+        f"- Commit of the CO2 suite: {found.commit}\n"
+        f"- Data: {found.data.get('data', 'generated')}\n"
+        f"- Scale: {config.scale}, seed {config.train.seed}",
+        "On validation data, with what no model should be worse than:",
+        "\n".join(figures),
+        _SMOKE if config.scale == "smoke" else "",
+        package.note,
+        "Its data have no tokenizer of their own, so there is none here." if untold else "",
+        "To read it, where FOLDER is this folder:",
+        f"```python\n{package.usage}\n```",
+        f"`init_from=FOLDER` starts another run of task={config.task} from it.\n",
+    ]
+    return "\n\n".join(filter(None, paragraphs))

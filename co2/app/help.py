@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 
 from co2.app.compose import Values
-from co2.app.schema import PLAIN, words
+from co2.app.schema import PLAIN, schema, words
 from co2.config import NODES, Config
 
 HEAD = """\
@@ -29,14 +29,11 @@ GROUPS = {
 }
 
 
-def help_text(values: Values, options: Mapping[str, Iterable[str]], own: Mapping[str, type]) -> str:
-    """The help for one choice of groups.
-
-    Args:
-        values: composed of it: what a key has where none is given.
-        options: of the groups task, method and scale.
-        own: the schemas of the chosen task and method, by their nodes.
-    """
+def help_text(
+    values: Values, tasks: Mapping[str, type], methods: Mapping[str, type], scales: Iterable[str]
+) -> str:
+    """The help for one choice of groups, of which `values` are composed."""
+    options = {"task": tasks, "method": methods, "scale": scales}
     lines = [HEAD, "Groups, with what is chosen here:", ""]
     for group, purpose in GROUPS.items():
         if group in options:
@@ -46,7 +43,9 @@ def help_text(values: Values, options: Mapping[str, Iterable[str]], own: Mapping
     lines += ["", "Keys, with their values at this choice:", ""]
     plain = {name: kind for name, kind in PLAIN.items() if name not in GROUPS}
     lines += _keys(Config, plain, values, "")
-    for node, kind in (NODES | dict(own)).items():
+    task, method = values["task"], values["method"]
+    own = {task: schema(tasks[task]), method: schema(methods[method])}
+    for node, kind in (NODES | own).items():
         lines += _keys(kind, typing.get_type_hints(kind), values[node], f"{node}.")
     return "\n".join(lines)
 

@@ -10,8 +10,11 @@ simulated (co2/simulate). Neither a GPU nor a public data set is needed.
 
 import argparse
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -19,7 +22,7 @@ import torch
 from co2.app.compose import command_line
 from co2.arguments import Parser, number, whole
 from co2.config import Config, Precision
-from co2.errors import ConfigError, require, unusable
+from co2.errors import ConfigError, require
 from co2.gpus import GPUS, USABLE, known_gpu
 from co2.methods import METHODS
 from co2.simulate.methods import ALLREDUCE, LEFT_OUT, NO_ROUNDS
@@ -32,18 +35,10 @@ from co2.train.shapes import Holdings, Unknown, Work, holdings, work
 
 PAPER_TASKS = ("resnet50", "vit", "ade20k", "shapenet", "gpt2", "transnormer", "roberta")
 """What the CO2 paper trains."""
-MOST_GPUS, SUGGESTED_GPUS = 1024, 64
-"""Tried where `--gpus` is left out; and of what is suggested where no number of them will do."""
 _ROUNDS = 50
-_DAY = 86_400.0
-
 Make = Callable[[Sequence[str]], Config]
 """Overrides → a checked run. Raises `ConfigError`."""
-
-
-def global_batch(config: Config, workers: int) -> int:
-    """Samples in one step of all workers."""
-    return config.train.batch_size * config.train.accumulate * workers
+MakeTask = Callable[[Config], Task]
 
 
 def usable_bytes(config: Config) -> int | None:
@@ -80,35 +75,30 @@ class Need:
         assert self.work is not None
         return self.work.flops * self.config.train.accumulate * self.workers
 
+    @property
+    def global_batch(self) -> int:
+        """Samples in one step of all workers."""
+        return self.config.train.batch_size * self.config.train.accumulate * self.workers
+
 
 class DoesNotFit(ConfigError):
-    """A run that the memory of a GPU cannot hold.
+    """A run that the memory of a GPU cannot hold."""
 
-    Args:
-        settings: overrides with which it would; empty where none are known.
-    """
-
-    def __init__(self, key: str, value: object, hint: str, settings: list[str]) -> None:
-        super().__init__(key, value, hint)
-        self.settings = settings
+    settings: Sequence[str] = ()
+    """Overrides with which it would fit; empty where none are known."""
 
 
 class Planner:
     """Plans of a run, as it is and with other settings.
 
     Args:
-        make: of the application.
-        make_task: of the application.
+        make, make_task: of the application.
         overrides: of the run.
         usable: bytes that tensors can fill of a GPU.
     """
 
     def __init__(
-        self,
-        make: Make,
-        make_task: Callable[[Config], Task],
-        overrides: Sequence[str],
-        usable: int,
+        self, make: Make, make_task: MakeTask, overrides: Sequence[str], usable: int
     ) -> None:
         self.make, self.make_task, self.usable = make, make_task, usable
         self.overrides = list(overrides)
@@ -123,132 +113,106 @@ class Planner:
     def need(self, config: Config, workers: int) -> Need:
         """What a worker needs. A micro-batch is left out where the memory is too small without.
         Raises `ConfigError`."""
-        task = self._task(config, workers)
+        task = self.make_task(config)
+        if not isinstance(task, Planned):
+            hint = "its task does not say how large a micro-batch is (co2/task.py, Planned)"
+            raise ConfigError("task", config.task, hint)
+        if task.published() is None:
+            task.setup(workers)
         held = holdings(task, config, workers)
-        fits = held.device_bytes <= self.usable
-        return Need(config, workers, task, held, self._of(task, config, workers) if fits else None)
+        if held.device_bytes > self.usable:
+            return Need(config, workers, task, held, None)
+        train, mesh = config.train, config.mesh
+        kinds = (train.batch_size, train.accumulate > 1, train.checkpoint_activations)
+        key = (*kinds, mesh.strategy in CUT, mesh.replica_size > 1, workers > 1)
+        if key not in self._work:
+            averages = METHODS[config.method].averages_gradients
+            self._work[key] = work(task, config, workers, averages)
+        return Need(config, workers, task, held, self._work[key])
 
     def smallest(self) -> Need:
-        """On the smallest number of GPUs that holds it, a power of two times
-        mesh.replica_size. Raises `ConfigError`."""
-        refused: ConfigError | None = None
-        workers, found = 1, None
-        while workers <= MOST_GPUS and found is None:
-            try:
-                config = self.config(workers)
-                need = self.need(config, workers)
-                found = need if need.fits(self.usable) else None
-            except ConfigError as error:
-                refused = error
-            workers *= 2
-        if found is not None:
-            return found
-        try:
-            config = self.config(SUGGESTED_GPUS)
-        except ConfigError:
-            raise refused or AssertionError from None
-        raise self.refusal(self.need(config, SUGGESTED_GPUS))
+        """On the smallest number of GPUs that holds it, a power of two up to 1024. Raises
+        `ConfigError` with what would fit on 64, where none does."""
+        for power in range(11):
+            need = self._tried(2**power, [])
+            if need is not None and need.fits(self.usable):
+                return need
+        return self.fitting(64)
 
     def fitting(self, workers: int) -> Need:
         """On so many GPUs. Raises `ConfigError` with what would fit, where this does not."""
         need = self.need(self.config(workers), workers)
         if not need.fits(self.usable):
-            raise self.refusal(need)
+            raise self._refusal(need)
         return need
 
-    def check(self, config: Config, workers: int) -> str:
-        """Refuse a run that the GPU cannot hold. Returns a warning where it may be so: what
-        torch.compile keeps of a micro-batch is less than what is counted. Raises `ConfigError`."""
+    def check(self, config: Config, workers: int) -> None:
+        """Refuse a run that the GPU cannot hold. Where torch.compile may make it fit, which keeps
+        less of a micro-batch than is counted, print a warning. Raises `ConfigError`."""
         if config.method not in METHODS or not isinstance(self.make_task(config), Planned):
-            return ""
+            return
         try:
             need = self.need(config, workers)
         except Unknown:
-            return ""
-        if need.fits(self.usable):
-            return ""
-        error = self.refusal(need)
-        if need.work is None or not config.train.compile:
-            raise error
-        return f"warning: {error}"
+            return
+        if not need.fits(self.usable):
+            error = self._refusal(need)
+            if need.work is None or not config.train.compile:
+                raise error
+            if launch.is_first():
+                print(f"warning: {error}", file=sys.stderr, flush=True)
 
-    def refusal(self, need: Need) -> DoesNotFit:
+    def _refusal(self, need: Need) -> DoesNotFit:
         """What a run that does not fit is refused with."""
-        advice = self._advice(need)
+        advice = self._advice(need.config, need.workers)
         fits = f"this fits: {' '.join(advice)}" if advice else "no mesh.strategy makes it fit"
         parts = f"{_gb(need.held.device_bytes)} between steps"
         if need.work is not None:
             parts += f", {_gb(need.work.beyond_bytes)} more for a micro-batch"
         hint = f"needs more than the {_gb(self.usable)} of a GPU: {parts}; {fits}"
-        return DoesNotFit("train.batch_size", need.config.train.batch_size, hint, advice)
+        error = DoesNotFit("train.batch_size", need.config.train.batch_size, hint)
+        error.settings = advice
+        return error
 
-    def _advice(self, need: Need) -> list[str]:
+    def _advice(self, config: Config, workers: int) -> list[str]:
         """The first settings that fit: a smaller micro-batch, activations computed again, and both
         on ever larger replicas."""
-        config, workers = need.config, need.workers
         meshes: list[list[str]] = [[]]
         if config.mesh.replica_size == 1:
-            sizes = (2**power for power in range(1, workers.bit_length()))
             meshes += [
-                [f"mesh.replica_size={size}", "mesh.strategy=zero2"]
-                for size in sizes
-                if workers % size == 0
+                [f"mesh.replica_size={2**power}", "mesh.strategy=zero2"]
+                for power in range(1, workers.bit_length())
+                if workers % 2**power == 0
             ]
         for mesh in meshes:
-            for words in self._smaller(need.config, workers, mesh):
-                found = self._tried(workers, words)
-                if found is not None and found.fits(self.usable):
-                    return words
+            ways = (mesh, [*mesh, "train.checkpoint_activations=true"])
+            sizes = [self._largest(config, workers, words) for words in ways]
+            if any(sizes):
+                best = max(sizes)
+                return [*ways[sizes.index(best)], *_batch(config, best)]
         return []
 
-    def _smaller(self, config: Config, workers: int, mesh: list[str]) -> Iterator[list[str]]:
-        """Settings that may fit: the largest micro-batch first, and activations computed again
-        where it fits with that alone."""
-        again, size = "train.checkpoint_activations=true", config.train.batch_size
+    def _largest(self, config: Config, workers: int, words: list[str]) -> int:
+        """The largest micro-batch with which a run of these settings fits; 0 where none does."""
+        size = config.train.batch_size
         sizes = [part for part in range(size, 0, -1) if size % part == 0]
 
-        def tried(words: list[str], part: int) -> Need | None:
+        @cache
+        def tried(part: int) -> Need | None:
             return self._tried(workers, [*words, *_batch(config, part)])
 
-        ways = ([*mesh, again], mesh)
-        while sizes and (smallest := tried(ways[0], sizes[-1])) is None:
-            sizes.pop()  # batch norm needs two
-        if not sizes or smallest is None or not smallest.fits(self.usable):
-            return
-        ends = [(words, tried(words, size), tried(words, sizes[-1])) for words in ways]
-        for part in sizes:
-            # What a micro-batch takes is a line in its samples.
-            share = (part - sizes[-1]) / max(1, size - sizes[-1])
-            for words, most, least in reversed(ends):
-                if most is None or least is None:
-                    continue
-                more = most.num_bytes - least.num_bytes
-                if least.num_bytes + share * more <= self.usable:
-                    yield [*words, *_batch(config, part)]
+        def small_enough(part: int) -> bool:
+            found = tried(part)
+            return found is None or found.fits(self.usable)  # batch norm refuses 1
+
+        first = bisect_left(sizes, True, key=small_enough)
+        return sizes[first] if first < len(sizes) and tried(sizes[first]) is not None else 0
 
     def _tried(self, workers: int, words: list[str]) -> Need | None:
         try:
             return self.need(self.config(workers, *words), workers)
         except ConfigError:
             return None
-
-    def _task(self, config: Config, workers: int) -> Task:
-        task = self.make_task(config)
-        hint = "its task does not say how large a micro-batch is (co2/task.py, Planned)"
-        require(isinstance(task, Planned), "task", config.task, hint)
-        assert isinstance(task, Planned)
-        if task.published() is None:
-            task.setup(workers)
-        return task
-
-    def _of(self, task: Task, config: Config, workers: int) -> Work:
-        averages = METHODS[config.method].averages_gradients
-        train, mesh = config.train, config.mesh
-        kinds = (train.batch_size, train.accumulate > 1, train.checkpoint_activations)
-        key = (*kinds, mesh.strategy in CUT, mesh.replica_size > 1, workers > 1)
-        if key not in self._work:
-            self._work[key] = work(task, config, workers, averages)
-        return self._work[key]
 
 
 def _batch(config: Config, size: int) -> list[str]:
@@ -281,12 +245,7 @@ class Course:
     own: Figures | None
     """Under the method; None where it is not simulated."""
     allreduce: Figures
-    steps: int
-
-    @property
-    def days(self) -> float:
-        step_s = self.compute_s if self.own is None else self.own.step_s
-        return step_s * self.steps / _DAY
+    days: float
 
 
 def course(need: Need, place: Place) -> Course:
@@ -297,14 +256,9 @@ def course(need: Need, place: Place) -> Course:
     """
     config, size = need.config, need.config.mesh.replica_size
     rounded = config.comm.dtype is Precision.bf16
-    peak_flops = GPUS[place.gpu].peak_flops
-    compute_s = need.flops / need.workers / (peak_flops * place.mfu)
-    network = Network(
-        parse_link(place.link, "--link"),
-        max(1, place.server_size // size),
-        PROFILES["nvswitch"],
-        "auto",
-    )
+    compute_s = need.flops / need.workers / (GPUS[place.gpu].peak_flops * place.mfu)
+    link, senders = parse_link(place.link, "--link"), max(1, place.server_size // size)
+    network = Network(link, senders, PROFILES["nvswitch"], "auto")
 
     def figures(method: str) -> Figures:
         tau = 1 if method in NO_ROUNDS else need.held.round_steps
@@ -325,126 +279,97 @@ def course(need: Need, place: Place) -> Course:
             raise ConfigError("--gpus", need.workers, error.hint) from None
 
     own = None if config.method in LEFT_OUT else figures(config.method)
-    return Course(compute_s, own, figures(ALLREDUCE), config.train.steps)
+    step_s = compute_s if own is None else own.step_s
+    return Course(compute_s, own, figures(ALLREDUCE), step_s * config.train.steps / 86_400)
 
 
 def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
     """Name and value of every fact."""
     config, task, held = need.config, need.task, need.held
-    train, memory, gpu = config.train, held.memory, GPUS[place.gpu]
-    batch = global_batch(config, need.workers)
-    units = batch * train.steps * task.units_per_sample
+    train, mesh, memory, gpu = config.train, config.mesh, held.memory, GPUS[place.gpu]
     assert isinstance(task, Planned)
-    published = task.published()
-    seen = f"{units:.3g} {task.unit}"
+    published, samples = task.published(), need.global_batch * train.steps
+    seen = f"{samples * task.units_per_sample:.3g} {task.unit}"
     if published is not None:
-        seen += f", {batch * train.steps / published.samples:.3g} epochs"
-    copies = f"{held.memory.extra_bytes / max(1, held.local_bytes):.3g} model copies"
+        seen += f", {samples / published.samples:.3g} epochs"
+    copies = f"{memory.extra_bytes / max(1, held.local_bytes):.3g} model copies"
     again = "; computed again in the backward pass" if train.checkpoint_activations else ""
     compiled = "; torch.compile keeps less" if train.compile else ""
+
+    def exposed(figures: Figures) -> str:
+        share = f"{figures.exposed_share:.1%} of the time (simulated)"
+        return f"{figures.exposed_s:.3g} s a step, {share}"
+
+    def if_any(num_bytes: int, what: str) -> str:
+        return f"{_gb(num_bytes)}{what}" if num_bytes else ""
+
     facts = [
         ("run", f"{config.task} · {config.method} · scale={config.scale}"),
         ("GPUs", f"{need.workers} × {place.gpu}, servers of {place.server_size}, {place.link}"),
-        (
-            "replicas",
-            f"{need.workers // config.mesh.replica_size} of {config.mesh.replica_size}"
-            f" ({config.mesh.strategy.value})",
-        ),
+        ("replicas", f"{need.workers // mesh.replica_size} of {mesh.replica_size}"
+         f" ({mesh.strategy.value})"),
         ("parameters", f"{held.num_parameters:,}"),
-        (
-            "global batch",
-            f"{batch:,} samples: {train.batch_size} in a micro-batch × "
-            f"{train.accumulate} accumulated × {need.workers} workers",
-        ),
+        ("global batch", f"{need.global_batch:,} samples: {train.batch_size} in a micro-batch × "
+         f"{train.accumulate} accumulated × {need.workers} workers"),
         ("training", f"{train.steps:,} steps: {seen}"),
         ("weights", _gb(memory.parameter_bytes + memory.buffer_bytes)),
         ("gradients", _gb(memory.gradient_bytes)),
         ("inner state", f"{_gb(memory.inner_state_bytes)}, {config.optim.name.value}"),
         ("method's state", f"{_gb(memory.extra_bytes + memory.scratch_bytes)}, {copies}"),
-        (
-            "activations",
-            f"{_gb(need.num_bytes - held.device_bytes)}, of a micro-batch at its peak, counted on "
-            f"tensors without numbers{again}{compiled}",
-        ),
-        (
-            "memory of a GPU",
-            f"{_gb(need.num_bytes)} of {_gb(gpu.usable_bytes)}: {USABLE:.0%} of "
-            f"{gpu.memory_gib} GiB",
-        ),
-    ]
-    if memory.average_bytes:
-        facts.insert(-2, ("moving average", f"{_gb(memory.average_bytes)}, train.ema_decay"))
-    if held.gathered_bytes:
-        facts.insert(-2, ("gathered weights", f"{_gb(held.gathered_bytes)}, within a step"))
-    if memory.host_bytes:
-        facts.insert(
-            -1, ("host's memory", f"{_gb(memory.host_bytes)} a worker: the method's state")
-        )
-    facts += [
+        ("moving average", if_any(memory.average_bytes, ", train.ema_decay")),
+        ("gathered weights", if_any(held.gathered_bytes, ", within a step")),
+        ("activations", f"{_gb(need.num_bytes - held.device_bytes)}, of a micro-batch at its peak, "
+         f"counted on tensors without numbers{again}{compiled}"),
+        ("host's memory", if_any(memory.host_bytes, " a worker: the method's state")),
+        ("memory of a GPU", f"{_gb(need.num_bytes)} of {_gb(gpu.usable_bytes)}: {USABLE:.0%} of "
+         f"{gpu.memory_gib} GiB"),
         ("operations of a step", f"{need.flops:.3g} flop of all GPUs"),
         ("computation of a step", f"{found.compute_s:.3g} s at MFU {place.mfu:g} of "
          f"{gpu.peak_flops / 1e12:g} Tflop/s"),
-        ("exposed, this method", _exposed(config.method, found.own)),
-        ("exposed, allreduce", _exposed(ALLREDUCE, found.allreduce)),
+        ("exposed, this method", exposed(found.own) if found.own is not None
+         else f"not simulated: {LEFT_OUT[config.method]}"),
+        ("exposed, allreduce", exposed(found.allreduce)),
         ("time", f"{found.days:.3g} days, without evaluations and checkpoints"),
         ("checkpoint", f"{_gb(held.saved_bytes)} of all workers, {config.checkpoint.keep} kept"),
         ("data", "not published" if published is None else f"{_gb(published.num_bytes)} on disk"),
     ]  # fmt: skip
-    return facts
+    return [(name, value) for name, value in facts if value]
 
 
-def _exposed(method: str, figures: Figures | None) -> str:
-    if figures is None:
-        return f"not simulated: {LEFT_OUT[method]}"
-    return f"{figures.exposed_s:.3g} s a step, {figures.exposed_share:.1%} of the time (simulated)"
-
-
-def main(make: Make, make_task: Callable[[Config], Task], argv: Sequence[str]) -> int:
-    """The command line. Returns the exit status."""
+def main(make: Make, make_task: MakeTask, argv: Sequence[str]) -> int:
+    """The command line. Returns the exit status. Raises `ConfigError`."""
     options, words = _parser().parse_known_args(list(argv))
-    try:
-        gpu = known_gpu("--gpu", options.gpu)
-        parse_link(options.link, "--link")
-        place = Place(
-            options.gpu,
-            options.link,
-            whole("--server-size", options.server_size),
-            number("--mfu", options.mfu, 1e-9, 1.0),
-        )
-        gpus = None if options.gpus is None else whole("--gpus", options.gpus, 2**20)
-        line = command_line(words)
-        require(not line.flags, "flag", " ".join(line.flags), "is of train.py; see --help")
-        overrides = list(line.overrides)
+    gpu = known_gpu("--gpu", options.gpu)
+    parse_link(options.link, "--link")
+    servers = whole("--server-size", options.server_size)
+    place = Place(options.gpu, options.link, servers, number("--mfu", options.mfu, 1e-9, 1.0))
+    given = None if options.gpus is None else whole("--gpus", options.gpus, 2**20)
+    line = command_line(words)
+    require(not line.flags, "flag", " ".join(line.flags), "is of train.py; see --help")
+    require(options.all or not options.out, "--out", options.out, "is of --all alone")
 
-        def planned(words: Sequence[str], gpus: int | None = gpus) -> Need:
-            planner = Planner(make, make_task, words, gpu.usable_bytes)
-            return planner.smallest() if gpus is None else planner.fitting(gpus)
+    def planned(words: Sequence[str], gpus: int | None = given) -> Need:
+        planner = Planner(make, make_task, words, gpu.usable_bytes)
+        return planner.smallest() if gpus is None else planner.fitting(gpus)
 
-        def divided(words: Sequence[str]) -> Need:
-            """On half of the GPUs, or a quarter, where the batch does not divide among all."""
-            number = gpus
-            while True:
-                try:
-                    return planned(words, number)
-                except ConfigError as error:
-                    if number in (None, 1) or error.key != "train.global_batch":
-                        raise
-                number = (number or 1) // 2
+    def divided(words: Sequence[str], gpus: int | None = given) -> Need:
+        """On half of the GPUs, or a quarter, where the batch does not divide among all."""
+        try:
+            return planned(words, gpus)
+        except ConfigError as error:
+            if gpus is None or gpus == 1 or error.key != "train.global_batch":
+                raise
+        return divided(words, gpus // 2)
 
-        require(options.all or not options.out, "--out", options.out, "is of --all alone")
-        if options.all:
-            text = table(divided, overrides, place)
-            print(text, end="")
-            if options.out:
-                command = shlex.join(["python", "-m", "co2", "plan", *argv])
-                Path(options.out).write_text(_page(command, place, text), encoding="utf-8")
-            return 0
-        need = planned(overrides)
-        facts = lines(need, place, course(need, place))
-    except ConfigError as error:
-        return launch.refuse(error)
-    except OSError as error:
-        return launch.refuse(unusable(error))
+    if options.all:
+        text = table(divided, line.overrides, place)
+        print(text, end="")
+        if options.out:
+            command = shlex.join(["python", "-m", "co2", "plan", *argv])
+            Path(options.out).write_text(_page(command, place, text), encoding="utf-8")
+        return 0
+    need = planned(line.overrides)
+    facts = lines(need, place, course(need, place))
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
         print(f"{name:{width}}  {value}")
@@ -457,7 +382,8 @@ def table(planned: Callable[[Sequence[str]], Need], overrides: Sequence[str], pl
             "exposed", "exposed, allreduce", "days", "checkpoint")  # fmt: skip
     rows = [head, ("---",) * len(head)]
     for task in PAPER_TASKS:
-        words, settings = [f"task={task}", "scale=paper", *overrides], []
+        words = [f"task={task}", "scale=paper", *overrides]
+        settings: Sequence[str] = ()
         try:
             try:
                 need = planned(words)
@@ -470,22 +396,13 @@ def table(planned: Callable[[Sequence[str]], Need], overrides: Sequence[str], pl
         except ConfigError as error:
             rows.append((task, str(error), *[""] * (len(head) - 2)))
             continue
-        train = need.config.train
-        rows.append(
-            (
-                " ".join([task, *settings]),
-                f"{need.held.num_parameters / 1e6:,.0f} M",
-                str(need.workers),
-                f"{global_batch(need.config, need.workers):,}",
-                f"{train.steps:,}",
-                _gb(need.num_bytes),
-                f"{need.flops:.3g}",
-                "–" if found.own is None else f"{found.own.exposed_share:.1%}",
-                f"{found.allreduce.exposed_share:.1%}",
-                f"{found.days:.3g}",
-                _gb(need.held.saved_bytes),
-            )
-        )
+        own = "–" if found.own is None else f"{found.own.exposed_share:.1%}"
+        rows.append((
+            " ".join([task, *settings]), f"{need.held.num_parameters / 1e6:,.0f} M",
+            str(need.workers), f"{need.global_batch:,}", f"{need.config.train.steps:,}",
+            _gb(need.num_bytes), f"{need.flops:.3g}", own, f"{found.allreduce.exposed_share:.1%}",
+            f"{found.days:.3g}", _gb(need.held.saved_bytes),
+        ))  # fmt: skip
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -511,15 +428,13 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s [OPTION ...] [OVERRIDE ...]",
         epilog="All other words are overrides of train.py, such as task=gpt2 scale=paper.",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--gpus", help="default: the smallest power of two that holds the run")
-    parser.add_argument("--gpu", default="a100-80g", help=", ".join(GPUS))
-    parser.add_argument(
-        "--link", default="80gbps-tcp", help="of a server: a rate such as 80gbps, or a profile"
-    )
-    parser.add_argument("--server-size", default="8", help="GPUs that share a link to the others")
-    parser.add_argument("--mfu", default="0.4", help="share of the GPU's peak that is reached")
-    parser.add_argument("--all", action="store_true", help="the CO2 paper's tasks, scale=paper")
-    parser.add_argument("--out", metavar="FILE", help="of --all: the table in Markdown")
+    add = parser.add_argument
+    add("--gpus", help="default: the smallest power of two that holds the run")
+    add("--gpu", default="a100-80g", help=", ".join(GPUS))
+    add("--link", default="80gbps-tcp", help="of a server: a rate such as 80gbps, or a profile")
+    add("--server-size", default="8", help="GPUs that share a link to the others")
+    add("--mfu", default="0.4", help="share of the GPU's peak that is reached")
+    add("--all", action="store_true", help="the CO2 paper's tasks, scale=paper")
+    add("--out", metavar="FILE", help="of --all: the table in Markdown")
     return parser

@@ -7,60 +7,46 @@ has written that many tokens. The same seed writes the same text.
 """
 
 import argparse
-import math
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from co2.app.finished import KEY, opened
+from co2.app.finished import opened
 from co2.arguments import Parser
-from co2.errors import ConfigError, require, require_count, unusable
+from co2.errors import ConfigError, is_utf8, require, require_count, require_number
 from co2.task import Placed, Task, Writing
-from co2.train import launch
 
 
 def main(tasks: Mapping[str, type[Task]], argv: Sequence[str]) -> int:
-    """The command line. Returns 0, or 2 for a wrong value."""
-    parser = Parser(
-        prog="python -m co2 sample",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run", metavar="RUN", help="the folder of a finished run")
-    parser.add_argument(
-        "prompt", metavar="PROMPT", nargs="?", default="", help="default: a new document"
-    )
-    parser.add_argument("--tokens", type=int, default=100, help="at most so many (default: 100)")
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 takes the likeliest (default: 0.8)"
-    )
-    parser.add_argument(
-        "--top-k", type=int, default=50, help="only the likeliest; 0: all (default: 50)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+    """The command line, for runs of these tasks. Returns the exit status. Raises `ConfigError`."""
+    parser = Parser(prog="python -m co2 sample", description=__doc__)
+    add = parser.add_argument
+    add("run", metavar="RUN", help="the folder of a finished run")
+    add("prompt", metavar="PROMPT", nargs="?", default="", help="default: a new document")
+    add("--tokens", type=int, default=100, help="at most so many (default: 100)")
+    text = "0 takes the likeliest (default: 0.8)"
+    add("--temperature", type=float, default=0.8, help=text)
+    add("--top-k", type=int, default=50, help="only the likeliest; 0: all (default: 50)")
+    add("--seed", type=int, default=0, help="of what is drawn (default: 0)")
     options = parser.parse_args(argv)
+    require_count("--tokens", options.tokens)
+    hint = "must be a finite number, 0 or more"
+    require_number("--temperature", options.temperature, 0.0, hint)
+    require(options.top_k >= 0, "--top-k", options.top_k, "must be a whole number, 0 or more")
+    hint = "must be a whole number from 0 to 2⁶³ - 1"
+    require(0 <= options.seed < 2**63, "--seed", options.seed, hint)
+    require(is_utf8(options.prompt), "PROMPT", options.prompt, "must be UTF-8")
     try:
-        _check(options)
-        pieces = sample(tasks, options)
-        for piece in pieces:
+        for piece in _written(tasks, options):
             print(shown(piece), end="", flush=True)
-    except ConfigError as error:
-        return launch.refuse(error)
-    except BrokenPipeError:  # whoever read it has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:
-        return launch.refuse(unusable(error))
     except KeyboardInterrupt:
         pass
     print()
     return 0
 
 
-def sample(tasks: Mapping[str, type[Task]], options: argparse.Namespace) -> Iterator[str]:
+def _written(tasks: Mapping[str, type[Task]], options: argparse.Namespace) -> Iterator[str]:
     """The prompt, and then pieces of text as the model writes them. Raises `ConfigError`."""
     from tokenizers import Tokenizer
     from tokenizers.decoders import DecodeStream
@@ -71,11 +57,11 @@ def sample(tasks: Mapping[str, type[Task]], options: argparse.Namespace) -> Iter
     if name in ("roberta", "glue"):
         hint = f"is a run of task={name}, which fills masks or classifies, and writes no text"
     if not isinstance(task, Writing):
-        raise ConfigError(KEY, options.run, hint)
+        raise ConfigError("RUN", options.run, hint)
     text = task.tokenizer()
     if text is None:
         hint = "its data have no tokenizer.json, so that its tokens cannot be spelt"
-        raise ConfigError(KEY, options.run, hint)
+        raise ConfigError("RUN", options.run, hint)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = found.model().to(device)
     if isinstance(task, Placed):
@@ -87,11 +73,12 @@ def sample(tasks: Mapping[str, type[Task]], options: argparse.Namespace) -> Iter
     yield options.prompt
     stream = DecodeStream(ids=prompt, skip_special_tokens=True)
     draws = torch.Generator().manual_seed(options.seed)
-    limits = options.temperature, options.top_k or tokenizer.get_vocab_size()
-    tokens = prompt or [task.separator]
+    size, tokens = tokenizer.get_vocab_size(), prompt or [task.separator]
     for _ in range(options.tokens):
-        logits = _next(task, model, tokens[-task.config.context :], device)
-        token = drawn(logits[: tokenizer.get_vocab_size()], *limits, draws)
+        with torch.no_grad():
+            seen = torch.tensor([tokens[-task.config.context :]], device=device)
+            logits = task.logits(model, seen)[0, -1, :size].float().cpu()
+        token = drawn(logits, options.temperature, options.top_k or size, draws)
         if token == task.separator:
             return
         tokens.append(token)
@@ -99,14 +86,8 @@ def sample(tasks: Mapping[str, type[Task]], options: argparse.Namespace) -> Iter
 
 
 def drawn(logits: Tensor, temperature: float, top_k: int, draws: torch.Generator) -> int:
-    """The id of a token.
-
-    Args:
-        logits: of every token, fp32 [vocabulary].
-        temperature: by which they are divided; 0 takes the largest.
-        top_k: among so many of the largest.
-        draws: where the random number comes from.
-    """
+    """The id of a token, drawn among the `top_k` largest logits; at temperature 0 the largest.
+    `logits` are of every token, fp32 [vocabulary]."""
     values, ids = logits.topk(min(top_k, len(logits)))
     if temperature == 0:
         return int(ids[0])
@@ -117,22 +98,3 @@ def drawn(logits: Tensor, temperature: float, top_k: int, draws: torch.Generator
 def shown(text: str) -> str:
     """The text, in which what a terminal would act upon is spelt out."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
-
-
-@torch.no_grad()
-def _next(task: Writing, model: nn.Module, tokens: list[int], device: torch.device) -> Tensor:
-    """Logits of the token that follows these, fp32 [vocabulary] on the CPU."""
-    return task.logits(model, torch.tensor([tokens], device=device))[0, -1].float().cpu()
-
-
-def _check(options: argparse.Namespace) -> None:
-    require_count("--tokens", options.tokens)
-    heat, hint = options.temperature, "must be a finite number, 0 or more"
-    require(math.isfinite(heat) and heat >= 0, "--temperature", heat, hint)
-    require(options.top_k >= 0, "--top-k", options.top_k, "must be a whole number, 0 or more")
-    hint = "must be a whole number from 0 to 2⁶³ - 1"
-    require(0 <= options.seed < 2**63, "--seed", options.seed, hint)
-    try:
-        options.prompt.encode()
-    except UnicodeEncodeError:
-        raise ConfigError("PROMPT", options.prompt, "must be UTF-8") from None

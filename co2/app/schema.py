@@ -1,7 +1,7 @@
 """From composed values to a checked `Config`: the one place where names and types are judged.
 
-pydantic holds each value against the type of its field. The dataclasses themselves check ranges, so
-that a loop of one's own, which has no configuration files, gets the same errors.
+pydantic holds each value against the type of its field. The dataclasses check ranges, also for a
+loop of one's own.
 """
 
 import dataclasses
@@ -37,14 +37,12 @@ _COUNTS = {1: "one number", 2: "two numbers", 3: "three numbers"}
 def typed(
     values: Mapping[str, Any], methods: Mapping[str, type], tasks: Mapping[str, type]
 ) -> Config:
-    """The composed values as a checked run. A key that is missing has its field's default.
+    """The composed values as a checked run. A key that is missing has its field's default. Raises
+    `ConfigError` for an unknown key (with the nearest known one) or a wrong value.
 
     Args:
         values: plain and resolved: groups of keys are dictionaries. `Any`: whatever YAML can hold.
-            A `tag` of None stands for the default.
         methods, tasks: classes with a dataclass `Config`, by name.
-    Raises:
-        ConfigError: an unknown key (with the nearest known one) or a wrong value.
     """
     task, method = str(values.get("task")), str(values.get("method"))
     require(task in tasks, "task", task, nearest(task, tasks))
@@ -53,7 +51,7 @@ def typed(
     _require_known(values, nodes)
     made = {name: _node(name, kind, values.get(name, {})) for name, kind in nodes.items()}
     given = {"scale": None} | {key: values[key] for key in PLAIN if key in values}
-    if given.get("tag") is None:
+    if given.get("tag") is None:  # stands for the default
         given.pop("tag", None)
     plain = {key: _value(key, value, PLAIN[key]) for key, value in given.items()}
     return Config(task_config=made.pop(task), method_config=made.pop(method), **made, **plain)
@@ -97,12 +95,7 @@ def _require_known(values: Mapping[str, Any], nodes: Mapping[str, type]) -> None
 
 
 def _unknown(name: str, known: Mapping[str, list[str]]) -> str:
-    """What is right instead of a key that no schema has.
-
-    Args:
-        name: its full name.
-        known: the keys of each node.
-    """
+    """What is right instead of a key of this full name; `known` are the keys of each node."""
     if name in RENAMED:
         return f"has a new name: {RENAMED[name]}"
     node, _, key = name.rpartition(".")
@@ -130,11 +123,10 @@ def _value(name: str, value: object, kind: Any) -> Any:
     """A value as a field of this type holds it. `Any`: the type may be a union, as the value's is.
 
     As JSON pydantic takes it strictly and yet as YAML is meant: enums are given by value, tuples as
-    lists, and 1 is a float where a float is due. YAML and Hydra read a bare 12 as a number, which
-    may be a folder's name or a tag.
+    lists, and 1 is a float where a float is due.
     """
     if isinstance(value, int | float) and kind in (str, str | None):
-        value = str(value)
+        value = str(value)  # a folder's name or a tag may be a bare 12
     huge = isinstance(value, int) and abs(value) >= 2**63
     require(not huge, name, _short(value), "must be a whole number below 2⁶³")
     try:

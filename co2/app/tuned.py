@@ -1,13 +1,14 @@
 """`tuned=true`: the settings that won in `python -m recipes tune TASK METHOD`.
 
 They lie in conf/tuned/<task>/<method>.yaml, win over defaults and recipes, and lose to what the
-user gives. What a comparison is about is not tuned: τ, and whether moments are averaged too, which
-is three times the bytes. Where these are not the defaults, or the scale is not smoke, the name of
-the file says so: co2_tau48_average_moments_paper.yaml.
+user gives. What a comparison is about is not tuned: τ, and whether moments are averaged too. Where
+these are not the defaults, or the scale is not smoke, the name of the file says so:
+co2_tau48_average_moments_paper.yaml.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
@@ -16,6 +17,7 @@ from co2.app.compose import Values, key_of, unreadable
 from co2.errors import require
 from co2.peers import known_methods
 from co2.program import python
+from co2.record.metrics import flat
 
 Settings = dict[str, object]
 """By full name, as on the command line: `co2.outer_lr` → 0.7."""
@@ -27,15 +29,13 @@ MOMENTS = "average_moments"
 def with_tuned(
     conf: Path, values: Values, overrides: Sequence[str]
 ) -> tuple[Values, tuple[str, ...]]:
-    """Values and overrides of a run, in which `tuned` has done its part.
+    """Values without the key `tuned`, which has done its part, and the overrides that name the
+    run's folder: with tuned settings these are among them, so that another winner is another run.
 
     Args:
         conf: folder of Hydra's configuration.
-        values: as composed, with the key `tuned`.
+        values: as composed.
         overrides: `key=value` as given on the command line.
-    Returns:
-        The values, without that key, and the overrides that name the run's folder: with tuned
-        settings these are among them, so that another winner is another run.
     Raises:
         ConfigError: if nothing has been tuned for this task, method, τ, moments and scale.
     """
@@ -44,12 +44,13 @@ def with_tuned(
     if not values.get("tuned"):
         return own, given
     task, method, scale = (str(values[key]) for key in ("task", "method", "scale"))
-    settings = tuned_settings(conf, task, method, scale, _dict(values.get(method)))
+    method_node = own.get(method)
+    node = method_node if isinstance(method_node, dict) else {}
     keys, words = {key_of(word) for word in given}, []
-    for name, value in settings.items():
-        node, _, key = name.partition(".")
-        if keys.isdisjoint((name, node)):
-            own[node] = {**_dict(own.get(node)), key: value}
+    for name, value in tuned_settings(conf, task, method, scale, node).items():
+        group, _, key = name.partition(".")
+        if keys.isdisjoint((name, group)):
+            own[group] = {**own.get(group, {}), key: value}
             words.append(f"{name}={value}")
     return own, (*words, *given, "settings=tuned")
 
@@ -58,49 +59,36 @@ def tuned_settings(conf: Path, task: str, method: str, scale: str, node: Node) -
     """What won for this task and method. Raises `ConfigError` if nothing has been tuned."""
     path = tuned_file(conf, task, method, scale, node)
     command = f"{python()} {tune_command(task, method, scale, node)}"
-    hint = (
-        f"task={task} method={method} has no {path.name} in conf/tuned/{task}; make it: {command}"
-    )
-    require(path.exists(), "tuned", "true", hint)
+    hint = f"task={task} method={method} has no {path.name} in conf/tuned/{task}; make it: "
+    require(path.exists(), "tuned", "true", hint + command)
     try:
-        nodes = OmegaConf.to_container(OmegaConf.load(path))
+        found: Any = OmegaConf.to_container(OmegaConf.load(path))
     except yaml.YAMLError as error:
         raise unreadable("tuned", "true", error) from None
-    return {
-        f"{node}.{key}": value
-        for node, keys in _dict(nodes).items()
-        for key, value in _dict(keys).items()
-    }
+    return flat(found)
 
 
 def tuned_file(conf: Path, task: str, method: str, scale: str, node: Node) -> Path:
     """Where the settings of a task and method lie, whether or not there are any."""
     tau, moments = _apart(method, node)
-    parts = [method]
-    parts += [f"tau{tau}"] if tau is not None else []
-    parts += [MOMENTS] if moments else []
-    parts += [scale] if scale != "smoke" else []
-    return conf / "tuned" / task / f"{'_'.join(parts)}.yaml"
+    words = [method, f"tau{tau}" if tau else "", MOMENTS if moments else ""]
+    words += [scale] if scale != "smoke" else []
+    return conf / "tuned" / task / f"{'_'.join(filter(None, words))}.yaml"
 
 
 def tune_command(task: str, method: str, scale: str, node: Node, trials: int | None = None) -> str:
     """The command that writes this file, behind the name of a Python."""
     tau, moments = _apart(method, node)
     words = ["-m recipes tune", task, method]
-    words += [f"--tau {tau}"] if tau is not None else []
+    words += [f"--tau {tau}"] if tau else []
     words += ["--average-moments"] if moments else []
     words += [f"--scale {scale}"] if scale != "smoke" else []
     words += [f"--trials {trials}"] if trials is not None else []
     return " ".join(words)
 
 
-def _apart(method: str, node: Node) -> tuple[object, bool]:
-    """τ, or None where it is the method's default; and whether moments are averaged too."""
-    default = getattr(known_methods()[method].Config, "tau", None)
-    tau = node.get("tau", default)
-    return None if str(tau) == str(default) else tau, str(node.get(MOMENTS)).lower() == "true"
-
-
-def _dict(values: object) -> dict[str, object]:
-    """A group of keys; an empty one where there is none."""
-    return {str(key): value for key, value in values.items()} if isinstance(values, dict) else {}
+def _apart(method: str, node: Node) -> tuple[str, bool]:
+    """τ, or nothing where it is the method's default; and whether moments are averaged too."""
+    default = str(getattr(known_methods()[method].Config, "tau", None))
+    tau = str(node.get("tau", default))
+    return "" if tau == default else tau, str(node.get(MOMENTS)).lower() == "true"

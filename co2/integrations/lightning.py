@@ -12,11 +12,13 @@ FILE lies a folder FILE.sync with a file for each replica, so that training goes
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -46,18 +48,21 @@ class SyncStrategy(DDPStrategy):
         self.sync = sync
         """The method; during `fit` the one that keeps its replicas in step."""
         self._fitting = False
+        self._ending = False
+        """Whether training has ended, but callbacks may still write its final weights."""
+        self._trainer: Trainer | None = None
+        """The one that fits."""
+        self._end_first: Callback | None = None
+        """Its callback that ends training before others see its end, so that what they write
+        stays."""
         self._shown: AbstractContextManager[None] | None = None
         """The consensus, while validation looks at it."""
         self._given: dict[str, Any] | None = None
         """The weights that this strategy has given for the newest checkpoint."""
         self._ended: dict[str, Any] | None = None
         """What this replica held as training ended, to go on from."""
-        self._left = 0
-        """The checksum of the weights that the end of training has left."""
-        self._ending = False
-        """Whether training has ended, but callbacks may still write its final weights."""
-        self._trainer: Trainer | None = None
-        """The one that fits."""
+        self._left: list[int] = []
+        """The checksums of the weights that the end of training has left."""
         self._checkpoint = ""
 
     def configure_ddp(self) -> None:
@@ -68,20 +73,20 @@ class SyncStrategy(DDPStrategy):
         if trainer.state.fn is not TrainerFn.FITTING:
             return
         self._ended = None
-        count = len(self.optimizers)
+        count, precision = len(self.optimizers), self.precision_plugin.precision
         require(count == 1, "configure_optimizers", count, "a method takes one optimizer")
         hint = "returned no optimizer, and a method needs one; train without a SyncStrategy"
         mock = isinstance(self.optimizers[0], _MockOptimizer)
         require(not mock, "configure_optimizers", None, hint)
         hint = "a step that is skipped would tear rounds apart; use bf16-mixed"
-        precision = self.precision_plugin.precision
         require(precision != "16-mixed", "precision", precision, hint)
         assert self.model is not None
         self.sync = loops.renewed(self.sync)
         mesh = Mesh.world(device=self.root_device)
         self.model = self.sync.prepare(self.model, self.optimizers[0], mesh)
         self._trainer, self._fitting = trainer, True
-        _callbacks(trainer).insert(0, _EndFirst(self._end))
+        self._end_first = LambdaCallback(on_train_end=lambda *_: self._end())
+        _callbacks(trainer).insert(0, self._end_first)
 
     def optimizer_step(
         self,
@@ -91,8 +96,7 @@ class SyncStrategy(DDPStrategy):
         **options: Any,
     ) -> Any:
         """The method's step, after the closure has made the gradients."""
-        # Only steps are asked of it.
-        stepping: Any = loops.Stepping(self.sync)
+        stepping: Any = loops.Stepping(self.sync)  # only steps are asked of it
         return super().optimizer_step(stepping, closure, model, **options)
 
     def on_validation_start(self) -> None:
@@ -112,39 +116,44 @@ class SyncStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         trainer, self._trainer = self._trainer, None
-        if trainer is not None:
+        if trainer is not None and self._end_first is not None:
             if self._fitting and not trainer.interrupted:  # there was no step left to train
                 self._end()
             self._hide()  # after an error in validation
             self._fitting = self._ending = False
-            kept = [one for one in _callbacks(trainer) if not isinstance(one, _EndFirst)]
-            _callbacks(trainer)[:] = kept
+            _callbacks(trainer).remove(self._end_first)
         super().teardown()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The consensus. Collective during `fit`."""
-        self._given = self._consensus()
+        if self._ending:
+            self._agree()
+        if not self._fitting or self._shown is not None:
+            self._given = super().lightning_module_state_dict()
+        else:
+            with self.sync.consensus():
+                live = super().lightning_module_state_dict()
+                self._given = {name: value.clone() for name, value in live.items()}
         return self._given
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
         """Save what every replica needs to go on, and the checkpoint. Collective."""
-        more = {"storage_options": storage_options}
         if "optimizer_states" in checkpoint:  # not so with weights_only
             with self._as_trained():
                 state = self._held()
                 if state is not None:
                     state["step"] = checkpoint["global_step"]
                     path = f"{_beside(filepath)}/{loops.file_name(self.global_rank)}"
-                    self.checkpoint_io.save_checkpoint(state, path, **more)
+                    self.checkpoint_io.save_checkpoint(state, path, storage_options)
         weights, given = checkpoint.get("state_dict", {}), self._given or {}
         self._given = None
         changed = any(value is not given.get(name) for name, value in weights.items())
         trained = self._fitting or self._ended is not None
         if trained and self.reduce_boolean_decision(changed):  # by averages over a replica's steps
             checkpoint = {**checkpoint, "state_dict": {**weights, **self._means(weights)}}
-        super().save_checkpoint(checkpoint, filepath, **more)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         super().remove_checkpoint(filepath)
@@ -157,30 +166,18 @@ class SyncStrategy(DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Go on with what this replica had when the checkpoint was written."""
-        folder = _beside(self._checkpoint)
-        if os.path.islink(self._checkpoint):
-            beside_target = _beside(os.path.realpath(self._checkpoint))
-            folder = beside_target if os.path.isdir(beside_target) else folder
+        folder, target = _beside(self._checkpoint), _beside(os.path.realpath(self._checkpoint))
+        if os.path.islink(self._checkpoint) and os.path.isdir(target):
+            folder = target
+        load = partial(self.checkpoint_io.load_checkpoint, weights_only=True)
         step = checkpoint["global_step"]
-        loops.read(self.sync, self._module, folder, "ckpt_path", self._load, step)
+        loops.read(self.sync, self._module, folder, "ckpt_path", load, step)
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy or another process, whose method has prepared nothing."""
-        state = {**super().__getstate__(), "sync": loops.renewed(self.sync)}
-        state.update(_fitting=False, _ending=False, _shown=None, _given=None, _trainer=None)
-        return state
-
-    def _load(self, path: str) -> dict[str, Any]:
-        return self.checkpoint_io.load_checkpoint(path, weights_only=True)
-
-    def _consensus(self) -> dict[str, Any]:
-        if self._ending:
-            self._agree()
-        if not self._fitting or self._shown is not None:
-            return super().lightning_module_state_dict()
-        with self.sync.consensus():
-            live = super().lightning_module_state_dict()
-            return {name: value.clone() for name, value in live.items()}
+        state = super().__getstate__() | {"sync": loops.renewed(self.sync)}
+        state |= dict.fromkeys(("_fitting", "_ending"), False)
+        return state | dict.fromkeys(("_shown", "_given", "_trainer", "_end_first"))
 
     def _held(self) -> dict[str, Any] | None:
         """What this replica needs to go on exactly; None if nothing has been trained."""
@@ -189,28 +186,25 @@ class SyncStrategy(DDPStrategy):
         if self._ended is None:
             return None
         ended = {**self._ended, "optimizer": self.optimizers[0].state_dict()}
-        if loops.checksum(self._module) != self._left:  # then training goes on from those weights
+        if loops.checksums(self._module) != self._left:  # then training goes on from those weights
             ended["module"] = self._module.state_dict()
         return ended
 
     def _end(self) -> None:
         """Leave the consensus in the module, and keep what there was."""
         held = loops.held(self.sync, self._module)
-        held["module"] = {
-            name: value.to("cpu", copy=True) for name, value in held["module"].items()
-        }
         del held["optimizer"]  # it stays where it is
-        self._ended = held
+        copies = {name: value.to("cpu", copy=True) for name, value in held["module"].items()}
+        self._ended = {**held, "module": copies}
         loops.end(self.sync, self._module)
-        self._left = loops.checksum(self._module)
+        self._left = loops.checksums(self._module)
         self._fitting, self._ending = False, True
 
     def _agree(self) -> None:
         """Give all replicas the mean of what callbacks have made of the final weights, if any."""
-        written = loops.checksum(self._module) != self._left
+        written = loops.checksums(self._module) != self._left
         if self.reduce_boolean_decision(written, all=False):
-            module = self._module
-            final = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            final = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
             with torch.no_grad():
                 for name, mean in self._means(final).items():
                     final[name].copy_(mean)
@@ -248,16 +242,6 @@ class SyncStrategy(DDPStrategy):
         yield
         if again:
             self._show()
-
-
-class _EndFirst(Callback):
-    """Ends training before other callbacks see its end, so that what they write stays."""
-
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end = end
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end()
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:

@@ -1,8 +1,7 @@
 """What a method does for the loop of another library: it steps, is saved and read, and ends."""
 
-import os
-import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -10,8 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from co2.comm.reproducible import checksum
 from co2.errors import ConfigError, require
 from co2.methods.base import Method
+from co2.record.files import durable
+
+_LOAD = partial(torch.load, map_location="cpu", weights_only=True)
 
 
 class Stepping:
@@ -53,13 +56,11 @@ def end(sync: Method, module: nn.Module) -> None:
     module.load_state_dict(final)
 
 
-def checksum(module: nn.Module) -> int:
-    """A number that changes with the bits of the parameters and buffers."""
-    found = 0
-    for tensor in (*module.parameters(), *module.buffers()):
-        bits = tensor.detach().cpu().reshape(-1).view(torch.uint8)
-        found = zlib.crc32(bits.numpy().data, found)
-    return found
+def checksums(module: nn.Module) -> list[int]:
+    """Numbers that change with the bits of the parameters and buffers."""
+    tensors = (*module.parameters(), *module.buffers())
+    wide = (one if one.element_size() >= 4 else one.float() for one in tensors)
+    return [int(checksum(one)) for one in wide]
 
 
 # Any: what torch.save takes.
@@ -73,12 +74,16 @@ def held(sync: Method, module: nn.Module) -> dict[str, Any]:
     }
 
 
+def file_name(replica: int) -> str:
+    """The name of a replica's file in a checkpoint."""
+    return f"sync_{replica}.pt"
+
+
 def write(sync: Method, module: nn.Module, folder: Path) -> None:
     """Write what this replica needs to go on exactly into its own file of a folder. Collective."""
-    path = folder / file_name(sync.mesh.replica)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(held(sync, module), path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
+    folder.mkdir(parents=True, exist_ok=True)
+    with durable(folder / file_name(sync.mesh.replica)) as file:
+        torch.save(held(sync, module), file)
 
 
 def read(
@@ -86,14 +91,14 @@ def read(
     module: nn.Module,
     folder: Path | str,
     key: str,
-    load: Callable[[str], dict[str, Any]] | None = None,
+    load: Callable[[str], Any] = _LOAD,
     step: int | None = None,
 ) -> None:
     """Go on from what was written of `held`, after `prepare`.
 
     Args:
         key: the name of the checkpoint's argument, for errors.
-        load: reads a file; None: from the local disk.
+        load: reads a file; by default from the local disk.
         step: that of the checkpoint. None: it is not compared.
     Raises:
         ConfigError: the file is missing or damaged, or of another number of replicas, step or
@@ -101,7 +106,7 @@ def read(
     """
     name = file_name(sync.mesh.replica)
     try:
-        state = (load or _load)(f"{folder}/{name}")
+        state = load(f"{folder}/{name}")
     except FileNotFoundError:
         hint = f"there is no {name}; give a checkpoint of this method and as many processes"
         raise ConfigError(key, folder, hint) from None
@@ -117,13 +122,3 @@ def read(
     module.load_state_dict(state["module"])
     sync.optimizer.load_state_dict(state["optimizer"])
     sync.load_state_dict(state["sync"])
-
-
-def _load(path: str) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return state
-
-
-def file_name(replica: int) -> str:
-    """The name of a replica's file in a checkpoint."""
-    return f"sync_{replica}.pt"

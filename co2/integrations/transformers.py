@@ -11,6 +11,7 @@ for each replica, so that training goes on from it exactly.
 
 import copy
 import os
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ class SyncTrainer(Trainer):
         return self.optimizer
 
     def train(self, *args: Any, **options: Any) -> Any:
-        """Trainer's. If it is interrupted, each replica keeps its own weights; the next call begins
+        """Trainer's. After an interruption each replica keeps its own weights; the next call begins
         with those of replica 0."""
         try:
             return super().train(*args, **options)
@@ -96,13 +97,11 @@ class SyncTrainer(Trainer):
             )
         finally:
             self.accelerator.prepare_model = prepared
-        self.sync = loops.renewed(self.sync)
-        mesh = Mesh.world(device=self.args.device)
+        self.sync, mesh = loops.renewed(self.sync), Mesh.world(device=self.args.device)
         model = self.sync.prepare(model, self._accelerated.optimizer, mesh)
         self._accelerated.optimizer = loops.Stepping(self.sync)
         self._training = True
-        if resume_from_checkpoint is not None:
-            folder = Path(resume_from_checkpoint)
+        if (folder := resume_from_checkpoint) is not None:
             loops.read(self.sync, self._module, folder, "resume_from_checkpoint")
         return model, loader
 
@@ -117,18 +116,17 @@ class SyncTrainer(Trainer):
             self._accelerated.optimizer = self.sync.optimizer
             self._training = False
 
+    def _shown(self) -> AbstractContextManager[None]:
+        return self.sync.consensus() if self._training else nullcontext()
+
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
         """Trainer's, on the consensus. Collective while `train` runs."""
-        if not self._training:
-            return super().evaluation_loop(*args, **options)
-        with self.sync.consensus():
+        with self._shown():
             return super().evaluation_loop(*args, **options)
 
     def save_model(self, *args: Any, **options: Any) -> None:
         """Save the consensus, as Trainer does. Collective while `train` runs."""
-        if not self._training:
-            return super().save_model(*args, **options)
-        with self.sync.consensus():
+        with self._shown():
             super().save_model(*args, **options)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -1,7 +1,6 @@
 """Other people's implementations, measured on equal terms: see docs/peers.md.
 
-They have a registry of their own, because the suite cannot promise of them what it promises of its
-own methods.
+The suite cannot promise of them what it promises of its own methods.
 """
 
 from importlib.util import find_spec
@@ -32,16 +31,12 @@ def make_method(config: Config) -> Method:
 
 
 def check(config: Config, world: int, device: str) -> None:
-    """Refuse what a peer cannot run, before anything is started. Other methods pass.
+    """Raise `ConfigError` for what a peer cannot run, before anything is started. Other methods
+    pass.
 
     Args:
-        config: of the run.
-        world: number of its workers.
+        world: number of the run's workers.
         device: the kind of device that they train on, "cpu" or "cuda".
-
-    Raises:
-        ConfigError: the peer's package is missing, there is only one worker, a replica has several
-            workers, bf16 would travel, or a worker would train on a GPU.
     """
     name = config.method
     if name not in PEERS:

@@ -1,12 +1,12 @@
 """Peer: what the adapters to other people's implementations have in common."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from co2.comm.clocks import Stopwatch
 from co2.config import Blocking, CommConfig
@@ -17,19 +17,15 @@ class Peer(Method):
     """A published implementation as a Method. It blocks, after every τ inner steps.
 
     exposed_s (co2/comm/clocks.py) is the time in the functions of `waits`. They block, so comm_s is
-    the same. Bytes and model copies are computed by formula. A subclass sets:
-
-    - `Config`, a dataclass with `tau`;
-    - `package`, the module that must be installed;
-    - `extra_copies`, which for a peer includes what it holds only while it synchronizes;
-    - `set_up_peer()`, which makes the peer's own objects and returns the module to train;
-    - `advance()`, one inner step and what the peer does after it;
-    - `bytes_per_round()`.
+    the same. Bytes and model copies are computed by formula. A subclass sets `Config`, a dataclass
+    with `tau`, `package`, `bytes_per_round` and `extra_copies`, which for a peer includes what it
+    holds only while it synchronizes. It extends `set_up`, which makes the peer's own objects.
     """
 
     blocking = Blocking.always
     saved_values = (*Method.saved_values, "exposed_s")
     package: ClassVar[str]
+    """The module that must be installed."""
 
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         super().__init__(config, comm)
@@ -37,8 +33,8 @@ class Peer(Method):
         self._clock = Stopwatch()
 
     def advance(self) -> None:
-        """Do one inner step, and whatever the peer does after it."""
-        raise NotImplementedError
+        """Do one inner step, and whatever the peer does after it, if that is no hook of its."""
+        self.optimizer.step()
 
     def waits(self) -> list[tuple[object, str]]:
         """The functions in which the peer waits for others, and for nothing else, each as a
@@ -50,11 +46,7 @@ class Peer(Method):
         raise NotImplementedError
 
     def set_up(self) -> nn.Module:
-        return self.set_up_peer()
-
-    def set_up_peer(self) -> nn.Module:
-        """Make the peer's own objects, and return the module to train."""
-        raise NotImplementedError
+        return self.model
 
     def step(self) -> None:
         super().step()
@@ -76,15 +68,12 @@ class Peer(Method):
         return self.config.tau
 
     @property
-    def extra_copies(self) -> float:
-        raise NotImplementedError
-
-    @property
     def extra_bytes(self) -> int:
         return round(self.extra_copies * self.copy_bytes)
 
-    def ring_bytes(self, payload: int) -> float:
-        """Bytes that one worker sends when a ring reduces so many: 2(G−1)/G of them."""
+    def ring_bytes(self, parameters: Iterable[Tensor]) -> float:
+        """Bytes that one worker sends when a ring reduces these: 2(G−1)/G of theirs."""
+        payload = sum(parameter.nbytes for parameter in parameters)
         return 2 * (self.mesh.num_replicas - 1) * payload / self.mesh.num_replicas
 
 

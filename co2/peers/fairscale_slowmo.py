@@ -40,7 +40,7 @@ class FairscaleSlowMo(Peer):
             on = self.outer_lr != 1 or self.outer_momentum > 0
             require(on, "outer_momentum", self.outer_momentum, hint)
 
-    def set_up_peer(self) -> nn.Module:
+    def set_up(self) -> nn.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it imports names that torch has changed
             from fairscale.experimental.nn.data_parallel import SlowMoDistributedDataParallel
@@ -48,7 +48,7 @@ class FairscaleSlowMo(Peer):
         # The warning is about its backward hook, which only concerns the GPUs of one node.
         warnings.filterwarnings("ignore", message="Using a non-full backward hook")
         self.slowmo = SlowMoDistributedDataParallel(
-            self.model,
+            super().set_up(),
             nprocs_per_node=1,
             broadcast_buffers=False,  # local while training, as in every method here
             slowmo_momentum=self.config.outer_momentum,
@@ -72,9 +72,8 @@ class FairscaleSlowMo(Peer):
         parts, for which each worker but the owner sends 1/G. Then the owner broadcasts G − 1 copies
         of the result.
         """
-        groups = (group["params"] for group in self.optimizer.param_groups)
-        payload = sum(p.numel() * p.element_size() for params in groups for p in params)
-        replicas = self.mesh.num_replicas
+        groups, replicas = self.optimizer.param_groups, self.mesh.num_replicas
+        payload = sum(param.nbytes for group in groups for param in group["params"])
         return (replicas - 1) / replicas * (2 + 1 / replicas) * payload
 
     @property
@@ -83,9 +82,8 @@ class FairscaleSlowMo(Peer):
         return 3 / self.mesh.num_replicas
 
     def own_state(self) -> dict[str, Any]:
-        slowmo = self.slowmo
-        vectors = {"start": slowmo.old_params, "momentum": slowmo.global_momentum_buffer}
-        return {**super().own_state(), **vectors}
+        momentum = self.slowmo.global_momentum_buffer
+        return super().own_state() | {"start": self.slowmo.old_params, "momentum": momentum}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

@@ -28,25 +28,23 @@ class TorchPostLocalSGD(Peer):
         def __post_init__(self) -> None:
             require_count("tau", self.tau)
 
-    def set_up_peer(self) -> nn.Module:
+    def set_up(self) -> nn.Module:
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
         from torch.distributed.optim import PostLocalSGDOptimizer
 
-        tau = self.config.tau
+        model, tau = super().set_up(), self.config.tau
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it recommends DDP for a period of 1
             # It averages as soon as its warm-up ends, which is after τ steps here.
             self.averager = PeriodicModelAverager(tau, tau - 1, self.group)
         self.wrapped = PostLocalSGDOptimizer(self.optimizer, self.averager)
-        return self.model
+        return model
 
     def advance(self) -> None:
         self.wrapped.step()
 
     def bytes_per_round(self) -> float:
-        groups = (group["params"] for group in self.optimizer.param_groups)
-        trained = [p for params in groups for p in params if p.requires_grad]
-        return self.ring_bytes(sum(p.numel() * p.element_size() for p in trained))
+        return self.ring_bytes(self._trained())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

@@ -32,9 +32,8 @@ _HEARTBEAT = timedelta(seconds=1)
 
 class TorchftDiLoCo(Peer):
     package = "torchft"
-    extra_copies = (
-        4.0  # start, outer momentum; while it synchronizes: pseudo-gradient, the round's end
-    )
+    extra_copies = 4.0
+    """Start, outer momentum; while it synchronizes: pseudo-gradient, the round's end."""
 
     @dataclass
     class Config:
@@ -49,11 +48,11 @@ class TorchftDiLoCo(Peer):
             require_count("tau", self.tau)
             check_outer(self.outer_lr, self.outer_momentum)
 
-    def set_up_peer(self) -> nn.Module:
+    def set_up(self) -> nn.Module:
         os.environ.setdefault("RUST_LOG", "error")  # else it prints a dozen lines a round
         from torchft.local_sgd import DiLoCo
 
-        self.manager = self._manager()
+        model, self.manager = super().set_up(), self._manager()
         beta = self.config.outer_momentum
         self.outer = torch.optim.SGD(
             self.model.parameters(), lr=self.config.outer_lr, momentum=beta, nesterov=beta > 0
@@ -62,10 +61,7 @@ class TorchftDiLoCo(Peer):
             self.manager, [self.model], self.optimizer, self.outer, sync_every=self.config.tau
         )
         self.diloco.__enter__()  # adds its hooks to the inner optimizer
-        return self.model
-
-    def advance(self) -> None:
-        self.optimizer.step()
+        return model
 
     def waits(self) -> list[tuple[object, str]]:
         """Both votes too. A mean is divided by G within its wait."""
@@ -82,8 +78,7 @@ class TorchftDiLoCo(Peer):
             self.lighthouse.shutdown()
 
     def bytes_per_round(self) -> float:
-        parameters = self.model.parameters()
-        return self.ring_bytes(sum(p.numel() * p.element_size() for p in parameters))
+        return self.ring_bytes(self.model.parameters())
 
     def own_state(self) -> dict[str, Any]:
         start = self.diloco._fragments[0].original_parameters

@@ -9,23 +9,21 @@ are not, or have no step in common. Either run may still train.
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-import yaml
 
 from co2.arguments import Parser
 from co2.errors import REFUSED, ConfigError, first_line, require
-from co2.record.files import whole_lines
-from co2.record.folder import flat
-from co2.record.metrics import Summary
+from co2.record.files import DAMAGE, whole_lines
+from co2.record.folder import settings
+from co2.record.metrics import Summary, flat
 from co2.record.table import Table
 
-Found = TypeVar("Found")
 Losses = dict[int, float | None]
 """By step. None is a loss that was not finite."""
+Figures = dict[str, float | None]
+"""By their names in summary.json; empty while the run has not finished."""
 
 _KINDS = {"train": "Training loss of worker 0", "eval": "Validation loss"}
 """Kinds of lines in metrics.jsonl that have a loss, and the titles of their tables."""
@@ -45,8 +43,7 @@ class Told:
     """By their full names, as JSON."""
     losses: dict[str, Losses]
     """By kind."""
-    summary: Summary | None
-    """None while the run has not finished."""
+    figures: Figures
 
     @classmethod
     def read(cls, folder: Path) -> "Told":
@@ -54,37 +51,20 @@ class Told:
         for name in ("config.yaml", "metrics.jsonl"):
             hint = f"has no {name}; give the folder of a run, such as …/seed0"
             require((folder / name).is_file(), "RUN", folder, hint)
-        return cls(
-            _read(folder, "config.yaml", _settings),
-            _read(folder, "metrics.jsonl", _losses),
-            _read(folder, "summary.json", lambda _: Summary.read(folder)),
-        )
-
-
-def _read(folder: Path, name: str, read: Callable[[Path], Found]) -> Found:
-    try:
-        return read(folder / name)
-    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-        raise ConfigError("RUN", folder, f"{name} is damaged ({first_line(error)})") from None
-
-
-def _settings(path: Path) -> dict[str, str]:
-    try:
-        values = yaml.safe_load(path.read_text())
-    except yaml.YAMLError:
-        values = None
-    if not isinstance(values, dict):
-        raise ValueError("it holds no settings")
-    return {".".join(key): json.dumps(value) for key, value in flat(values).items()}
-
-
-def _losses(path: Path) -> dict[str, Losses]:
-    found: dict[str, Losses] = {kind: {} for kind in _KINDS}
-    for line in whole_lines(path):
-        if line["kind"] in found and "loss" in line:
-            loss = line["loss"]
-            found[line["kind"]][int(line["step"])] = None if loss is None else float(loss)
-    return found
+        try:
+            name = "config.yaml"
+            values = {key: json.dumps(own) for key, own in flat(settings(folder / name)).items()}
+            name = "metrics.jsonl"
+            losses: dict[str, Losses] = {kind: {} for kind in _KINDS}
+            for line in whole_lines(folder / name):
+                if line["kind"] in losses and "loss" in line:
+                    loss = line["loss"]
+                    losses[line["kind"]][int(line["step"])] = None if loss is None else float(loss)
+            name = "summary.json"
+            summary = Summary.read(folder)
+            return cls(values, losses, {} if summary is None else flat(summary.as_json()))
+        except DAMAGE as error:
+            raise ConfigError("RUN", folder, f"{name} is damaged ({first_line(error)})") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,22 +84,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return REFUSED
     print("\n".join(f"{name}: {folder}" for name, folder in zip("AB", args.runs, strict=True)))
-    compared = [settings(one.settings, other.settings)]
-    for kind in _KINDS:
-        compared.append(losses(kind, one.losses[kind], other.losses[kind], args.all))
-    compared.append(figures(one.summary, other.summary))
-    for table in compared:
+    tables = [_settings(one.settings, other.settings)]
+    for kind, title in _KINDS.items():
+        tables.append(_losses(title, one.losses[kind], other.losses[kind], args.all))
+    tables.append(_figures(one.figures, other.figures))
+    for table in tables:
         print(f"\n{table.page()}", end="")
-    return 0 if equal(one.losses, other.losses) else 1
+    pairs = [(one.losses[kind], other.losses[kind]) for kind in _KINDS]
+    common = [(a[step], b[step]) for a, b in pairs for step in a.keys() & b.keys()]
+    return 0 if common and all(a == b for a, b in common) else 1
 
 
-def equal(one: Mapping[str, Losses], other: Mapping[str, Losses]) -> bool:
-    """Whether the losses of all common steps are the same bits, and there are such steps."""
-    steps = [(kind, step) for kind in one for step in one[kind].keys() & other[kind].keys()]
-    return bool(steps) and all(one[kind][step] == other[kind][step] for kind, step in steps)
-
-
-def settings(one: Mapping[str, str], other: Mapping[str, str]) -> Table:
+def _settings(one: Mapping[str, str], other: Mapping[str, str]) -> Table:
     """The settings that differ; a dash for one that a run does not know."""
     names = [name for name in {**one, **other} if name not in _NAMES]
     rows = [(name, one.get(name), other.get(name)) for name in names]
@@ -128,88 +104,57 @@ def settings(one: Mapping[str, str], other: Mapping[str, str]) -> Table:
     return Table(("setting", "A", "B"), differ, title="Settings that differ", text=text)
 
 
-def losses(kind: str, one: Losses, other: Losses, whole: bool) -> Table:
-    """The losses at common steps, and whether they are the same, bit for bit.
-
-    Args:
-        whole: show all steps.
-    """
+def _losses(title: str, one: Losses, other: Losses, whole: bool) -> Table:
+    """The losses at common steps, all of them or some, and where they differ."""
     steps = sorted(one.keys() & other.keys())
     differ = [step for step in steps if one[step] != other[step]]
-    shown = steps if whole else sorted({*_spread(steps), *differ[:1]})
-    rows = [(step, one[step], other[step], _difference(one[step], other[step])) for step in shown]
+    by = {step: _difference(one[step], other[step]) for step in steps}
+    shown = steps
+    if not whole and len(steps) > _SHOWN:
+        spread = {steps[round(at * (len(steps) - 1) / (_SHOWN - 1))] for at in range(_SHOWN)}
+        shown = sorted(spread.union(differ[:1]))
+    text = f"Equal at all {len(steps)} common steps, bit for bit."
+    if not steps:
+        text = f"No step in common: A has {len(one)}, B has {len(other)}."
+    elif differ:
+        first = differ[0]
+        both = ["not finite" if own[first] is None else repr(own[first]) for own in (one, other)]
+        text = f"{len(differ)} of {len(steps)} common steps differ. The first is {first}: "
+        text += " and ".join(both)
+        sizes = {step: abs(size) for step in differ if (size := by[step]) is not None}
+        text += f", a difference of {sizes[first]:.3g}." if first in sizes else "."
+        if sizes:
+            largest = max(sizes, key=sizes.__getitem__)
+            text += f" The largest difference is {sizes[largest]:.3g}, at step {largest}."
     return Table(
         ("step", "A", "B", "B - A"),
-        rows,
-        title=_KINDS[kind],
-        text=_verdict(steps, differ, one, other),
+        [(step, one[step], other[step], by[step]) for step in shown],
+        title=title,
+        text=text,
         source=f"{len(shown)} of {len(steps)} steps; --all shows all." if shown != steps else "",
-        formats={"A": _loss, "B": _loss, "B - A": _signed},
+        formats={"A": "{:.6f}".format, "B": "{:.6f}".format, "B - A": _signed},
     )
 
 
-def figures(one: Summary | None, other: Summary | None) -> Table:
+def _figures(one: Figures, other: Figures) -> Table:
     """The final metrics, and what the runs took."""
-    lacking = [name for name, summary in (("A", one), ("B", other)) if summary is None]
-    names = dict.fromkeys(
-        f"final.{name}" for summary in (one, other) if summary for name in summary.final
-    )
-    rows = []
-    for name in (*names, *_FIGURES) if len(lacking) < 2 else ():
-        values = [None if summary is None else summary.value(name) for summary in (one, other)]
-        rows.append((name, *values, _difference(*values)))
+    lacking = [name for name, own in (("A", one), ("B", other)) if not own]
+    finals = [name for name in {**one, **other} if name.startswith("final.")]
+    pairs = [(name, one.get(name), other.get(name)) for name in (*finals, *_FIGURES)]
     return Table(
         ("figure", "A", "B", "B - A"),
-        rows,
+        [(name, a, b, _difference(a, b)) for name, a, b in pairs if one or other],
         title="Final figures",
         text=" ".join(f"{name} has not finished." for name in lacking),
-        formats={"A": _figure, "B": _figure, "B - A": _signed},
+        formats={"A": "{:,.6g}".format, "B": "{:,.6g}".format, "B - A": _signed},
     )
-
-
-def _verdict(steps: Sequence[int], differ: Sequence[int], one: Losses, other: Losses) -> str:
-    if not steps:
-        return f"No step in common: A has {len(one)}, B has {len(other)}."
-    if not differ:
-        return f"Equal at all {len(steps)} common steps, bit for bit."
-    first = differ[0]
-    by = _difference(one[first], other[first])
-    words = [
-        f"{len(differ)} of {len(steps)} common steps differ.",
-        f"The first is {first}: {_exact(one[first])} and {_exact(other[first])}"
-        + ("." if by is None else f", a difference of {abs(by):.3g}."),
-    ]
-    sizes = {s: abs(d) for s in differ if (d := _difference(one[s], other[s])) is not None}
-    if sizes:
-        largest = max(sizes, key=sizes.__getitem__)
-        words.append(f"The largest difference is {sizes[largest]:.3g}, at step {largest}.")
-    return " ".join(words)
-
-
-def _spread(steps: Sequence[int]) -> list[int]:
-    """About as many as are shown, evenly spread, with the first and the last one."""
-    if len(steps) <= _SHOWN:
-        return list(steps)
-    return [steps[round(at * (len(steps) - 1) / (_SHOWN - 1))] for at in range(_SHOWN)]
 
 
 def _difference(one: float | None, other: float | None) -> float | None:
     return None if one is None or other is None else other - one
 
 
-def _exact(loss: float | None) -> str:
-    return "not finite" if loss is None else repr(loss)
-
-
-def _loss(loss: Any) -> str:
-    return f"{loss:.6f}"
-
-
-def _figure(value: Any) -> str:
-    return f"{value:,.6g}"
-
-
-def _signed(difference: Any) -> str:
+def _signed(difference: float) -> str:
     return "=" if difference == 0 else f"{difference:+,.3g}"
 
 

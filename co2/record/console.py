@@ -12,16 +12,20 @@ from rich.table import Table
 
 from co2.errors import DIVERGED, PREEMPTED, REFUSED
 from co2.record.metrics import Metrics, Summary
+from co2.record.table import NOTHING
 
-NOTHING = "—"
-_FIRST_STEPS, _FEWEST_STEPS, _RECENT_STEPS = 2, 3, 100
-"""Of a process: steps that say nothing of the pace; the fewest, and the most, that it is read
-from."""
+_REASONS = {
+    DIVERGED: "the loss is not finite",
+    REFUSED: "refused",
+    PREEMPTED: "stopped and saved; the same command goes on",
+}
+_FEWEST_STEPS, _RECENT_STEPS = 3, 100
+"""The fewest, and the most, of a process's steps that its pace is read from."""
 
 
 class Console:
-    """What the person at the terminal reads while a run trains. This one is silent: it is that of
-    every worker but the first."""
+    """What a person reads while a run trains. This one is silent: it is that of every worker but
+    the first."""
 
     def print_line(self, line: str) -> None:
         """Print one line."""
@@ -37,7 +41,6 @@ class ProgressConsole(Console):
     """Worker 0's: a progress bar on a terminal, elsewhere a line every few seconds.
 
     Args:
-        title: of the run.
         steps: of the whole run.
         unit: what throughput counts, "tokens" or "samples".
         every_s: seconds between two lines where there is no terminal.
@@ -45,76 +48,60 @@ class ProgressConsole(Console):
 
     def __init__(self, title: str, steps: int, unit: str, every_s: float = 5.0) -> None:
         self.console = rich.console.Console()
-        self.steps, self.unit, self.title, self.every_s = steps, unit, title, every_s
+        self.steps, self.unit, self.every_s = steps, unit, every_s
         self._last_line = time.perf_counter()
-        self._pace = Pace(steps)
-        self._bar: Progress | None = None
-        if self.console.is_terminal:
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[figures]}"),
-                TimeRemainingColumn(),
-            )
-            self._bar = Progress(*columns, console=self.console)
-            self._task = self._bar.add_task(title, total=steps, figures="")
-            self._bar.start()
+        self._seen = 0
+        self._ends: deque[float] = deque(maxlen=_RECENT_STEPS + 1)
+        """When the last steps ended, from the second on: the first ones compile and allocate."""
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+        )
+        terminal = self.console.is_terminal
+        self._bar = Progress(*columns, console=self.console, disable=not terminal)
+        self._task = self._bar.add_task(title, total=steps, figures="")
+        self._bar.start()
 
     def print_line(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def progress(self, step: int, metrics: Metrics | None = None) -> None:
-        text = ""
-        if metrics is not None:
-            text = f"loss {metrics.loss:.3f}"
-            if metrics.throughput > 0:  # else no step was timed yet
-                text += f"  {metrics.throughput:,.0f} {self.unit}/s"
-                if metrics.mfu is not None:
-                    text += f"  {metrics.per_gpu:,.0f} per GPU  MFU {metrics.mfu:.1%}"
-                text += f"  exposed {_share(metrics.exposed_share)}"
-        if self._bar is not None:
+        text = "" if metrics is None else self._figures(metrics)
+        now = time.perf_counter()
+        self._seen += 1
+        if self._seen > 1:
+            self._ends.append(now)
+        if not self._bar.disable:
             self._bar.update(self._task, completed=step)
             if text:
                 self._bar.update(self._task, figures=text)
-            return
-        now = time.perf_counter()
-        left = self._pace.left(step, now)
-        if text and (now - self._last_line >= self.every_s or step == self.steps):
-            told = "" if left is None else f"  {left:.0f} s left"
-            self.print_line(f"step {step}/{self.steps}  {text}{told}")
+        elif text and (now - self._last_line >= self.every_s or step == self.steps):
+            self.print_line(f"step {step}/{self.steps}  {text}{self._left(step)}")
             self._last_line = now
 
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+    def _figures(self, metrics: Metrics) -> str:
+        text = f"loss {metrics.loss:.3f}"
+        if metrics.throughput > 0:  # else no step was timed yet
+            text += f"  {metrics.throughput:,.0f} {self.unit}/s"
+            if metrics.mfu is not None:
+                text += f"  {metrics.per_gpu:,.0f} per GPU  MFU {metrics.mfu:.1%}"
+            lost = metrics.exposed_share
+            text += f"  exposed {'not measured' if math.isnan(lost) else format(lost, '.1%')}"
+        return text
 
-
-class Pace:
-    """How long the rest of a run takes, if its steps go on as the last hundred did.
-
-    The first steps of a process compile and allocate, so they do not count.
-
-    Args:
-        steps: of the whole run.
-    """
-
-    def __init__(self, steps: int) -> None:
-        self._steps, self._seen = steps, 0
-        self._ends: deque[float] = deque(maxlen=_RECENT_STEPS + 1)
-        """When the last steps ended."""
-
-    def left(self, step: int, now: float) -> float | None:
-        """Seconds left after this step, which has ended now; None while too few have been seen. To
-        be called after every step."""
-        self._seen += 1
-        if self._seen >= _FIRST_STEPS:
-            self._ends.append(now)
+    def _left(self, step: int) -> str:
+        """How long the rest takes, if it goes on as the last hundred steps did; empty while too few
+        have been seen."""
         timed = len(self._ends) - 1
         if timed < _FEWEST_STEPS:
-            return None
-        return (now - self._ends[0]) / timed * (self._steps - step)
+            return ""
+        return f"  {(self._ends[-1] - self._ends[0]) / timed * (self.steps - step):.0f} s left"
+
+    def close(self) -> None:
+        self._bar.stop()
 
 
 def closing_table(summary: Summary) -> str:
@@ -126,8 +113,8 @@ def closing_table(summary: Summary) -> str:
         table.add_row(f"validation {name}", _number(value))
     for name, value in summary.baselines.items():
         table.add_row(name.replace("_", " "), _number(value))
-    rate = f"{summary.throughput:,.0f}"
-    table.add_row(f"{summary.unit}/s, all {summary.workers} workers", rate)
+    workers = f"{summary.unit}/s, all {summary.workers} workers"
+    table.add_row(workers, f"{summary.throughput:,.0f}")
     if summary.mfu is not None:
         table.add_row("model FLOP utilization", f"{summary.mfu:.1%}")
     exposed, hidden = "not measured: fully_shard keeps no clocks", "not measured"
@@ -141,15 +128,13 @@ def closing_table(summary: Summary) -> str:
     table.add_row("overlap", hidden)
     table.add_row("bytes sent per step and worker", f"{summary.bytes_per_step:,.0f}")
     if summary.exchange:
-        told = ["bytes_per_step", "exposed_s", "overlap"]
-        sent, waited, share = (summary.exchange[name] or 0.0 for name in told)
-        text = f"{sent:,.0f} bytes a step, exposed {waited:.2f} s, overlap {share:.4f}"
-        table.add_row("tokens sent to experts", text)
+        of = {name: value or 0.0 for name, value in summary.exchange.items()}
+        text = f"{of['bytes_per_step']:,.0f} bytes a step, exposed {of['exposed_s']:.2f} s"
+        table.add_row("tokens sent to experts", f"{text}, overlap {of['overlap']:.4f}")
     if summary.reading:
-        told = ["read_bytes", "amplification", "planning_s"]
-        read, times, planned = (summary.reading[name] or 0.0 for name in told)
-        text = f"{read / 2**20:,.0f} MiB, {times:.2f} × what was needed; planned {planned:.0f} s"
-        table.add_row("read from disk by a worker", text)
+        of = {name: value or 0.0 for name, value in summary.reading.items()}
+        text = f"{of['read_bytes'] / 2**20:,.0f} MiB, {of['amplification']:.2f} × what was needed"
+        table.add_row("read from disk by a worker", f"{text}; planned {of['planning_s']:.0f} s")
     place = ", in the host's memory" if summary.memory.host_bytes else ""
     table.add_row("extra model copies", f"{summary.extra_model_copies:g}{place}")
     table.add_row("peak memory of a worker", f"{summary.peak_memory_bytes / 2**20:,.0f} MiB")
@@ -160,10 +145,6 @@ def closing_table(summary: Summary) -> str:
 
 def _number(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.4f}"
-
-
-def _share(value: float) -> str:
-    return "not measured" if math.isnan(value) else f"{value:.1%}"
 
 
 def _rendered(table: Table) -> str:
@@ -185,50 +166,30 @@ class Outcome:
 
 
 def sweep_table(outcomes: Sequence[Outcome]) -> str:
-    """The end of a sweep: a line for each job, named by the overrides in which the jobs differ, and
-    below the table where each lies, or how it has failed."""
+    """The end of a sweep: a line for each job, named by the overrides in which the jobs differ.
+    Below the table stands where each lies, or how it has failed, and which has the lowest
+    validation loss."""
     common = set.intersection(*(set(outcome.overrides) for outcome in outcomes))
-    finals = [outcome.summary.final for outcome in outcomes if outcome.summary]
-    names = list(dict.fromkeys(name for final in finals for name in final))
+    ended = [outcome.summary for outcome in outcomes if outcome.summary]
+    scores = list(dict.fromkeys(name for summary in ended for name in summary.final))
     table = Table(title=f"sweep: {' '.join(o for o in outcomes[0].overrides if o in common)}")
-    for head in ("job", *names, "units/s", "overlap"):
+    for head in ("job", *scores, "units/s", "overlap"):
         table.add_column(head, overflow="fold")
-    places = []
+    below, losses = "", {}
     for outcome in outcomes:
-        own = " ".join(o for o in outcome.overrides if o not in common) or "(the only one)"
+        job = " ".join(o for o in outcome.overrides if o not in common) or "(the only one)"
         summary = outcome.summary
         if summary is None:
-            table.add_row(own, *[NOTHING] * (len(names) + 2))
-            places.append(f"{own}: {_failure(outcome.status)}\n")
+            table.add_row(job, *[NOTHING] * (len(scores) + 2))
+            reason = _REASONS.get(outcome.status, "failed")
+            below += f"{job}: {reason} (exit status {outcome.status}); see above\n"
             continue
-        places.append(f"{own}: {summary.folder}\n")
-        table.add_row(
-            own,
-            *(_number(summary.final.get(name)) for name in names),
-            f"{summary.throughput:,.0f}",
-            _number(summary.overlap),
-        )
-    return _rendered(table) + "".join(places) + _best(outcomes, common)
-
-
-def _best(outcomes: Sequence[Outcome], common: set[str]) -> str:
-    """The job with the lowest validation loss; empty where there is nothing to compare."""
-    losses = {
-        " ".join(o for o in outcome.overrides if o not in common): loss
-        for outcome in outcomes
-        if outcome.summary and (loss := outcome.summary.final.get("loss")) is not None
-    }
-    tasks = {outcome.summary.task for outcome in outcomes if outcome.summary}
-    if len(losses) < 2 or len(tasks) > 1:
-        return ""
-    name = min(losses, key=losses.__getitem__)
-    return f"lowest validation loss: {losses[name]:.4f} with {name}"
-
-
-def _failure(status: int) -> str:
-    reasons = {
-        DIVERGED: "the loss is not finite",
-        REFUSED: "refused",
-        PREEMPTED: "stopped and saved; the same command goes on",
-    }
-    return f"{reasons.get(status, 'failed')} (exit status {status}); see above"
+        found = [_number(summary.final.get(name)) for name in scores]
+        table.add_row(job, *found, f"{summary.throughput:,.0f}", _number(summary.overlap))
+        below += f"{job}: {summary.folder}\n"
+        if (loss := summary.final.get("loss")) is not None:
+            losses[job] = loss
+    if len(losses) > 1 and len({summary.task for summary in ended}) == 1:
+        best = min(losses, key=losses.__getitem__)
+        below += f"lowest validation loss: {losses[best]:.4f} with {best}"
+    return _rendered(table) + below

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What reading a damaged file of JSON or YAML raises."""
 CHECKPOINT_FORMAT = 6
 """Stands in the manifest of every checkpoint. It grows when older ones can no longer be read."""
 

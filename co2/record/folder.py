@@ -12,23 +12,19 @@ from typing import Any
 import yaml
 
 from co2.config import NODES, Config, Resume, Schedule
-from co2.errors import ConfigError, require
-from co2.record.files import CHECKPOINT_FORMAT
-from co2.record.metrics import Summary
-from co2.whole import nearest_existing, try_to_write
+from co2.errors import ConfigError
+from co2.record.files import CHECKPOINT_FORMAT, DAMAGE
+from co2.record.metrics import Summary, flat
+from co2.whole import require_writable
 
-# Nodes and keys that may differ between two segments of one run.
-_FREE = ("log", "checkpoint", "resume", "trace", "runs", "tag")
-_ELASTIC = tuple(
-    f"launch.{key}"
-    for key in ("elastic", "min_replicas", "wait_s", "silent_s", "restarts", "store")
-)
+_FREE = ("log", "checkpoint", "resume", "trace", "runs", "tag", "hydra")
+"""Nodes that may differ between two segments of one run, and keys."""
+_FREE_KEYS = ("data.root", "data.workers", "launch.backend", "launch.gpu")
+_ELASTIC = ("elastic", "min_replicas", "wait_s", "silent_s", "restarts", "store")
+_UNNAMED = ("task", "method", "train.seed", *(f"launch.{key}" for key in _ELASTIC))
+"""Keys that a tag does not name."""
 _LONG = 8
 """Characters of a number that goes into a folder name as it was given."""
-_FREE_KEYS = (("data", "root"), ("data", "workers"), ("launch", "backend"), ("launch", "gpu"))
-_GONE = {("train", "keep_global_batch"): (False, "train.global_batch")}
-"""Keys that runs of earlier versions have: the value that changed nothing, and the key that there
-is now."""
 _OTHERWISE = "give this one a tag=NAME of its own, or start that one afresh with resume=never"
 
 
@@ -47,22 +43,15 @@ def tag_from(overrides: Sequence[str], world: int, workers: int | None, method: 
         workers: `launch.workers` as composed, from which `world` may differ under torchrun.
         method: the chosen one, whose keys are written without its name.
     """
-    parts = []
     elastic = "launch.elastic=true" in overrides
+    parts = []
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
-        node = key.partition(".")[0]
-        if (
-            key in ("task", "method", "train.seed")
-            or tuple(key.split(".")) in _FREE_KEYS
-            or key in _ELASTIC
-            or (elastic and key == "launch.workers")
-            or override == "launch.workers=null"
-            or node in (*_FREE, "hydra")
-        ):
-            continue
-        label = key.removeprefix(f"{method}.").rpartition(".")[2]
-        parts.append(_safe(value) if "." not in key else label + _safe(value))
+        unnamed = key in _UNNAMED or override == "launch.workers=null"
+        unnamed |= elastic and key == "launch.workers"
+        if not unnamed and not _is_free(key):
+            label = key.removeprefix(f"{method}.").rpartition(".")[2] if "." in key else ""
+            parts.append(label + _safe(value))
     if world != workers and not elastic:
         parts.append(f"workers{world}")
     tag = "-".join(sorted(parts)) or "default"
@@ -97,32 +86,30 @@ def check_folder(config: Config, world: int, as_it_is: bool = False) -> None:
         ConfigError: names the first key that differs.
     """
     folder = run_folder(config)
-    _check_place(config.runs)
+    require_writable("runs", config.runs, Path(config.runs, config.task))
     if config.resume is Resume.never:
         return
     if not begun(folder) and not (folder / "config.yaml").exists():
         return
     if not (folder / "summary.json").exists():
         _check_format(folder)
-    there = flat(without_gone(kept_config(folder)))
-    here = flat(plain(config, world))
-    own = {config.task: type(config.task_config), config.method: type(config.method_config)}
-    nodes = NODES | own
+    there, here = flat(without_gone(kept_config(folder))), flat(plain(config, world))
+    defaults = _defaults(config)
     for key in sorted(there.keys() | here.keys()):
-        then = there.get(key, _default(key, nodes))
-        free = _is_free(key) or (config.launch.elastic and key[0] == "launch")
-        free |= key == ("train", "accumulate") and config.train.global_batch is not None
-        if not free and then != here.get(key):
-            name, why = ".".join(key), ""
-            fewer = isinstance(then, int) and then < config.train.steps
-            if name == "train.steps" and fewer and not as_it_is:
-                why = _objection_to_more_steps(config, folder, then)
-                if not why:
-                    continue
-            if key in _GONE:
-                why = f", which is {_GONE[key][1]} now"
-            hint = f"{os.path.relpath(folder)} holds a run with {name}={then}{why}; {_OTHERWISE}"
-            raise ConfigError(name, here.get(key), hint)
+        then, now, why = there.get(key, defaults.get(key)), here.get(key), ""
+        free = _is_free(key) or (config.launch.elastic and key.startswith("launch."))
+        free |= key == "train.accumulate" and config.train.global_batch is not None
+        if free or then == now:
+            continue
+        fewer = isinstance(then, int) and then < config.train.steps
+        if key == "train.steps" and fewer and not as_it_is:
+            why = _objection_to_more_steps(config, folder, then)
+            if not why:
+                continue
+        if key == "train.keep_global_batch":
+            why = ", which is train.global_batch now"
+        hint = f"{os.path.relpath(folder)} holds a run with {key}={then}{why}; {_OTHERWISE}"
+        raise ConfigError(key, now, hint)
 
 
 def check_data(config: Config, fingerprint: Mapping[str, object]) -> None:
@@ -164,14 +151,51 @@ def changed_data(
 
 def kept_manifest(folder: Path) -> dict[str, Any]:
     """The manifest.json of a run. Raises `ConfigError` if it is missing or damaged. `Any`: JSON."""
+    path = folder / "manifest.json"
     try:
-        known: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
-        parts = [known, known["data"], *known.get("resumed", [])]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        parts = [None]
-    if not all(isinstance(part, dict) for part in parts):
-        raise _damaged(folder / "manifest.json")
+        known: dict[str, Any] = json.loads(path.read_text())
+        for part in (known, known["data"], *known.get("resumed", [])):
+            part.keys()  # each is an object
+    except DAMAGE:
+        raise _damaged(path) from None
     return known
+
+
+def kept_config(folder: Path) -> dict[str, Any]:
+    """The configuration of the run in a folder. Raises `ConfigError` if it is damaged."""
+    path = folder / "config.yaml"
+    try:
+        return settings(path)
+    except DAMAGE:
+        raise _damaged(path) from None
+
+
+def settings(path: Path) -> dict[str, Any]:
+    """What a config.yaml holds. Raises one of `DAMAGE` if it is damaged. `Any`: it is YAML."""
+    try:
+        values = yaml.safe_load(path.read_text())
+    except yaml.YAMLError:
+        values = None
+    if not isinstance(values, dict):
+        raise ValueError("it holds no settings")
+    return values
+
+
+def read_summary(config: Config) -> Summary | None:
+    """The figures of a finished run; None where the run has not finished, or has fewer steps than
+    it is to have. Raises `ConfigError` if they are damaged."""
+    folder = run_folder(config)
+    try:
+        found = Summary.read(folder)
+        return None if found is None or found.steps < config.train.steps else found
+    except DAMAGE:
+        raise _damaged(folder / "summary.json") from None
+
+
+def _damaged(path: Path) -> ConfigError:
+    how = "damaged" if path.exists() else "missing"
+    hint = f"{os.path.relpath(path)} is {how}; train afresh with resume=never"
+    return ConfigError("resume", "auto", hint)
 
 
 def _objection_to_more_steps(config: Config, folder: Path, then: int) -> str:
@@ -185,46 +209,28 @@ def _objection_to_more_steps(config: Config, folder: Path, then: int) -> str:
     return ""
 
 
-def _check_place(runs: str) -> None:
-    """Refuse a place where no folder of runs can be made."""
-    try:
-        there = nearest_existing(Path(runs))
-    except OSError as error:
-        raise ConfigError("runs", runs, f"cannot be used ({error.strerror})") from None
-    require(there.is_dir(), "runs", runs, f"{there} is no folder; give one that can be written")
-    try:
-        try_to_write(there)
-    except OSError as error:
-        hint = f"{there} cannot be written ({error.strerror}); give a folder that can"
-        raise ConfigError("runs", runs, hint) from None
-
-
-def kept_config(folder: Path) -> dict[str, Any]:
-    """The configuration of the run in a folder. Raises `ConfigError` if it is damaged. `Any`: it is
-    as YAML holds it."""
-    try:
-        values = yaml.safe_load((folder / "config.yaml").read_text())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        values = None
-    if not isinstance(values, dict):
-        raise _damaged(folder / "config.yaml")
-    return values
-
-
-def _damaged(path: Path) -> ConfigError:
-    how = "damaged" if path.exists() else "missing"
-    hint = f"{os.path.relpath(path)} is {how}; train afresh with resume=never"
-    return ConfigError("resume", "auto", hint)
+def _check_format(folder: Path) -> None:
+    """Refuse to go on from checkpoints of another format. A damaged manifest is found, and said,
+    when the checkpoint is read."""
+    for path in folder.glob("checkpoints/step_*/manifest.json"):
+        try:
+            known = json.loads(path.read_text()).get("format")
+        except DAMAGE:
+            continue
+        if known != CHECKPOINT_FORMAT:
+            where = os.path.relpath(folder)
+            hint = "was saved by another version of the suite; train afresh with resume=never"
+            raise ConfigError("resume", "auto", f"{where} {hint}")
 
 
 def without_gone(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without keys that there are no longer, where they changed nothing."""
-    whole = dict(values)
-    for (node, name), (harmless, _) in _GONE.items():
-        known = whole.get(node)
-        if isinstance(known, dict) and known.get(name) == harmless:
-            whole[node] = {key: value for key, value in known.items() if key != name}
-    return whole
+    """The configuration without train.keep_global_batch, a key of earlier versions, where it
+    changed nothing."""
+    train = values.get("train")
+    if isinstance(train, dict) and train.get("keep_global_batch") is False:
+        train = {key: value for key, value in train.items() if key != "keep_global_batch"}
+        return {**values, "train": train}
+    return dict(values)
 
 
 def settings_digest(config: Config) -> str:
@@ -232,53 +238,28 @@ def settings_digest(config: Config) -> str:
 
     Settings at the default of their dataclass do not count, so that a new one changes no digest.
     """
-    nodes = NODES | {
-        config.task: type(config.task_config),
-        config.method: type(config.method_config),
-    }
-    values = flat(plain(config, config.launch.workers))
+    defaults = _defaults(config)
     counted = {
-        ".".join(key): value
-        for key, value in values.items()
-        if not _is_free(key) and value != _default(key, nodes)
+        key: value
+        for key, value in flat(plain(config, config.launch.workers)).items()
+        if not _is_free(key) and value != defaults.get(key)
     }
     return _digest(json.dumps(counted, sort_keys=True))
 
 
-def _is_free(key: tuple[str, ...]) -> bool:
-    return key[0] in _FREE or key[:2] in _FREE_KEYS
+def _is_free(key: str) -> bool:
+    return key.partition(".")[0] in _FREE or key in _FREE_KEYS
 
 
-def _check_format(folder: Path) -> None:
-    """Refuse to go on from checkpoints of another format. A damaged manifest is found, and said,
-    when the checkpoint is read."""
-    for path in folder.glob("checkpoints/step_*/manifest.json"):
-        try:
-            manifest = json.loads(path.read_text())
-        except (OSError, ValueError, RecursionError):
-            continue
-        if isinstance(manifest, dict) and manifest.get("format") != CHECKPOINT_FORMAT:
-            where = os.path.relpath(folder)
-            hint = "was saved by another version of the suite; train afresh with resume=never"
-            raise ConfigError("resume", "auto", f"{where} {hint}")
-
-
-def _default(key: tuple[str, ...], nodes: Mapping[str, type]) -> Any:
-    """The default of a key of a node; None for other keys."""
-    node, name = key[0], key[-1]
-    known = len(key) == 2 and hasattr(nodes.get(node), name)
-    return plain_values(getattr(nodes[node], name)) if known else None
-
-
-def read_summary(config: Config) -> Summary | None:
-    """The figures of a finished run; None where the run has not finished, or has fewer steps than
-    it is to have. Raises `ConfigError` if they are damaged."""
-    folder = run_folder(config)
-    try:
-        found = Summary.read(folder)
-        return None if found is None or found.steps < config.train.steps else found
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise _damaged(folder / "summary.json") from None
+def _defaults(config: Config) -> dict[str, Any]:
+    """The defaults of the keys of all nodes, by their full names."""
+    own = {config.task: type(config.task_config), config.method: type(config.method_config)}
+    return {
+        f"{node}.{key.name}": plain_values(key.default)
+        for node, kind in {**NODES, **own}.items()
+        for key in dataclasses.fields(kind)
+        if key.default is not dataclasses.MISSING
+    }
 
 
 def plain_values(value: Any) -> Any:
@@ -291,14 +272,6 @@ def plain_values(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain_values(item) for item in value]
     return value.value if isinstance(value, Enum) else value
-
-
-def flat(values: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    """The values of nested groups, by the names that lead to them. `Any`: they are YAML's."""
-    if not isinstance(values, dict):
-        return {path: values}
-    pairs = [flat(value, (*path, str(key))) for key, value in values.items()]
-    return {key: value for pair in pairs for key, value in pair.items()}
 
 
 def _safe(value: str) -> str:

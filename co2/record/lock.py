@@ -16,10 +16,10 @@ import os
 import socket
 import threading
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from co2.errors import ConfigError, printable
+from co2.record.files import DAMAGE
 
 NAME = ".lock"
 _BEAT_S = 5.0
@@ -29,24 +29,8 @@ _LOOK_S = 0.1
 _TAKEN = (errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """What file systems without locks say."""
-
-
-@dataclass(frozen=True)
-class Holder:
-    """Who trains in a folder."""
-
-    process: int
-    host: str
-
-    @classmethod
-    def of_this_process(cls) -> "Holder":
-        """A local worker names the process that a person has started."""
-        starter = multiprocessing.parent_process()
-        pid = os.getpid() if starter is None or starter.pid is None else starter.pid
-        return cls(pid, socket.gethostname())
-
-    def __str__(self) -> str:
-        return f"{self.process} on {self.host}"
+Holder = tuple[int, str]
+"""Process and host of a run."""
 
 
 class FolderLock:
@@ -103,21 +87,21 @@ def _taken(path: Path) -> int:
         try:
             locked, holder = _locked(file), _holder(file)
             alive = _is_alive(path, locked, holder)
-            if not _is_at(path, file):  # it was removed, or another has taken it over
-                os.close(file)
-                continue
-            if alive:
-                raise _held(path, holder)
-            if locked is False:  # by a machine that was lost, or cannot be reached
-                path.unlink(missing_ok=True)
-                os.close(file)
-                continue
-            os.ftruncate(file, 0)
-            os.pwrite(file, json.dumps(asdict(Holder.of_this_process())).encode(), 0)
-            return file
+            if _is_at(path, file):  # else it was removed, or another has taken it over
+                if alive:
+                    raise _held(path, holder)
+                if locked is not False:
+                    # A local worker names the process that a person has started.
+                    named = multiprocessing.parent_process() or multiprocessing.current_process()
+                    own = {"process": named.pid, "host": socket.gethostname()}
+                    os.ftruncate(file, 0)
+                    os.pwrite(file, json.dumps(own).encode(), 0)
+                    return file
+                path.unlink(missing_ok=True)  # of a machine that was lost, or cannot be reached
         except BaseException:
             os.close(file)
             raise
+        os.close(file)
 
 
 def _locked(file: int) -> bool | None:
@@ -133,20 +117,24 @@ def _locked(file: int) -> bool | None:
     return True
 
 
+def _holder(file: int) -> Holder | None:
+    """Who is named in a file; None where nobody is."""
+    try:
+        known = json.loads(os.pread(file, 4096, 0))
+        process, host = known["process"], known["host"]
+    except DAMAGE:
+        return None
+    return (process, host) if isinstance(process, int) and isinstance(host, str) else None
+
+
 def _is_alive(path: Path, locked: bool | None, holder: Holder | None) -> bool:
     """Whether the run that has locked a file, or has left its name there, goes on."""
-    if holder is None:  # it has not written its name yet
+    if holder is None or (holder[1] == socket.gethostname() and locked is not None):
         return locked is False
-    if holder.host == socket.gethostname() and locked is not None:
-        return not locked
-    return _is_touched(path, holder)
-
-
-def _is_touched(path: Path, holder: Holder) -> bool:
-    """Watch the file. Not by opening it: to close it once more would give up the lock."""
-    before = _stamp(path)
-    where = os.path.relpath(path.parent)
-    print(printable(f"{where} was held by {holder}: looking if it still is"), flush=True)
+    # Watch it. Not by opening it: to close it once more would give up the lock.
+    before, where = _stamp(path), os.path.relpath(path.parent)
+    text = f"{where} was held by {holder[0]} on {holder[1]}: looking if it still is"
+    print(printable(text), flush=True)
     deadline = time.monotonic() + _SILENT_S
     while time.monotonic() < deadline:
         time.sleep(_LOOK_S)
@@ -171,19 +159,7 @@ def _is_at(path: Path, file: int) -> bool:
         return False
 
 
-def _holder(file: int) -> Holder | None:
-    """Who is named in a file; None where nobody is."""
-    try:
-        known = json.loads(os.pread(file, 4096, 0))
-        process, host = known["process"], known["host"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    good = isinstance(process, int) and isinstance(host, str)
-    return Holder(process, host) if good else None
-
-
 def _held(path: Path, holder: Holder | None) -> ConfigError:
-    folder = path.parent
-    by = "another run" if holder is None else holder
+    folder, by = path.parent, "another run" if holder is None else f"{holder[0]} on {holder[1]}"
     hint = f"{os.path.relpath(folder)} is held by {by}; let that run end, or give this one a "
     return ConfigError("tag", folder.parent.name, f"{hint}tag=NAME of its own")

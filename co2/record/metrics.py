@@ -1,90 +1,96 @@
-"""Metrics, Evaluation and Summary: the figures of a run, their names and their units.
+"""The figures of a run, their names and their units: what files, console, W&B and recipes show.
 
-Console, metrics.jsonl, summary.json, W&B and recipes all read these classes. A field's metadata
-holds its unit and its meaning, which W&B shows as a table.
+A field's metadata holds its unit and its meaning, which W&B shows as a table.
 """
 
 # ruff: noqa: RUF009 — `figure` makes a dataclass field
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 Line = dict[str, Any]
 """One line of metrics.jsonl: "kind", "step" and the figures. `Any`, because it is JSON."""
 
 
 def figure(unit: str, meaning: str, **options: Any) -> Any:
-    """A dataclass field with a unit and a meaning."""
+    """A dataclass field with a meaning, and with a unit if it is a number."""
     return field(metadata={"unit": unit, "meaning": meaning}, **options)
 
 
 @dataclass(frozen=True)
-class Metrics:
+class Entry:
+    """What becomes one line of metrics.jsonl."""
+
+    kind: ClassVar[str]
+    step: int
+
+    def line(self, unit: str = "") -> Line:
+        """This entry as a line; `unit` is what throughput counts."""
+        return finite({"kind": self.kind, **dataclasses.asdict(self)})
+
+
+@dataclass(frozen=True)
+class Metrics(Entry):
     """What training did since the previous line of metrics.jsonl, on worker 0."""
 
-    step: int = figure("steps", "optimizer steps of every replica; the axis of all charts")
+    kind = "train"
     loss: float = figure("nats", "training loss of worker 0 in the newest step that it has made")
     lr: float = figure("1", "learning rate of the inner optimizer's first parameter group")
-    throughput: float = figure("units/s", "tokens or samples of all workers together")
+    throughput: float = figure("", "of all workers together: <unit>_per_s in a line")
     comm_s: float = figure("s", "collectives, from launch to completion")
     exposed_s: float = figure("s", "computation stood still for collectives")
     bytes: float = figure("bytes", "sent by worker 0")
     exposed_share: float = figure("share", "exposed_s as a share of the training time")
     data_share: float = figure("share", "waiting for batches as a share of the training time")
-    own: dict[str, float] = figure("1", "the method's own figures", default_factory=dict)
-    per_gpu: float | None = figure("units/s", "tokens or samples of one GPU", default=None)
+    own: dict[str, float] = field(default_factory=dict)
+    """The method's own figures, which stand beside the others in a line."""
+    per_gpu: float | None = None
+    """Throughput of one GPU."""
     mfu: float | None = figure(
         "share", "model FLOP utilization: of the GPU's peak, on GPUs of co2/gpus.py", default=None
     )
 
-    def line(self, unit: str) -> Line:
-        """These figures as a line of metrics.jsonl, where throughput is called `<unit>_per_s`."""
-        rates = ("throughput", "per_gpu", "mfu")
-        values = {name: getattr(self, name) for name in _names(Metrics) if name not in rates}
-        rate: dict[str, float | None] = {f"{unit}_per_s": self.throughput}
-        if self.mfu is not None:
-            rate |= {f"{unit}_per_s_per_gpu": self.per_gpu, "mfu": self.mfu}
-        return finite({"kind": "train", **values, **self.own, **rate})
+    def line(self, unit: str = "") -> Line:
+        values = super().line()
+        own, mfu = values.pop("own"), values.pop("mfu")
+        rates = {f"{unit}_per_s": values.pop("throughput")}
+        per_gpu = {f"{unit}_per_s_per_gpu": values.pop("per_gpu"), "mfu": mfu}
+        return values | own | rates | ({} if mfu is None else per_gpu)
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Entry):
     """One evaluation of the consensus on the validation data."""
 
-    step: int
+    kind = "eval"
     scores: dict[str, float]
     """The task's metrics; "loss" is one of them."""
     train_s: float
     """Seconds of training so far, without evaluations and checkpoints."""
 
-    def line(self) -> Line:
-        """This entry as a line of metrics.jsonl."""
-        return finite({"kind": "eval", "step": self.step, **self.scores, "train_s": self.train_s})
+    def line(self, unit: str = "") -> Line:
+        values = super().line()
+        train_s = values.pop("train_s")
+        return values | values.pop("scores") | {"train_s": train_s}
 
 
 @dataclass(frozen=True)
-class Notice:
+class Notice(Entry):
     """A decision of the method, in words."""
 
-    step: int
+    kind = "notice"
     text: str
-
-    def line(self) -> Line:
-        """This entry as a line of metrics.jsonl."""
-        return {"kind": "notice", "step": self.step, "text": self.text}
 
 
 @dataclass(frozen=True)
-class Change:
-    """Replicas have come or gone."""
+class Change(Entry):
+    """Replicas have come or gone since `step`, the last one that all of them have trained."""
 
-    step: int
-    """The last step that all of them have trained."""
+    kind = "members"
     generation: int
     members: tuple[int, ...]
     """By their numbers, which are never given twice in a run."""
@@ -93,10 +99,6 @@ class Change:
     joined: tuple[int, ...]
     seconds: float
     """From noticing it until training went on."""
-
-    def line(self) -> Line:
-        """This entry as a line of metrics.jsonl."""
-        return {"kind": "members", **dataclasses.asdict(self)}
 
     @classmethod
     def of(cls, line: Line) -> "Change":
@@ -113,11 +115,10 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Replicas make other numbers of steps in a round than before (launch.quorum)."""
+class Shares(Entry):
+    """After `step` replicas make other numbers of steps in a round than before (launch.quorum)."""
 
-    step: int
-    """The last one before that."""
+    kind = "steps"
     round_steps: int
     """τ: steps of a round."""
     steps: dict[int, int]
@@ -126,10 +127,6 @@ class Shares:
     """Who has made all until now, and makes fewer."""
     again: tuple[int, ...]
     """Who makes all again."""
-
-    def line(self) -> Line:
-        """This entry as a line of metrics.jsonl."""
-        return {"kind": "steps", **dataclasses.asdict(self)}
 
     def text(self) -> str:
         """This entry for a person; empty if no replica entered or left reduced-step mode."""
@@ -183,75 +180,50 @@ class Summary:
     train_s: float = figure("s", "training, without evaluations and checkpoints")
     wall_s: float = figure("s", "from the start of the training loop to its end")
     peak_memory_bytes: int = figure("bytes", "held by one worker at most")
-    extra_model_copies: float = figure(
-        "copies", "of the model, beyond parameters, gradients and inner state"
-    )
-    memory: Ledger = figure("bytes", "held by one worker between steps")
+    extra_model_copies: float = figure("copies", "beyond parameters, gradients and inner state")
+    memory: Ledger = figure("", "held by one worker between steps")
     device: str = figure("", "where worker 0 computed")
     folder: str = figure("", "of the run, relative to where it was started")
     mfu: float | None = figure("share", "model FLOP utilization; of known GPUs", default=None)
     saving_s: float | None = figure("s", "training stood still for checkpoints", default=None)
-    members: list[Line] = figure("", "how replicas came and went", default_factory=list)
-    steps_made: list[int] = figure(
-        "", "steps that each replica has made, with launch.quorum", default_factory=list
-    )
-    exchange: dict[str, float | None] = figure(
-        "",
-        "tokens that travelled to experts, since the last start",
-        default_factory=dict,
-    )
-    reading: dict[str, float | None] = figure(
-        "", "samples from disk, of one worker since the last start", default_factory=dict
-    )
-    own: dict[str, float | None] = figure("1", "the method's own figures", default_factory=dict)
+    members: list[Line] = field(default_factory=list)
+    """How replicas came and went."""
+    steps_made: list[int] = field(default_factory=list)
+    """Steps that each replica has made, with launch.quorum."""
+    exchange: dict[str, float | None] = field(default_factory=dict)
+    """Of tokens that travelled to experts, since the last start."""
+    reading: dict[str, float | None] = field(default_factory=dict)
+    """Of samples from disk, of one worker since the last start."""
+    own: dict[str, float | None] = field(default_factory=dict)
+    """The method's own figures, which stand beside the others in summary.json."""
 
     def as_json(self) -> dict[str, Any]:
-        """The content of summary.json, in which the method's own figures stand beside the
-        others."""
+        """The content of summary.json."""
         values = dataclasses.asdict(self)
         own = values.pop("own")
         if self.mfu is None:
             del values["mfu"]
-        return finite({**values, **own})
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Summary":
-        """The reverse of `as_json`."""
-        known = {name: values[name] for name in _names(cls) if name in values}
-        own = {name: value for name, value in values.items() if name not in known}
-        return cls(**{**known, "memory": Ledger(**known["memory"])}, own=own)
+        return finite(values | own)
 
     @classmethod
     def read(cls, folder: Path) -> "Summary | None":
         """The summary of the run in a folder; None where the run has not finished."""
         path = folder / "summary.json"
-        return cls.from_json(json.loads(path.read_text())) if path.exists() else None
-
-    def value(self, name: str) -> float | None:
-        """A figure by its name in summary.json, where a dot leads into a group: `final.loss`.
-
-        None where the run has no such figure.
-        """
-        found: Any = self.as_json()
-        for key in name.split("."):
-            found = found.get(key) if isinstance(found, dict) else None
-        return found
+        if not path.exists():
+            return None
+        values = json.loads(path.read_text())
+        names = {own.name for own in dataclasses.fields(cls)}
+        known = {name: value for name, value in values.items() if name in names}
+        own = {name: value for name, value in values.items() if name not in names}
+        return cls(**{**known, "memory": Ledger(**known["memory"])}, own=own)
 
 
 UNITS: tuple[tuple[str, str, str], ...] = (
     *(
-        (f"train/{f.name}", f.metadata["unit"], f.metadata["meaning"])
-        for f in dataclasses.fields(Metrics)
-        if f.name not in ("step", "own", "throughput", "per_gpu")
-    ),
-    *(
-        (f.name, f.metadata["unit"], f.metadata["meaning"])
-        for f in dataclasses.fields(Summary)
-        if f.metadata.get("unit") and f.name not in ("own", "memory")
-    ),
-    *(
-        (f"memory.{f.name}", f.metadata["unit"], f.metadata["meaning"])
-        for f in dataclasses.fields(Ledger)
+        (prefix + own.name, own.metadata["unit"], own.metadata["meaning"])
+        for prefix, kind in (("train/", Metrics), ("", Summary), ("memory.", Ledger))
+        for own in dataclasses.fields(kind)
+        if own.metadata.get("unit")
     ),
     ("exchange.behind_s", "s", "experts computed between exchanges"),
     ("exchange.*_s", "s", "tokens were under way to experts, or computation stood still for them"),
@@ -289,26 +261,17 @@ def unit_of(name: str) -> str:
     return next((unit for pattern, unit, _ in UNITS if fnmatch(name, pattern)), "")
 
 
-def numbers(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers in a summary's JSON, those in its groups too: `final.loss`."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from ((f"{key}.{name}", number) for name, number in numbers(value))
-        elif isinstance(value, int | float):
-            yield key, value
+def flat(groups: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested groups by their full names: `final.loss`. `Any`: JSON or YAML."""
+    found: dict[str, Any] = {}
+    for key, value in groups.items():
+        name = f"{prefix}{key}"
+        found |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return found
 
 
-def finite(values: dict[str, Any]) -> dict[str, Any]:
+def finite(value: Any) -> Any:
     """The same values with None for what is no finite number, which JSON cannot hold."""
-    return {key: _finite(value) for key, value in values.items()}
-
-
-def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return finite(value)
+        return {key: finite(own) for key, own in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _names(kind: type) -> list[str]:
-    """The fields of a dataclass but `own`, whose entries stand beside the others."""
-    return [f.name for f in dataclasses.fields(kind) if f.name != "own"]

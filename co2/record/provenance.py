@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -40,17 +41,23 @@ def manifest(
     fingerprint: dict[str, Any],
     init_from: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What manifest.json holds: commit, versions, hardware, number of workers, command, data, and
-    the folder and digest of the weights that the run started from.
+    """What manifest.json holds. `Any`, because it is JSON.
 
-    `Any`, because it is JSON.
+    Args:
+        init_from: folder and digest of the weights that the run started from.
     """
     gpus: list[str] = []
     if torch.cuda.is_initialized():  # a process that trains on the CPU shall take no GPU's memory
         gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
     return {
         "git": git(),
-        "packages": {"python": platform.python_version(), **_versions()},
+        "packages": {"python": platform.python_version(), **versions},
         "hardware": {"cpu": cpu_name(), "cores": os.cpu_count(), "gpus": gpus},
         "world_size": world,
         "command": origin.command,
@@ -78,17 +85,13 @@ def git() -> dict[str, Any]:
     """The commit of this source tree, and whether the tree has changes since.
 
     Empty where this file is not in a git repository: in an installed package, say. Changes in
-    results/ and conf/tuned/ do not count: the code has made them, and a table or a winner that has
-    just been written does not make the next run one of changed code.
+    results/ and conf/tuned/ do not count: the code has made them.
     """
 
     def ask(*words: str) -> str:
-        here = Path(__file__).parent
         # Its index would be locked for good if this run were killed while git refreshes it.
-        command = ["git", "--no-optional-locks", *words]
-        return subprocess.run(
-            command, cwd=here, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        command = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         ask("ls-files", "--error-unmatch", __file__)
@@ -104,12 +107,9 @@ def cpu_name() -> str:
 
     These decide how sums are rounded, so a name alone does not tell which runs can be repeated.
     """
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.processor()
+    known = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.*)", known.read_text() if known.exists() else "", re.M)
+    name = found[1].strip() if found else platform.processor()
     return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
@@ -117,18 +117,17 @@ def of_run(folder: Path) -> dict[str, str]:
     """The keys "commit" and "hardware" of a run, from its manifest."""
     known = json.loads((folder / "manifest.json").read_text())
     machine = known["hardware"]
-    processor = f"{machine['cpu']}, {machine['cores']} cores"
-    hardware = machine["gpus"][0] if machine["gpus"] else processor
-    return {"commit": _short(known["git"]), "hardware": hardware}
+    names = [*machine["gpus"], f"{machine['cpu']}, {machine['cores']} cores"]
+    return {"commit": _short(known["git"]), "hardware": names[0]}
 
 
 def provenance() -> str:
     """Command, commit, hardware and versions of the running `python -m …`, a sentence each."""
     module = getattr(sys.modules["__main__"].__spec__, "name", sys.argv[0])
-    module = module.removesuffix(".__main__")
+    command = shlex.join(["python", "-m", module.removesuffix(".__main__"), *sys.argv[1:]])
     device = torch.cuda.get_device_name() if torch.cuda.is_initialized() else cpu_name()
     return (
-        f"Command: `{shlex.join(['python', '-m', module, *sys.argv[1:]])}`. "
+        f"Command: `{command}`. "
         f"Commit {_short(git())}, {datetime.now(UTC):%Y-%m-%d}. "
         f"Hardware: {device}, {os.cpu_count()} cores. "
         f"Python {platform.python_version()}, torch {torch.__version__}."
@@ -137,13 +136,3 @@ def provenance() -> str:
 
 def _short(known: dict[str, Any]) -> str:
     return known.get("commit", "unknown")[:7] + ("-dirty" if known.get("dirty") else "")
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found

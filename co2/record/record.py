@@ -4,21 +4,19 @@ import contextlib
 import json
 import os
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from co2.config import Config, Wandb
+from co2.config import Config
 from co2.record.console import Console
-from co2.record.files import whole_lines, write_durably
+from co2.record.files import DAMAGE, write_durably
 from co2.record.folder import begun, kept_config, kept_manifest, plain, run_folder
-from co2.record.metrics import Change, Evaluation, Line, Metrics, Notice, Shares, Summary
+from co2.record.metrics import Entry, Line, Summary, flat
 from co2.record.provenance import Origin, manifest, of_all_starts
-from co2.record.wandb import Tracking, WandbTracking, mode
+from co2.record.wandb import Tracking
 
-Entry = Metrics | Evaluation | Notice | Change | Shares
 _RECENT = 256
 
 
@@ -52,12 +50,9 @@ class FolderRecord(Record):
     """Worker 0's: config.yaml, manifest.json, metrics.jsonl and summary.json in the run's folder.
 
     Args:
-        config: of the run.
         world: number of workers.
         unit: what throughput counts, "tokens" or "samples".
         data: the fingerprint of the data, as JSON values.
-        origin: how the run was started.
-        console: where lines for a person go.
         init_from: folder and digest of the weights that the run started from, for manifest.json.
     """
 
@@ -72,52 +67,43 @@ class FolderRecord(Record):
         init_from: dict[str, str] | None = None,
     ) -> None:
         super().__init__()
-        self.folder, self._unit = run_folder(config), unit
-        self._config, self._values = config, plain(config, world)
-        self._origin, self._console = origin, console
+        self.folder, self._unit, self._console = run_folder(config), unit, console
         self.folder.mkdir(parents=True, exist_ok=True)
         # Before the new configuration, with which a run may go on after its end.
         (self.folder / "summary.json").unlink(missing_ok=True)
-        known = manifest(world, origin, data, init_from)
+        values, known = plain(config, world), manifest(world, origin, data, init_from)
         self._log_every = config.log.every
         """Steps between lines of the segment before or of this one, whichever is more."""
         if begun(self.folder):
             known = of_all_starts(kept_manifest(self.folder), known)
-            log = kept_config(self.folder).get("log")
-            then = log.get("every") if isinstance(log, dict) else None
+            then = flat(kept_config(self.folder)).get("log.every")
             self._log_every = max(self._log_every, then if isinstance(then, int) else 0)
-        write_durably(self.folder / "config.yaml", yaml.safe_dump(self._values, sort_keys=False))
+        write_durably(self.folder / "config.yaml", yaml.safe_dump(values, sort_keys=False))
         write_durably(self.folder / "manifest.json", json.dumps(known, indent=1, default=str))
-        self._metrics = self.folder / "metrics.jsonl"
         self._file: int | None = None
+        """metrics.jsonl."""
         self._unwritten: list[str] = []
         """Lines for which the disk had no room."""
-        self._tracking: Tracking = Tracking()
+        self._tracking = Tracking(config, values, origin.tags, console)
         self._summary: Summary | None = None
 
     def begin(self, step: int, before: Record | None = None) -> None:
         # A new file, which stays open: a worker that wrote before, was given up and does not know
         # it yet, goes on in the old one.
-        lines, unreadable = _up_to(self._metrics, step)
-        if before is None:  # else it has lines that are missing here
-            self._tell_missing(step, [at for at, _ in lines], unreadable)
-        write_durably(self._metrics, "".join(text for _, text in lines))
-        self._file = os.open(self._metrics, os.O_WRONLY | os.O_APPEND)
-        if mode(self._config.log.wandb) is not Wandb.disabled:
-            self._tracking = WandbTracking(
-                self._config, self._values, self.folder, step, self._origin.tags, self._console
-            )
-        if before is not None:
-            self._take_over(before)
+        path = self.folder / "metrics.jsonl"
+        lines, unreadable = _up_to(path, step)
+        write_durably(path, "".join(json.dumps(line) + "\n" for line in lines))
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        self._tracking.begin(step)
+        told = {(line.get("kind"), line["step"]) for line in lines}
+        if before is None:
+            self._tell_missing(step, max((at for _, at in told), default=0), unreadable)
+        for entry in before.recent if before else ():  # what the first worker was lost with
+            if (entry.kind, entry.step) not in told:
+                self.log(entry)
 
-    def _tell_missing(self, step: int, told: Sequence[int], unreadable: int) -> None:
-        """Say in a line what metrics.jsonl lacks up to a step.
-
-        Args:
-            told: the steps of its lines.
-            unreadable: how many lines it has that cannot be read.
-        """
-        last = max(told, default=0)
+    def _tell_missing(self, step: int, last: int, unreadable: int) -> None:
+        """Say in a line what metrics.jsonl lacks up to a step, after its `last`."""
         found = [f"{unreadable} of its lines cannot be read"] if unreadable else []
         if last < step // self._log_every * self._log_every:
             found.append(f"the steps {last + 1} to {step} are missing")
@@ -125,16 +111,8 @@ class FolderRecord(Record):
             text = f"metrics.jsonl is damaged: {', '.join(found)}; the run goes on without them"
             self._console.print_line(text)
 
-    def _take_over(self, before: Record) -> None:
-        """Add what the worker that wrote before was lost with."""
-        told = {(line["kind"], line["step"]) for line in whole_lines(self._metrics)}
-        for entry in before.recent:
-            if (self._line(entry)["kind"], entry.step) not in told:
-                self.log(entry)
-
     def log(self, entry: Entry) -> None:
-        line = self._line(entry)
-        waiting = len(self._unwritten) > 0
+        line, waiting = entry.line(self._unit), len(self._unwritten) > 0
         self._unwritten.append(json.dumps(line) + "\n")
         try:
             self._write()
@@ -158,9 +136,6 @@ class FolderRecord(Record):
             raise
         self._unwritten.clear()
 
-    def _line(self, entry: Entry) -> Line:
-        return entry.line(self._unit) if isinstance(entry, Metrics) else entry.line()
-
     def finish(self, summary: Summary) -> None:
         self._write()
         write_durably(self.folder / "summary.json", json.dumps(summary.as_json(), indent=1))
@@ -175,20 +150,17 @@ class FolderRecord(Record):
             self._file = None
 
 
-def _up_to(path: Path, step: int) -> tuple[list[tuple[int, str]], int]:
-    """The lines of metrics.jsonl up to a step, each after its step, and the number of those that
-    cannot be read. A last one that a crash has torn is not counted."""
-    kept, unreadable = [], 0
+def _up_to(path: Path, step: int) -> tuple[list[Line], int]:
+    """The lines of metrics.jsonl up to a step, and the number of those that cannot be read. A last
+    one that a crash has torn is not counted."""
+    lines, unreadable = [], 0
     content = path.read_bytes() if path.exists() else b""
-    for line in content.splitlines(keepends=True):
-        if not line.endswith(b"\n"):
-            continue
-        try:
-            at = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            at = None
-        if not isinstance(at, int):
-            unreadable += 1
-        elif at <= step:
-            kept.append((at, line.decode()))
-    return kept, unreadable
+    for text in content.splitlines(keepends=True):
+        if text.endswith(b"\n"):
+            try:
+                line = json.loads(text)
+                if line["step"] <= step:
+                    lines.append(line)
+            except DAMAGE:
+                unreadable += 1
+    return lines, unreadable

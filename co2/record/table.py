@@ -1,17 +1,15 @@
 """One table, in the forms in which results are kept: Markdown, LaTeX and CSV.
 
 Recipes, benchmarks, the laboratory and the simulator all write their results with `Table`. This
-module imports neither torch nor, until a table is written, pandas.
+module imports Python's own modules only.
 """
 
+import csv
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
+from typing import Any
 
 NOT_RUN, NOT_AVAILABLE, NOTHING = "not run", "not available", "—"
 """What a cell says where nothing ran, where no source gives a value, and where none can be."""
@@ -48,31 +46,25 @@ class Table:
         names = list(head or (records[0] if records else ()))
         return cls(names, [[record[name] for name in names] for record in records])
 
-    def texts(self) -> list[list[str]]:
-        """The rows as they are shown."""
+    def texts(self, bold: str = "{}", escape: Callable[[str], str] = str) -> list[list[str]]:
+        """The rows as they are shown; `bold` is the form of the best values."""
         formats = [self.formats.get(name, str) for name in self.head]
+
+        def text(value: object, form: Format, place: tuple[int, int]) -> str:
+            shown = escape(NOTHING if value is None else form(value))
+            return bold.format(shown) if place in self.best else shown
+
         return [
-            [
-                NOTHING if value is None else form(value)
-                for value, form in zip(row, formats, strict=True)
-            ]
-            for row in self.rows
+            [text(*cell, (number, at)) for at, cell in enumerate(zip(row, formats, strict=True))]
+            for number, row in enumerate(self.rows)
         ]
 
-    def frame(self) -> "DataFrame":
-        """The values as a pandas frame. Columns keep Python's own types: no integer turns float."""
-        from pandas import DataFrame
-
-        return DataFrame([list(row) for row in self.rows], columns=list(self.head), dtype=object)
-
     def markdown(self) -> str:
-        """The table alone.
-
-        Columns are not padded to one width as pandas would, so a changed value changes one line.
-        """
-        lines = [self.head, *_with_best(self.texts(), self.best, "**{}**")]
+        """The table alone. Columns are not padded to one width, so a changed value changes one
+        line."""
         head, *rows = [
-            "|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in lines
+            "|" + "".join(f" {cell} |" if cell else " |" for cell in line)
+            for line in (self.head, *self.texts("**{}**"))
         ]
         return "\n".join([head, f"|{'---|' * len(self.head)}", *rows])
 
@@ -85,38 +77,41 @@ class Table:
     def latex(self) -> str:
         """For the package booktabs. Where rows share a value of the first column, a rule stands
         wherever it changes."""
-        cells = [[_escaped(text) for text in row] for row in self.texts()]
-        cells = _with_best(cells, self.best, r"\textbf{{{}}}")
-        grouped = len({row[0] for row in self.rows}) < len(self.rows)
-        for number in range(len(cells) - 1, 0, -1):
-            if grouped and self.rows[number][0] != self.rows[number - 1][0]:
-                cells[number][0] = f"\\midrule\n{cells[number][0]}"
-        shown = replace(self, head=[_escaped(name) for name in self.head], rows=cells)
-        return (
-            shown.frame()
-            .style.hide(axis="index")
-            .to_latex(
-                caption=_escaped(f"{self.title}. {self.text}".strip()),
-                column_format="l" * len(self.head),
-                hrules=True,
-                position_float="centering",
-            )
+        lines, firsts = [], [row[0] for row in self.rows]
+        for number, row in enumerate(self.texts(r"\textbf{{{}}}", _escaped)):
+            if number > 0 and firsts[number] != firsts[number - 1] and len({*firsts}) < len(firsts):
+                lines.append(r"\midrule")
+            lines.append(" & ".join(row) + r" \\")
+        return "\n".join(
+            [
+                r"\begin{table}",
+                r"\centering",
+                rf"\caption{{{_escaped(f'{self.title}. {self.text}'.strip())}}}",
+                rf"\begin{{tabular}}{{{'l' * len(self.head)}}}",
+                r"\toprule",
+                " & ".join(map(_escaped, self.head)) + r" \\",
+                r"\midrule",
+                *lines,
+                r"\bottomrule",
+                r"\end{tabular}",
+                r"\end{table}",
+                "",
+            ]
         )
 
     def write_csv(self, path: Path) -> None:
         """Write the values, not their formats; None is an empty field. Makes the folder."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.frame().to_csv(path, index=False, lineterminator="\r\n")
+        with path.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerows([self.head, *self.rows])
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
     """The rows of a CSV file, every value as its text; none where there is no file."""
     if not path.exists():
         return []
-    from pandas import read_csv as read
-
-    frame = read(path, dtype=str, keep_default_na=False)
-    return [dict(zip(frame.columns, row, strict=True)) for row in frame.itertuples(index=False)]
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def mean_text(values: Sequence[float], form: str = ".4f", sign: str = "") -> str:
@@ -128,15 +123,6 @@ def mean_text(values: Sequence[float], form: str = ".4f", sign: str = "") -> str
     """
     spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
     return f"{statistics.mean(values):{sign}{form}}{spread}"
-
-
-def _with_best(
-    rows: list[list[str]], best: frozenset[tuple[int, int]], form: str
-) -> list[list[str]]:
-    return [
-        [form.format(cell) if (number, at) in best else cell for at, cell in enumerate(row)]
-        for number, row in enumerate(rows)
-    ]
 
 
 _LATEX = str.maketrans(
@@ -160,7 +146,6 @@ _LATEX = str.maketrans(
         "`": None,
     }
 )
-"""pandas escapes LaTeX's own characters, but knows no Greek letters and no signs."""
 
 
 def _escaped(text: str) -> str:

@@ -15,12 +15,15 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from co2 import program
 from co2.arguments import Parser
 from co2.comm.phases import OUTER_STEP, SNAPSHOT, STEP_END, WAIT
-from co2.errors import ConfigError, require, unusable
+from co2.errors import REFUSED, ConfigError, require, unusable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Span = tuple[float, float]
 """Begin and end, in seconds."""
@@ -28,13 +31,14 @@ Span = tuple[float, float]
 _PAUSE_S = 1e-3
 """Shorter pauses between operators are the interpreter's, not the network's."""
 _FLOATS = ("float", "double", "c10::BFloat16", "c10::Half")
-_COLOURS = {
-    "compute": "#9ecae1",
-    "outer step": "#3182bd",
-    "snapshot": "#08519c",
-    "stands still": "#de2d26",
-    "collective": "#74c476",
+_DRAWN = {
+    "compute": ("compute", 1, "#9ecae1"),
+    "outer_steps": ("outer step", 1, "#3182bd"),
+    "snapshots": ("snapshot", 1, "#08519c"),
+    "still": ("stands still", 1, "#de2d26"),
+    "collectives": ("collective", 0, "#74c476"),
 }
+"""Of the spans of a timeline: their name, their lane and their colour."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,7 @@ class Timeline:
         return max(0, len(self.step_ends) - 1)
 
     def last(self, steps: int) -> "Timeline":
-        """The timeline of the last so many steps, of which there must be as many."""
-        assert 0 < steps <= self.steps
+        """The timeline of the last so many steps, at least one."""
         ends = self.step_ends[-steps - 1 :]
         begin, end = ends[0], ends[-1]
 
@@ -68,15 +71,8 @@ class Timeline:
             clipped = [(max(span[0], begin), min(span[1], end)) for span in spans]
             return [(since - begin, until - begin) for since, until in clipped if since < until]
 
-        return Timeline(
-            seconds=end - begin,
-            compute=cut(self.compute),
-            outer_steps=cut(self.outer_steps),
-            snapshots=cut(self.snapshots),
-            collectives=cut(self.collectives),
-            still=cut(self.still),
-            step_ends=[moment - begin for moment in ends],
-        )
+        spans = {name: cut(getattr(self, name)) for name in _DRAWN}
+        return Timeline(end - begin, step_ends=[moment - begin for moment in ends], **spans)
 
     def figures(self) -> dict[str, float | None]:
         """What the lanes add up to, in seconds; overlap as in a run's summary."""
@@ -107,19 +103,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = args.out or args.runs[0] / "trace" / "timeline.png"
     try:
         found = alike({title(run): read(run, args.rank) for run in args.runs})
-        draw(found, out)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {unusable(error)}", file=sys.stderr)
-        return 2
-    for name, timeline in found.items():
-        words = (
-            f"{key}={'none' if value is None else format(value, '.3g')}"
-            for key, value in timeline.figures().items()
-        )
-        print(f"{name}: {'  '.join(words)}")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure(found).savefig(out, dpi=150)
+    except (ConfigError, OSError) as error:
+        refusal = unusable(error) if isinstance(error, OSError) else error
+        print(f"error: {refusal}", file=sys.stderr)
+        return REFUSED
+    for name, lanes in found.items():
+        figures = {
+            key: "none" if own is None else f"{own:.3g}" for key, own in lanes.figures().items()
+        }
+        print(f"{name}: {'  '.join(f'{key}={own}' for key, own in figures.items())}")
     print(out)
     return 0
 
@@ -130,11 +124,7 @@ def title(run: Path) -> str:
 
 
 def read(run: Path, rank: int = 0) -> Timeline:
-    """The trace of one worker of a run.
-
-    Raises:
-        ConfigError: there is none, or it is no trace.
-    """
+    """The trace of one worker of a run. Raises `ConfigError` where none can be read."""
     path = run / "trace" / f"rank_{rank}.json"
     hint = f"{path} is missing; train with trace=true, at least two rounds and three steps"
     require(path.is_file(), "RUN", run, hint)
@@ -151,15 +141,11 @@ def timeline(events: Sequence[dict[str, Any]]) -> Timeline:
     marked = [event for event in events if event.get("cat") == "user_annotation"]
     # gloo's threads carry what lies in the host's memory, also beside a GPU (comm.device=cpu).
     carried = [event for event in marked if event["name"].startswith("gloo:") and _floats(event)]
-    if kernels:
-        carried += [event for event in kernels if "nccl" in event["name"].lower()]
-        worked = [event for event in kernels if "nccl" not in event["name"].lower()]
-    else:
-        worked = [
-            event
-            for event in events
-            if event.get("cat") == "cpu_op" and not event["name"].startswith("c10d::")
-        ]
+    worked = [event for event in kernels if "nccl" not in event["name"].lower()]
+    carried += [event for event in kernels if "nccl" in event["name"].lower()]
+    if not kernels:
+        worked = [event for event in events if event.get("cat") == "cpu_op"]
+        worked = [event for event in worked if not event["name"].startswith("c10d::")]
     begin = min(event["ts"] for event in (*worked, *carried))
 
     def spans(chosen: Iterable[dict[str, Any]]) -> list[Span]:
@@ -226,30 +212,29 @@ def total(spans: Iterable[Span]) -> float:
     return sum(end - begin for begin, end in spans)
 
 
-def draw(timelines: dict[str, Timeline], path: Path) -> None:
-    """`figure`, as a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure(timelines).savefig(path, dpi=150)
-
-
-def figure(timelines: dict[str, Timeline]) -> Any:
+def figure(timelines: dict[str, Timeline]) -> "Figure":
     """A panel for each run on one scale of time: above what computes, below what travels, and under
     both how long the steps took. Its letters can be read on a phone."""
     from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     with rc_context({"font.size": 14}):
         drawn = Figure(figsize=(6, 1 + 1.6 * len(timelines)), layout="constrained")
-        FigureCanvasAgg(drawn)
         panels = drawn.subplots(len(timelines), 1, squeeze=False, sharex=True)[:, 0]
         for axis, (name, lanes) in zip(panels, timelines.items(), strict=True):
-            _panel(axis, name, lanes)
+            for spans, (_, lane, colour) in _DRAWN.items():
+                bars = [(begin, end - begin) for begin, end in getattr(lanes, spans)]
+                axis.broken_barh(bars, (lane - 0.4, 0.8), color=colour, linewidth=0)
+            axis.set_yticks([1, 0], ["compute", "network"])
+            axis.set_title(name, loc="left", fontsize="medium")
+            if lanes.steps:
+                axis.set_ylim(-1.3, 1.5)
+                words = f"{lanes.steps} steps in {lanes.seconds:.1f} s"
+                axis.text(0, -0.85, words, verticalalignment="center")
         panels[-1].set_xlabel("seconds")
-        patches = [Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()]
         drawn.legend(
-            handles=patches,
+            handles=[Patch(color=colour, label=kind) for kind, _, colour in _DRAWN.values()],
             loc="outside upper left",
             ncols=3,
             frameon=False,
@@ -257,24 +242,6 @@ def figure(timelines: dict[str, Timeline]) -> Any:
             columnspacing=1,
         )
     return drawn
-
-
-def _panel(axis: Any, name: str, lanes: Timeline) -> None:
-    for kind, spans, lane in (
-        ("compute", lanes.compute, 1),
-        ("outer step", lanes.outer_steps, 1),
-        ("snapshot", lanes.snapshots, 1),
-        ("stands still", lanes.still, 1),
-        ("collective", lanes.collectives, 0),
-    ):
-        bars = [(begin, end - begin) for begin, end in spans]
-        axis.broken_barh(bars, (lane - 0.4, 0.8), color=_COLOURS[kind], linewidth=0)
-    axis.set_yticks([1, 0], ["compute", "network"])
-    axis.set_title(name, loc="left", fontsize="medium")
-    if lanes.steps:
-        axis.set_ylim(-1.3, 1.5)
-        words = f"{lanes.steps} steps in {lanes.seconds:.1f} s"
-        axis.text(0, -0.85, words, verticalalignment="center")
 
 
 if __name__ == "__main__":

@@ -25,44 +25,24 @@ _DROPPED: list[profile] = []
 
 
 class Trace:
-    """A recording of what a worker does. This one records nothing: it is that of trace=false."""
-
-    active = False
-    """Whether anything is recorded, which costs time."""
-
-    def begin(self, round_steps: int) -> None:
-        """Training begins, in rounds of so many steps."""
-
-    def step(self) -> None:
-        """A step of this process has ended."""
-
-    def close(self, wait: bool = True) -> None:
-        """Nothing is recorded after it.
-
-        Args:
-            wait: for the collectives under way. A trace that may not wait for them is dropped.
-        """
-
-
-class ProfilerTrace(Trace):
     """Records three rounds after two of warm-up, or what there is of them when training ends.
 
     Args:
-        path: of this worker's file.
+        path: of this worker's file. None: nothing is recorded, with trace=false.
     """
 
-    active = True
-
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self.path = path
         self.first = self.last = self._steps = 0
         self._profile: profile | None = None
 
     def begin(self, round_steps: int) -> None:
+        """Training begins, in rounds of so many steps."""
         self.first = max(2 * round_steps, _WARM_UP_STEPS)
         self.last = self.first + max(_ROUNDS * round_steps, _FEWEST_STEPS)
 
     def step(self) -> None:
+        """A step of this process has ended."""
         self._steps += 1
         if self._steps == self.first:
             activities = [ProfilerActivity.CPU]
@@ -80,16 +60,20 @@ class ProfilerTrace(Trace):
             self.close()
 
     def close(self, wait: bool = True) -> None:
-        if self._profile is None:
+        """Nothing is recorded after it.
+
+        Args:
+            wait: for the collectives under way. A trace that may not wait for them is dropped.
+        """
+        if self._profile is None or self.path is None:
             return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         if torch.cuda.is_initialized():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             memory = self.path.with_name(f"{self.path.stem}_memory.pickle")
             torch.cuda.memory._dump_snapshot(str(memory))
             torch.cuda.memory._record_memory_history(enabled=None)
         if profiled.end(wait):
             self._profile.stop()
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._profile.export_chrome_trace(str(self.path))
         else:
             self._profile.toggle_collection_dynamic(False, self._profile.activities)

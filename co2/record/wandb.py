@@ -13,25 +13,33 @@ import contextlib
 import json
 import os
 import shutil
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from co2.config import Config, Wandb
+from co2.errors import first_line
 from co2.record import timeline
 from co2.record.console import Console
 from co2.record.files import whole_lines, write_durably
-from co2.record.metrics import UNITS, Change, Line, Summary, numbers, unit_of
+from co2.record.folder import run_folder
+from co2.record.metrics import UNITS, Change, Line, Summary, flat, unit_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SEGMENTS = "segments.json"
 _FINISH_S = 120.0
 """Seconds that uploading may go on when a segment ends; what is left then stays in its files."""
-_LOWER_IS_BETTER = ("loss", "perplexity")
-
-
 _MODES = (Wandb.disabled, Wandb.offline, Wandb.online)
+_BEST = {
+    **dict.fromkeys(("train/*", "eval/train_s", "members/*", "notice/*", "steps/*")),
+    **dict.fromkeys(("train/loss", "eval/loss", "eval/perplexity"), "min,last"),
+    "eval/*": "max,last",
+}
+"""Which extreme W&B's summary keeps of metrics, by their names, beside the last value."""
 
 
 def mode(chosen: Wandb) -> Wandb:
@@ -42,99 +50,81 @@ def mode(chosen: Wandb) -> Wandb:
 
 
 class Tracking:
-    """An experiment tracker that hears of every line of metrics.jsonl. This one ignores it all."""
-
-    def log(self, line: Line) -> None:
-        """A line has been written to metrics.jsonl."""
-
-    def finish(self, summary: Summary) -> None:
-        """The final figures are known."""
-
-    def close(self, status: int) -> None:
-        """The segment is over. `status` 0: the run has finished, or can go on."""
-
-
-class WandbTracking(Tracking):
-    """A segment of a W&B run.
+    """The W&B run of a run, which hears of every line of metrics.jsonl once it has begun.
 
     Args:
-        config: of the run.
-        values: the same as plain values.
-        folder: of the run; its metrics.jsonl ends at `step`.
-        step: where training goes on.
+        values: `config` as plain values.
         tags: of the W&B run, beside task, method and scale.
         console: prints the line that a person reads when W&B fails.
     """
 
     def __init__(
-        self,
-        config: Config,
-        values: dict[str, Any],
-        folder: Path,
-        step: int,
-        tags: Sequence[str],
-        console: Console,
+        self, config: Config, values: dict[str, Any], tags: Sequence[str], console: Console
     ) -> None:
-        self._config, self._values, self._folder = config, values, folder
-        self._tags, self._console = tuple(tags), console
+        self._config, self._values, self._folder = config, values, run_folder(config)
+        self._tags, self._console = tags, console
+        self._on, self._step = False, 0
         self._run: Any = None  # wandb's own type, which would have to be imported for it
-        self._step = step
-        self._defined: set[str] = set()
-        self._guarded(lambda: self._begin(step))
+
+    def begin(self, step: int) -> None:
+        """Start a segment, unless W&B is disabled; metrics.jsonl ends at `step`."""
+        self._step, self._on = step, mode(self._config.log.wandb) is not Wandb.disabled
+        self._send(lambda: None)
 
     def log(self, line: Line) -> None:
+        """A line has been written to metrics.jsonl."""
         self._send(lambda: self._log(line))
 
     def finish(self, summary: Summary) -> None:
-        """The final figures, with tables and pictures."""
+        """Show the final figures, with tables and pictures."""
         self._send(lambda: self._end(summary.as_json()))
 
     def close(self, status: int) -> None:
+        """The segment is over. `status` 0: the run has finished, or can go on."""
         self._send(lambda: self._close(status))
-        self._run = None
+        self._on = False
 
     def _send(self, action: Callable[[], None]) -> None:
         """Call W&B, and again in a new segment where its own process has died: a SIGTERM that a
         cluster sends to all of a job ends it, and what it had not written yet is lost."""
-
-        def attempt() -> None:
+        if not self._on:
+            return
+        try:
             try:
+                if self._run is None:
+                    self._begin()
                 action()
             except ConnectionError:
                 with contextlib.suppress(ConnectionError):
                     _await_end()
-                self._begin(self._step)
+                self._begin()
                 action()
-
-        if self._run is not None:
-            self._guarded(attempt)
-
-    def _guarded(self, action: Callable[[], None]) -> None:
-        try:
-            action()
         except Exception as error:  # whatever it is, it is not worth a training
-            self._run = None
-            reason = (str(error).strip() or "no reason given").splitlines()[0]
-            line = f"W&B: {type(error).__name__}: {reason}; the run goes on without it"
-            self._console.print_line(line)
+            self._on = False
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            self._console.print_line(f"W&B: {reason}; the run goes on without it")
 
-    def _begin(self, step: int) -> None:
+    def _begin(self) -> None:
         """Start another segment, with all the lines of those that it replaces."""
         import wandb
 
-        path = self._folder / "wandb" / SEGMENTS
-        state = json.loads(path.read_text()) if path.exists() else {}
-        state = {"id": uuid.uuid4().hex[:12], "segments": [], **state}
-        replaced = list(_to_replace(path.parent, state["segments"], step))
-        begun = min([step, *(segment["begun"] for segment in replaced)])
+        place, config = self._folder / "wandb", self._config
+        state = {"id": uuid.uuid4().hex[:12], "segments": [], **_state(place)}
+        replaced = list(_to_replace(place, state["segments"], self._step))
+        begun = min([self._step, *(segment["begun"] for segment in replaced)])
+        # WANDB_RUN_GROUP, which a sweep sets, counts in place of our group, WANDB_TAGS beside ours.
+        tags = [*os.environ.get("WANDB_TAGS", "").split(","), *self._tags]
+        tags = [config.task, config.method, config.scale, *filter(None, tags)]
         self._run = wandb.init(
             project="co2-suite",
             dir=self._folder,
-            mode=mode(self._config.log.wandb).value,
+            mode=mode(config.log.wandb).value,
             id=state["id"],
             resume="allow",
             config=self._values,
-            **_labels(self._config, self._tags),
+            name=f"{config.task}-{config.method}-{config.tag}-seed{config.train.seed}",
+            group=os.environ.get("WANDB_RUN_GROUP", f"{config.task}-{config.method}"),
+            tags=list(dict.fromkeys(tags)),
             settings=wandb.Settings(
                 silent=True,
                 console="off",
@@ -146,11 +136,12 @@ class WandbTracking(Tracking):
         own = {"folder": Path(self._run.dir).parent.name, "begun": begun, "ended": None}
         for segment in replaced:
             if segment["folder"].startswith("offline-") and segment["folder"] != own["folder"]:
-                shutil.rmtree(path.parent / segment["folder"], ignore_errors=True)
+                shutil.rmtree(place / segment["folder"], ignore_errors=True)
         kept = state["segments"][: len(state["segments"]) - len(replaced)]
-        path.parent.mkdir(exist_ok=True)
-        write_durably(path, json.dumps({**state, "segments": [*kept, own]}, indent=1))
-        self._defined.clear()
+        place.mkdir(exist_ok=True)
+        _keep(place, {**state, "segments": [*kept, own]})
+        for name, best in _BEST.items():
+            self._run.define_metric(name, step_metric="step", summary=best)
         if begun == 0:
             table = wandb.Table(columns=["metric", "unit", "meaning"], data=list(map(list, UNITS)))
             self._run.log({"units": table}, step=0)
@@ -159,36 +150,33 @@ class WandbTracking(Tracking):
                 self._log(line)
 
     def _log(self, line: Line) -> None:
+        self._step = line["step"]
         values = {
             f"{line['kind']}/{key}": value
             for key, value in line.items()
             if key not in ("kind", "step") and value is not None
         }
-        for name in sorted(values.keys() - self._defined):
-            self._run.define_metric(name, step_metric="step", summary=_best(name))
-            self._defined.add(name)
-        self._step = line["step"]
         self._run.log({**values, "step": self._step}, step=self._step)
 
     def _end(self, summary: dict[str, Any]) -> None:
         import wandb
+        from PIL import Image
 
         lines = self._lines()
-        with tempfile.TemporaryDirectory() as folder:
-            pictures = {
-                f"figures/{path.stem}": wandb.Image(str(path))
-                for path in _draw(self._folder, lines, Path(folder))
-            }
-            self._run.log({**_tables(summary, lines), **pictures}, step=self._step)
+        shown = _tables(summary, lines)
+        for name, figure in _figures(self._folder, lines).items():
+            file = BytesIO()
+            figure.savefig(file, dpi=150)
+            shown[f"figures/{name}"] = wandb.Image(Image.open(file))
+        self._run.log(shown, step=self._step)
         self._run.summary.update(summary)
 
     def _close(self, status: int) -> None:
         self._run.finish(exit_code=status)
         _await_end()
-        path = self._folder / "wandb" / SEGMENTS
-        state = json.loads(path.read_text())
+        state = _state(self._folder / "wandb")
         state["segments"][-1]["ended"] = self._step
-        write_durably(path, json.dumps(state, indent=1))
+        _keep(self._folder / "wandb", state)
 
     def _lines(self) -> list[Line]:
         return whole_lines(self._folder / "metrics.jsonl")
@@ -209,41 +197,29 @@ def _await_end() -> None:
         raise ConnectionError(f"W&B's own process ended with {ended.code}") from ended
 
 
-def is_open(folder: Path) -> bool:
+def is_open(place: Path) -> bool:
     """Whether the last segment in a run's folder `wandb` is still being written, or was cut off."""
-    path = folder / SEGMENTS
-    segments = json.loads(path.read_text())["segments"] if path.exists() else []
+    segments = _state(place).get("segments", [])
     return bool(segments) and segments[-1]["ended"] is None
 
 
-def _to_replace(folder: Path, segments: Sequence[Line], step: int) -> Iterator[Line]:
+def _state(place: Path) -> dict[str, Any]:
+    path = place / SEGMENTS
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _keep(place: Path, state: dict[str, Any]) -> None:
+    write_durably(place / SEGMENTS, json.dumps(state, indent=1))
+
+
+def _to_replace(place: Path, segments: Sequence[Line], step: int) -> Iterator[Line]:
     """The last segments, newest first, that were cut off or have steps after `step`. A segment that
     has been synced stays."""
     for segment in reversed(segments):
         whole = segment["ended"] is not None and segment["ended"] <= step
-        if whole or any((folder / segment["folder"]).glob("*.wandb.synced")):
+        if whole or any((place / segment["folder"]).glob("*.wandb.synced")):
             return
         yield segment
-
-
-def _labels(config: Config, tags: Sequence[str]) -> dict[str, Any]:
-    """How people find the run. W&B's own variables count: WANDB_RUN_GROUP, which a sweep sets, in
-    place of our group; WANDB_TAGS beside our tags."""
-    environment = [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag]
-    known = (config.task, config.method, config.scale, *environment, *tags)
-    return {
-        "name": f"{config.task}-{config.method}-{config.tag}-seed{config.train.seed}",
-        "group": os.environ.get("WANDB_RUN_GROUP", f"{config.task}-{config.method}"),
-        "tags": list(dict.fromkeys(known)),
-    }
-
-
-def _best(name: str) -> str | None:
-    """Which extreme W&B's summary keeps of a metric beside its last value."""
-    kind, _, key = name.partition("/")
-    if key in _LOWER_IS_BETTER:
-        return "min,last"
-    return "max,last" if kind == "eval" and key != "train_s" else None
 
 
 def _tables(summary: dict[str, Any], lines: Sequence[Line]) -> dict[str, Any]:
@@ -252,7 +228,8 @@ def _tables(summary: dict[str, Any], lines: Sequence[Line]) -> dict[str, Any]:
 
     scores = [line for line in lines if line["kind"] == "eval"]
     names: list[Any] = [key for key in scores[-1] if key != "kind"] if scores else []
-    rows = [[name, float(value), unit_of(name)] for name, value in numbers(summary)]
+    numbers = {name: own for name, own in flat(summary).items() if isinstance(own, int | float)}
+    rows = [[name, float(value), unit_of(name)] for name, value in numbers.items()]
     ledger = [row for row in rows if row[2] in ("bytes", "copies")]
     head: list[Any] = ["figure", "value", "unit"]
     tables = {
@@ -267,23 +244,19 @@ def _tables(summary: dict[str, Any], lines: Sequence[Line]) -> dict[str, Any]:
     return tables
 
 
-def _draw(run: Path, lines: Sequence[Line], folder: Path) -> Iterator[Path]:
+def _figures(run: Path, lines: Sequence[Line]) -> dict[str, "Figure"]:
     """The loss, and the timeline of a run with trace=true."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
     axis = figure.subplots()
     for kind, label in (("train", "training, worker 0"), ("eval", "validation, consensus")):
         found = [e for e in lines if e["kind"] == kind and e.get("loss") is not None]
         steps, losses = [e["step"] for e in found], [e["loss"] for e in found]
         axis.plot(steps, losses, label=label, marker="o" if kind == "eval" else None)
-    axis.set_xlabel("steps")
-    axis.set_ylabel("loss")
+    axis.set(xlabel="steps", ylabel="loss")
     axis.legend()
-    figure.savefig(folder / "loss.png", dpi=150)
-    yield folder / "loss.png"
+    figures = {"loss": figure}
     if (run / "trace" / "rank_0.json").is_file():
-        timeline.draw({timeline.title(run): timeline.read(run)}, folder / "timeline.png")
-        yield folder / "timeline.png"
+        figures["timeline"] = timeline.figure({timeline.title(run): timeline.read(run)})
+    return figures

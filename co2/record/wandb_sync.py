@@ -18,7 +18,7 @@ from co2.arguments import Parser
 from co2.record.wandb import is_open
 
 _HEAD_BYTES = 7
-"""Length of the head of W&B's file. A file of this length holds nothing else."""
+"""W&B's file begins with so many; a file of this length holds nothing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="?", type=Path, default=Path("results/runs"))
     parser.add_argument("--all", action="store_true", help="include runs that have not ended")
     options = parser.parse_args(argv)
-    waiting = [file for file in _files(options.runs) if not _synced(file)]
+    files = sorted(options.runs.glob("**/wandb/offline-run-*/*.wandb"))
+    waiting = [file for file in files if file.stat().st_size > _HEAD_BYTES and not _synced(file)]
     begun = [file for file in waiting if not options.all and is_open(file.parent.parent)]
     left = [file for file in waiting if file not in begun]
     if begun:
@@ -46,12 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     done = sum(map(_synced, left))
     print(f"{done} of {len(left)} segments are synced")
     return 0 if status == 0 and done == len(left) else 1
-
-
-def _files(runs: Path) -> list[Path]:
-    """W&B's files of offline segments that hold anything."""
-    found = sorted(runs.glob("**/wandb/offline-run-*/*.wandb"))
-    return [file for file in found if file.stat().st_size > _HEAD_BYTES]
 
 
 def _synced(file: Path) -> bool:

@@ -116,7 +116,7 @@ def _report(session: Session, losses: LossWatch, last: bool) -> None:
     for text in run.method.notices():
         run.console.print_line(f"step {step}/{run.config.train.steps}  {text}")
         run.record.log(Notice(step, text))
-    if run.trace.active:
+    if run.config.trace:
         with meter.paused():  # starting a profiler and writing its file take seconds
             run.trace.step()
     metrics = None

@@ -16,7 +16,7 @@ from co2.record.folder import run_folder
 from co2.record.lock import NAME, FolderLock
 from co2.record.provenance import Origin
 from co2.record.record import FolderRecord, Record
-from co2.record.trace import ProfilerTrace, Trace
+from co2.record.trace import Trace
 from co2.task import Task
 from co2.train import initial
 
@@ -51,8 +51,8 @@ class Run:
         not prepared yet. Collective."""
         control, folder = mesh.new_group_of_workers("gloo"), run_folder(config)
         lock = None if mesh.newcomer else _claim(config, folder, mesh, control)
-        profile = folder / "trace" / f"rank_{mesh.worker}.json"
-        trace = ProfilerTrace(profile) if config.trace else Trace()
+        path = folder / "trace" / f"rank_{mesh.worker}.json"
+        trace = Trace(path if config.trace else None)
         silent = Console(), Record()
         made = cls(config, folder, mesh, task, method, *silent, trace, control, origin, lock)
         mesh.on_change(made._join_workers)

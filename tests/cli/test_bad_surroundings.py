@@ -11,7 +11,7 @@ import co2.__main__
 import recipes.__main__
 import tasks.prepare.__main__
 import train
-from co2.app.sweep_job import sweep_job
+from co2.app.compose import sweep_job
 from co2.errors import ConfigError, unusable
 from co2.lab import __main__ as lab
 from co2.lab import slow_network

@@ -21,7 +21,6 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 import train
-from co2.app import export
 from co2.app.finished import opened
 from co2.errors import ConfigError
 from co2.task import Task
@@ -45,7 +44,7 @@ def exported(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Fi
 
     def of(task: str) -> Path:
         if task not in made:
-            assert export.main(TASKS, [str(finished(task)), str(base / task)]) == 0
+            assert train.APP.main(["export", str(finished(task)), str(base / task)]) == 0
             made[task] = base / task
         return made[task]
 
@@ -106,7 +105,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
 
     run = str(finished("toy"))
     monkeypatch.setattr(safetensors.torch, "save_file", full)
-    assert export.main(TASKS, [run, str(tmp_path / "made")]) == 2
+    assert train.APP.main(["export", run, str(tmp_path / "made")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: FOLDER={tmp_path / 'made'}: ") and why in line
     assert line.endswith("give a folder that can be written")
@@ -116,7 +115,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
 def test_there_is_no_average_to_export(
     finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert export.main(TASKS, [str(finished("toy")), str(tmp_path / "made"), "--ema"]) == 2
+    assert train.APP.main(["export", str(finished("toy")), str(tmp_path / "made"), "--ema"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: --ema") and "train.ema_decay" in line
     assert list(tmp_path.iterdir()) == []
@@ -130,7 +129,8 @@ def test_all_files_have_the_mode_that_the_umask_leaves(
     before = os.umask(0o027)
     try:
         train.APP.work(configured(*words, "checkpoint.every=1", "log.wandb=offline", runs=runs))
-        assert export.main(TASKS, [str(folder_of(*words, runs=runs)), str(tmp_path / "made")]) == 0
+        run = str(folder_of(*words, runs=runs))
+        assert train.APP.main(["export", run, str(tmp_path / "made")]) == 0
     finally:
         os.umask(before)
     files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink()]
@@ -425,7 +425,7 @@ def test_weights_that_do_not_fit(exported: Finished, words: Callable, tmp_path: 
 def answer(capsys: pytest.CaptureFixture[str], *words: Path | str) -> str:
     """The line with which it is refused."""
     capsys.readouterr()
-    assert export.main(TASKS, list(map(str, words))) == 2
+    assert train.APP.main(["export", *map(str, words)]) == 2
     caught = capsys.readouterr()
     (line,) = caught.err.splitlines()
     assert caught.out == "" and line.startswith("error: ")
@@ -531,9 +531,8 @@ def test_the_folder_is_taken(
     below = taken / "model.safetensors" / "out"
     assert answer(capsys, run, below).startswith(f"error: FOLDER={below}: ")
     assert contents(tmp_path) == before
-    assert (
-        export.main(TASKS, [str(run), str(empty)]) == 0 and (empty / "model.safetensors").exists()
-    )
+    assert train.APP.main(["export", str(run), str(empty)]) == 0
+    assert (empty / "model.safetensors").exists()
     assert "holds an exported model" in answer(capsys, empty, tmp_path / "out")
 
 

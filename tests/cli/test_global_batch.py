@@ -7,11 +7,10 @@ import pytest
 import torch
 import yaml
 
-from co2.app.export import main as export
+import train
 from co2.errors import REFUSED, ConfigError
 from co2.record.folder import settings_digest, tag_from
 from co2.train import launch
-from tasks import TASKS
 from tests.cli.harness import Run, configured, metrics, pooled, weights
 from tests.cli.test_runs import without_batch_norm
 from tests.workers import Pool
@@ -157,14 +156,14 @@ def test_the_folder_of_an_earlier_version(
     kept["train"]["keep_global_batch"] = False
     path.write_text(yaml.safe_dump(kept))
     configured(*words, runs=runs)
-    assert export(TASKS, [str(folder), str(tmp_path / "out")]) == 0, capsys.readouterr()
+    assert train.APP.main(["export", str(folder), str(tmp_path / "out")]) == 0, capsys.readouterr()
 
     kept["train"]["keep_global_batch"] = True
     path.write_text(yaml.safe_dump(kept))
     with pytest.raises(ConfigError) as caught:
         configured(*words, runs=runs)
     assert "keep_global_batch=True, which is train.global_batch now" in str(caught.value)
-    assert export(TASKS, [str(folder), str(tmp_path / "other")]) == REFUSED
+    assert train.APP.main(["export", str(folder), str(tmp_path / "other")]) == REFUSED
     assert "train.global_batch" in capsys.readouterr().err
 
 

@@ -22,13 +22,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import train
-from co2.app import export
 from co2.config import Config
 from co2.errors import DIVERGED, PREEMPTED, ConfigError
 from co2.record.folder import check_folder, read_summary
 from co2.record.provenance import of_all_starts
 from co2.train import launch
-from tasks import TASKS
 from tasks.toy import Toy
 from tests.cli.harness import (
     LIMIT_S,
@@ -578,7 +576,7 @@ def test_a_moving_average_goes_on_exactly(workers: Pool, tmp_path: Path) -> None
     # The export of either has its weights.
     for words, expected in (([], last), (["--ema"], saved)):
         made = tmp_path / f"made{len(words)}"
-        assert export.main(TASKS, [str(run.folder), str(made), *words]) == 0
+        assert train.APP.main(["export", str(run.folder), str(made), *words]) == 0
         there = load_file(made / "model.safetensors")
         assert there.keys() == expected.keys()
         assert all(torch.equal(weight, expected[name]) for name, weight in there.items())

@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+import train
 from co2.app import sample
 from co2.app.finished import opened
 from tasks import TASKS
@@ -20,7 +21,7 @@ CONTEXT = 32
 
 def printed(capsys: pytest.CaptureFixture[str], run: Path, *words: str) -> str:
     capsys.readouterr()  # what training has printed
-    assert sample.main(TASKS, [str(run), *words]) == 0
+    assert train.APP.main(["sample", str(run), *words]) == 0
     caught = capsys.readouterr()
     assert caught.err == "" and caught.out.endswith("\n")
     return caught.out[:-1]
@@ -113,12 +114,12 @@ def test_refused(
 ) -> None:
     run = str(finished(task))
     capsys.readouterr()
-    assert sample.main(TASKS, [run, *words]) == 2
+    assert train.APP.main(["sample", run, *words]) == 2
     caught = capsys.readouterr()
     (line,) = caught.err.splitlines()
     assert caught.out == "" and line.startswith("error: ") and says in line
 
 
 def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert sample.main(TASKS, [str(tmp_path / "none")]) == 2
+    assert train.APP.main(["sample", str(tmp_path / "none")]) == 2
     assert "no such folder" in capsys.readouterr().err

@@ -52,12 +52,16 @@ class Segment:
     rows: list[dict[str, Any]] = field(default_factory=list)
     """Of the history."""
     metrics: dict[str, Any] = field(default_factory=dict)
+    """As they are defined, by their names or the patterns of names."""
     summary: dict[str, Any] = field(default_factory=dict)
     ended: bool = False
 
     @property
     def steps(self) -> list[int]:
         return [row["step"] for row in self.rows if "step" in row]
+
+    def metric(self, name: str) -> Any:
+        return self.metrics.get(name) or self.metrics[f"{name.partition('/')[0]}/*"]
 
     def file(self, value: dict[str, Any]) -> Path:
         """That a row's table or picture is kept in."""
@@ -82,7 +86,7 @@ def _read(path: Path) -> Segment:
         if record.HasField("run"):
             found.run = record.run
         elif record.HasField("metric"):
-            found.metrics[record.metric.name] = record.metric
+            found.metrics[record.metric.name or record.metric.glob_name] = record.metric
         elif record.HasField("history"):
             found.rows.append(_items(record.history.item))
         elif record.HasField("summary"):
@@ -211,10 +215,12 @@ class TestStopped:
         names = {name for name in logged if name.startswith(("train/", "eval/"))}
         assert {"train/exposed_s", "train/bytes", "eval/loss"} <= names
         for name in names:
-            assert told[1].metrics[name].step_metric == "step", name
+            assert told[1].metric(name).step_metric == "step", name
             assert unit_of(name), name
-        assert told[1].metrics["eval/loss"].summary.min
-        assert told[1].metrics["eval/accuracy"].summary.max
+        best = {name: told[1].summary[name] for name in ("eval/loss", "eval/accuracy")}
+        assert best["eval/loss"].keys() == {"min", "last"}
+        assert best["eval/accuracy"].keys() == {"max", "last"}
+        assert isinstance(told[1].summary["eval/train_s"], float), "it only grows"
         rows = told[0].table("units")
         assert rows == [list(row) for row in UNITS]
         assert unit_of("train/exposed_s") == "s" and unit_of("memory.gradient_bytes") == "bytes"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from co2.app.sweep_job import sweep_job
+from co2.app.compose import sweep_job
 from co2.errors import ConfigError
 
 SWEEP = ["task=toy", "co2.tau=1,3,6", "train.seed=0,1"]

@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from co2.app import export, sample
+import train
 from co2.errors import PREEMPTED
 from co2.record import timeline
 from co2.train.replica import CUT
-from tasks import TASKS
 from tests.cli.harness import (
     LIMIT_S,
     SMALL,
@@ -115,10 +114,10 @@ def test_sampling_and_export(
     run = pooled(workers, 1, *words, runs=tmp_path / "runs")
     assert run.status == 0, run.err
     capsys.readouterr()
-    arguments = [str(run.folder), "the round", "--tokens", "12"]
-    said = [sample.main(TASKS, arguments) == 0 and capsys.readouterr().out for _ in range(2)]
+    words = ["sample", str(run.folder), "the round", "--tokens", "12"]
+    said = [train.APP.main(words) == 0 and capsys.readouterr().out for _ in range(2)]
     assert said[0] and said[0] == said[1] and said[0].startswith("the round")
-    assert export.main(TASKS, [str(run.folder), str(tmp_path / "exported")]) == 0
+    assert train.APP.main(["export", str(run.folder), str(tmp_path / "exported")]) == 0
     assert (tmp_path / "exported" / "model.safetensors").exists()
 
 
