@@ -38,7 +38,7 @@ STREAMING: tuple[dict[str, Any], ...] = (
     {"exchange": "int8", "fragments": 1},
     {"exchange": "int4", "fragments": 3, "delay": 2},
 )
-CASES = [(name, settings) for name, settings in SETTINGS.items() if name != "co2"]
+CASES = [(name, settings) for name, settings in SETTINGS.items() if name not in ("co2", "co2_keep")]
 CASES += [("co2", {**CO2, "gap_penalty": gap, **clip}) for gap, clip in product(GAPS, CLIPS)]
 EARLY = tuple(name for name in SETTINGS if hasattr(METHODS[name].Config, "blocking_share"))
 """Methods that can wait in their first rounds."""
