@@ -132,7 +132,7 @@ def train(rank: int, training: Training, port: int) -> tuple[float, int]:
                 time.sleep(seconds)
                 model(torch.ones(8, 64)).square().mean().backward()
             made += 1
-        quorum.tell(step)
+        quorum.report_pace(step)
         method.step()
         quorum.share_out(step)
         optimizer.zero_grad()

@@ -183,7 +183,7 @@ class LaunchConfig:
     silent_s: float = 10.0
     """Seconds without a sign of life after which a replica counts as lost."""
     restarts: int = 0
-    """How often an elastic run starts workers again that were lost, on each machine."""
+    """How many lost replicas an elastic run starts again, on each machine."""
     quorum: int | None = None
     """How many replicas set the pace of an elastic run: one that is slower than so many others
     makes fewer steps of a round (co2/elastic/quorum.py). null: all make all."""

@@ -19,6 +19,7 @@ LONG = (
     "tests/cli/test_bad_surroundings.py::test_no_room_for_the_model",
     "tests/cli/test_compose.py::test_it_is_what_hydra_composes",
     "tests/cli/test_elastic.py",
+    "tests/cli/test_elastic_replicas.py",
     "tests/cli/test_every_task.py::test_composes",
     "tests/cli/test_every_task.py::test_goes_on_exactly",
     "tests/cli/test_every_task.py::test_loading_ahead_changes_nothing",

@@ -64,7 +64,7 @@ class BackgroundMean:
         self.buffer = torch.zeros(numel, dtype=dtype, device=device)
         self.in_flight = False
         """Whether a result is due: it was started and has not been waited for."""
-        self._join_replicas(mesh)
+        self._make_group(mesh)
         hint = "the process group is gloo's, for host memory; use cpu, or a group with nccl"
         require(carries(self.group, self.buffer), "comm.device", config.device.name, hint)
         bucket = max(1, int(config.bucket_mb * 2**20) // self.buffer.element_size())
@@ -75,7 +75,7 @@ class BackgroundMean:
         self._comm_s = self._exposed_s = 0.0
         self._bytes_sent = 0
 
-    def _join_replicas(self, mesh: Mesh) -> None:
+    def _make_group(self, mesh: Mesh) -> None:
         """Make the process group of these replicas. Collective."""
         self.num_replicas = mesh.num_replicas
         self.group = mesh.new_group_across_replicas(

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from co2.comm.mesh import serves_gpus
 from co2.comm.reproducible import checksum
 from co2.comm.transfer import views
-from co2.comm.waiting import in_use, until_cut
+from co2.comm.waiting import as_one, everyone, in_use, until_cut
 from co2.config import CommConfig
 from co2.errors import ReplicasDiffer, require
 
@@ -44,6 +44,19 @@ def carries(group: dist.ProcessGroup | None, tensor: Tensor) -> bool:
     """Return whether a group's backend reaches the memory that a tensor lies in: gloo's collectives
     work on the host's memory only."""
     return group is None or not tensor.is_cuda or serves_gpus(dist.get_backend_config(group))
+
+
+def place() -> tuple[int, int]:
+    """Return this worker's rank among all workers, and their number."""
+    group = everyone()
+    return (0, 1) if group is None else (group.rank(), group.size())
+
+
+def add_up(tensor: Tensor) -> None:
+    """Sum a contiguous tensor over all workers, in place. Collective."""
+    group = everyone()
+    if group is not None:
+        as_one(lambda: _apply(tensor, group, lambda part: dist.all_reduce(part, group=group)))
 
 
 def replicate(model: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -153,7 +166,7 @@ def check_equal(
     own = torch.stack([checksum(tensor).to(device) for tensor in tensors.values()])
     found = own.new_zeros(group.size() * len(own))
     gather = dist.all_gather_into_tensor
-    _apply(found, group, lambda out: gather(out, own.to(out.device), group=group))
+    as_one(lambda: _apply(found, group, lambda out: gather(out, own.to(out.device), group=group)))
     for name, sums in zip(tensors, found.view(-1, len(own)).t().tolist(), strict=True):
         usual = max(sums, key=sums.count)
         others = [replica for replica, one in enumerate(sums) if one != usual]
@@ -165,10 +178,14 @@ def _together(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, collective: Callable[[Tensor], Any]
 ) -> None:
     """Run a collective on tensors, in place, as on one vector."""
-    for same in _alike(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in same])
-        _apply(flat, group, collective)
-        torch._foreach_copy_(same, views(flat, same))
+
+    def run() -> None:
+        for same in _alike(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in same])
+            _apply(flat, group, collective)
+            torch._foreach_copy_(same, views(flat, same))
+
+    as_one(run)
 
 
 def _alike(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -26,7 +26,7 @@ class Elastic(Protocol):
     def generation(self) -> int:
         """How many times the replicas have changed."""
 
-    def new_group(self, ranks: list[int], backend: str | None) -> object:
+    def new_group(self, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
         """Make a process group that ends when one of its workers is lost."""
 
     def on_change(self, regroup: Callable[["Mesh"], None]) -> None:
@@ -130,8 +130,11 @@ class Mesh:
 
     def new_group_within_replica(self, backend: str | None = None) -> dist.ProcessGroup | None:
         """Make a process group of this replica's workers; None if it has only one."""
-        first = self.replica * self.replica_size
-        return self._group(range(first, first + self.replica_size), backend)
+        if self.replica_size == 1:
+            return None
+        # Where replicas come and go, PyTorch's default group is this replica alone.
+        first = self.replica * self.replica_size if self.elastic is None else 0
+        return _new_group(range(first, first + self.replica_size), backend)
 
     def new_group_of_workers(self, backend: str | None = None) -> dist.ProcessGroup | None:
         """Make a process group of all workers; None if there is only one."""
@@ -142,13 +145,15 @@ class Mesh:
         in one of them, and need not know of the rest. None for this worker alone."""
         if len(ranks) == 1:
             return None
-        group: object
         if self.elastic is not None:
-            group = self.elastic.new_group(list(ranks), backend)
-        else:
-            group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup), "this worker is a member"
-        return group
+            return self.elastic.new_group(ranks, backend)
+        return _new_group(ranks, backend)
+
+
+def _new_group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
+    group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup), "this worker is a member"
+    return group
 
 
 def check_replica_size(replica_size: int, workers: int) -> None:

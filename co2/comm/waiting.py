@@ -5,12 +5,14 @@ then end with an error; about 5 % of them never return (it says why). So wait wi
 `until_cut` only. Where nobody cuts anything, these wait plainly.
 """
 
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
@@ -32,17 +34,30 @@ class Connections(Protocol):
 
 
 _current: Connections | None = None
+_workers: dist.ProcessGroup | None = None
 
 
-def use(connections: Connections | None) -> None:
-    """These may be cut, and carry all that begins from now on; None: none may be cut."""
-    global _current
-    _current = connections
+def use(connections: Connections | None, workers: dist.ProcessGroup | None = None) -> None:
+    """These may be cut, and carry all that begins from now on; None: none may be cut.
+
+    Args:
+        workers: the group of all workers that they connect.
+    """
+    global _current, _workers
+    _current, _workers = connections, workers
 
 
 def in_use() -> Connections | None:
     """What `use` was told last."""
     return _current
+
+
+def everyone() -> dist.ProcessGroup | None:
+    """The group of all workers: PyTorch's default one, unless `use` was told another. None for a
+    process without any."""
+    if _current is not None:
+        return _workers
+    return dist.group.WORLD if dist.is_available() else None
 
 
 def forgotten() -> bool:
@@ -94,12 +109,45 @@ def until_cut(act: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=run, name="until cut", daemon=True)
     thread.start()
-    if not joined(thread, connections):
+    if not thread_ended(thread, connections):
         raise RuntimeError("what all do together was cut")
     return done.result()
 
 
-def joined(thread: threading.Thread, connections: Connections) -> bool:
+def as_one(act: Callable[[], T]) -> T:
+    """Do with other replicas what all workers of this one do at the same place. Where it may be
+    cut, it fails for all of them if it fails for one: the others would wait for that one in what
+    they do next within the replica.
+
+    Raises:
+        RuntimeError: it has failed here, or on another worker of this replica.
+    """
+    if _current is None or dist.get_world_size() == 1:
+        return act()
+    error: RuntimeError | None = None
+    try:
+        done = act()
+    except RuntimeError as failed:
+        error = failed
+    if well_on_all(error is None):
+        return done
+    raise error or RuntimeError("a collective of another worker of the replica was cut")
+
+
+def well_on_all(well: bool) -> bool:
+    """Whether something has gone well on all workers of the default group. Collective."""
+    failures = torch.tensor(not well, dtype=torch.int64)
+    dist.all_reduce(failures)
+    return failures.item() == 0
+
+
+def is_loss(error: Exception) -> bool:
+    """Whether an error says that another worker of a group has gone."""
+    text = r"(?i)(closed|reset) by peer|broken pipe|connection refused|was cut"
+    return isinstance(error, RuntimeError) and re.search(text, str(error)) is not None
+
+
+def thread_ended(thread: threading.Thread, connections: Connections) -> bool:
     """Wait until a thread that uses connections has ended. False: it never will, for it was
     forgotten when they were cut."""
     while thread.is_alive():

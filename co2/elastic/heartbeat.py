@@ -45,9 +45,10 @@ def key(*parts: object) -> str:
     return "/".join(map(str, parts))
 
 
-def add_to(store: dist.Store, name: str, number: int) -> None:
-    """Add a number to a list in the store."""
-    store.append(name, f"{number} ")  # type: ignore[attr-defined]  # torch's stubs lack it
+def add_to(store: dist.Store, name: str, *numbers: int) -> None:
+    """Add numbers to a list in the store, one after the other."""
+    text = "".join(f"{number} " for number in numbers)
+    store.append(name, text)  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
 def listed(value: bytes) -> set[int]:
@@ -55,9 +56,9 @@ def listed(value: bytes) -> set[int]:
     return set(map(int, value.split()))
 
 
-def announce_gone(store: dist.Store, number: int) -> None:
-    """Tell all members that a process has ended."""
-    add_to(store, _GONE, number)
+def announce_gone(store: dist.Store, *numbers: int) -> None:
+    """Tell all members that processes have ended."""
+    add_to(store, _GONE, *numbers)
     store.add("departures", 1)
 
 
@@ -216,12 +217,10 @@ class Heartbeat:
         if generation is None:
             return
         told = any(broken)
-        if told or any(self.silence(one) for one in self._members(generation)):
+        with self._lock:
+            members = list(self._signs) if self._generation == generation else []
+        if told or any(self.silence(one) for one in members):
             with self._lock:
                 if self._generation == generation:
                     self._generation = None
             self._over(generation, told)
-
-    def _members(self, generation: int) -> list[int]:
-        with self._lock:
-            return list(self._signs) if self._generation == generation else []

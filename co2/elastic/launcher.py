@@ -11,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from co2 import faults, forked
-from co2.comm.waiting import forgotten
+from co2.comm.waiting import forgotten, is_loss
 from co2.config import Config, LaunchConfig
 from co2.elastic.heartbeat import StoreLost, announce_gone
 from co2.elastic.members import Expelled, Members, Unreachable
@@ -31,8 +32,8 @@ _LOOK_S = 0.5
 _END_S = 10.0
 """In which a worker that finds the store gone ends by itself."""
 _STORE_GONE = "what holds the store is gone; the same command goes on from the last checkpoint"
-_place: tuple[tuple[str, int], int, tuple[int, ...], float] | None = None
-"""In a worker: address of the store, the worker's number, with whom it begins, and `silent_s`."""
+_place: tuple[Callable[..., Members], tuple[int, ...]] | None = None
+"""In a worker: what makes it a member with a backend, and with whom it begins."""
 _current: Replicas | None = None
 
 
@@ -46,16 +47,16 @@ def replicas(device: torch.device, backend: str) -> Replicas | None:
     """
     global _current
     if _current is None and _place is not None:
-        address, number, first, silent_s = _place
+        make, first = _place
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        members = Members(address, number, silent_s, backend)
+        members = make(backend=backend)
         faults.share(members.store)
         if first:
             members.first(first)
         else:
             members.join()
-            members.store.set(f"joined/{number}", "1")
+            members.store.set(f"joined/{members.me}", "1")
         _current = Replicas(members, device)
     return _current
 
@@ -66,7 +67,7 @@ def check(config: Config, method: Method, started: bool) -> None:
     Args:
         started: whether torchrun or srun has started this process.
     """
-    quorum = config.launch.quorum
+    quorum, size = config.launch.quorum, config.mesh.replica_size
     if not config.launch.elastic:
         hint = "is for elastic runs; use null, or launch.elastic=true"
         require(quorum is None, "launch.quorum", quorum, hint)
@@ -76,17 +77,21 @@ def check(config: Config, method: Method, started: bool) -> None:
         require(
             reason is None, "launch.quorum", quorum, f"method={config.method}: {reason}; use null"
         )
+        hint = "a replica of several workers makes all its steps; use null"
+        require(size == 1, "launch.quorum", quorum, hint)
+    replicas, needed = config.launch.workers // size, config.launch.min_replicas
+    hint = f"must be at most launch.workers / mesh.replica_size, which is {replicas}"
+    enough = needed <= replicas or config.launch.store is not None
+    require(enough, "launch.min_replicas", needed, hint)
     key, value = "launch.elastic", "true"
     reason = method.refusals().get(ELASTIC)
     require(reason is None, key, value, f"method={config.method}: {reason}; use false")
-    hint = "a replica of several workers ends with any of them; use mesh.replica_size=1"
-    require(config.mesh.replica_size == 1, key, value, hint)
     hint = "train.py starts the workers of an elastic run itself; start it without torchrun or srun"
     require(not started, key, value, hint)
 
 
 @dataclass(frozen=True)
-class Told:
+class Orders:
     """What the process that starts workers has been told."""
 
     stop: threading.Event = field(default_factory=threading.Event)
@@ -95,19 +100,24 @@ class Told:
     """To kill them all: then no other is started."""
 
 
-def launch(worker: Callable[[int], int], config: LaunchConfig, told: Told) -> int:
+def launch(
+    worker: Callable[[int], int], config: LaunchConfig, replica_size: int, orders: Orders
+) -> int:
     """Run `worker(number)` in `config.workers` processes of this machine, and in others where some
     are lost.
 
+    Args:
+        replica_size: processes of a replica, which are lost and started together. They have
+            successive numbers, the first of which this divides.
     Returns:
         The exit status: 0 if any worker succeeded (the survivors finish together).
     Raises:
         ConfigError: the store of a run on several machines cannot be reached.
     """
     store = OwnStore() if config.store is None else SharedStore(config)
-    starter = _Starter(worker, config, store)
+    starter = _Starter(worker, config, replica_size, store)
     try:
-        return store.leave(starter.run(told))
+        return store.leave(starter.run(orders))
     except dist.DistNetworkError:
         return starter.end_without_store()
 
@@ -115,8 +125,15 @@ def launch(worker: Callable[[int], int], config: LaunchConfig, told: Told) -> in
 class _Starter:
     """The workers that this process has started."""
 
-    def __init__(self, worker: Callable[[int], int], config: LaunchConfig, place: OwnStore) -> None:
+    def __init__(
+        self,
+        worker: Callable[[int], int],
+        config: LaunchConfig,
+        replica_size: int,
+        place: OwnStore,
+    ) -> None:
         self._worker, self._config, self._place = worker, config, place
+        self._replica_size = replica_size
         self._store = place.store
         self._restarts = config.restarts
         self._running: dict[int, BaseProcess] = {}
@@ -125,10 +142,10 @@ class _Starter:
         # An interpreter in a lost one's place would take some rounds of the others to start.
         self._context = forked.context()
 
-    def run(self, told: Told) -> int:
+    def run(self, orders: Orders) -> int:
         """Start them, and others where some are lost, until all have ended. Returns the status."""
         forked.import_all(self._context)  # a machine that says nothing meanwhile counts as lost
-        found = self._place.begin(self._config.workers, told.stop)
+        found = self._place.begin(self._config.workers, orders.stop)
         if found is None:
             return PREEMPTED
         own, first = found
@@ -137,7 +154,7 @@ class _Starter:
         given_up = False
         while self._running:
             wait([process.sentinel for process in self._running.values()], _LOOK_S)
-            self._look(told)
+            self._look(orders)
             if not self._running:
                 break
             inside = any(
@@ -145,7 +162,7 @@ class _Starter:
                 for number in self._running
             )
             over = self._place.is_over(inside)
-            given_up = not over and not inside and told.stop.is_set()
+            given_up = not over and not inside and orders.stop.is_set()
             if over or given_up:
                 self._kill()
         return PREEMPTED if given_up else self._status()
@@ -164,13 +181,14 @@ class _Starter:
 
     def _start(self, number: int, local_rank: int, first: tuple[int, ...]) -> None:
         self._local_ranks[number] = local_rank
-        place = self._place.address, number, first, self._config.silent_s
-        arguments = (self._worker, *place, local_rank, self._config.workers)
+        silent_s, size = self._config.silent_s, self._replica_size
+        make = partial(Members, self._place.address, number, silent_s, replica_size=size)
+        arguments = (self._worker, number, (make, first), local_rank, self._config.workers)
         process = self._context.Process(target=_work, args=arguments)
         process.start()
         self._running[number] = process
 
-    def _look(self, told: Told) -> None:
+    def _look(self, orders: Orders) -> None:
         """See who has ended, tell the others, and start others in their place."""
         for number, process in list(self._running.items()):
             status = process.exitcode
@@ -178,16 +196,32 @@ class _Starter:
                 # One that the others have given up, because it was silent, must not come back.
                 if self._store.check([f"lost/{number}"]):
                     process.kill()
-                continue
-            del self._running[number]
-            self._statuses[number] = status
-            if status == 0:
-                continue
-            announce_gone(self._store, number)
-            others = self._running or not self._place.alone
-            if others and self._restarts > 0 and status not in FINAL and not told.kill.is_set():
-                self._restarts -= 1
-                self._start(self._place.new_numbers(1), self._local_ranks[number], ())
+            elif number in self._running and status not in (0, *FINAL):
+                self._replace(number // self._replica_size, orders)
+            elif number in self._running:  # the others of its replica end by themselves
+                del self._running[number]
+                self._statuses[number] = status
+                if status != 0:
+                    announce_gone(self._store, number)
+
+    def _replace(self, replica: int, orders: Orders) -> None:
+        """A worker of a replica is lost: end the replica, tell the others, and start another."""
+        size = self._replica_size
+        numbers = range(replica * size, (replica + 1) * size)
+        announce_gone(self._store, *numbers)
+        for number in numbers:
+            process = self._running.pop(number, None)
+            if process is not None:
+                process.kill()
+                process.join()
+                self._statuses[number] = process.exitcode or 0
+        final = any(self._statuses[number] in (0, *FINAL) for number in numbers)
+        others = self._running or not self._place.alone
+        if others and self._restarts > 0 and not final and not orders.kill.is_set():
+            self._restarts -= 1
+            first = self._place.new_numbers(size)
+            for number in numbers:
+                self._start(first + number % size, self._local_ranks[number], ())
 
     def _kill(self) -> None:
         self._restarts = 0
@@ -207,10 +241,8 @@ class _Starter:
 
 def _work(
     worker: Callable[[int], int],
-    address: tuple[str, int],
     number: int,
-    first: tuple[int, ...],
-    silent_s: float,
+    place: tuple[Callable[..., Members], tuple[int, ...]],
     local_rank: int,
     local_world: int,
 ) -> None:
@@ -220,7 +252,7 @@ def _work(
     os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_world))
     forked.end_with_starter(_END_S)  # where the store is gone too, the worker says so itself
     global _place
-    _place = address, number, first, silent_s
+    _place = place
     try:
         status = worker(number)
         if _current is not None:
@@ -244,6 +276,8 @@ def _reason(error: Exception) -> str | None:
         return f"{error}; name a network that all machines share in GLOO_SOCKET_IFNAME"
     if isinstance(error, StoreLost | dist.DistNetworkError):
         return _STORE_GONE
-    if isinstance(error, RuntimeError) and "closed by peer" in str(error):
+    if is_loss(error):
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            return "others of its replica are lost, or were others before training began"
         return "others were lost before training began; start it again"
     return None

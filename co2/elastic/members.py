@@ -18,7 +18,8 @@ deleted once all have read it.
 **Who is left.** Every member gives signs of life (co2/elastic/heartbeat.py). A member is lost once
 it has been silent for `silent_s` seconds, or once what started it says that it is gone. The next
 generation has the members that report for it; newcomers are let in only where a decision says so,
-because that is where all replicas are at the end of a step.
+because that is where all replicas are at the end of a step. Of several workers that share a replica
+each is a member; they are lost, and come, together.
 
 A decision also carries what each replica has told of its pace, so that all draw the same conclusion
 from the same figures (co2/elastic/quorum.py).
@@ -33,16 +34,16 @@ import gc
 import json
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from co2.comm.waiting import until_cut, use
-from co2.elastic import nccl
+from co2.comm.waiting import until_cut, use, well_on_all
+from co2.elastic import groups, nccl
 from co2.elastic.heartbeat import STOP, TICK_S, Heartbeat, StoreLost, add_to, key, listed
 from co2.elastic.reports import Reports, Ticket
 from co2.elastic.sockets import Sockets
@@ -67,7 +68,7 @@ _ASKED = "asked"
 
 
 @dataclass(frozen=True)
-class Record:
+class Roster:
     """Who is in a generation, as its first complete report has it."""
 
     ids: tuple[int, ...]
@@ -82,7 +83,7 @@ class Record:
         return json.dumps([self.ids, list(self.lost.items()), self.admitted])
 
     @classmethod
-    def of(cls, text: bytes) -> "Record":
+    def of(cls, text: bytes) -> "Roster":
         """The reverse of `text`."""
         ids, lost, admitted = json.loads(text)
         return cls(tuple(ids), dict(lost), admitted)
@@ -110,19 +111,26 @@ class Members:
         silent_s: seconds without a sign of life after which a member counts as lost.
         backend: of the process groups, as `init_process_group` takes it. NCCL's are those of the
             current GPU.
+        replica_size: processes of a replica, which have successive numbers. They wait for each
+            other here, and make their own world PyTorch's default group.
     """
 
     def __init__(
-        self, address: tuple[str, int], me: int, silent_s: float, backend: str = "gloo"
+        self,
+        address: tuple[str, int],
+        me: int,
+        silent_s: float,
+        backend: str = "gloo",
+        replica_size: int = 1,
     ) -> None:
         # A collection looks no more at what there is by now. It would take a second or more amid
         # every recovery (`_break_up`), and make copies of what a worker shares with its parent.
         gc.freeze()
-        self.me = me
+        self.me, self.replica_size = me, replica_size
         self._address, self._backend = address, backend
         if "nccl" in backend:
             nccl.expect_losses()
-        self.store, self._told, beating = (connected(address) for _ in range(3))
+        self.store, self._reporting, beating = (connected(address) for _ in range(3))
         self.ids: tuple[int, ...] = ()
         """Members of this generation, in the order of their ranks."""
         self.generation = -1
@@ -140,28 +148,31 @@ class Members:
         self.steps: Mapping[int, int] = {}
         """How many steps each member makes in the round under way; empty where all make as many."""
         self._pace: float | None = None
-        self._pace_told: float | None = None
+        self._pace_sent: float | None = None
         self._admitted = 0
         self._next, self._unsettled, self._low = 0, set[int](), 1
         """The last ticket of this generation, those that are not settled, and the first of those as
         the last one was opened."""
         self._read_by_all: dict[int, range] = {}
         """By ticket: earlier ones that all members have settled once all have ended this one."""
-        self._waste: deque[str] = deque()
-        """What nobody needs in the store any more."""
         self._before: list[str] = []
-        """The same, once a first ticket of this generation counts."""
+        """What nobody needs in the store once a first ticket of this generation counts."""
         self.broken = False
         """Whether this generation has ended for all, because one of them is lost."""
         self.sockets = self._meeting = Sockets()
         """What carries collectives, and what the members of a generation find each other by."""
+        self._groups: list[dist.ProcessGroup] = []
+        """Those of this generation; the first is of all its members."""
         use(self.sockets)
         self._turning = threading.Lock()
         """Held while this generation becomes the next."""
         self._error: RuntimeError | None = None
         self.store.compare_set(_ASKED, "", " ")  # so that it is there
-        self._reports = Reports(self._report, self._tidy, self._reports_failed)
+        self._reports = Reports(self._reports_failed)
         self._heart = Heartbeat(beating, me, silent_s, self._over).start()
+        replica, rank = divmod(me, replica_size)
+        own = dist.PrefixStore(key("replica", replica), self.another_store())
+        dist.init_process_group(backend, store=own, rank=rank, world_size=replica_size)
 
     # Tickets.
 
@@ -177,7 +188,7 @@ class Members:
 
     def ended(self, ticket: Ticket, well: bool) -> None:
         """This member's part of a collective has ended. Any thread may call it."""
-        self._reports.add(ticket, well)
+        self._reports.add(partial(self._report, ticket, well))
 
     def settle(self, ticket: Ticket) -> None:
         """Wait until the group commits or aborts this collective; its own part has succeeded.
@@ -218,7 +229,7 @@ class Members:
     def agree(self) -> None:
         """Wait until all members have come here. Raises `MemberLost`."""
         ticket = self.open()
-        self._tell(self.store, ticket)
+        self._commit_vote(self.store, ticket)
         self.settle(ticket)
 
     def ask_to_stop(self) -> None:
@@ -228,20 +239,20 @@ class Members:
     def _report(self, ticket: Ticket, well: bool) -> None:
         """In the thread for it."""
         if well:
-            self._tell(self._told, ticket)
+            self._commit_vote(self._reporting, ticket)
         else:
-            self.give_up(self._told, ticket[0])
+            self.give_up(self._reporting, ticket[0])
 
-    def _tell(self, store: dist.Store, ticket: Ticket) -> None:
+    def _commit_vote(self, store: dist.Store, ticket: Ticket) -> None:
         """Report success; the last reporter commits."""
         ids = self.ids
         if ticket[0] != self.generation:  # it has ended since; `ids` are the next one's
             return
         read_by_all = self._read_by_all.pop(ticket[1], range(0))
         pace = self._pace
-        if pace is not None and pace != self._pace_told:
+        if pace is not None and pace != self._pace_sent:
             store.set(key("pace", self.me), repr(pace))
-            self._pace_told = pace
+            self._pace_sent = pace
         if store.add(key("done", *ticket), 1) == len(ids):
             stop, asked = store.multi_get([STOP, _ASKED])
             words = [OK]
@@ -256,15 +267,8 @@ class Members:
 
     def _discard(self, names: Iterable[str]) -> None:
         """Have these deleted from the store."""
-        self._waste.extend(names)
-        self._reports.wake()
-
-    def _tidy(self) -> bool:
-        """In the thread for reports: delete something. Returns whether there was anything."""
-        if not self._waste:
-            return False
-        self._told.delete_key(self._waste.popleft())
-        return True
+        for name in names:
+            self._reports.add(partial(self._reporting.delete_key, name), urgent=False)
 
     # Steps.
 
@@ -320,7 +324,7 @@ class Members:
         self.sockets.cut()  # first: what NCCL ends from here on does not count
         self._meeting.cut()
         if not ended:
-            nccl.abort()
+            nccl.abort(nccl.backends(self._groups))
 
     def _decide(self, store: dist.Store, ticket: Ticket, words: str) -> str:
         """Write a decision unless there is one. Returns what is decided."""
@@ -334,9 +338,12 @@ class Members:
         self._form(tuple(ids), admit=False)
 
     def join(self) -> None:
-        """Wait to be let in by the members of a run that goes on, and be one of them."""
+        """Wait to be let in by the members of a run that goes on, and be one of them. All processes
+        of a replica come in together."""
         while True:
-            add_to(self.store, _ASKED, self.me)
+            if self.me % self.replica_size == 0:
+                add_to(self.store, _ASKED, *range(self.me, self.me + self.replica_size))
+            well_on_all(True)  # asked by now
             asked = self._asked()
             number = len(asked) - 1 - asked[::-1].index(self.me)
             while not self.store.check([f"invited/{number}"]):
@@ -345,12 +352,17 @@ class Members:
             self._break_up()
             self.generation = int(self.store.get(f"invited/{number}"))
             self._report_for_generation()
+            entered = False
             try:
-                self._enter(self._record(()))
-            except (Expelled, RuntimeError):  # somebody was lost just then: ask again
-                continue
-            self.joined = (self.me,)
-            return
+                self._enter(self._roster(()))
+                entered = True
+            except Expelled:  # the others were in time without this one
+                pass
+            except RuntimeError:  # somebody was lost just then
+                self.give_up(self.store, self.generation)
+            if well_on_all(entered):
+                self.joined = (self.me,)
+                return
 
     def renew(self, admit: bool) -> None:
         """Form the next generation, of those members that are left.
@@ -373,15 +385,16 @@ class Members:
         if len(self.ids) > 1:
             ports: list[list[int]] = [[] for _ in self.ids]
             own = self.sockets.listening()
-            until_cut(lambda: dist.all_gather_object(ports, own))
+            until_cut(lambda: dist.all_gather_object(ports, own, self._groups[0]))
             self.sockets.keep({port for one in ports for port in one})
-        on_gpus = nccl.backends()
-        if on_gpus:
+        on_gpus = nccl.backends(self._groups)
+        for backend in on_gpus:  # NCCL would connect in the first collective of each
             device = torch.device("cuda", torch.cuda.current_device())
+            connect = partial(backend.eager_connect_single_device, device)
             with self.sockets.opening():
-                until_cut(lambda: nccl.connect(device))
-        groups = dist.distributed_c10d._world.pg_map
-        for backend in (*(one._get_backend(torch.device("cpu")) for one in groups), *on_gpus):
+                until_cut(connect)
+        on_hosts = [group._get_backend(torch.device("cpu")) for group in self._groups]
+        for backend in (*on_hosts, *on_gpus):
             backend._set_default_timeout(_AGES)
 
     def present(self) -> list[int]:
@@ -397,6 +410,8 @@ class Members:
         self.close()
         self._break_up()
         use(None)
+        dist.destroy_process_group()
+        gc.collect()  # joins the threads of groups that only cycles hold
 
     def close(self) -> None:
         """End the threads: no more signs of life, and nothing is told any more."""
@@ -414,23 +429,23 @@ class Members:
             candidates = (*old, *newcomers)
             self._heart.watch(candidates)
             self._report_for_generation()
-            record = self._record(candidates)
-            lost = {**record.lost, **lost}
-            for one, why in record.lost.items():
+            roster = self._roster(candidates)
+            lost = {**roster.lost, **lost}
+            for one, why in roster.lost.items():
                 self.store.set(key(LOST, one), why)
             try:
-                self._enter(record)
+                self._enter(roster)
             except Expelled:
                 raise
             except RuntimeError as error:  # one of them was lost since it reported
                 self.give_up(self.store, self.generation)
-                tried.append(record.ids)
-                if tried.count(record.ids) == _ATTEMPTS:
+                tried.append(roster.ids)
+                if tried.count(roster.ids) == _ATTEMPTS:
                     text = first_line(error)
                     raise Unreachable(f"members cannot connect with each other ({text})") from error
                 continue
             self.lost = {one: why for one, why in lost.items() if one in old}
-            # By the record: not all members may have seen the same newcomers wait.
+            # By the roster: not all members may have seen the same newcomers wait.
             self.joined = tuple(sorted(one for one in self.ids if one not in old))
             return
 
@@ -448,7 +463,7 @@ class Members:
     def _report_for_generation(self) -> None:
         add_to(self.store, key("here", self.generation), self.me)
 
-    def _record(self, candidates: tuple[int, ...]) -> Record:
+    def _roster(self, candidates: tuple[int, ...]) -> Roster:
         """Wait until it is known who is in this generation. Those who join have no candidates, and
         leave it to the others to say so."""
         name = key("members", self.generation)
@@ -456,54 +471,62 @@ class Members:
             self._check()
             if candidates:
                 here = listed(self.store.get(key("here", self.generation)))
-                away = {one: self._heart.silence(one) for one in candidates if one not in here}
-                if all(away.values()):
-                    ids = tuple(sorted(one for one in candidates if one not in away))
-                    self.store.compare_set(name, "", Record(ids, away, self._admitted).text())
+                lost = self._lost(one for one in candidates if one not in here)
+                ids = tuple(sorted(one for one in candidates if one not in lost))
+                if here.issuperset(ids):
+                    self.store.compare_set(name, "", Roster(ids, lost, self._admitted).text())
                     continue
             time.sleep(max(_POLL_S, _POLL_PER_MEMBER_S * len(candidates)))
-        return Record.of(self.store.get(name))
+        return Roster.of(self.store.get(name))
 
-    def _enter(self, record: Record) -> None:
-        """Connect with the members of a record. Raises `Expelled`, or `RuntimeError` if one of them
+    def _lost(self, away: Iterable[int]) -> dict[int, str]:
+        """Who is lost, and why: those of `away` that have gone or are silent, each with its whole
+        replica."""
+        silent = {one: why for one in away if (why := self._heart.silence(one))}
+        lost = {}
+        for one, why in silent.items():
+            first = one - one % self.replica_size
+            for sibling in range(first, first + self.replica_size):
+                lost[sibling] = f"worker {one} of its replica is {why}"
+        return lost | silent
+
+    def _enter(self, roster: Roster) -> None:
+        """Connect with the members of a roster. Raises `Expelled`, or `RuntimeError` if one of them
         is not there."""
-        if self.me not in record.ids:
-            raise Expelled("it was silent for too long; the others have gone on without it")
-        self._admitted = record.admitted
+        if self.me not in roster.ids:
+            why = roster.lost.get(self.me, "silent for too long")
+            raise Expelled(f"{why}; the others have gone on without it")
+        self._admitted = roster.admitted
         # A connection of the generation's own: when it is cut, nobody waits any more for the
         # address of one that is lost.
         meeting = Sockets()
         with meeting.opening():
-            store = dist.TCPStore(*self._address, is_master=False)
+            self._addresses = dist.TCPStore(*self._address, is_master=False)
         meeting.keep({self._address[1]})
         with self._turning:
             self._meeting, self.sockets = meeting, Sockets()
         use(self.sockets)
-        self.ids = record.ids
-        self._heart.watch(record.ids, self.generation)
-        with self.sockets.opening():
-            dist.init_process_group(
-                self._backend,
-                store=dist.PrefixStore(key("groups", self.generation), store),
-                rank=record.ids.index(self.me),
-                world_size=len(record.ids),
-                timeout=FORMING,
-            )
+        self.ids = roster.ids
+        self._heart.watch(roster.ids, self.generation)
+        use(self.sockets, self.new_group(range(len(self.ids)), None))
 
-    def new_group(self, ranks: list[int], backend: str | None) -> object:
-        """Make a process group of this generation. Collective of all members."""
+    def new_group(self, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
+        """Make a process group of this generation. Collective of its members, of which this is
+        one; all members make theirs in the same order."""
+        name = key("groups", self.generation, len(self._groups), ranks[0])
+        rank, backend = ranks.index(self.ids.index(self.me)), backend or self._backend
         with self.sockets.opening():
-            return dist.new_group(ranks, FORMING, backend)
+            group = groups.make(name, self._addresses, rank, len(ranks), backend, FORMING)
+        self._groups.append(group)
+        return group
 
     def _break_up(self) -> None:
         """Leave the groups of this generation, which is over."""
         with self._turning:
             self._end()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        # Names of groups have a number that only a group which was made well resets; with another
-        # one than the others' nobody would be found.
-        dist.distributed_c10d._world.group_count = 0
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self._groups.clear()
         gc.collect()  # joins the threads of groups that nobody holds any more
         here = key("here", self.generation)
         self._before += [*_of_tickets(self.generation, range(self._low, self._next + 1)), here]

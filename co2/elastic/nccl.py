@@ -9,6 +9,7 @@ the process; `expect_losses` says so to them.
 """
 
 import os
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,26 +23,15 @@ def expect_losses() -> None:
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
 
 
-def backends() -> list[Any]:
-    """NCCL's parts of all process groups that there are. Any: PyTorch gives them no common type."""
+def backends(groups: Iterable[dist.ProcessGroup]) -> list[Any]:
+    """NCCL's parts of process groups. Any: PyTorch gives them no common type."""
     # At one moment, because the thread that trains may be making another.
-    found = list(dist.distributed_c10d._world.pg_backend_config.items())
-    return [group._get_backend(_CUDA) for group, config in found if "nccl" in config]
+    found = [group for group in tuple(groups) if "nccl" in dist.get_backend_config(group)]
+    return [group._get_backend(_CUDA) for group in found]
 
 
-def connect(device: torch.device) -> None:
-    """Connect all groups, which NCCL would do in the first collective of each. Collective.
-
-    Raises:
-        RuntimeError: one of the others is lost.
-    """
-    for backend in backends():
-        backend.eager_connect_single_device(device)
-
-
-def abort() -> None:
-    """End all that is under way, on all groups. Any thread may call it."""
-    found = backends()
+def abort(found: Sequence[Any]) -> None:
+    """End all that is under way on `backends`. Any thread may call it."""
     if not found:
         return
     # As one: the memory of an aborted communicator is freed when the device stands still, which the

@@ -90,8 +90,8 @@ class Quorum:
         """Around all that this replica does for a step before it may have to wait for others."""
         return contextlib.nullcontext() if self._size is None else _span(self._clock)
 
-    def tell(self, step: int) -> None:
-        """Before the synchronization of a step: at a round's end, tell the pace of that round."""
+    def report_pace(self, step: int) -> None:
+        """Before the synchronization of a step: at a round's end, report the pace of that round."""
         spans = self._clock.take() if self._ends_round(step) else []
         if spans and self._members is not None:
             self._members.measured(statistics.median(spans))

@@ -7,8 +7,7 @@ count are taken again. A loss shows where the replicas wait for each other: in t
 """
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from co2.comm.mesh import Mesh
 from co2.config import CommConfig
-from co2.elastic.handover import Handover, receive
+from co2.elastic import handover
 from co2.elastic.members import Expelled, MemberLost, Members
 from co2.elastic.transport import RecoveringMean
 
@@ -40,24 +39,27 @@ class Replicas:
         self._regroups: list[Callable[[Mesh], None]] = []
         self._means: list[RecoveringMean] = []
         self._changed: Changed = lambda lost, before, began: None
-        self._handover = Handover()
+        self._given: Callable[[], object] = lambda: None
+        """Waits until newcomers have their state, or their group has ended."""
         self._failures = 0
         """Errors of what all do together, one after the other."""
 
     @property
     def mesh(self) -> Mesh:
         """The mesh of this generation."""
-        return replace(Mesh.world(1, self._device), elastic=self)
+        ids, size = self.members.ids, self.members.replica_size
+        replica, rank = divmod(ids.index(self.members.me), size)
+        return Mesh(replica, len(ids) // size, self._device, rank, size, elastic=self)
 
     @property
     def newcomer(self) -> bool:
-        return self.members.joined == (self.members.me,)
+        return self.members.me in self.members.joined
 
     @property
     def generation(self) -> int:
         return self.members.generation
 
-    def new_group(self, ranks: list[int], backend: str | None) -> object:
+    def new_group(self, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
         return self.members.new_group(ranks, backend)
 
     def on_change(self, regroup: Callable[[Mesh], None]) -> None:
@@ -92,7 +94,7 @@ class Replicas:
         began, before = time.perf_counter(), len(self.members.ids)
         lost: dict[int, str] = {}
         if admit:
-            self._handover.close()
+            self._given()
         while True:
             self.members.renew(admit)
             lost |= self.members.lost
@@ -122,18 +124,23 @@ class Replicas:
                 self.renew()
 
     def give(self, state: Any, whole: Callable[[], object], group: dist.ProcessGroup) -> None:
-        """Begin to send newcomers a copy of a state. See `Handover.give`."""
-        ranks = [self.members.ids.index(one) for one in self.members.joined]
-        self._handover.give(state, whole, ranks, group, self.members.sockets)
+        """Begin to send newcomers with this worker's place in their replicas a copy of its state.
+        See co2/elastic/handover.py."""
+        ids, size = self.members.ids, self.members.replica_size
+        ranks = [
+            ids.index(one) for one in self.members.joined if (one - self.members.me) % size == 0
+        ]
+        self._given()
+        self._given = handover.give(state, whole, ranks, group, self.members.sockets)
 
-    def join(
+    def receive_state(
         self,
         prepare: Callable[[], object],
         load: Callable[[Any], T],
         group: dist.ProcessGroup | None,
     ) -> T:
-        """As a newcomer, go on from the state that the first of those who train gives. Returns what
-        `load` does. `Any`: see `Handover.give`.
+        """As a newcomer, go on from the state that the first replica gives. Returns what `load`
+        does. `Any`: see co2/elastic/handover.py.
 
         Args:
             prepare: what all do in `changed`. Collective.
@@ -145,7 +152,8 @@ class Replicas:
         try:
             self.members.agree()
             prepare()
-            loaded = load(receive(group))
+            assert group is not None, "there are two at least"
+            loaded = load(handover.receive(group, self.members.me % self.members.replica_size))
             self._relaunch()
         except RuntimeError as error:
             raise Expelled("one of the others was lost as it joined") from error
@@ -153,7 +161,7 @@ class Replicas:
 
     def close(self) -> None:
         """End what gives newcomers their state."""
-        self._handover.close()
+        self._given()
 
     def _relaunch(self) -> None:
         """Take the means anew that were under way, and do not count."""
@@ -179,8 +187,3 @@ class Replicas:
         self._failures += 1
         if self._failures >= _FAILURES:
             raise error
-
-
-def replicas_of(mesh: Mesh) -> Replicas | None:
-    """What renews a mesh; None where replicas do not come and go."""
-    return mesh.elastic if isinstance(mesh.elastic, Replicas) else None

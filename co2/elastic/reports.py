@@ -1,7 +1,8 @@
-"""Reports: the thread that tells the store how this member's part of each collective has ended."""
+"""Reports: the thread that talks to the store while the one that trains goes on."""
 
+import itertools
+import queue
 import threading
-from collections import deque
 from collections.abc import Callable
 
 Ticket = tuple[int, int]
@@ -9,48 +10,31 @@ Ticket = tuple[int, int]
 
 
 class Reports:
-    """The thread.
+    """The thread. It does what is urgent first, and of that what came first.
 
     Args:
-        report: tells of one ticket, and whether its collective has ended well.
-        tidy: done when there is nothing to report; false where there is nothing to tidy.
         failed: told of the error that has ended the thread: the connection to the store.
     """
 
-    def __init__(
-        self,
-        report: Callable[[Ticket, bool], None],
-        tidy: Callable[[], bool],
-        failed: Callable[[RuntimeError], None],
-    ) -> None:
-        self._report, self._tidy, self._failed = report, tidy, failed
-        self._ended: deque[tuple[Ticket, bool]] = deque()
-        self._wake, self._closed = threading.Event(), False
+    def __init__(self, failed: Callable[[RuntimeError], None]) -> None:
+        self._failed, self._numbers = failed, itertools.count()
+        self.waiting = queue.PriorityQueue[tuple[int, int, Callable[[], object] | None]]()
+        """What is not begun: how little urgent it is, its number, and what to do."""
         self._thread = threading.Thread(target=self._run, name="reports", daemon=True)
         self._thread.start()
 
-    def add(self, ticket: Ticket, well: bool) -> None:
-        """Report this. Any thread may call it."""
-        self._ended.append((ticket, well))
-        self.wake()
-
-    def wake(self) -> None:
-        """There is something to tidy. Any thread may call it."""
-        self._wake.set()
+    def add(self, act: Callable[[], object], urgent: bool = True) -> None:
+        """Have something done. Any thread may call it."""
+        self.waiting.put((0 if urgent else 1, next(self._numbers), act))
 
     def close(self) -> None:
-        """End the thread."""
-        self._closed = True
-        self._wake.set()
+        """End the thread, when all is done."""
+        self.waiting.put((2, next(self._numbers), None))
         self._thread.join()
 
     def _run(self) -> None:
         try:
-            while not self._closed:
-                self._wake.wait()
-                self._wake.clear()
-                while self._ended or self._tidy():
-                    if self._ended:
-                        self._report(*self._ended.popleft())
+            while (act := self.waiting.get()[-1]) is not None:
+                act()
         except RuntimeError as error:
             self._failed(error)

@@ -10,7 +10,7 @@ Where replicas make unequal numbers of steps in a round, they weigh as much as t
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,29 +18,24 @@ from torch import Tensor
 from co2.comm.background import BackgroundMean
 from co2.comm.mesh import Mesh
 from co2.config import CommConfig
-from co2.elastic.members import MemberLost, Members
+from co2.elastic.members import MemberLost
 from co2.elastic.reports import Ticket
 
-
-class Renewing(Protocol):
-    """Whose members are renewed (co2/elastic/replicas.py)."""
-
-    members: Members
-
-    def renew(self) -> None:
-        """Go on with those who are left. Calls `regroup` and `relaunch` of every mean."""
+if TYPE_CHECKING:
+    from co2.elastic.replicas import Replicas
 
 
 class RecoveringMean(BackgroundMean):
     """See `BackgroundMean`. It holds one vector more: what was sent last.
 
     Args:
-        replicas: whose mean it is.
+        replicas: whose mean it is. They renew their members in `wait`, and call `regroup` and
+            `relaunch` of every mean.
     """
 
     def __init__(
         self,
-        replicas: Renewing,
+        replicas: "Replicas",
         numel: int,
         mesh: Mesh,
         config: CommConfig,
@@ -74,8 +69,8 @@ class RecoveringMean(BackgroundMean):
         members = self._members
         together = sum(self._weights.get(one, 0) for one in members.ids)
         own = self._weights.get(members.me, 0)
-        if own * self.num_replicas != together:
-            self.buffer.mul_(own * self.num_replicas / together)
+        if own * len(members.ids) != together:
+            self.buffer.mul_(own * len(members.ids) / together)
         ticket = self._ticket = members.open()
         if self._travels:
             self._runner.launch(self._buckets, self.group, partial(members.ended, ticket))
@@ -121,7 +116,7 @@ class RecoveringMean(BackgroundMean):
                 self.buffer.copy_(self._sent)
                 self._again = True
         self._ticket = None
-        self._join_replicas(mesh)
+        self._make_group(mesh)
 
     def relaunch(self) -> None:
         """After `regroup`: take the mean that does not count anew, of those who were there when it

@@ -128,17 +128,17 @@ class Method:
         require(not needed, "optimizer", kind.__name__, hint)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.total_steps = total_steps
-        self._join_replicas(mesh)
-        mesh.on_change(self._join_replicas)
+        self._regroup(mesh)
+        self.replica_group = mesh.new_group_within_replica()
+        mesh.on_change(self._regroup)
         self._known = {id(param) for param in self._trained()}
         if fresh:
             replicate(model, self.group)
         return self.set_up()
 
-    def _join_replicas(self, mesh: Mesh) -> None:
+    def _regroup(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.group = mesh.new_group_across_replicas()
-        self.replica_group = mesh.new_group_within_replica()
 
     def set_up(self) -> nn.Module:
         """Make what training needs, and return the module to train. `prepare` calls it last."""

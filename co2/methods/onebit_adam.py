@@ -50,7 +50,7 @@ class OneBitAdam(CompressedAdam):
         self._move()
         if self.steps == self.config.freeze_step:
             self.set_mask()
-            self.announce_mask()
+            self.mask_is_new = True
 
     def _take_in_gradients(self, frozen: bool) -> None:
         for chunk in self.flat.chunks:

@@ -91,7 +91,7 @@ class ZeroOneAdam(CompressedAdam):
         if refreshing:
             self._refresh_v(t)
         if t == self.config.freeze_step:
-            self.announce_mask()
+            self.mask_is_new = True
         self._accumulate()
         if t == self.next_sync:
             if not refreshing:

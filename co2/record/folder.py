@@ -96,7 +96,8 @@ def check_folder(config: Config, world: int, as_it_is: bool = False) -> None:
     there, here = flat(without_gone(kept_config(folder))), flat(plain(config, world))
     defaults = _defaults(config)
     for key in sorted(there.keys() | here.keys()):
-        then, now, why = there.get(key, defaults.get(key)), here.get(key), ""
+        then: Any = there.get(key, defaults.get(key))
+        now, why = here.get(key), ""
         free = _is_free(key) or (config.launch.elastic and key.startswith("launch."))
         free |= key == "train.accumulate" and config.train.global_batch is not None
         if free or then == now:

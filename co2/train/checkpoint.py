@@ -61,7 +61,7 @@ class Written:
     error: str
     """Why it could not be written, in one line; empty if it is whole."""
 
-    def tell(self, folder: Path, rank: int) -> None:
+    def notify(self, folder: Path, rank: int) -> None:
         """Leave this in the folder of a checkpoint, for worker 0. Raises `OSError`."""
         folder.mkdir(parents=True, exist_ok=True)
         write_durably(_notice(folder, rank), json.dumps(asdict(self)))
@@ -111,7 +111,7 @@ class Checkpoints:
         self._last: _Save | None = None
         self._publication: Future[None] | None = None
         """On worker 0: of what was begun last. One follows the other."""
-        self._untold: dict[Path, Written] = {}
+        self._undelivered: dict[Path, Written] = {}
         """Completion notices not yet delivered to worker 0, because the disk was full."""
         self._all_written = threading.Event()
         """Set when no worker writes any more: what is missing then does not come."""
@@ -159,7 +159,7 @@ class Checkpoints:
         last = self._last
         own = None if last is None else (last.aside.name, last.rank, last.part.result())
         known = [entry for entry in self._gather(own) if entry is not None]
-        self._untold.clear()
+        self._undelivered.clear()
         if last is not None and self._publication is not None:
             self._known = {rank: part for name, rank, part in known if name == last.aside.name}
             self._all_written.set()
@@ -168,7 +168,7 @@ class Checkpoints:
             self._known, self._publication = {}, None
         if self.rank == 0:
             if last is not None and last.aside.exists():
-                self._tell_failure(last.step, "worker 0 is gone")
+                self._report_failure(last.step, "worker 0 is gone")
             self._clear()
         whole = last is not None and self._path(last.step).exists()
         found: int | None = self._gather(last.step if last is not None and whole else None)[0]
@@ -220,11 +220,11 @@ class Checkpoints:
         """In a thread: write this worker's part, and tell worker 0."""
         part = self._write_own(aside / self._name(self.rank), own, copied)
         if self.rank > 0:
-            self._untold[aside] = part
-        for folder, written in list(self._untold.items()):
+            self._undelivered[aside] = part
+        for folder, written in list(self._undelivered.items()):
             with contextlib.suppress(OSError):  # a full disk: told later, or by `finish`
-                written.tell(folder, self.rank)
-                del self._untold[folder]
+                written.notify(folder, self.rank)
+                del self._undelivered[folder]
         return part
 
     def _write_own(self, path: Path, own: Split, copied: Mapping[str, Tensor]) -> Written:
@@ -245,7 +245,7 @@ class Checkpoints:
         part failed is told at once, because a disk that is full for all keeps the others silent."""
         own = save.part.result().error
         if own:
-            self._tell_failure(save.step, own)
+            self._report_failure(save.step, own)
         try:
             found = self._parts(save)
             errors = [part.error for _, part in sorted(found.items()) if part.error]
@@ -257,17 +257,17 @@ class Checkpoints:
         if errors:
             shutil.rmtree(save.aside, ignore_errors=True)
             if not own:
-                self._tell_failure(save.step, errors[0])
+                self._report_failure(save.step, errors[0])
 
     def _parts(self, save: _Save) -> dict[int, Written]:
         """By worker, what all have written; without those who are gone."""
         found, ended = {0: save.part.result()}, False
         while len(found) < save.world and not ended:
             ended = self._all_written.wait(_POLL_S)
-            found |= _told(save.aside, (r for r in range(save.world) if r not in found))
+            found |= _delivered(save.aside, (r for r in range(save.world) if r not in found))
         return found | self._known if ended and save is self._last else found
 
-    def _tell_failure(self, step: int, reason: str) -> None:
+    def _report_failure(self, step: int, reason: str) -> None:
         self.print_line(f"step {step} could not be saved ({reason}); the one before is kept")
 
     def _set_aside(self, step: int) -> None:
@@ -355,7 +355,7 @@ def _notice(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}.json"
 
 
-def _told(folder: Path, ranks: Iterable[int]) -> dict[int, Written]:
+def _delivered(folder: Path, ranks: Iterable[int]) -> dict[int, Written]:
     """What those of the workers have told that are done."""
     found = {}
     for rank in ranks:

@@ -26,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from co2 import faults, forked, program
 from co2.comm.mesh import Mesh
+from co2.comm.waiting import is_loss
 from co2.config import CommDevice, Config, LaunchConfig, Precision
 from co2.elastic import launcher
 from co2.errors import REFUSED, ConfigError, ReplicasDiffer, WorkerLost, exit_at_once, require
@@ -76,21 +77,18 @@ def identity(env: Mapping[str, str] = os.environ) -> Identity | None:
         world = _number(env, "SLURM_NTASKS", "", 1)
         per_node = re.match(r"\d+", env.get("SLURM_TASKS_PER_NODE", str(world)))
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "127.0.0.1")
+        # All tasks of a job must use the same port. Ports from 32768 on are ephemeral: the kernel
+        # may have given one to another process.
+        port = 20000 + _number(env, "SLURM_JOB_ID", "0", 0) % 12000
         return Identity(
             rank=_number(env, "SLURM_PROCID", "", 0, world - 1),
             world=world,
             local_rank=_number(env, "SLURM_LOCALID", "0", 0, world - 1),
             local_world=int(per_node.group()) if per_node else 1,
             address=env.get("MASTER_ADDR", first_host(nodes)),
-            # All tasks of a job must use the same port. Ports from 32768 on are ephemeral: the
-            # kernel may have given one to another process.
-            port=_number(env, "MASTER_PORT", str(_port_of_job(env)), 0, 65535),
+            port=_number(env, "MASTER_PORT", str(port), 0, 65535),
         )
     return None
-
-
-def _port_of_job(env: Mapping[str, str]) -> int:
-    return 20000 + _number(env, "SLURM_JOB_ID", "0", 0) % 12000
 
 
 def _number(
@@ -209,8 +207,9 @@ def run(worker: Worker, config: Config) -> int:
         place = f"launch.workers={config.launch.workers}: training on the CPU"
         print(f"{place}; {crowded}", file=sys.stderr, flush=True)
     if config.launch.elastic:
-        with _forwarded(stop_signals()) as told:
-            return launcher.launch(partial(_guarded, worker, config), config.launch, told)
+        with _forwarded(stop_signals()) as orders:
+            size = config.mesh.replica_size
+            return launcher.launch(partial(_guarded, worker, config), config.launch, size, orders)
     if config.launch.workers == 1:
         return _guarded(worker, config, 0)
     return _spawn(worker, config)
@@ -308,8 +307,7 @@ def _guarded(worker: Worker, config: Config, rank: int) -> int:
             return REFUSED
         if config.launch.elastic:
             raise
-        lost = re.search(r"(?i)closed by peer|reset by peer|connection refused", str(error))
-        if not (isinstance(error, WorkerLost) or (isinstance(error, RuntimeError) and lost)):
+        if not (isinstance(error, WorkerLost) or is_loss(error)):
             if faults.is_first(f"{type(error).__name__}: {error}"):
                 raise
             return 1
@@ -367,7 +365,7 @@ def _spawn(worker: Worker, config: Config) -> int:
 
 
 @contextlib.contextmanager
-def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[launcher.Told]:
+def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[launcher.Orders]:
     """Inside, these signals are handed on to the workers. A second Ctrl-C kills the workers.
 
     The signals are blocked in this process, and so in the workers that it starts, which unblock
@@ -381,39 +379,33 @@ def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[launcher.Told]:
     # Python's resource tracker must start with them blocked, too; starting it unblocks some here.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    done, told = threading.Event(), launcher.Told()
-    arguments = (signals, received, done, told)
-    thread = threading.Thread(target=_forward, args=arguments, daemon=True)
+    done, orders = threading.Event(), launcher.Orders()
+
+    def forward() -> None:
+        reached: set[tuple[int, int]] = set()
+        while not done.wait(0.1):
+            # Not sigtimedwait: stopping and going on (Ctrl-Z, fg) ends it with an arbitrary number.
+            if signal.sigpending() & set(signals):
+                received.append(signal.sigwait(signals))
+            if not received:
+                continue
+            number = signal.SIGKILL if received.count(signal.SIGINT) > 1 else received[-1]
+            orders.stop.set()
+            if number == signal.SIGKILL:
+                orders.kill.set()
+            for child in multiprocessing.active_children():
+                if child.pid is not None and (child.pid, number) not in reached:
+                    reached.add((child.pid, number))
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child.pid, number)
+
+    thread = threading.Thread(target=forward, daemon=True)
     thread.start()
     try:
-        yield told
+        yield orders
     finally:
         done.set()
         thread.join()
         for n, handler in handlers.items():
             signal.signal(n, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _forward(
-    signals: tuple[signal.Signals, ...],
-    received: list[int],
-    done: threading.Event,
-    told: launcher.Told,
-) -> None:
-    reached: set[tuple[int, int]] = set()
-    while not done.wait(0.1):
-        # Not sigtimedwait: stopping and going on (Ctrl-Z, fg) ends it with an arbitrary number.
-        if signal.sigpending() & set(signals):
-            received.append(signal.sigwait(signals))
-        if not received:
-            continue
-        number = signal.SIGKILL if received.count(signal.SIGINT) > 1 else received[-1]
-        told.stop.set()
-        if number == signal.SIGKILL:
-            told.kill.set()
-        for child in multiprocessing.active_children():
-            if child.pid is not None and (child.pid, number) not in reached:
-                reached.add((child.pid, number))
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child.pid, number)

@@ -22,14 +22,15 @@ def change(session: Session) -> None:
     members = replicas.members
     if members.change_due:
         replicas.renew(admit=True)
-    if len(members.ids) >= launch.min_replicas:
+    run = session.run
+    if run.mesh.num_replicas >= launch.min_replicas:
         return
     session.save_now()
     text = f"fewer than launch.min_replicas={launch.min_replicas}; saved, and waiting"
-    text = f"step {session.step}: {len(members.ids)} replicas, {text}"
-    session.run.console.print_line(text)
+    text = f"step {session.step}: {run.mesh.num_replicas} replicas, {text}"
+    run.console.print_line(text)
     began = time.monotonic()
-    while len(members.ids) < launch.min_replicas:
+    while run.mesh.num_replicas < launch.min_replicas:
         if time.monotonic() - began > launch.wait_s:
             members.ask_to_stop()
         time.sleep(_WAIT_S)

@@ -25,6 +25,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -166,10 +167,10 @@ class Replica:
         fully_shard(module, mesh=mesh, reshard_after_forward=keep)
 
     def _device_mesh(self) -> DeviceMesh:
-        """All workers, by replica and by place in it. Collective."""
+        """The workers of the default group, by replica and by place in it. Collective."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        shape = (self.mesh.num_replicas, self.mesh.replica_size)
+        shape = (dist.get_world_size() // self.mesh.replica_size, self.mesh.replica_size)
         return init_device_mesh(self.mesh.device.type, shape, mesh_dim_names=("replica", "shard"))
 
     def clip(self, module: nn.Module, most: float) -> None:
@@ -224,11 +225,13 @@ class ReplicaState:
         self._alike = replica.strategy is not Strategy.zero1
         """Whether all workers have the inner state of all parameters."""
 
-    def state(self) -> dict[str, Any]:
-        """What this worker holds of it, as it is now; `ELSEWHERE` for what another one saves."""
+    def state(self, everything: bool = False) -> dict[str, Any]:
+        """What this worker holds of it, as it is now; unless it is to be `everything`, `ELSEWHERE`
+        for what another one saves."""
         weights, inner = {}, {}
         for number, (name, param) in enumerate(self.params.items()):
-            here = number % self.mesh.replica_size == self.mesh.rank_in_replica
+            turn = number % self.mesh.replica_size == self.mesh.rank_in_replica
+            here = everything or turn
             weights[name] = self._saved(name, param.detach(), here)
             if param in self.inner.state:
                 fields = self.inner.state[param].items()

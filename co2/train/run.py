@@ -55,7 +55,7 @@ class Run:
         trace = Trace(path if config.trace else None)
         silent = Console(), Record()
         made = cls(config, folder, mesh, task, method, *silent, trace, control, origin, lock)
-        mesh.on_change(made._join_workers)
+        mesh.on_change(made._regroup)
         if lock is not None:
             try:
                 made._speak()
@@ -64,7 +64,7 @@ class Run:
                 raise
         return made
 
-    def _join_workers(self, mesh: Mesh) -> None:
+    def _regroup(self, mesh: Mesh) -> None:
         self.mesh, self.control = mesh, mesh.new_group_of_workers("gloo")
 
     def take_over(self, step: int) -> None:
@@ -130,7 +130,7 @@ def _claim(
             refused = error
     box = [refused is not None]
     if control is not None:
-        until_cut(lambda: dist.broadcast_object_list(box, src=0, group=control))
+        until_cut(lambda: dist.broadcast_object_list(box, group=control, group_src=0))
     if refused is not None:
         raise refused
     if box[0]:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from co2.config import Precision, Strategy
+from co2.config import Config, Precision
 from co2.elastic.quorum import Quorum
-from co2.elastic.replicas import replicas_of
+from co2.elastic.replicas import Replicas
 from co2.errors import ConfigError
 from co2.gpus import gpu_of
 from co2.methods.base import QUORUM
@@ -59,7 +59,7 @@ class Session:
             initial.load(config.init_from, self.module, run.task)
         self.replica = replica = Replica(config.mesh, mesh, run.method.averages_gradients)
         replica.synchronize_batch_norm(self.module)
-        tune_convolutions(self.module, mesh.device, config.mesh.strategy)
+        tune_convolutions(self.module, mesh.device, config)
         if config.train.compile:
             compile_model(self.module, config.mesh.strategy)
         if config.train.checkpoint_activations:
@@ -81,7 +81,7 @@ class Session:
             lambda line: run.console.print_line(line),  # another's, where this worker takes over
             config.launch.elastic,
         )
-        self.replicas = replicas = replicas_of(mesh)
+        self.replicas = replicas = mesh.elastic if isinstance(mesh.elastic, Replicas) else None
         """What renews those that train, where they come and go; None where they do not."""
         self.changes: list[Change] = []
         """How replicas came and went."""
@@ -94,7 +94,7 @@ class Session:
         if replicas is not None:
             replicas.begin(self._changed)
         if replicas is not None and mesh.newcomer:
-            totals = replicas.join(self.checkpoints.finish, self._load_given, run.control)
+            totals = replicas.receive_state(self.checkpoints.finish, self._load_given, run.control)
         else:
             totals = self._resume()
         self.began_at = self.step
@@ -144,7 +144,7 @@ class Session:
 
     def synchronize(self) -> None:
         """The inner step, and the synchronization due now."""
-        self.quorum.tell(self.step)
+        self.quorum.report_pace(self.step)
         self.run.method.step()
         shares = self.quorum.share_out(self.step)
         if shares is not None:
@@ -175,9 +175,10 @@ class Session:
         run.record.log(change)
         text = f"{change.text()}{self.samples.compared(before)}"
         run.console.print_line(f"step {self.step}: {text} ({seconds:.2f} s)")
-        if members.joined and run.is_first:
+        if members.joined and run.mesh.replica == 0:
             assert run.control is not None, "there are two at least"
-            copy, own = HostCopy(), split(self.state(), 0)
+            state = {**self.state(), REPLICA: self.shared.state(everything=True)}
+            copy, own = HostCopy(), split(state, run.mesh.rank_in_replica)
             given = own.values, copy.take(own.tensors)
             copy.hold()
             replicas.give(given, copy.wait, run.control)
@@ -315,13 +316,16 @@ class Session:
             self.optimizer.zero_grad(set_to_none=True)
 
 
-def tune_convolutions(module: nn.Module, device: torch.device, strategy: Strategy) -> None:
+def tune_convolutions(module: nn.Module, device: torch.device, config: Config) -> None:
     """On a GPU, lay out four-dimensional weights channels last, as tensor cores read them, and let
     cuDNN try its algorithms for every new shape. Activations follow the weights' layout.
 
-    fully_shard takes contiguous weights only, so under its strategies the layout stays.
+    fully_shard takes contiguous weights only, so under its strategies the layout stays. So it does
+    where activations are computed again in compiled code, which stopped on an H200 with torch 2.11:
+    it expected contiguous gradients.
     """
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True
-        if strategy not in CUT:
+        again = config.train.compile and config.train.checkpoint_activations
+        if config.mesh.strategy not in CUT and not again:
             module.to(memory_format=torch.channels_last)

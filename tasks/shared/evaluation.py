@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
+
+from co2.comm import collectives
 
 
 @contextmanager
@@ -29,12 +31,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def share(num_batches: int) -> list[int]:
     """Return the batches for which `table` calls this worker's `compute`, in that order."""
-    rank, world = _place()
+    rank, world = collectives.place()
     return [(first + rank) % num_batches for first in range(0, num_batches, world)]
 
 
 def total(compute: Callable[[int], Tensor], num_batches: int) -> list[float]:
-    """Sum over fixed batches, which the workers of the default process group divide. Collective.
+    """Sum over fixed batches, which all workers divide. Collective.
 
     Batch b belongs to worker b mod world. Each worker writes the sums of its batches into their
     rows of a matrix of zeros, so that the all-reduce adds only zeros to them. Then every worker
@@ -55,7 +57,7 @@ def total(compute: Callable[[int], Tensor], num_batches: int) -> list[float]:
 def table(compute: Callable[[int], Tensor], num_batches: int) -> Tensor:
     """Return the rows that `total` adds: float64 [num_batches, K], with row b for batch b, the same
     on all workers. Collective."""
-    rank, world = _place()
+    rank, world = collectives.place()
     rows: Tensor | None = None
     for turn, batch in enumerate(share(num_batches)):
         row = compute(batch)
@@ -64,8 +66,7 @@ def table(compute: Callable[[int], Tensor], num_batches: int) -> Tensor:
         if turn * world + rank < num_batches:
             rows[batch] = row
     assert rows is not None and rows.dtype == torch.float64
-    if _together():
-        distributed.all_reduce(rows)
+    collectives.add_up(rows)
     return rows
 
 
@@ -84,7 +85,7 @@ def tally(
     Returns:
         K sums over all batches, and the counts over all batches, on the device of the model.
     """
-    rank, world = _place()
+    rank, world = collectives.place()
     counts: Tensor | None = None
     turn = 0
 
@@ -101,17 +102,5 @@ def tally(
 
     whole = total(sums, num_batches)
     assert counts is not None
-    if _together():
-        distributed.all_reduce(counts)
+    collectives.add_up(counts)
     return whole, counts
-
-
-def _place() -> tuple[int, int]:
-    """Return rank and world size: 0 and 1 for a process without a process group."""
-    if not _together():
-        return 0, 1
-    return distributed.get_rank(), distributed.get_world_size()
-
-
-def _together() -> bool:
-    return distributed.is_available() and distributed.is_initialized()

@@ -73,7 +73,7 @@ LINGER_S = 60
 """For what a process has started: Python's helpers end when they see that all others are gone."""
 
 _TIMED = ("comm_s", "exposed_s", "exposed_share", "data_share", "tokens_per_s", "samples_per_s")
-_TIMED += ("train_s",)
+_TIMED += ("train_s", "tokens_per_s_per_gpu", "samples_per_s_per_gpu", "mfu")
 """Of a line of metrics.jsonl: what depends on time."""
 
 

@@ -234,10 +234,6 @@ def test_workers_end_when_what_started_them_is_killed(tmp_path: Path) -> None:
         (("method=sparseloco",), "method=sparseloco: what a replica has not sent yet"),
         (("method=co2", "co2.tau=auto"), "method=co2: tau=auto times rounds"),
         (("method=co2", "co2.shard=true"), "method=co2: co2.shard=true leaves each replica"),
-        (
-            ("method=co2", "launch.workers=4", "mesh.replica_size=2"),
-            "a replica of several workers ends with any of them",
-        ),
         (("method=co2", "launch.min_replicas=3"), "must be at most launch.workers, which is 2"),
     ],
 )

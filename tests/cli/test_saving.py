@@ -261,7 +261,7 @@ def cannot_tell(rank: int, world: int, folder: str) -> tuple[list[bool], list[st
     with contextlib.ExitStack() as stack:
         if rank == 1:
             stack.enter_context(patch.object(state_file, "write", full))
-            stack.enter_context(patch.object(Written, "tell", full))
+            stack.enter_context(patch.object(Written, "notify", full))
         saver.start(1, state(1))
         assert saver._last is not None
         saver._last.part.result()
@@ -355,7 +355,7 @@ def full_for_all(rank: int, world: int, folder: str) -> list[str]:
     def full(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    with patch.object(state_file, "write", full), patch.object(Written, "tell", full):
+    with patch.object(state_file, "write", full), patch.object(Written, "notify", full):
         saver.start(1, state(1))
         if rank == 0:
             until(lambda: len(lines) > 0)

@@ -103,14 +103,21 @@ def on(nodes: int, *arguments: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("machines", [(nodes, *arguments)], indirect=True)
 
 
-@on(
-    2,
-    *words("co2"),
+LOST = (
     *("launch.workers=2", "launch.silent_s=10", "checkpoint.every=0", "toy.delay_s=0.1"),
+    *words("co2"),
+)
+
+
+@pytest.mark.parametrize(
+    "machines",
+    [(2, *LOST), (2, *LOST, "mesh.replica_size=2", "mesh.strategy=zero2")],
+    ids=["workers", "replica"],
+    indirect=True,
 )
 def test_a_machine_is_lost_and_comes_back(machines: Machines) -> None:
     """The one whose worker writes for the run, with all its processes. Started again, its workers
-    join those who train."""
+    join those who train; also where they share a replica."""
     store = machines.hold()
     lost, _ = machines.start()
     left, log = machines.start()

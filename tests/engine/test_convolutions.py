@@ -1,13 +1,14 @@
 """Weights of convolutions are channels last on a GPU alone."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from co2.config import Strategy
 from co2.train.session import tune_convolutions
+from tests.cli.harness import configured
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")  # only their names are looked at
 
@@ -20,20 +21,22 @@ def benchmark() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("device", "strategy", "moved"),
+    ("device", "words", "moved"),
     [
-        (CUDA, Strategy.ddp, True),
-        (CUDA, Strategy.zero1, True),
-        (CUDA, Strategy.zero3, False),
-        (CPU, Strategy.ddp, False),
+        (CUDA, (), True),
+        (CUDA, ("mesh.replica_size=2", "mesh.strategy=zero1"), True),
+        (CUDA, ("mesh.replica_size=2", "mesh.strategy=zero3"), False),
+        (CUDA, ("train.compile=true",), True),
+        (CUDA, ("train.compile=true", "train.checkpoint_activations=true"), False),
+        (CPU, (), False),
     ],
 )
-def test_layout(device: torch.device, strategy: Strategy, moved: bool) -> None:
+def test_layout(tmp_path: Path, device: torch.device, words: tuple[str, ...], moved: bool) -> None:
     torch.backends.cudnn.benchmark = False
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 8, 3), nn.Flatten())
     image = torch.randn(2, 3, 8, 8)
     before, weights = net(image), list(net.parameters())
-    tune_convolutions(net, device, strategy)
+    tune_convolutions(net, device, configured("task=resnet50", *words, runs=tmp_path))
     assert all(a is b for a, b in zip(weights, net.parameters(), strict=True))
     assert net[2].weight.is_contiguous(memory_format=torch.channels_last) == moved
     assert torch.backends.cudnn.benchmark == (device is CUDA)

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from co2.comm.mesh import Mesh
+from co2.comm.waiting import everyone
 from co2.elastic import handover
-from co2.elastic.handover import Handover, receive
+from co2.elastic.handover import receive
 from co2.elastic.members import MemberLost, Members
 from co2.elastic.quorum import Quorum
 from co2.elastic.replicas import Replicas
@@ -44,13 +45,13 @@ class Replica:
         self.method: Method = cls(cls.Config(tau=TAU, **CONFIGS[name]))
         self.replicas = Replicas(members, torch.device("cpu"))
         mesh = self.replicas.mesh
-        self._join_workers(mesh)
-        mesh.on_change(self._join_workers)
+        self._regroup(mesh)
+        mesh.on_change(self._regroup)
         self.method.prepare(self.model, self.optimizer, mesh, fresh=not mesh.newcomer)
         self.quorum = Quorum(None, TAU, members, torch.device("cpu"), weighted=True)
         self.replicas.begin(self._changed)
 
-    def _join_workers(self, mesh: Mesh) -> None:
+    def _regroup(self, mesh: Mesh) -> None:
         self.control = mesh.new_group_of_workers()
 
     def _changed(self, lost: Mapping[int, str], before: int, began: float) -> None:
@@ -105,7 +106,7 @@ def train(rank: int, world: int, port: int, name: str) -> tuple[list[float], lis
     if rank == world - 1:
         members.join()
         replica = Replica(rank, name, members)
-        replica.replicas.join(
+        replica.replicas.receive_state(
             lambda: members.store.wait(["trained on"]), replica.load, replica.control
         )
     else:
@@ -179,15 +180,15 @@ def give_to_one_that_is_lost(rank: int, world: int, port: int) -> str:
         if rank == world - 1:
             vanish(members)
             return "vanished"
-        giving = Handover()
         if rank == 0:
             state = {"weights": torch.zeros(4_000_000)}
-            giving.give(state, lambda: None, [world - 1], dist.group.WORLD, members.sockets)
+            given = handover.give(state, lambda: None, [world - 1], everyone(), members.sockets)
         members.renew(admit=False)
         members.formed()
         members.agree()
         left = members.ids
-        giving.close()
+        if rank == 0:
+            given()
         assert not [t for t in threading.enumerate() if t.name == "handover"]
         members.agree()
         members.leave()
@@ -204,12 +205,12 @@ def lose_the_giver(rank: int, world: int, port: int) -> str:
     """The first one vanishes when it has told how much it will send, and nothing of that."""
     with others(rank, world, port) as members:
         if rank == 0:
-            dist.send(torch.tensor(1_000_000), world - 1, tag=handover._TAG)
+            everyone().send([torch.tensor([1_000_000])], world - 1, handover._TAG).wait()
             vanish(members)
             return "vanished"
         if rank == world - 1:
             with pytest.raises(RuntimeError):
-                receive(dist.group.WORLD)
+                receive(everyone(), 0)
             vanish(members)  # it knows too little to train
             return "ended"
         with pytest.raises(MemberLost):

@@ -1,8 +1,9 @@
 """What NCCL carries is ended as one, without a GPU: the order of the calls."""
 
-from unittest.mock import MagicMock, call, patch
+from unittest.mock import MagicMock, call
 
 import pytest
+import torch.distributed as dist
 
 from co2.elastic import nccl
 from tests.workers import Pool
@@ -10,8 +11,7 @@ from tests.workers import Pool
 
 def test_all_groups_are_aborted_as_one() -> None:
     calls = MagicMock()
-    with patch.object(nccl, "backends", return_value=[calls.first, calls.second]):
-        nccl.abort()
+    nccl.abort([calls.first, calls.second])
     start, end = call.first._group_start(), call.first._group_end()
     assert calls.mock_calls == [start, call.first.abort(), call.second.abort(), end]
 
@@ -19,17 +19,15 @@ def test_all_groups_are_aborted_as_one() -> None:
 def test_one_that_cannot_be_aborted_leaves_nothing_open() -> None:
     first = MagicMock()
     first.abort.side_effect = RuntimeError("aborted before")
-    with (
-        patch.object(nccl, "backends", return_value=[first]),
-        pytest.raises(RuntimeError, match="before"),
-    ):
-        nccl.abort()
+    with pytest.raises(RuntimeError, match="before"):
+        nccl.abort([first])
     first._group_end.assert_called_once()
 
 
 def number_of_groups(rank: int, world: int) -> int:
-    nccl.abort()
-    return len(nccl.backends())
+    found = nccl.backends([dist.group.WORLD])
+    nccl.abort(found)
+    return len(found)
 
 
 def test_those_of_gloo_are_left_alone(workers: Pool) -> None:

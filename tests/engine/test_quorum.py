@@ -133,10 +133,10 @@ def test_one_that_stalls_once_is_not_slow() -> None:
             torch.randn(10)
             if step == 2:
                 torch.randn(20_000_000)
-        one.tell(step)
+        one.report_pace(step)
     (told,) = agreed.told
     assert 0 < told < 0.05
-    one.tell(2 * TAU - 1)
+    one.report_pace(2 * TAU - 1)
     assert agreed.told == [told], "a round without a step of its own tells nothing"
 
 

@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from co2 import forked
 from co2.config import LaunchConfig
+from co2.elastic import groups
 from co2.elastic import store as module
 from co2.elastic.heartbeat import add_to
-from co2.elastic.launcher import Told, _Starter
+from co2.elastic.launcher import Orders, _Starter
 from co2.elastic.members import Members, Unreachable
 from co2.elastic.store import INSIDE, WAITING, OwnStore, SharedStore, keep
 from co2.errors import PREEMPTED
@@ -147,17 +148,17 @@ def test_a_node_reports_once_its_workers_need_not_import_any_more(
     place = OwnStore()
     monkeypatch.setattr(place, "begin", lambda *_: done.append("reported"))
     config = LaunchConfig(elastic=True)
-    assert _Starter(lambda number: 0, config, place).run(Told()) == PREEMPTED
+    assert _Starter(lambda number: 0, config, 1, place).run(Orders()) == PREEMPTED
     assert done == ["imported", "reported"]
 
 
 def test_members_who_cannot_connect_with_each_other_say_so(held: dist.TCPStore) -> None:
     """All give signs of life, so nobody is lost; to try again for ever would be silent."""
     members = Members(("127.0.0.1", held.port), 0, 30.0)
-    with patch.object(dist, "init_process_group", side_effect=RuntimeError("refused")):
+    with patch.object(groups, "make", side_effect=RuntimeError("refused")):
         with pytest.raises(Unreachable, match=r"members cannot connect with each other \(refused"):
             members.first((0,))
-    members.close()
+    members.leave()
 
 
 @pytest.mark.slow  # new interpreters, and a network of its own

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from co2.comm.runners import CudaRunner
-from co2.comm.waiting import use
+from co2.comm.waiting import everyone, use
 from co2.elastic.members import Members
 from co2.elastic.sockets import Sockets
 from tests.cli.test_elastic import STEPS, assert_no_step_is_missing, changes, disturbed, words
@@ -41,7 +41,7 @@ def test_a_lane_tells_how_it_ended(alone: Members) -> None:
     told: list[bool] = []
     runner = CudaRunner()
     buffer = torch.ones(1 << 20, device="cuda")
-    runner.launch(buffer.split(1 << 18), dist.group.WORLD, told.append)
+    runner.launch(buffer.split(1 << 18), everyone(), told.append)
     copied = torch.empty(1 << 20, pin_memory=True)
     arrived = runner.copy(buffer, copied)
     runner.wait()
@@ -50,7 +50,7 @@ def test_a_lane_tells_how_it_ended(alone: Members) -> None:
     sockets = Sockets()
     use(sockets)
     torch.cuda._sleep(200_000_000)  # it has not ended yet when they are cut
-    runner.launch(buffer.split(1 << 18), dist.group.WORLD, told.append)
+    runner.launch(buffer.split(1 << 18), everyone(), told.append)
     arrived = runner.copy(buffer, copied)
     sockets.cut()
     runner.wait()
@@ -64,7 +64,7 @@ def test_a_generation_follows_another(alone: Members) -> None:
     """Groups of NCCL are aborted and made anew."""
     for turn in range(3):
         mine = torch.full((1000,), float(turn), device="cuda")
-        dist.all_reduce(mine)
+        dist.all_reduce(mine, group=everyone())
         assert mine.eq(turn).all()
         alone.renew(admit=False)
         alone.formed()

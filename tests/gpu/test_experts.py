@@ -144,7 +144,7 @@ def exchanged(rank: int, world: int, bf16: bool) -> list[tuple[dict[str, Tensor]
 
 
 @pytest.mark.skipif(not nvshmem_available(), reason="this PyTorch has no NVSHMEM here")
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2])  # memory is not symmetric with oneself
 @pytest.mark.parametrize("bf16", [False, True])
 def test_symmetric_memory_equals_tiles(workers: Pool, world: int, bf16: bool) -> None:
     if torch.cuda.device_count() < world:

@@ -51,7 +51,9 @@ def quantized(case: Case, vectors: Tensor) -> list[Tensor]:
     if mask is not None:
         vectors *= mask
     parts = [list(vector.split(case.sizes)) for vector in vectors]
-    scales = torch.stack([torch.stack([part.abs().max() / 7 for part in of]) for of in parts])
+    # On the CPU: a GPU divides by a number as if it multiplied by the inverse.
+    largest = torch.stack([torch.stack([part.abs().max() for part in of]) for of in parts])
+    scales = (largest.cpu() / 7).to(vectors.device)
     # Rows of a message need not be adjacent.
     packed = vectors.new_zeros(3, case.rows, codec.row_bytes + 5, dtype=torch.uint8)[..., 2:-3]
     errors, read = torch.empty_like(vectors), torch.empty_like(vectors)

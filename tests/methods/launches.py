@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import co2
 from co2.comm import compress, sparse
 from co2.comm.runners import HostRunner
-from co2.methods.parts.compressed import Compress, CompressedAdam
+from co2.methods.parts.compressed import Compress
 
 
 class Launches(TorchDispatchMode):
@@ -125,9 +125,8 @@ def of_gpt2(name: str, replicas: int = 8) -> Launches:
         with ExitStack() as stack:
             for module in (compress, sparse):
                 stack.enter_context(patch.object(module, "kernels", seen.kernels))
-            # A dispatch mode sees its own thread only; there are no numbers to announce.
+            # A dispatch mode sees its own thread only.
             stack.enter_context(patch.object(HostRunner, "run", lambda _, sequence: sequence()))
-            stack.enter_context(patch.object(CompressedAdam, "announce_mask"))
             mesh = co2.Mesh.world(device="meta")
             method.prepare(model, optimizer, mesh, lambda step: 1e-3, fresh=False)
             for step in range(4 + steps):

@@ -13,24 +13,15 @@ from tests.tasks.build import toy
 
 
 class Workers:
-    """`torch.distributed` as a worker sees it. Run the ranks in order: the last has every row."""
+    """`co2.comm.collectives` for a worker. Run the ranks in order: the last has every row."""
 
     def __init__(self, world: int) -> None:
         self.world, self.rank, self.sum = world, 0, torch.zeros(())
 
-    def is_available(self) -> bool:
-        return True
+    def place(self) -> tuple[int, int]:
+        return self.rank, self.world
 
-    def is_initialized(self) -> bool:
-        return True
-
-    def get_rank(self) -> int:
-        return self.rank
-
-    def get_world_size(self) -> int:
-        return self.world
-
-    def all_reduce(self, rows: Tensor) -> None:
+    def add_up(self, rows: Tensor) -> None:
         self.sum = self.sum + rows
         rows.copy_(self.sum)
         self.rank += 1
@@ -38,7 +29,7 @@ class Workers:
 
 def as_workers(monkeypatch: pytest.MonkeyPatch, world: int, run: Callable[[], object]) -> object:
     """What `run` returns on the last of `world` workers, one after the other in this process."""
-    monkeypatch.setattr(evaluation, "distributed", Workers(world))
+    monkeypatch.setattr(evaluation, "collectives", Workers(world))
     results = [run() for _ in range(world)]
     monkeypatch.undo()
     return results[-1]
@@ -64,7 +55,7 @@ def test_counts_count_once(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
             super().__init__(world)
             self.counts, self.order = torch.zeros(3, 3, dtype=torch.int64), []
 
-        def all_reduce(self, rows: Tensor) -> None:
+        def add_up(self, rows: Tensor) -> None:
             self.order.append(rows.dtype)
             if rows.dtype == torch.int64:
                 self.counts = self.counts + rows
@@ -75,7 +66,7 @@ def test_counts_count_once(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
                 rows.copy_(self.sum)
 
     workers = Both(world)
-    monkeypatch.setattr(evaluation, "distributed", workers)
+    monkeypatch.setattr(evaluation, "collectives", workers)
     asked: list[int] = []
     for rank in range(world):
         expected = share(7)

@@ -113,6 +113,8 @@ class CompressedAdam(Method):
         for name, tensor in self.exchange.state_tensors().items():
             # Nothing is in flight between steps, and the mask follows from v.
             self.hold(name, tensor, saved=name in errors)
+        self.mask_is_new = False
+        """Whether the next notice has to tell of the mask."""
         self._divisor = flat.transfer.empty(max(chunk.numel for chunk in flat.chunks))
         some = [size for size in sizes if size]
         self._blocks = list(blocks(some, flat.numel, 1, chunk_numel(flat.device)))
@@ -166,8 +168,14 @@ class CompressedAdam(Method):
             found.append(sample.nanmedian(dim=1).values)
         return torch.cat(found)
 
-    def announce_mask(self) -> None:
-        """Say in the next notice how many elements of which tensors are masked."""
+    def notices(self) -> list[str]:
+        if self.mask_is_new:  # counted here, for the host waits
+            self.mask_is_new = False
+            self._notices.append(self._mask_in_words())
+        return super().notices()
+
+    def _mask_in_words(self) -> str:
+        """How many elements of which tensors are masked."""
         assert self.exchange.mask is not None
         counts = [
             part.count_nonzero()
@@ -186,8 +194,7 @@ class CompressedAdam(Method):
             where = f": {', '.join(named)}" if named else ""
             share = f"{self.config.mask_below:g} of their tensor's median"
             parts.append(f"{sum(small):,} have a variance below {share}{where}")
-        text = "; ".join(parts)
-        self._notices.append(f"variance frozen; compressed updates leave alone: {text}")
+        return f"variance frozen; compressed updates leave alone: {'; '.join(parts)}"
 
     def tensor_names(self) -> list[str]:
         """The names of the trained parameters, in the order of the vectors."""
