@@ -102,7 +102,7 @@ COMPRESSED = ("onebit_adam", "zero_one_adam")
 NO_ROUNDS = ("allreduce", "acco", *COMPRESSED)
 REFUSED = {CommDevice.auto: COMPRESSED, CommDevice.cpu: NO_ROUNDS}
 """By comm.device, the methods that accept nothing but the defaults of comm."""
-FP32_ONLY = ("sparseloco",)
+FP32_ONLY = ("sparseloco", "noloco")
 """Methods that refuse comm.dtype=bf16 alone."""
 PARTS = ("parameter_bytes", "gradient_bytes", "inner_state_bytes", "extra_bytes", "scratch_bytes")
 

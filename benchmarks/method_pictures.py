@@ -1,8 +1,8 @@
 """When two workers compute, send and wait under each method: the pictures of docs/methods.md.
 
 They show the simulator's own rounds (co2/simulate/schedule.py) with τ = 4, steps of 1 and 1.1
-seconds in turn, and a network that takes 2.4 seconds for a whole model. Streaming DiLoCo, DES-LOC
-and the variants of Adam, which the simulator leaves out, are drawn from their equations.
+seconds in turn, and a network that takes 2.4 seconds for a whole model. Streaming DiLoCo, DES-LOC,
+NoLoCo and the variants of Adam, which the simulator leaves out, are drawn from their equations.
 """
 
 import argparse
@@ -101,6 +101,11 @@ def streaming() -> Iterator[Span]:
             yield Span(2, "send", begin, begin + send_s, f"{number}{'ab'[fragment]}")
 
 
+def paired() -> Iterator[Span]:
+    """NoLoCo: of two workers each waits for the other, as for a mean."""
+    return simulated("local_sgd")
+
+
 def desynced() -> Iterator[Span]:
     """DES-LOC: weights after every `TAU` steps, m and v after every `PERIODS` times as many."""
     whole_s = 8 * MODEL_BYTES / NETWORK.link.rate_bits
@@ -150,6 +155,7 @@ def signs(exchanges: Collection[int]) -> Iterator[Span]:
 
 EQUATIONS = {
     "streaming_diloco": streaming,
+    "noloco": paired,
     "desloc": desynced,
     "onebit_adam": every_step,
     "zero_one_adam": some_steps,

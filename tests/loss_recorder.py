@@ -33,6 +33,7 @@ OWN: dict[str, tuple[str, ...]] = {
     "streaming_diloco": ROUNDS,
     "eager_diloco": ROUNDS,
     "sparseloco": ROUNDS,
+    "noloco": ROUNDS,
     "co2": ROUNDS,
     "co2_keep": ROUNDS,
     "acco": (),

@@ -10,6 +10,7 @@ from co2.methods.desloc import DESLOC
 from co2.methods.diloco import DiLoCo
 from co2.methods.eager_diloco import EagerDiLoCo
 from co2.methods.local_sgd import LocalSGD
+from co2.methods.noloco import NoLoCo
 from co2.methods.onebit_adam import OneBitAdam
 from co2.methods.overlap_local_sgd import OverlapLocalSGD
 from co2.methods.slowmo import SlowMo
@@ -22,6 +23,7 @@ METHODS: dict[str, type[Method]] = {
     "local_sgd": LocalSGD,
     "slowmo": SlowMo,
     "diloco": DiLoCo,
+    "noloco": NoLoCo,
     "overlap_local_sgd": OverlapLocalSGD,
     "cocod_sgd": CoCoDSGD,
     "streaming_diloco": StreamingDiLoCo,

@@ -496,6 +496,7 @@ METHODS = {
     "streaming_diloco": ("streaming_diloco.tau=3", "streaming_diloco.delay=2"),
     "eager_diloco": ("eager_diloco.tau=3",),
     "sparseloco": ("sparseloco.tau=3",),
+    "noloco": ("noloco.tau=3",),
     "co2": (
         "co2.tau=3",
         "co2.gap_penalty=gap_aware_elementwise",

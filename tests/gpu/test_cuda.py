@@ -49,6 +49,7 @@ ON_HOST = [
     ("streaming_diloco", {**TAU, "fragments": 1, "delay": 0, "exchange": "int8"}),
     ("eager_diloco", TAU),
     ("sparseloco", {**TAU, "density": 0.3}),
+    ("noloco", TAU),
     ("co2_keep", TAU),
     ("desloc", {**TAU, "first_moment_every": 2, "second_moment_every": 4}),
     ("co2", {**TAU, "gap_penalty": "none"}),

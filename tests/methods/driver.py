@@ -28,6 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "eager_diloco": {"tau": 3, "outer_lr": 0.6, "outer_momentum": 0.5},
     "sparseloco": {"tau": 3, "density": 0.4, "outer_lr": 0.9, "error_decay": 0.8},
+    "noloco": {"tau": 3, "outer_lr": 0.8, "outer_momentum": 0.5, "pull": 0.6},
     "co2": {
         "tau": 3,
         "outer_lr": 0.8,
@@ -68,8 +69,14 @@ ROUNDS_OF = tuple(
 SPARSE = ("sparseloco",)
 """Those of them that send packed messages in place of a vector."""
 
-DENSE = tuple(name for name in ROUNDS_OF if name not in SPARSE)
+PAIRED = ("noloco",)
+"""Those of them that send a vector to one other replica, as it is."""
+
+DENSE = tuple(name for name in ROUNDS_OF if name not in (*SPARSE, *PAIRED))
 """Those that send vectors, whose type and buckets can be chosen."""
+
+FP32_ONLY = (*SPARSE, *PAIRED)
+"""Methods around any inner optimizer that refuse bf16 on the wire."""
 
 ADAM = tuple(name for name in SETTINGS if issubclass(METHODS[name], CompressedAdam))
 """Methods that are an Adam: they take the place of the inner one, and refuse any other."""

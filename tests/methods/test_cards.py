@@ -25,10 +25,12 @@ WAITS = {
     Blocking.beyond_delay: r"beyond (a round|a step|`delay` steps)$",
 }
 """What a method waits for → the table's entry."""
+SENT = r"\*\*Sends\*\* (\S+ · \S+) bytes a step"
 SENDS = {
     "2(G−1)/G · n": lambda G, n, tau: 2 * (G - 1) / G * n,
     "2(G−1)/G · n/τ": lambda G, n, tau: 2 * (G - 1) / G * n / tau,
     "(G−1) · n/(111τ)": lambda G, n, tau: (G - 1) * n / (111 * tau),
+    "2⌊G/2⌋/G · n/τ": lambda G, n, tau: 2 * (G // 2) / G * n / tau,
     "3(G−1)/G · n/τ": lambda G, n, tau: 3 * (G - 1) / G * n / tau,
     "2(G−1)/G · n/32": lambda G, n, tau: 2 * (G - 1) / G * n / 32,
 }
@@ -80,11 +82,12 @@ def test_the_numbers_are_the_codes_own(workers: Pool, name: str, world: int) -> 
     card = " ".join(CARDS[name].split())
     [(copies, mask, part)] = re.findall(r"\*\*Holds\*\* (\d+)(¼)?( \+ 1/G)? copies", card)
     expected = int(copies) + (0.25 if mask else 0) + (1 / world if part else 0)
-    [sends] = re.findall(r"\*\*Sends\*\* (\S+ · \S+) bytes a step", card)
+    [sends, *_] = re.findall(SENT, card) or re.findall(SENT, PAGE)  # which begins with the usual
     tau = OWN.get(name, {}).get("tau", TAU)
-    for held, sent, size in workers.run(measured, world, name):
-        assert held == pytest.approx(expected, rel=0.02)
-        assert sent == pytest.approx(SENDS[sends](world, size, tau), rel=0.01)
+    helds, sents, (size, *_) = zip(*workers.run(measured, world, name), strict=True)
+    assert helds == pytest.approx([expected] * world, rel=0.02)
+    # On average: under noloco one of three replicas sends nothing in each round.
+    assert sum(sents) / world == pytest.approx(SENDS[sends](world, size, tau), rel=0.01)
 
 
 def test_pictures_are_what_the_simulator_shows() -> None:
