@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from co2.methods.overlap_local_sgd import OverlapLocalSGD
     from co2.methods.slowmo import SlowMo
     from co2.methods.sparseloco import SparseLoCo
+    from co2.methods.sparta import SPARTA
     from co2.methods.streaming_diloco import StreamingDiLoCo
     from co2.methods.zero_one_adam import ZeroOneAdam
 
@@ -40,6 +41,7 @@ __all__ = [
     "CO2",
     "DESLOC",
     "METHODS",
+    "SPARTA",
     "AllReduce",
     "CO2Keep",
     "CoCoDSGD",

@@ -37,6 +37,7 @@ OWN: dict[str, tuple[str, ...]] = {
     "co2": ROUNDS,
     "co2_keep": ROUNDS,
     "acco": (),
+    "sparta": (),
     "desloc": ("tau=3", "first_moment_every=4", "second_moment_every=5"),
     "onebit_adam": ("freeze_step=6",),
     "zero_one_adam": ("freeze_step=6", "double_every=4"),

@@ -15,6 +15,7 @@ from co2.methods.onebit_adam import OneBitAdam
 from co2.methods.overlap_local_sgd import OverlapLocalSGD
 from co2.methods.slowmo import SlowMo
 from co2.methods.sparseloco import SparseLoCo
+from co2.methods.sparta import SPARTA
 from co2.methods.streaming_diloco import StreamingDiLoCo
 from co2.methods.zero_one_adam import ZeroOneAdam
 
@@ -32,6 +33,7 @@ METHODS: dict[str, type[Method]] = {
     "co2": CO2,
     "co2_keep": CO2Keep,
     "acco": ACCO,
+    "sparta": SPARTA,
     "desloc": DESLOC,
     "onebit_adam": OneBitAdam,
     "zero_one_adam": ZeroOneAdam,

@@ -49,6 +49,7 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
     "local_sgd": (),
     "cocod_sgd": (),
     "acco": (),
+    "sparta": (),
     "slowmo": (
         # SlowMo (1910.00643): α = 1, and β tuned for each task.
         Knob("outer_lr", (0.7, 1.0)),

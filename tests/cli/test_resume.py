@@ -504,6 +504,7 @@ METHODS = {
     ),
     "co2_keep": ("co2_keep.tau=3", "co2_keep.delay=2"),
     "acco": (),
+    "sparta": ("sparta.share=0.4", "sparta.delay=2"),
     "desloc": (
         "optim.name=adamw",
         "optim.lr=0.01",

@@ -98,6 +98,8 @@ COPIES = {
         "eager_diloco": 4,
         "sparseloco": 3 + SPARSE_MESSAGES,
         "noloco": 4,
+        # Of 0.5 %: the buffer, what was sent, and places of 64 bits.
+        "sparta": 4 * -(-PARAMS // 200) / PARAMS,
         # Gradient, m, v, two kinds of error, a mask; and u and the start of the interval.
         "onebit_adam": 4.75 + MESSAGES,
         "zero_one_adam": 6.75 + MESSAGES,

@@ -66,6 +66,8 @@ FIELDS = [
     ("co2", {**TAU, "clip": 0.05, "shard": True}),
     ("allreduce", {}),
     ("acco", {}),
+    ("sparta", {"share": 0.3, "delay": 0}),
+    ("sparta", {"share": 0.3, "delay": 2}),
     ("onebit_adam", {"freeze_step": 4}),
     ("zero_one_adam", {"freeze_step": 4, "kappa": 2, "double_every": 2, "max_interval": 4}),
 ]

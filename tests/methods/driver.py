@@ -38,6 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "co2_keep": {"tau": 3, "keep_local": 0.6, "outer_momentum": 0.6, "momentum_weight": 0.3},
     "acco": {},
+    "sparta": {"share": 0.4, "delay": 3},
     "desloc": {"tau": 3, "first_moment_every": 2, "second_moment_every": 4},
     "onebit_adam": {"freeze_step": 4, "mask_below": 0.3},
     "zero_one_adam": {
@@ -75,7 +76,7 @@ PAIRED = ("noloco",)
 DENSE = tuple(name for name in ROUNDS_OF if name not in (*SPARSE, *PAIRED))
 """Those that send vectors, whose type and buckets can be chosen."""
 
-FP32_ONLY = (*SPARSE, *PAIRED)
+FP32_ONLY = (*SPARSE, *PAIRED, "sparta")
 """Methods around any inner optimizer that refuse bf16 on the wire."""
 
 ADAM = tuple(name for name in SETTINGS if issubclass(METHODS[name], CompressedAdam))

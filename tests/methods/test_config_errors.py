@@ -50,6 +50,8 @@ WRONG: list[tuple[str, str, Any]] = [
     *(("sparseloco", "error_decay", value) for value in (-0.1, 1.1, NAN)),
     # β = 0.5: γ < 1.5
     *(("noloco", "pull", value) for value in (-0.1, 1.5, NAN)),
+    *(("sparta", "share", value) for value in (0.0, -0.1, 1.1, NAN)),
+    *(("sparta", "delay", value) for value in (-1, 0.5, True)),
     *(("overlap_local_sgd", "pull", value) for value in (-0.1, 1.1, NAN)),
     *(("co2", "clip", value) for value in (-1.0, NAN)),
     *(("co2", "gap_penalty", value) for value in ("typo", 0.0, -2.0, NAN)),
@@ -69,6 +71,8 @@ RIGHT: list[tuple[str, str, Any]] = [
     *(("sparseloco", "density", value) for value in (1e-9, 1.0, 1)),
     *(("sparseloco", "error_decay", value) for value in (0.0, 1.0)),
     *(("noloco", "pull", value) for value in (0.0, 1.49)),
+    *(("sparta", "share", value) for value in (1e-9, 1.0, 1)),
+    *(("sparta", "delay", value) for value in (0, 10)),
     *((name, "outer_momentum", 0.0) for name in ("slowmo", "overlap_local_sgd", "co2")),
     *(("co2", "clip", value) for value in (None, 0.0, 5.0)),
     *(

@@ -18,6 +18,7 @@ TWO_IN_FLIGHT = {**SETTINGS["streaming_diloco"], "delay": 2}
 CASES = [*SETTINGS.items(), *(("co2", fields) for fields in (ELEMENTWISE, *SHARDED))]
 QUANTIZED = [{**TWO_IN_FLIGHT, "exchange": kind} for kind in ("int8", "int4")]
 CASES += MOMENTS.items()
+CASES += [("sparta", {"share": 0.4, "delay": delay}) for delay in (0, 2)]
 CASES += [("streaming_diloco", fields) for fields in (TWO_IN_FLIGHT, *QUANTIZED)]
 
 

@@ -15,6 +15,7 @@ from tests.reference import (
     overlap_local_sgd,
     slowmo,
     sparseloco,
+    sparta,
     streaming_diloco,
     zero_one_adam,
 )
@@ -33,6 +34,7 @@ REFERENCES = {
     "co2": co2.rounds,
     "co2_keep": co2_keep.rounds,
     "acco": acco.rounds,
+    "sparta": sparta.rounds,
     "desloc": desloc.rounds,
     "onebit_adam": onebit_adam.rounds,
     "zero_one_adam": zero_one_adam.rounds,
