@@ -25,6 +25,7 @@ ROLES = {
     "runners": "training",
     "exchange": "training",
     "sparse": "training",
+    "pairs": "training",
     "collectives": "consensus",
 }
 """What the collectives of a file of co2/comm are for. Those of co2/train are for control."""
