@@ -99,10 +99,10 @@ def row(name: str, comm: CommConfig, found: dict[str, Any], gpus: bool) -> list[
 
 
 COMPRESSED = ("onebit_adam", "zero_one_adam")
-NO_ROUNDS = ("allreduce", "acco", *COMPRESSED)
+NO_ROUNDS = ("allreduce", "acco", "sparta", *COMPRESSED)
 REFUSED = {CommDevice.auto: COMPRESSED, CommDevice.cpu: NO_ROUNDS}
 """By comm.device, the methods that accept nothing but the defaults of comm."""
-FP32_ONLY = ("sparseloco",)
+FP32_ONLY = ("sparseloco", "noloco", "sparta")
 """Methods that refuse comm.dtype=bf16 alone."""
 PARTS = ("parameter_bytes", "gradient_bytes", "inner_state_bytes", "extra_bytes", "scratch_bytes")
 

@@ -11,10 +11,12 @@ from co2.methods.desloc import DESLOC
 from co2.methods.diloco import DiLoCo
 from co2.methods.eager_diloco import EagerDiLoCo
 from co2.methods.local_sgd import LocalSGD
+from co2.methods.noloco import NoLoCo
 from co2.methods.onebit_adam import OneBitAdam
 from co2.methods.overlap_local_sgd import OverlapLocalSGD
 from co2.methods.slowmo import SlowMo
 from co2.methods.sparseloco import SparseLoCo
+from co2.methods.sparta import SPARTA
 from co2.methods.streaming_diloco import StreamingDiLoCo
 from co2.methods.zero_one_adam import ZeroOneAdam
 
@@ -23,6 +25,7 @@ METHODS: dict[str, type[Method]] = {
     "local_sgd": LocalSGD,
     "slowmo": SlowMo,
     "diloco": DiLoCo,
+    "noloco": NoLoCo,
     "overlap_local_sgd": OverlapLocalSGD,
     "cocod_sgd": CoCoDSGD,
     "streaming_diloco": StreamingDiLoCo,
@@ -32,6 +35,7 @@ METHODS: dict[str, type[Method]] = {
     "co2_keep": CO2Keep,
     "co2_released": CO2Released,
     "acco": ACCO,
+    "sparta": SPARTA,
     "desloc": DESLOC,
     "onebit_adam": OneBitAdam,
     "zero_one_adam": ZeroOneAdam,

@@ -38,6 +38,8 @@ NOT_ELASTIC = ("sparseloco",)
 method gives in `refusals`."""
 LEFT_OUT = {
     "streaming_diloco": "each fragment of its model has rounds of its own",
+    "noloco": "each replica waits for one other, which chance draws, and not for all",
+    "sparta": "its exchanges, of a few weights, follow `delay` and no rounds",
     "onebit_adam": "what it sends shrinks when its variance is frozen, in the midst of training",
     "zero_one_adam": "how often it sends, and how much, changes in the course of training",
 }

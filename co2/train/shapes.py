@@ -284,7 +284,7 @@ def _fake_workers(workers: int) -> Iterator[None]:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=workers)
+    dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=0, world_size=workers)
     try:
         yield
     finally:

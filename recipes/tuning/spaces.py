@@ -49,6 +49,7 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
     "local_sgd": (),
     "cocod_sgd": (),
     "acco": (),
+    "sparta": (),
     "slowmo": (
         # SlowMo (1910.00643): α = 1, and β tuned for each task.
         Knob("outer_lr", (0.7, 1.0)),
@@ -88,6 +89,12 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
         Knob("density", (0.01, 0.02, 0.03)),
         Knob("outer_lr", (0.5, 0.7, 1.0, 1.4)),
         Knob("error_decay", (0.8, 0.9, 0.95, 0.99)),
+    ),
+    "noloco": (
+        # NoLoCo (2506.10911), its public code: 0.7, 0.5 and 0.7. β² < 1 − γ/2.
+        Knob("outer_lr", (0.5, 0.7, 1.0)),
+        Knob("outer_momentum", (0.0, 0.2, 0.5, 0.6)),
+        Knob("pull", (0.5, 0.7, 1.0)),
     ),
     "desloc": (
         # DES-LOC (2505.22549): 3 and 6 times τ. 1 and 1 are Local Adam.

@@ -494,6 +494,7 @@ METHODS = {
     "streaming_diloco": ("streaming_diloco.tau=3", "streaming_diloco.delay=2"),
     "eager_diloco": ("eager_diloco.tau=3",),
     "sparseloco": ("sparseloco.tau=3",),
+    "noloco": ("noloco.tau=3",),
     "co2": (
         "co2.tau=3",
         "co2.gap_penalty=gap_aware_elementwise",
@@ -501,6 +502,7 @@ METHODS = {
     ),
     "co2_keep": ("co2_keep.tau=3", "co2_keep.delay=2"),
     "acco": (),
+    "sparta": ("sparta.share=0.4", "sparta.delay=2"),
     "desloc": (
         "optim.name=adamw",
         "optim.lr=0.01",

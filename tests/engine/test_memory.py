@@ -16,7 +16,7 @@ from co2.methods import METHODS
 from co2.methods.parts import compressed
 from co2.train import meters
 from tests.grids import grid
-from tests.methods.driver import ADAM, NEEDS_ADAM, ROUNDS_OF, SPARSE
+from tests.methods.driver import ADAM, FP32_ONLY, NEEDS_ADAM, ROUNDS_OF
 
 WIDTH = 257
 PARAMS = WIDTH * WIDTH + WIDTH + WIDTH * 8
@@ -97,6 +97,9 @@ COPIES = {
         "desloc": 2,
         "eager_diloco": 4,
         "sparseloco": 3 + SPARSE_MESSAGES,
+        "noloco": 4,
+        # Of 0.5 %: the buffer, what was sent, and places of 64 bits.
+        "sparta": 4 * -(-PARAMS // 200) / PARAMS,
         # Gradient, m, v, two kinds of error, a mask; and u and the start of the interval.
         "onebit_adam": 4.75 + MESSAGES,
         "zero_one_adam": 6.75 + MESSAGES,
@@ -113,8 +116,11 @@ OTHERS = {Precision.fp32: 3, Precision.bf16: 2.5}
 """The communication buffer is one of them; with bf16, half a one."""
 
 
-PACKED = (*ADAM, *SPARSE)
-CELLS = [(n, w) for n in METHODS for w in Precision if n not in PACKED or w is Precision.fp32]
+WHOLE = [name for name in METHODS if name not in (*ADAM, *FP32_ONLY)]
+"""Those that bf16 can carry."""
+CELLS = [
+    (name, wire) for name in METHODS for wire in Precision if name in WHOLE or wire.name == "fp32"
+]
 
 
 @pytest.mark.parametrize(("name", "wire"), CELLS)
@@ -189,6 +195,7 @@ FIELDS = [
     ("overlap_local_sgd", {}),
     ("cocod_sgd", {}),
     ("eager_diloco", {}),
+    ("noloco", {}),
     ("co2_keep", {}),
     *((name, {"average_moments": True}) for name in ("diloco", "co2", "co2_keep")),
     ("co2", {"gap_penalty": "gap_aware_elementwise", "clip": 0.1}),

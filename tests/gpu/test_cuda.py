@@ -49,6 +49,7 @@ ON_HOST = [
     ("streaming_diloco", {**TAU, "fragments": 1, "delay": 0, "exchange": "int8"}),
     ("eager_diloco", TAU),
     ("sparseloco", {**TAU, "density": 0.3}),
+    ("noloco", TAU),
     ("co2_keep", TAU),
     ("desloc", {**TAU, "first_moment_every": 2, "second_moment_every": 4}),
     ("co2", {**TAU, "gap_penalty": "none"}),
@@ -65,6 +66,8 @@ FIELDS = [
     ("co2", {**TAU, "clip": 0.05, "shard": True}),
     ("allreduce", {}),
     ("acco", {}),
+    ("sparta", {"share": 0.3, "delay": 0}),
+    ("sparta", {"share": 0.3, "delay": 2}),
     ("onebit_adam", {"freeze_step": 4}),
     ("zero_one_adam", {"freeze_step": 4, "kappa": 2, "double_every": 2, "max_interval": 4}),
 ]

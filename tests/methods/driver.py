@@ -28,6 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "eager_diloco": {"tau": 3, "outer_lr": 0.6, "outer_momentum": 0.5},
     "sparseloco": {"tau": 3, "density": 0.4, "outer_lr": 0.9, "error_decay": 0.8},
+    "noloco": {"tau": 3, "outer_lr": 0.8, "outer_momentum": 0.5, "pull": 0.6},
     "co2": {
         "tau": 3,
         "outer_lr": 0.8,
@@ -38,6 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "co2_keep": {"tau": 3, "keep_local": 0.6, "outer_momentum": 0.6, "momentum_weight": 0.3},
     "co2_released": {"tau": 3, "outer_lr": 0.8, "outer_momentum": 0.5, "gap_penalty": 1.7},
     "acco": {},
+    "sparta": {"share": 0.4, "delay": 3},
     "desloc": {"tau": 3, "first_moment_every": 2, "second_moment_every": 4},
     "onebit_adam": {"freeze_step": 4, "mask_below": 0.3},
     "zero_one_adam": {
@@ -69,8 +71,14 @@ ROUNDS_OF = tuple(
 SPARSE = ("sparseloco",)
 """Those of them that send packed messages in place of a vector."""
 
-DENSE = tuple(name for name in ROUNDS_OF if name not in SPARSE)
+PAIRED = ("noloco",)
+"""Those of them that send a vector to one other replica, as it is."""
+
+DENSE = tuple(name for name in ROUNDS_OF if name not in (*SPARSE, *PAIRED))
 """Those that send vectors, whose type and buckets can be chosen."""
+
+FP32_ONLY = (*SPARSE, *PAIRED, "sparta")
+"""Methods around any inner optimizer that refuse bf16 on the wire."""
 
 ADAM = tuple(name for name in SETTINGS if issubclass(METHODS[name], CompressedAdam))
 """Methods that are an Adam: they take the place of the inner one, and refuse any other."""

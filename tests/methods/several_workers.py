@@ -47,7 +47,10 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"tau": TAU, "delay": 1, "keep_local": 0.6, "outer_momentum": 0.6, "momentum_weight": 0.3},
     ),
     "sparseloco": ("sparseloco", {"tau": TAU, "density": 0.4}),
+    "noloco": ("noloco", {"tau": TAU}),
     "acco": ("acco", {}),
+    "sparta": ("sparta", {"share": 0.4, "delay": 1}),
+    "sparta of all": ("sparta", {"share": 1.0, "delay": 1}),
     "desloc": ("desloc", {"tau": TAU, "first_moment_every": 2, "second_moment_every": 4}),
     "co2_keep with moments": ("co2_keep", {"tau": TAU, "delay": 1, "average_moments": True}),
 }

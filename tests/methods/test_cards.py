@@ -25,16 +25,21 @@ WAITS = {
     Blocking.beyond_delay: r"beyond (a round|a step|`delay` steps)$",
 }
 """What a method waits for → the table's entry."""
+SENT = r"\*\*Sends\*\* (\S+ · \S+) bytes a step"
+"""Of a card; first on the page, what a card means that says nothing."""
 SENDS = {
     "2(G−1)/G · n": lambda G, n, tau: 2 * (G - 1) / G * n,
     "2(G−1)/G · n/τ": lambda G, n, tau: 2 * (G - 1) / G * n / tau,
     "(G−1) · n/(111τ)": lambda G, n, tau: (G - 1) * n / (111 * tau),
+    "2⌊G/2⌋/G · n/τ": lambda G, n, tau: 2 * (G // 2) / G * n / tau,
     "3(G−1)/G · n/τ": lambda G, n, tau: 3 * (G - 1) / G * n / tau,
+    "2(G−1)/G · n/200": lambda G, n, tau: 2 * (G - 1) / G * n / 200,
     "2(G−1)/G · n/32": lambda G, n, tau: 2 * (G - 1) / G * n / 32,
 }
 OWN: dict[str, dict[str, int]] = {
     "allreduce": {},
     "acco": {},
+    "sparta": {},
     "desloc": {"tau": 1, "first_moment_every": 3, "second_moment_every": 6},
     "onebit_adam": {"freeze_step": ROUNDS},
     "zero_one_adam": {"freeze_step": ROUNDS, "max_interval": 1},
@@ -78,13 +83,14 @@ def measured(rank: int, world: int, name: str) -> tuple[float, float, int]:
 @pytest.mark.parametrize("world", grid([2, 3], (3).__eq__))  # of two, 2(G−1)/G is G−1
 def test_the_numbers_are_the_codes_own(workers: Pool, name: str, world: int) -> None:
     card = " ".join(CARDS[name].split())
-    [(copies, mask, part)] = re.findall(r"\*\*Holds\*\* (\d+)(¼)?( \+ 1/G)? copies", card)
-    expected = int(copies) + (0.25 if mask else 0) + (1 / world if part else 0)
-    [sends] = re.findall(r"\*\*Sends\*\* (\S+ · \S+) bytes a step", card)
+    [(copies, mask, part)] = re.findall(r"\*\*Holds\*\* ([\d.]+)(¼)?( \+ 1/G)? copies", card)
+    expected = float(copies) + (0.25 if mask else 0) + (1 / world if part else 0)
+    [sends, *_] = re.findall(SENT, card) or re.findall(SENT, " ".join(PAGE.split()))
     tau = OWN.get(name, {}).get("tau", TAU)
-    for held, sent, size in workers.run(measured, world, name):
-        assert held == pytest.approx(expected, rel=0.02)
-        assert sent == pytest.approx(SENDS[sends](world, size, tau), rel=0.01)
+    helds, sents, (size, *_) = zip(*workers.run(measured, world, name), strict=True)
+    assert helds == pytest.approx([expected] * world, rel=0.02)
+    # On average: under noloco one of three replicas sends nothing in each round.
+    assert sum(sents) / world == pytest.approx(SENDS[sends](world, size, tau), rel=0.01)
 
 
 def test_pictures_are_what_the_simulator_shows() -> None:

@@ -21,6 +21,7 @@ ROUNDS = (
     "cocod_sgd",
     "eager_diloco",
     "sparseloco",
+    "noloco",
     "co2",
     "co2_keep",
     "co2_released",
@@ -34,12 +35,12 @@ WRONG: list[tuple[str, str, Any]] = [
     *((name, "tau", value) for name in ROUNDS for value in (0, -3)),
     *(
         (name, "outer_momentum", value)
-        for name in ("slowmo", *DILOCOS, "overlap_local_sgd", "co2", "co2_keep")
+        for name in ("slowmo", *DILOCOS, "noloco", "overlap_local_sgd", "co2", "co2_keep")
         for value in (1.0, 1.5, -0.1, NAN)
     ),
     *(
         (name, "outer_lr", value)
-        for name in ("slowmo", *DILOCOS, "sparseloco", "co2")
+        for name in ("slowmo", *DILOCOS, "sparseloco", "noloco", "co2")
         for value in (-1.0, NAN, INF)
     ),
     *(("streaming_diloco", "tau", value) for value in (0, -3, "auto", 2.5)),
@@ -49,6 +50,10 @@ WRONG: list[tuple[str, str, Any]] = [
     *(("streaming_diloco", "exchange", value) for value in ("int2", "sign", "", None)),
     *(("sparseloco", "density", value) for value in (0.0, -0.1, 1.1, NAN)),
     *(("sparseloco", "error_decay", value) for value in (-0.1, 1.1, NAN)),
+    # β = 0.5: γ < 1.5
+    *(("noloco", "pull", value) for value in (-0.1, 1.5, NAN)),
+    *(("sparta", "share", value) for value in (0.0, -0.1, 1.1, NAN)),
+    *(("sparta", "delay", value) for value in (-1, 0.5, True)),
     *(("overlap_local_sgd", "pull", value) for value in (-0.1, 1.1, NAN)),
     *(("co2", "clip", value) for value in (-1.0, NAN)),
     *(("co2", "gap_penalty", value) for value in ("typo", 0.0, -2.0, NAN)),
@@ -69,6 +74,9 @@ RIGHT: list[tuple[str, str, Any]] = [
     *(("streaming_diloco", "exchange", value) for value in ("full", "int8", "int4")),
     *(("sparseloco", "density", value) for value in (1e-9, 1.0, 1)),
     *(("sparseloco", "error_decay", value) for value in (0.0, 1.0)),
+    *(("noloco", "pull", value) for value in (0.0, 1.49)),
+    *(("sparta", "share", value) for value in (1e-9, 1.0, 1)),
+    *(("sparta", "delay", value) for value in (0, 10)),
     *((name, "outer_momentum", 0.0) for name in ("slowmo", "overlap_local_sgd", "co2")),
     *(("co2", "clip", value) for value in (None, 0.0, 5.0)),
     *(

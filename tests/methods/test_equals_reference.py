@@ -49,6 +49,7 @@ SHARDED = [(name, {**settings, "shard": True}) for name, settings in CASES if na
 DELAYS = (None, 0, 1)
 CASES += [("co2_keep", {**SETTINGS["co2_keep"], "delay": delay}) for delay in DELAYS]
 CASES += [("streaming_diloco", {**SETTINGS["streaming_diloco"], **own}) for own in STREAMING]
+CASES += [("sparta", {"share": 0.3, "delay": delay}) for delay in (0, 1)]
 CASES += [(name, {**SETTINGS[name], "compress": Compress.update}) for name in ADAM]
 WITH_MOMENTS = [
     *MOMENTS.items(),

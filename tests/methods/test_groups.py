@@ -24,6 +24,7 @@ from tests.workers import Pool
 ROLES = {
     "runners": "training",
     "background": "training",
+    "pairs": "training",
     "collectives": "consensus",
 }
 """What the collectives of a file of co2/comm are for. Those of co2/train are for control."""

@@ -28,6 +28,7 @@ OTHER: dict[str, Any] = {
     "outer_momentum": 0.1,
     "average_moments": True,
     "pull": 0.2,
+    "share": 0.9,
     "fragments": 1,
     "delay": 2,
     "mixing": 0.1,

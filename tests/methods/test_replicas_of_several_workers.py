@@ -38,8 +38,8 @@ from tests.workers import Pool
 
 STEPS = 9
 """Three rounds: what the first sends is applied in the second and penalized in the third."""
-WHOLE = ("sparseloco",)
-"""Kinds that need whole tensors on every worker."""
+WHOLE = ("sparseloco", "sparta")
+"""Kinds that need whole tensors on every worker, or draw other elements of parts."""
 ALL_STRATEGIES = ("allreduce", "streaming_diloco", "co2", "co2 in parts")
 """Kinds that hold flat vectors, buckets or fragments each in a way of its own."""
 Whole = dict[str, Tensor]

@@ -34,6 +34,7 @@ REPLICATED = {
     "sparseloco": ["anchor"],
     "co2": ["anchor", "momentum"],
     "co2_keep": ["center", "momentum"],
+    "sparta": ["places"],
     "desloc": ["anchor"],
 }
 """By method; the others hold nothing that is equal, but for the weights of some."""

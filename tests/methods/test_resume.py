@@ -23,6 +23,7 @@ EARLY = [name for name in SETTINGS if hasattr(METHODS[name].Config, "blocking_sh
 CASES += [(name, {**SETTINGS[name], "blocking_share": 0.5}) for name in EARLY]
 CASES += [("co2", {**fields, "blocking_share": 0.5}) for fields in SHARDED]
 CASES += [("co2_keep", {**MOMENTS["co2_keep"], "delay": 1, "blocking_share": 0.5})]
+CASES += [("sparta", {"share": 0.4, "delay": delay}) for delay in (0, 2)]
 CASES += [("streaming_diloco", fields) for fields in (TWO_IN_FLIGHT, *QUANTIZED)]
 
 
