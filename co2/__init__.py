@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from co2.methods.diloco import DiLoCo
     from co2.methods.eager_diloco import EagerDiLoCo
     from co2.methods.local_sgd import LocalSGD
+    from co2.methods.mt_dao import MTDAO
     from co2.methods.onebit_adam import OneBitAdam
     from co2.methods.overlap_local_sgd import OverlapLocalSGD
     from co2.methods.slowmo import SlowMo
@@ -39,6 +40,7 @@ __all__ = [
     "CO2",
     "DESLOC",
     "METHODS",
+    "MTDAO",
     "AllReduce",
     "CO2Keep",
     "CoCoDSGD",

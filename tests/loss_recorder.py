@@ -37,6 +37,7 @@ OWN: dict[str, tuple[str, ...]] = {
     "co2_keep": ROUNDS,
     "acco": (),
     "desloc": ("tau=3", "first_moment_every=4", "second_moment_every=5"),
+    "mt_dao": ("tau=3", "first_moment_every=6", "second_moment_every=5", "late_momentum=true"),
     "onebit_adam": ("freeze_step=6",),
     "zero_one_adam": ("freeze_step=6", "double_every=4"),
 }
@@ -127,7 +128,7 @@ def cases() -> Iterator[tuple[str, list[str]]]:
 
 def overrides(task: str, workers: int, settings: Sequence[str]) -> list[str]:
     steps = LENGTH.get(task, 10)
-    names = [f"method={name}" for name in ("desloc", "onebit_adam", "zero_one_adam")]
+    names = [f"method={name}" for name in ("desloc", "mt_dao", "onebit_adam", "zero_one_adam")]
     adam = task == "toy" and settings[0] in names
     return [
         f"task={task}",

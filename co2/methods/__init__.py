@@ -10,6 +10,7 @@ from co2.methods.desloc import DESLOC
 from co2.methods.diloco import DiLoCo
 from co2.methods.eager_diloco import EagerDiLoCo
 from co2.methods.local_sgd import LocalSGD
+from co2.methods.mt_dao import MTDAO
 from co2.methods.onebit_adam import OneBitAdam
 from co2.methods.overlap_local_sgd import OverlapLocalSGD
 from co2.methods.slowmo import SlowMo
@@ -31,6 +32,7 @@ METHODS: dict[str, type[Method]] = {
     "co2_keep": CO2Keep,
     "acco": ACCO,
     "desloc": DESLOC,
+    "mt_dao": MTDAO,
     "onebit_adam": OneBitAdam,
     "zero_one_adam": ZeroOneAdam,
 }

@@ -48,7 +48,7 @@ class DESLOC(LocalSGD):
         return {**super().refusals(), **refused()}
 
     def init_outer_state(self) -> None:
-        require_adam(self.optimizer, "desloc")
+        require_adam(self.optimizer, self.registered_name())
         super().init_outer_state()
         periods = self.config.first_moment_every, self.config.second_moment_every
         self.periods = [
@@ -71,5 +71,5 @@ class DESLOC(LocalSGD):
         with synchronizing():
             if self.steps % v_every == 0:
                 v.average(self.mean)
-            if self.steps % m_every == 0:
+            if self.moments is None and self.steps % m_every == 0:  # else m is averaged late
                 m.average(self.mean, divisor=v)

@@ -21,7 +21,7 @@ ALL_ROWS = (*METHODS, WITH_MOMENTS)
 """Rows of the tables of losses."""
 EVERY_METHOD = tuple(Row(name, (f"method={name}",)) for name in methods.METHODS)
 """All methods with their default settings, by the names of `method=`."""
-ADAM_ONLY = ("desloc", "onebit_adam", "zero_one_adam", WITH_MOMENTS.name)
+ADAM_ONLY = ("desloc", "mt_dao", "onebit_adam", "zero_one_adam", WITH_MOMENTS.name)
 """Rows that no task with SGD can be run with."""
 LIMIT = Row("no communication", ("method=none",), limit=True)
 """The laboratory's bound of all methods: the same training without communication."""

@@ -99,6 +99,8 @@ VALUES = [
     (f"{STREAMING}.exchange=int3", "streaming_diloco.exchange=int3", "full, int8 or int4"),
     (f"{STREAMING}.exchange=int8 comm.dtype=bf16", "comm.dtype=bf16", "must be fp32"),
     ("method=desloc", "optim.name=sgd", "method=desloc: it averages Adam's moments; use adamw"),
+    ("method=mt_dao", "optim.name=sgd", "method=mt_dao: it averages Adam's moments; use adamw"),
+    ("method=mt_dao mt_dao.slow_beta=1", "mt_dao.slow_beta=1", "[0, 1)"),
     ("co2.average_moments=true", "optim.name=sgd", "method=co2: average_moments=true averages"),
     ("method=onebit_adam", "optim.name=sgd", "onebit_adam needs adamw"),
     ("method=zero_one_adam", "optim.name=sgd", "zero_one_adam needs adamw"),

@@ -323,6 +323,7 @@ REFUSED = [
         for name, own in (
             ("acco", ()),
             ("desloc", ()),
+            ("mt_dao", ()),
             ("diloco", ("diloco.average_moments=true",)),
         )
     ),

@@ -510,6 +510,14 @@ METHODS = {
         "desloc.first_moment_every=4",
         "desloc.second_moment_every=5",
     ),
+    "mt_dao": (
+        "optim.name=adamw",
+        "optim.lr=0.01",
+        "mt_dao.tau=3",
+        "mt_dao.first_moment_every=6",
+        "mt_dao.second_moment_every=5",
+        "mt_dao.late_momentum=true",
+    ),
     "onebit_adam": ("optim.name=adamw", "optim.lr=0.01", "onebit_adam.freeze_step=5"),
     "zero_one_adam": (
         "optim.name=adamw",

@@ -95,6 +95,7 @@ COPIES = {
         "acco": 2,
         "local_sgd": 2,
         "desloc": 2,
+        "mt_dao": 2,
         "eager_diloco": 4,
         "sparseloco": 3 + SPARSE_MESSAGES,
         # Gradient, m, v, two kinds of error, a mask; and u and the start of the interval.
@@ -106,6 +107,7 @@ COPIES = {
         "acco": 1.5,
         "local_sgd": 1.5,
         "desloc": 1.5,
+        "mt_dao": 1.5,
         "eager_diloco": 3.5,
     },
 }
@@ -143,6 +145,13 @@ def test_averaged_moments_cost_an_overlapped_method_a_buffer_and_what_was_sent(
         held_beyond_the_ledger, 2, name, wire, {"average_moments": True}
     ):
         assert told == pytest.approx(expected, abs=1e-9)
+        assert told <= copies < told + 0.04
+
+
+def test_a_late_momentum_costs_a_buffer_and_what_was_sent(workers):
+    fields = {"first_moment_every": 2, "late_momentum": True}
+    for copies, told in workers.run(held_beyond_the_ledger, 2, "mt_dao", Precision.fp32, fields):
+        assert told == pytest.approx(2 + 2, abs=1e-9)
         assert told <= copies < told + 0.04
 
 
@@ -210,14 +219,20 @@ def test_the_end_of_a_round_makes_no_temporary_of_model_size(monkeypatch, name, 
     assert seen.operations > 0 and seen.largest <= 1024
 
 
-def test_a_mean_of_moments_makes_none_either(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("desloc", {}), ("mt_dao", {"first_moment_every": 2, "late_momentum": True})],
+)
+def test_a_mean_of_moments_makes_none_either(monkeypatch, name, fields):
     monkeypatch.setitem(flat._CHUNK, "cpu", 1024)
-    model, optimizer, method = build("desloc")
+    model, optimizer, method = build(name, **fields)
     method.prepare(model, optimizer, co2.Mesh.world())
     train(model, method, 4)
     with torch.no_grad(), LargestAllocation() as seen:
         for moment, _ in method.periods:
             moment.average(method.mean)
+        if method.moments is not None:
+            method.moments.end_round(method.steps + 2)
     assert seen.operations > 0 and seen.largest <= 1024
 
 

@@ -51,6 +51,7 @@ ON_HOST = [
     ("sparseloco", {**TAU, "density": 0.3}),
     ("co2_keep", TAU),
     ("desloc", {**TAU, "first_moment_every": 2, "second_moment_every": 4}),
+    ("mt_dao", {**TAU, "first_moment_every": 2, "late_momentum": True}),
     ("co2", {**TAU, "gap_penalty": "none"}),
     ("co2", {**TAU, "gap_penalty": "gap_aware", "clip": 0.05}),
     ("co2", {**TAU, "gap_penalty": "gap_aware_elementwise"}),

@@ -38,6 +38,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "co2_keep": {"tau": 3, "keep_local": 0.6, "outer_momentum": 0.6, "momentum_weight": 0.3},
     "acco": {},
     "desloc": {"tau": 3, "first_moment_every": 2, "second_moment_every": 4},
+    "mt_dao": {
+        "tau": 3,
+        "slow_beta": 0.8,
+        "slow_weight": 0.6,
+        "first_moment_every": 6,
+        "second_moment_every": 4,
+    },
     "onebit_adam": {"freeze_step": 4, "mask_below": 0.3},
     "zero_one_adam": {
         "freeze_step": 4,
@@ -52,7 +59,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 OVERLAPPED = tuple(name for name in SETTINGS if METHODS[name].blocking is Blocking.beyond_delay)
 """Methods that compute on while a collective is in flight."""
 
-NEEDS_ADAM = ("desloc",)
+NEEDS_ADAM = ("desloc", "mt_dao")
 """Methods around an inner Adam, whose moments they average."""
 
 MOMENTS: dict[str, dict[str, Any]] = {

@@ -48,9 +48,13 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "sparseloco": ("sparseloco", {"tau": TAU, "density": 0.4}),
     "acco": ("acco", {}),
     "desloc": ("desloc", {"tau": TAU, "first_moment_every": 2, "second_moment_every": 4}),
+    "mt_dao": (
+        "mt_dao",
+        {"tau": TAU, "first_moment_every": TAU, "second_moment_every": 4, "late_momentum": True},
+    ),
     "co2_keep with moments": ("co2_keep", {"tau": TAU, "delay": 1, "average_moments": True}),
 }
-NEED_ADAM = ("desloc", "co2_keep with moments")
+NEED_ADAM = ("desloc", "mt_dao", "co2_keep with moments")
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda groups: SGD(groups, lr=0.1, momentum=0.9, nesterov=True),

@@ -30,16 +30,18 @@ SENDS = {
     "2(G−1)/G · n/τ": lambda G, n, tau: 2 * (G - 1) / G * n / tau,
     "(G−1) · n/(111τ)": lambda G, n, tau: (G - 1) * n / (111 * tau),
     "3(G−1)/G · n/τ": lambda G, n, tau: 3 * (G - 1) / G * n / tau,
+    "6(G−1)/G · n/τ": lambda G, n, tau: 6 * (G - 1) / G * n / tau,
     "2(G−1)/G · n/32": lambda G, n, tau: 2 * (G - 1) / G * n / 32,
 }
 OWN: dict[str, dict[str, int]] = {
     "allreduce": {},
     "acco": {},
     "desloc": {"tau": 1, "first_moment_every": 3, "second_moment_every": 6},
+    "mt_dao": {"tau": 1, "first_moment_every": 1, "second_moment_every": 1},
     "onebit_adam": {"freeze_step": ROUNDS},
     "zero_one_adam": {"freeze_step": ROUNDS, "max_interval": 1},
 }
-"""Settings of the methods without a τ, and of one whose periods must fit into the test."""
+"""Settings of the methods without a τ, and of those whose periods must fit into the test."""
 
 
 def test_every_method_has_one() -> None:

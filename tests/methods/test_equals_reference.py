@@ -43,6 +43,8 @@ SHARDED = [(name, {**settings, "shard": True}) for name, settings in CASES if na
 DELAYS = (None, 0, 1)
 CASES += [("co2_keep", {**SETTINGS["co2_keep"], "delay": delay}) for delay in DELAYS]
 CASES += [("streaming_diloco", {**SETTINGS["streaming_diloco"], **own}) for own in STREAMING]
+LATE_MOMENTUM = {"first_moment_every": 6, "late_momentum": True}
+CASES += [("mt_dao", {**SETTINGS["mt_dao"], **LATE_MOMENTUM})]
 CASES += [(name, {**SETTINGS[name], "compress": Compress.update}) for name in ADAM]
 WITH_MOMENTS = [
     *MOMENTS.items(),

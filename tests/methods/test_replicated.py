@@ -34,6 +34,7 @@ REPLICATED = {
     "co2": ["anchor", "momentum"],
     "co2_keep": ["center", "momentum"],
     "desloc": ["anchor"],
+    "mt_dao": ["anchor"],
 }
 """By method; the others hold nothing that is equal, but for the weights of some."""
 

@@ -18,6 +18,8 @@ TWO_IN_FLIGHT = {**SETTINGS["streaming_diloco"], "delay": 2}
 CASES = [*SETTINGS.items(), *(("co2", fields) for fields in (ELEMENTWISE, *SHARDED))]
 QUANTIZED = [{**TWO_IN_FLIGHT, "exchange": kind} for kind in ("int8", "int4")]
 CASES += MOMENTS.items()
+LATE_MOMENTUM = {"first_moment_every": 6, "late_momentum": True}
+CASES += [("mt_dao", {**SETTINGS["mt_dao"], **LATE_MOMENTUM})]
 CASES += [("streaming_diloco", fields) for fields in (TWO_IN_FLIGHT, *QUANTIZED)]
 
 

@@ -10,6 +10,7 @@ from tests.reference import (
     diloco,
     eager_diloco,
     local_sgd,
+    mt_dao,
     onebit_adam,
     overlap_local_sgd,
     slowmo,
@@ -32,6 +33,7 @@ REFERENCES = {
     "co2_keep": co2_keep.rounds,
     "acco": acco.rounds,
     "desloc": desloc.rounds,
+    "mt_dao": mt_dao.rounds,
     "onebit_adam": onebit_adam.rounds,
     "zero_one_adam": zero_one_adam.rounds,
 }

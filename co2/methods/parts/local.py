@@ -102,7 +102,7 @@ class LocalMethod(Method):
 
     def step(self) -> None:
         super().step()
-        self.optimizer.step()
+        self.inner_step()
         if self.auto is not None:
             self.auto.step_ends()
         if self.steps - self.round_began >= self.tau:  # more: resumed with a smaller τ
@@ -116,6 +116,10 @@ class LocalMethod(Method):
                     self.moments.end_round(self.steps)
         if self.auto is not None:
             self.auto.step_begins()
+
+    def inner_step(self) -> None:
+        """Do one step of the inner optimizer. A method that changes it extends this."""
+        self.optimizer.step()
 
     def lr(self, group: int) -> float:
         """γ_t: the inner learning rate of a parameter group at the round's last inner step. Raises
