@@ -1,8 +1,8 @@
 """When two workers compute, send and wait under each method: the pictures of docs/methods.md.
 
 They show the simulator's own rounds (co2/simulate/schedule.py) with τ = 4, steps of 1 and 1.1
-seconds in turn, and a network that takes 2.4 seconds for a whole model. Streaming DiLoCo, DES-LOC
-and the variants of Adam, which the simulator leaves out, are drawn from their equations.
+seconds in turn, and a network that takes 2.4 seconds for a whole model. Streaming DiLoCo, DES-LOC,
+DeMo and the variants of Adam, which the simulator leaves out, are drawn from their equations.
 """
 
 import argparse
@@ -25,6 +25,8 @@ PERIODS = {"m": 2, "v": 3}
 FREEZE, SIGNS = 2, 1 / 32
 """For the variants of Adam: steps before v is frozen, and bytes of the signs as a share of the
 model's."""
+WAVES = 1 / 85
+"""For DeMo: bytes of 32 coefficients of each block of 64 x 64, as a share of the model's."""
 
 _SCALE, _LEFT, _LANE, _BAR = 33.0, 78, 26, 20
 _LANES = ("worker 0", "worker 1", "network")
@@ -129,8 +131,13 @@ def some_steps() -> Iterator[Span]:
     return signs((0, 1, 2, 3, 5, 7, 11, 15))
 
 
-def signs(exchanges: Collection[int]) -> Iterator[Span]:
-    """All wait after these steps: for gradients, and from `FREEZE` on for signs."""
+def waves() -> Iterator[Span]:
+    """DeMo: a message of the largest coefficients at every step."""
+    return signs(range(20), freeze=0, share=WAVES)
+
+
+def signs(exchanges: Collection[int], freeze: int = FREEZE, share: float = SIGNS) -> Iterator[Span]:
+    """All wait after these steps: for gradients, and from step `freeze` on for a share of them."""
     whole_s = 8 * MODEL_BYTES / NETWORK.link.rate_bits
     starts, step = np.zeros(WORKERS), 0
     while starts.min() < WINDOW_S:
@@ -140,7 +147,7 @@ def signs(exchanges: Collection[int]) -> Iterator[Span]:
         starts = ends
         if step in exchanges:
             begin = float(ends.max())
-            over = begin + (whole_s if step < FREEZE else whole_s * SIGNS)
+            over = begin + (whole_s if step < freeze else whole_s * share)
             for worker in range(WORKERS):
                 yield Span(worker, "wait", ends[worker], over)
             yield Span(2, "send", begin, over, str(step))
@@ -151,6 +158,7 @@ def signs(exchanges: Collection[int]) -> Iterator[Span]:
 EQUATIONS = {
     "streaming_diloco": streaming,
     "desloc": desynced,
+    "demo": waves,
     "onebit_adam": every_step,
     "zero_one_adam": some_steps,
 }

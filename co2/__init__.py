@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from co2.methods.co2 import CO2
     from co2.methods.co2_keep import CO2Keep
     from co2.methods.cocod_sgd import CoCoDSGD
+    from co2.methods.demo import DeMo
     from co2.methods.desloc import DESLOC
     from co2.methods.diloco import DiLoCo
     from co2.methods.eager_diloco import EagerDiLoCo
@@ -46,6 +47,7 @@ __all__ = [
     "CoCoDSGD",
     "CommConfig",
     "ConfigError",
+    "DeMo",
     "DiLoCo",
     "EagerDiLoCo",
     "LocalSGD",

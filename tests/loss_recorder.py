@@ -38,6 +38,7 @@ OWN: dict[str, tuple[str, ...]] = {
     "acco": (),
     "desloc": ("tau=3", "first_moment_every=4", "second_moment_every=5"),
     "mt_dao": ("tau=3", "first_moment_every=6", "second_moment_every=5", "late_momentum=true"),
+    "demo": (),
     "onebit_adam": ("freeze_step=6",),
     "zero_one_adam": ("freeze_step=6", "double_every=4"),
 }
@@ -140,6 +141,7 @@ def overrides(task: str, workers: int, settings: Sequence[str]) -> list[str]:
         "log.wandb=disabled",
         "launch.backend=gloo",
         *(("optim.name=adamw", "optim.lr=1e-3") if adam else ()),
+        *(("optim.name=sgd", "optim.momentum=0") if settings[0] == "method=demo" else ()),
         *SMALL[task],
         *settings,
     ]

@@ -98,7 +98,7 @@ def trial_overrides(method: str, overrides: Sequence[str] = ()) -> list[str]:
 def _method_overrides(method: str) -> list[str]:
     if method == LIMIT:
         return ["method=local_sgd", "local_sgd.tau=1000000000"]
-    return [f"method={method}"]
+    return [f"method={method}", *known_methods()[method].needs]
 
 
 def _without_other_methods(overrides: Sequence[str], method: str) -> list[str]:

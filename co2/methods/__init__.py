@@ -6,6 +6,7 @@ from co2.methods.base import Method
 from co2.methods.co2 import CO2
 from co2.methods.co2_keep import CO2Keep
 from co2.methods.cocod_sgd import CoCoDSGD
+from co2.methods.demo import DeMo
 from co2.methods.desloc import DESLOC
 from co2.methods.diloco import DiLoCo
 from co2.methods.eager_diloco import EagerDiLoCo
@@ -33,6 +34,7 @@ METHODS: dict[str, type[Method]] = {
     "acco": ACCO,
     "desloc": DESLOC,
     "mt_dao": MTDAO,
+    "demo": DeMo,
     "onebit_adam": OneBitAdam,
     "zero_one_adam": ZeroOneAdam,
 }

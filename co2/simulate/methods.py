@@ -36,6 +36,7 @@ NOT_ELASTIC = ("sparseloco",)
 method gives in `refusals`."""
 LEFT_OUT = {
     "streaming_diloco": "each fragment of its model has rounds of its own",
+    "demo": "what it sends depends on the shapes of the model's tensors",
     "onebit_adam": "what it sends shrinks when its variance is frozen, in the midst of training",
     "zero_one_adam": "how often it sends, and how much, changes in the course of training",
 }

@@ -94,6 +94,10 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
         Knob("slow_beta", (0.98, 0.99, 0.995, 0.999)),
         Knob("slow_weight", (0.3, 0.5, 0.7, 0.9)),
     ),
+    "demo": (
+        # DeMo's public code: decay 0.999, 32 of blocks of 64 x 64.
+        Knob("decay", (0.9, 0.99, 0.999)),
+    ),
     "onebit_adam": (
         # 1-bit Adam (2102.02888): 15 to 20 % of training.
         Knob("freeze_step", (0.1, 0.15, 0.2, 0.3), Unit.steps),

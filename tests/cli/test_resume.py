@@ -518,6 +518,7 @@ METHODS = {
         "mt_dao.second_moment_every=5",
         "mt_dao.late_momentum=true",
     ),
+    "demo": ("optim.momentum=0", "optim.lr=0.01"),
     "onebit_adam": ("optim.name=adamw", "optim.lr=0.01", "onebit_adam.freeze_step=5"),
     "zero_one_adam": (
         "optim.name=adamw",

@@ -16,7 +16,7 @@ from co2.methods import METHODS
 from co2.methods.parts import compressed
 from co2.train import meters
 from tests.grids import grid
-from tests.methods.driver import ADAM, NEEDS_ADAM, ROUNDS_OF, SPARSE
+from tests.methods.driver import ADAM, NEEDS_ADAM, NEEDS_SGD, ROUNDS_OF, SPARSE
 
 WIDTH = 257
 PARAMS = WIDTH * WIDTH + WIDTH + WIDTH * 8
@@ -37,7 +37,8 @@ def build(
     name: str, wire: Precision = Precision.fp32, **fields
 ) -> tuple[nn.Module, torch.optim.Optimizer, co2.Method]:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8, bias=False))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    kind = torch.optim.SGD if name in NEEDS_SGD else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=1e-3)
     own = (
         {"tau": 2}
         if name in (*ROUNDS_OF, *NEEDS_ADAM)
@@ -89,6 +90,9 @@ SPARSE_MESSAGES = (
     / (4 * PARAMS)
 )
 """Sent and received of a sparse mean on two workers, of which the second gets two."""
+DEMO_MESSAGES = 3 * 6 * (WIDTH * WIDTH + WIDTH + WIDTH * 8 // 8 * 8) / (4 * PARAMS)
+"""Sent and received of DeMo on two workers. 257 is a prime number, so blocks are so small that all
+of their coefficients travel, at six bytes each."""
 COPIES = {
     Precision.fp32: {
         "allreduce": 0,
@@ -98,6 +102,7 @@ COPIES = {
         "mt_dao": 2,
         "eager_diloco": 4,
         "sparseloco": 3 + SPARSE_MESSAGES,
+        "demo": 1 + DEMO_MESSAGES,
         # Gradient, m, v, two kinds of error, a mask; and u and the start of the interval.
         "onebit_adam": 4.75 + MESSAGES,
         "zero_one_adam": 6.75 + MESSAGES,
@@ -115,7 +120,7 @@ OTHERS = {Precision.fp32: 3, Precision.bf16: 2.5}
 """The communication buffer is one of them; with bf16, half a one."""
 
 
-PACKED = (*ADAM, *SPARSE)
+PACKED = (*ADAM, *SPARSE, *NEEDS_SGD)
 CELLS = [(n, w) for n in METHODS for w in Precision if n not in PACKED or w is Precision.fp32]
 
 

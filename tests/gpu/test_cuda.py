@@ -22,7 +22,7 @@ from co2.methods import METHODS
 from co2.train.host_copy import HostCopy
 from tests.cli.harness import command, execute
 from tests.gpu.conftest import CUDA
-from tests.methods.driver import inner
+from tests.methods.driver import NEEDS_SGD, inner
 from tests.workers import Pool
 
 on_gpu = [
@@ -66,6 +66,7 @@ FIELDS = [
     ("co2", {**TAU, "clip": 0.05, "shard": True}),
     ("allreduce", {}),
     ("acco", {}),
+    ("demo", {"top_k": 3}),
     ("onebit_adam", {"freeze_step": 4}),
     ("zero_one_adam", {"freeze_step": 4, "kappa": 2, "double_every": 2, "max_interval": 4}),
 ]
@@ -80,7 +81,7 @@ def optimizer_for(
 ) -> torch.optim.Optimizer:
     if inner(name) == "adamw" or "average_moments" in fields:
         return torch.optim.AdamW(weights, lr=0.01)
-    return torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    return torch.optim.SGD(weights, lr=0.1, momentum=0.0 if name in NEEDS_SGD else 0.9)
 
 
 def trajectory(

@@ -45,6 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "first_moment_every": 6,
         "second_moment_every": 4,
     },
+    "demo": {"decay": 0.8, "top_k": 2, "block": 6},
     "onebit_adam": {"freeze_step": 4, "mask_below": 0.3},
     "zero_one_adam": {
         "freeze_step": 4,
@@ -82,8 +83,14 @@ ADAM = tuple(name for name in SETTINGS if issubclass(METHODS[name], CompressedAd
 """Methods that are an Adam: they take the place of the inner one, and refuse any other."""
 
 
+NEEDS_SGD = ("demo",)
+"""Methods that make the steps of an SGD without momentum theirs."""
+
+
 def inner(name: str, optimizer: str = "sgd") -> str:
     """The inner optimizer to test a method with, where `optimizer` would do for the others."""
+    if name in NEEDS_SGD:
+        return "decay"
     return "adamw" if name in (*ADAM, *NEEDS_ADAM) else optimizer
 
 

@@ -52,6 +52,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         "mt_dao",
         {"tau": TAU, "first_moment_every": TAU, "second_moment_every": 4, "late_momentum": True},
     ),
+    "demo": ("demo", {"top_k": 4, "block": 4}),
     "co2_keep with moments": ("co2_keep", {"tau": TAU, "delay": 1, "average_moments": True}),
 }
 NEED_ADAM = ("desloc", "mt_dao", "co2_keep with moments")

@@ -57,6 +57,9 @@ WRONG: list[tuple[str, str, Any]] = [
     *(("mt_dao", f"{name}_moment_every", 0) for name in ("first", "second")),
     *(("mt_dao", "slow_beta", value) for value in (-0.1, 1.0, NAN)),
     *(("mt_dao", "slow_weight", value) for value in (-0.1, 1.1, NAN)),
+    *(("demo", "decay", value) for value in (-0.1, 1.0, NAN)),
+    *(("demo", "top_k", value) for value in (0, 2.5)),
+    *(("demo", "block", value) for value in (0, 129)),
     *((name, "freeze_step", value) for name in ADAM for value in (0, -1)),
     *(("zero_one_adam", key, 0) for key in ("kappa", "double_every", "max_interval")),
 ]

@@ -45,6 +45,7 @@ CASES += [("co2_keep", {**SETTINGS["co2_keep"], "delay": delay}) for delay in DE
 CASES += [("streaming_diloco", {**SETTINGS["streaming_diloco"], **own}) for own in STREAMING]
 LATE_MOMENTUM = {"first_moment_every": 6, "late_momentum": True}
 CASES += [("mt_dao", {**SETTINGS["mt_dao"], **LATE_MOMENTUM})]
+CASES += [("demo", {"decay": 0.9, "top_k": top_k, "block": 64}) for top_k in (1, 4, 99)]
 CASES += [(name, {**SETTINGS[name], "compress": Compress.update}) for name in ADAM]
 WITH_MOMENTS = [
     *MOMENTS.items(),
@@ -149,7 +150,7 @@ def test_equals_reference(workers: Pool, case: tuple[str, dict[str, Any]], world
     ids=str,
 )
 def test_equals_reference_with_adamw(workers: Pool, case: tuple[str, dict[str, Any]]) -> None:
-    compare(workers, case, "adamw", 2, torch.float64, 1e-12)
+    compare(workers, case, inner(case[0], "adamw"), 2, torch.float64, 1e-12)
 
 
 @pytest.mark.parametrize("world", grid([1, 3], (3).__eq__))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.methods.driver import MOMENTS, SETTINGS, Session, Snapshot, assert_same
+from tests.methods.driver import MOMENTS, SETTINGS, Session, Snapshot, assert_same, inner
 from tests.workers import Pool
 
 TAU = 3
@@ -59,8 +59,9 @@ def shown(session: Session) -> Snapshot:
 
 
 def stop_everywhere(rank: int, world: int, name: str, settings: dict[str, Any]) -> None:
-    expected = finish(Session(rank, name, settings, "adamw"))
-    first = Session(rank, name, settings, "adamw")
+    optimizer = inner(name, "adamw")
+    expected = finish(Session(rank, name, settings, optimizer))
+    first = Session(rank, name, settings, optimizer)
     saves = []
     for _ in range(3 * TAU):
         first.step()
@@ -68,7 +69,7 @@ def stop_everywhere(rank: int, world: int, name: str, settings: dict[str, Any]) 
     assert_same(finish(first), expected)  # saving is no disturbance either, nor is looking
     for saved, seen in saves:
         # Another seed: whatever is not loaded shows.
-        again = Session(rank, name, settings, "adamw", seed=rank + 50)
+        again = Session(rank, name, settings, optimizer, seed=rank + 50)
         state = load(again, saved)
         assert_same(again.method.state_dict(), state["method"])
         assert_same(shown(again), seen)

@@ -6,6 +6,7 @@ from tests.reference import (
     co2,
     co2_keep,
     cocod_sgd,
+    demo,
     desloc,
     diloco,
     eager_diloco,
@@ -34,6 +35,7 @@ REFERENCES = {
     "acco": acco.rounds,
     "desloc": desloc.rounds,
     "mt_dao": mt_dao.rounds,
+    "demo": demo.rounds,
     "onebit_adam": onebit_adam.rounds,
     "zero_one_adam": zero_one_adam.rounds,
 }

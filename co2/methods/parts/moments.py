@@ -108,11 +108,12 @@ class Moment:
         """Context for synchronized access to the moment: its chunks, each with that of `divisor`,
         or None without one."""
         chunks = self.open()
-        others = None if divisor is None else divisor.open()
+        others: list[Chunk | None] = [None] * len(chunks) if divisor is None else [*divisor.open()]
         with ExitStack() as stack:
-            for opened in filter(None, (chunks, others)):
-                stack.enter_context(opened[0].transfer.round())
-            yield list(zip(chunks, others or [None] * len(chunks), strict=True))
+            for first in (chunks[0], others[0]):
+                if first is not None:
+                    stack.enter_context(first.transfer.round())
+            yield list(zip(chunks, others, strict=True))
 
     def scratch_tensors(self) -> list[Tensor]:
         """One chunk, from the first use on."""
