@@ -19,7 +19,8 @@ at a round's end, travels during the next round and arrives at the end of that, 
 sent is left in u (parts/moments.py):  u^i ← u^i + β^τ (mean_i u^i − u^i)_then. That is exactly what
 u would be, had the mean been taken in at once and the gradients been the same.
 
-Not read were ω, the second beta of each experiment and how momenta begin. Chosen here:
+The equations were read in the abstract and in public summaries of the paper, which give neither ω
+nor how momenta begin. Chosen here:
 - ω = 0.7 and β = 0.995, as QHAdam's authors advise. The paper's β is about 0.999, in its studies
   0.99 and 0.995.
 - The paper works with ADOPT, a variant of Adam, and β2 = 0.9999. Here it is AdamW with its
