@@ -27,6 +27,8 @@ SHARE = 0.005
 FREEZE, SIGNS = 2, 1 / 32
 """For the variants of Adam: steps before v is frozen, and bytes of the signs as a share of the
 model's."""
+WAVES = 1 / 85
+"""For DeMo: bytes of 32 coefficients of each block of 64 x 64, as a share of the model's."""
 
 _SCALE, _LEFT, _LANE, _BAR = 33.0, 78, 26, 20
 _LANES = ("worker 0", "worker 1", "network")
@@ -141,6 +143,11 @@ def drawn() -> Iterator[Span]:
     return signs(range(20), 0, SHARE)
 
 
+def waves() -> Iterator[Span]:
+    """DeMo: a message of the largest coefficients at every step."""
+    return signs(range(20), 0, WAVES)
+
+
 def signs(exchanges: Collection[int], freeze: int = FREEZE, share: float = SIGNS) -> Iterator[Span]:
     """All wait after these steps: for whole vectors, and from `freeze` on for a share of one."""
     whole_s = 8 * MODEL_BYTES / NETWORK.link.rate_bits
@@ -165,6 +172,7 @@ EQUATIONS = {
     "noloco": paired,
     "sparta": drawn,
     "desloc": desynced,
+    "demo": waves,
     "onebit_adam": every_step,
     "zero_one_adam": some_steps,
 }

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from co2.methods.co2_keep import CO2Keep
     from co2.methods.co2_released import CO2Released
     from co2.methods.cocod_sgd import CoCoDSGD
+    from co2.methods.demo import DeMo
     from co2.methods.desloc import DESLOC
     from co2.methods.diloco import DiLoCo
     from co2.methods.eager_diloco import EagerDiLoCo
     from co2.methods.local_sgd import LocalSGD
+    from co2.methods.mt_dao import MTDAO
     from co2.methods.noloco import NoLoCo
     from co2.methods.onebit_adam import OneBitAdam
     from co2.methods.overlap_local_sgd import OverlapLocalSGD
@@ -42,6 +44,7 @@ __all__ = [
     "CO2",
     "DESLOC",
     "METHODS",
+    "MTDAO",
     "SPARTA",
     "AllReduce",
     "CO2Keep",
@@ -49,6 +52,7 @@ __all__ = [
     "CoCoDSGD",
     "CommConfig",
     "ConfigError",
+    "DeMo",
     "DiLoCo",
     "EagerDiLoCo",
     "LocalSGD",

@@ -7,10 +7,12 @@ from co2.methods.co2 import CO2
 from co2.methods.co2_keep import CO2Keep
 from co2.methods.co2_released import CO2Released
 from co2.methods.cocod_sgd import CoCoDSGD
+from co2.methods.demo import DeMo
 from co2.methods.desloc import DESLOC
 from co2.methods.diloco import DiLoCo
 from co2.methods.eager_diloco import EagerDiLoCo
 from co2.methods.local_sgd import LocalSGD
+from co2.methods.mt_dao import MTDAO
 from co2.methods.noloco import NoLoCo
 from co2.methods.onebit_adam import OneBitAdam
 from co2.methods.overlap_local_sgd import OverlapLocalSGD
@@ -37,6 +39,8 @@ METHODS: dict[str, type[Method]] = {
     "acco": ACCO,
     "sparta": SPARTA,
     "desloc": DESLOC,
+    "mt_dao": MTDAO,
+    "demo": DeMo,
     "onebit_adam": OneBitAdam,
     "zero_one_adam": ZeroOneAdam,
 }

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from co2.comm.pairs import PairMean
 from co2.config import Blocking, CommConfig, Precision
@@ -75,17 +74,10 @@ class NoLoCo(LocalMethod):
         }
 
     def init_outer_state(self) -> None:
-        self.outer = self.flat.copy()
-        self.momentum = self.flat.zeros()
+        self.outer = self.hold("outer", self.flat.copy())
+        self.momentum = self.hold("momentum", self.flat.zeros())
         self.pairs = PairMean(self.mesh, self.mean)
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        own = {**self.saved_tensors(), "received": self.pairs.received}
-        return {**super().state_tensors(), **own}
-
-    def saved_tensors(self) -> dict[str, Tensor]:
-        """All but what travels: nothing is in flight between two steps."""
-        return {"outer": self.outer, "momentum": self.momentum}
+        self.hold("received", self.pairs.received, saved=False)
 
     def end_round(self) -> None:
         alpha, beta, gamma = self.config.outer_lr, self.config.outer_momentum, self.config.pull

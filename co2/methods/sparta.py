@@ -36,6 +36,7 @@ from co2.methods.base import Method, synchronizing
 class SPARTA(Method):
     blocking = Blocking.beyond_delay
     may_change = frozenset({"delay"})
+    saved_values = (*Method.saved_values, "drawn_at")
 
     @dataclass
     class Config:
@@ -61,11 +62,14 @@ class SPARTA(Method):
     def set_up(self) -> nn.Module:
         self.flat = flat = FlatParams(self.optimizer)
         count = math.ceil(self.config.share * flat.numel)
-        self.mean = BackgroundMean(count, self.mesh, self.comm, flat.dtype, flat.device)
-        self.means = [self.mean]
-        self.sent = torch.zeros_like(self.mean.buffer)
-        self.places = torch.zeros_like(self.sent, dtype=torch.int64)
-        """Where the elements that travel lie, each within its own tensor."""
+        self.mean = self.send_by(
+            BackgroundMean(count, self.mesh, self.comm, flat.dtype, flat.device)
+        )
+        self.sent = self.hold("sent", torch.zeros_like(self.mean.buffer))
+        places = torch.zeros_like(self.sent, dtype=torch.int64)
+        self.places = self.hold("places", places, replicated=True, saved=False)
+        """Where the elements that travel lie, each within its own tensor. A resumed run draws them
+        again."""
         self.spans: list[tuple[Tensor, slice]] = []
         """The tensors that have some of them, each with its part of `places`."""
         self.drawn_at = 0
@@ -124,23 +128,10 @@ class SPARTA(Method):
     def first_means(self) -> dict[str, int]:
         return {"weights": max(1, 2 * self.config.delay)}
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        return {"buffer": self.mean.buffer, "sent": self.sent, "places": self.places}
-
-    def replicated_tensors(self) -> dict[str, Tensor]:
-        return {"places": self.places}
-
-    def saved_tensors(self) -> dict[str, Tensor]:
-        """What was sent. The buffer is its mean's to save, and places are drawn again."""
-        return {"sent": self.sent}
-
     def scratch_tensors(self) -> list[Tensor]:
         return self.flat.transfer.scratch_tensors()
 
-    def own_state(self) -> dict[str, Any]:
-        return {"drawn_at": self.drawn_at}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        if state["drawn_at"]:
-            self._draw(state["drawn_at"])
+        if self.drawn_at:
+            self._draw(self.drawn_at)

@@ -101,6 +101,15 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
         Knob("first_moment_every", (1, 2, 3, 6), Unit.rounds),
         Knob("second_moment_every", (1, 3, 6, 12), Unit.rounds),
     ),
+    "mt_dao": (
+        # MT-DAO (2510.05361): β about 0.999; QHAdam (1810.06801): ω = 0.7 and β = 0.995.
+        Knob("slow_beta", (0.98, 0.99, 0.995, 0.999)),
+        Knob("slow_weight", (0.3, 0.5, 0.7, 0.9)),
+    ),
+    "demo": (
+        # DeMo's public code: decay 0.999, 32 of blocks of 64 x 64.
+        Knob("decay", (0.9, 0.99, 0.999)),
+    ),
     "onebit_adam": (
         # 1-bit Adam (2102.02888): 15 to 20 % of training.
         Knob("freeze_step", (0.1, 0.15, 0.2, 0.3), Unit.steps),

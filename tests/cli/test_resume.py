@@ -510,6 +510,15 @@ METHODS = {
         "desloc.first_moment_every=4",
         "desloc.second_moment_every=5",
     ),
+    "mt_dao": (
+        "optim.name=adamw",
+        "optim.lr=0.01",
+        "mt_dao.tau=3",
+        "mt_dao.first_moment_every=6",
+        "mt_dao.second_moment_every=5",
+        "mt_dao.late_momentum=true",
+    ),
+    "demo": ("optim.name=sgd", "optim.momentum=0", "optim.lr=0.01"),
     "onebit_adam": ("optim.name=adamw", "optim.lr=0.01", "onebit_adam.freeze_step=5"),
     "zero_one_adam": (
         "optim.name=adamw",
@@ -538,9 +547,9 @@ def test_every_method_goes_on_exactly(
     flight differs between the steps of a round: CO2 is stopped at each of them, the others at one
     in turn, since tests/methods/test_resume.py stops all of them everywhere."""
     arguments = (
-        *choice,
         "optim.name=adamw",
         "optim.lr=0.01",
+        *choice,  # which may name another optimizer
         "train.steps=24",
         "train.accumulate=2",
         "train.eval_every=5",

@@ -41,6 +41,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "acco": {},
     "sparta": {"share": 0.4, "delay": 3},
     "desloc": {"tau": 3, "first_moment_every": 2, "second_moment_every": 4},
+    "mt_dao": {
+        "tau": 3,
+        "slow_beta": 0.8,
+        "slow_weight": 0.6,
+        "first_moment_every": 6,
+        "second_moment_every": 4,
+    },
+    "demo": {"decay": 0.8, "top_k": 2, "block": 6},
     "onebit_adam": {"freeze_step": 4, "mask_below": 0.3},
     "zero_one_adam": {
         "freeze_step": 4,
@@ -55,7 +63,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 OVERLAPPED = tuple(name for name in SETTINGS if METHODS[name].blocking is Blocking.beyond_delay)
 """Methods that compute on while a collective is in flight."""
 
-NEEDS_ADAM = ("desloc",)
+NEEDS_ADAM = ("desloc", "mt_dao")
 """Methods around an inner Adam, whose moments they average."""
 
 MOMENTS: dict[str, dict[str, Any]] = {
@@ -84,8 +92,14 @@ ADAM = tuple(name for name in SETTINGS if issubclass(METHODS[name], CompressedAd
 """Methods that are an Adam: they take the place of the inner one, and refuse any other."""
 
 
+NEEDS_SGD = ("demo",)
+"""Methods that make the steps of an SGD without momentum theirs."""
+
+
 def inner(name: str, optimizer: str = "sgd") -> str:
     """The inner optimizer to test a method with, where `optimizer` would do for the others."""
+    if name in NEEDS_SGD:
+        return "decay"
     return "adamw" if name in (*ADAM, *NEEDS_ADAM) else optimizer
 
 

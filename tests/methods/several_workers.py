@@ -52,9 +52,14 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "sparta": ("sparta", {"share": 0.4, "delay": 1}),
     "sparta of all": ("sparta", {"share": 1.0, "delay": 1}),
     "desloc": ("desloc", {"tau": TAU, "first_moment_every": 2, "second_moment_every": 4}),
+    "mt_dao": (
+        "mt_dao",
+        {"tau": TAU, "first_moment_every": TAU, "second_moment_every": 4, "late_momentum": True},
+    ),
+    "demo": ("demo", {"top_k": 4, "block": 4}),
     "co2_keep with moments": ("co2_keep", {"tau": TAU, "delay": 1, "average_moments": True}),
 }
-NEED_ADAM = ("desloc", "co2_keep with moments")
+NEED_ADAM = ("desloc", "mt_dao", "co2_keep with moments")
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda groups: SGD(groups, lr=0.1, momentum=0.9, nesterov=True),

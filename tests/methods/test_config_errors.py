@@ -62,6 +62,13 @@ WRONG: list[tuple[str, str, Any]] = [
     *(("co2_released", "gap_penalty", value) for value in (0.0, -2.0, NAN)),
     *(("desloc", "tau", value) for value in (0, -3, "auto", 2.5)),
     *(("desloc", f"{name}_moment_every", 0) for name in ("first", "second")),
+    *(("mt_dao", "tau", value) for value in (0, "auto")),
+    *(("mt_dao", f"{name}_moment_every", 0) for name in ("first", "second")),
+    *(("mt_dao", "slow_beta", value) for value in (-0.1, 1.0, NAN)),
+    *(("mt_dao", "slow_weight", value) for value in (-0.1, 1.1, NAN)),
+    *(("demo", "decay", value) for value in (-0.1, 1.0, NAN)),
+    *(("demo", "top_k", value) for value in (0, 2.5)),
+    *(("demo", "block", value) for value in (0, 129)),
     *((name, "freeze_step", value) for name in ADAM for value in (0, -1)),
     *(("zero_one_adam", key, 0) for key in ("kappa", "double_every", "max_interval")),
 ]
@@ -77,6 +84,7 @@ RIGHT: list[tuple[str, str, Any]] = [
     *(("noloco", "pull", value) for value in (0.0, 1.49)),
     *(("sparta", "share", value) for value in (1e-9, 1.0, 1)),
     *(("sparta", "delay", value) for value in (0, 10)),
+    *(("mt_dao", "slow_weight", value) for value in (0.0, 1.0)),
     *((name, "outer_momentum", 0.0) for name in ("slowmo", "overlap_local_sgd", "co2")),
     *(("co2", "clip", value) for value in (None, 0.0, 5.0)),
     *(
@@ -101,6 +109,14 @@ def test_refused(name: str, key: str, value: Any) -> None:
 @pytest.mark.parametrize(("name", "key", "value"), RIGHT)
 def test_accepted(name: str, key: str, value: Any) -> None:
     assert getattr(METHODS[name].Config(**{**SETTINGS[name], key: value}), key) == value
+
+
+def test_a_late_momentum_comes_at_the_ends_of_rounds() -> None:
+    for every in (2, 7):
+        hint = rf"^first_moment_every={every}: must be a multiple of tau, which is 3"
+        with pytest.raises(ConfigError, match=hint):
+            co2.MTDAO.Config(tau=3, first_moment_every=every, late_momentum=True)
+    co2.MTDAO.Config(tau=3, first_moment_every=6, late_momentum=True)
 
 
 def test_what_is_sharded_does_not_travel_in_bf16() -> None:

@@ -50,6 +50,9 @@ DELAYS = (None, 0, 1)
 CASES += [("co2_keep", {**SETTINGS["co2_keep"], "delay": delay}) for delay in DELAYS]
 CASES += [("streaming_diloco", {**SETTINGS["streaming_diloco"], **own}) for own in STREAMING]
 CASES += [("sparta", {"share": 0.3, "delay": delay}) for delay in (0, 1)]
+LATE_MOMENTUM = {"first_moment_every": 6, "late_momentum": True}
+CASES += [("mt_dao", {**SETTINGS["mt_dao"], **LATE_MOMENTUM})]
+CASES += [("demo", {"decay": 0.9, "top_k": top_k, "block": 64}) for top_k in (1, 4, 99)]
 CASES += [(name, {**SETTINGS[name], "compress": Compress.update}) for name in ADAM]
 WITH_MOMENTS = [
     *MOMENTS.items(),
@@ -152,7 +155,7 @@ def test_equals_reference(workers: Pool, case: tuple[str, dict[str, Any]], world
     ids=str,
 )
 def test_equals_reference_with_adamw(workers: Pool, case: tuple[str, dict[str, Any]]) -> None:
-    compare(workers, case, "adamw", 2, torch.float64, 1e-12)
+    compare(workers, case, inner(case[0], "adamw"), 2, torch.float64, 1e-12)
 
 
 @pytest.mark.parametrize("world", grid([1, 3], (3).__eq__))

@@ -161,6 +161,55 @@ def test_desloc_of_equal_periods_is_diloco_with_averaged_moments(workers: Pool) 
     assert_same(workers.run(trajectory, 3, "desloc", settings, "adamw"), diloco)
 
 
+def test_mt_dao_of_momentum_alone_is_desloc(workers: Pool) -> None:
+    """With Adam's own beta."""
+    own = {"slow_beta": 0.9, "slow_weight": 1.0}
+    mt_dao = workers.run(trajectory, 3, "mt_dao", {**SETTINGS["desloc"], **own}, "adamw")
+    assert_same(mt_dao, workers.run(trajectory, 3, "desloc", SETTINGS["desloc"], "adamw"))
+
+
+def test_mt_dao_without_momentum_knows_no_beta(workers: Pool) -> None:
+    settings = {**SETTINGS["mt_dao"], "slow_weight": 0.0}
+    runs = [
+        workers.run(trajectory, 2, "mt_dao", {**settings, "slow_beta": beta}, "adamw")
+        for beta in (0.0, 0.8)
+    ]
+    assert_alike(*runs)
+
+
+def test_a_late_momentum_alone_is_one_in_time(workers: Pool) -> None:
+    settings = {**SETTINGS["mt_dao"], "first_moment_every": TAU}
+    late = workers.run(trajectory, 1, "mt_dao", {**settings, "late_momentum": True}, "adamw")
+    assert_same(late, workers.run(trajectory, 1, "mt_dao", settings, "adamw"))
+
+
+def momenta(rank: int, world: int, late: bool) -> list[Tensor]:
+    """u at the ends of rounds under gradients that do not depend on the weights."""
+    weight = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    fields = {"tau": TAU, "slow_beta": 0.8, "first_moment_every": 4 * TAU, "late_momentum": late}
+    method = co2.MTDAO(co2.MTDAO.Config(**fields))
+    method.prepare(torch.nn.ParameterList([weight]), optimizer, co2.Mesh.world())
+    found = []
+    for step in range(9 * TAU):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        weight.grad = torch.randn(5, generator=generator, dtype=torch.float64)
+        method.step()
+        if (step + 1) % TAU == 0:
+            found.append(optimizer.state[weight]["exp_avg"].clone())
+    method.flush()
+    return found
+
+
+def test_a_late_momentum_is_that_in_time_once_it_has_come(workers: Pool) -> None:
+    """The means of rounds 4 and 8 come with rounds 5 and 9: until then, u lacks them."""
+    pairs = zip(workers.run(momenta, 3, True), workers.run(momenta, 3, False), strict=True)
+    for late, in_time in pairs:
+        for number, (now, then) in enumerate(zip(late, in_time, strict=True), start=1):
+            same = torch.allclose(now, then, rtol=1e-12, atol=1e-12)
+            assert same == (number not in (4, 8)), number
+
+
 def test_kept_progress_without_delay_averages_moments_at_once(workers: Pool) -> None:
     own = {"tau": TAU, "delay": 0, "momentum_weight": 0.0, "average_moments": True}
     kept = workers.run(trajectory, 3, "co2_keep", own, "adamw")

@@ -36,6 +36,7 @@ REPLICATED = {
     "co2_keep": ["center", "momentum"],
     "sparta": ["places"],
     "desloc": ["anchor"],
+    "mt_dao": ["anchor"],
 }
 """By method; the others hold nothing that is equal, but for the weights of some."""
 

@@ -126,7 +126,7 @@ class LocalMethod(Method):
 
     def step(self) -> None:
         super().step()
-        self.optimizer.step()
+        self.inner_step()
         if self.auto is not None:
             self.auto.stopwatch.end()
         if self.steps - self.round_began >= self.tau:  # more: resumed with a smaller τ
@@ -142,6 +142,10 @@ class LocalMethod(Method):
                         self.moments.arrive(self.steps)
         if self.auto is not None:
             self.auto.stopwatch.begin()
+
+    def inner_step(self) -> None:
+        """Do one step of the inner optimizer. A method that changes it extends this."""
+        self.optimizer.step()
 
     def flush(self) -> None:
         super().flush()
