@@ -251,7 +251,7 @@ NAMES = [
     (
         "method=nope",
         "method=nope",
-        "acco, allreduce, co2, co2_keep, cocod_sgd, demo, desloc, diloco",
+        "acco, allreduce, co2, co2_keep, co2_released, cocod_sgd, demo, desloc, diloco",
     ),
     ("method=slomo", "method=slomo", "did you mean slowmo?"),
     ("task=nope", "task=nope", "known: ade20k, glue, gpt2"),
