@@ -98,11 +98,11 @@ def row(name: str, comm: CommConfig, found: dict[str, Any], gpus: bool) -> list[
     ]
 
 
-COMPRESSED = ("onebit_adam", "zero_one_adam")
-NO_ROUNDS = ("allreduce", "acco", *COMPRESSED)
+COMPRESSED = ("demo", "onebit_adam", "zero_one_adam")
+NO_ROUNDS = ("allreduce", "acco", "sparta", *COMPRESSED)
 REFUSED = {CommDevice.auto: COMPRESSED, CommDevice.cpu: NO_ROUNDS}
 """By comm.device, the methods that accept nothing but the defaults of comm."""
-FP32_ONLY = ("sparseloco",)
+FP32_ONLY = ("sparseloco", "noloco", "sparta")
 """Methods that refuse comm.dtype=bf16 alone."""
 PARTS = ("parameter_bytes", "gradient_bytes", "inner_state_bytes", "extra_bytes", "scratch_bytes")
 
@@ -127,7 +127,8 @@ def measure(
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=WORKERS)
     before, host_before = held(device), held(torch.device("cpu"))
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8))).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    kind = torch.optim.SGD if name == "demo" else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=1e-3)
     method = co2.METHODS[name](co2.METHODS[name].Config(**fields), comm)
     wrapped = method.prepare(model, optimizer, co2.Mesh.world(device=device))
     for _ in range(ROUNDS * TAU):

@@ -1,8 +1,8 @@
 """When two workers compute, send and wait under each method: the pictures of docs/methods.md.
 
 They show the simulator's own rounds (co2/simulate/schedule.py) with τ = 4, steps of 1 and 1.1
-seconds in turn, and a network that takes 2.4 seconds for a whole model. Streaming DiLoCo, DES-LOC
-and the variants of Adam, which the simulator leaves out, are drawn from their equations.
+seconds in turn, and a network that takes 2.4 seconds for a whole model. DES-LOC, and what the
+simulator leaves out, is drawn from the equations.
 """
 
 import argparse
@@ -22,9 +22,13 @@ MODEL_BYTES, NUM_BUCKETS = 3_000_000, 3
 NETWORK = Network(Link(rate_bits=10e6), server_size=1, collective="ring")
 PERIODS = {"m": 2, "v": 3}
 """For DES-LOC: rounds of the weights from one mean of a moment to the next."""
+SHARE = 0.005
+"""For SPARTA: bytes of what is drawn as a share of the model's."""
 FREEZE, SIGNS = 2, 1 / 32
 """For the variants of Adam: steps before v is frozen, and bytes of the signs as a share of the
 model's."""
+WAVES = 1 / 85
+"""For DeMo: bytes of 32 coefficients of each block of 64 x 64, as a share of the model's."""
 
 _SCALE, _LEFT, _LANE, _BAR = 33.0, 78, 26, 20
 _LANES = ("worker 0", "worker 1", "network")
@@ -101,6 +105,11 @@ def streaming() -> Iterator[Span]:
             yield Span(2, "send", begin, begin + send_s, f"{number}{'ab'[fragment]}")
 
 
+def paired() -> Iterator[Span]:
+    """NoLoCo: of two workers each waits for the other, as for a mean."""
+    return simulated("local_sgd")
+
+
 def desynced() -> Iterator[Span]:
     """DES-LOC: weights after every `TAU` steps, m and v after every `PERIODS` times as many."""
     whole_s = 8 * MODEL_BYTES / NETWORK.link.rate_bits
@@ -129,8 +138,18 @@ def some_steps() -> Iterator[Span]:
     return signs((0, 1, 2, 3, 5, 7, 11, 15))
 
 
-def signs(exchanges: Collection[int]) -> Iterator[Span]:
-    """All wait after these steps: for gradients, and from `FREEZE` on for signs."""
+def drawn() -> Iterator[Span]:
+    """SPARTA without a delay: some weights after every step."""
+    return signs(range(20), 0, SHARE)
+
+
+def waves() -> Iterator[Span]:
+    """DeMo: a message of the largest coefficients at every step."""
+    return signs(range(20), 0, WAVES)
+
+
+def signs(exchanges: Collection[int], freeze: int = FREEZE, share: float = SIGNS) -> Iterator[Span]:
+    """All wait after these steps: for whole vectors, and from `freeze` on for a share of one."""
     whole_s = 8 * MODEL_BYTES / NETWORK.link.rate_bits
     starts, step = np.zeros(WORKERS), 0
     while starts.min() < WINDOW_S:
@@ -140,7 +159,7 @@ def signs(exchanges: Collection[int]) -> Iterator[Span]:
         starts = ends
         if step in exchanges:
             begin = float(ends.max())
-            over = begin + (whole_s if step < FREEZE else whole_s * SIGNS)
+            over = begin + (whole_s if step < freeze else whole_s * share)
             for worker in range(WORKERS):
                 yield Span(worker, "wait", ends[worker], over)
             yield Span(2, "send", begin, over, str(step))
@@ -150,7 +169,10 @@ def signs(exchanges: Collection[int]) -> Iterator[Span]:
 
 EQUATIONS = {
     "streaming_diloco": streaming,
+    "noloco": paired,
+    "sparta": drawn,
     "desloc": desynced,
+    "demo": waves,
     "onebit_adam": every_step,
     "zero_one_adam": some_steps,
 }

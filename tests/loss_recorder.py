@@ -33,10 +33,15 @@ OWN: dict[str, tuple[str, ...]] = {
     "streaming_diloco": ROUNDS,
     "eager_diloco": ROUNDS,
     "sparseloco": ROUNDS,
+    "noloco": ROUNDS,
     "co2": ROUNDS,
     "co2_keep": ROUNDS,
+    "co2_released": ROUNDS,
     "acco": (),
+    "sparta": (),
     "desloc": ("tau=3", "first_moment_every=4", "second_moment_every=5"),
+    "mt_dao": ("tau=3", "first_moment_every=6", "second_moment_every=5", "late_momentum=true"),
+    "demo": (),
     "onebit_adam": ("freeze_step=6",),
     "zero_one_adam": ("freeze_step=6", "double_every=4"),
 }
@@ -127,7 +132,7 @@ def cases() -> Iterator[tuple[str, list[str]]]:
 
 def overrides(task: str, workers: int, settings: Sequence[str]) -> list[str]:
     steps = LENGTH.get(task, 10)
-    names = [f"method={name}" for name in ("desloc", "onebit_adam", "zero_one_adam")]
+    names = [f"method={name}" for name in ("desloc", "mt_dao", "onebit_adam", "zero_one_adam")]
     adam = task == "toy" and settings[0] in names
     return [
         f"task={task}",
@@ -139,6 +144,7 @@ def overrides(task: str, workers: int, settings: Sequence[str]) -> list[str]:
         "log.wandb=disabled",
         "launch.backend=gloo",
         *(("optim.name=adamw", "optim.lr=1e-3") if adam else ()),
+        *(("optim.name=sgd", "optim.momentum=0") if settings[0] == "method=demo" else ()),
         *SMALL[task],
         *settings,
     ]

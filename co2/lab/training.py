@@ -81,9 +81,10 @@ def finished(trial: Trial, conditions: Conditions, runs: Path) -> SummaryJSON | 
 
 def trial_overrides(method: str, overrides: Sequence[str] = ()) -> list[str]:
     """The overrides with which a trial of this method starts train.py, except for its folder."""
-    chosen = [f"method={method}"]
     if method == LIMIT:
         chosen = ["method=local_sgd", "local_sgd.tau=1000000000"]
+    else:
+        chosen = [f"method={method}", *known_methods()[method].needs]
     # `co2.tau=24` is meant for co2, and only its trials have that key.
     others = known_methods().keys() - {method}
     own = [word for word in overrides if word.lstrip("+~").partition(".")[0] not in others]

@@ -55,6 +55,9 @@ class Method:
     averages_gradients: ClassVar[bool] = False
     """Whether all replicas step with the same gradients, averaged by PyTorch's own wrappers. Those
     then work across the replicas too (co2/train/replica.py)."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Settings without which it trains no task, as `key=value`: programs that compare all methods
+    give them (the laboratory, recipes)."""
     may_change: ClassVar[frozenset[str]] = frozenset()
     """Keys of `Config` that may have another value when a state is loaded than when it was saved.
     The state's tensors depend on all others, or mean something else under them."""
@@ -69,6 +72,7 @@ class Method:
         self.config: Any = self.Config() if config is None else config
         self.comm = comm or CommConfig()
         self.schedule: Schedule | None = None
+        self.total_steps: int | None = None
         self.steps = 0
         """Calls of `step` so far, over all segments of a resumed run."""
         self.means: list[BackgroundMean] = []
@@ -98,6 +102,7 @@ class Method:
         mesh: Mesh,
         schedule: Schedule | None = None,
         fresh: bool = True,
+        total_steps: int | None = None,
     ) -> nn.Module:
         """Give every replica the weights of replica 0, and return the module to train. Collective.
 
@@ -111,6 +116,8 @@ class Method:
                 rate of the round before, which is exact for constant rates.
             fresh: False for a replica that comes to others which train already: nobody's weights
                 are sent. It gets everything by `load_state_dict`.
+            total_steps: of the whole training, of which some methods treat a first share in another
+                way (`blocking_share`). None: nobody knows, and there is no first share.
         Raises:
             ConfigError: the method cannot train this model with this optimizer on this mesh, or
                 the model is wrapped in DistributedDataParallel or its like, or the optimizer's step
@@ -123,6 +130,7 @@ class Method:
         hint = "its step needs a closure, which a method does not have; use another, such as AdamW"
         require(not needed, "optimizer", kind.__name__, hint)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
+        self.total_steps = total_steps
         self._regroup(mesh)
         self.replica_group = mesh.new_group_within_replica()
         mesh.on_change(self._regroup)

@@ -12,6 +12,10 @@ Chosen here: the exact gap, which the paper derives from Gap-Aware (arXiv 1909.1
 released code replaces by 1; see GapPenalty. Step 4 runs before step 3, because d_{t−1} lies in
 the only communication buffer; neither step reads what the other writes.
 
+With `blocking_share` the first rounds wait: they start the mean of d_t first, m_t takes in d_t
+itself with Λ_t = 1, and nothing is late. In the first round after them nothing arrives, and
+x_{t+1,0} = x_{t,0}.
+
 x_{t+1,0} misses round t. So right after its end the consensus is mean_i x^i_{t,τ} = x_{t,0} − d_t,
 which is x_{t+1,0} + α m_t − d_t: d_t is waited for and stays in flight.
 
@@ -31,14 +35,14 @@ from co2.comm.phases import SNAPSHOT
 from co2.config import Blocking, CommConfig, CommDevice, Precision
 from co2.errors import require
 from co2.methods.base import ELASTIC
-from co2.methods.parts.local import LocalMethod, check_outer, check_tau
+from co2.methods.parts.local import LocalMethod, check_blocking_share, check_outer, check_tau
 from co2.methods.parts.outer import GapPenalty, Momentum, check_clip, check_gap_penalty
 from co2.methods.parts.outer_shard import OuterShard, ShardChunk
 
 
 class CO2(LocalMethod):
     blocking = Blocking.beyond_delay
-    may_change = frozenset({"tau", "outer_momentum", "clip", "clip_mode"})
+    may_change = frozenset({"tau", "outer_momentum", "clip", "clip_mode", "blocking_share"})
 
     @dataclass
     class Config:
@@ -56,6 +60,8 @@ class CO2(LocalMethod):
         """φ, the bound of the outer momentum; null for none."""
         clip_mode: str = "value"
         """value: every element to [−φ, φ]; norm: the whole vector to norm φ."""
+        blocking_share: float = 0.0
+        """Share of the training whose rounds wait for their means. The paper: 0."""
         shard: bool = False
         """Anchor and momentum are sharded over the G replicas: 1 + 2/G model copies, not 3."""
         average_moments: bool = False
@@ -67,6 +73,7 @@ class CO2(LocalMethod):
             check_outer(self.outer_lr, self.outer_momentum)
             check_gap_penalty(self.gap_penalty)
             check_clip(self.clip, self.clip_mode)
+            check_blocking_share(self.blocking_share)
 
     def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
         super().__init__(config, comm)
@@ -110,12 +117,14 @@ class CO2(LocalMethod):
             )
 
     def end_round(self) -> None:
-        self.outer.end_round()
-        self.watch_stability()
+        self.outer.end_round(self.waits)
+        if not self.waits:
+            self.watch_stability()
 
     def show_round_end(self) -> None:
-        self.mean.peek()
-        self.outer.show_round_end()
+        if not self.waits:  # else x_{t+1,0} misses nothing
+            self.mean.peek()
+            self.outer.show_round_end()
 
     def largest_lr(self) -> float:
         """γ_t where parameter groups differ."""
@@ -139,13 +148,14 @@ class CO2(LocalMethod):
         return [*super().scratch_tensors(), *self.outer.scratch_tensors()]
 
     def own_state(self) -> dict[str, Any]:
-        own = {"gap": self.outer.gap.state_dict(), "watches": self._watches}
+        outer = self.outer
+        own = {"gap": outer.gap.state_dict(), "moved": outer.moved, "watches": self._watches}
         return {**super().own_state(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.outer.gap.load_state_dict(state["gap"])
-        self._watches = state["watches"]
+        self.outer.moved, self._watches = state["moved"], state["watches"]
 
     def figures(self) -> dict[str, float]:
         """`gap` is Λ, `clipped` the share of the momentum's elements that the clip changed; both
@@ -161,8 +171,15 @@ class OuterState:
         self.method, self.flat, self.mean = method, method.flat, method.mean
         self.config = config = method.config
         self.anchor = vectors.copy()
-        self.gap = GapPenalty(config.gap_penalty, vectors, config.outer_lr)
+        self.gap = GapPenalty(config.gap_penalty, vectors)
         self.momentum = Momentum(vectors, config.outer_momentum, config.clip, config.clip_mode)
+        self.moved = False
+        """Whether the replicas were moved on, by −α m, as the newest pseudo-gradient was sent."""
+
+    @property
+    def shift(self) -> float:
+        """α, if they were moved; else 0."""
+        return self.config.outer_lr if self.moved else 0.0
 
     def state_tensors(self) -> dict[str, Tensor]:
         own = {"anchor": self.anchor}
@@ -178,27 +195,41 @@ class WholeOuterStep(OuterState):
     def __init__(self, method: CO2) -> None:
         super().__init__(method, method.flat)
 
-    def end_round(self) -> None:
+    def end_round(self, waits: bool) -> None:
         lr = self.method.largest_lr()
         self.gap.observe_lr(lr)
         arrived = self.mean.wait()  # 1
         if arrived is not None:
-            self.gap.update(self.momentum.norm, lr)  # 2
+            self.gap.update(self.momentum.norm, lr, self.shift)  # 2
             self.momentum.step(lambda chunk: chunk.of(arrived), self.gap)  # 4
+        self.moved = arrived is not None
         with record_function(SNAPSHOT):
             # One pass: the anchor is in cache, and between a GPU and the host copies go both ways.
             for chunk in self.flat.chunks:
                 anchor = chunk.of(self.anchor)
                 torch.sub(anchor, self.flat.read(chunk), out=chunk.of(self.mean.buffer))  # 3
-                anchor.sub_(chunk.of(self.momentum.vector), alpha=self.config.outer_lr)  # 5
+                anchor.sub_(chunk.of(self.momentum.vector), alpha=self.shift)  # 5
                 chunk.write(anchor)
         self.mean.start()
+        if waits:
+            self._take_in_at_once()
+
+    def _take_in_at_once(self) -> None:
+        """Wait for what was just sent, and go on from a point that misses nothing."""
+        mean = self.mean.wait()
+        assert mean is not None
+        self.gap.not_late()
+        self.momentum.step(lambda chunk: chunk.of(mean), self.gap)
+        self.moved = False
+        for chunk in self.flat.chunks:
+            anchor, momentum = chunk.of(self.anchor), chunk.of(self.momentum.vector)
+            chunk.write(anchor.sub_(momentum, alpha=self.config.outer_lr))
 
     def show_round_end(self) -> None:
         """Show x_{t,0} − d_t, once d_t is there. Here nothing is sent for it."""
         for chunk in self.flat.chunks:
             x, momentum = chunk.of(self.anchor), chunk.of(self.momentum.vector)
-            trained = torch.add(x, momentum, alpha=self.config.outer_lr, out=self.flat.read(chunk))
+            trained = torch.add(x, momentum, alpha=self.shift, out=self.flat.read(chunk))
             chunk.write(trained.sub_(chunk.of(self.mean.buffer)))
 
     def figures(self) -> tuple[float, float]:
@@ -224,6 +255,10 @@ class ShardedOuterStep(OuterState):
     replica's own shard of the buffer need not hold what it has sent: until the round ends it holds
     its part of mean_i x^i_{t,τ}, which a consensus shows, and step 1 puts the sent bits back.
     Λ_{t+1} is due before γ_{t+1} has come, so the schedule has to tell it.
+
+    A round that waits does the same at once, from the x_{t,0} that its replicas have trained from:
+    the anchor is moved by m_{t−1} before d_t is taken. So is it in the first round that does not
+    wait, whose replicas also have trained from there.
     """
 
     def __init__(self, method: CO2) -> None:
@@ -235,7 +270,7 @@ class ShardedOuterStep(OuterState):
         """Λ and the clipped share, (2,), of the newest outer step that a round's end waited for:
         the step in the background changes the figures at any time."""
 
-    def end_round(self) -> None:
+    def end_round(self, waits: bool) -> None:
         self.mean.wait()  # 1
         for chunk in self.shard.chunks:
             self._next_start(chunk)
@@ -244,27 +279,41 @@ class ShardedOuterStep(OuterState):
         lr, ahead = self.method.largest_lr(), self.method.next_largest_lr()
         self.gap.observe_lr(lr)
         self.gap.observe_lr(ahead)
-        self.mean.run(lambda: self.outer_step(ahead))  # 3
+        moved, self.moved = self.moved, not waits
+        self.mean.run(lambda: self.outer_step(ahead, moved, late=not waits))  # 3
+        if waits:
+            self.mean.wait()
+            self.settled = self._newest_figures()
+            for chunk in self.shard.chunks:
+                self._next_start(chunk)
+            self.flat.write(self.mean.buffer)
+            self.mean.mark_arrived()  # x_{t+1,0}, as at the start
 
     @torch.no_grad()
-    def outer_step(self, lr: float) -> None:
+    def outer_step(self, lr: float, moved: bool, late: bool) -> None:
         """Step 3, with γ_{t+1} = `lr`. In the background: nothing else touches the outer state."""
         self.shard.reduce_scatter()
-        self.gap.update(self.momentum.norm, lr)
-        self.momentum.step(self._pseudo_gradient, self.gap)
+        if late:
+            self.gap.update(self.momentum.norm, lr, self.config.outer_lr if moved else 0.0)
+        else:
+            self.gap.not_late()
+        self.momentum.step(lambda chunk: self._pseudo_gradient(chunk, moved), self.gap)
         for chunk in self.shard.chunks:
             mean = self.shard.scratch.copy_(chunk.of(self.shard.own))
             self._next_start(chunk)
             self.shard.all_gather(chunk)
             chunk.of(self.shard.own).copy_(mean)
 
-    def _pseudo_gradient(self, chunk: ShardChunk) -> Tensor:
+    def _pseudo_gradient(self, chunk: ShardChunk, moved: bool) -> Tensor:
         """Return d_t of a chunk, and move the anchor on, by the momentum as it is before its step.
         In scratch that the next call overwrites."""
         anchor, mean = chunk.of(self.anchor), chunk.of(self.shard.own)
-        d = torch.sub(anchor, mean, out=self.shard.scratch)
-        anchor.sub_(chunk.of(self.momentum.vector), alpha=self.config.outer_lr)
-        return d
+        momentum, alpha = chunk.of(self.momentum.vector), self.config.outer_lr
+        if moved:
+            d = torch.sub(anchor, mean, out=self.shard.scratch)
+            anchor.sub_(momentum, alpha=alpha)
+            return d
+        return torch.sub(anchor.sub_(momentum, alpha=alpha), mean, out=self.shard.scratch)
 
     def _next_start(self, chunk: ShardChunk) -> None:
         """Put what all replicas go on from into this replica's shard of the buffer."""

@@ -10,8 +10,9 @@
 c is equal on all replicas, bit for bit. p^i counts every step, also those whose effect on x^i was
 cut by κ, so that no progress is lost. With a delay of τ, κ = 1 and w = 0 is CoCoD-SGD, and
 κ = w = 0 is CO2 with β = 0 and Λ = 1. A delay of 0 blocks: it is local SGD for w = 0, and DiLoCo
-with α = 1 for w = β. Right after a round's end the consensus is c + mean_i p^i_t: all that is known
-and all that was trained. The mean of the x^i lacks what κ has cut.
+with α = 1 for w = β. It is that of the first rounds with `blocking_share`. Right after a round's
+end the consensus is c + mean_i p^i_t: all that is known and all that was trained. The mean of the
+x^i lacks what κ has cut.
 
 Why κ is below 1: in a direction of such high curvature that `delay` steps undo a deviation from the
 optimum, q^i holds the same correction that the mean brings. With a delay of τ a replica's own
@@ -30,12 +31,12 @@ from co2.config import Blocking
 from co2.errors import require, require_number
 from co2.methods.base import synchronizing
 from co2.methods.parts.auto_tau import AUTO
-from co2.methods.parts.local import LocalMethod, check_share, check_tau
+from co2.methods.parts.local import LocalMethod, check_blocking_share, check_share, check_tau
 
 
 class CO2Keep(LocalMethod):
     blocking = Blocking.beyond_delay
-    may_change = frozenset({"tau", "keep_local", "outer_momentum"})
+    may_change = frozenset({"tau", "keep_local", "outer_momentum", "blocking_share"})
 
     @dataclass
     class Config:
@@ -50,6 +51,8 @@ class CO2Keep(LocalMethod):
         momentum_weight: float = 0.0
         """w, the weight of the means' momentum; with 0 there is none, which saves a copy of the
         model."""
+        blocking_share: float = 0.0
+        """Share of the training whose rounds wait for their means, with a delay of 0."""
         average_moments: bool = False
         """Whether the inner Adam's moments are averaged too (parts/moments.py): three times the
         bytes and four more copies."""
@@ -63,6 +66,7 @@ class CO2Keep(LocalMethod):
                 require(whole and 0 <= self.delay <= int(self.tau), "delay", self.delay, hint)
             require(0 <= self.keep_local <= 1, "keep_local", self.keep_local, "must lie in [0, 1]")
             check_share("outer_momentum", self.outer_momentum)
+            check_blocking_share(self.blocking_share)
             hint = "must be a finite number, 0 or more"
             require_number("momentum_weight", self.momentum_weight, 0.0, hint)
 
@@ -76,7 +80,8 @@ class CO2Keep(LocalMethod):
 
     def step(self) -> None:
         super().step()
-        if self.mean.in_flight and self.steps - self.round_began == self.config.delay:
+        delay = 0 if self.waits else self.config.delay
+        if self.mean.in_flight and self.steps - self.round_began == delay:
             with synchronizing(), self.flat.round():
                 self.arrive()
 
@@ -91,7 +96,7 @@ class CO2Keep(LocalMethod):
 
     def show_round_end(self) -> None:
         """Show c + δ_t, and wait for δ_t. Without delay it is in c already."""
-        if self.config.delay == 0:
+        if self.waits or self.config.delay == 0:
             return
         self.mean.peek()
         for chunk in self.flat.chunks:

@@ -6,6 +6,9 @@
         x^i_{t+1,0} = x^i_{t,τ} + (δ_{t−1} − p^i_{t−1})
         start the mean of p^i_t                     δ_{−1} = p^i_{−1} = 0
 
+With `blocking_share` the first rounds wait for δ_t, which takes the place of p^i_t at once: they
+are those of local SGD, and the first round after them is as round 0.
+
 τ → `tau`. Local progress is kept; replicas differ by one round's disagreement, which their mean is
 free of: the consensus is the mean of the x^i_{t,τ}, right after a round's end too.
 Deviation: the pseudo-gradient −p travels, as in every method here.
@@ -14,20 +17,23 @@ Deviation: the pseudo-gradient −p travels, as in every method here.
 from dataclasses import dataclass
 
 from co2.config import Blocking
-from co2.methods.parts.local import LocalMethod, check_tau
+from co2.methods.parts.local import LocalMethod, check_blocking_share, check_tau
 
 
 class CoCoDSGD(LocalMethod):
     blocking = Blocking.beyond_delay
-    may_change = frozenset({"tau"})
+    may_change = frozenset({"tau", "blocking_share"})
 
     @dataclass
     class Config:
         tau: int | str = 12
         """Inner steps of a round; auto: chosen by measurement (auto_tau.py)."""
+        blocking_share: float = 0.0
+        """Share of the training whose rounds wait for their means. The paper: 0."""
 
         def __post_init__(self) -> None:
             check_tau(self.tau)
+            check_blocking_share(self.blocking_share)
 
     def init_outer_state(self) -> None:
         self.round_start = self.hold("start", self.flat.copy())
@@ -50,3 +56,14 @@ class CoCoDSGD(LocalMethod):
             last.copy_(start)
             start.copy_(x)
         self.mean.start()
+        if self.waits:
+            self._take_in_at_once()
+
+    def _take_in_at_once(self) -> None:
+        """Wait for what was just sent; nothing is left for the next round's end."""
+        self.mean.wait()
+        for chunk in self.flat.chunks:
+            start, last = chunk.of(self.round_start), chunk.of(self.last)
+            start.add_(last.sub_(chunk.of(self.mean.buffer)))
+            chunk.write(start)
+            last.zero_()

@@ -71,5 +71,5 @@ class DESLOC(LocalSGD):
         with synchronizing():
             if self.steps % v_every == 0:
                 v.average(self.mean)
-            if self.steps % m_every == 0:
+            if self.moments is None and self.steps % m_every == 0:  # else m is averaged late
                 m.average(self.mean, divisor=v)

@@ -16,13 +16,19 @@ from torch import Tensor
 
 from co2.comm.flat import Chunk
 from co2.config import Blocking
-from co2.methods.parts.local import BlockingMethod, check_comm_share, check_outer, check_tau
+from co2.methods.parts.local import (
+    BlockingMethod,
+    check_comm_share,
+    check_outer,
+    check_tau,
+    check_tau_power,
+)
 from co2.methods.parts.outer import nesterov
 
 
 class DiLoCo(BlockingMethod):
     blocking = Blocking.always
-    may_change = frozenset({"tau", "outer_lr", "outer_momentum", "comm_share"})
+    may_change = frozenset({"tau", "outer_lr", "outer_momentum", "comm_share", "tau_power"})
 
     @dataclass
     class Config:
@@ -32,6 +38,8 @@ class DiLoCo(BlockingMethod):
         """α, the outer learning rate. The paper: 0.7."""
         outer_momentum: float = 0.9
         """β, the outer momentum. The paper: 0.9."""
+        tau_power: float = 0.0
+        """p: rounds of (γ_max/γ_t)^p steps, τ on the average (rounds.py); 0: all of τ steps."""
         comm_share: float = 0.1
         """With τ = auto: the largest share of a round's time that communication may take."""
         average_moments: bool = False
@@ -40,6 +48,7 @@ class DiLoCo(BlockingMethod):
 
         def __post_init__(self) -> None:
             check_tau(self.tau)
+            check_tau_power(self.tau_power, self.tau)
             check_comm_share(self.comm_share)
             check_outer(self.outer_lr, self.outer_momentum)
 

@@ -8,6 +8,9 @@
         x^i_{t+1,0} = x^i_{t,0} − α (Δ^i_t + β v^i_t)
         start the mean of D^i_t                     D_{−1} = 0
 
+With `blocking_share` the first rounds wait for mean_j D^j_t, which is their Δ_t: they are DiLoCo's,
+and the first round after them is as round 0.
+
 τ → `tau`, α → `outer_lr`, β → `outer_momentum`; G replicas. Start and momentum differ between the
 replicas: each knows its own G-th part of round t at once, and that of the others one round later.
 Right after a round's end the consensus is the mean of these outer points, as DiLoCo's is the one it
@@ -20,16 +23,17 @@ from dataclasses import dataclass
 
 import torch
 
+from co2.comm.flat import Chunk
 from co2.config import Blocking
 from co2.methods.base import QUORUM
-from co2.methods.parts.local import LocalMethod, check_outer, check_tau
+from co2.methods.parts.local import LocalMethod, check_blocking_share, check_outer, check_tau
 from co2.methods.parts.outer import nesterov
 
 
 class EagerDiLoCo(LocalMethod):
     blocking = Blocking.beyond_delay
     saved_values = (*LocalMethod.saved_values, "share")
-    may_change = frozenset({"tau", "outer_lr", "outer_momentum"})
+    may_change = frozenset({"tau", "outer_lr", "outer_momentum", "blocking_share"})
 
     @dataclass
     class Config:
@@ -39,9 +43,12 @@ class EagerDiLoCo(LocalMethod):
         """α, the outer learning rate."""
         outer_momentum: float = 0.9
         """β, the outer momentum."""
+        blocking_share: float = 0.0
+        """Share of the training whose rounds wait for their means. The paper: 0."""
 
         def __post_init__(self) -> None:
             check_tau(self.tau)
+            check_blocking_share(self.blocking_share)
             check_outer(self.outer_lr, self.outer_momentum)
 
     def refusals(self) -> dict[str, str]:
@@ -55,8 +62,7 @@ class EagerDiLoCo(LocalMethod):
         self.share = 1 / self.mean.num_replicas  # the 1/G with which it was added
 
     def end_round(self) -> None:
-        arrived = self.mean.wait()
-        alpha, beta = self.config.outer_lr, self.config.outer_momentum
+        arrived, waits = self.mean.wait(), self.waits
         share, shared = 1 / self.mean.num_replicas, self.share
         for chunk in self.flat.chunks:
             start, delta = chunk.of(self.round_start), chunk.of(self.sent)
@@ -65,9 +71,21 @@ class EagerDiLoCo(LocalMethod):
             if arrived is not None:
                 delta.add_(buffer)
             torch.sub(start, self.flat.read(chunk), out=buffer)  # D^i_t, as it travels
-            delta.add_(buffer, alpha=share)
-            nesterov(start, chunk.of(self.momentum), delta, alpha, beta)
-            chunk.write(start)
-            delta.copy_(buffer)
+            if not waits:
+                self._go_on(chunk, share)
+                delta.copy_(buffer)
         self.share = share
         self.mean.start()
+        if waits:
+            self.mean.wait()
+            for chunk in self.flat.chunks:
+                self._go_on(chunk, 1.0)
+                chunk.of(self.sent).zero_()
+
+    def _go_on(self, chunk: Chunk, share: float) -> None:
+        """Complete Δ^i_t by this share of what is in the buffer, and do the outer step."""
+        start, delta = chunk.of(self.round_start), chunk.of(self.sent)
+        delta.add_(chunk.of(self.mean.buffer), alpha=share)
+        alpha, beta = self.config.outer_lr, self.config.outer_momentum
+        nesterov(start, chunk.of(self.momentum), delta, alpha, beta)
+        chunk.write(start)

@@ -6,6 +6,9 @@
         x^i ← (1−a) x^i + a z                       pull towards the anchor
         start the mean of the pulled x^i
 
+With `blocking_share` the first rounds wait for the mean of the x^i before the pull, which is then
+towards a z that misses nothing; at the end of the first round after them nothing arrives.
+
 τ → `tau`, a → `pull`, β → `outer_momentum`. Right after a round's end the consensus is the mean of
 the x^i before the pull, towards a z that misses the newest round. They follow from the pulled x^i
 and z, which cost them 1/(1−a) times their rounding.
@@ -16,14 +19,16 @@ arrives.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from co2.comm.flat import Chunk
 from co2.config import Blocking
-from co2.methods.parts.local import LocalMethod, check_share, check_tau
+from co2.methods.parts.local import LocalMethod, check_blocking_share, check_share, check_tau
 
 
 class OverlapLocalSGD(LocalMethod):
     blocking = Blocking.beyond_delay
-    may_change = frozenset({"tau", "outer_momentum"})
+    may_change = frozenset({"tau", "outer_momentum", "blocking_share"})
 
     @dataclass
     class Config:
@@ -33,9 +38,12 @@ class OverlapLocalSGD(LocalMethod):
         """a, how far a replica is pulled to the anchor after a round. The paper: 0.6."""
         outer_momentum: float = 0.7
         """β, the outer momentum. The paper: 0.7."""
+        blocking_share: float = 0.0
+        """Share of the training whose rounds wait for their means. The paper: 0."""
 
         def __post_init__(self) -> None:
             check_tau(self.tau)
+            check_blocking_share(self.blocking_share)
             check_share("pull", self.pull)
             check_share("outer_momentum", self.outer_momentum)
 
@@ -44,17 +52,27 @@ class OverlapLocalSGD(LocalMethod):
         self.momentum = self.hold("momentum", self.flat.zeros(), replicated=True)
 
     def end_round(self) -> None:
-        arrived = self.mean.wait()
+        arrived, waits = self.mean.wait(), self.waits
+        if waits:
+            for chunk in self.flat.chunks:
+                self._move_anchor(chunk, arrived)
+                buffer = chunk.of(self.mean.buffer)
+                torch.sub(chunk.of(self.anchor), self.flat.read(chunk), out=buffer)
+            arrived = self.mean.mean_now()
         for chunk in self.flat.chunks:
-            z, v = chunk.of(self.anchor), chunk.of(self.momentum)
-            buffer, x = chunk.of(self.mean.buffer), self.flat.read(chunk)
-            if arrived is not None:
-                v.mul_(self.config.outer_momentum).add_(buffer)
-                z.sub_(v)
-            x.lerp_(z, self.config.pull)
-            chunk.write(x)
-            torch.sub(z, x, out=buffer)
-        self.mean.start()
+            self._move_anchor(chunk, arrived)
+            z, x = chunk.of(self.anchor), self.flat.read(chunk)
+            chunk.write(x.lerp_(z, self.config.pull))
+            torch.sub(z, x, out=chunk.of(self.mean.buffer))
+        if not waits:
+            self.mean.start()
+
+    def _move_anchor(self, chunk: Chunk, arrived: Tensor | None) -> None:
+        """Move it by the mean of z − x^i, if that has arrived."""
+        if arrived is not None:
+            v = chunk.of(self.momentum)
+            v.mul_(self.config.outer_momentum).add_(chunk.of(arrived))
+            chunk.of(self.anchor).sub_(v)
 
     def show_round_end(self) -> None:
         """Undo the pull: x^i + a/(1−a) (x^i − z)."""

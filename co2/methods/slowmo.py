@@ -17,12 +17,18 @@ from torch import Tensor
 
 from co2.comm.flat import Chunk
 from co2.config import Blocking
-from co2.methods.parts.local import BlockingMethod, check_comm_share, check_outer, check_tau
+from co2.methods.parts.local import (
+    BlockingMethod,
+    check_comm_share,
+    check_outer,
+    check_tau,
+    check_tau_power,
+)
 
 
 class SlowMo(BlockingMethod):
     blocking = Blocking.always
-    may_change = frozenset({"tau", "outer_lr", "outer_momentum", "comm_share"})
+    may_change = frozenset({"tau", "outer_lr", "outer_momentum", "comm_share", "tau_power"})
 
     @dataclass
     class Config:
@@ -33,11 +39,14 @@ class SlowMo(BlockingMethod):
         """α, the outer learning rate. The paper: 1."""
         outer_momentum: float = 0.5
         """β, the outer momentum. The paper: 0.4 to 0.8."""
+        tau_power: float = 0.0
+        """p: rounds of (γ_max/γ_t)^p steps, τ on the average (rounds.py); 0: all of τ steps."""
         comm_share: float = 0.1
         """With τ = auto: the largest share of a round's time that communication may take."""
 
         def __post_init__(self) -> None:
             check_tau(self.tau)
+            check_tau_power(self.tau_power, self.tau)
             check_comm_share(self.comm_share)
             check_outer(self.outer_lr, self.outer_momentum)
 

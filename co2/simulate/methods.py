@@ -28,9 +28,9 @@ MESSAGE_SHARE = {"sparseloco": (82 * 14 + 32) / (4096 * 32)}
 """Methods whose replicas gather messages and take no mean, each with the bytes of a message
 as a share of an fp32 vector's. SparseLoCo with its default density sends 82 of 4,096 elements, at
 14 bits each, and 32 bits more."""
-FURTHER_VECTORS = {"desloc": (3, 6)}
+FURTHER_VECTORS = {"desloc": (3, 6), "mt_dao": (1, 1)}
 """Methods that average further vectors as large as the weights, each with the rounds between two
-means of every such vector. DES-LOC's moments, with its default periods."""
+means of every such vector: moments, with the methods' default periods."""
 WITH_MOMENTS = ("diloco", "co2", "co2_keep")
 """Methods with `average_moments`, under which two further vectors travel in every round."""
 NOT_ELASTIC = ("sparseloco",)
@@ -38,6 +38,9 @@ NOT_ELASTIC = ("sparseloco",)
 method gives in `refusals`."""
 LEFT_OUT = {
     "streaming_diloco": "each fragment of its model has rounds of its own",
+    "noloco": "each replica waits for one other, which chance draws, and not for all",
+    "sparta": "its exchanges, of a few weights, follow `delay` and no rounds",
+    "demo": "what it sends depends on the shapes of the model's tensors",
     "onebit_adam": "what it sends shrinks when its variance is frozen, in the midst of training",
     "zero_one_adam": "how often it sends, and how much, changes in the course of training",
 }

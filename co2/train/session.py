@@ -67,8 +67,9 @@ class Session:
         replica.shard(self.module, config.train.precision)
         self.optimizer = replica.optimizer(run.task.optimizer(self.module))
         fresh = not mesh.newcomer
-        schedule = partial(largest_lr, self.optimizer, config.optim, config.train.steps)
-        prepared = run.method.prepare(self.module, self.optimizer, mesh, schedule, fresh)
+        steps = config.train.steps
+        schedule = partial(largest_lr, self.optimizer, config.optim, steps)
+        prepared = run.method.prepare(self.module, self.optimizer, mesh, schedule, fresh, steps)
         self.model = replica.wrap(prepared, config.comm)
         self.shared = ReplicaState(self.module, self.optimizer, replica)
         self.average = MovingAverage(self.module, config.train.ema_decay)

@@ -96,7 +96,8 @@ def holdings(task: Task, config: Config, workers: int) -> Holdings:
         optimizer = task.optimizer(module)
         # DDP, which carries gradients for such a method, cannot be made of meta tensors.
         placed = Mesh(0, 1, mesh.device) if method.averages_gradients else mesh
-        method.prepare(module, optimizer, placed, lambda step: config.optim.lr, fresh=False)
+        lr, steps = config.optim.lr, config.train.steps
+        method.prepare(module, optimizer, placed, lambda step: lr, fresh=False, total_steps=steps)
         for _ in range(_STEPS):
             for param in module.parameters():
                 param.grad = torch.empty_like(param) if param.requires_grad else None
@@ -283,7 +284,7 @@ def _fake_workers(workers: int) -> Iterator[None]:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=workers)
+    dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=0, world_size=workers)
     try:
         yield
     finally:

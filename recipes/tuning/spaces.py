@@ -49,6 +49,7 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
     "local_sgd": (),
     "cocod_sgd": (),
     "acco": (),
+    "sparta": (),
     "slowmo": (
         # SlowMo (1910.00643): α = 1, and β tuned for each task.
         Knob("outer_lr", (0.7, 1.0)),
@@ -73,6 +74,11 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
         Knob("outer_lr", (0.7, 1.0)),
         Knob("outer_momentum", (0.0, 0.2, 0.4)),
     ),
+    "co2_released": (
+        # The released code: 1, and 0.5 or 0.2.
+        Knob("outer_lr", (0.7, 1.0)),
+        Knob("outer_momentum", (0.0, 0.2, 0.5)),
+    ),
     "co2_keep": (
         # Ours: docs/co2_keep.md has why κ lies there. β is conf's.
         Knob("keep_local", (0.5, 0.62, 0.75)),
@@ -84,10 +90,25 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
         Knob("outer_lr", (0.5, 0.7, 1.0, 1.4)),
         Knob("error_decay", (0.8, 0.9, 0.95, 0.99)),
     ),
+    "noloco": (
+        # NoLoCo (2506.10911), its public code: 0.7, 0.5 and 0.7. β² < 1 − γ/2.
+        Knob("outer_lr", (0.5, 0.7, 1.0)),
+        Knob("outer_momentum", (0.0, 0.2, 0.5, 0.6)),
+        Knob("pull", (0.5, 0.7, 1.0)),
+    ),
     "desloc": (
         # DES-LOC (2505.22549): 3 and 6 times τ. 1 and 1 are Local Adam.
         Knob("first_moment_every", (1, 2, 3, 6), Unit.rounds),
         Knob("second_moment_every", (1, 3, 6, 12), Unit.rounds),
+    ),
+    "mt_dao": (
+        # MT-DAO (2510.05361): β about 0.999; QHAdam (1810.06801): ω = 0.7 and β = 0.995.
+        Knob("slow_beta", (0.98, 0.99, 0.995, 0.999)),
+        Knob("slow_weight", (0.3, 0.5, 0.7, 0.9)),
+    ),
+    "demo": (
+        # DeMo's public code: decay 0.999, 32 of blocks of 64 x 64.
+        Knob("decay", (0.9, 0.99, 0.999)),
     ),
     "onebit_adam": (
         # 1-bit Adam (2102.02888): 15 to 20 % of training.

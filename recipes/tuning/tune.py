@@ -178,6 +178,7 @@ class Search:
         config = self.base
         settings = self.space.words(proposal.rate, proposal.chosen, steps, self.tau())
         words = [f"task={config.task}", f"scale={config.scale}", f"method={config.method}"]
+        words += METHODS[config.method].needs
         words += [f"{config.method}.{key}={_text(value)}" for key, value in self.own.items()]
         words += [f"{name}={_text(value)}" for name, value in settings.items()]
         words += [*schedule_words(config.optim, config.train.steps, steps), *TUNING]
@@ -260,14 +261,15 @@ def _configs(task: str, methods: Sequence[str], scale: str, moments: bool) -> It
         require(name in METHODS, "method", name, nearest(name, METHODS))
         hint = f"averages no moments; {', '.join(able)} do"
         require(name in able, "--average-moments", name, hint)
-    first = cells.composed_config((f"task={task}", f"scale={scale}", "method=allreduce"))
-    inner = first.optim.name.value
     for name in dict.fromkeys(methods or able):
+        words = (f"task={task}", f"scale={scale}", f"method={name}", *METHODS[name].needs)
+        config = cells.composed_config(words)
+        inner = config.optim.name.value
         reason = METHODS[name](METHODS[name].Config()).refusals().get(f"optim.name={inner}")
         if reason is not None and not methods:
             print(f"{name} is left out: {task} trains with {inner}, and {reason}")
             continue
-        yield cells.composed_config((f"task={task}", f"scale={scale}", f"method={name}"))
+        yield config
 
 
 def _train(searches: Sequence[Search], made: Sequence[Sequence[Trial]], out: Path) -> None:

@@ -54,6 +54,10 @@ METHODS = {
         *("optim.name=adamw", "optim.lr=1e-2", "desloc.first_moment_every=6"),
         "desloc.second_moment_every=12",
     ),
+    "mt_dao": (
+        *("optim.name=adamw", "optim.lr=1e-2", "mt_dao.first_moment_every=6"),
+        "mt_dao.late_momentum=true",
+    ),
 }
 
 
@@ -102,6 +106,7 @@ def test_a_run_that_loses_nobody_is_the_same_run(tmp_path: Path, method: str) ->
     ("method", "victims"),
     [
         *(("co2", (0,)), ("co2_keep", (2,)), ("desloc", (0, 2))),
+        pytest.param("mt_dao", (1,), marks=pytest.mark.slow),
         pytest.param("local_sgd", (1,), marks=pytest.mark.slow),
         pytest.param("streaming_diloco", (0,), marks=pytest.mark.slow),
         pytest.param("eager_diloco", (1,), marks=pytest.mark.slow),
@@ -232,6 +237,7 @@ def test_workers_end_when_what_started_them_is_killed(tmp_path: Path) -> None:
     [
         (("method=allreduce",), "method=allreduce: has no rounds at whose end"),
         (("method=sparseloco",), "method=sparseloco: what a replica has not sent yet"),
+        (("method=noloco",), "method=noloco: the exchange of a pair does not recover"),
         (("method=co2", "co2.tau=auto"), "method=co2: tau=auto times rounds"),
         (("method=co2", "co2.shard=true"), "method=co2: co2.shard=true leaves each replica"),
         (("method=co2", "launch.min_replicas=3"), "must be at most launch.workers, which is 2"),

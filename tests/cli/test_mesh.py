@@ -315,6 +315,10 @@ REFUSED = [
         for strategy in ("zero1", "zero2", "zero3")
     ),
     *(
+        (("method=demo", "optim.momentum=0", *mesh(strategy)), f"mesh.strategy={strategy}: ")
+        for strategy in ("zero1", "zero2", "zero3")
+    ),
+    *(
         (("optim.name=muon", *mesh(strategy)), f"mesh.strategy={strategy}: .* whole matrices")
         for strategy in ("zero2", "zero3")
     ),
@@ -323,6 +327,7 @@ REFUSED = [
         for name, own in (
             ("acco", ()),
             ("desloc", ()),
+            ("mt_dao", ()),
             ("diloco", ("diloco.average_moments=true",)),
         )
     ),

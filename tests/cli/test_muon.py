@@ -17,7 +17,7 @@ from tests.grids import OF_A_KIND, grid
 from tests.workers import Pool
 
 MUON = ("optim.name=muon", "optim.lr=0.02")
-REFUSE = ("desloc", "onebit_adam", "zero_one_adam")
+REFUSE = ("desloc", "mt_dao", "demo", "onebit_adam", "zero_one_adam")
 LOCAL = [name for name in CHOICES if name not in REFUSE]
 
 

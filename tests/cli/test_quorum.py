@@ -187,6 +187,7 @@ def test_resumed_by_fewer_and_by_as_many_as_before(tmp_path: Path) -> None:
                 ("allreduce", (), "does not support weighted averaging"),
                 ("eager_diloco", (), "adds its own part with a share of 1/G"),
                 ("streaming_diloco", (), "its fragments meet amid the round"),
+                ("noloco", (), "the mean of a pair does not support weighted averaging"),
                 ("desloc", ("optim.name=adamw",), "moments of unequal numbers of steps"),
                 (
                     "diloco",

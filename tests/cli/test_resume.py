@@ -494,6 +494,7 @@ METHODS = {
     "streaming_diloco": ("streaming_diloco.tau=3", "streaming_diloco.delay=2"),
     "eager_diloco": ("eager_diloco.tau=3",),
     "sparseloco": ("sparseloco.tau=3",),
+    "noloco": ("noloco.tau=3",),
     "co2": (
         "co2.tau=3",
         "co2.gap_penalty=gap_aware_elementwise",
@@ -501,6 +502,7 @@ METHODS = {
     ),
     "co2_keep": ("co2_keep.tau=3", "co2_keep.delay=2"),
     "acco": (),
+    "sparta": ("sparta.share=0.4", "sparta.delay=2"),
     "desloc": (
         "optim.name=adamw",
         "optim.lr=0.01",
@@ -508,6 +510,15 @@ METHODS = {
         "desloc.first_moment_every=4",
         "desloc.second_moment_every=5",
     ),
+    "mt_dao": (
+        "optim.name=adamw",
+        "optim.lr=0.01",
+        "mt_dao.tau=3",
+        "mt_dao.first_moment_every=6",
+        "mt_dao.second_moment_every=5",
+        "mt_dao.late_momentum=true",
+    ),
+    "demo": ("optim.name=sgd", "optim.momentum=0", "optim.lr=0.01"),
     "onebit_adam": ("optim.name=adamw", "optim.lr=0.01", "onebit_adam.freeze_step=5"),
     "zero_one_adam": (
         "optim.name=adamw",
@@ -536,9 +547,9 @@ def test_every_method_goes_on_exactly(
     flight differs between the steps of a round: CO2 is stopped at each of them, the others at one
     in turn, since tests/methods/test_resume.py stops all of them everywhere."""
     arguments = (
-        *choice,
         "optim.name=adamw",
         "optim.lr=0.01",
+        *choice,  # which may name another optimizer
         "train.steps=24",
         "train.accumulate=2",
         "train.eval_every=5",

@@ -239,6 +239,8 @@ def test_every_method_brings_what_others_learn(workers: Pool, tmp_path: Path, me
     fields = {
         "eager_diloco": ["eager_diloco.outer_momentum=0.5"],
         "desloc": ["optim.name=adamw", "optim.lr=0.03"],
+        "mt_dao": ["optim.name=adamw", "optim.lr=0.03"],
+        "demo": ["optim.momentum=0", "optim.lr=0.01"],
         "onebit_adam": adam,
         "zero_one_adam": adam,
     }

@@ -16,7 +16,7 @@ from co2.methods import METHODS
 from co2.methods.parts import compressed
 from co2.train import meters
 from tests.grids import grid
-from tests.methods.driver import ADAM, NEEDS_ADAM, ROUNDS_OF, SPARSE
+from tests.methods.driver import ADAM, FP32_ONLY, NEEDS_ADAM, NEEDS_SGD, ROUNDS_OF
 
 WIDTH = 257
 PARAMS = WIDTH * WIDTH + WIDTH + WIDTH * 8
@@ -37,7 +37,8 @@ def build(
     name: str, wire: Precision = Precision.fp32, **fields
 ) -> tuple[nn.Module, torch.optim.Optimizer, co2.Method]:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8, bias=False))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    kind = torch.optim.SGD if name in NEEDS_SGD else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=1e-3)
     own = (
         {"tau": 2}
         if name in (*ROUNDS_OF, *NEEDS_ADAM)
@@ -89,14 +90,22 @@ SPARSE_MESSAGES = (
     / (4 * PARAMS)
 )
 """Sent and received of a sparse mean on two workers, of which the second gets two."""
+DEMO_MESSAGES = 3 * 6 * (WIDTH * WIDTH + WIDTH + WIDTH * 8 // 8 * 8) / (4 * PARAMS)
+"""Sent and received of DeMo on two workers. 257 is a prime number, so blocks are so small that all
+of their coefficients travel, at six bytes each."""
 COPIES = {
     Precision.fp32: {
         "allreduce": 0,
         "acco": 2,
         "local_sgd": 2,
         "desloc": 2,
+        "mt_dao": 2,
         "eager_diloco": 4,
         "sparseloco": 3 + SPARSE_MESSAGES,
+        "noloco": 4,
+        # Of 0.5 %: the buffer, what was sent, and places of 64 bits.
+        "sparta": 4 * -(-PARAMS // 200) / PARAMS,
+        "demo": 1 + DEMO_MESSAGES,
         # Gradient, m, v, two kinds of error, a mask; and u and the start of the interval.
         "onebit_adam": 4.75 + MESSAGES,
         "zero_one_adam": 6.75 + MESSAGES,
@@ -106,6 +115,7 @@ COPIES = {
         "acco": 1.5,
         "local_sgd": 1.5,
         "desloc": 1.5,
+        "mt_dao": 1.5,
         "eager_diloco": 3.5,
     },
 }
@@ -113,8 +123,11 @@ OTHERS = {Precision.fp32: 3, Precision.bf16: 2.5}
 """The communication buffer is one of them; with bf16, half a one."""
 
 
-PACKED = (*ADAM, *SPARSE)
-CELLS = [(n, w) for n in METHODS for w in Precision if n not in PACKED or w is Precision.fp32]
+WHOLE = [name for name in METHODS if name not in (*ADAM, *FP32_ONLY, *NEEDS_SGD)]
+"""Those that bf16 can carry."""
+CELLS = [
+    (name, wire) for name in METHODS for wire in Precision if name in WHOLE or wire.name == "fp32"
+]
 
 
 @pytest.mark.parametrize(("name", "wire"), CELLS)
@@ -143,6 +156,13 @@ def test_averaged_moments_cost_an_overlapped_method_a_buffer_and_what_was_sent(
         held_beyond_the_ledger, 2, name, wire, {"average_moments": True}
     ):
         assert told == pytest.approx(expected, abs=1e-9)
+        assert told <= copies < told + 0.04
+
+
+def test_a_late_momentum_costs_a_buffer_and_what_was_sent(workers):
+    fields = {"first_moment_every": 2, "late_momentum": True}
+    for copies, told in workers.run(held_beyond_the_ledger, 2, "mt_dao", Precision.fp32, fields):
+        assert told == pytest.approx(2 + 2, abs=1e-9)
         assert told <= copies < told + 0.04
 
 
@@ -184,10 +204,12 @@ class LargestAllocation(TorchDispatchMode):
 FIELDS = [
     ("local_sgd", {}),
     ("slowmo", {}),
+    ("co2_released", {}),
     ("diloco", {}),
     ("overlap_local_sgd", {}),
     ("cocod_sgd", {}),
     ("eager_diloco", {}),
+    ("noloco", {}),
     ("co2_keep", {}),
     *((name, {"average_moments": True}) for name in ("diloco", "co2", "co2_keep")),
     ("co2", {"gap_penalty": "gap_aware_elementwise", "clip": 0.1}),
@@ -210,14 +232,20 @@ def test_the_end_of_a_round_makes_no_temporary_of_model_size(monkeypatch, name, 
     assert seen.operations > 0 and seen.largest <= 1024
 
 
-def test_a_mean_of_moments_makes_none_either(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("desloc", {}), ("mt_dao", {"first_moment_every": 2, "late_momentum": True})],
+)
+def test_a_mean_of_moments_makes_none_either(monkeypatch, name, fields):
     monkeypatch.setitem(flat._CHUNK, "cpu", 1024)
-    model, optimizer, method = build("desloc")
+    model, optimizer, method = build(name, **fields)
     method.prepare(model, optimizer, co2.Mesh.world())
     train(model, method, 4)
     with torch.no_grad(), LargestAllocation() as seen:
         for moment, _ in method.periods:
             moment.average(method.mean)
+        if method.moments is not None:
+            method.moments.end_round(method.steps + 2)
     assert seen.operations > 0 and seen.largest <= 1024
 
 

@@ -114,6 +114,12 @@ def test_sharded_outer_state() -> None:
     assert held.memory.extra_bytes == pytest.approx(1.25 * held.local_bytes, rel=0.01)
 
 
+def test_messages_from_one_worker_to_another() -> None:
+    config = run_of("task=toy", "method=noloco", "noloco.tau=1", "launch.workers=4")
+    held = holdings(train.APP.make_task(config), config, 4)
+    assert held.memory.extra_bytes == 4 * held.local_bytes
+
+
 def test_copies_in_the_host_s_memory() -> None:
     config = run_of("task=gpt2", "method=co2", "comm.device=cpu")
     memory = holdings(train.APP.make_task(config), config, 1).memory

@@ -136,10 +136,11 @@ def test_des_loc_averages_moments_in_rounds_of_their_own():
     assert run("desloc", steps=8, warmup_rounds=0).step_s == run("local_sgd", steps=8).step_s
 
 
-def test_the_periods_of_des_loc_are_its_defaults():
-    config = METHODS["desloc"].Config()
+@pytest.mark.parametrize("method", FURTHER_VECTORS)
+def test_the_periods_of_moments_are_the_defaults(method):
+    config = METHODS[method].Config()
     periods = config.first_moment_every / config.tau, config.second_moment_every / config.tau
-    assert FURTHER_VECTORS["desloc"] == periods
+    assert FURTHER_VECTORS[method] == periods
 
 
 @pytest.mark.parametrize("method", SIMULATED)

@@ -22,7 +22,7 @@ from co2.methods import METHODS
 from co2.train.state_file import HostCopy
 from tests.cli.harness import command, execute
 from tests.gpu.conftest import CUDA
-from tests.methods.driver import inner
+from tests.methods.driver import NEEDS_SGD, inner
 from tests.workers import Pool
 
 on_gpu = [
@@ -49,8 +49,10 @@ ON_HOST = [
     ("streaming_diloco", {**TAU, "fragments": 1, "delay": 0, "exchange": "int8"}),
     ("eager_diloco", TAU),
     ("sparseloco", {**TAU, "density": 0.3}),
+    ("noloco", TAU),
     ("co2_keep", TAU),
     ("desloc", {**TAU, "first_moment_every": 2, "second_moment_every": 4}),
+    ("mt_dao", {**TAU, "first_moment_every": 2, "late_momentum": True}),
     ("co2", {**TAU, "gap_penalty": "none"}),
     ("co2", {**TAU, "gap_penalty": "gap_aware", "clip": 0.05}),
     ("co2", {**TAU, "gap_penalty": "gap_aware_elementwise"}),
@@ -65,6 +67,9 @@ FIELDS = [
     ("co2", {**TAU, "clip": 0.05, "shard": True}),
     ("allreduce", {}),
     ("acco", {}),
+    ("sparta", {"share": 0.3, "delay": 0}),
+    ("sparta", {"share": 0.3, "delay": 2}),
+    ("demo", {"top_k": 3}),
     ("onebit_adam", {"freeze_step": 4}),
     ("zero_one_adam", {"freeze_step": 4, "kappa": 2, "double_every": 2, "max_interval": 4}),
 ]
@@ -79,7 +84,7 @@ def optimizer_for(
 ) -> torch.optim.Optimizer:
     if inner(name) == "adamw" or "average_moments" in fields:
         return torch.optim.AdamW(weights, lr=0.01)
-    return torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    return torch.optim.SGD(weights, lr=0.1, momentum=0.0 if name in NEEDS_SGD else 0.9)
 
 
 def trajectory(

@@ -84,16 +84,16 @@ def losses(made: Any, key: str = "loss") -> dict[int, float]:
 
 def both_ways(folder: str, name: str) -> tuple[Weights, Weights]:
     """Final weights by SyncTrainer, and of the same batches in a loop of one's own."""
-    optim = "sgd" if inner(name) == "sgd" else "adamw_torch"
+    optim = "adamw_torch" if inner(name) == "adamw" else "sgd"
     counts = {"average_tokens_across_devices": not METHODS[name].averages_gradients}
     made = trainer(method(name), folder, optim=optim, **counts)
     made.train()
     model, sync = language(), method(name)
-    kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+    kind: Any = torch.optim.AdamW if inner(name) == "adamw" else torch.optim.SGD
     # In Trainer's groups: what is sent at once has one scale where signs are sent.
     first = made.get_decay_parameter_names(model)
     named = sorted(model.named_parameters(), key=lambda one: one[0] not in first)
-    optimizer = kinds[inner(name)]([p for _, p in named], lr=0.02, weight_decay=0.0)
+    optimizer = kind([p for _, p in named], lr=0.02, weight_decay=0.0)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (STEPS - step) / STEPS)
     wrapped = sync.prepare(model, optimizer, co2.Mesh.world(device="cpu"))
     for batch in made.batches:

@@ -172,6 +172,7 @@ def nothing_exchanged(model: nn.Module) -> Iterator[None]:
     """Inside: training goes on as if every collective had worked, but replicas exchange nothing."""
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(dist, **dict.fromkeys(EXCHANGING, drop)))
+        stack.enter_context(patch.object(dist, "batch_isend_irecv", lambda calls: []))
         if isinstance(model, DistributedDataParallel):
             stack.enter_context(model.no_sync())  # its collectives do not go through `dist`
         yield

@@ -28,6 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "eager_diloco": {"tau": 3, "outer_lr": 0.6, "outer_momentum": 0.5},
     "sparseloco": {"tau": 3, "density": 0.4, "outer_lr": 0.9, "error_decay": 0.8},
+    "noloco": {"tau": 3, "outer_lr": 0.8, "outer_momentum": 0.5, "pull": 0.6},
     "co2": {
         "tau": 3,
         "outer_lr": 0.8,
@@ -36,8 +37,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "clip": 0.05,
     },
     "co2_keep": {"tau": 3, "keep_local": 0.6, "outer_momentum": 0.6, "momentum_weight": 0.3},
+    "co2_released": {"tau": 3, "outer_lr": 0.8, "outer_momentum": 0.5, "gap_penalty": 1.7},
     "acco": {},
+    "sparta": {"share": 0.4, "delay": 3},
     "desloc": {"tau": 3, "first_moment_every": 2, "second_moment_every": 4},
+    "mt_dao": {
+        "tau": 3,
+        "slow_beta": 0.8,
+        "slow_weight": 0.6,
+        "first_moment_every": 6,
+        "second_moment_every": 4,
+    },
+    "demo": {"decay": 0.8, "top_k": 2, "block": 6},
     "onebit_adam": {"freeze_step": 4, "mask_below": 0.3},
     "zero_one_adam": {
         "freeze_step": 4,
@@ -52,7 +63,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 OVERLAPPED = tuple(name for name in SETTINGS if METHODS[name].blocking is Blocking.beyond_delay)
 """Methods that compute on while a collective is in flight."""
 
-NEEDS_ADAM = ("desloc",)
+NEEDS_ADAM = ("desloc", "mt_dao")
 """Methods around an inner Adam, whose moments they average."""
 
 MOMENTS: dict[str, dict[str, Any]] = {
@@ -68,15 +79,27 @@ ROUNDS_OF = tuple(
 SPARSE = ("sparseloco",)
 """Those of them that send packed messages in place of a vector."""
 
-DENSE = tuple(name for name in ROUNDS_OF if name not in SPARSE)
+PAIRED = ("noloco",)
+"""Those of them that send a vector to one other replica, as it is."""
+
+DENSE = tuple(name for name in ROUNDS_OF if name not in (*SPARSE, *PAIRED))
 """Those that send vectors, whose type and buckets can be chosen."""
+
+FP32_ONLY = (*SPARSE, *PAIRED, "sparta")
+"""Methods around any inner optimizer that refuse bf16 on the wire."""
 
 ADAM = tuple(name for name in SETTINGS if issubclass(METHODS[name], CompressedAdam))
 """Methods that are an Adam: they take the place of the inner one, and refuse any other."""
 
 
+NEEDS_SGD = ("demo",)
+"""Methods that make the steps of an SGD without momentum theirs."""
+
+
 def inner(name: str, optimizer: str = "sgd") -> str:
     """The inner optimizer to test a method with, where `optimizer` would do for the others."""
+    if name in NEEDS_SGD:
+        return "decay"
     return "adamw" if name in (*ADAM, *NEEDS_ADAM) else optimizer
 
 
@@ -101,13 +124,16 @@ class Session:
         seed: int | None = None,
         comm: CommConfig | None = None,
         scheduled: bool = True,
+        total: int | None = None,
     ) -> None:
         self.rank, self.steps_done = rank, 0
         seed = rank if seed is None else seed
         self.net, self.optimizer = problem.build(seed, optimizer or inner(name), dtype)
         self.method = METHODS[name](METHODS[name].Config(**settings), comm)
         schedule = self.largest_lr if scheduled else None
-        self.model = self.method.prepare(self.net, self.optimizer, co2.Mesh.world(), schedule)
+        self.model = self.method.prepare(
+            self.net, self.optimizer, co2.Mesh.world(), schedule, total_steps=total
+        )
 
     def largest_lr(self, step: int) -> float:
         return max(problem.rates(self.optimizer, step))
@@ -134,7 +160,7 @@ def trajectory(
     comm: CommConfig | None = None,
 ) -> list[Snapshot]:
     """The replica after 0, 1, ..., `steps` steps."""
-    session = Session(rank, name, settings, optimizer, dtype, comm=comm)
+    session = Session(rank, name, settings, optimizer, dtype, comm=comm, total=steps)
     history = [session.snapshot()]
     for _ in range(steps):
         session.step()

@@ -28,6 +28,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "slowmo": ("slowmo", {"tau": TAU, "outer_momentum": 0.6}),
     "diloco": ("diloco", {"tau": TAU, "outer_momentum": 0.6}),
     "overlap_local_sgd": ("overlap_local_sgd", {"tau": TAU}),
+    "co2_released": ("co2_released", {"tau": TAU}),
     "cocod_sgd": ("cocod_sgd", {"tau": TAU}),
     "eager_diloco": ("eager_diloco", {"tau": TAU, "outer_momentum": 0.5}),
     "streaming_diloco": ("streaming_diloco", {"tau": TAU, "outer_momentum": 0.4}),
@@ -46,11 +47,19 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"tau": TAU, "delay": 1, "keep_local": 0.6, "outer_momentum": 0.6, "momentum_weight": 0.3},
     ),
     "sparseloco": ("sparseloco", {"tau": TAU, "density": 0.4}),
+    "noloco": ("noloco", {"tau": TAU}),
     "acco": ("acco", {}),
+    "sparta": ("sparta", {"share": 0.4, "delay": 1}),
+    "sparta of all": ("sparta", {"share": 1.0, "delay": 1}),
     "desloc": ("desloc", {"tau": TAU, "first_moment_every": 2, "second_moment_every": 4}),
+    "mt_dao": (
+        "mt_dao",
+        {"tau": TAU, "first_moment_every": TAU, "second_moment_every": 4, "late_momentum": True},
+    ),
+    "demo": ("demo", {"top_k": 4, "block": 4}),
     "co2_keep with moments": ("co2_keep", {"tau": TAU, "delay": 1, "average_moments": True}),
 }
-NEED_ADAM = ("desloc", "co2_keep with moments")
+NEED_ADAM = ("desloc", "mt_dao", "co2_keep with moments")
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda groups: SGD(groups, lr=0.1, momentum=0.9, nesterov=True),

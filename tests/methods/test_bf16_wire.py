@@ -9,7 +9,7 @@ from co2.comm.background import BackgroundMean
 from co2.config import CommConfig, Precision
 from tests.grids import OF_A_KIND, grid
 from tests.methods import problem
-from tests.methods.driver import ADAM, SETTINGS, SPARSE, Snapshot, inner, trajectory
+from tests.methods.driver import ADAM, FP32_ONLY, NEEDS_SGD, SETTINGS, Snapshot, inner, trajectory
 from tests.workers import Pool
 
 BF16 = CommConfig(dtype=Precision.bf16)
@@ -48,7 +48,10 @@ def moved(one: Snapshot, other: Snapshot) -> float:
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     "name",
-    grid([one for one in SETTINGS if one not in (*ADAM, *SPARSE)], OF_A_KIND.__contains__),
+    grid(
+        [one for one in SETTINGS if one not in (*ADAM, *FP32_ONLY, *NEEDS_SGD)],
+        OF_A_KIND.__contains__,
+    ),
 )
 def test_the_trajectory_stays_close(workers: Pool, name: str, world: int) -> None:
     """Every displacement is off by at most 2^-8 of itself for each of the G roundings, and what it

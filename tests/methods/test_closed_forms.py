@@ -156,6 +156,14 @@ CASES = [
     Case("half of a rounding does", "sparseloco",
          {"tau": 1, "density": 0.02, "outer_lr": 1.0, "error_decay": 0.5},
          [scalars(513 / 512)], [scalars(-1, -2, -3, -4)]),
+    Case("mean of two", "noloco",
+         {"tau": 2, "outer_lr": 0.7, "outer_momentum": 0.5, "pull": 0.7},
+         [scalars(0.5), scalars(1.5)], [scalars(-1.4, -3.5, -5.95)] * 2),
+    # Pairs: 1 and 2, 1 and 2, 0 and 1, 1 and 2. m = -4, -2, .5, .25; 0, 0, -1.5, -.375; then -.375
+    Case("news travel from pair to pair", "noloco",
+         {"tau": 2, "outer_lr": 1.0, "outer_momentum": 0.5, "pull": 0.5},
+         [scalars(2, 0), scalars(0), scalars(0)],
+         [scalars(-4, -6, -5.5, -5.25), scalars(0, 0, -1.5, -1.875), scalars(0, 0, 0, -0.375)]),
     keep_case("SlowMo's starts", ONE, [scalars(-1, -2.5, -4.25, -6.125)],
               keep_local=1.0, outer_momentum=0.5, momentum_weight=0.5),
     # from round 1 on half a round stays behind

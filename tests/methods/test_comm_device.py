@@ -63,11 +63,12 @@ def moments_whenever(rank: int, world: int, name: str, settings: dict[str, Any])
             assert_same(trajectory(rank, world, name, settings, "adamw", comm=HOST), expected)
 
 
-MOMENTS_HERE = [*MOMENTS.items(), ("desloc", SETTINGS["desloc"])]
+LATE_MOMENTUM = {**SETTINGS["mt_dao"], "first_moment_every": 3, "late_momentum": True}
+MOMENTS_HERE = [*MOMENTS.items(), ("desloc", SETTINGS["desloc"]), ("mt_dao", LATE_MOMENTUM)]
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"), grid(MOMENTS_HERE, lambda case: case[0] in ("co2_keep", "desloc"))
+    ("name", "settings"), grid(MOMENTS_HERE, lambda case: case[0] not in ("diloco", "co2"))
 )
 def test_copies_of_moments_may_be_late_or_early(
     workers: Pool, name: str, settings: dict[str, Any]

@@ -21,9 +21,12 @@ ROUNDS = (
     "cocod_sgd",
     "eager_diloco",
     "sparseloco",
+    "noloco",
     "co2",
     "co2_keep",
+    "co2_released",
 )
+EARLY = ("cocod_sgd", "eager_diloco", "overlap_local_sgd", "co2", "co2_keep")
 DILOCOS = ("diloco", "streaming_diloco", "eager_diloco")
 WRONG: list[tuple[str, str, Any]] = [
     *(("co2_keep", "momentum_weight", value) for value in (-0.1, NAN, INF)),
@@ -32,12 +35,12 @@ WRONG: list[tuple[str, str, Any]] = [
     *((name, "tau", value) for name in ROUNDS for value in (0, -3)),
     *(
         (name, "outer_momentum", value)
-        for name in ("slowmo", *DILOCOS, "overlap_local_sgd", "co2", "co2_keep")
+        for name in ("slowmo", *DILOCOS, "noloco", "overlap_local_sgd", "co2", "co2_keep")
         for value in (1.0, 1.5, -0.1, NAN)
     ),
     *(
         (name, "outer_lr", value)
-        for name in ("slowmo", *DILOCOS, "sparseloco", "co2")
+        for name in ("slowmo", *DILOCOS, "sparseloco", "noloco", "co2")
         for value in (-1.0, NAN, INF)
     ),
     *(("streaming_diloco", "tau", value) for value in (0, -3, "auto", 2.5)),
@@ -47,12 +50,25 @@ WRONG: list[tuple[str, str, Any]] = [
     *(("streaming_diloco", "exchange", value) for value in ("int2", "sign", "", None)),
     *(("sparseloco", "density", value) for value in (0.0, -0.1, 1.1, NAN)),
     *(("sparseloco", "error_decay", value) for value in (-0.1, 1.1, NAN)),
+    # β = 0.5: γ < 1.5
+    *(("noloco", "pull", value) for value in (-0.1, 1.5, NAN)),
+    *(("sparta", "share", value) for value in (0.0, -0.1, 1.1, NAN)),
+    *(("sparta", "delay", value) for value in (-1, 0.5, True)),
     *(("overlap_local_sgd", "pull", value) for value in (-0.1, 1.1, NAN)),
     *(("co2", "clip", value) for value in (-1.0, NAN)),
     *(("co2", "gap_penalty", value) for value in ("typo", 0.0, -2.0, NAN)),
     ("co2", "clip_mode", "typo"),
+    *((name, "blocking_share", value) for name in EARLY for value in (-0.1, 1.1, NAN)),
+    *(("co2_released", "gap_penalty", value) for value in (0.0, -2.0, NAN)),
     *(("desloc", "tau", value) for value in (0, -3, "auto", 2.5)),
     *(("desloc", f"{name}_moment_every", 0) for name in ("first", "second")),
+    *(("mt_dao", "tau", value) for value in (0, "auto")),
+    *(("mt_dao", f"{name}_moment_every", 0) for name in ("first", "second")),
+    *(("mt_dao", "slow_beta", value) for value in (-0.1, 1.0, NAN)),
+    *(("mt_dao", "slow_weight", value) for value in (-0.1, 1.1, NAN)),
+    *(("demo", "decay", value) for value in (-0.1, 1.0, NAN)),
+    *(("demo", "top_k", value) for value in (0, 2.5)),
+    *(("demo", "block", value) for value in (0, 129)),
     *((name, "freeze_step", value) for name in ADAM for value in (0, -1)),
     *(("zero_one_adam", key, 0) for key in ("kappa", "double_every", "max_interval")),
 ]
@@ -65,6 +81,10 @@ RIGHT: list[tuple[str, str, Any]] = [
     *(("streaming_diloco", "exchange", value) for value in ("full", "int8", "int4")),
     *(("sparseloco", "density", value) for value in (1e-9, 1.0, 1)),
     *(("sparseloco", "error_decay", value) for value in (0.0, 1.0)),
+    *(("noloco", "pull", value) for value in (0.0, 1.49)),
+    *(("sparta", "share", value) for value in (1e-9, 1.0, 1)),
+    *(("sparta", "delay", value) for value in (0, 10)),
+    *(("mt_dao", "slow_weight", value) for value in (0.0, 1.0)),
     *((name, "outer_momentum", 0.0) for name in ("slowmo", "overlap_local_sgd", "co2")),
     *(("co2", "clip", value) for value in (None, 0.0, 5.0)),
     *(
@@ -73,6 +93,7 @@ RIGHT: list[tuple[str, str, Any]] = [
     ),
     *(("co2", "clip_mode", value) for value in ("value", "norm")),
     *(("co2", "shard", value) for value in (True, False)),
+    *((name, "blocking_share", value) for name in EARLY for value in (0.0, 0.1, 1.0)),
 ]
 
 
@@ -88,6 +109,14 @@ def test_refused(name: str, key: str, value: Any) -> None:
 @pytest.mark.parametrize(("name", "key", "value"), RIGHT)
 def test_accepted(name: str, key: str, value: Any) -> None:
     assert getattr(METHODS[name].Config(**{**SETTINGS[name], key: value}), key) == value
+
+
+def test_a_late_momentum_comes_at_the_ends_of_rounds() -> None:
+    for every in (2, 7):
+        hint = rf"^first_moment_every={every}: must be a multiple of tau, which is 3"
+        with pytest.raises(ConfigError, match=hint):
+            co2.MTDAO.Config(tau=3, first_moment_every=every, late_momentum=True)
+    co2.MTDAO.Config(tau=3, first_moment_every=6, late_momentum=True)
 
 
 def test_what_is_sharded_does_not_travel_in_bf16() -> None:

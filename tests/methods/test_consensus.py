@@ -151,7 +151,7 @@ def check(
                         msg=lambda text, where=where: where + text,
                     )  # fmt: skip
     before, inside, _ = runs[1][STEPS - 1]  # where the replicas differ, or nothing is shown
-    alike = name in ("allreduce", "acco", "onebit_adam")
+    alike = name in ("allreduce", "acco", "demo", "onebit_adam")
     for key in ("norm.running_mean", "drift", *([] if alike else ["scale"])):
         assert not torch.equal(inside[key], before[key])
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from co2.methods import METHODS
 from co2.methods.parts.compressed import Compress
 from tests.grids import OF_A_KIND, grid
 from tests.methods import problem
@@ -21,6 +22,7 @@ from tests.reference.replica import Replica
 from tests.workers import Pool
 
 ROUNDS = 5
+STEPS = ROUNDS * problem.TAU
 CO2 = {"tau": problem.TAU, "outer_lr": 0.8, "outer_momentum": 0.5}
 GAPS = ("none", "gap_aware", "gap_aware_steady", "gap_aware_elementwise", 1.7)
 CLIPS: tuple[dict[str, Any], ...] = (
@@ -36,17 +38,26 @@ STREAMING: tuple[dict[str, Any], ...] = (
     {"exchange": "int8", "fragments": 1},
     {"exchange": "int4", "fragments": 3, "delay": 2},
 )
-CASES = [(name, settings) for name, settings in SETTINGS.items() if not name.startswith("co2")]
+CASES = [(name, settings) for name, settings in SETTINGS.items() if name not in ("co2", "co2_keep")]
 CASES += [("co2", {**CO2, "gap_penalty": gap, **clip}) for gap, clip in product(GAPS, CLIPS)]
+EARLY = tuple(name for name in SETTINGS if hasattr(METHODS[name].Config, "blocking_share"))
+"""Methods that can wait in their first rounds."""
+CASES += [(name, {**SETTINGS[name], "blocking_share": 0.4}) for name in EARLY]
+CASES += [("co2", {**CO2, "gap_penalty": gap, "blocking_share": 0.2}) for gap in GAPS]
 SHARDED = [(name, {**settings, "shard": True}) for name, settings in CASES if name == "co2"]
 """Where state lies is nothing that a simulation knows."""
 DELAYS = (None, 0, 1)
 CASES += [("co2_keep", {**SETTINGS["co2_keep"], "delay": delay}) for delay in DELAYS]
 CASES += [("streaming_diloco", {**SETTINGS["streaming_diloco"], **own}) for own in STREAMING]
+CASES += [("sparta", {"share": 0.3, "delay": delay}) for delay in (0, 1)]
+LATE_MOMENTUM = {"first_moment_every": 6, "late_momentum": True}
+CASES += [("mt_dao", {**SETTINGS["mt_dao"], **LATE_MOMENTUM})]
+CASES += [("demo", {"decay": 0.9, "top_k": top_k, "block": 64}) for top_k in (1, 4, 99)]
 CASES += [(name, {**SETTINGS[name], "compress": Compress.update}) for name in ADAM]
 WITH_MOMENTS = [
     *MOMENTS.items(),
     *(("co2_keep", {**MOMENTS["co2_keep"], "delay": d}) for d in (0, 1)),
+    *((name, {**MOMENTS[name], "blocking_share": 0.4}) for name in ("co2", "co2_keep")),
 ]
 """These need an inner Adam."""
 
@@ -60,7 +71,7 @@ def replicas_of(optimizer: str, world: int, dtype: torch.dtype) -> list[Replica]
         def backward(model: torch.nn.Module, step: int, rank: int = rank) -> None:
             problem.backward(model, step, rank)
 
-        replicas.append(Replica(net, inner, backward, problem.set_lr))
+        replicas.append(Replica(net, inner, backward, problem.set_lr, STEPS))
     return replicas
 
 
@@ -76,9 +87,6 @@ def simulate(
         for replica, history in zip(replicas, histories, strict=True):
             history.append(problem.snapshot(replica.model))
     return histories
-
-
-STEPS = ROUNDS * problem.TAU
 
 
 def compare(
@@ -147,7 +155,7 @@ def test_equals_reference(workers: Pool, case: tuple[str, dict[str, Any]], world
     ids=str,
 )
 def test_equals_reference_with_adamw(workers: Pool, case: tuple[str, dict[str, Any]]) -> None:
-    compare(workers, case, "adamw", 2, torch.float64, 1e-12)
+    compare(workers, case, inner(case[0], "adamw"), 2, torch.float64, 1e-12)
 
 
 @pytest.mark.parametrize("world", grid([1, 3], (3).__eq__))

@@ -17,13 +17,15 @@ from co2.comm.background import BackgroundMean
 from co2.methods import METHODS
 from tests.cli.harness import pooled
 from tests.grids import OF_A_KIND, grid
-from tests.methods.driver import SETTINGS, inner, parts
+from tests.methods.driver import SETTINGS, inner
 from tests.methods.problem import OPTIMIZERS
 from tests.workers import Pool
 
 ROLES = {
     "runners": "training",
     "background": "training",
+    "pairs": "training",
+    "waves": "training",
     "collectives": "consensus",
 }
 """What the collectives of a file of co2/comm are for. Those of co2/train are for control."""
@@ -67,7 +69,8 @@ def test_no_group_has_two_roles(workers: Pool, tmp_path: Path, name: str) -> Non
         2,
         f"method={name}",
         *(f"{name}.{key}={value}" for key, value in SETTINGS[name].items()),
-        f"optim.name={inner(name)}",
+        *(("optim.momentum=0",) if name == "demo" else ()),
+        f"optim.name={'adamw' if inner(name) == 'adamw' else 'sgd'}",
         "train.steps=12",
         "train.eval_every=4",
         "checkpoint.every=4",
@@ -117,7 +120,7 @@ def groups_of(rank: int, world: int, name: str) -> list[str]:
         model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(3)) for _ in range(2)])
         method = METHODS[name]()
         method.prepare(model, OPTIMIZERS[inner(name)](model.parameters()), co2.Mesh.world())
-        names += [part.mean.group.group_name for part in parts(method)]
+        names += [mean.group.group_name for mean in method.means]
         names.append(method.group.group_name)
         method.flush()
     return names

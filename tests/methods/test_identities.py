@@ -82,6 +82,58 @@ def test_eager_diloco_alone_is_diloco(workers: Pool, optimizer: str) -> None:
     assert_alike(eager, diloco)
 
 
+ALWAYS = {"tau": TAU, "blocking_share": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("early", "own", "name", "settings"),
+    [
+        ("cocod_sgd", {}, "local_sgd", {"tau": TAU}),
+        ("eager_diloco", {"outer_lr": 0.7, "outer_momentum": 0.6}, "diloco", SETTINGS["diloco"]),
+        ("overlap_local_sgd", {"pull": 0.99, "outer_momentum": 0.0}, None, {}),
+        (
+            "co2",
+            {"outer_lr": 0.8, "outer_momentum": 0.5, "gap_penalty": "gap_aware"},
+            "co2_released",
+            {"tau": TAU, "outer_lr": 0.8, "outer_momentum": 0.5, "gap_penalty": 1.0},
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_rounds_that_all_wait(
+    workers: Pool,
+    early: str,
+    own: dict[str, Any],
+    name: str | None,
+    settings: dict[str, Any],
+) -> None:
+    """A pull of nearly 1 to the replicas' own mean is nearly local SGD's."""
+    waited = workers.run(trajectory, 3, early, {**ALWAYS, **own}, "adamw")
+    if name is not None:
+        assert_alike(waited, workers.run(trajectory, 3, name, settings, "adamw"))
+        return
+    local = workers.run(trajectory, 3, "local_sgd", {"tau": TAU}, "adamw")
+    for run, other in zip(waited, local, strict=True):
+        for now, then in zip(run, other, strict=True):
+            torch.testing.assert_close(now, then, rtol=0.05, atol=0.05)
+
+
+def test_kept_progress_that_always_waits_has_no_delay(workers: Pool) -> None:
+    own = SETTINGS["co2_keep"]
+    waited = workers.run(trajectory, 3, "co2_keep", {**own, **ALWAYS}, "adamw")
+    assert_same(waited, workers.run(trajectory, 3, "co2_keep", {**own, "delay": 0}, "adamw"))
+
+
+def test_a_late_round_that_waits_for_nothing_is_plain(workers: Pool) -> None:
+    """Without a known end of training there is no first share."""
+    plain = Session(0, "co2", SETTINGS["co2"])
+    shared = Session(0, "co2", {**SETTINGS["co2"], "blocking_share": 0.5})
+    for _ in range(3 * TAU):
+        plain.step()
+        shared.step()
+    assert_same(shared.snapshot(), plain.snapshot())
+
+
 def test_kept_progress_with_a_delay_of_a_round(workers: Pool) -> None:
     settings = {"tau": TAU, "keep_local": 0.6}
     named = workers.run(trajectory, 3, "co2_keep", {**settings, "delay": TAU}, "adamw")
@@ -107,6 +159,55 @@ def test_desloc_of_equal_periods_is_diloco_with_averaged_moments(workers: Pool) 
     own = {"tau": TAU, "outer_lr": 1.0, "outer_momentum": 0.0, "average_moments": True}
     diloco = workers.run(trajectory, 3, "diloco", own, "adamw")
     assert_same(workers.run(trajectory, 3, "desloc", settings, "adamw"), diloco)
+
+
+def test_mt_dao_of_momentum_alone_is_desloc(workers: Pool) -> None:
+    """With Adam's own beta."""
+    own = {"slow_beta": 0.9, "slow_weight": 1.0}
+    mt_dao = workers.run(trajectory, 3, "mt_dao", {**SETTINGS["desloc"], **own}, "adamw")
+    assert_same(mt_dao, workers.run(trajectory, 3, "desloc", SETTINGS["desloc"], "adamw"))
+
+
+def test_mt_dao_without_momentum_knows_no_beta(workers: Pool) -> None:
+    settings = {**SETTINGS["mt_dao"], "slow_weight": 0.0}
+    runs = [
+        workers.run(trajectory, 2, "mt_dao", {**settings, "slow_beta": beta}, "adamw")
+        for beta in (0.0, 0.8)
+    ]
+    assert_alike(*runs)
+
+
+def test_a_late_momentum_alone_is_one_in_time(workers: Pool) -> None:
+    settings = {**SETTINGS["mt_dao"], "first_moment_every": TAU}
+    late = workers.run(trajectory, 1, "mt_dao", {**settings, "late_momentum": True}, "adamw")
+    assert_same(late, workers.run(trajectory, 1, "mt_dao", settings, "adamw"))
+
+
+def momenta(rank: int, world: int, late: bool) -> list[Tensor]:
+    """u at the ends of rounds under gradients that do not depend on the weights."""
+    weight = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    fields = {"tau": TAU, "slow_beta": 0.8, "first_moment_every": 4 * TAU, "late_momentum": late}
+    method = co2.MTDAO(co2.MTDAO.Config(**fields))
+    method.prepare(torch.nn.ParameterList([weight]), optimizer, co2.Mesh.world())
+    found = []
+    for step in range(9 * TAU):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        weight.grad = torch.randn(5, generator=generator, dtype=torch.float64)
+        method.step()
+        if (step + 1) % TAU == 0:
+            found.append(optimizer.state[weight]["exp_avg"].clone())
+    method.flush()
+    return found
+
+
+def test_a_late_momentum_is_that_in_time_once_it_has_come(workers: Pool) -> None:
+    """The means of rounds 4 and 8 come with rounds 5 and 9: until then, u lacks them."""
+    pairs = zip(workers.run(momenta, 3, True), workers.run(momenta, 3, False), strict=True)
+    for late, in_time in pairs:
+        for number, (now, then) in enumerate(zip(late, in_time, strict=True), start=1):
+            same = torch.allclose(now, then, rtol=1e-12, atol=1e-12)
+            assert same == (number not in (4, 8)), number
 
 
 def test_kept_progress_without_delay_averages_moments_at_once(workers: Pool) -> None:

@@ -44,6 +44,18 @@ CASES: list[tuple[str, dict[str, Any], list[list[Pair]]]] = [
         {"tau": 5, "first_moment_every": 2, "second_moment_every": 3},
         [[(0.5, 0.5), (1.5, 0.75), (1.25, 4.375)], [(1.5, 4.5), (1.5, 6.75), (2.25, 4.375)]],
     ),
+    # u is sent after step 2, and its mean 3/2 arrives after step 4: a quarter of what it adds
+    (
+        "mt_dao",
+        {
+            **{"tau": 2, "slow_beta": 0.5, "first_moment_every": 2, "second_moment_every": 9},
+            "late_momentum": True,
+        },
+        [
+            [(0.5, 0.5), (0.75, 0.75), (0.875, 0.875), (0.9375 + 0.1875, 0.9375)],
+            [(1.5, 4.5), (2.25, 6.75), (2.625, 7.875), (2.8125 - 0.1875, 8.4375)],
+        ],
+    ),
     (
         "diloco",
         {"tau": 2, "average_moments": True},
@@ -77,11 +89,11 @@ def test_moments_by_hand(workers: Pool, case: tuple[str, dict[str, Any], list[li
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0, atol=1e-6)
 
 
-def seen_by_one(rank: int, world: int) -> list[Pair]:
+def seen_by_one(rank: int, world: int, name: str, settings: dict[str, Any]) -> list[Pair]:
     """Of a weight that only replica 0 has gradients for: m and v."""
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.AdamW([weight], lr=0.1, betas=(0.5, 0.5))
-    method = METHODS["desloc"](METHODS["desloc"].Config(9, 1, 3))
+    method = METHODS[name](METHODS[name].Config(**settings))
     method.prepare(torch.nn.ParameterList([weight]), optimizer, co2.Mesh.world())
     history = []
     for _ in range(3):
@@ -96,9 +108,20 @@ def seen_by_one(rank: int, world: int) -> list[Pair]:
 def test_a_mean_is_not_divided_by_nothing(workers: Pool) -> None:
     """Until replica 1 has a v it takes in no m; both come in step 3: v is the mean of ⅞ and 0, m
     that of 21/32 and 0, because replica 0 goes on from a half of its m twice."""
-    first, second = workers.run(seen_by_one, 2)
+    settings = {"tau": 9, "first_moment_every": 1, "second_moment_every": 3}
+    first, second = workers.run(seen_by_one, 2, "desloc", settings)
     assert first == [(0.25, 0.5), (0.3125, 0.75), (0.328125, 0.4375)]
     assert second == [(0.0, 0.0), (0.0, 0.0), (0.328125, 0.4375)]
+
+
+def test_a_late_mean_is_not_either(workers: Pool) -> None:
+    """Each step brings the mean of the step before. Replica 1 takes in none while its v is 0, as it
+    still is when that of step 2 comes; v is averaged after it. Replica 0's u are ½, then
+    ¾ − ½ (½ − ¼), then 13/16 − ½ (5/8 − 5/16)."""
+    settings = {"tau": 1, "slow_beta": 0.5, "first_moment_every": 1, "second_moment_every": 3}
+    first, second = workers.run(seen_by_one, 2, "mt_dao", {**settings, "late_momentum": True})
+    assert first == [(0.5, 0.5), (0.625, 0.75), (0.65625, 0.4375)]
+    assert second == [(0.0, 0.0), (0.0, 0.0), (0.0, 0.4375)]
 
 
 def spread(rank: int, world: int, name: str, settings: dict[str, Any]) -> tuple[float, float]:
@@ -135,7 +158,7 @@ def test_a_parameter_without_gradient_has_no_moment() -> None:
     assert not optimizer.state[weights[0]] and optimizer.state[weights[1]]["step"] == 2
 
 
-@pytest.mark.parametrize(("name", "settings"), [*MOMENTS.items(), ("desloc", {})])
+@pytest.mark.parametrize(("name", "settings"), [*MOMENTS.items(), ("desloc", {}), ("mt_dao", {})])
 def test_an_inner_optimizer_without_moments_is_refused(name: str, settings: dict[str, Any]) -> None:
     for kind in ("sgd", "amsgrad"):
         net, _ = problem.build(0, "sgd")
@@ -149,6 +172,19 @@ def test_an_inner_optimizer_without_moments_is_refused(name: str, settings: dict
             method.prepare(net, optimizer, co2.Mesh.world())
 
 
+@pytest.mark.parametrize("settings", [{"maximize": True}, {"weight_decay": 0.1}])
+def test_mt_dao_needs_the_gradient_that_adamw_has_seen(settings: dict[str, Any]) -> None:
+    """Adam adds its weight decay to it, where that is not decoupled."""
+    weight = torch.nn.Parameter(torch.zeros(3))
+    method = METHODS["mt_dao"]()
+    with pytest.raises(ConfigError, match=r"^optim.name=Adam: mt_dao needs adamw"):
+        method.prepare(
+            torch.nn.ParameterList([weight]),
+            torch.optim.Adam([weight], **settings),
+            co2.Mesh.world(),
+        )
+
+
 ZERO1 = "mesh.strategy=zero1"
 
 
@@ -156,7 +192,7 @@ def test_what_zero1_cannot_share() -> None:
     for name, settings in MOMENTS.items():
         assert strategies(METHODS[name](METHODS[name].Config(**settings))) == {ZERO1}
         assert not strategies(METHODS[name]())
-    assert strategies(METHODS["desloc"]()) == {ZERO1}
+    assert strategies(METHODS["desloc"]()) == strategies(METHODS["mt_dao"]()) == {ZERO1}
 
 
 def strategies(method: Method) -> set[str]:

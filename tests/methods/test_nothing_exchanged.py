@@ -64,7 +64,8 @@ def first_that_tells(rank: int, world: int, name: str, settings: dict[str, Any])
 
 
 LATE = {"co2_keep": {"tau": 3, "delay": 1}, "streaming_diloco": {"tau": 6, "delay": 4}}
-ROUNDS = [*((name, SETTINGS[name]) for name in ROUNDS_OF), *LATE.items()]
+SHARES = [("sparta", {"share": 0.4, "delay": delay}) for delay in (0, 1, 3)]
+ROUNDS = [*((name, SETTINGS[name]) for name in ROUNDS_OF), *LATE.items(), *SHARES]
 
 
 @pytest.mark.parametrize("case", ROUNDS, ids=str)

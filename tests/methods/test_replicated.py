@@ -28,12 +28,15 @@ REPLICATED = {
     "local_sgd": ["anchor"],
     "slowmo": ["anchor", "momentum"],
     "diloco": ["anchor", "momentum"],
+    "co2_released": ["anchor", "momentum"],
     "overlap_local_sgd": ["anchor", "momentum"],
     "streaming_diloco": ["0.outer", "0.momentum", "1.outer", "1.momentum"],
     "sparseloco": ["anchor"],
     "co2": ["anchor", "momentum"],
     "co2_keep": ["center", "momentum"],
+    "sparta": ["places"],
     "desloc": ["anchor"],
+    "mt_dao": ["anchor"],
 }
 """By method; the others hold nothing that is equal, but for the weights of some."""
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.methods.driver import MOMENTS, SETTINGS, Session, Snapshot, assert_same
+from co2.methods import METHODS
+from tests.methods.driver import MOMENTS, SETTINGS, Session, Snapshot, assert_same, inner
 from tests.workers import Pool
 
 TAU = 3
@@ -18,6 +19,13 @@ TWO_IN_FLIGHT = {**SETTINGS["streaming_diloco"], "delay": 2}
 CASES = [*SETTINGS.items(), *(("co2", fields) for fields in (ELEMENTWISE, *SHARDED))]
 QUANTIZED = [{**TWO_IN_FLIGHT, "exchange": kind} for kind in ("int8", "int4")]
 CASES += MOMENTS.items()
+EARLY = [name for name in SETTINGS if hasattr(METHODS[name].Config, "blocking_share")]
+CASES += [(name, {**SETTINGS[name], "blocking_share": 0.5}) for name in EARLY]
+CASES += [("co2", {**fields, "blocking_share": 0.5}) for fields in SHARDED]
+CASES += [("co2_keep", {**MOMENTS["co2_keep"], "delay": 1, "blocking_share": 0.5})]
+CASES += [("sparta", {"share": 0.4, "delay": delay}) for delay in (0, 2)]
+LATE_MOMENTUM = {"first_moment_every": 6, "late_momentum": True}
+CASES += [("mt_dao", {**SETTINGS["mt_dao"], **LATE_MOMENTUM})]
 CASES += [("streaming_diloco", fields) for fields in (TWO_IN_FLIGHT, *QUANTIZED)]
 
 
@@ -57,8 +65,9 @@ def shown(session: Session) -> Snapshot:
 
 
 def stop_everywhere(rank: int, world: int, name: str, settings: dict[str, Any]) -> None:
-    expected = finish(Session(rank, name, settings, "adamw"))
-    first = Session(rank, name, settings, "adamw")
+    optimizer = inner(name, "adamw")
+    expected = finish(Session(rank, name, settings, optimizer, total=STEPS))
+    first = Session(rank, name, settings, optimizer, total=STEPS)
     saves = []
     for _ in range(3 * TAU):
         first.step()
@@ -66,7 +75,7 @@ def stop_everywhere(rank: int, world: int, name: str, settings: dict[str, Any]) 
     assert_same(finish(first), expected)  # saving is no disturbance either, nor is looking
     for saved, seen in saves:
         # Another seed: whatever is not loaded shows.
-        again = Session(rank, name, settings, "adamw", seed=rank + 50)
+        again = Session(rank, name, settings, optimizer, seed=rank + 50, total=STEPS)
         state = load(again, saved)
         assert_same(again.method.state_dict(), state["method"])
         assert_same(shown(again), seen)

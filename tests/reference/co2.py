@@ -2,7 +2,8 @@
 
 End of round t: d_{t-1} arrives (none at t = 0, where m stays 0), the mean of x_{t,0} - x^i_{t,tau}
 is started, m_t = clip(beta m_{t-1} + d_{t-1} / Lambda_t, phi), x_{t+1,0} = x_{t,0} - alpha m_t.
-Consensus then shows the mean of the ends, x_{t,0} - d_t.
+Consensus then shows the mean of the ends, x_{t,0} - d_t. Early rounds wait: m_t takes in d_t with
+Lambda_t = 1, and consensus shows x_{t+1,0}. Where nothing arrives, x and m stay.
 """
 
 from collections.abc import Iterator
@@ -54,6 +55,7 @@ def rounds(
     clip: float | None = None,
     clip_mode: str = "value",
     average_moments: bool = False,
+    blocking_share: float = 0.0,
 ) -> Iterator[Tensor]:
     gap = Gap(gap_penalty)
     constant = {"none": 1.0}.get(gap_penalty, gap_penalty)
@@ -67,15 +69,25 @@ def rounds(
         gamma = replicas[0].lr()
         gap.largest_gamma = max(gap.largest_gamma, gamma)
         arrived, in_flight = in_flight, mean(x - replica.weights() for replica in replicas)
-        if arrived is not None:
+        waits = replicas[0].is_early(blocking_share)
+        previous = x
+        if waits:
+            m = clipped(outer_momentum * m + in_flight, clip, clip_mode)
+            x = trained = x - outer_lr * m
+            in_flight = None
+        elif arrived is not None:
             aware = isinstance(gap_penalty, str) and gap_penalty.startswith("gap_aware")
             penalty = gap.penalty(x - previous_x, gamma) if aware else constant
             m = clipped(outer_momentum * m + arrived / penalty, clip, clip_mode)
-        previous_x, x = x, x - outer_lr * m
+            x = x - outer_lr * m
+        previous_x = x if waits else previous
         for replica in replicas:
             replica.set_weights(x)
         if average_moments:
             if moments_in_flight is not None:
                 correct(replicas, moments_in_flight, tau)
             moments_in_flight = moments(replicas)
+            if waits:
+                correct(replicas, moments_in_flight, 0)
+                moments_in_flight = None
         yield trained

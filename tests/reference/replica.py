@@ -14,6 +14,7 @@ class Replica:
         model, optimizer: the replica's own copies.
         backward: `backward(model, step)` leaves gradients on the weights.
         set_lr: `set_lr(optimizer, step)` sets the learning rates of one step.
+        total: steps of the whole training.
     """
 
     def __init__(
@@ -22,10 +23,11 @@ class Replica:
         optimizer: Optimizer,
         backward: Callable[[nn.Module, int], None],
         set_lr: Callable[[Optimizer, int], None],
+        total: int = 0,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.backward, self.set_lr = backward, set_lr
-        self.steps_done = 0
+        self.steps_done, self.total = 0, total
 
     def gradients(self) -> None:
         """The first half of an inner step: learning rates and gradients."""
@@ -43,6 +45,10 @@ class Replica:
         for _ in range(tau):
             self.gradients()
             self.update()
+
+    def is_early(self, share: float) -> bool:
+        """Whether the steps done belong to this share of the training."""
+        return self.steps_done <= share * self.total
 
     def trainable(self) -> list[nn.Parameter]:
         """What takes part: parameters of the optimizer that require a gradient, in its order."""

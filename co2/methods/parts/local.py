@@ -1,5 +1,7 @@
 """LocalMethod and BlockingMethod: what methods with τ local steps in a round have in common."""
 
+import sys
+from bisect import bisect_right
 from typing import Any
 
 import torch
@@ -9,9 +11,10 @@ from co2.comm.background import BackgroundMean
 from co2.comm.flat import Chunk, FlatParams
 from co2.config import Blocking, CommConfig
 from co2.errors import require, require_number
-from co2.methods.base import ELASTIC, Method, synchronizing
+from co2.methods.base import ELASTIC, QUORUM, Method, synchronizing
 from co2.methods.parts.auto_tau import AUTO, AutoTau
 from co2.methods.parts.moments import LateMoments, Moments, refused
+from co2.methods.parts.rounds import round_ends
 
 
 class LocalMethod(Method):
@@ -26,6 +29,10 @@ class LocalMethod(Method):
     Where `Config` has `average_moments` and it is true, the moments of the inner Adam are averaged
     at the end of each round too (parts/moments.py). A method that takes a mean in amid a round
     calls `moments.arrive` there.
+
+    Where `Config` has `blocking_share`, the rounds that end in this share of the training `wait`:
+    their means are taken in as they end, by a delay of 0. The first round after them is as the
+    first of all: nothing arrives at its end.
     """
 
     saved_values = (*Method.saved_values, "round_began")
@@ -41,7 +48,14 @@ class LocalMethod(Method):
         found = refused("average_moments=true") if self.averages_moments else {}
         if self.config.tau == AUTO:
             found[ELASTIC] = "tau=auto times rounds of the same replicas"
+        if self.tau_power > 0:
+            found[ELASTIC] = found[QUORUM] = "tau_power makes rounds of unequal length"
         return found
+
+    @property
+    def tau_power(self) -> float:
+        """p, by which rounds differ in length (rounds.py)."""
+        return float(getattr(self.config, "tau_power", 0.0))
 
     @property
     def averages_moments(self) -> bool:
@@ -60,6 +74,14 @@ class LocalMethod(Method):
         """Right after `end_round`: set the live weights to those that training left. See
         `Method.show_trained`; by default they are that already."""
 
+    @property
+    def waits(self) -> bool:
+        """As a round ends: whether its mean is waited for, although the method can overlap it."""
+        share = getattr(self.config, "blocking_share", 0.0)
+        if share in (0, 1) or self.total_steps is None:
+            return bool(share == 1)
+        return bool(self.steps <= share * self.total_steps)
+
     def show_trained(self) -> None:
         if 0 < self.round_began == self.steps:  # the last step was a round's last one
             with torch.no_grad(), self.flat.round():
@@ -68,6 +90,7 @@ class LocalMethod(Method):
     def set_up(self) -> nn.Module:
         self.flat = FlatParams(self.optimizer, self.comm.device, mesh=self.mesh)
         self.mean = self.make_mean()
+        self.round_ends = self._round_ends()
         self.auto: AutoTau | None = None
         if self.config.tau == AUTO:
             blocking = self.blocking is Blocking.always
@@ -78,6 +101,16 @@ class LocalMethod(Method):
         self.init_outer_state()
         return self.model
 
+    def _round_ends(self) -> list[int]:
+        """The steps after which rounds end, where they differ in length; else none."""
+        if self.tau_power == 0:
+            return []
+        known = self.schedule is not None and self.total_steps is not None
+        hint = "needs the learning rate of every step; give prepare schedule and total_steps, or 0"
+        require(known, f"{self.registered_name()}.tau_power", self.tau_power, hint)
+        assert self.schedule is not None and self.total_steps is not None
+        return round_ends(self.schedule, self.total_steps, self.config.tau, self.tau_power)
+
     def make_mean(self) -> BackgroundMean:
         """Make the communication buffer."""
         return self.new_mean(self.flat)
@@ -85,11 +118,15 @@ class LocalMethod(Method):
     @property
     def tau(self) -> int:
         """Inner steps of the round under way; while one ends, of the next."""
+        if self.tau_power > 0:
+            coming = bisect_right(self.round_ends, self.round_began)
+            last = coming == len(self.round_ends)  # what is left makes no whole round
+            return sys.maxsize if last else self.round_ends[coming] - self.round_began
         return self.config.tau if self.auto is None else self.auto.tau
 
     def step(self) -> None:
         super().step()
-        self.optimizer.step()
+        self.inner_step()
         if self.auto is not None:
             self.auto.stopwatch.end()
         if self.steps - self.round_began >= self.tau:  # more: resumed with a smaller τ
@@ -101,8 +138,14 @@ class LocalMethod(Method):
                     self.end_round()
                 if self.moments is not None:
                     self.moments.end_round(self.steps)
+                    if self.waits:
+                        self.moments.arrive(self.steps)
         if self.auto is not None:
             self.auto.stopwatch.begin()
+
+    def inner_step(self) -> None:
+        """Do one step of the inner optimizer. A method that changes it extends this."""
+        self.optimizer.step()
 
     def flush(self) -> None:
         super().flush()
@@ -133,7 +176,7 @@ class LocalMethod(Method):
 
     @property
     def round_steps(self) -> int:
-        return self.tau
+        return self.config.tau if self.tau_power > 0 else self.tau
 
     def first_means(self) -> dict[str, int]:
         """Empty with tau=auto, whose rounds are not known yet."""
@@ -142,7 +185,9 @@ class LocalMethod(Method):
     @property
     def first_mean(self) -> int:
         """The step that takes in the first mean."""
-        return self.tau if self.blocking is Blocking.always else 2 * self.tau
+        share = getattr(self.config, "blocking_share", 0.0) * (self.total_steps or 0)
+        at_once = self.blocking is Blocking.always or self.tau <= share
+        return self.tau if at_once else 2 * self.tau
 
 
 class BlockingMethod(LocalMethod):
@@ -179,9 +224,20 @@ def check_tau(tau: int | str) -> None:
     require(whole or tau == AUTO, "tau", tau, "must be a whole number, 1 or more, or auto")
 
 
+def check_tau_power(power: float, tau: int | str) -> None:
+    """Raise `ConfigError` unless p ≥ 0 is finite, and 0 where τ is chosen by measurement."""
+    require_number("tau_power", power, 0.0, "must be a finite number, 0 or more")
+    require(power == 0 or tau != AUTO, "tau_power", power, "must be 0 with tau=auto")
+
+
 def check_comm_share(share: float) -> None:
     """Raise `ConfigError` unless 0 < share < 1."""
     require(0 < share < 1, "comm_share", share, "must be above 0 and below 1")
+
+
+def check_blocking_share(share: float) -> None:
+    """Raise `ConfigError` unless 0 ≤ share ≤ 1."""
+    require(0 <= share <= 1, "blocking_share", share, "must be at least 0 and at most 1")
 
 
 def check_outer(outer_lr: float, outer_momentum: float) -> None:

@@ -16,7 +16,8 @@ copies of the model; and because the mean overwrites what was sent, and no repli
 part from the mean, m^i and v^i of then are kept beside it, two more.
 """
 
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -87,21 +88,31 @@ class Moment:
         Args:
             divisor: where this replica's values of that moment are 0, this one stays as it is.
         """
-        chunks = self.open()
-        others = None if divisor is None else divisor.open()
-        with chunks[0].transfer.round(), others[0].transfer.round() if others else nullcontext():
+        with self.beside(divisor) as chunks:
             with record_function(SNAPSHOT):
-                for chunk in chunks:
+                for chunk, _ in chunks:
                     chunk.of(mean.buffer).copy_(chunk.read())
             found = mean.mean_now()
-            for index, chunk in enumerate(chunks):
+            for chunk, other in chunks:
                 values, means = chunk.read(), chunk.of(found).to(self.flat.dtype)
-                if others is None:
+                if other is None:
                     # Not `means` itself: the buffer may change before a copy to a GPU is made.
                     chunk.write(values.copy_(means))
                 else:
-                    still = others[index].read() == 0
+                    still = other.read() == 0
                     chunk.write(values.copy_(torch.where(still, values, means)))
+
+    @contextmanager
+    def beside(self, divisor: "Moment | None") -> Iterator[list[tuple[Chunk, Chunk | None]]]:
+        """Context for synchronized access to the moment: its chunks, each with that of `divisor`,
+        or None without one."""
+        chunks = self.open()
+        others: list[Chunk | None] = [None] * len(chunks) if divisor is None else [*divisor.open()]
+        with ExitStack() as stack:
+            for first in (chunks[0], others[0]):
+                if first is not None:
+                    stack.enter_context(first.transfer.round())
+            yield list(zip(chunks, others, strict=True))
 
     def scratch_tensors(self) -> list[Tensor]:
         """One chunk, from the first use on."""
@@ -124,7 +135,7 @@ class Moments:
     def __init__(self, method: "LocalMethod", mean: BackgroundMean) -> None:
         require_adam(method, ".average_moments=true")
         self.flat, self.mean = method.flat, mean
-        self.both = [Moment(method.flat, method.optimizer, n) for n in range(len(_FIELDS))]
+        self.taken = [Moment(method.flat, method.optimizer, n) for n in range(len(_FIELDS))]
         self.sent_at = 0
         """Inner steps when means were started that arrive later: all that a state needs of this
         beside tensors."""
@@ -132,7 +143,7 @@ class Moments:
     def end_round(self, steps: int) -> None:
         """Average, after so many inner steps, when the round's mean of the weights needs its buffer
         no more."""
-        for moment in self.both:
+        for moment in self.taken:
             moment.average(self.mean)
 
     def arrive(self, steps: int) -> None:
@@ -140,25 +151,42 @@ class Moments:
 
     def scratch_tensors(self) -> list[Tensor]:
         """A chunk of each moment."""
-        return [tensor for moment in self.both for tensor in moment.scratch_tensors()]
+        return [tensor for moment in self.taken for tensor in moment.scratch_tensors()]
 
 
 class LateMoments(Moments):
-    """Both moments, whose means arrive some steps later."""
+    """Moments whose means arrive some steps later.
 
-    def __init__(self, method: "LocalMethod") -> None:
-        super().__init__(method, method.new_mean(method.flat, "moments_buffer", copies=2))
-        self.sent = [method.hold(name, self.flat.zeros()) for name in ("sent_m", "sent_v")]
+    Args:
+        numbers: which moments: 0 for m, 1 for v.
+        divisor: where this replica's values of that moment are 0, the others stay as they are.
+        every: fewest steps between two means.
+    """
+
+    def __init__(
+        self,
+        method: "LocalMethod",
+        numbers: Sequence[int] = (0, 1),
+        divisor: Moment | None = None,
+        every: int = 1,
+    ) -> None:
+        mean = method.new_mean(method.flat, "moments_buffer", copies=len(numbers))
+        super().__init__(method, mean)
+        self.taken = [self.taken[number] for number in numbers]
+        self.divisor, self.every = divisor, every
+        self.sent = [method.hold(f"sent_{'mv'[n]}", self.flat.zeros()) for n in numbers]
         """m^i and v^i as they were when their means were started."""
 
     def end_round(self, steps: int) -> None:
-        """Take in the mean that is under way, if `arrive` was not called before; start the next."""
+        """Take in the mean that is under way, if `arrive` was not called before; start the next if
+        it is due."""
         self.arrive(steps)
+        if steps - self.sent_at < self.every:
+            return
         buffers = self.mean.buffer.split(self.flat.numel)
-        for moment, sent, buffer in zip(self.both, self.sent, buffers, strict=True):
-            chunks = moment.open()
-            with record_function(SNAPSHOT), chunks[0].transfer.round():
-                for chunk in chunks:
+        for moment, sent, buffer in zip(self.taken, self.sent, buffers, strict=True):
+            with record_function(SNAPSHOT), moment.beside(None) as chunks:
+                for chunk, _ in chunks:
                     chunk.of(sent).copy_(chunk.read())
                     chunk.of(buffer).copy_(chunk.of(sent))
         self.sent_at = steps
@@ -171,14 +199,19 @@ class LateMoments(Moments):
             return
         delay = steps - self.sent_at
         means = found.split(self.flat.numel)
-        for moment, sent, mean in zip(self.both, self.sent, means, strict=True):
-            chunks = moment.open()
-            with chunks[0].transfer.round():
-                for chunk in chunks:
+        for moment, sent, mean in zip(self.taken, self.sent, means, strict=True):
+            with moment.beside(self.divisor) as chunks:
+                for chunk, other in chunks:
                     own = chunk.of(sent).sub_(chunk.of(mean))
+                    if other is not None:
+                        own.masked_fill_(other.read() == 0, 0)
                     values = chunk.read().sub_(own, alpha=moment.beta(chunk) ** delay)
                     # v is what was sent, decayed, and squares since: below 0 by rounding only.
                     chunk.write(values.clamp_(min=0) if moment.number == 1 else values)
+
+    def scratch_tensors(self) -> list[Tensor]:
+        others = [] if self.divisor is None else self.divisor.scratch_tensors()
+        return [*super().scratch_tensors(), *others]
 
 
 def require_adam(method: Method, setting: str = "") -> None:

@@ -28,6 +28,7 @@ class GapPenalty:
 
     and Λ_t = 1 while C_t = 0 or γ_t = 0. The EMA counts every round in which a pseudo-gradient
     arrives, also the first, whose displacement is 0.
+    A pseudo-gradient that is waited for is not late: Λ_t = 1, and the EMA does not count it.
     `gap_aware_elementwise` puts an element's own |x_{t,0} − x_{t−1,0}| in place of disp_t.
     `gap_aware_steady` takes C_t from displacements alone, without γ_max/γ_t. That factor makes Λ go
     to 1 as the rate decays, where a pseudo-gradient that is one round late is not damped any more;
@@ -36,18 +37,17 @@ class GapPenalty:
     Args:
         kind: the configuration's `gap_penalty`.
         flat: the vector, or the shard of it, that the momentum belongs to.
-        outer_lr: α.
     """
 
-    def __init__(self, kind: str | float, flat: FlatParams | OuterShard, outer_lr: float) -> None:
-        self.kind, self.outer_lr, self.sqrt_numel = kind, outer_lr, flat.total_numel**0.5
+    def __init__(self, kind: str | float, flat: FlatParams | OuterShard) -> None:
+        self.kind, self.sqrt_numel = kind, flat.total_numel**0.5
         self.ema = torch.zeros((), dtype=torch.float64, device=flat.device)
         self.value = torch.ones((), dtype=torch.float64, device=flat.device)
         """Λ_t; for the elementwise kind, the Λ of an element with a displacement of disp_t."""
         self.scale = torch.zeros((), dtype=torch.float64, device=flat.device)
         """C_t; 0 while it is not defined."""
         self.count = 0
-        self.largest_lr = 0.0
+        self.largest_lr = self._moved = 0.0
         self._scratch = torch.empty(0, dtype=flat.dtype, device=flat.device)
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -80,28 +80,39 @@ class GapPenalty:
         """Take note of γ_t. Call it in every round, the first too."""
         self.largest_lr = max(self.largest_lr, lr)
 
-    def update(self, momentum_norm: Tensor, lr: float) -> None:
-        """Compute Λ_t from γ_t and ‖m_{t−1}‖₂, because x_{t,0} − x_{t−1,0} = −α m_{t−1}."""
+    def update(self, momentum_norm: Tensor, lr: float, moved: float) -> None:
+        """Compute Λ_t of a late pseudo-gradient.
+
+        Args:
+            momentum_norm: ‖m_{t−1}‖₂.
+            lr: γ_t.
+            moved: α, for x_{t,0} − x_{t−1,0} = −α m_{t−1}; 0 where the two are equal.
+        """
+        self._moved = moved
         if not self.measures:
             self.value.fill_(self.constant)
             return
         if lr == 0:
-            self.value.fill_(1.0)
-            self.scale.zero_()
+            self.not_late()
             return
-        displacement = momentum_norm * (self.outer_lr / self.sqrt_numel)
+        displacement = momentum_norm * (moved / self.sqrt_numel)
         decayed = 1.0 if self.kind == "gap_aware_steady" else self.largest_lr / lr
         self.ema.mul_(0.9).add_(displacement * decayed, alpha=0.1)
         self.count += 1
         torch.div(self.ema, 1 - 0.9**self.count, out=self.scale)
         self.value.copy_(torch.where(self.scale > 0, 1 + displacement / self.scale, 1.0))
 
+    def not_late(self) -> None:
+        """Set Λ_t to 1."""
+        self.value.fill_(1.0)
+        self.scale.zero_()
+
     def divisor(self, momentum: Tensor) -> Tensor:
         """Return Λ_t for the elements whose m_{t−1} is given: a scalar, or one value for each, in
         scratch that the next call overwrites."""
         if self.kind != "gap_aware_elementwise":
             return self.value.to(momentum.dtype)
-        per_element = torch.where(self.scale > 0, self.outer_lr / self.scale, 0.0)
+        per_element = torch.where(self.scale > 0, self._moved / self.scale, 0.0)
         if self._scratch.numel() < momentum.numel():
             self._scratch = torch.empty_like(momentum)
         out = self._scratch[: momentum.numel()]
