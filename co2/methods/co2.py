@@ -54,8 +54,8 @@ class CO2(LocalMethod):
         outer_momentum: float = 0.2
         """β, the outer momentum. The paper does not say. GPT-2 at smoke scale (τ = 12, one seed)
         did worse with 0.5."""
-        gap_penalty: str | float = "gap_aware"
-        """Λ: gap_aware, gap_aware_steady, gap_aware_elementwise, none, or a constant."""
+        gap_penalty: str | float = "gap_aware_steady"
+        """Λ: gap_aware_steady, gap_aware, gap_aware_elementwise, none, or a constant."""
         clip: float | None = None
         """φ, the bound of the outer momentum; null for none."""
         clip_mode: str = "value"

@@ -41,13 +41,33 @@ LOWER = {"DiLoCo": ("1e-3",)}
 GOAL = 1.0
 """Percent above AllReduce's loss that count as matching it."""
 ALLREDUCE = "AllReduce"
-ROWS = (
+BASES = (
     Row(ALLREDUCE, ("method=allreduce",)),
     Row("Local SGD", ("method=local_sgd",)),
     Row("DiLoCo", ("method=diloco",)),
     Row("CO2", ("method=co2",)),
     Row("CO2, kept progress", ("method=co2_keep",)),
 )
+
+
+def variant(base: Row, name: str, override: str) -> Row:
+    """The row with one setting more."""
+    method = base.overrides[0].removeprefix("method=")
+    return Row(f"{base.name}, {name}", (*base.overrides, f"{method}.{override}"))
+
+
+_, LOCAL_SGD, DILOCO, CO2, CO2_KEEP = BASES
+VARIANTS = {
+    variant(base, name, override): base
+    for name, override, bases in (
+        ("τ ∝ 1/γ", "tau_power=1", (LOCAL_SGD, DILOCO)),
+        ("a tenth blocking", "blocking_share=0.1", (CO2, CO2_KEEP)),
+        ("a quarter blocking", "blocking_share=0.25", (CO2, CO2_KEEP)),
+    )
+    for base in bases
+}
+"""And the row whose learning rate each takes."""
+ROWS = (*BASES, *VARIANTS)
 OTHERS = ROWS[1:]
 Gaps = dict[int, list[float]]
 """By number of rounds: percent above AllReduce's loss, for every seed."""
@@ -202,6 +222,9 @@ RECIPE = TunedRecipe(
     draw=draw,
     headline=figure,
     beside=tables,
-    grids={row.name: at_rates(row, (*LOWER.get(row.name, ()), *RATES)) for row in ROWS},
+    grids={
+        row.name: at_rates(base, (*LOWER.get(base.name, ()), *RATES))
+        for row, base in ({row: row for row in BASES} | VARIANTS).items()
+    },
     tuned_in={name(rounds): trials_of(tuned) for rounds, tuned in TUNED_ROUNDS.items()},
 )
