@@ -26,7 +26,7 @@ from recipes.tuning.tuning import TunedRecipe
 NEW = Row("no pre-training", ("method=allreduce",), limit=True)
 METHODS = (
     *ROWS,
-    Row("CO2", ("method=co2",)),
+    Row("CO2", ("method=co2", "co2.gap_penalty=gap_aware")),
     Row("CO2, kept progress", ("method=co2_keep",)),
 )
 PRETRAINING = Column(

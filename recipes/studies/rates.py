@@ -31,7 +31,7 @@ STEPS = 1200
 METHODS = (
     Row("AllReduce", ("method=allreduce",)),
     Row("Local SGD", ("method=local_sgd",)),
-    Row("CO2", ("method=co2",)),
+    Row("CO2", ("method=co2", "co2.gap_penalty=gap_aware")),
     Row("CO2, kept progress", ("method=co2_keep",)),
 )
 
