@@ -9,6 +9,7 @@ after `fit` every process holds it, or the weights that callbacks have left. Bes
 FILE lies a folder FILE.sync with a file for each replica, so that training goes on from it exactly.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -83,7 +84,9 @@ class SyncStrategy(DDPStrategy):
         assert self.model is not None
         self.sync = loops.renewed(self.sync)
         mesh = Mesh.world(device=self.root_device)
-        self.model = self.sync.prepare(self.model, self.optimizers[0], mesh)
+        steps = trainer.estimated_stepping_batches
+        known = int(steps) if 0 < steps < math.inf else None
+        self.model = self.sync.prepare(self.model, self.optimizers[0], mesh, total_steps=known)
         self._trainer, self._fitting = trainer, True
         self._end_first = LambdaCallback(on_train_end=lambda *_: self._end())
         _callbacks(trainer).insert(0, self._end_first)

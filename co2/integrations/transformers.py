@@ -98,7 +98,8 @@ class SyncTrainer(Trainer):
         finally:
             self.accelerator.prepare_model = prepared
         self.sync, mesh = loops.renewed(self.sync), Mesh.world(device=self.args.device)
-        model = self.sync.prepare(model, self._accelerated.optimizer, mesh)
+        optimizer = self._accelerated.optimizer
+        model = self.sync.prepare(model, optimizer, mesh, total_steps=max_steps)
         self._accelerated.optimizer = loops.Stepping(self.sync)
         self._training = True
         if (folder := resume_from_checkpoint) is not None:

@@ -69,7 +69,13 @@ def test_a_real_worker_holds_what_was_worked_out(overrides: tuple[str, ...]) -> 
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method(method: str, workers: int) -> None:
-    config = run_of("task=toy", f"method={method}", "optim.name=adamw", f"launch.workers={workers}")
+    config = run_of(
+        "task=toy",
+        f"method={method}",
+        "optim.name=adamw",
+        *METHODS[method].needs,
+        f"launch.workers={workers}",
+    )
     held = holdings(train.APP.make_task(config), config, workers)
     numel = held.num_parameters
     assert held.memory.parameter_bytes == held.memory.gradient_bytes == 4 * numel

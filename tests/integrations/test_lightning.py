@@ -104,8 +104,13 @@ def fitted(sync: co2.Method, folder: str, dropout: float = 0.0, **more: Any) -> 
     return module
 
 
+BLOCKING = "co2_keep, half blocking"
+
+
 def method(name: str) -> co2.Method:
-    return METHODS[name](METHODS[name].Config(**SETTINGS[name]))
+    more = {"blocking_share": 0.5} if name == BLOCKING else {}
+    name = name.partition(",")[0]
+    return METHODS[name](METHODS[name].Config(**SETTINGS[name], **more))
 
 
 def held(model: nn.Module) -> Weights:
@@ -118,7 +123,7 @@ NAMES = ("allreduce", "slowmo", "co2", "co2_keep", "streaming_diloco")
 def both_ways(folder: str) -> dict[str, tuple[Weights, Weights]]:
     """Final weights under SyncStrategy, and of the same batches in a loop of one's own."""
     found = {}
-    for name in NAMES:
+    for name in (*NAMES, BLOCKING):
         module = fitted(method(name), folder)
         found[name] = held(module.net), by_hand(name, module.batches)
     return found
@@ -128,7 +133,8 @@ def by_hand(name: str, batches: list[Any]) -> Weights:
     """Final weights of a loop of one's own."""
     model, sync = net(), method(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    wrapped = sync.prepare(model, optimizer, co2.Mesh.world(device="cpu"))
+    mesh = co2.Mesh.world(device="cpu")
+    wrapped = sync.prepare(model, optimizer, mesh, total_steps=STEPS)
     for batch in batches:
         loss(wrapped, batch).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -143,7 +149,7 @@ def by_hand(name: str, batches: list[Any]) -> Weights:
 def test_it_is_ones_own_loop(tmp_path: Path) -> None:
     ways = called(both_ways, tmp_path, 2, str(tmp_path / "out"))
     for found in ways:
-        for name in NAMES:
+        for name in (*NAMES, BLOCKING):
             by_strategy, by_hand = found[name]
             torch.testing.assert_close(by_strategy, by_hand, rtol=1e-5, atol=1e-7, msg=name)
             torch.testing.assert_close(by_strategy, ways[0][name][0], rtol=0, atol=0)

@@ -70,8 +70,13 @@ def trainer(sync: co2.Method, folder: str, dropout: float = 0.0, **more: Any) ->
     return made
 
 
+BLOCKING = "co2_keep, half blocking"
+
+
 def method(name: str) -> co2.Method:
-    return METHODS[name](METHODS[name].Config(**SETTINGS[name]))
+    more = {"blocking_share": 0.5} if name == BLOCKING else {}
+    name = name.partition(",")[0]
+    return METHODS[name](METHODS[name].Config(**SETTINGS[name], **more))
 
 
 def held(model: Any) -> Weights:
@@ -84,18 +89,20 @@ def losses(made: Any, key: str = "loss") -> dict[int, float]:
 
 def both_ways(folder: str, name: str) -> tuple[Weights, Weights]:
     """Final weights by SyncTrainer, and of the same batches in a loop of one's own."""
-    optim = "adamw_torch" if inner(name) == "adamw" else "sgd"
-    counts = {"average_tokens_across_devices": not METHODS[name].averages_gradients}
+    registered = name.partition(",")[0]
+    optim = "adamw_torch" if inner(registered) == "adamw" else "sgd"
+    counts = {"average_tokens_across_devices": not METHODS[registered].averages_gradients}
     made = trainer(method(name), folder, optim=optim, **counts)
     made.train()
     model, sync = language(), method(name)
-    kind: Any = torch.optim.AdamW if inner(name) == "adamw" else torch.optim.SGD
+    kind: Any = torch.optim.AdamW if inner(registered) == "adamw" else torch.optim.SGD
     # In Trainer's groups: what is sent at once has one scale where signs are sent.
     first = made.get_decay_parameter_names(model)
     named = sorted(model.named_parameters(), key=lambda one: one[0] not in first)
     optimizer = kind([p for _, p in named], lr=0.02, weight_decay=0.0)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (STEPS - step) / STEPS)
-    wrapped = sync.prepare(model, optimizer, co2.Mesh.world(device="cpu"))
+    mesh = co2.Mesh.world(device="cpu")
+    wrapped = sync.prepare(model, optimizer, mesh, total_steps=STEPS)
     for batch in made.batches:
         wrapped(**batch).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -109,7 +116,7 @@ def both_ways(folder: str, name: str) -> tuple[Weights, Weights]:
 
 
 def every_method(folder: str) -> dict[str, tuple[Weights, Weights]]:
-    return {name: both_ways(folder, name) for name in METHODS}
+    return {name: both_ways(folder, name) for name in (*METHODS, BLOCKING)}
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +125,7 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[Weigh
     return called(every_method, place, 2, str(place / "out"))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, BLOCKING])
 def test_it_is_ones_own_loop(ways: list[dict[str, tuple[Weights, Weights]]], name: str) -> None:
     """Clipped, with a rate that falls; every process ends with the consensus."""
     start = held(language())
