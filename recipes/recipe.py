@@ -34,6 +34,8 @@ class Row:
     overrides: tuple[str, ...]
     limit: bool = False
     """Not a method but the bound of them all, such as no communication: never marked as best."""
+    smoke: tuple[str, ...] = ()
+    """Further overrides at scale=smoke."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ class Column:
         overrides = [f"launch.workers={NODE}"] if scale == "paper" else []
         overrides += [*self.overrides, f"scale={scale}"]
         overrides += {"smoke": self.smoke, "paper": self.paper}.get(scale, ())
-        overrides += [*row.overrides, f"train.seed={seed}", f"runs={RUNS}"]
+        overrides += [*row.overrides, *(row.smoke if scale == "smoke" else ())]
+        overrides += [f"train.seed={seed}", f"runs={RUNS}"]
         overrides += ("log.wandb=disabled",) if scale == "smoke" else ()
         return TrainCell(own_words(overrides), recipes=(recipe,))
 

@@ -67,7 +67,10 @@ VARIANTS = {
     for base in bases
 }
 """And the row whose learning rate each takes."""
-ROWS = (*BASES, *VARIANTS)
+WHOLE = ("launch.workers=1", "train.batch_size=16")
+ALONE = {Row(f"{one.name}, one replica", (*one.overrides, *WHOLE)): one for one in (DILOCO, CO2)}
+"""The outer step alone, with the batch of both replicas: what of a method is not distribution."""
+ROWS = (*BASES, *VARIANTS, *ALONE)
 OTHERS = ROWS[1:]
 Gaps = dict[int, list[float]]
 """By number of rounds: percent above AllReduce's loss, for every seed."""
@@ -224,7 +227,7 @@ RECIPE = TunedRecipe(
     beside=tables,
     grids={
         row.name: at_rates(base, (*LOWER.get(base.name, ()), *RATES))
-        for row, base in ({row: row for row in BASES} | VARIANTS).items()
+        for row, base in ({row: row for row in BASES} | VARIANTS | ALONE).items()
     },
     tuned_in={name(rounds): trials_of(tuned) for rounds, tuned in TUNED_ROUNDS.items()},
 )
