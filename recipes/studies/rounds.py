@@ -22,6 +22,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from co2.methods import METHODS
 from co2.record.table import NOTHING, Table
 from recipes.recipe import Column, Row, Rows
 from recipes.tables import figures
@@ -70,7 +71,14 @@ VARIANTS = {
 WHOLE = ("launch.workers=1", "train.batch_size=16")
 ALONE = {Row(f"{one.name}, one replica", (*one.overrides, *WHOLE)): one for one in (DILOCO, CO2)}
 """The outer step alone, with the batch of both replicas: what of a method is not distribution."""
-ROWS = (*BASES, *VARIANTS, *ALONE)
+RIVALS = {
+    Row("NoLoCo", ("method=noloco",)): ("2e-3", "4e-3", "8e-3"),
+    Row("SPARTA", ("method=sparta",)): ("4e-3", "8e-3", "1.6e-2"),
+    Row("MT-DAO, ω = 0.5", ("method=mt_dao", "mt_dao.slow_weight=0.5")): ("2e-3", "4e-3", "8e-3"),
+    Row("DeMo", ("method=demo", *METHODS["demo"].needs)): ("3e-3", "6e-3", "1.2e-2"),
+}
+"""Trained for 100 rounds alone, each at the best of three rates."""
+ROWS = (*BASES, *VARIANTS, *ALONE, *RIVALS)
 OTHERS = ROWS[1:]
 Gaps = dict[int, list[float]]
 """By number of rounds: percent above AllReduce's loss, for every seed."""
@@ -96,13 +104,23 @@ def words(rounds: int) -> tuple[str, ...]:
 
 def column(rounds: int) -> Column:
     """Validation loss after so many rounds."""
-    where = name(rounds), words(rounds)
-    return Column(*where, "final.loss", lower=True, digits=4, curve=False)
+    left_out = [*(RIVALS if rounds != 100 else ()), *(VARIANTS | ALONE if rounds == 25 else ())]
+    return Column(
+        name(rounds),
+        words(rounds),
+        "final.loss",
+        lower=True,
+        digits=4,
+        curve=False,
+        without=tuple(row.name for row in left_out),
+    )
 
 
 def trials_of(rounds: int) -> Column:
     """Validation loss of the trials of this number of rounds."""
-    return trial_column(name(rounds), words(rounds))
+    rivals = [trial for row, rates in RIVALS.items() for trial in at_rates(row, rates)]
+    without = () if rounds == 100 else tuple(trial.name for trial in rivals)
+    return trial_column(name(rounds), words(rounds), without)
 
 
 def gaps(ours: Rows) -> dict[str, Gaps]:
@@ -228,6 +246,7 @@ RECIPE = TunedRecipe(
     grids={
         row.name: at_rates(base, (*LOWER.get(base.name, ()), *RATES))
         for row, base in ({row: row for row in BASES} | VARIANTS | ALONE).items()
-    },
+    }
+    | {row.name: at_rates(row, rates) for row, rates in RIVALS.items()},
     tuned_in={name(rounds): trials_of(tuned) for rounds, tuned in TUNED_ROUNDS.items()},
 )
