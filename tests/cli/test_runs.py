@@ -80,7 +80,7 @@ class TestFolder:
     def test_config(self, spawned: Run) -> None:
         config = yaml.safe_load((spawned.folder / "config.yaml").read_text())
         assert config["task"] == "toy" and config["method"] == "co2"
-        assert config["co2"]["tau"] == 3 and config["co2"]["gap_penalty"] == "gap_aware"
+        assert config["co2"]["tau"] == 3 and config["co2"]["gap_penalty"] == "gap_aware_steady"
         assert config["train"]["steps"] == 60 and config["train"]["precision"] == "fp32"
         assert config["launch"]["workers"] == 2
         assert config["optim"]["name"] == "sgd" and config["optim"]["lr"] == 0.1

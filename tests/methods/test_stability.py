@@ -1,9 +1,16 @@
 """CO2's outer step settles where β + α/Λ < 1, and warns where it does not (docs/choosing.md)."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 import co2
+import train
+from co2.comm.flat import FlatParams
+from co2.methods.parts.outer import GapPenalty
+from co2.train.schedule import learning_rate
 
 ROUNDS = 60
 TAU = 2
@@ -62,3 +69,24 @@ def test_the_gap_fades_with_the_rate_and_the_steady_one_does_not() -> None:
     _, steady = trained({"gap_penalty": "gap_aware_steady", **settings}, (1.0, 0.1))
     assert len(faded) == 1 and "gap_aware_steady" in faded[0]
     assert steady == []
+
+
+TUNED = [
+    f"task={path.parent.name} tuned=true" for path in sorted(Path("conf/tuned").glob("*/co2.yaml"))
+]
+SHIPPED = [
+    f"task={path.stem.rpartition('_')[0]} scale={path.stem.rpartition('_')[2]}"
+    for path in sorted(Path("conf/task/scale").glob("*.yaml"))
+]
+
+
+@pytest.mark.parametrize("words", [*TUNED, *SHIPPED])
+def test_what_is_shipped_settles(words: str) -> None:
+    """At the last step, too, where the rate is lowest."""
+    config = train.APP.config(["resume=never", "launch.workers=8", "method=co2", *words.split()])
+    own: Any = config.method_config
+    weight = torch.nn.Parameter(torch.ones(1))
+    gap = GapPenalty(own.gap_penalty, FlatParams(torch.optim.SGD([weight])))
+    gap.observe_lr(1.0)
+    last = gap.usual(learning_rate(config.train.steps - 1, config.optim, config.train.steps))
+    assert own.outer_momentum + own.outer_lr / last < 1
