@@ -75,15 +75,16 @@ TUNED = [
     f"task={path.parent.name} tuned=true" for path in sorted(Path("conf/tuned").glob("*/co2.yaml"))
 ]
 SHIPPED = [
-    f"task={path.stem.rpartition('_')[0]} scale={path.stem.rpartition('_')[2]}"
+    f"task={task} scale={scale}{' launch.workers=8' if scale == 'paper' else ''}"
     for path in sorted(Path("conf/task/scale").glob("*.yaml"))
+    for task, scale in [path.stem.split("_")]
 ]
 
 
 @pytest.mark.parametrize("words", [*TUNED, *SHIPPED])
 def test_what_is_shipped_settles(words: str) -> None:
     """At the last step, too, where the rate is lowest."""
-    config = train.APP.config(["resume=never", "launch.workers=8", "method=co2", *words.split()])
+    config = train.APP.config(["resume=never", "method=co2", *words.split()])
     own: Any = config.method_config
     weight = torch.nn.Parameter(torch.ones(1))
     gap = GapPenalty(own.gap_penalty, FlatParams(torch.optim.SGD([weight])))
