@@ -75,7 +75,7 @@ TUNED = [
     f"task={path.parent.name} tuned=true" for path in sorted(Path("conf/tuned").glob("*/co2.yaml"))
 ]
 SHIPPED = [
-    f"task={task} scale={scale}{' launch.workers=8' if scale == 'paper' else ''}"
+    f"task={task} scale={scale}{' launch.workers=8 train.batch_size=1' if scale == 'paper' else ''}"
     for path in sorted(Path("conf/task/scale").glob("*.yaml"))
     for task, scale in [path.stem.split("_")]
 ]
