@@ -9,15 +9,24 @@ Found (results/tables/table1.md): under AdamW the overlapped methods end above A
 ResNet-50, under SGD, none differs beyond chance.
 """
 
+from collections.abc import Iterator
 from functools import partial
 
-from recipes.recipe import Column, Recipe
+from co2.record.table import Table
+from recipes.recipe import Column, Recipe, Rows
+from recipes.tables import pooled
 from recipes.tables.methods import ADAM_ONLY, ALL_ROWS
 
 loss = partial(Column, metric="final.loss", lower=True, digits=4, curve=False, part="loss")
 score = partial(Column, factor=100, part="score, %")
 _FOUR = ("launch.workers=4",)
 """ADE20K's 16 images are 4 on each worker."""
+
+
+def tables(ours: Rows, _: Rows) -> Iterator[Table]:
+    """The losses compared with a spread that all methods share."""
+    yield from pooled.tables(RECIPE, ours)
+
 
 RECIPE = Recipe(
     name="table1",
@@ -36,5 +45,6 @@ RECIPE = Recipe(
         score("ADE20K", ("task=ade20k",), "final.miou", without_large=ADAM_ONLY, paper=_FOUR),
         score("ShapeNet", ("task=shapenet",), "final.svm_accuracy"),
     ),
+    beside=tables,
     tuned=True,
 )

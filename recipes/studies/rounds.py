@@ -13,21 +13,25 @@ on validation data that the table does not show; DiLoCo, whose best was the lowe
 
 The paper trains for thousands of rounds: its 14,000 steps of ResNet-50 (90 epochs, batches of 8192)
 are 1,200 rounds of 12, and 600,000 steps of GPT-2 (nanoGPT's recipe; the paper does not say) are
-50,000. What is measured here therefore has to be extrapolated before it is compared, and the table
-marks what is.
+50,000. What is measured here therefore has to be extrapolated before it is compared: in two ways,
+because nobody knows which holds.
 """
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from co2.methods import METHODS
 from co2.record.table import NOTHING, Table
 from recipes.recipe import Column, Row, Rows
-from recipes.tables import figures
+from recipes.tables import equal_steps, figures
 from recipes.tables.entries import by_seed, interval_text, percent_above
-from recipes.tables.power_law import RESAMPLES, PowerLaw, interval, resampled
+from recipes.tables.equal_steps import Curves, Ratio
+from recipes.tables.log_mean import LogMean
 from recipes.tuning.tuning import TunedRecipe, at_rates, trial_column
 
 TAU = 12
@@ -41,6 +45,8 @@ LOWER = {"DiLoCo": ("1e-3",)}
 """By method, rates below: its best of the others is the lowest of them."""
 GOAL = 1.0
 """Percent above AllReduce's loss that count as matching it."""
+AHEAD = (10_000, 50_000)
+"""Rounds that nobody has trained here; the paper's trainings lie around them."""
 ALLREDUCE = "AllReduce"
 BASES = (
     Row(ALLREDUCE, ("method=allreduce",)),
@@ -136,14 +142,31 @@ def gaps(ours: Rows) -> dict[str, Gaps]:
     return found
 
 
-def law(measured: Gaps) -> PowerLaw | None:
-    """The power law through the means over the seeds."""
-    means = {rounds: statistics.fmean(values) for rounds, values in measured.items()}
-    return PowerLaw.through(means)
+def curves(ours: Rows) -> Mapping[str, Curves]:
+    """The final losses of every method, by seed and number of rounds."""
+    losses = by_seed(ours)
+    found: dict[str, dict[int, dict[int, float]]] = {row.name: {} for row in ROWS}
+    for method, seeds in found.items():
+        for rounds in ROUNDS:
+            for seed, loss in losses.get((method, name(rounds)), {}).items():
+                seeds.setdefault(seed, {})[rounds] = loss
+    return found
+
+
+def ratios(ours: Rows) -> dict[str, dict[int, Ratio]]:
+    """By method and number of rounds: how many times AllReduce's steps it needs."""
+    of = curves(ours)
+    found: dict[str, dict[int, Ratio]] = {}
+    for row in OTHERS:
+        for rounds in ROUNDS:
+            ratio = equal_steps.ratio(of[row.name], of[ALLREDUCE], rounds)
+            if ratio is not None:
+                found.setdefault(row.name, {})[rounds] = ratio
+    return found
 
 
 def tables(ours: Rows, _: Rows) -> Iterator[Table]:
-    """The gaps in percent, and the power law through those of every method."""
+    """The gaps in percent, the same in steps, and where they would lead."""
     found = gaps(ours)
     if not found:
         return
@@ -158,41 +181,80 @@ def tables(ours: Rows, _: Rows) -> Iterator[Table]:
             for method, measured in found.items()
         ],
     )
+    measured = ratios(ours)
+    if not measured:
+        return
     yield Table(
-        name="rounds_fit",
-        title="Power law through the gaps",
-        text="gap = a · R^−b, in percent after R rounds, fitted in logarithms through the means "
-        f"over the seeds; in brackets, where 95 % of {RESAMPLES:,} laws lie whose seeds were drawn "
-        "again. A draw in which a mean is not above 0 has no law and is left out. With three seeds "
-        "such intervals are too narrow, and they know nothing of whether the law goes on. "
-        "Extrapolated marks a number of rounds that no training here had. The paper's trainings "
-        "have thousands of rounds, all of them beyond what is measured here.",
-        head=("method", "a, %", "b", "draws with a law", f"rounds to {GOAL:g} %"),
-        rows=[(method, *fit_words(measured)) for method, measured in found.items()],
+        name="rounds_steps",
+        title="Steps in units of AllReduce's",
+        text="x = S / S_AR: after S steps the method has a loss that AllReduce has after S_AR, by "
+        "its trainings above, each with a schedule of its own. Between two of them its loss is "
+        "taken as linear in the logarithm of the steps. † marks an extrapolation: the loss lies "
+        "beyond AllReduce's, so the line of the nearest two goes on. Seed by seed; geometric mean "
+        "with the 95 % t interval of log x.",
+        head=("method", *map(name, ROUNDS)),
+        rows=[
+            (method, *(ratio_words(own.get(rounds)) for rounds in ROUNDS))
+            for method, own in measured.items()
+        ],
+    )
+    yield ahead(curves(ours))
+
+
+def ratio_words(ratio: Ratio | None) -> str:
+    """x as the table shows it."""
+    if ratio is None:
+        return NOTHING
+    return ratio.mean.text("z.2f", mark="†" if ratio.extrapolated else "")
+
+
+def ahead(of: Mapping[str, Curves]) -> Table:
+    """Each method's gap after more rounds than were measured, extrapolated in two ways."""
+    base = of[ALLREDUCE]
+    rows = []
+    for method in (row.name for row in OTHERS if of[row.name]):
+        found = equal_steps.gap_exponents(of[method], base).values()
+        same_b = [equal_steps.at_steady_exponent(of[method], base, rounds) for rounds in AHEAD]
+        same_x = equal_steps.at_steady_ratio(of[method], base)
+        b = f"{statistics.fmean(b for b, *_ in found):.2f}" if found else NOTHING
+        shown = [NOTHING if gap is None else gap.text("z.2f") for gap in (same_x, *same_b)]
+        rows.append((method, shown[0], b, *shown[1:], agreement(same_x, same_b)))
+    means = {
+        rounds: statistics.fmean(losses)
+        for rounds in ROUNDS
+        if (losses := [curve[rounds] for curve in base.values() if rounds in curve])
+    }
+    falls = [equal_steps.exponent(dict(pair)) for pair in pairwise(means.items())]
+    far = " or ".join(f"{rounds:,}" for rounds in AHEAD)
+    return Table(
+        name="rounds_ahead",
+        title=f"Percent above AllReduce after {far} rounds: two extrapolations",
+        text="Nobody has measured these. (a) x stays what it was in the longest training, and "
+        "AllReduce's loss falls on by the power law of its last two points: then the gap is x^b − "
+        "1 after any number of rounds, because a power law turns a constant factor in steps into "
+        "a constant percentage. Between its points AllReduce's exponent b is "
+        f"{', '.join(f'{b:.2f}' for b in falls)}; where it becomes smaller still, (a) is too "
+        "large. (b) The gap itself falls by the power law of its own last two points. Means over "
+        "the seeds with 95 % t intervals of the logarithms, which know nothing of whether a law "
+        "goes on. They agree where their intervals overlap.",
+        head=(
+            "method",
+            "(a) x stays, %",
+            "(b) exponent",
+            *(f"(b) {rounds:,} rounds, %" for rounds in AHEAD),
+            "agree",
+        ),
+        rows=rows,
     )
 
 
-def fit_words(measured: Gaps) -> Sequence[str]:
-    """a, b, the share of draws with a law, and the rounds to the goal, as the table shows them."""
-    own = law(measured)
-    if own is None:
-        return (NOTHING,) * 4
-    drawn = resampled(measured) if min(map(len, measured.values())) > 1 else []
-    ends = interval([one.b for one in drawn]) if drawn else None
-    b = f"{own.b:.2f}" + ("" if ends is None else f" [{ends[0]:.2f}, {ends[1]:.2f}]")
-    rounds = rounds_word(own.rounds(GOAL))
-    if drawn:
-        low, high = interval([one.rounds(GOAL) for one in drawn])
-        rounds += f" [{rounds_word(low)}, {rounds_word(high)}]"
-    if not min(measured) <= own.rounds(GOAL) <= max(measured):
-        rounds += ", extrapolated"
-    share = f"{len(drawn) / RESAMPLES:.0%}" if drawn else NOTHING
-    return (f"{own.a:.3g}", b, share, rounds)
-
-
-def rounds_word(rounds: float) -> str:
-    """Two digits of a number of rounds, which has no more."""
-    return "never" if math.isinf(rounds) else f"{float(f'{rounds:.2g}'):,.0f}"
+def agreement(same_x: LogMean | None, same_b: list[LogMean | None]) -> str:
+    """After which numbers of rounds both extrapolations have intervals that overlap."""
+    if same_x is None or same_x.half_width is None or None in same_b:
+        return NOTHING
+    pairs = zip(AHEAD, same_b, strict=True)
+    agree = [f"{rounds:,}" for rounds, gap in pairs if gap is not None and same_x.overlaps(gap)]
+    return " and ".join(agree) or "no"
 
 
 def figure(stem: Path) -> Path:
@@ -201,33 +263,53 @@ def figure(stem: Path) -> Path:
 
 
 def draw(ours: Rows, stem: Path) -> Iterator[Path]:
-    """Draw the gap over rounds, a line for each method, with its power law dashed."""
-    found = gaps(ours)
-    if not found:
-        return
-    path = figure(stem)
-    with figures.panel(path, "GPT-2: percent above AllReduce's loss") as axis:
-        for number, row in enumerate(OTHERS):
-            measured = found.get(row.name, {})
-            means = {rounds: statistics.fmean(values) for rounds, values in measured.items()}
-            spreads = [
-                statistics.stdev(values) if len(values) > 1 else 0.0 for values in measured.values()
-            ]
-            own = law(measured)
-            if means:
-                style = figures.style(number, row.name)
-                style["linestyle"] = "-" if own is None else "none"
-                axis.errorbar(list(means), list(means.values()), spreads, capsize=3, **style)
-            if own is not None:
-                at = [min(means) * (max(means) / min(means)) ** (n / 40) for n in range(41)]
-                axis.plot(at, [own.gap(rounds) for rounds in at], "--", color=f"C{number}")
-        axis.axhline(GOAL, label=f"{GOAL:g} %", **figures.LIMIT)
+    """Draw the gap over rounds, and the steps in units of AllReduce's, a line for each method."""
+    found, measured = gaps(ours), ratios(ours)
+    if found:
+        path = figure(stem)
+        with over_rounds(path, "GPT-2: percent above AllReduce's loss") as axis:
+            for number, row in enumerate(OTHERS):
+                means = {r: statistics.fmean(own) for r, own in found.get(row.name, {}).items()}
+                spreads = [
+                    statistics.stdev(own) if len(own) > 1 else 0.0
+                    for own in found.get(row.name, {}).values()
+                ]
+                line(axis, number, means, spreads)
+            axis.axhline(GOAL, label=f"{GOAL:g} %", **figures.LIMIT)
+            axis.set_ylabel("% above AllReduce")
+        yield path
+    if measured:
+        path = figures.beside(stem, "steps")
+        with over_rounds(path, "GPT-2: steps for one of AllReduce's") as axis:
+            for number, row in enumerate(OTHERS):
+                own = measured.get(row.name, {})
+                line(axis, number, {r: math.exp(ratio.mean.mean) for r, ratio in own.items()})
+            axis.axhline(1, label=ALLREDUCE, **figures.LIMIT)
+            axis.set_ylabel("x")
+        yield path
+
+
+def line(
+    axis: Any, number: int, means: Mapping[int, float], spreads: Sequence[float] | None = None
+) -> None:
+    """A line of the method with this number among `OTHERS`, by number of rounds, if there is one.
+
+    Any: axes of matplotlib.
+    """
+    if means:
+        style = figures.style(number, OTHERS[number].name)
+        axis.errorbar(list(means), list(means.values()), spreads, capsize=3, **style)
+
+
+@contextmanager
+def over_rounds(path: Path, title: str) -> Iterator[Any]:
+    """A panel over the numbers of rounds, on a logarithmic axis. Any: axes of matplotlib."""
+    with figures.panel(path, title) as axis:
+        yield axis
         axis.set_xscale("log")
         axis.set_xticks(ROUNDS, [f"{rounds:,}" for rounds in ROUNDS])
         axis.set_xticks([], minor=True)
         axis.set_xlabel(f"rounds of {TAU} steps")
-        axis.set_ylabel("% above AllReduce")
-    yield path
 
 
 RECIPE = TunedRecipe(

@@ -111,7 +111,8 @@ def compact(ours: Rows, tuning: Rows, scale: str) -> Table:
         f"Waiting: while a worker stands still for the network (GPT-2, two workers, links of "
         f"{SLOWEST}). All others: percent by which the validation loss is above AllReduce's, mean "
         f"over {' or '.join(map(str, sorted(seeds)))} seeds; a star where the difference is "
-        "significant at 5 % after Holm's correction. "
+        "significant at 5 % after Holm's correction for all tests of losses in its recipe (table1 "
+        "or table2). "
         f"{settings(_lines(ours, LOSSES), tuning)}"
     )
     return replace(table, title="Lower is better", text=text)
@@ -127,7 +128,8 @@ def gaps(ours: Rows, scale: str) -> Table:
     table = grid(cells, [row.name for row in ALL_ROWS], [head for *_, head in LOSSES])
     text = (
         "In percent of AllReduce's, over the seeds that both have, with the 95 % t interval; a "
-        "star where it is significant at 5 % after Holm's correction for all tests of the recipe."
+        "star where it is significant at 5 % after Holm's correction for all tests of losses, to "
+        "AllReduce and to Local SGD, in the same recipe (table1 or table2)."
     )
     return replace(table, title="Validation loss above AllReduce's", text=text)
 

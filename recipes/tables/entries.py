@@ -34,7 +34,7 @@ class Difference:
     p: float | None = None
     """Of the two-sided paired t-test; None without an interval."""
     significant: bool = False
-    """Whether p, after the correction for all tests of the table, is below `LEVEL`."""
+    """Whether p, after the correction for all tests of its part of the recipe, is below `LEVEL`."""
 
     @property
     def percent(self) -> float:

@@ -18,7 +18,7 @@ EMPTY = (NOT_RUN, NOT_AVAILABLE, NOTHING)
 DIFFERENCES = (
     "Mean difference over the seeds that both have, two or more, with its 95 % t interval; a star "
     "where it is significant at 5 % after Holm's correction for all tests, to either row, of the "
-    "table above."
+    "columns of the same table; each table of means is corrected by itself."
 )
 
 Place = tuple[str, str]

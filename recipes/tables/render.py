@@ -1,21 +1,21 @@
 """From results/{ours,runs,evals,paper}.csv to tables, figures and results/report.html."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from co2.record.table import Table, read_csv
 from recipes.recipe import SCALES, Recipe
 from recipes.runs import measured
-from recipes.tables import answer, figures, layout, pages, report
+from recipes.tables import answer, figures, finalists, layout, pages, report
 
 PAPERS = Path(__file__).parents[2] / "results" / "paper.csv"
 """The papers' own values, in a clone as in an installed package."""
 
 
 def render(recipes: Sequence[Recipe], out: Path, scale: str) -> None:
-    """Write tables and figures of all recipes of a scale, and the page that holds them; delete
-    those that no recipe makes any more."""
+    """Write tables and figures of all recipes of a scale and of their tuning, and the page that
+    holds them; delete those that nothing makes any more."""
     end = ending(scale)
     sections, headlines = [], []
     made: set[Path] = set()
@@ -28,7 +28,7 @@ def render(recipes: Sequence[Recipe], out: Path, scale: str) -> None:
         )
         paper = [row for row in papers if row["recipe"] == recipe.name]
         tables = layout.tables(recipe, ours, paper, scale)
-        tables += recipe.beside(ours, paper) if recipe.beside else ()
+        tables += _named(recipe.beside(ours, paper), end) if recipe.beside else ()
         made |= set(write_tables(tables, out / "tables" / f"{recipe.name}{end}"))
         stem = out / "figures" / f"{recipe.name}{end}"
         drawn = list(figures.curves(recipe, evals, stem))
@@ -36,8 +36,13 @@ def render(recipes: Sequence[Recipe], out: Path, scale: str) -> None:
         made |= set(drawn)
         headlines += [recipe.headline(stem)] if recipe.headline else []
         sections.append(report.Section(recipe.name, recipe.title, tables, drawn))
+    trials = read_csv(out / "tuning.csv")
+    searches = _named(finalists.tables(trials, scale), end)
+    if searches:
+        made |= set(write_tables(searches, out / "tables" / f"tuning{end}"))
+        sections.append(report.Section("tuning", "Tuning", searches, []))
     said = pages.in_short(out.parent) if scale == "smoke" else None
-    opening = answer.opening(known[0], read_csv(out / "tuning.csv"), scale, said)
+    opening = answer.opening(known[0], trials, scale, said)
     report.write(out / f"report{end}.html", *_with_headlines(opening, sections, headlines))
     for folder in (out / "tables", out / "figures"):
         for path in folder.glob("*"):
@@ -73,6 +78,11 @@ def write_tables(tables: Sequence[Table], stem: Path) -> Iterator[Path]:
         path = stem.with_name(f"{table.name}.csv")
         table.write_csv(path)
         yield path
+
+
+def _named(tables: Iterable[Table], end: str) -> list[Table]:
+    """The tables with the names of their scale's files."""
+    return [replace(table, name=f"{table.name}{end}") for table in tables]
 
 
 def _scale_of(path: Path) -> str:
