@@ -212,7 +212,10 @@ def ahead(of: Mapping[str, Curves]) -> Table:
     """Each method's gap after more rounds than were measured, extrapolated in two ways."""
     base = of[ALLREDUCE]
     rows = []
-    for method in (row.name for row in OTHERS if of[row.name]):
+    longest = [
+        row.name for row in OTHERS if any(ROUNDS[-1] in curve for curve in of[row.name].values())
+    ]
+    for method in longest:
         found = equal_steps.gap_exponents(of[method], base).values()
         same_b = [equal_steps.at_steady_exponent(of[method], base, rounds) for rounds in AHEAD]
         same_x = equal_steps.at_steady_ratio(of[method], base)
