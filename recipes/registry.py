@@ -5,6 +5,7 @@ from recipes.paper import figure1, table1, table2, table3, table4, tau_sweep
 from recipes.recipe import Recipe
 from recipes.signs import zero_one_adam, zero_one_training, zero_one_volume
 from recipes.studies import (
+    blocking,
     digits,
     field,
     gap,
@@ -32,6 +33,7 @@ RECIPES: dict[str, Recipe] = {
         tau_sweep.RECIPE,
         rounds.RECIPE.trials,
         rounds.RECIPE,
+        blocking.RECIPE,
         gap.RECIPE.trials,
         gap.RECIPE,
         rates.RECIPE,

@@ -69,8 +69,9 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
     ),
     "co2": (
         # CO2 (2401.16265) names neither its outer rate nor its momentum. The gap of its released
-        # code is a constant; 2 is stable with momentum where 1 is not.
-        Knob("gap_penalty", ("gap_aware", "gap_aware_steady", "none", 2.0)),
+        # code is a constant; 2 is stable with momentum where 1 is not. gap_aware becomes unstable
+        # as the rate falls.
+        Knob("gap_penalty", ("gap_aware_steady", "none", 2.0)),
         Knob("outer_lr", (0.7, 1.0)),
         Knob("outer_momentum", (0.0, 0.2, 0.4)),
     ),
