@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.batched import OUTER, Decoder, Replicas, recorded, restore
 from co2.config import DataConfig, Validation
+from recipes.tables.equal_steps import log_rounds_to
 from tasks.shared.sampling import validation_samples
 from tasks.text.text import Window, num_windows, opened, windows
 
@@ -231,39 +231,14 @@ def measure(
     return found
 
 
-def equal_steps_factor(
-    steps: int, loss: float, allreduce: Sequence[tuple[int, float]]
-) -> tuple[float, bool] | None:
-    """x: the method's steps over those that AllReduce needs for its loss.
-
-    AllReduce's are linear in its loss against log(steps), between its own trainings.
-
-    Args:
-        allreduce: steps and loss of its trainings, by steps.
-    Returns:
-        x, and whether it is extrapolated, from the two nearest trainings; None where there are not
-        two, or where the longer one has no lower loss.
-    """
-    pairs = list(pairwise(allreduce))
-    if not pairs:
-        return None
-    around = [pair for pair in pairs if pair[0][1] >= loss >= pair[1][1]]
-    nearest = pairs[0] if loss > pairs[0][0][1] else pairs[-1]
-    (fewer, high), (more, low) = around[0] if around else nearest
-    if low >= high:
-        return None
-    needed = np.log(fewer) + np.log(more / fewer) * (high - loss) / (high - low)
-    return float(np.exp(np.log(steps) - needed)), not around
-
-
 def table(settings: Settings, losses: Losses) -> tuple[list[str], list[list[str]]]:
     """Head and rows: losses and equal-steps factors of every configuration."""
-    allreduce = [
-        (total * settings.tau, losses[one, total])
+    allreduce = {
+        total: losses[one, total]
         for one in settings.configurations(0.0)[:1]
         for total in settings.rounds
         if (one, total) in losses
-    ]
+    }
 
     def loss(one: Configuration, total: int) -> str:
         return f"{losses[one, total]:.4f}" if (one, total) in losses else "not run"
@@ -271,8 +246,11 @@ def table(settings: Settings, losses: Losses) -> tuple[list[str], list[list[str]
     def factor(one: Configuration, total: int) -> str:
         if (one, total) not in losses:
             return "not run"
-        found = equal_steps_factor(total * settings.tau, losses[one, total], allreduce)
-        return "—" if found is None else f"{'≈ ' if found[1] else ''}{found[0]:.3g}"
+        found = log_rounds_to(losses[one, total], allreduce)
+        if found is None:
+            return "—"
+        needed, extrapolated = found
+        return f"{'≈ ' if extrapolated else ''}{np.exp(np.log(total) - needed):.3g}"
 
     rows = [
         [

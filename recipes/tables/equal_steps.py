@@ -18,8 +18,9 @@ Curves = Mapping[int, Curve]
 """By seed."""
 
 
-def rounds_to(loss: float, curve: Curve) -> tuple[float, bool] | None:
-    """The number of rounds after which a training has this loss, and whether it is extrapolated.
+def log_rounds_to(loss: float, curve: Curve) -> tuple[float, bool] | None:
+    """The logarithm of the rounds after which a training has this loss, and whether that is
+    extrapolated.
 
     Between two neighbours the loss is linear in the logarithm of the rounds; beyond the curve, the
     line of the nearest two goes on. None for fewer than two points, and where losses do not fall.
@@ -29,7 +30,7 @@ def rounds_to(loss: float, curve: Curve) -> tuple[float, bool] | None:
     if not pieces or any(after >= before for (_, before), (_, after) in pieces):
         return None
     (near, high), (far, low) = next((p for p in pieces if loss >= p[1][1]), pieces[-1])
-    rounds = near * (far / near) ** ((high - loss) / (high - low))
+    rounds = math.log(near) + math.log(far / near) * (high - loss) / (high - low)
     return rounds, not points[-1][1] <= loss <= points[0][1]
 
 
@@ -55,9 +56,9 @@ def ratio(own: Curves, base: Curves, rounds: int) -> Ratio | None:
     """
     logs, beyond = {}, False
     for seed, curve in own.items():
-        found = rounds_to(curve[rounds], base.get(seed, {})) if rounds in curve else None
+        found = log_rounds_to(curve[rounds], base.get(seed, {})) if rounds in curve else None
         if found is not None:
-            logs[seed] = math.log(rounds / found[0])
+            logs[seed] = math.log(rounds) - found[0]
             beyond |= found[1]
     return Ratio(logs, beyond) if logs else None
 

@@ -17,7 +17,6 @@ from benchmarks.replicas_on_one_gpu import (
     Configuration,
     Settings,
     Trainings,
-    equal_steps_factor,
     measure,
     table,
 )
@@ -132,23 +131,6 @@ def test_the_decoder_is_gpt2() -> None:
         logits = gpt2(input_ids=batch[:, :-1]).logits
         expected.append(F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()))
     torch.testing.assert_close(model.losses(weights, windows), torch.stack(expected))
-
-
-ALLREDUCE = [(100, 3.0), (1000, 2.0), (10_000, 1.5)]
-
-
-def test_equal_steps_factor() -> None:
-    assert equal_steps_factor(1000, 2.0, ALLREDUCE) == (pytest.approx(1), False)
-    # Half of the way from 3.0 to 2.0 takes the geometric mean of the steps.
-    assert equal_steps_factor(1000, 2.5, ALLREDUCE) == (pytest.approx(10**0.5), False)
-    assert equal_steps_factor(10_000, 1.75, ALLREDUCE) == (pytest.approx(10**0.5), False)
-
-
-def test_equal_steps_factor_beyond_what_allreduce_has_shown() -> None:
-    assert equal_steps_factor(100, 3.5, ALLREDUCE) == (pytest.approx(10**0.5), True)
-    assert equal_steps_factor(10_000, 1.25, ALLREDUCE) == (pytest.approx(10**-0.5), True)
-    assert equal_steps_factor(100, 3.0, ALLREDUCE[:1]) is None
-    assert equal_steps_factor(1000, 1.9, [(100, 3.0), (1000, 2.0), (3000, 2.1)]) is None
 
 
 def test_the_rate_warms_up_stays_and_decays() -> None:

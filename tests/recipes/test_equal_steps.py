@@ -11,23 +11,25 @@ CURVE = {25: 3.7987, 100: 3.0683, 300: 2.6689, 1000: 2.4820}
 
 
 def test_a_loss_lies_between_two_budgets() -> None:
-    found = equal_steps.rounds_to(2.6193, CURVE)
+    found = equal_steps.log_rounds_to(2.6193, CURVE)
     assert found is not None and not found[1]
-    assert found[0] == pytest.approx(413, abs=0.5)
+    assert math.exp(found[0]) == pytest.approx(413, abs=0.5)
     (x,) = equal_steps.ratio({0: {1000: 2.6193}}, {0: CURVE}, 1000).logs.values()  # type: ignore[union-attr]
     assert math.exp(x) == pytest.approx(2.42, abs=0.005)
     for rounds, loss in CURVE.items():
-        assert equal_steps.rounds_to(loss, CURVE) == (pytest.approx(rounds), False)
+        assert equal_steps.log_rounds_to(loss, CURVE) == (pytest.approx(math.log(rounds)), False)
 
 
 def test_beyond_the_curve_the_nearest_line_goes_on() -> None:
     curve = {10: 5.0, 100: 4.0, 1000: 3.5}
-    assert equal_steps.rounds_to(6.0, curve) == (pytest.approx(1.0), True)
-    assert equal_steps.rounds_to(3.0, curve) == (pytest.approx(10_000.0), True)
+    assert equal_steps.log_rounds_to(6.0, curve) == (pytest.approx(0.0), True)
+    assert equal_steps.log_rounds_to(3.0, curve) == (pytest.approx(math.log(10_000)), True)
     shuffled = dict(reversed(curve.items()))
-    assert equal_steps.rounds_to(4.5, shuffled) == (pytest.approx(10**1.5), False)
-    assert equal_steps.rounds_to(4.0, {10: 4.0}) is None, "no line"
-    assert equal_steps.rounds_to(4.0, {10: 5.0, 100: 4.0, 1000: 4.0}) is None, "it does not fall"
+    assert equal_steps.log_rounds_to(4.5, shuffled) == (pytest.approx(math.log(10**1.5)), False)
+    assert equal_steps.log_rounds_to(4.0, {10: 4.0}) is None, "no line"
+    assert equal_steps.log_rounds_to(4.0, {10: 5.0, 100: 4.0, 1000: 4.0}) is None, (
+        "it does not fall"
+    )
 
 
 def test_every_seed_has_its_own_curve() -> None:
