@@ -128,8 +128,8 @@ def gaps(ours: Rows, scale: str) -> Table:
     table = grid(cells, [row.name for row in ALL_ROWS], [head for *_, head in LOSSES])
     text = (
         "In percent of AllReduce's, over the seeds that both have, with the 95 % t interval; a "
-        "star where it is significant at 5 % after Holm's correction for all tests of losses, to "
-        "AllReduce and to Local SGD, in the same recipe (table1 or table2)."
+        "star where it is significant at 5 % after Holm's correction for all tests of losses in "
+        "its recipe (table1 or table2)."
     )
     return replace(table, title="Validation loss above AllReduce's", text=text)
 
