@@ -267,6 +267,8 @@ class CheckpointConfig:
 class LogConfig:
     wandb: Wandb = Wandb.offline
     """Whether W&B records the run in its folder, on its server, or not at all."""
+    tensorboard: bool = False
+    """Whether the figures of metrics.jsonl are also written as event files of TensorBoard."""
     every: int = 10
     """Steps between lines of metrics.jsonl."""
 

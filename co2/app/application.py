@@ -37,6 +37,7 @@ from co2.app.tuned import with_tuned
 from co2.config import Config, Resume
 from co2.elastic import launcher
 from co2.errors import DIVERGED, STOPPED, ConfigError, require, unusable
+from co2.record import tensorboard
 from co2.record.console import Outcome, closing_table, sweep_table
 from co2.record.folder import check_data, check_folder, read_summary, run_folder, tag_from
 from co2.record.lock import FolderLock
@@ -84,6 +85,7 @@ class App:
         here = launch.first_device(config)
         if not planned:
             launch.check(config)
+            tensorboard.check(config)
         peers.check(config, world, here.type)
         method = peers.make_method(config)
         inner = config.optim.name.value
