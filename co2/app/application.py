@@ -31,7 +31,7 @@ from co2.app.compose import (
     refusal,
     sweep_job,
 )
-from co2.app.help import help_text
+from co2.app.help import described, help_text
 from co2.app.schema import typed
 from co2.app.tuned import with_tuned
 from co2.config import Config, Resume
@@ -205,7 +205,7 @@ class App:
                 print(program.version())
                 return 0
             if not {"-h", "--help"}.isdisjoint(line.flags):
-                scales = [path.stem for path in (self.conf / "scale").glob("*.yaml")]
+                scales = described(self.conf / "scale")
                 values = composed(self.conf, line.overrides)
                 print(help_text(values, self.tasks, peers.known_methods(), scales))
                 return 0
