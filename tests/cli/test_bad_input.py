@@ -96,7 +96,7 @@ VALUES = [
     (f"{STREAMING}.delay=12", "streaming_diloco.delay=12", "below tau, which is 12"),
     (f"{STREAMING}.fragments=13", "streaming_diloco.fragments=13", "at most tau, which is 12"),
     (f"{STREAMING}.mixing=2", "streaming_diloco.mixing=2", "[0, 1]"),
-    (f"{STREAMING}.exchange=int3", "streaming_diloco.exchange=int3", "full, int8 or int4"),
+    (f"{STREAMING}.exchange=int3", "streaming_diloco.exchange=int3", "one of full, int8, int4"),
     (f"{STREAMING}.exchange=int8 comm.dtype=bf16", "comm.dtype=bf16", "must be fp32"),
     ("method=desloc", "optim.name=sgd", "method=desloc: it averages Adam's moments; use adamw"),
     ("method=demo optim.name=adamw", "optim.name=adamw", "use sgd with optim.momentum=0"),
