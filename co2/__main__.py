@@ -23,6 +23,7 @@ COMMANDS = {
     "lab": ("co2.lab", "trainings on real slow links on this machine; needs root"),
     "simulate": ("co2.simulate", "what a cluster would do, from a model of its network"),
     "compare": ("co2.record.compare", "two runs side by side: settings, losses, final figures"),
+    "metrics": ("co2.record.curves", "metrics of runs side by side: as CSV, or drawn with --plot"),
     "timeline": ("co2.record.timeline", "a picture of who computes and who waits, from traces"),
     "prepare": ("tasks.prepare", "the data of scale=gpu and scale=paper"),
     "wandb-sync": ("co2.record.wandb_sync", "send offline W&B runs"),

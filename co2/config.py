@@ -10,7 +10,7 @@ import re
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum, auto
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from co2.errors import require, require_count, require_number
 from co2.gpus import known_gpu
@@ -167,7 +167,7 @@ class LaunchConfig:
     workers: int = 2
     """Local workers that train.py starts; null stands for one on each GPU, or 2 without GPUs. Under
     torchrun or srun, the number that those start counts."""
-    backend: str = "auto"
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto trains on GPUs under nccl where every local worker has a GPU of its own; with
     comm.device=cpu, on GPUs under gloo where there is any; otherwise on the CPU under gloo. gloo
     trains on the CPU, whatever GPUs there are. nccl trains on GPUs, one for each worker."""
@@ -267,6 +267,8 @@ class CheckpointConfig:
 class LogConfig:
     wandb: Wandb = Wandb.offline
     """Whether W&B records the run in its folder, on its server, or not at all."""
+    tensorboard: bool = False
+    """Whether the figures of metrics.jsonl are also written as event files of TensorBoard."""
     every: int = 10
     """Steps between lines of metrics.jsonl."""
 

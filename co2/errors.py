@@ -67,6 +67,12 @@ def unusable(error: OSError) -> ConfigError:
     return ConfigError("file", error.filename, f"{error.strerror}; choose another{ask}")
 
 
+def extra(name: str) -> str:
+    """The hint of a value that needs an optional extra of pyproject.toml."""
+    where = f"pip install -e '.[{name}]', or 'co2-suite[{name}]' outside a clone"
+    return f"needs an extra: {where}"
+
+
 def exit_at_once(status: int) -> NoReturn:
     """End this process, whatever its threads and process groups wait for."""
     sys.stdout.flush()

@@ -31,12 +31,13 @@ from co2.app.compose import (
     refusal,
     sweep_job,
 )
-from co2.app.help import help_text
+from co2.app.help import described, help_text
 from co2.app.schema import typed
 from co2.app.tuned import with_tuned
 from co2.config import Config, Resume
 from co2.elastic import launcher
 from co2.errors import DIVERGED, STOPPED, ConfigError, require, unusable
+from co2.record import tensorboard
 from co2.record.console import Outcome, closing_table, sweep_table
 from co2.record.folder import check_data, check_folder, read_summary, run_folder, tag_from
 from co2.record.lock import FolderLock
@@ -84,6 +85,7 @@ class App:
         here = launch.first_device(config)
         if not planned:
             launch.check(config)
+            tensorboard.check(config)
         peers.check(config, world, here.type)
         method = peers.make_method(config)
         inner = config.optim.name.value
@@ -203,7 +205,7 @@ class App:
                 print(program.version())
                 return 0
             if not {"-h", "--help"}.isdisjoint(line.flags):
-                scales = [path.stem for path in (self.conf / "scale").glob("*.yaml")]
+                scales = described(self.conf / "scale")
                 values = composed(self.conf, line.overrides)
                 print(help_text(values, self.tasks, peers.known_methods(), scales))
                 return 0

@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from co2.app.schema import PLAIN, schema
 from co2.config import NODES, Config
-from co2.errors import ConfigError, first_line, is_utf8, nearest, require
+from co2.errors import ConfigError, extra, first_line, is_utf8, nearest, require
 from co2.record.folder import plain_values
 
 Checked = TypeVar("Checked")
@@ -203,14 +203,13 @@ def _of_hydra(override: str) -> bool:
 
 def _check_plugins(overrides: Sequence[str], multirun: bool) -> None:
     """Refuse plugins of Hydra that are not installed, or that have nothing to do. `ConfigError`."""
-    for plugin, package, extra, does in _PLUGINS:
+    for plugin, package, own, does in _PLUGINS:
         if plugin in overrides:
             key, _, value = plugin.partition("=")
             require(multirun, key, value, f"{does} the jobs of a sweep; add -m")
             # find_spec fails where the package around the one that it looks for is missing.
             there = all(map(find_spec, (package.partition(".")[0], package)))
-            where = f"pip install -e '.[{extra}]', or 'co2-suite[{extra}]' outside a clone"
-            require(there, key, value, f"needs an extra: {where}")
+            require(there, key, value, extra(own))
             # That a file of ours sets values of the extra's own options is what we want.
             warnings.filterwarnings("ignore", message=r"(?s).*validated against ConfigStore schema")
 

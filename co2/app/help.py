@@ -1,12 +1,16 @@
-"""What `python train.py --help` prints: the groups, then every key with its meaning."""
+"""What `python train.py --help` prints: the groups with their options, then every key with its
+value, type and meaning."""
 
 import ast
 import inspect
 import itertools
 import json
+import shutil
+import sys
 import textwrap
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from co2.app.compose import Values
 from co2.app.schema import PLAIN, schema, words
@@ -16,38 +20,82 @@ HEAD = """\
 usage: python train.py [-m] [GROUP=OPTION ...] [KEY=VALUE ...]
        python train.py --help [GROUP=OPTION ...]
 
-Train one task under one way of keeping the replicas in step. With -m, commas stand between several
-values of a key, and every combination is trained. --cfg job prints a configuration.
+Trains one task under one method of keeping the replicas in step.
+
+  python train.py task=gpt2 method=co2 co2.tau=12
+  python train.py -m task=gpt2 co2.tau=3,6,12     a sweep: every combination of the values
+  python train.py --help task=vit method=slowmo   the keys and values of another choice
+  python train.py task=gpt2 --cfg job             prints the configuration and trains nothing
 """
 GROUPS = {
     "task": "what is trained",
     "method": "how the replicas are kept in step",
-    "scale": "size of model and data, and the recipe",
-    "tuned": "true: the settings that won in python -m recipes tune (true, false)",
-    "hydra/launcher": "with -m: one run after the other, or jobs of SLURM (basic, submitit_slurm)",
-    "hydra/sweeper": "with -m: every combination, or a search (basic, optuna)",
+    "scale": "size of model and data, and how they are trained",
+    "tuned": "whether the settings are those that won in python -m recipes tune",
+    "hydra/launcher": "where the runs of a sweep (-m) are started",
+    "hydra/sweeper": "which runs a sweep (-m) has",
 }
+_OPTIONS = {
+    "tuned": {"false": "No.", "true": "Yes, where conf/tuned has some."},
+    "hydra/launcher": {"basic": "Here, one after the other.", "submitit_slurm": "Jobs of SLURM."},
+    "hydra/sweeper": {"basic": "Every combination of values.", "optuna": "A search."},
+}
+_SECTIONS = {
+    "train": "steps, batches, precision, evaluation",
+    "optim": "the inner optimizer and its learning rate",
+    "data": "where samples come from",
+    "launch": "workers and their devices; replicas that come and go",
+    "comm": "what replicas send each other",
+    "mesh": "replicas of several workers",
+    "checkpoint": "saving",
+    "log": "what is recorded",
+}
+"""The groups of keys that every run has, in the order in which they are shown."""
+_WIDEST, _NARROWEST = 100, 60
 
 
 def help_text(
-    values: Values, tasks: Mapping[str, type], methods: Mapping[str, type], scales: Iterable[str]
+    values: Values,
+    tasks: Mapping[str, type],
+    methods: Mapping[str, type],
+    scales: Mapping[str, str],
 ) -> str:
-    """The help for one choice of groups, of which `values` are composed."""
-    options = {"task": tasks, "method": methods, "scale": scales}
-    lines = [HEAD, "Groups, with what is chosen here:", ""]
-    for group, purpose in GROUPS.items():
-        if group in options:
-            purpose += f" ({', '.join(sorted(options[group]))})"
+    """The help for one choice of groups, of which `values` are composed, for this terminal's width.
+
+    Args:
+        scales: what each stands for.
+    """
+    own = {"task": _first(tasks), "method": _first(methods), "scale": scales}
+    lines = [HEAD, "GROUPS, with the option that is chosen here", ""]
+    for group, options in (own | _OPTIONS).items():
         chosen = json.dumps(values.get(group, "basic")).strip('"')
-        lines += [f"{group}={chosen}", _lines(f"    {purpose}")]
-    lines += ["", "Keys, with their values at this choice:", ""]
+        lines += [_wrapped(f"{group}={chosen}: {GROUPS[group]}", 4)]
+        width = max(map(len, options))
+        lines += [_wrapped(f"  {name:{width}}  {options[name]}", width + 4) for name in options]
+        lines += [""]
+    lines += ["KEYS, as KEY=VALUE  (TYPE), with the values of this choice", "", "the run:"]
     plain = {name: kind for name, kind in PLAIN.items() if name not in GROUPS}
     lines += _keys(Config, plain, values, "")
     task, method = values["task"], values["method"]
-    own = {task: schema(tasks[task]), method: schema(methods[method])}
-    for node, kind in (NODES | own).items():
+    kinds = {name: NODES[name] for name in _SECTIONS}
+    kinds |= {task: schema(tasks[task]), method: schema(methods[method])}
+    purposes = _SECTIONS | {task: own["task"][task], method: own["method"][method]}
+    for node, kind in kinds.items():
+        lines += ["", _wrapped(f"{node}: {purposes[node]}", 4)]
         lines += _keys(kind, typing.get_type_hints(kind), values[node], f"{node}.")
     return "\n".join(lines)
+
+
+def described(group: Path) -> dict[str, str]:
+    """The options of a folder of `conf`: by name, the comment below the head of each file."""
+    paths = sorted(group.glob("*.yaml"))
+    return {path.stem: path.read_text().splitlines()[1].removeprefix("# ") for path in paths}
+
+
+def _first(kinds: Mapping[str, type]) -> dict[str, str]:
+    """By name, the first sentences of the module in which each stands."""
+    docs = {name: sys.modules[kinds[name].__module__].__doc__ or "" for name in sorted(kinds)}
+    return {name: doc.partition("\n\n")[0].strip() for name, doc in docs.items()}
 
 
 def sentences(schema: type) -> dict[str, str]:
@@ -68,9 +116,10 @@ def _keys(schema: type, kinds: Mapping[str, object], values: Values, node: str) 
     for name, kind in kinds.items():
         value = values[name]
         text = value if isinstance(value, str) else json.dumps(value)
-        yield _lines(f"{node}{name}={text}  ({words(kind)})")
-        yield _lines(f"    {meanings[name]}")
+        yield _wrapped(f"  {node}{name}={text}  ({words(kind)})", 6)
+        yield _wrapped(f"      {meanings[name]}", 6)
 
 
-def _lines(text: str) -> str:
-    return textwrap.fill(text, 100, subsequent_indent="    ", break_on_hyphens=False)
+def _wrapped(text: str, indent: int) -> str:
+    width = max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size((_WIDEST, 0)).columns))
+    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_on_hyphens=False)

@@ -74,6 +74,8 @@ def words(kind: object) -> str:
     (choice,) = choices
     if isinstance(choice, type) and issubclass(choice, Enum):
         return f"one of {', '.join(option.value for option in choice)}{null}"
+    if typing.get_origin(choice) is typing.Literal:
+        return f"one of {', '.join(typing.get_args(choice))}{null}"
     if typing.get_origin(choice) in (list, tuple):
         kinds = typing.get_args(choice)
         whole = typing.get_origin(choice) is list or ... in kinds

@@ -23,7 +23,7 @@ which is x_{t+1,0} + α m_t − d_t: d_t is waited for and stays in flight.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class CO2(LocalMethod):
         """Λ: gap_aware_steady, gap_aware, gap_aware_elementwise, none, or a constant."""
         clip: float | None = None
         """φ, the bound of the outer momentum; null for none."""
-        clip_mode: str = "value"
+        clip_mode: Literal["value", "norm"] = "value"
         """value: every element to [−φ, φ]; norm: the whole vector to norm φ."""
         blocking_share: float = 0.0
         """Share of the training whose rounds wait for their means. The paper: 0."""

@@ -31,7 +31,7 @@ bits.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -60,7 +60,7 @@ class StreamingDiLoCo(Method):
         """Inner steps that a collective may take without anybody waiting; below τ."""
         mixing: float = 0.5
         """Share of the local weights in the weights after a sync. The paper: 0.5."""
-        exchange: str = "full"
+        exchange: Literal["full", "int8", "int4"] = "full"
         """How differences travel: full, or quantized to int8 or int4, with error feedback."""
         outer_lr: float = 0.7
         """α, the outer learning rate."""

@@ -17,16 +17,16 @@ from co2.arguments import Parser
 from co2.errors import REFUSED, ConfigError, first_line, require
 from co2.record.files import DAMAGE, whole_lines
 from co2.record.folder import settings
-from co2.record.metrics import Summary, flat
+from co2.record.metrics import Summary, figures, flat
 from co2.record.table import Table
 
-Losses = dict[int, float | None]
-"""By step. None is a loss that was not finite."""
+Series = dict[int, float | None]
+"""A figure by step. None was not finite."""
 Figures = dict[str, float | None]
 """By their names in summary.json; empty while the run has not finished."""
 
-_KINDS = {"train": "Training loss of worker 0", "eval": "Validation loss"}
-"""Kinds of lines in metrics.jsonl that have a loss, and the titles of their tables."""
+LOSSES = {"train/loss": "Training loss of worker 0", "eval/loss": "Validation loss"}
+"""The figures that are compared step by step, and the titles of their tables."""
 _NAMES = ("runs", "tag")
 """Settings that name a folder, and change nothing in a run."""
 _FIGURES = ("train_s", "throughput", "exposed_s", "overlap", "bytes_per_step", "peak_memory_bytes")
@@ -41,8 +41,8 @@ class Told:
 
     settings: dict[str, str]
     """By their full names, as JSON."""
-    losses: dict[str, Losses]
-    """By kind."""
+    series: dict[str, Series]
+    """The figures of metrics.jsonl, by full names such as `train/loss`."""
     figures: Figures
 
     @classmethod
@@ -55,14 +55,13 @@ class Told:
             name = "config.yaml"
             values = {key: json.dumps(own) for key, own in flat(settings(folder / name)).items()}
             name = "metrics.jsonl"
-            losses: dict[str, Losses] = {kind: {} for kind in _KINDS}
+            series: dict[str, Series] = {figure: {} for figure in LOSSES}
             for line in whole_lines(folder / name):
-                if line["kind"] in losses and "loss" in line:
-                    loss = line["loss"]
-                    losses[line["kind"]][int(line["step"])] = None if loss is None else float(loss)
+                for figure, value in figures(line).items():
+                    series.setdefault(figure, {})[int(line["step"])] = value
             name = "summary.json"
             summary = Summary.read(folder)
-            return cls(values, losses, {} if summary is None else flat(summary.as_json()))
+            return cls(values, series, {} if summary is None else flat(summary.as_json()))
         except DAMAGE as error:
             raise ConfigError("RUN", folder, f"{name} is damaged ({first_line(error)})") from None
 
@@ -85,12 +84,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return REFUSED
     print("\n".join(f"{name}: {folder}" for name, folder in zip("AB", args.runs, strict=True)))
     tables = [_settings(one.settings, other.settings)]
-    for kind, title in _KINDS.items():
-        tables.append(_losses(title, one.losses[kind], other.losses[kind], args.all))
+    for name, title in LOSSES.items():
+        tables.append(_losses(title, one.series[name], other.series[name], args.all))
     tables.append(_figures(one.figures, other.figures))
     for table in tables:
         print(f"\n{table.page()}", end="")
-    pairs = [(one.losses[kind], other.losses[kind]) for kind in _KINDS]
+    pairs = [(one.series[name], other.series[name]) for name in LOSSES]
     common = [(a[step], b[step]) for a, b in pairs for step in a.keys() & b.keys()]
     return 0 if common and all(a == b for a, b in common) else 1
 
@@ -104,7 +103,7 @@ def _settings(one: Mapping[str, str], other: Mapping[str, str]) -> Table:
     return Table(("setting", "A", "B"), differ, title="Settings that differ", text=text)
 
 
-def _losses(title: str, one: Losses, other: Losses, whole: bool) -> Table:
+def _losses(title: str, one: Series, other: Series, whole: bool) -> Table:
     """The losses at common steps, all of them or some, and where they differ."""
     steps = sorted(one.keys() & other.keys())
     differ = [step for step in steps if one[step] != other[step]]

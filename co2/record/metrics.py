@@ -261,6 +261,18 @@ def unit_of(name: str) -> str:
     return next((unit for pattern, unit, _ in UNITS if fnmatch(name, pattern)), "")
 
 
+def named(line: Line) -> dict[str, Any]:
+    """What a line of metrics.jsonl tells, by full names such as `train/loss`. `Any`: it has words
+    and lists too."""
+    return {f"{line['kind']}/{key}": line[key] for key in line if key not in ("kind", "step")}
+
+
+def figures(line: Line) -> dict[str, float | None]:
+    """The numbers among them; None for one that was not finite."""
+    kinds = (int, float, type(None))
+    return {name: value for name, value in named(line).items() if type(value) in kinds}
+
+
 def flat(groups: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of nested groups by their full names: `final.loss`. `Any`: JSON or YAML."""
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Record: writes one run's folder, and hands W&B the same figures."""
+"""Record: writes one run's folder, and hands W&B and TensorBoard the same figures."""
 
 import contextlib
 import json
@@ -9,13 +9,15 @@ from typing import Any
 
 import yaml
 
-from co2.config import Config
+from co2.config import Config, Wandb
 from co2.record.console import Console
 from co2.record.files import DAMAGE, write_durably
 from co2.record.folder import begun, kept_config, kept_manifest, plain, run_folder
 from co2.record.metrics import Entry, Line, Summary, flat
 from co2.record.provenance import Origin, manifest, of_all_starts
-from co2.record.wandb import Tracking
+from co2.record.tensorboard import TensorBoard
+from co2.record.tracking import Tracking
+from co2.record.wandb import WandB, mode
 
 _RECENT = 256
 
@@ -74,17 +76,24 @@ class FolderRecord(Record):
         values, known = plain(config, world), manifest(world, origin, data, init_from)
         self._log_every = config.log.every
         """Steps between lines of the segment before or of this one, whichever is more."""
+        then: dict[str, Any] = {}
         if begun(self.folder):
             known = of_all_starts(kept_manifest(self.folder), known)
-            then = flat(kept_config(self.folder)).get("log.every")
-            self._log_every = max(self._log_every, then if isinstance(then, int) else 0)
+            then = flat(kept_config(self.folder))
+            every = then.get("log.every")
+            self._log_every = max(self._log_every, every if isinstance(every, int) else 0)
         write_durably(self.folder / "config.yaml", yaml.safe_dump(values, sort_keys=False))
         write_durably(self.folder / "manifest.json", json.dumps(known, indent=1, default=str))
         self._file: int | None = None
         """metrics.jsonl."""
         self._unwritten: list[str] = []
         """Lines for which the disk had no room."""
-        self._tracking = Tracking(config, values, origin.tags, console)
+        self._trackings: list[Tracking] = []
+        if mode(config.log.wandb) is not Wandb.disabled:
+            self._trackings.append(WandB(config, values, origin.tags, console))
+        if config.log.tensorboard:
+            goes_on = then.get("log.tensorboard") is True
+            self._trackings.append(TensorBoard(config, console, goes_on))
         self._summary: Summary | None = None
 
     def begin(self, step: int, before: Record | None = None) -> None:
@@ -94,7 +103,8 @@ class FolderRecord(Record):
         lines, unreadable = _up_to(path, step)
         write_durably(path, "".join(json.dumps(line) + "\n" for line in lines))
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
-        self._tracking.begin(step)
+        for tracking in self._trackings:
+            tracking.begin(step)
         told = {(line.get("kind"), line["step"]) for line in lines}
         if before is None:
             self._tell_missing(step, max((at for _, at in told), default=0), unreadable)
@@ -121,7 +131,8 @@ class FolderRecord(Record):
                 why = f"metrics.jsonl cannot be written ({error.strerror})"
                 text = f"step {entry.step}: {why}; its lines wait in memory until it can be"
                 self._console.print_line(text)
-        self._tracking.log(line)
+        for tracking in self._trackings:
+            tracking.log(line)
 
     def _write(self) -> None:
         """Add all lines that are not written yet, or none. Raises `OSError`."""
@@ -142,9 +153,10 @@ class FolderRecord(Record):
         self._summary = summary
 
     def close(self, status: int) -> None:
-        if self._summary is not None:  # only now is the trace whole that W&B is shown
-            self._tracking.finish(self._summary)
-        self._tracking.close(status)
+        for tracking in self._trackings:
+            if self._summary is not None:  # only now is the trace whole that W&B is shown
+                tracking.finish(self._summary)
+            tracking.close(status)
         if self._file is not None:
             os.close(self._file)
             self._file = None

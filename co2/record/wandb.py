@@ -5,8 +5,6 @@ segments of one id. `wandb/segments.json` keeps the id and the first and last st
 The next segment replaces one that holds steps which are trained again, or whose process was killed
 before it had written everything: the next one then begins where that one began, with the lines of
 metrics.jsonl. So W&B has every step once.
-
-No error of W&B ends a training: it is printed in one line, and the run goes on without W&B.
 """
 
 import contextlib
@@ -20,12 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from co2.config import Config, Wandb
-from co2.errors import first_line
 from co2.record import timeline
 from co2.record.console import Console
-from co2.record.files import whole_lines, write_durably
-from co2.record.folder import run_folder
-from co2.record.metrics import UNITS, Change, Line, Summary, flat, unit_of
+from co2.record.files import write_durably
+from co2.record.metrics import UNITS, Change, Line, Summary, flat, named, unit_of
+from co2.record.tracking import Tracking
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,60 +46,33 @@ def mode(chosen: Wandb) -> Wandb:
     return min(chosen, own, key=_MODES.index)
 
 
-class Tracking:
-    """The W&B run of a run, which hears of every line of metrics.jsonl once it has begun.
+class WandB(Tracking):
+    """The W&B run of a run.
 
     Args:
         values: `config` as plain values.
         tags: of the W&B run, beside task, method and scale.
-        console: prints the line that a person reads when W&B fails.
     """
+
+    name = "W&B"
 
     def __init__(
         self, config: Config, values: dict[str, Any], tags: Sequence[str], console: Console
     ) -> None:
-        self._config, self._values, self._folder = config, values, run_folder(config)
-        self._tags, self._console = tags, console
-        self._on, self._step = False, 0
+        super().__init__(config, console)
+        self._values, self._tags = values, tags
         self._run: Any = None  # wandb's own type, which would have to be imported for it
 
-    def begin(self, step: int) -> None:
-        """Start a segment, unless W&B is disabled; metrics.jsonl ends at `step`."""
-        self._step, self._on = step, mode(self._config.log.wandb) is not Wandb.disabled
-        self._send(lambda: None)
-
-    def log(self, line: Line) -> None:
-        """A line has been written to metrics.jsonl."""
-        self._send(lambda: self._log(line))
-
-    def finish(self, summary: Summary) -> None:
-        """Show the final figures, with tables and pictures."""
-        self._send(lambda: self._end(summary.as_json()))
-
-    def close(self, status: int) -> None:
-        """The segment is over. `status` 0: the run has finished, or can go on."""
-        self._send(lambda: self._close(status))
-        self._on = False
-
-    def _send(self, action: Callable[[], None]) -> None:
-        """Call W&B, and again in a new segment where its own process has died: a SIGTERM that a
-        cluster sends to all of a job ends it, and what it had not written yet is lost."""
-        if not self._on:
-            return
+    def _attempt(self, action: Callable[[], None]) -> None:
+        """Again in a new segment where W&B's own process has died: a SIGTERM that a cluster sends
+        to all of a job ends it, and what it had not written yet is lost."""
         try:
-            try:
-                if self._run is None:
-                    self._begin()
-                action()
-            except ConnectionError:
-                with contextlib.suppress(ConnectionError):
-                    _await_end()
-                self._begin()
-                action()
-        except Exception as error:  # whatever it is, it is not worth a training
-            self._on = False
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            self._console.print_line(f"W&B: {reason}; the run goes on without it")
+            super()._attempt(action)
+        except ConnectionError:
+            with contextlib.suppress(ConnectionError):
+                _await_end()
+            self._has_begun = False
+            super()._attempt(action)
 
     def _begin(self) -> None:
         """Start another segment, with all the lines of those that it replaces."""
@@ -151,25 +121,22 @@ class Tracking:
 
     def _log(self, line: Line) -> None:
         self._step = line["step"]
-        values = {
-            f"{line['kind']}/{key}": value
-            for key, value in line.items()
-            if key not in ("kind", "step") and value is not None
-        }
+        values = {name: value for name, value in named(line).items() if value is not None}
         self._run.log({**values, "step": self._step}, step=self._step)
 
-    def _end(self, summary: dict[str, Any]) -> None:
+    def _finish(self, summary: Summary) -> None:
+        """Show the final figures, with tables and pictures."""
         import wandb
         from PIL import Image
 
-        lines = self._lines()
-        shown = _tables(summary, lines)
+        lines, values = self._lines(), summary.as_json()
+        shown = _tables(values, lines)
         for name, figure in _figures(self._folder, lines).items():
             file = BytesIO()
             figure.savefig(file, dpi=150)
             shown[f"figures/{name}"] = wandb.Image(Image.open(file))
         self._run.log(shown, step=self._step)
-        self._run.summary.update(summary)
+        self._run.summary.update(values)
 
     def _close(self, status: int) -> None:
         self._run.finish(exit_code=status)
@@ -177,9 +144,6 @@ class Tracking:
         state = _state(self._folder / "wandb")
         state["segments"][-1]["ended"] = self._step
         _keep(self._folder / "wandb", state)
-
-    def _lines(self) -> list[Line]:
-        return whole_lines(self._folder / "metrics.jsonl")
 
 
 def _await_end() -> None:

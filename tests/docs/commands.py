@@ -40,6 +40,7 @@ NAMES = {"NAME": "imagenet"}
 """What a page puts in a name's place, and one that it stands for."""
 NOT_RUN = {
     "scancel": "ends a job of a cluster; tests/slurm has one",
+    "tensorboard": "shows event files in a browser",
     "wandb": "sends to W&B, with an account",
 }
 """Programs whose arguments are not checked, with the reason."""
