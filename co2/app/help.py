@@ -24,21 +24,25 @@ GROUPS = {
     "method": "how the replicas are kept in step",
     "scale": "size of model and data, and the recipe",
     "tuned": "true: the settings that won in python -m recipes tune (true, false)",
+    "experiment": "a worked example, which may choose all of the above",
+    "debug": "two steps in this process, without saving, deterministic",
     "hydra/launcher": "with -m: one run after the other, or jobs of SLURM (basic, submitit_slurm)",
     "hydra/sweeper": "with -m: every combination, or a search (basic, optuna)",
 }
 
 
 def help_text(
-    values: Values, tasks: Mapping[str, type], methods: Mapping[str, type], scales: Iterable[str]
+    values: Values, tasks: Mapping[str, type], methods: Mapping[str, type], files: Mapping[str, Iterable[str]]
 ) -> str:
-    """The help for one choice of groups, of which `values` are composed."""
-    options = {"task": tasks, "method": methods, "scale": scales}
+    """The help for one choice of groups, of which `values` are composed; `files` are the options of
+    groups that conf has as files."""
+    options = {"task": tasks, "method": methods, **files}
     lines = [HEAD, "Groups, with what is chosen here:", ""]
     for group, purpose in GROUPS.items():
         if group in options:
             purpose += f" ({', '.join(sorted(options[group]))})"
-        chosen = json.dumps(values.get(group, "basic")).strip('"')
+        default = "basic" if group.startswith("hydra/") else None
+        chosen = json.dumps(values.get(group, default)).strip('"')
         lines += [f"{group}={chosen}", _lines(f"    {purpose}")]
     lines += ["", "Keys, with their values at this choice:", ""]
     plain = {name: kind for name, kind in PLAIN.items() if name not in GROUPS}
