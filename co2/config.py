@@ -261,7 +261,7 @@ class CheckpointConfig:
     keep: int = 2
     """How many of the newest are kept. With 2, a damaged one costs at most `every` steps."""
     model: bool = True
-    """Whether the final weights are kept in model.pt, which exports, samples and other runs read."""
+    """Whether the final weights are kept in model.pt, which exports and other runs read."""
 
     def __post_init__(self) -> None:
         require(self.every >= 0, "every", self.every, "must be 0 or more steps")

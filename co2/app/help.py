@@ -32,7 +32,10 @@ GROUPS = {
 
 
 def help_text(
-    values: Values, tasks: Mapping[str, type], methods: Mapping[str, type], files: Mapping[str, Iterable[str]]
+    values: Values,
+    tasks: Mapping[str, type],
+    methods: Mapping[str, type],
+    files: Mapping[str, Iterable[str]],
 ) -> str:
     """The help for one choice of groups, of which `values` are composed; `files` are the options of
     groups that conf has as files."""

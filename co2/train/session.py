@@ -319,7 +319,8 @@ class Session:
 
 def tune_convolutions(module: nn.Module, device: torch.device, config: Config) -> None:
     """On a GPU, lay out four-dimensional weights channels last, as tensor cores read them, and let
-    cuDNN try its algorithms for every new shape, unless the run is deterministic. Activations follow the weights' layout.
+    cuDNN try its algorithms for every new shape, unless the run is deterministic. Activations
+    follow the weights' layout.
 
     fully_shard takes contiguous weights only, so under its strategies the layout stays. So it does
     where activations are computed again in compiled code, which stopped on an H200 with torch 2.11:

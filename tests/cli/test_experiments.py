@@ -1,4 +1,4 @@
-"""`experiment=NAME` and `debug=default`: what they choose, what wins over what, and that they train."""
+"""`experiment=NAME` and `debug=default`: what they choose, what wins over what; they train."""
 
 import re
 import shutil
@@ -29,8 +29,8 @@ defaults:
   - override /task: toy
   - override /method: co2
 optim: {lr: 0.5}
-train: {steps: 77, batch_size: 3}
-launch: {workers: 3}
+train: {steps: 77, batch_size: 4}
+launch: {workers: 4}
 co2: {tau: 7, outer_lr: 0.9}
 """
 
@@ -109,24 +109,24 @@ def found(app: App, *words: str) -> tuple[object, ...]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ((), ("toy", "co2", 0.5, 77, 3, 3, 7, 0.9)),
+        ((), ("toy", "co2", 0.5, 77, 4, 4, 7, 0.9)),
         # The command line wins over the experiment, wherever it stands.
-        (("train.steps=5", "co2.tau=2"), ("toy", "co2", 0.5, 5, 3, 3, 2, 0.9)),
-        (("launch={workers:1}",), ("toy", "co2", 0.5, 77, 3, 1, 7, 0.9)),
+        (("train.steps=5", "co2.tau=2"), ("toy", "co2", 0.5, 5, 4, 4, 2, 0.9)),
+        (("launch={workers:1}",), ("toy", "co2", 0.5, 77, 4, 1, 7, 0.9)),
         # What it sets of a method or task that is not chosen then is gone.
-        (("method=slowmo",), ("toy", "slowmo", 0.5, 77, 3, 3, 12, 1.0)),
-        (("method=allreduce",), ("toy", "allreduce", 0.5, 77, 3, 3, None, None)),
+        (("method=slowmo",), ("toy", "slowmo", 0.5, 77, 4, 4, 12, 1.0)),
+        (("method=allreduce",), ("toy", "allreduce", 0.5, 77, 4, 4, None, None)),
         # It wins over the scale, whose recipe has other steps and rates.
-        (("task=gpt2",), ("gpt2", "co2", 0.5, 77, 3, 3, 7, 0.9)),
-        (("task=gpt2", "scale=gpu"), ("gpt2", "co2", 0.5, 77, 3, 3, 7, 0.9)),
+        (("task=gpt2",), ("gpt2", "co2", 0.5, 77, 4, 4, 7, 0.9)),
+        (("task=gpt2", "scale=gpu"), ("gpt2", "co2", 0.5, 77, 4, 4, 7, 0.9)),
         # Debugging wins over it, and loses to the command line.
-        (("debug=default",), ("toy", "co2", 0.5, 2, 3, 1, 7, 0.9)),
-        (("debug=default", "launch.workers=2"), ("toy", "co2", 0.5, 2, 3, 2, 7, 0.9)),
+        (("debug=default",), ("toy", "co2", 0.5, 2, 4, 1, 7, 0.9)),
+        (("debug=default", "launch.workers=2"), ("toy", "co2", 0.5, 2, 4, 2, 7, 0.9)),
         # Settings that were tuned win over it, as over every recipe.
-        (("task=gpt2", "tuned=true", "co2.tau=12"), ("gpt2", "co2", 0.01131, 77, 3, 3, 12, 0.7)),
+        (("task=gpt2", "tuned=true", "co2.tau=12"), ("gpt2", "co2", 0.01131, 77, 4, 4, 12, 0.7)),
         (
             ("task=gpt2", "tuned=true", "co2.tau=12", "optim.lr=1"),
-            ("gpt2", "co2", 1.0, 77, 3, 3, 12, 0.7),
+            ("gpt2", "co2", 1.0, 77, 4, 4, 12, 0.7),
         ),
     ],
 )
