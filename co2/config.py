@@ -62,6 +62,9 @@ class TrainConfig:
     """With bf16, forward pass and loss run under autocast; weights and outer state stay fp32."""
     compile: bool = False
     """Whether the model is compiled with torch.compile."""
+    deterministic: bool = False
+    """Whether operations on GPUs, too, have the same bits in every run. It is slower there, and
+    PyTorch warns of operations that it cannot repeat."""
     checkpoint_activations: bool = False
     """Whether only the inputs of the model's blocks are kept, and the backward pass computes the
     rest again: less memory for about a third more computation."""
@@ -257,6 +260,8 @@ class CheckpointConfig:
     """Steps between checkpoints. With 0, a run saves only when a signal stops it."""
     keep: int = 2
     """How many of the newest are kept. With 2, a damaged one costs at most `every` steps."""
+    model: bool = True
+    """Whether the final weights are kept in model.pt, which exports and other runs read."""
 
     def __post_init__(self) -> None:
         require(self.every >= 0, "every", self.every, "must be 0 or more steps")

@@ -23,6 +23,7 @@ LONG = (
     "tests/cli/test_every_task.py::test_composes",
     "tests/cli/test_every_task.py::test_goes_on_exactly",
     "tests/cli/test_every_task.py::test_loading_ahead_changes_nothing",
+    "tests/cli/test_experiments.py::test_it_trains",
     "tests/cli/test_export.py",
     "tests/cli/test_init_from.py::test_a_replica_of_several_workers",
     "tests/cli/test_init_from.py::test_it_is_not_read_again",

@@ -24,6 +24,7 @@ from co2.app.compose import (
     command_line,
     composed,
     key_of,
+    of_the_choice,
     offer,
     plain,
     preflight,
@@ -74,6 +75,7 @@ class App:
         """The composed configuration as a checked run; if `planned`, as if every worker had a GPU.
         Raises `ConfigError`; writes nothing."""
         methods = peers.known_methods()
+        values = of_the_choice(values, (*self.tasks, *methods), overrides)
         values, named_by = with_tuned(self.conf, values, overrides)
         config = typed(_with_workers(values), methods, self.tasks)
         methods[config.method].check(config.optim)
@@ -205,9 +207,12 @@ class App:
                 print(program.version())
                 return 0
             if not {"-h", "--help"}.isdisjoint(line.flags):
-                scales = described(self.conf / "scale")
+                files = {
+                    group: described(self.conf / group)
+                    for group in ("scale", "experiment", "debug")
+                }
                 values = composed(self.conf, line.overrides)
-                print(help_text(values, self.tasks, peers.known_methods(), scales))
+                print(help_text(values, self.tasks, peers.known_methods(), files))
                 return 0
             configs = preflight(self.conf, argv, self.check)
             origin = Origin(shlex.join(["train.py", *argv]))

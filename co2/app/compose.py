@@ -10,7 +10,7 @@ import itertools
 import re
 import shlex
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -42,7 +42,7 @@ _PLUGINS = (
     (_OPTUNA, "hydra_plugins.hydra_optuna_sweeper", "optuna", "chooses"),
 )
 """Override, package, extra of pyproject.toml, what it does."""
-_GROUPS = ("task", "method", "scale", "tuned")
+_GROUPS = ("task", "method", "scale", "tuned", "experiment", "debug")
 _ASKS = (
     *("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "--resolve", "-p", "--package"),
     *("-i", "--info", "-sc", "--shell-completion"),
@@ -149,13 +149,33 @@ def composed(folder: Path, overrides: Sequence[str]) -> Values:
 
 
 def quoted(override: str) -> str:
-    """`tuned=true` as Hydra can read it: conf/tuned is a group, whose options have names only."""
+    """`tuned=true` as Hydra can read it: conf/tuned is a group, whose options have names only; and
+    `+debug=default` without its +, which Hydra wants for groups that have no default only."""
+    if key_of(override) in _GROUPS:
+        override = override.lstrip("+")
     key, sign, value = override.partition("=")
     if key != "tuned":
         return override
     truth = ("true", "false")
     words = (f"'{word.lower()}'" if word.lower() in truth else word for word in value.split(","))
     return key + sign + ",".join(words)
+
+
+def of_the_choice(values: Values, options: Iterable[str], overrides: Sequence[str]) -> Values:
+    """Values without what an experiment sets of a task or method that was then not chosen, as in
+    `experiment=gpt2_slow_link method=slowmo`. What `overrides` set stays, and can be refused.
+
+    Args:
+        options: names of all tasks and methods.
+    """
+    kept, given = dict(values), set(map(key_of, overrides))
+    for name in set(options) - {values.get("task"), values.get("method")}:
+        node = kept.pop(name, None)
+        if name in given:
+            kept[name] = node
+        elif own := {key: node[key] for key in node or () if f"{name}.{key}" in given}:
+            kept[name] = own
+    return kept
 
 
 def key_of(override: str) -> str:

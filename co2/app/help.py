@@ -5,6 +5,7 @@ import ast
 import inspect
 import itertools
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -32,6 +33,8 @@ GROUPS = {
     "method": "how the replicas are kept in step",
     "scale": "size of model and data, and how they are trained",
     "tuned": "whether the settings are those that won in python -m recipes tune",
+    "experiment": "a worked example, which may choose all of the above",
+    "debug": "two steps in this process, without saving, deterministic",
     "hydra/launcher": "where the runs of a sweep (-m) are started",
     "hydra/sweeper": "which runs a sweep (-m) has",
 }
@@ -58,17 +61,18 @@ def help_text(
     values: Values,
     tasks: Mapping[str, type],
     methods: Mapping[str, type],
-    scales: Mapping[str, str],
+    files: Mapping[str, Mapping[str, str]],
 ) -> str:
     """The help for one choice of groups, of which `values` are composed, for this terminal's width.
 
     Args:
-        scales: what each stands for.
+        files: what each option stands for, of groups that conf has as files.
     """
-    own = {"task": _first(tasks), "method": _first(methods), "scale": scales}
+    own = {"task": _first(tasks), "method": _first(methods), **files}
     lines = [HEAD, "GROUPS, with the option that is chosen here", ""]
     for group, options in (own | _OPTIONS).items():
-        chosen = json.dumps(values.get(group, "basic")).strip('"')
+        default = "basic" if group.startswith("hydra/") else None
+        chosen = json.dumps(values.get(group, default)).strip('"')
         lines += [_wrapped(f"{group}={chosen}: {GROUPS[group]}", 4)]
         width = max(map(len, options))
         lines += [_wrapped(f"  {name:{width}}  {options[name]}", width + 4) for name in options]
@@ -87,9 +91,14 @@ def help_text(
 
 
 def described(group: Path) -> dict[str, str]:
-    """The options of a folder of `conf`: by name, the comment below the head of each file."""
-    paths = sorted(group.glob("*.yaml"))
-    return {path.stem: path.read_text().splitlines()[1].removeprefix("# ") for path in paths}
+    """The options of a folder of `conf`: by name, the first sentence of each file's comment."""
+    return {path.stem: _sentence(path.read_text()) for path in sorted(group.glob("*.yaml"))}
+
+
+def _sentence(text: str) -> str:
+    comment = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines()[1:])
+    words = " ".join(line[2:] for line in comment if not line.startswith("# python "))
+    return re.split(r"(?<=\.) +(?=[A-Z])", words)[0]
 
 
 def _first(kinds: Mapping[str, type]) -> dict[str, str]:

@@ -88,7 +88,7 @@ def trial_overrides(method: str, overrides: Sequence[str] = ()) -> list[str]:
     # `co2.tau=24` is meant for co2, and only its trials have that key.
     others = known_methods().keys() - {method}
     own = [word for word in overrides if word.lstrip("+~").partition(".")[0] not in others]
-    has_task = any(word.startswith("task=") for word in overrides)
+    has_task = any(word.startswith(("task=", "experiment=")) for word in overrides)
     return [*(() if has_task else TASK), *DEFAULTS, *chosen, *own]
 
 

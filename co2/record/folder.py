@@ -21,7 +21,7 @@ _FREE = ("log", "checkpoint", "resume", "trace", "runs", "tag", "hydra")
 """Nodes that may differ between two segments of one run, and keys."""
 _FREE_KEYS = ("data.root", "data.workers", "launch.backend", "launch.gpu")
 _ELASTIC = ("elastic", "min_replicas", "wait_s", "silent_s", "restarts", "store")
-_UNNAMED = ("task", "method", "train.seed", *(f"launch.{key}" for key in _ELASTIC))
+_UNNAMED = ("task", "method", "debug", "train.seed", *(f"launch.{key}" for key in _ELASTIC))
 """Keys that a tag does not name."""
 _LONG = 8
 """Characters of a number that goes into a folder name as it was given."""

@@ -11,7 +11,7 @@ from co2.record.metrics import Notice
 from co2.train import membership
 from co2.train.launch import stop_signals
 from co2.train.meters import LossWatch, sum_up
-from co2.train.randomness import seed_everything
+from co2.train.randomness import deterministic, seed_everything
 from co2.train.replica import accumulating
 from co2.train.run import Run
 from co2.train.schedule import set_lr
@@ -30,7 +30,7 @@ def train(run: Run) -> None:
     steps, due = config.train.steps, config.checkpoint.every
     pauses = (config.log.every, config.train.eval_every, due)
     seed_everything(config.train.seed, run.mesh.worker)
-    with run, closing(Session(run)) as session:
+    with deterministic(config.train.deterministic), run, closing(Session(run)) as session:
         losses = LossWatch(run, session.checkpoints)
         run.record.begin(session.step)
         run.trace.begin(method.round_steps)

@@ -1,6 +1,9 @@
 """Random generators that a task may draw from: their seeds, and their states in a checkpoint."""
 
+import contextlib
+import os
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,20 @@ def seed_everything(seed: int, worker: int) -> None:
     random.seed(own)
     np.random.seed(own % 2**32)
     torch.manual_seed(own)
+
+
+@contextlib.contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Inside, if `wanted`, PyTorch takes algorithms with the same bits in every run, and warns of
+    operations that have none; memory that it hands out is filled with NaN."""
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may differ
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        if wanted:
+            torch.use_deterministic_algorithms(False)
 
 
 def random_states() -> dict[str, Any]:

@@ -269,7 +269,8 @@ class Session:
                 with self.autocast():
                     found = run.task.evaluate(self.module)
                 scores |= {f"{prefix}{name}": value for name, value in found.items()}
-                if run.mesh.replica == 0 and self.step == run.config.train.steps:
+                last = self.step == run.config.train.steps
+                if run.mesh.replica == 0 and last and run.config.checkpoint.model:
                     weights = whole_weights(self.module, self.replica.parts)
                     if run.is_first:
                         with durable(run.folder / file_name) as file:
@@ -318,14 +319,15 @@ class Session:
 
 def tune_convolutions(module: nn.Module, device: torch.device, config: Config) -> None:
     """On a GPU, lay out four-dimensional weights channels last, as tensor cores read them, and let
-    cuDNN try its algorithms for every new shape. Activations follow the weights' layout.
+    cuDNN try its algorithms for every new shape, unless the run is deterministic. Activations
+    follow the weights' layout.
 
     fully_shard takes contiguous weights only, so under its strategies the layout stays. So it does
     where activations are computed again in compiled code, which stopped on an H200 with torch 2.11:
     it expected contiguous gradients.
     """
     if device.type == "cuda":
-        torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.benchmark = not config.train.deterministic
         again = config.train.compile and config.train.checkpoint_activations
         if config.mesh.strategy not in CUT and not again:
             module.to(memory_format=torch.channels_last)

@@ -30,6 +30,7 @@ CONF = train.APP.conf
         ["tag=${task}_${optim.lr}", "optim.lr=2e-3"],
         ["+train.other=1", "++train.another.one=2", "task=toy"],
         ["hydra.job.name=other", "train.steps=7"],
+        ["experiment=gpt2_slow_link", "debug=default", "method=slowmo", "train.steps=7"],
     ],
     ids=" ".join,
 )

@@ -69,7 +69,8 @@ def test_nothing_is_left_out(wheel: Path) -> None:
         for name in SOURCES
         for path in (ROOT / name).rglob("*.yaml" if name == "conf" else "*.py")
     }
-    assert inside == files | {"train.py", "results/paper.csv"}
+    typed = {"co2/py.typed", "tasks/py.typed"}
+    assert inside == files | typed | {"train.py", "results/paper.csv"}
 
 
 def test_the_library_needs_torch_and_numpy_only(library: Path, tmp_path: Path) -> None:
