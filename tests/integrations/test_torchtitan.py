@@ -1,0 +1,187 @@
+"""torchtitan's SyncTrainer: it trains as one's own loop does, goes on exactly, and shows the
+consensus."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import co2
+from co2.methods import METHODS
+from tests.integrations import titan
+from tests.integrations.replicas import called
+from tests.methods.driver import SETTINGS
+
+pytestmark = [
+    pytest.mark.slow,  # imports seconds of another library
+    pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs torchtitan"),
+]
+
+STEPS = 7
+"""Two rounds and one step."""
+NAMES = ("co2", "local_sgd", "allreduce")
+Weights = dict[str, Tensor]
+
+
+def method(name: str) -> co2.Method:
+    return METHODS[name](METHODS[name].Config(**SETTINGS[name]))
+
+
+def by_hand(name: str, made: Any, start: Weights, rates: list[float]) -> Weights:
+    """Final weights of a loop of one's own, in which every worker has the whole model, and takes
+    the samples of all workers of its replica."""
+    mesh, sync = co2.Mesh.world(2, device="cpu"), method(name)
+    model = made.model_spec.model.build()
+    model.init_weights(buffer_device=None)
+    model.load_state_dict(start)
+    kind = made.optimizer.param_groups[0].optimizer_kwargs
+    optimizer = torch.optim.AdamW(model.parameters(), **kind)
+    wrapped = sync.prepare(model, optimizer, mesh, total_steps=STEPS)
+    workers = [2 * mesh.replica, 2 * mesh.replica + 1]
+    if sync.averages_gradients:  # by DistributedDataParallel, over all
+        workers = [mesh.worker]
+    drawn = [titan.batches(worker, 4, STEPS) for worker in workers]
+    for rate, *parts in zip(rates, *drawn, strict=True):
+        inputs, labels = (torch.cat(one) for one in zip(*parts, strict=True))
+        positions = torch.arange(titan.LENGTH).expand_as(inputs)
+        masks = model.get_attention_masks(positions=positions)
+        logits = wrapped(inputs, attention_masks=masks, positions=positions)
+        functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        sync.step()
+        optimizer.zero_grad()
+    with sync.consensus():
+        final = titan.whole(model)
+    sync.flush()
+    return final
+
+
+def both_ways(folder: str, name: str, **degrees: int) -> tuple[Weights, Weights, Weights]:
+    """Weights at first, those of SyncTrainer, and those of the same batches in one's own loop."""
+    made = titan.trainer(titan.config(f"{folder}/{name}", STEPS, **degrees), method(name))
+    start, rates = titan.whole(made.module), []
+    step = made.train_step
+
+    def train_step(data: Any) -> None:
+        rates.append(made.optimizers.param_groups[0]["lr"])
+        step(data)
+
+    made.train_step = train_step
+    made.train()
+    made.close()
+    final = titan.whole(made.module)
+    return start, final, by_hand(name, titan.config(folder, STEPS), start, rates)
+
+
+def sharded(folder: str) -> dict[str, tuple[Weights, Weights, Weights]]:
+    titan.on_cpus()
+    return {name: both_ways(folder, name) for name in NAMES}
+
+
+def test_it_is_ones_own_loop(tmp_path: Path) -> None:
+    """Two replicas of two shards: clipped, with a rate that changes."""
+    ways = called(sharded, tmp_path, 4, str(tmp_path / "out"))
+    for found in ways:
+        for name, (start, by_trainer, by_hand) in found.items():
+            torch.testing.assert_close(by_trainer, by_hand, rtol=1e-4, atol=1e-5, msg=name)
+            torch.testing.assert_close(by_trainer, ways[0][name][1], rtol=0, atol=0, msg=name)
+            moved = (
+                by_trainer["layers.0.attention.wo.weight"] - start["layers.0.attention.wo.weight"]
+            )
+            assert moved.abs().max() > 1e-3
+
+
+def interrupted(folder: str) -> dict[str, Any]:
+    """Of each method: weights of a whole training, of one that goes on at 5, and of the checkpoint,
+    with the moments that it has, beside those of this replica."""
+    titan.on_cpus()
+    from torch.distributed import checkpoint
+
+    found = {}
+    for name in NAMES:
+        place = f"{folder}/{name}"
+        saving = {"enable": True, "interval": 5, "last_save_model_only": True}
+        runs = []
+        for load_step in (-1, 5):
+            made = titan.config(place, STEPS, **saving, load_step=load_step)
+            runs.append(titan.trainer(made, method(name)))
+            runs[-1].train()
+            runs[-1].close()
+        again = runs[-1]
+        last = {key: torch.empty_like(value) for key, value in titan.whole(again.module).items()}
+        checkpoint.load(last, checkpoint_id=f"{place}/checkpoint/step-{STEPS}", no_dist=True)
+        key = "state.layers.0.attention.wo.weight.exp_avg_sq"
+        saved = {
+            f"optimizer.{key}": torch.empty(again.module.layers["0"].attention.wo.weight.shape)
+        }
+        checkpoint.load(saved, checkpoint_id=f"{place}/checkpoint/step-5", no_dist=True)
+        own = torch.load(f"{place}/checkpoint/step-5/sync_{again.mesh.worker}.pt")
+        weights = [titan.whole(one.module) for one in runs]
+        found[name] = weights, last, *saved.values(), own["optimizer"][key], again.step
+    return found
+
+
+def test_it_goes_on_exactly(tmp_path: Path) -> None:
+    """From amid a round. torchtitan's own checkpoint is of the consensus."""
+    ways = called(interrupted, tmp_path, 4, str(tmp_path / "out"))
+    for name in NAMES:
+        for (one, again), last, *_, step in (found[name] for found in ways):
+            assert step == STEPS
+            torch.testing.assert_close(one, again, rtol=0, atol=0, msg=name)
+            torch.testing.assert_close(last, one, rtol=0, atol=0, msg=name)
+        replicas = [torch.cat([ways[2 * r + s][name][3] for s in range(2)]) for r in range(2)]
+        saved = ways[0][name][2]
+        torch.testing.assert_close(saved, (replicas[0] + replicas[1]) / 2, rtol=0, atol=0, msg=name)
+        assert torch.equal(*replicas) == (name == "allreduce")
+
+
+def evaluated(folder: str) -> dict[str, Any]:
+    """Losses in validation, and weights with it and without."""
+    titan.on_cpus()
+    from dataclasses import replace
+
+    found: dict[str, Any] = {"told": []}
+    for freq in (1, None):
+        made = titan.config(folder, STEPS)
+        if freq is not None:
+            options = {"enable": True, "freq": 1, "steps": 2, "dataloader": made.dataloader}
+            made.validator = replace(made.validator, **options)
+        one = titan.trainer(made, method("co2"))
+        if freq is not None:
+            one.metrics_processor.log_validation = lambda loss, **_: found["told"].append(loss)
+        one.train()
+        one.close()
+        found[str(freq)] = titan.whole(one.module)
+    return found
+
+
+def test_it_shows_the_consensus(tmp_path: Path) -> None:
+    ways = called(evaluated, tmp_path, 4, str(tmp_path / "out"))
+    for found in ways:
+        assert len(found["told"]) == STEPS and found["told"] == ways[0]["told"]
+        torch.testing.assert_close(found["1"], found["None"], rtol=0, atol=0)
+
+
+def parallel(folder: str) -> Any:
+    titan.on_cpus()
+    from co2.comm.flat import FlatParams
+
+    made = titan.trainer(titan.config(folder, 1, shard=1, tensor=2), method("co2"))
+    (optimizer,) = made.container
+    flat = FlatParams(optimizer, mesh=made.mesh)
+    ones = [(chunk.share * chunk.numel) for chunk in flat.chunks]
+    made.close()
+    return sum(ones), sum(p.numel() for p in made.module.parameters())
+
+
+def test_weights_that_several_workers_hold_count_once(tmp_path: Path) -> None:
+    """Under tensor parallelism both workers of a replica have the whole of its norms."""
+    found = called(parallel, tmp_path, 4, str(tmp_path / "out"))
+    for replica in (found[:2], found[2:]):
+        assert sum(held for held, _ in replica) == replica[0][1]
