@@ -126,6 +126,13 @@ class SyncTrainer(Trainer):
         (module,) = self.model_parts
         return module
 
+    def weights(self) -> dict[str, Tensor]:
+        """The parameters and saved buffers themselves. A state dict of torchtitan's may have pieces
+        of them in their place."""
+        saved = self.module.state_dict()
+        buffers = {name: one for name, one in self.module.named_buffers() if name in saved}
+        return dict(self.module.named_parameters()) | buffers
+
     def prepare(self) -> None:
         """Let the method begin with the weights that there are. Collective."""
         (optimizer,) = self.container
@@ -183,7 +190,7 @@ class _Checkpoints(_Around):
             then, now = state["replica_size"], trainer.mesh.replica_size
             hint = f"is of replicas of {then} workers, not of {now}; start as many"
             require(then == now, key, folder, hint)
-            _put(trainer.module.state_dict(), state["module"])
+            _put(trainer.weights(), state["module"])
             trainer.container.load_state_dict(
                 _put(trainer.container.state_dict(), state["optimizer"])
             )
@@ -201,7 +208,7 @@ class _Checkpoints(_Around):
                 "replicas": trainer.mesh.num_replicas,
                 "replica_size": trainer.mesh.replica_size,
                 "step": curr_step,
-                "module": _locals(trainer.module.state_dict()),
+                "module": _locals(trainer.weights()),
                 "optimizer": _locals(inner),
                 "sync": trainer.sync.state_dict(),
             }

@@ -97,48 +97,41 @@ def test_it_is_ones_own_loop(tmp_path: Path) -> None:
             assert moved.abs().max() > 1e-3
 
 
-def interrupted(folder: str) -> dict[str, Any]:
-    """Of each method: weights of a whole training, of one that goes on at 5, and of the checkpoint,
-    with the moments that it has, beside those of this replica."""
+def interrupted(folder: str, name: str) -> tuple[Any, ...]:
+    """Weights of a whole training, of one that goes on at 5, and of the last checkpoint; moments of
+    the checkpoint at 5, and those of this worker."""
     titan.on_cpus()
     from torch.distributed import checkpoint
 
-    found = {}
-    for name in NAMES:
-        place = f"{folder}/{name}"
-        saving = {"enable": True, "interval": 5, "last_save_model_only": True}
-        runs = []
-        for load_step in (-1, 5):
-            made = titan.config(place, STEPS, **saving, load_step=load_step)
-            runs.append(titan.trainer(made, method(name)))
-            runs[-1].train()
-            runs[-1].close()
-        again = runs[-1]
-        last = {key: torch.empty_like(value) for key, value in titan.whole(again.module).items()}
-        checkpoint.load(last, checkpoint_id=f"{place}/checkpoint/step-{STEPS}", no_dist=True)
-        key = "state.layers.0.attention.wo.weight.exp_avg_sq"
-        saved = {
-            f"optimizer.{key}": torch.empty(again.module.layers["0"].attention.wo.weight.shape)
-        }
-        checkpoint.load(saved, checkpoint_id=f"{place}/checkpoint/step-5", no_dist=True)
-        own = torch.load(f"{place}/checkpoint/step-5/sync_{again.mesh.worker}.pt")
-        weights = [titan.whole(one.module) for one in runs]
-        found[name] = weights, last, *saved.values(), own["optimizer"][key], again.step
-    return found
+    saving = {"enable": True, "interval": 5, "last_save_model_only": True}
+    weights = []
+    for load_step in (-1, 5):
+        made = titan.config(folder, STEPS, **saving, load_step=load_step)
+        one = titan.trainer(made, method(name))
+        one.train()
+        one.close()
+        assert one.step == STEPS
+        weights.append(titan.whole(one.module))
+    last = {key: torch.empty_like(value) for key, value in weights[0].items()}
+    checkpoint.load(last, checkpoint_id=f"{folder}/checkpoint/step-{STEPS}", no_dist=True)
+    shape = weights[0]["layers.0.attention.wo.weight"].shape
+    key = "state.layers.0.attention.wo.weight.exp_avg_sq"
+    saved = {f"optimizer.{key}": torch.empty(shape)}
+    checkpoint.load(saved, checkpoint_id=f"{folder}/checkpoint/step-5", no_dist=True)
+    own = torch.load(f"{folder}/checkpoint/step-5/sync_{one.mesh.worker}.pt")
+    return *weights, last, *saved.values(), own["optimizer"][key]
 
 
-def test_it_goes_on_exactly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["co2", "allreduce"])
+def test_it_goes_on_exactly(tmp_path: Path, name: str) -> None:
     """From amid a round. torchtitan's own checkpoint is of the consensus."""
-    ways = called(interrupted, tmp_path, 4, str(tmp_path / "out"))
-    for name in NAMES:
-        for (one, again), last, *_, step in (found[name] for found in ways):
-            assert step == STEPS
-            torch.testing.assert_close(one, again, rtol=0, atol=0, msg=name)
-            torch.testing.assert_close(last, one, rtol=0, atol=0, msg=name)
-        replicas = [torch.cat([ways[2 * r + s][name][3] for s in range(2)]) for r in range(2)]
-        saved = ways[0][name][2]
-        torch.testing.assert_close(saved, (replicas[0] + replicas[1]) / 2, rtol=0, atol=0, msg=name)
-        assert torch.equal(*replicas) == (name == "allreduce")
+    ways = called(interrupted, tmp_path, 4, str(tmp_path / "out"), name)
+    for one, again, last, *_ in ways:
+        torch.testing.assert_close(one, again, rtol=0, atol=0)
+        torch.testing.assert_close(last, one, rtol=0, atol=0)
+    first, second = (torch.cat([ways[2 * r + s][4] for s in range(2)]) for r in range(2))
+    torch.testing.assert_close(ways[0][3], (first + second) / 2, rtol=0, atol=0)
+    assert torch.equal(first, second) == (name == "allreduce")
 
 
 def evaluated(folder: str) -> dict[str, Any]:
