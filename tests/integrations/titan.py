@@ -82,7 +82,7 @@ def config(folder: str, steps: int, shard: int = 2, tensor: int = 1, **checkpoin
     class Loader(ParallelAwareDataloader):
         @dataclass(kw_only=True, slots=True)
         class Config(ParallelAwareDataloader.Config):
-            pass
+            infinite: bool = True
 
         def __init__(self, config: Any, *, dp_world_size: int, dp_rank: int, **_: Any) -> None:
             words = Words(dp_rank, dp_world_size)
