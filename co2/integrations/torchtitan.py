@@ -18,10 +18,10 @@ checkpoints of their optimizers' tensors. torchtitan alone can read these. In a 
 lies a file more for each worker, so that training goes on from it exactly. After `train` every
 replica holds the consensus.
 
-Tested on CPUs under gloo, with two replicas of two workers. torchtitan 0.3 itself knows no CPU, so
-the tests put another name of the device, another attention and another meter of memory in its
-place. Not run: CUDA and NCCL, CUDA graphs, compilation, bf16, checkpoints that are written in the
-background, context parallelism.
+Tested on CPUs under gloo, with two replicas of two workers, under FSDP2 and tensor parallelism.
+torchtitan 0.3 itself knows no CPU: the tests tell it of one, and give it another attention, another
+meter of memory and a barrier. Not run: CUDA and NCCL, CUDA graphs, compilation, bf16, checkpoints
+that are written in the background, context parallelism, other models than Llama 3.
 """
 
 from collections.abc import Mapping
@@ -60,6 +60,11 @@ class SyncTrainer(Trainer):
             torchtitan's optimizers, as for the balance of experts. `train` raises it for a
             checkpoint of another method or number of replicas.
     """
+
+    # Any: torchtitan's own, in whose place others are put.
+    optimizers: Any
+    checkpointer: Any
+    validator: Any
 
     def __init__(self, config: Trainer.Config, *, sync: Method) -> None:
         loops.check_method(sync)

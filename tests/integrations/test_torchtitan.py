@@ -33,7 +33,7 @@ def method(name: str) -> co2.Method:
 
 def by_hand(name: str, made: Any, start: Weights, rates: list[float]) -> Weights:
     """Final weights of a loop of one's own, in which every worker has the whole model, and takes
-    the samples of all workers of its replica."""
+    all samples of its replica."""
     mesh, sync = co2.Mesh.world(2, device="cpu"), method(name)
     model = made.model_spec.model.build()
     model.init_weights(buffer_device=None)
@@ -41,10 +41,11 @@ def by_hand(name: str, made: Any, start: Weights, rates: list[float]) -> Weights
     kind = made.optimizer.param_groups[0].optimizer_kwargs
     optimizer = torch.optim.AdamW(model.parameters(), **kind)
     wrapped = sync.prepare(model, optimizer, mesh, total_steps=STEPS)
-    workers = [2 * mesh.replica, 2 * mesh.replica + 1]
+    shards = made.parallelism.data_parallel_shard_degree
+    ranks = [shards * mesh.replica + shard for shard in range(shards)]
     if sync.averages_gradients:  # by DistributedDataParallel, over all
-        workers = [mesh.worker]
-    drawn = [titan.batches(worker, 4, STEPS) for worker in workers]
+        ranks = [mesh.worker]
+    drawn = [titan.batches(rank, 2 * shards, STEPS) for rank in ranks]
     for rate, *parts in zip(rates, *drawn, strict=True):
         inputs, labels = (torch.cat(one) for one in zip(*parts, strict=True))
         positions = torch.arange(titan.LENGTH).expand_as(inputs)
@@ -76,17 +77,25 @@ def both_ways(folder: str, name: str, **degrees: int) -> tuple[Weights, Weights,
     made.train()
     made.close()
     final = titan.whole(made.module)
-    return start, final, by_hand(name, titan.config(folder, STEPS), start, rates)
+    return start, final, by_hand(name, titan.config(folder, STEPS, **degrees), start, rates)
 
 
-def sharded(folder: str) -> dict[str, tuple[Weights, Weights, Weights]]:
+def trained(
+    folder: str, names: tuple[str, ...], degrees: dict[str, int]
+) -> dict[str, tuple[Weights, Weights, Weights]]:
     titan.on_cpus()
-    return {name: both_ways(folder, name) for name in NAMES}
+    return {name: both_ways(folder, name, **degrees) for name in names}
 
 
-def test_it_is_ones_own_loop(tmp_path: Path) -> None:
-    """Two replicas of two shards: clipped, with a rate that changes."""
-    ways = called(sharded, tmp_path, 4, str(tmp_path / "out"))
+@pytest.mark.parametrize(
+    ("names", "degrees"), [(NAMES, {"shard": 2}), (("co2",), {"shard": 1, "tensor": 2})]
+)
+def test_it_is_ones_own_loop(
+    tmp_path: Path, names: tuple[str, ...], degrees: dict[str, int]
+) -> None:
+    """Two replicas of two workers, by FSDP2 and by tensor parallelism: clipped, with a rate that
+    changes."""
+    ways = called(trained, tmp_path, 4, str(tmp_path / "out"), names, degrees)
     for found in ways:
         for name, (start, by_trainer, by_hand) in found.items():
             torch.testing.assert_close(by_trainer, by_hand, rtol=1e-4, atol=1e-5, msg=name)
@@ -178,3 +187,44 @@ def test_weights_that_several_workers_hold_count_once(tmp_path: Path) -> None:
     found = called(parallel, tmp_path, 4, str(tmp_path / "out"))
     for replica in (found[:2], found[2:]):
         assert sum(held for held, _ in replica) == replica[0][1]
+
+
+def refused(folder: str) -> list[str]:
+    """The lines of what cannot be trained."""
+    titan.on_cpus()
+    from dataclasses import replace
+
+    made = titan.config(folder, STEPS)
+    lines = []
+    for sync, given in (
+        ("co2", made),
+        (method("co2"), replace(made, training=replace(made.training, global_batch_size=7))),
+        (
+            method("co2"),
+            replace(made, parallelism=replace(made.parallelism, pipeline_parallel_degree=2)),
+        ),
+        (
+            method("co2"),
+            replace(made, parallelism=replace(made.parallelism, data_parallel_replicate_degree=3)),
+        ),
+        (method("demo"), made),
+    ):
+        with pytest.raises(co2.ConfigError) as error:
+            titan.trainer(given, sync)
+        lines.append(str(error.value))
+    saving = {"enable": True, "interval": 1, "last_save_model_only": False}
+    one = titan.trainer(titan.config(folder, 1, **saving), method("local_sgd"))
+    one.train()
+    one.close()
+    with pytest.raises(co2.ConfigError) as error:
+        titan.trainer(titan.config(folder, 2, **saving), method("co2")).train()
+    return [*lines, str(error.value)]
+
+
+def test_what_cannot_be_trained_is_one_line(tmp_path: Path) -> None:
+    words = ("sync=str: must be", "global_batch_size=7: must be a multiple of the 2 replicas")
+    words += ("pipeline_parallel_degree=2", "replicate_degree=3: must divide 4", "sync=demo")
+    words += ("the state was saved by local_sgd",)
+    for lines in called(refused, tmp_path, 4, str(tmp_path / "out")):
+        for line, word in zip(lines, words, strict=True):
+            assert word in line and "\n" not in line
