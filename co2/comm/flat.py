@@ -1,5 +1,6 @@
 """FlatParams: the trained parameters that one worker holds, as one flat vector."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -99,7 +100,8 @@ class FlatParams:
         """Elements on this worker; `total_numel` counts those of the whole replica."""
         parts = list(map(num_parts, self.owners))
         self.total_numel = sum(w.numel() * of for w, of in zip(wholes, parts, strict=True))
-        self._shares = [of / max(parts) for of in parts]
+        cuts = [of * _cuts(whole) for whole, of in zip(wholes, parts, strict=True)]
+        self._shares = [of / max(cuts) for of in cuts]
         self.dtype = torch.float32
         for param in self.params:
             self.dtype = torch.promote_types(self.dtype, param.dtype)
@@ -218,3 +220,13 @@ class FlatParams:
                 live.append(piece)
                 used += piece.numel()
         yield slice(start, start + used), first, tuple(live)
+
+
+def _cuts(tensor: Tensor) -> int:
+    """Return how many workers hold different parts of a tensor: of a DTensor, whose mesh may have
+    other axes along which workers hold the same; 1 of any other tensor."""
+    mesh = getattr(tensor, "device_mesh", None)  # to import DTensor costs half a second
+    if mesh is None:
+        return 1
+    axes = enumerate(tensor.placements)  # type: ignore[attr-defined]
+    return math.prod(mesh.size(axis) for axis, place in axes if not place.is_replicate())

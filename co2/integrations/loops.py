@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from co2.comm.mesh import Mesh
 from co2.comm.reproducible import checksum
 from co2.errors import ConfigError, require
 from co2.methods.base import Method
@@ -75,16 +76,22 @@ def held(sync: Method, module: nn.Module) -> dict[str, Any]:
     }
 
 
-def file_name(replica: int) -> str:
-    """The name of a replica's file in a checkpoint."""
-    return f"sync_{replica}.pt"
+def file_name(worker: int) -> str:
+    """The name of a worker's file in a checkpoint."""
+    return f"sync_{worker}.pt"
 
 
 def write(sync: Method, module: nn.Module, folder: Path) -> None:
     """Write what this replica needs to go on exactly into its own file of a folder. Collective."""
+    put(held(sync, module), sync.mesh, folder)
+
+
+# Any: what torch.save takes.
+def put(state: dict[str, Any], mesh: Mesh, folder: Path) -> None:
+    """Write a state into this worker's file of a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    with durable(folder / file_name(sync.mesh.replica)) as file:
-        torch.save(held(sync, module), file)
+    with durable(folder / file_name(mesh.worker)) as file:
+        torch.save(state, file)
 
 
 def read(
@@ -95,7 +102,21 @@ def read(
     load: Callable[[str], Any] = _load,
     step: int | None = None,
 ) -> None:
-    """Go on from what was written of `held`, after `prepare`.
+    """Go on from what was written of `held`, after `prepare`. See `opened`."""
+    state = opened(sync, folder, key, load, step)
+    module.load_state_dict(state["module"])
+    sync.optimizer.load_state_dict(state["optimizer"])
+    sync.load_state_dict(state["sync"])
+
+
+def opened(
+    sync: Method,
+    folder: Path | str,
+    key: str,
+    load: Callable[[str], Any] = _load,
+    step: int | None = None,
+) -> dict[str, Any]:
+    """Return what this worker wrote into its file of a folder, after `prepare`.
 
     Args:
         key: the name of the checkpoint's argument, for errors.
@@ -105,9 +126,9 @@ def read(
         ConfigError: the file is missing or damaged, or of another number of replicas, step or
             method.
     """
-    name = file_name(sync.mesh.replica)
+    name = file_name(sync.mesh.worker)
     try:
-        state = load(f"{folder}/{name}")
+        state: dict[str, Any] = load(f"{folder}/{name}")
     except FileNotFoundError:
         hint = f"there is no {name}; give a checkpoint of this method and as many processes"
         raise ConfigError(key, folder, hint) from None
@@ -120,6 +141,4 @@ def read(
     hint = f"{name} is of step {then}, the checkpoint of step {step}; give an older checkpoint"
     require(step is None or then == step, key, folder, hint)
     sync.check_state(state["sync"])
-    module.load_state_dict(state["module"])
-    sync.optimizer.load_state_dict(state["optimizer"])
-    sync.load_state_dict(state["sync"])
+    return state
