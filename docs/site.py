@@ -103,13 +103,17 @@ def _reference() -> str:
 
 
 def _report() -> str:
-    """results/report.html as `make report` would write it now, without a change to the repository."""
+    """results/report.html as `make report` would write it, and a way back to the site.
+
+    Nothing changes in the repository.
+    """
     with TemporaryDirectory() as folder:
         for name in ("docs", "results"):
             copy = Path(folder, name)
             shutil.copytree(ROOT / name, copy, ignore=shutil.ignore_patterns("runs"))
         render(list(RECIPES.values()), copy, "smoke")
-        return (copy / "report.html").read_text()
+        text = (copy / "report.html").read_text()
+    return text.replace("<nav>", '<nav><a href="../index.html">CO2 suite</a> ', 1)
 
 
 _OPTIONS: dict[str, dict[str, object]] = {

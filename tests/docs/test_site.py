@@ -87,7 +87,9 @@ def test_the_api_is_there(site: Path) -> None:
 def test_the_report_is_there(site: Path) -> None:
     """With the committed values, whether or not `make report` has run here."""
     assert "results/report.html" in Links(site / "index.html").targets
-    text = (site / "results" / "report.html").read_text()
+    report = site / "results" / "report.html"
+    assert "../index.html" in Links(report).targets
+    text = report.read_text()
     assert "<svg" in text and '<section id="table1">\n<h3>Vision: loss (scale=smoke)' in text
 
 
