@@ -2,19 +2,23 @@
 
 The site has the layout of the repository, so that a link is the same in both. A linked file that
 is neither a page nor a picture becomes a page with its text, and a linked folder one that lists it.
-The page of the API is made of what `co2` offers.
+The page of the API is made of what `co2` offers, and the report of the committed values.
 """
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import co2
+from recipes.registry import RECIPES
+from recipes.tables.render import render
 
 ROOT = Path(__file__).resolve().parent.parent
 AS_THEY_ARE = (".css", ".md", ".png", ".svg")
@@ -28,6 +32,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted(_shown() | {ROOT / "docs/site.css"}):
         shown.append(_file(path, config))
     shown.append(File.generated(config, "reference.md", content=_reference()))
+    shown.append(File.generated(config, "results/report.html", content=_report()))
     return shown
 
 
@@ -95,6 +100,20 @@ def _reference() -> str:
     for title, names in parts.items():
         text += f"\n## {title}\n" + "".join(f"\n::: {name}\n" for name in names)
     return text
+
+
+def _report() -> str:
+    """results/report.html as `make report` would write it, and a way back to the site.
+
+    Nothing changes in the repository.
+    """
+    with TemporaryDirectory() as folder:
+        for name in ("docs", "results"):
+            copy = Path(folder, name)
+            shutil.copytree(ROOT / name, copy, ignore=shutil.ignore_patterns("runs"))
+        render(list(RECIPES.values()), copy, "smoke")
+        text = (copy / "report.html").read_text()
+    return text.replace("<nav>", '<nav><a href="../index.html">CO2 suite</a> ', 1)
 
 
 _OPTIONS: dict[str, dict[str, object]] = {

