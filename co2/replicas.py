@@ -158,7 +158,8 @@ def _replica(
     os.environ.clear()  # the fork server has that of its own start
     os.environ.update(environ)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        # Whole lines, or those of several replicas would mix.
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // replicas))
     pickler = _cloudpickle()
     try:
