@@ -257,9 +257,9 @@ def placement(config: Config, local_rank: int, local_world: int) -> tuple[torch.
     if config.comm.device is CommDevice.cpu:
         if backend == "auto" and count > 0:
             return torch.device("cuda", local_rank % count), "gloo"
-    elif backend == "nccl" or (
-        backend == "auto" and count > 0 and (local_world <= count or _can_share(config))
-    ):
+    elif backend == "nccl":
+        return torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+    elif backend == "auto" and count > 0 and (local_world <= count or _can_share(config)):
         return torch.device("cuda", local_rank % count), "cpu:gloo,cuda:nccl"
     return torch.device("cpu"), "gloo"
 
