@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from co2.methods.sparta import SPARTA
     from co2.methods.streaming_diloco import StreamingDiLoCo
     from co2.methods.zero_one_adam import ZeroOneAdam
+    from co2.replicas import run
 
 __all__ = [
     "ACCO",
@@ -65,9 +66,15 @@ __all__ = [
     "SparseLoCo",
     "StreamingDiLoCo",
     "ZeroOneAdam",
+    "run",
 ]
 
-_ELSEWHERE = {"CommConfig": "config", "ConfigError": "errors", "Mesh": "comm.mesh"}
+_ELSEWHERE = {
+    "CommConfig": "config",
+    "ConfigError": "errors",
+    "Mesh": "comm.mesh",
+    "run": "replicas",
+}
 """Where a name lies that is none of `co2.methods`."""
 _ROOMS = ("comm", "config", "errors", "methods")
 """What `import co2` alone gives access to, as in `co2.methods.METHODS`."""

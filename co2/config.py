@@ -171,9 +171,10 @@ class LaunchConfig:
     """Local workers that train.py starts; null stands for one on each GPU, or 2 without GPUs. Under
     torchrun or srun, the number that those start counts."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto trains on GPUs under nccl where every local worker has a GPU of its own; with
-    comm.device=cpu, on GPUs under gloo where there is any; otherwise on the CPU under gloo. gloo
-    trains on the CPU, whatever GPUs there are. nccl trains on GPUs, one for each worker."""
+    """auto trains on GPUs under nccl where there is any, with comm.device=cpu under gloo, and else
+    on the CPU under gloo. Workers of one machine share GPUs where there are fewer; elastic ones do
+    with comm.device=cpu alone. gloo trains on the CPU, whatever GPUs there are. nccl trains on
+    GPUs, one for each worker."""
     gpu: str | None = None
     """The workers' GPU, where this machine has none: a run that its memory cannot hold is refused
     before it is queued. A name of co2/gpus.py; null: nothing is checked."""

@@ -1,5 +1,7 @@
-"""GPUs by name: their memory, and the rate that model FLOP utilization is measured against."""
+"""GPUs by name: their memory, and the rate that model FLOP utilization is measured against. Several
+workers on one GPU."""
 
+import os
 import re
 from dataclasses import dataclass
 
@@ -57,3 +59,25 @@ def known_gpu(key: str, name: str) -> GPU:
 def gpu_of(device: str) -> GPU | None:
     """The GPU that a driver calls so, such as "NVIDIA A100-SXM4-80GB"; None if it is not known."""
     return next((gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.device}\b", device)), None)
+
+
+ON_ONE_MACHINE = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NET": "Socket",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",
+}
+"""How NCCL sends where all workers are on one machine that it takes for several."""
+
+
+def share() -> None:
+    """Let this process have NCCL on a GPU that others of this machine use too.
+
+    NCCL refuses two workers on one GPU unless it takes them for two machines. It then sends through
+    the sockets of this machine. Call it before the first collective of NCCL's.
+    """
+    os.environ["NCCL_HOSTID"] = f"process{os.getpid()}"
+    for name, value in ON_ONE_MACHINE.items():
+        os.environ.setdefault(name, value)

@@ -86,7 +86,13 @@ def _suffix(path: Path) -> str:
 def _reference() -> str:
     """The page of the API. A method's module opens with its equations."""
     parts = {
-        "In a loop of your own": ["co2.Method", "co2.Mesh", "co2.CommConfig", "co2.ConfigError"],
+        "In a loop of your own": [
+            "co2.Method",
+            "co2.Mesh",
+            "co2.run",
+            "co2.CommConfig",
+            "co2.ConfigError",
+        ],
         "In other trainers": [
             "co2.integrations.transformers.SyncTrainer",
             "co2.integrations.lightning.SyncStrategy",

@@ -45,7 +45,8 @@ def usable_bytes(config: Config) -> int | None:
     """What tensors can fill of the memory of a worker's GPU; None where the GPU is not known."""
     device = launch.first_device(config)
     if device.type == "cuda":
-        return int(USABLE * torch.cuda.get_device_properties(device).total_memory)
+        most = USABLE * torch.cuda.get_device_properties(device).total_memory
+        return int(most / launch.workers_on_a_gpu(config))
     return None if config.launch.gpu is None else GPUS[config.launch.gpu].usable_bytes
 
 

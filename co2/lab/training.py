@@ -114,6 +114,7 @@ def _run_workers(
                 "MASTER_ADDR": network.address(0),
                 "MASTER_PORT": "29500",
                 "GLOO_SOCKET_IFNAME": "eth0",
+                "NCCL_SOCKET_IFNAME": "eth0",
             }
             processes.append(network.start(worker, command, env))
         while not any(statuses := [process.poll() for process in processes]) and None in statuses:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from co2 import faults, forked, program
+from co2 import faults, forked, gpus, program
 from co2.comm.mesh import Mesh
 from co2.comm.waiting import is_loss
 from co2.config import CommDevice, Config, LaunchConfig, Precision
@@ -153,11 +153,11 @@ def check(config: Config) -> None:
     the GPU that this process would hold for as long as it lives.
 
     Raises:
-        ConfigError: there are fewer GPUs than workers, unless at scale=smoke, whose models a CPU
-            trains as well; nccl together with comm.device=cpu; the CPU has no bf16.
+        ConfigError: an elastic run, or one of several machines, has fewer GPUs than workers, unless
+            at scale=smoke, whose models a CPU trains as well; nccl together with comm.device=cpu;
+            the CPU has no bf16.
     """
-    me = identity()
-    local = me.local_world if me else config.launch.workers
+    local = local_workers(config)
     if config.launch.backend == "nccl":
         hint = "with comm.device=cpu gloo carries everything; use auto"
         require(config.comm.device is CommDevice.auto, "launch.backend", "nccl", hint)
@@ -169,16 +169,53 @@ def check(config: Config) -> None:
         _check_precision(config, "cpu")
 
 
-def _crowded(config: Config) -> str:
-    """What to do where this machine has GPUs, but fewer than workers; "" where it has not."""
-    me, count = identity(), torch.cuda.device_count()
-    local = me.local_world if me else config.launch.workers
+def local_workers(config: Config) -> int:
+    """How many workers of a run are on this machine."""
+    me = identity()
+    return me.local_world if me else config.launch.workers
+
+
+def workers_on_a_gpu(config: Config) -> int:
+    """How many workers of a run share a GPU of this machine at most."""
+    return -(-local_workers(config) // max(1, torch.cuda.device_count()))
+
+
+def _fewer_gpus(config: Config) -> bool:
+    """Whether this machine has GPUs, but fewer than workers, and no key says what to do then."""
     auto = config.launch.backend == "auto" and config.comm.device is CommDevice.auto
-    if not auto or count == 0 or local <= count:
+    return auto and 0 < torch.cuda.device_count() < local_workers(config)
+
+
+def _can_share(config: Config) -> bool:
+    """Whether workers may share GPUs under nccl. Its sockets then reach this machine only, and an
+    elastic run would have to abort them."""
+    me = identity()
+    return not config.launch.elastic and (me is None or me.world == me.local_world)
+
+
+def _crowded(config: Config) -> str:
+    """What to do where this machine has fewer GPUs than workers, which cannot share them; "" where
+    it has not."""
+    if not _fewer_gpus(config) or _can_share(config):
         return ""
+    count = torch.cuda.device_count()
     return (
-        f"{local} GPUs needed, {count} here; use {count}, or comm.device=cpu for workers that "
-        "share a GPU, or launch.backend=gloo for the CPU"
+        f"{local_workers(config)} GPUs needed, {count} here; use {count}, or comm.device=cpu for "
+        "workers that share a GPU, or launch.backend=gloo for the CPU"
+    )
+
+
+def _where(config: Config) -> str:
+    """Where the workers train that have no GPU each; "" where that goes without saying."""
+    workers, count = f"launch.workers={config.launch.workers}", torch.cuda.device_count()
+    if crowded := _crowded(config):
+        return f"{workers}: training on the CPU; {crowded}"
+    if not _fewer_gpus(config):
+        return ""
+    shared = "one GPU" if count == 1 else f"{count} GPUs"
+    return (
+        f"{workers}: sharing {shared}, through NCCL's sockets; comm.device=cpu goes through gloo "
+        "and the host's memory"
     )
 
 
@@ -203,9 +240,8 @@ def run(worker: Worker, config: Config) -> int:
     me = identity()
     if me is not None:
         return _as_worker(worker, config, me)
-    if crowded := _crowded(config):
-        place = f"launch.workers={config.launch.workers}: training on the CPU"
-        print(f"{place}; {crowded}", file=sys.stderr, flush=True)
+    if line := _where(config):
+        print(line, file=sys.stderr, flush=True)
     if config.launch.elastic:
         with _forwarded(stop_signals()) as orders:
             size = config.mesh.replica_size
@@ -217,20 +253,20 @@ def run(worker: Worker, config: Config) -> int:
 
 def placement(config: Config, local_rank: int, local_world: int) -> tuple[torch.device, str]:
     """The device of a local worker's weights and batches, and its process group's backend."""
-    backend, gpus = config.launch.backend, torch.cuda.device_count()
+    backend, count = config.launch.backend, torch.cuda.device_count()
     if config.comm.device is CommDevice.cpu:
-        # NCCL allows one worker on each GPU; gloo knows nothing of GPUs, so it has no limit.
-        if backend == "auto" and gpus > 0:
-            return torch.device("cuda", local_rank % gpus), "gloo"
-    elif backend == "nccl" or (backend == "auto" and local_world <= gpus):
+        if backend == "auto" and count > 0:
+            return torch.device("cuda", local_rank % count), "gloo"
+    elif backend == "nccl":
         return torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+    elif backend == "auto" and count > 0 and (local_world <= count or _can_share(config)):
+        return torch.device("cuda", local_rank % count), "cpu:gloo,cuda:nccl"
     return torch.device("cpu"), "gloo"
 
 
 def first_device(config: Config) -> torch.device:
     """Where the first local worker trains; the others train on a device of the same kind."""
-    me = identity()
-    return placement(config, 0, me.local_world if me else config.launch.workers)[0]
+    return placement(config, 0, local_workers(config))[0]
 
 
 def mesh(config: Config) -> Mesh:
@@ -241,6 +277,8 @@ def mesh(config: Config) -> Mesh:
     device, backend = placement(config, local, local_world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if "nccl" in backend and local_world > torch.cuda.device_count():
+            gpus.share()
         _check_precision(config, "cuda")
         torch.set_float32_matmul_precision("high")  # what stays fp32 is multiplied in TF32
     replicas = launcher.replicas(device, backend)

@@ -23,6 +23,7 @@ from co2.train.state_file import HostCopy
 from tests.cli.harness import command, execute
 from tests.gpu.conftest import CUDA
 from tests.methods.driver import NEEDS_SGD, inner
+from tests.server import environment
 from tests.workers import Pool
 
 on_gpu = [
@@ -323,3 +324,36 @@ def test_train_py_tells_how_well_a_gpu_is_used(tmp_path: Path):
     assert all(("mfu" in line) == known for line in trained)
     assert all(0 < line["mfu"] < 1 for line in trained if known and line["samples_per_s"])
     assert (run.folder / "trace" / "rank_0_memory.pickle").stat().st_size > 0
+
+
+def on_place(mesh: co2.Mesh) -> list[Any]:
+    device = str(mesh.device)
+    return [trajectory(name, fields, device, rank=mesh.replica) for name, fields in FIELDS]
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_two_replicas_of_co2_run(
+    workers: Pool, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """They share the GPU through NCCL, which every method can."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0" if device == "cuda" else "")
+    found = co2.run(on_place, replicas=2)
+    for on_device, on_cpu in zip(found, workers.run(in_pool, 2), strict=True):
+        for one, other in zip(on_device, on_cpu, strict=True):
+            assert_close(one, other)
+
+
+def in_pool(rank: int, world: int) -> list[Any]:
+    return [trajectory(name, fields, "cpu", rank=rank) for name, fields in FIELDS]
+
+
+@gpu_only
+@pytest.mark.parametrize("method", ["allreduce", "co2"])
+def test_four_workers_of_train_py_share_a_gpu(tmp_path: Path, method: str) -> None:
+    words = ("train.steps=24", "launch.backend=auto", "launch.workers=4", f"method={method}")
+    runs = tmp_path / "runs"
+    run = execute(command(*words, runs=runs), runs, environment(CUDA_VISIBLE_DEVICES="0"))
+    assert run.status == 0, run.err
+    assert "launch.workers=4: sharing one GPU, through NCCL's sockets" in run.err
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["device"].startswith("cuda")

@@ -17,6 +17,7 @@ import torch
 
 import train
 from co2.errors import PREEMPTED
+from co2.gpus import ON_ONE_MACHINE
 from co2.record import timeline
 from co2.train.replica import CUT
 from tests.cli.harness import (
@@ -44,10 +45,6 @@ SLOWLY = [pytest.param("cpu", marks=pytest.mark.slow), CUDA]
 FEW = ("train.steps=4", "train.eval_every=4", "log.every=1", "checkpoint.every=0")
 COMPILED = [task for task in SMALL if task not in ("toy", "graph")]
 """Languages, vision and point clouds."""
-TWO_ON_ONE_GPU = {
-    **{"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"},
-    **{"NCCL_NVLS_ENABLE": "0", "NCCL_MNNVL_ENABLE": "0", "NCCL_RAS_ENABLE": "0"},
-}
 
 
 def placed(device: str, *, host: bool = False) -> tuple[str, ...]:
@@ -173,7 +170,7 @@ def pair(runs: Path, device: str, *arguments: str) -> Iterator[Pair]:
             env = environment(
                 **{"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
                 **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NCCL_HOSTID": f"host{rank}"},
-                **TWO_ON_ONE_GPU,
+                **ON_ONE_MACHINE,
             )
             started.append(fork_program(words, runs.parent, env, file.fileno(), file.fileno()))
         try:

@@ -20,13 +20,13 @@ EXTRAS = {
     "accelerate_loop.py": "transformers",
     "lightning_trainer.py": "lightning",
 }
-"""On SLURM: tests/slurm/test_jobs.py. torchtitan's needs GPUs."""
+"""On SLURM: tests/slurm/test_jobs.py. The notebook: test_notebook.py. torchtitan's needs GPUs."""
 COMMAND = re.compile(r"^#? {0,5}((?:torchrun|python|accelerate|bash) .*)$", re.MULTILINE)
 
 
 def test_none_is_forgotten() -> None:
     names = {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}
-    assert names == {*EXTRAS, "slurm.sbatch", "torchtitan_llama.py"}
+    assert names == {*EXTRAS, "slurm.sbatch", "torchtitan_llama.py", "compare_methods.ipynb"}
 
 
 @pytest.fixture(scope="module")
