@@ -42,7 +42,7 @@ LONG = (
     "tests/cli/test_muon.py::test_a_replica_shares_its_state",
     "tests/cli/test_muon.py::test_learns",
     "tests/cli/test_optuna.py::test_search",
-    "tests/cli/test_placement.py::test_workers_without_a_gpu_train_on_the_cpu_at_smoke_scale_only",
+    "tests/cli/test_placement.py::test_workers_that_cannot_share_train_on_the_cpu_at_smoke_scale_only",
     "tests/cli/test_plain_loop.py",
     "tests/cli/test_plan.py",
     "tests/cli/test_quorum.py",

@@ -51,6 +51,7 @@ def test_every_key_is_told(text: str) -> None:
 def test_every_option_is_told(text: str) -> None:
     options = dict(re.findall(r"^  (\w+)  +(\S.*)$", text.partition("\nKEYS, ")[0], re.MULTILINE))
     groups = {*TASKS, *known_methods(), "gpu", "liu", "paper", "smoke", "false", "true"}
+    groups |= {path.stem for path in train.APP.conf.glob("experiment/*.yaml")} | {"default"}
     assert {*options} == groups | {"basic", "optuna", "submitit_slurm"}
     assert options["gpt2"] == "GPT-2 from scratch: next-token prediction on text."
     assert options["liu"].startswith("Of task=roberta alone: the recipe of Liu et al.")

@@ -151,9 +151,14 @@ def test_ctrl_c(tmp_path: Path, to: str) -> None:
             os.kill(pid, signal.SIGINT)
 
     pressing = threading.Thread(target=press)
+    # What a shell starts in the background ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     pressing.start()
-    with pytest.raises(KeyboardInterrupt):
-        co2.run(train, tmp_path, replicas=3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            co2.run(train, tmp_path, replicas=3)
+    finally:
+        signal.signal(signal.SIGINT, before)
     pressing.join()
     assert not any(map(is_alive, told(tmp_path, 3)))
 
