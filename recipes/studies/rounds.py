@@ -90,6 +90,8 @@ RIVALS = {
 """Trained for 100 rounds alone, each at the best of three rates."""
 ROWS = (*BASES, *VARIANTS, *ALONE, *RIVALS)
 OTHERS = ROWS[1:]
+DRAWN = BASES[1:]
+"""Those with a line in the figures; variants would hide them."""
 Gaps = dict[int, list[float]]
 """By number of rounds: percent above AllReduce's loss, for every seed."""
 
@@ -278,7 +280,7 @@ def draw(ours: Rows, stem: Path) -> Iterator[Path]:
     if found:
         path = figure(stem)
         with over_rounds(path, "GPT-2: percent above AllReduce's loss") as axis:
-            for number, row in enumerate(OTHERS):
+            for number, row in enumerate(DRAWN):
                 means = {r: statistics.fmean(own) for r, own in found.get(row.name, {}).items()}
                 spreads = [
                     statistics.stdev(own) if len(own) > 1 else 0.0
@@ -291,7 +293,7 @@ def draw(ours: Rows, stem: Path) -> Iterator[Path]:
     if measured:
         path = figures.beside(stem, "steps")
         with over_rounds(path, "GPT-2: steps for one of AllReduce's") as axis:
-            for number, row in enumerate(OTHERS):
+            for number, row in enumerate(DRAWN):
                 own = measured.get(row.name, {})
                 line(axis, number, {r: math.exp(ratio.mean.mean) for r, ratio in own.items()})
             axis.axhline(1, label=ALLREDUCE, **figures.LIMIT)
@@ -302,12 +304,12 @@ def draw(ours: Rows, stem: Path) -> Iterator[Path]:
 def line(
     axis: Any, number: int, means: Mapping[int, float], spreads: Sequence[float] | None = None
 ) -> None:
-    """A line of the method with this number among `OTHERS`, by number of rounds, if there is one.
+    """A line of the method with this number among `DRAWN`, by number of rounds, if there is one.
 
     Any: axes of matplotlib.
     """
     if means:
-        style = figures.style(number, OTHERS[number].name)
+        style = figures.style(number, DRAWN[number].name)
         axis.errorbar(list(means), list(means.values()), spreads, capsize=3, **style)
 
 
