@@ -159,7 +159,8 @@ CASES = [
     Case("mean of two", "noloco",
          {"tau": 2, "outer_lr": 0.7, "outer_momentum": 0.5, "pull": 0.7},
          [scalars(0.5), scalars(1.5)], [scalars(-1.4, -3.5, -5.95)] * 2),
-    # Pairs: 1 and 2, 1 and 2, 0 and 1, 1 and 2. m = -4, -2, .5, .25; 0, 0, -1.5, -.375; then -.375
+    # Pairs: 1 and 2, 1 and 2, 0 and 1, 1 and 2.
+    # m = -4, -2, 0.5, 0.25; 0, 0, -1.5, -0.375; then -0.375
     Case("news travel from pair to pair", "noloco",
          {"tau": 2, "outer_lr": 1.0, "outer_momentum": 0.5, "pull": 0.5},
          [scalars(2, 0), scalars(0), scalars(0)],

@@ -85,13 +85,13 @@ def test_gaps_by_rounds(tmp_path: Path) -> None:
     values["Local SGD", rounds.name(300)] = (2.4,)
     gaps, steps, ahead = rounds.tables(lines(values), [])
     of_co2 = next(row for row in gaps.rows if row[0] == "CO2")
-    assert of_co2[-1] == "+20.00 [15.03, 24.97]", "2 / 3^.5 times 4.3027 on either side"
+    assert of_co2[-1] == "+20.00 [15.03, 24.97]", "2 / 3^0.5 times 4.3027 on either side"
     found = {row[0]: row[1:] for row in steps.rows}
     assert set(found) == {"CO2", "Local SGD"}
     assert found["CO2"][:3] == ("—", "4.00 [4.00, 4.00]", "3.00 [3.00, 3.00]")
-    # log x: the logarithm of 10 / 3, and .05 of .5 of that of 10 / 3 or 3 to either side.
+    # log x: the logarithm of 10 / 3, and 0.05 of 0.5 of that of 10 / 3 or 3 to either side.
     assert str(found["CO2"][3]).startswith("3.32 [2.5") and "†" not in str(found["CO2"][3])
-    # From 300 to 1,000 rounds .5; .1 further, a fifth of the way: 1,000 · (10 / 3)^.2.
+    # From 300 to 1,000 rounds 0.5; 0.1 further, a fifth of the way: 1,000 · (10 / 3)^0.2.
     assert found["Local SGD"] == ("—", "—", f"{0.3 * (3 / 10) ** 0.2:.2f}†", "—")
     of_both = {row[0]: [str(cell) for cell in row[1:]] for row in ahead.rows}
     assert "Local SGD" not in of_both, "it has no training of the longest kind"
