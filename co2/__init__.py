@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from co2.comm.mesh import Mesh
     from co2.config import CommConfig
-    from co2.errors import ConfigError
+    from co2.errors import ConfigError, ReplicasDiffer, WrongCall
     from co2.methods import METHODS, Method
     from co2.methods.acco import ACCO
     from co2.methods.allreduce import AllReduce
@@ -62,9 +62,11 @@ __all__ = [
     "NoLoCo",
     "OneBitAdam",
     "OverlapLocalSGD",
+    "ReplicasDiffer",
     "SlowMo",
     "SparseLoCo",
     "StreamingDiLoCo",
+    "WrongCall",
     "ZeroOneAdam",
     "run",
 ]
@@ -72,6 +74,8 @@ __all__ = [
 _ELSEWHERE = {
     "CommConfig": "config",
     "ConfigError": "errors",
+    "ReplicasDiffer": "errors",
+    "WrongCall": "errors",
     "Mesh": "comm.mesh",
     "run": "replicas",
 }

@@ -8,15 +8,51 @@ all of them from composed YAML.
 import os
 import re
 from dataclasses import MISSING, dataclass, field, fields
-from enum import StrEnum, auto
+from enum import Enum, StrEnum, auto
 from itertools import pairwise
-from typing import Any, Literal, TypeVar
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from co2.errors import require, require_count, require_number
 from co2.gpus import known_gpu
 
 LONGEST_NAME = 200
 """Bytes of a folder's name. File systems allow 255."""
+
+
+def typed(config: type) -> None:
+    """Have each instance of a dataclass checked for the types that its fields are annotated with,
+    before its own `__post_init__`."""
+    own = getattr(config, "__post_init__", lambda self: None)
+
+    def check(self: Any) -> None:  # Any: of the dataclass
+        hints = get_type_hints(config)
+        for one in fields(config):
+            hint, value = hints[one.name], getattr(self, one.name)
+            wanted = {get_origin(hint) or hint, *get_args(hint)} - {Union, UnionType}
+            told = " or ".join(_plain_name(kind) for kind in get_args(hint) or (hint,))
+            require(any(_is(value, kind) for kind in wanted), one.name, value, f"must be {told}")
+        own(self)
+
+    config.__post_init__ = check  # type: ignore[attr-defined]
+
+
+def _is(value: object, kind: Any) -> bool:
+    """Whether a value is of a type of an annotation; any text is one of a Literal's."""
+    if kind is Literal:
+        return isinstance(value, str)
+    if not isinstance(kind, type):
+        return False
+    if kind in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _plain_name(kind: Any) -> str:
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return " or ".join(map(str, kind))
+    plain = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
+    return plain.get(kind, "None" if kind is NoneType else str(kind))
 
 
 class Blocking(StrEnum):

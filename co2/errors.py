@@ -39,23 +39,31 @@ class ConfigError(ValueError):
         return ConfigError(f"{node}.{self.key}", self.value, self.hint)
 
 
+class WrongCall(Exception):
+    """A call that a method cannot serve as it is, or what was done behind its back. As a text it is
+    one line: what is wrong, and what to do."""
+
+
 class WorkerLost(RuntimeError):
     """Another worker has gone, or gives no answer."""
 
 
 class ReplicasDiffer(Exception):
-    """A tensor that must be equal on all replicas is not: that of `others` differs from that of
-    most, such as `usual`. It is no `RuntimeError`, after which an elastic run would try again."""
+    """What must be equal on all replicas is not: that of `others` differs from that of most, such
+    as `usual`. It is no `RuntimeError`, after which an elastic run would try again.
 
-    def __init__(self, name: str, others: Sequence[int], usual: int) -> None:
-        super().__init__(name, others, usual)
+    Args:
+        why: the likely causes, and what to do.
+    """
+
+    def __init__(self, name: str, others: Sequence[int], usual: int, why: str) -> None:
+        super().__init__(name, others, usual, why)
 
     def __str__(self) -> str:
-        name, others, usual = self.args
+        name, others, usual, why = self.args
         who = f"replica{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
-        return (
-            f"{name} of {who} differs from that of replica {usual}, and must be equal on all: "
-            "go on from an earlier checkpoint; if it comes back, suspect the machine"
+        return printable(
+            f"{name} of {who} differs from that of replica {usual}, and must be equal on all: {why}"
         )
 
 

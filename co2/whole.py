@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all."""
 
 import hashlib
 import os
@@ -11,6 +11,24 @@ from pathlib import Path
 from typing import IO
 
 from co2.errors import ConfigError
+
+
+@contextmanager
+def durable(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write in, aside; it is fsynced and renamed at the end. After a crash the file is
+    whole, or as it was before. Raises `OSError`, which names the file and leaves nothing aside."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with aside.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(path)
+    except BaseException as error:
+        aside.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)
+        raise
 
 
 @contextmanager

@@ -3,19 +3,22 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from co2.comm.meeting import Meeting
 from co2.comm.mesh import serves_gpus
 from co2.comm.reproducible import checksum
 from co2.comm.transfer import views
 from co2.comm.waiting import as_one, everyone, in_use, until_cut
 from co2.config import CommConfig
 from co2.errors import ReplicasDiffer, require
+
+T = TypeVar("T")
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -150,28 +153,78 @@ def _forget_gathered(model: nn.Module) -> None:
 
 
 def check_equal(
-    tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None, device: torch.device
+    tensors: Mapping[str, Tensor],
+    meeting: Meeting,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
 ) -> None:
-    """Compare by checksums what must be equal on all replicas, bit for bit. Blocking.
+    """Compare the numbers of steps, and by checksums what must be equal on all replicas, bit for
+    bit. Blocking.
 
     Args:
         tensors: by name, in the same order on all replicas.
+        meeting: knows how many steps this replica has made.
         group: this worker and its counterparts in the other replicas.
         device: of the workers.
     Raises:
         ReplicasDiffer: on all workers. It names the replicas that differ from most others.
+        WrongCall: another replica waits elsewhere (`Meeting`).
     """
-    if group is None or not tensors:
+    if group is None:
         return
-    own = torch.stack([checksum(tensor).to(device) for tensor in tensors.values()])
+    steps = torch.tensor(meeting.steps, device=device)
+    own = torch.stack([steps, *(checksum(tensor).to(device) for tensor in tensors.values())])
     found = own.new_zeros(group.size() * len(own))
-    gather = dist.all_gather_into_tensor
-    as_one(lambda: _apply(found, group, lambda out: gather(out, own.to(out.device), group=group)))
-    for name, sums in zip(tensors, found.view(-1, len(own)).t().tolist(), strict=True):
-        usual = max(sums, key=sums.count)
-        others = [replica for replica, one in enumerate(sums) if one != usual]
-        if others:
-            raise ReplicasDiffer(name, others, sums.index(usual))
+
+    def gather(out: Tensor) -> None:
+        work = dist.all_gather_into_tensor(out, own.to(out.device), group=group, async_op=True)
+        assert work is not None, "this worker is in the group"
+        if in_use() is None:
+            meeting.gather(work, gloo=not out.is_cuda)
+        else:
+            work.wait()
+
+    as_one(lambda: _apply(found, group, gather))
+    for name, sums in zip(("steps", *tensors), found.view(-1, len(own)).t().tolist(), strict=True):
+        compare(name, sums, _OTHER_STEPS if name == "steps" else _OTHER_BITS)
+
+
+_OTHER_STEPS = "give every replica as many batches and steps as the others"
+_OTHER_BITS = (
+    "if all run the same code with the same settings, go on from an earlier checkpoint; "
+    "if it comes back, suspect the machine"
+)
+
+
+def compare(name: str, found: Sequence[object], why: str) -> None:
+    """Raise `ReplicasDiffer` unless all replicas have the same, given what each of them has."""
+    usual = max(found, key=found.count)
+    others = [replica for replica, one in enumerate(found) if one != usual]
+    if others:
+        raise ReplicasDiffer(name, others, found.index(usual), why)
+
+
+def gathered(own: T, group: dist.ProcessGroup | None) -> list[T]:
+    """What each worker of a group has, a small object that can be pickled. Blocking. None: there is
+    only this one."""
+    if group is None:
+        return [own]
+    found = [own] * group.size()
+    as_one(lambda: until_cut(lambda: dist.all_gather_object(found, own, group=group)))
+    return found
+
+
+def check_alike(own: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
+    """Compare what replicas say of themselves, by name. Blocking.
+
+    Raises:
+        ReplicasDiffer: on all workers, with what differs.
+    """
+    found = gathered(own, group)
+    for name in dict.fromkeys(name for one in found for name in one):
+        values = [one.get(name, "nothing") for one in found]
+        told = ", ".join(f"{values.index(value)} has {value}" for value in dict.fromkeys(values))
+        compare(name, values, f"{told}; start all with the same code and settings")
 
 
 def _together(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from co2.comm import profiled
 from co2.comm.clocks import CudaStopwatch, Stopwatch
+from co2.comm.meeting import Meeting
 from co2.comm.waiting import Connections, finish, in_use
 
 Buckets = tuple[Tensor, ...]
@@ -31,6 +32,10 @@ class HostRunner:
     def __init__(self) -> None:
         self.comm, self.exposed = Stopwatch(), Stopwatch()
         """Of what is carried, from launch to completion; and of the waits that count."""
+        self.meeting: Meeting | None = None
+        """Of the method that sends; None where there is none."""
+        self._sent_at = 0
+        """The method's steps as it was sent."""
         self._works: list[dist.Work] = []
         self._group: Group = None
         self._sockets: Connections | None = None
@@ -50,6 +55,7 @@ class HostRunner:
                 ended(_well(futures))
 
         clock.begin()
+        self._depart()
         self._group, self._sockets = group, in_use()
         self._works = [profiled.note(_all_reduce(bucket, group), group) for bucket in buckets]
         futures = [work.get_future() for work in self._works]
@@ -81,12 +87,16 @@ class HostRunner:
     def run(self, sequence: Callable[[], None]) -> None:
         """Carry blocking collectives with arithmetic between them."""
         self.comm.begin()
+        self._depart()
 
         def timed() -> None:
             sequence()
             self.comm.end()
 
         self._carried = self._thread.submit(timed)
+
+    def _depart(self) -> None:
+        self._sent_at = 0 if self.meeting is None else self.meeting.steps
 
     def wait(self, count: bool = True) -> None:
         """Wait until what was launched or run is over; on CUDA the current stream does, and the
@@ -99,12 +109,21 @@ class HostRunner:
             self.exposed.begin()
         carried, self._carried = self._carried, None
         if carried is not None:
-            carried.result()
+            self._join(carried)
         for work in self._works:
-            finish(work, self._group, self._sockets)
+            if self._sockets is None and self.meeting is not None:
+                self.meeting.finish(work, self._sent_at)
+            else:
+                finish(work, self._group, self._sockets)
         self._forget()
         if count:
             self.exposed.end()
+
+    def _join(self, carried: Future[None]) -> None:
+        if self.meeting is None:
+            carried.result()
+        else:
+            self.meeting.result(carried, self._sent_at)
 
     def give_up(self) -> None:
         """Abort, and return when the buffer is free: the collective is over, or has failed because
@@ -135,6 +154,7 @@ class CudaRunner:
 
     def __init__(self) -> None:
         self.comm, self.exposed = CudaStopwatch(), CudaStopwatch()
+        self.meeting: Meeting | None = None  # the host waits for nothing
         self._stream = torch.cuda.Stream()
         self._arrived: torch.cuda.Event | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="co2")

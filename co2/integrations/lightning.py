@@ -199,7 +199,7 @@ class SyncStrategy(DDPStrategy):
         del held["optimizer"]  # it stays where it is
         copies = {name: value.to("cpu", copy=True) for name, value in held["module"].items()}
         self._ended = {**held, "module": copies}
-        loops.end(self.sync, self._module)
+        self.sync.finish()
         self._left = loops.checksums(self._module)
         self._fitting, self._ending = False, True
 

@@ -9,10 +9,13 @@ import torch
 from torch import nn
 
 from co2.comm.mesh import Mesh
-from co2.comm.reproducible import checksum
 from co2.errors import ConfigError, require
 from co2.methods.base import Method
-from co2.record.files import durable
+from co2.methods.parts.guard import sums
+from co2.methods.parts.saved import check_held, held, load_held
+from co2.whole import durable
+
+__all__ = ["held"]
 
 
 def _load(path: str) -> Any:
@@ -50,30 +53,9 @@ def renewed(sync: Method) -> Method:
     return type(sync)(sync.config, sync.comm)
 
 
-def end(sync: Method, module: nn.Module) -> None:
-    """Leave the consensus in the module, and nothing in flight. Collective."""
-    with sync.consensus():
-        final = {name: value.clone() for name, value in module.state_dict().items()}
-    sync.flush()
-    module.load_state_dict(final)
-
-
 def checksums(module: nn.Module) -> list[int]:
     """Numbers that change with the bits of the parameters and buffers."""
-    tensors = (*module.parameters(), *module.buffers())
-    wide = (one if one.element_size() >= 4 else one.float() for one in tensors)
-    return [int(checksum(one)) for one in wide]
-
-
-# Any: what torch.save takes.
-def held(sync: Method, module: nn.Module) -> dict[str, Any]:
-    """What this replica needs to go on exactly, by reference. Collective."""
-    return {
-        "replicas": sync.mesh.num_replicas,
-        "module": module.state_dict(),
-        "optimizer": sync.optimizer.state_dict(),
-        "sync": sync.state_dict(),
-    }
+    return sums((*module.parameters(), *module.buffers()))
 
 
 def file_name(worker: int) -> str:
@@ -103,10 +85,7 @@ def read(
     step: int | None = None,
 ) -> None:
     """Go on from what was written of `held`, after `prepare`. See `opened`."""
-    state = opened(sync, folder, key, load, step)
-    module.load_state_dict(state["module"])
-    sync.optimizer.load_state_dict(state["optimizer"])
-    sync.load_state_dict(state["sync"])
+    load_held(sync, module, opened(sync, folder, key, load, step))
 
 
 def opened(
@@ -135,10 +114,8 @@ def opened(
     except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
         hint = f"{name} cannot be read ({type(error).__name__}); give an older checkpoint"
         raise ConfigError(key, folder, hint) from None
-    then, now = state["replicas"], sync.mesh.num_replicas
-    require(then == now, key, folder, f"is of {then} processes, not of {now}; start as many")
     then = state.get("step", step)
     hint = f"{name} is of step {then}, the checkpoint of step {step}; give an older checkpoint"
     require(step is None or then == step, key, folder, hint)
-    sync.check_state(state["sync"])
+    check_held(sync, state, key, folder)
     return state

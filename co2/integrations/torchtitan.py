@@ -148,7 +148,7 @@ class SyncTrainer(Trainer):
     def train(self) -> None:
         """torchtitan's. It ends with the consensus in every replica."""
         super().train()
-        loops.end(self.sync, self.module)
+        self.sync.finish()
 
 
 class _Around:

@@ -107,7 +107,7 @@ class SyncTrainer(Trainer):
         return model, loader
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:
-        loops.end(self.sync, self._module)
+        self.sync.finish()
         self._give_back()
         return super()._finalize_training(*args, **options)
 

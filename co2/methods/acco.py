@@ -23,7 +23,6 @@ travels, x_t while that of both halves does.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,20 +31,20 @@ from torch.profiler import record_function
 from co2.comm.collectives import local
 from co2.comm.flat import FlatParams
 from co2.comm.phases import OUTER_STEP, SNAPSHOT
-from co2.config import Blocking, CommConfig, CommDevice
+from co2.config import Blocking, CommDevice
 from co2.errors import require
 from co2.methods.base import Method
 
 
 class ACCO(Method):
     blocking = Blocking.beyond_delay
+    takes_scaler = False
 
     @dataclass
     class Config:
         """Nothing to choose."""
 
-    def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
-        super().__init__(config, comm)
+    def check_settings(self) -> None:
         device = self.comm.device
         hint = "acco updates the model at every step, where it is; use auto"
         require(device is CommDevice.auto, "comm.device", device.name, hint)
@@ -67,8 +66,7 @@ class ACCO(Method):
         return self.model
 
     @torch.no_grad()
-    def step(self) -> None:
-        super().step()
+    def update(self) -> None:
         with record_function(OUTER_STEP):
             if self.steps % 2 == 1:
                 self._first_half_ends()

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from co2.comm.clocks import CommTotals
 from co2.comm.collectives import data_parallel, local
 from co2.comm.gradient_mean import GradientMean
-from co2.config import Blocking, CommConfig, CommDevice, Precision
+from co2.config import Blocking, CommDevice, Precision
 from co2.errors import require
 from co2.methods.base import Method
 
@@ -28,20 +28,19 @@ from co2.methods.base import Method
 class AllReduce(Method):
     blocking = Blocking.always
     averages_gradients = True
+    _before = CommTotals()
+    """What the segments before this one have cost, if the run was resumed."""
+    _steps_before = 0
 
     @dataclass
     class Config:
         """DDP has no hyper-parameters of its own."""
 
-    def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
-        super().__init__(config, comm)
+    def check_settings(self) -> None:
         hint = (
             "allreduce keeps no copies of the model, and DDP averages where gradients are; use auto"
         )
         require(self.comm.device is CommDevice.auto, "comm.device", self.comm.device.name, hint)
-        self._before = CommTotals()
-        """What the segments before this one have cost, if the run was resumed."""
-        self._steps_before = 0
 
     def set_up(self) -> nn.Module:
         self.ddp: DistributedDataParallel | None = None
@@ -62,9 +61,8 @@ class AllReduce(Method):
             self.ddp._set_ddp_runtime_logging_sample_rate(1)  # on a GPU each sample would wait
         return self.ddp
 
-    def step(self) -> None:
-        super().step()
-        self.optimizer.step()
+    def update(self) -> None:
+        self.inner_step()
 
     def own_state(self) -> dict[str, Any]:
         totals = self.totals()

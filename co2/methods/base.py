@@ -1,25 +1,41 @@
 """Method: the base class of every way of keeping the replicas in step."""
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from co2.comm.background import BackgroundMean, new_mean
 from co2.comm.clocks import CommTotals
-from co2.comm.collectives import check_equal, check_plain, consensus, local, replicate
+from co2.comm.collectives import (
+    check_alike,
+    check_equal,
+    check_plain,
+    consensus,
+    local,
+    replicate,
+)
 from co2.comm.flat import FlatParams
+from co2.comm.meeting import Meeting
 from co2.comm.mesh import Mesh
 from co2.comm.phases import OUTER_STEP
-from co2.config import Blocking, CommConfig, OptimConfig
-from co2.errors import ConfigError, require
+from co2.config import Blocking, CommConfig, OptimConfig, typed
+from co2.errors import ConfigError, WrongCall, nearest, require
+from co2.methods.parts import saved
+from co2.methods.parts.guard import Guard
 
 Schedule = Callable[[int], float]
 """The index of a step, from 0 → the largest learning rate of the inner optimizer in that step."""
@@ -39,14 +55,16 @@ class Method:
     """One way of keeping the replicas in step.
 
     A subclass sets `Config`, a dataclass whose fields are documented and checked, and `blocking`;
-    it implements `set_up` and `step`, and names its tensors by `hold`. The order of calls is
-    prepare, then load_state_dict if a run resumes, then step as often as needed, then flush.
+    it implements `set_up` and `update`, and names its tensors by `hold`. The order of calls, on
+    every replica, is prepare, then load_state_dict or resume if a run goes on, then step as often
+    as needed, then finish.
 
     Args:
         config: an instance of `Config`; None for its defaults.
         comm: how collectives travel; None for the defaults.
+        settings: fields of `Config`, in place of `config`.
     Raises:
-        ConfigError: the two do not go together.
+        ConfigError: a setting is wrong, or the two do not go together.
     """
 
     Config: ClassVar[type]
@@ -55,22 +73,30 @@ class Method:
     averages_gradients: ClassVar[bool] = False
     """Whether all replicas step with the same gradients, averaged by PyTorch's own wrappers. Those
     then work across the replicas too (co2/train/replica.py)."""
+    takes_scaler: ClassVar[bool] = True
+    """Whether `step` takes a GradScaler: it reads no gradients, and steps by `inner_step` alone."""
     needs: ClassVar[tuple[str, ...]] = ()
     """Settings without which it trains no task, as `key=value`: programs that compare all methods
     give them (the laboratory, recipes)."""
     may_change: ClassVar[frozenset[str]] = frozenset()
     """Keys of `Config` that may have another value when a state is loaded than when it was saved.
-    The state's tensors depend on all others, or mean something else under them."""
+    A state cannot be loaded if any other key changed."""
     saved_values: ClassVar[tuple[str, ...]] = ("steps",)
     """Attributes of plain values that a state holds."""
     model: nn.Module
     optimizer: Optimizer
     mesh: Mesh
 
-    def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
+    def __init_subclass__(cls) -> None:
+        if "Config" in vars(cls):
+            typed(cls.Config)
+
+    def __init__(self, config: Any = None, comm: CommConfig | None = None, **settings: Any) -> None:
         # Any: each subclass has a dataclass of its own.
-        self.config: Any = self.Config() if config is None else config
+        self.config: Any = self._configured(config, settings)
         self.comm = comm or CommConfig()
+        good = isinstance(self.comm, CommConfig)
+        require(good, "comm", self.comm, "must be a co2.CommConfig, or None for its defaults")
         self.schedule: Schedule | None = None
         self.total_steps: int | None = None
         self.steps = 0
@@ -81,6 +107,27 @@ class Method:
         self._held: dict[str, Tensor] = {}
         self._replicated: list[str] = []
         self._unsaved: list[str] = []
+        self._guard: Guard | None = None
+        self._scaler: GradScaler | None = None
+        self.check_settings()
+
+    def _configured(self, config: Any, settings: dict[str, Any]) -> Any:
+        kind, name = self.Config, type(self).__name__
+        known = [own.name for own in fields(kind)]
+        for key in settings:
+            require(
+                key in known, key, settings[key], f"{name} has no such key; {nearest(key, known)}"
+            )
+        example = f"{known[0]}={kind().__dict__[known[0]]!r}" if known else ""
+        hint = (
+            f"must be a {name}.Config; give {name}({example}), or {name}({name}.Config({example}))"
+        )
+        good = config is None or (isinstance(config, kind) and not settings)
+        require(good, "config", config, hint)
+        return kind(**settings) if config is None else config
+
+    def check_settings(self) -> None:
+        """Raise `ConfigError` where `config` and `comm` do not go together."""
 
     def refusals(self) -> dict[str, str]:
         """What this method, as it is configured, cannot be combined with: values of
@@ -123,21 +170,46 @@ class Method:
                 the model is wrapped in DistributedDataParallel or its like, or the optimizer's step
                 needs a closure, as that of LBFGS does.
         """
+        if hasattr(self, "mesh"):
+            raise WrongCall("prepare came a second time: make a new method for another model")
+        kind = type(optimizer).__name__
+        good, hint = isinstance(model, nn.Module), "must be the model, an nn.Module"
+        require(good, "model", type(model).__name__, f"{hint}; the order is model, optimizer, mesh")
+        hint = "must be one torch.optim.Optimizer; the order is model, optimizer, mesh"
+        require(isinstance(optimizer, Optimizer), "optimizer", kind, hint)
+        good, hint = isinstance(mesh, Mesh), "must be a mesh, such as co2.Mesh.world()"
+        require(good, "mesh", type(mesh).__name__, hint)
         check_plain(model)
-        kind = type(optimizer)
-        closure = inspect.signature(kind.step).parameters.get("closure")
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         needed = closure is not None and closure.default is inspect.Parameter.empty
         hint = "its step needs a closure, which a method does not have; use another, such as AdamW"
-        require(not needed, "optimizer", kind.__name__, hint)
+        require(not needed, "optimizer", kind, hint)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.total_steps = total_steps
         self._regroup(mesh)
         self.replica_group = mesh.new_group_within_replica()
+        self.meeting = Meeting(mesh, self.group)
         mesh.on_change(self._regroup)
         self._known = {id(param) for param in self._trained()}
         if fresh:
+            check_alike(self._description(), self.group)
             replicate(model, self.group)
-        return self.set_up()
+        prepared = self.set_up()
+        self._guard = Guard(model, optimizer, self._trained(), fresh)
+        return prepared
+
+    def _description(self) -> dict[str, str]:
+        """What all replicas must have alike, by name."""
+        found = {"method": self.registered_name(), "total_steps": str(self.total_steps)}
+        found["versions"] = f"torch {torch.__version__}"
+        with suppress(PackageNotFoundError):  # a clone that is not installed
+            found["versions"] += f", co2-suite {version('co2-suite')}"
+        for node, config in ((found["method"], self.config), ("comm", self.comm)):
+            found |= {f"{node}.{key}": str(value) for key, value in asdict(config).items()}
+        found["optimizer"] = type(self.optimizer).__name__
+        for name, tensor in chain(self.model.named_parameters(), self.model.named_buffers()):
+            found[name] = f"{tuple(tensor.shape)} of {tensor.dtype}".replace("torch.", "")
+        return found
 
     def _regroup(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -174,26 +246,64 @@ class Method:
         """Make a mean one of `means`. These save their buffers, and only while they are in
         flight."""
         self.means.append(mean)
+        mean.belongs_to(self.meeting)
         self.hold(name, mean.buffer, saved=False)
         return mean
 
-    def step(self) -> None:
-        """Do the inner optimizer's step and the synchronization due now. Gradients are ready. A
-        subclass extends this, which counts the step.
+    def step(self, scaler: GradScaler | None = None) -> None:
+        """Do the inner optimizer's step and the synchronization due now. Gradients are ready. All
+        replicas make the same number of steps.
 
+        Args:
+            scaler: does the inner step, as by `scaler.step(optimizer)`, and is updated by the loop
+                afterwards. It skips the step where this replica's gradients are not finite. That
+                counts as a local step in which the replica has not moved: rounds are of equal
+                length on all, and to agree on a skip all would have to wait for each other at every
+                step. Under `allreduce` gradients are the same, so all skip it.
         Raises:
+            WrongCall: before `prepare`, after the end, inside `consensus`; or the loop has written,
+                moved or converted weights. In a mean: another replica waits in a consensus.
             ConfigError: a parameter is trained that was not when `prepare` was called. Nobody would
-                synchronize it.
+                synchronize it. Or this method takes no scaler.
         """
-        self.steps += 1
-        new = next((param for param in self._trained() if id(param) not in self._known), None)
-        if new is not None:
-            named = (name for name, param in self.model.named_parameters() if param is new)
-            hint = (
-                "was not trained when prepare was called, so replicas would drift apart; put it "
-                "into the optimizer and set requires_grad before prepare"
-            )
-            raise ConfigError("parameter", next(named, "(not the model's)"), hint)
+        with self._prepared("sync.step()").stepping():
+            new = next((param for param in self._trained() if id(param) not in self._known), None)
+            if new is not None:
+                named = (name for name, param in self.model.named_parameters() if param is new)
+                hint = (
+                    "was not trained when prepare was called, so replicas would drift apart; put "
+                    "it into the optimizer and set requires_grad before prepare"
+                )
+                raise ConfigError("parameter", next(named, "(not the model's)"), hint)
+            if scaler is not None:
+                self._check_scaler(scaler)
+            self.steps += 1
+            self.meeting.steps = self.steps
+            self._scaler = scaler
+            self.update()
+
+    def _prepared(self, call: str) -> Guard:
+        """What watches the loop. Raises `WrongCall` before `prepare`."""
+        if self._guard is None:
+            raise WrongCall(f"{call} came before prepare: call prepare(model, optimizer, mesh)")
+        return self._guard
+
+    def _check_scaler(self, scaler: GradScaler) -> None:
+        good, hint = isinstance(scaler, GradScaler), "must be a torch.amp.GradScaler, or left out"
+        require(good, "scaler", type(scaler).__name__, hint)
+        hint = f"{self.registered_name()} works with gradients as they are; train in bf16 or fp32"
+        require(self.takes_scaler or not scaler.is_enabled(), "scaler", "GradScaler", hint)
+
+    def update(self) -> None:
+        """Do what the method's equations say for this step; `steps` counts it already."""
+        raise NotImplementedError
+
+    def inner_step(self) -> None:
+        """Do one step of the inner optimizer. A method that changes it extends this."""
+        if self._scaler is None:
+            self.optimizer.step()
+        else:
+            self._scaler.step(self.optimizer)
 
     def lr(self, group: int) -> float:
         """γ_t: a parameter group's inner learning rate in this step. Raises `ConfigError` where the
@@ -213,27 +323,97 @@ class Method:
     @contextmanager
     def consensus(self) -> Iterator[None]:
         """Inside, the model holds the mean over the replicas of the weights as training left them,
-        and that of the float buffers. Both are restored bit for bit afterwards. Collective.
+        and that of the float buffers. Both are restored bit for bit afterwards. Collective: every
+        replica enters it, after the same number of steps. Tensors of a state dict taken inside are
+        the model's own, so they change as it is left; `consensus_state_dict` copies them.
 
         A collective in flight may be waited for, where it carries what was trained last, but it
         stays in flight, so evaluating more often does not change training.
 
         Raises:
-            ReplicasDiffer: one of the `replicated_tensors` is not equal on all replicas.
+            ReplicasDiffer: the numbers of steps, or one of the `replicated_tensors`, are not equal
+                on all replicas.
+            WrongCall: before `prepare`; weights were moved; another replica waits in a mean.
         """
-        check_equal(self.replicated_tensors(), self.group, self.mesh.device)
-        with consensus(self.model, self.group, self.replica_group, self.show_trained):
+        guard = self._prepared("sync.consensus()")
+        guard.check_places()
+        guard.check_parameters()
+        check_equal(self.replicated_tensors(), self.meeting, self.group, self.mesh.device)
+        shown = consensus(self.model, self.group, self.replica_group, self.show_trained)
+        with guard.showing(), shown:
             yield
+
+    def consensus_state_dict(self) -> dict[str, Any]:
+        """The model's `state_dict` in the consensus, copied. Collective. Raises what `consensus`
+        does."""
+        with self.consensus():
+            return {
+                name: value.clone() if isinstance(value, Tensor) else value
+                for name, value in self.model.state_dict().items()
+            }
 
     def show_trained(self) -> None:
         """Set the live weights to the newest local ones. Override it if the live weights lag behind
         them. `consensus` calls it on all replicas, and puts the live weights back. Nothing else may
         change: `BackgroundMean.peek` waits for a result and leaves it pending."""
 
+    def finish(self) -> None:
+        """End the training: leave the consensus in the model, on every replica, and model and
+        optimizer to the loop. Collective. Raises what `consensus` does."""
+        final = self.consensus_state_dict()
+        self.flush()
+        self.model.load_state_dict(final)
+
+    # Any: what the loop gives.
+    def save(self, folder: str | os.PathLike[str], extra: dict[str, Any] | None = None) -> None:
+        """Write what this replica needs to go on exactly into a file of its own: weights, inner
+        state, the method's, those of torch's generators. Older steps are deleted when all have
+        theirs. Collective.
+
+        Args:
+            folder: the same for all workers; or one of each machine, as long as workers stay there.
+            extra: what the loop needs besides, such as a scheduler's state dict: tensors, numbers,
+                texts, lists and dicts. It may differ between replicas.
+        Raises:
+            WrongCall: inside `consensus`, whose weights are not those to go on from; before
+                `prepare`; of parameters that fully_shard has sharded.
+            OSError: the file cannot be written. Older ones stay.
+        """
+        self._as_trained("sync.save()")
+        saved.save(self, Path(folder), extra or {})
+
+    def resume(self, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+        """Go on from the newest step that all workers have saved in a folder, bit for bit. Call it
+        after `prepare`, in every run: `steps` tells how many are made. Collective.
+
+        Returns:
+            `extra`, as it was saved; None where nothing was.
+        Raises:
+            ConfigError: the folder is of other replicas, another method or other settings, or a
+                file is damaged.
+        """
+        self._as_trained("sync.resume()")
+        return saved.resume(self, Path(folder))
+
+    def _as_trained(self, call: str) -> None:
+        """Raise `WrongCall` unless the model holds the weights that training left."""
+        if self._prepared(call).shows:
+            raise WrongCall(f"{call} came inside consensus(): leave its with block first")
+
+    def meet(self) -> None:
+        """Wait until all workers are here, after the same number of steps. Raises what `consensus`
+        does."""
+        check_equal({}, self.meeting, self.group, self.mesh.device)
+        if self.replica_group is not None:
+            dist.barrier(self.replica_group)
+
     def flush(self) -> None:
-        """Wait for what is in flight and drop it. Call it at the end of training only."""
+        """Wait for what is in flight and drop it, at the end of training only. Replicas keep their
+        own weights; `finish` leaves the consensus in them."""
+        guard = self._prepared("sync.flush()")
         for mean in self.means:
             mean.close()
+        guard.end()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """What `hold` has named. A subclass extends this for tensors that it replaces by others."""
@@ -256,6 +436,7 @@ class Method:
     def state_dict(self, arriving: bool = False) -> dict[str, Any]:
         """Everything that this worker needs to go on exactly, a collective in flight included, for
         which it need not wait if `arriving` (`BackgroundMean.state_dict`)."""
+        self._as_trained("sync.state_dict()")
         means = [mean.state_dict(arriving) for mean in self.means]  # they may still change tensors
         return {
             "method": self.registered_name(),
@@ -263,6 +444,7 @@ class Method:
             "means": means,
             "tensors": self.saved_tensors(),
             **{name: getattr(self, name) for name in self.saved_values},
+            **({} if arriving or self.mesh.elastic is not None else {"owner": saved.owner(self)}),
             **self.own_state(),
         }
 
@@ -296,15 +478,22 @@ class Method:
         return {key: value.name if isinstance(value, Enum) else value for key, value in fields}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned. Call it after `prepare`, when model and optimizer
-        have been loaded. A subclass extends this, which first raises what `check_state` does."""
+        """Go on from what `state_dict` returned on this replica. Call it after `prepare`, when
+        model and optimizer have been loaded. A subclass extends this, which first raises what
+        `check_state` does, and `ConfigError` if the state is another replica's or the model does
+        not hold its weights."""
+        guard = self._prepared("sync.load_state_dict()")
         self.check_state(state)
+        if self.mesh.elastic is None:  # else it may be another replica's, and of other weights
+            saved.check_owner(self, state.get("owner"))
+        guard.loaded()
         for name in self.saved_values:
             setattr(self, name, state[name])
+        self.meeting.steps = self.steps
         for name, tensor in self.saved_tensors().items():
             tensor.copy_(state["tensors"][name])
-        for mean, saved in zip(self.means, state["means"], strict=True):
-            mean.load_state_dict(saved)
+        for mean, held in zip(self.means, state["means"], strict=True):
+            mean.load_state_dict(held)
 
     def stats(self) -> MethodStats:
         """Totals of this worker, and the method's own figures."""
@@ -322,6 +511,17 @@ class Method:
         """Lines for a person since the last call: what the method has decided, and why."""
         taken, self._notices = self._notices, []
         return taken
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a method that has prepared nothing. Raises `TypeError`: a prepared one belongs to its
+        process, model and optimizer."""
+        if self._guard is not None:
+            name = type(self).__name__
+            raise TypeError(
+                f"a {name} that has prepared a model cannot be copied or pickled: save its "
+                f"state_dict(), and make a new one with {name}(sync.config, sync.comm)"
+            )
+        return self.__dict__
 
     @property
     def round_steps(self) -> int:

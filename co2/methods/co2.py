@@ -32,7 +32,7 @@ from torch.profiler import record_function
 from co2.comm.background import BackgroundMean
 from co2.comm.flat import FlatParams
 from co2.comm.phases import SNAPSHOT
-from co2.config import Blocking, CommConfig, CommDevice, Precision
+from co2.config import Blocking, CommDevice, Precision
 from co2.errors import require
 from co2.methods.base import ELASTIC
 from co2.methods.parts.local import LocalMethod, check_blocking_share, check_outer, check_tau
@@ -75,8 +75,7 @@ class CO2(LocalMethod):
             check_clip(self.clip, self.clip_mode)
             check_blocking_share(self.blocking_share)
 
-    def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
-        super().__init__(config, comm)
+    def check_settings(self) -> None:
         if self.config.shard:
             wire, device = self.comm.dtype, self.comm.device
             why = "parameters travel, and bf16 loses their changes"

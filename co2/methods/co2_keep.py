@@ -78,8 +78,8 @@ class CO2Keep(LocalMethod):
         if self.config.momentum_weight > 0:
             self.momentum = self.hold("momentum", self.flat.zeros(), replicated=True)
 
-    def step(self) -> None:
-        super().step()
+    def update(self) -> None:
+        super().update()
         delay = 0 if self.waits else self.config.delay
         if self.mean.in_flight and self.steps - self.round_began == delay:
             with synchronizing(), self.flat.round():

@@ -22,7 +22,6 @@ Chosen here:
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,13 +29,14 @@ from torch.optim import SGD
 
 from co2.comm.flat import FlatParams
 from co2.comm.waves import WIDEST, WaveMean
-from co2.config import Blocking, CommConfig, CommDevice, OptimConfig, Optimizer, Precision
+from co2.config import Blocking, CommDevice, OptimConfig, Optimizer, Precision
 from co2.errors import require, require_count
 from co2.methods.base import Method, synchronizing
 
 
 class DeMo(Method):
     blocking = Blocking.always
+    takes_scaler = False
     needs = ("optim.name=sgd", "optim.momentum=0")
     may_change = frozenset({"decay", "top_k"})
 
@@ -56,8 +56,7 @@ class DeMo(Method):
             require_count("block", self.block)
             require(self.block <= WIDEST, "block", self.block, f"must be at most {WIDEST}")
 
-    def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
-        super().__init__(config, comm)
+    def check_settings(self) -> None:
         dtype, device = self.comm.dtype, self.comm.device
         hint = "must be fp32 with demo, which sends less already"
         require(dtype is Precision.fp32, "comm.dtype", dtype.name, hint)
@@ -100,8 +99,7 @@ class DeMo(Method):
         self.send_by(self.exchange.mean, "received")
         return self.model
 
-    def step(self) -> None:
-        super().step()
+    def update(self) -> None:
         groups = self.optimizer.param_groups
         with synchronizing():
             self.exchange.replace_gradients([float(groups[n]["lr"]) for n in self.flat.group_of])

@@ -65,8 +65,8 @@ class DESLOC(LocalSGD):
         own = [tensor for moment, _ in self.periods for tensor in moment.scratch_tensors()]
         return [*super().scratch_tensors(), *own]
 
-    def step(self) -> None:
-        super().step()
+    def update(self) -> None:
+        super().update()
         (m, m_every), (v, v_every) = self.periods
         with synchronizing():
             if self.steps % v_every == 0:

@@ -42,6 +42,7 @@ from co2.methods.parts.moments import LateMoments
 
 class MTDAO(DESLOC):
     blocking = Blocking.always
+    takes_scaler = False
     may_change = DESLOC.may_change | {"slow_weight"}
 
     @dataclass

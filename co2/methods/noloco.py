@@ -23,12 +23,11 @@ Deviation: the paper's pipelines, whose stages change their partners too, are le
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from co2.comm.pairs import PairMean
-from co2.config import Blocking, CommConfig, Precision
+from co2.config import Blocking, Precision
 from co2.errors import require
 from co2.methods.base import ELASTIC, QUORUM
 from co2.methods.parts.local import LocalMethod, check_comm_share, check_outer, check_tau
@@ -61,8 +60,7 @@ class NoLoCo(LocalMethod):
             hint = f"must be at least 0 and below 2 (1 − outer_momentum²), which is {bound:.3g}"
             require(0 <= self.pull < bound, "pull", self.pull, hint)
 
-    def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
-        super().__init__(config, comm)
+    def check_settings(self) -> None:
         wire, hint = self.comm.dtype, "must be fp32 with noloco, which sends weights"
         require(wire is Precision.fp32, "comm.dtype", wire.name, hint)
 

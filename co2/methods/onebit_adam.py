@@ -38,8 +38,7 @@ class OneBitAdam(CompressedAdam):
         """The paper freezes v after 15 to 20 % of training."""
 
     @torch.no_grad()
-    def step(self) -> None:
-        super().step()
+    def update(self) -> None:
         frozen = self.steps > self.config.freeze_step
         self.flat.gradients(out=self.mean.buffer)
         if not frozen:

@@ -24,13 +24,12 @@ Chosen here:
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from co2.comm.flat import Chunk
 from co2.comm.sparse import SparseMean
-from co2.config import Blocking, CommConfig, Precision
+from co2.config import Blocking, Precision
 from co2.errors import require, require_number
 from co2.methods.base import ELASTIC
 from co2.methods.parts.local import BlockingMethod, check_comm_share, check_tau
@@ -64,8 +63,7 @@ class SparseLoCo(BlockingMethod):
             decay = self.error_decay
             require(0 <= decay <= 1, "error_decay", decay, "must lie in [0, 1]")
 
-    def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
-        super().__init__(config, comm)
+    def check_settings(self) -> None:
         wire, hint = self.comm.dtype, "must be fp32 with sparseloco, which sends less already"
         require(wire is Precision.fp32, "comm.dtype", wire.name, hint)
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from co2.comm.background import BackgroundMean
 from co2.comm.flat import FlatParams
-from co2.config import Blocking, CommConfig, CommDevice, Precision
+from co2.config import Blocking, CommDevice, Precision
 from co2.errors import require
 from co2.methods.base import Method, synchronizing
 
@@ -52,8 +52,7 @@ class SPARTA(Method):
             hint = "must be a whole number of steps, 0 or more"
             require(whole and self.delay >= 0, "delay", self.delay, hint)
 
-    def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
-        super().__init__(config, comm)
+    def check_settings(self) -> None:
         wire, hint = self.comm.dtype, "must be fp32 with sparta, which sends weights"
         require(wire is Precision.fp32, "comm.dtype", wire.name, hint)
         device, hint = self.comm.device, "sparta updates the model where it is; use auto"
@@ -76,9 +75,8 @@ class SPARTA(Method):
         """The step that drew them; 0 before the first."""
         return self.model
 
-    def step(self) -> None:
-        super().step()
-        self.optimizer.step()
+    def update(self) -> None:
+        self.inner_step()
         delay = self.config.delay
         if self.steps % max(1, delay) == 0:
             with synchronizing():

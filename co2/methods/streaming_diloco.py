@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 from co2.comm.compress import BITS
 from co2.comm.exchange import CompressedMean
 from co2.comm.flat import FlatParams
-from co2.config import Blocking, CommConfig, Precision
+from co2.config import Blocking, Precision
 from co2.errors import require, require_count
 from co2.methods.base import ELASTIC, QUORUM, Method, synchronizing
 from co2.methods.parts.local import check_outer
@@ -80,8 +80,7 @@ class StreamingDiLoCo(Method):
             require(self.exchange in known, "exchange", self.exchange, "must be full, int8 or int4")
             check_outer(self.outer_lr, self.outer_momentum)
 
-    def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
-        super().__init__(config, comm)
+    def check_settings(self) -> None:
         wire, kind = self.comm.dtype, self.config.exchange
         hint = f"must be fp32 with streaming_diloco.exchange={kind}, which is less already"
         require(kind == "full" or wire is Precision.fp32, "comm.dtype", wire.name, hint)
@@ -100,9 +99,8 @@ class StreamingDiLoCo(Method):
         self.fragments = [Fragment(self, number, part) for number, part in enumerate(parts)]
         return self.model
 
-    def step(self) -> None:
-        super().step()
-        self.optimizer.step()
+    def update(self) -> None:
+        self.inner_step()
         now = self.steps % self.config.tau
         starting = [fragment for fragment in self.fragments if fragment.starts_at == now]
         syncing = [fragment for fragment in self.fragments if fragment.syncs_at == now]

@@ -79,8 +79,7 @@ class ZeroOneAdam(CompressedAdam):
         return model
 
     @torch.no_grad()
-    def step(self) -> None:
-        super().step()
+    def update(self) -> None:
         t = self.steps - 1  # the paper counts from 0
         refreshing = t == self.next_refresh and t < self.config.freeze_step
         self.largest_lr = max(self.largest_lr, self._lr_now())

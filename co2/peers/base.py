@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from co2.comm.clocks import Stopwatch
-from co2.config import Blocking, CommConfig
+from co2.config import Blocking
 from co2.methods.base import Method, MethodStats
 
 
@@ -23,14 +23,11 @@ class Peer(Method):
     """
 
     blocking = Blocking.always
+    takes_scaler = False
     saved_values = (*Method.saved_values, "exposed_s")
+    exposed_s = 0.0
     package: ClassVar[str]
     """The module that must be installed."""
-
-    def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
-        super().__init__(config, comm)
-        self.exposed_s = 0.0
-        self._clock = Stopwatch()
 
     def advance(self) -> None:
         """Do one inner step, and whatever the peer does after it, if that is no hook of its."""
@@ -46,10 +43,10 @@ class Peer(Method):
         raise NotImplementedError
 
     def set_up(self) -> nn.Module:
+        self._clock = Stopwatch()
         return self.model
 
-    def step(self) -> None:
-        super().step()
+    def update(self) -> None:
         with ExitStack() as stack:
             for owner, name in self.waits():
                 stack.enter_context(_timed(owner, name, self._clock))

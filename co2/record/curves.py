@@ -23,8 +23,8 @@ with program.starting(__name__, slow=False):
     from co2.arguments import Parser
     from co2.errors import REFUSED, ConfigError, nearest, require, unusable
     from co2.record.compare import Series, Told
-    from co2.record.files import durable
     from co2.record.metrics import unit_of
+    from co2.whole import durable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,11 +1,10 @@
 """Files that are whole or absent, also after a crash, and the whole lines of one that grows."""
 
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from co2.whole import durable
 
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """What reading a damaged file of JSON or YAML raises."""
@@ -17,24 +16,6 @@ def write_durably(path: Path, text: str) -> None:
     """Write a small file as `durable` does."""
     with durable(path) as file:
         file.write(text.encode())
-
-
-@contextmanager
-def durable(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write in, aside; it is fsynced and renamed at the end. After a crash the file is
-    whole, or as it was before. Raises `OSError`, which names the file and leaves nothing aside."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with aside.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        aside.rename(path)
-    except BaseException as error:
-        aside.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            error.filename = str(path)
-        raise
 
 
 def whole_lines(path: Path) -> list[Any]:

@@ -17,7 +17,6 @@ from co2.elastic.replicas import Replicas
 from co2.errors import ConfigError
 from co2.gpus import gpu_of
 from co2.methods.base import QUORUM
-from co2.record.files import durable
 from co2.record.folder import begun
 from co2.record.metrics import Change, Evaluation
 from co2.train import initial
@@ -39,6 +38,7 @@ from co2.train.samples import Samples
 from co2.train.schedule import largest_lr
 from co2.train.state_file import REPLICA, HostCopy, rebuilt, split
 from co2.train.weights import EMA_MODEL, MODEL, write
+from co2.whole import durable
 
 T = TypeVar("T")
 

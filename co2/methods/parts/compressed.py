@@ -9,7 +9,6 @@ weights.
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from torch.optim import Adam, AdamW
 from co2.comm.compress import BITS, blocks
 from co2.comm.exchange import CompressedMean
 from co2.comm.flat import Chunk, FlatParams, chunk_numel
-from co2.config import CommConfig, CommDevice, OptimConfig, Precision
+from co2.config import CommDevice, OptimConfig, Precision
 from co2.config import Optimizer as OptimizerName
 from co2.errors import require, require_count, require_number
 from co2.methods.base import Method
@@ -72,16 +71,16 @@ class CompressedAdam(Method):
     """
 
     saved_values = (*Method.saved_values, "rounds")
+    takes_scaler = False
+    rounds = 0
+    """How many times the replicas have exchanged anything."""
 
-    def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
-        super().__init__(config, comm)
+    def check_settings(self) -> None:
         dtype, device = self.comm.dtype, self.comm.device
         hint = f"{self.registered_name()} sends signs; it needs fp32"
         require(dtype is Precision.fp32, "comm.dtype", dtype.name, hint)
         hint = f"{self.registered_name()} updates the model at every step, where it is; use auto"
         require(device is CommDevice.auto, "comm.device", device.name, hint)
-        self.rounds = 0
-        """How many times the replicas have exchanged anything."""
 
     def refusals(self) -> dict[str, str]:
         parts = "its scales are of whole tensors, not of parts; use ddp"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from co2.comm.background import BackgroundMean
 from co2.comm.flat import Chunk, FlatParams
-from co2.config import Blocking, CommConfig
+from co2.config import Blocking
 from co2.errors import require, require_number
 from co2.methods.base import ELASTIC, QUORUM, Method, synchronizing
 from co2.methods.parts.auto_tau import AUTO, AutoTau
@@ -36,13 +36,10 @@ class LocalMethod(Method):
     """
 
     saved_values = (*Method.saved_values, "round_began")
-
-    def __init__(self, config: Any = None, comm: CommConfig | None = None) -> None:
-        super().__init__(config, comm)
-        self.round_began = 0
-        """The value of `steps` when this round began."""
-        self.moments: Moments | None = None
-        """What averages the inner Adam's moments; None where they stay local."""
+    round_began = 0
+    """The value of `steps` when this round began."""
+    moments: Moments | None = None
+    """What averages the inner Adam's moments; None where they stay local."""
 
     def refusals(self) -> dict[str, str]:
         found = refused("average_moments=true") if self.averages_moments else {}
@@ -124,8 +121,7 @@ class LocalMethod(Method):
             return sys.maxsize if last else self.round_ends[coming] - self.round_began
         return self.config.tau if self.auto is None else self.auto.tau
 
-    def step(self) -> None:
-        super().step()
+    def update(self) -> None:
         self.inner_step()
         if self.auto is not None:
             self.auto.stopwatch.end()
@@ -142,10 +138,6 @@ class LocalMethod(Method):
                         self.moments.arrive(self.steps)
         if self.auto is not None:
             self.auto.stopwatch.begin()
-
-    def inner_step(self) -> None:
-        """Do one step of the inner optimizer. A method that changes it extends this."""
-        self.optimizer.step()
 
     def flush(self) -> None:
         super().flush()

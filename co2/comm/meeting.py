@@ -1,0 +1,146 @@
+"""Meeting: where the replicas of a method wait for each other, so that none waits for ever.
+
+Replicas meet in the means and in the consensus. A loop that enters the consensus on one replica
+only, or makes another number of steps on it, leaves that one in the consensus and the others in a
+mean that it will never join. So a replica that waits long says in the default group's store where,
+and looks for replicas that wait elsewhere. A mean in flight that all have joined is no such thing,
+however slow the network is.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from co2.comm.mesh import Mesh
+from co2.errors import WrongCall
+
+LOOK_S = 5.0
+"""Seconds after which a replica that waits looks for others, again and again."""
+NOTICE_S = 30.0
+"""Seconds after which one that waits in the consensus says so."""
+_SEEN = 2
+"""How often others must be seen waiting elsewhere: the first time the store may tell the past."""
+_CONSENSUS, _MEAN = "consensus", "mean"
+_POLL_S = 0.002
+
+
+class Meeting:
+    """One of each method.
+
+    Args:
+        mesh: the replicas. A single one waits for nobody. Where replicas come and go, others see
+            to it that nobody waits for ever.
+        group: this worker and its counterparts in the other replicas.
+    """
+
+    def __init__(self, mesh: Mesh, group: dist.ProcessGroup | None) -> None:
+        self.replica = mesh.replica
+        self.steps = 0
+        """Steps that this replica has made."""
+        self._store: dist.Store | None = None
+        if group is not None and mesh.elastic is None:
+            store = distributed_c10d._get_default_store()
+            self._store = dist.PrefixStore(f"co2/meeting/{group.group_name}", store)
+
+    def finish(self, work: dist.Work, sent: int) -> None:
+        """Wait for a collective of gloo's, of a mean that was sent after so many steps.
+
+        Raises:
+            WrongCall: another replica waits in a consensus of before.
+            RuntimeError: the collective has failed.
+        """
+        self._wait(_of_gloo(work), _MEAN, sent)
+
+    def result(self, carried: Future[None], sent: int) -> None:
+        """As `finish`, for a sequence of collectives that a thread carries."""
+
+        def ended(seconds: float) -> bool:
+            try:
+                carried.result(seconds)
+            except NotYet:
+                if carried.done():
+                    raise
+                return False
+            return True
+
+        self._wait(ended, _MEAN, sent)
+
+    def gather(self, work: dist.Work, gloo: bool) -> None:
+        """Wait for the collective at the head of a consensus.
+
+        Args:
+            gloo: whether it is gloo's.
+        Raises: as `finish`.
+        """
+        self._wait(_of_gloo(work) if gloo else _polled(work), _CONSENSUS, self.steps)
+
+    def _wait(self, ended: Callable[[float], bool], place: str, at: int) -> None:
+        """Wait until `ended(seconds)` says yes; each call lasts so long at most."""
+        began, before, seen, told = time.monotonic(), b"", 0, False
+        other = _MEAN if place == _CONSENSUS else _CONSENSUS
+        while not ended(LOOK_S):
+            if self._store is None:
+                continue
+            now = time.monotonic()
+            self._store.set(place, f"{self.replica} {at} {now}")
+            found = self._store.get(other) if self._store.check([other]) else b""
+            if before and found != before:  # somebody waits there now
+                who, where = found.decode().split()[:2]
+                apart = int(where) > at if place == _CONSENSUS else int(where) < at
+                seen += apart
+                if seen >= _SEEN:
+                    mine, theirs = (place, self.replica, at), (other, int(who), int(where))
+                    raise WrongCall(_apart(*sorted((mine, theirs))))
+            before = found or b"nobody"
+            if place == _CONSENSUS and not told and now - began >= NOTICE_S:
+                told = True
+                print(_notice(self.replica, at), file=sys.stderr, flush=True)
+
+
+def _of_gloo(work: dist.Work) -> Callable[[float], bool]:
+    def ended(seconds: float) -> bool:
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError:  # it has failed, or had not ended yet
+            if not work.is_completed():
+                return False
+            work.wait()
+        return True
+
+    return ended
+
+
+def _polled(work: dist.Work) -> Callable[[float], bool]:
+    """For NCCL, whose `wait` lets the host go on."""
+
+    def ended(seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        work.wait()
+        return True
+
+    return ended
+
+
+def _apart(shown: tuple[str, int, int], mean: tuple[str, int, int]) -> str:
+    return (
+        f"replica {shown[1]} is in consensus() after {shown[2]} steps, replica {mean[1]} waits for "
+        f"the mean of step {mean[2]}: every replica must enter consensus(), finish() and save(), "
+        "and make as many steps as the others"
+    )
+
+
+def _notice(replica: int, steps: int) -> str:
+    return (
+        f"co2: replica {replica} has waited {NOTICE_S:.0f} s in consensus(), after {steps} steps, "
+        "for others to enter it too: every replica must, after as many steps"
+    )

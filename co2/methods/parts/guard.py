@@ -1,0 +1,196 @@
+"""Guard: notices what a loop of one's own does to model and optimizer behind a method's back.
+
+A method goes on from vectors of its own, so weights that somebody else writes are undone by the
+next mean, and weights that lie elsewhere are not averaged. A loop that does either trains on, to
+wrong weights. Hence:
+
+- the optimizer steps in `sync.step` only;
+- the first step begins with the weights of `prepare`, and a step after `load_state_dict` of the
+  model with those of before, unless the method's own state was loaded after it;
+- parameters stay where they are, and of their type.
+"""
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from co2.comm.collectives import local
+from co2.comm.reproducible import checksum
+from co2.errors import WrongCall, require
+
+
+class Guard:
+    """Made when a method has prepared model and optimizer.
+
+    Args:
+        trained: the parameters that the optimizer trains.
+        fresh: whether the weights are those to begin with. False: a state will be loaded.
+    Raises:
+        ConfigError: the optimizer trains nothing of the model, or belongs to another method.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, trained: Iterable[Tensor], fresh: bool
+    ) -> None:
+        kind = type(optimizer).__name__
+        self._model, self._trained = model, list({id(one): one for one in trained}.values())
+        self._parameters = {id(param) for param in model.parameters()}
+        hint = "trains none of the model's parameters; make it of model.parameters()"
+        known = not self._trained or any(id(one) in self._parameters for one in self._trained)
+        require(known, "optimizer", kind, hint)
+        self.allows_step = False
+        """Whether the method steps now."""
+        self.shows = False
+        """Whether the model holds the consensus now."""
+        self._ended = False
+        self._places = self._where()
+        self._begins_with = checksums(model) if fresh else None
+        """Checksums of the weights that the next step must find; None: it may find any."""
+        # accelerate's optimizer has the plain one inside, which it calls.
+        stepped = getattr(optimizer, "optimizer", optimizer)
+        hooks = stepped._optimizer_step_pre_hooks.values()
+        held = any(isinstance(hook, _BeforeStep) and hook.held() for hook in hooks)
+        hint = "belongs to another method, which has not ended; call that one's finish() first"
+        require(not held, "optimizer", kind, hint)
+        self._hooks = [stepped.register_step_pre_hook(_BeforeStep(self))]
+        for module in model.modules():
+            self._hooks.append(module.register_load_state_dict_pre_hook(_BeforeLoad(self)))
+
+    def check_places(self) -> None:
+        """Raise `WrongCall` if the trained parameters do not lie where they did."""
+        for param, was, now in zip(self._trained, self._places, self._where(), strict=True):
+            if was != now:
+                self._replaced(param)
+
+    def check_parameters(self) -> None:
+        """Raise `WrongCall` if the model has other parameters. It takes as long as the model has
+        modules."""
+        if all(local(param) is param for param in self._trained):  # else fully_shard changes them
+            for param in self._model.parameters():
+                if id(param) not in self._parameters:
+                    self._replaced(param)
+
+    def _replaced(self, param: Tensor) -> NoReturn:
+        names = (name for name, one in self._model.named_parameters() if one is param)
+        raise WrongCall(
+            f"{next(names, 'a parameter')} was moved, converted or replaced after prepare, and is "
+            "no longer synchronized: place and convert the model first, then make optimizer and "
+            "method"
+        )
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around a step of the method.
+
+        Raises:
+            WrongCall: the loop has written weights that the method would undo, or shows the
+                consensus.
+        """
+        if self._ended:
+            raise WrongCall("sync.step() came after finish() or flush(): make a new method")
+        self.check_places()
+        if self.shows:
+            raise WrongCall("sync.step() came inside consensus(): leave its with block first")
+        expected, self._begins_with = self._begins_with, None
+        if expected is not None:
+            self.check_parameters()
+            if checksums(self._model) != expected:
+                raise WrongCall(
+                    "the model's weights were written after prepare, and the next mean would undo "
+                    "that: load weights first, then call sync.prepare; to go on from a checkpoint "
+                    "of sync.save, call sync.resume after prepare"
+                )
+        self.allows_step = True
+        try:
+            yield
+        finally:
+            self.allows_step = False
+
+    @contextmanager
+    def showing(self) -> Iterator[None]:
+        """While the model holds the consensus: what is loaded into it is put back."""
+        before, self.shows = self.shows, True
+        try:
+            yield
+        finally:
+            self.shows = before
+
+    def loaded(self) -> None:
+        """The method's own state was loaded: it goes on from the weights that there are."""
+        self._begins_with = None
+
+    def end(self) -> None:
+        """The method has ended; model and optimizer are the loop's again."""
+        self._ended = True
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def refuse_step(self) -> NoReturn:
+        """The optimizer is about to step by somebody else's call."""
+        raise WrongCall(
+            "the optimizer was told to step outside sync.step(), which makes its step and "
+            "synchronizes: call sync.step() in its place, or sync.step(scaler) in place of "
+            "scaler.step(optimizer); after the training, call sync.finish() first"
+        )
+
+    def before_load(self) -> None:
+        """Somebody is about to load weights into the model."""
+        if self._begins_with is None and not self.shows:
+            self._begins_with = checksums(self._model)
+
+    def _where(self) -> list[tuple[int, torch.dtype]]:
+        parts = map(local, self._trained)
+        return [(part.data_ptr(), part.dtype) for part in parts]
+
+
+def checksums(module: nn.Module) -> list[int]:
+    """Numbers that change with the bits of the parameters."""
+    return sums(module.parameters())
+
+
+def sums(tensors: Iterable[Tensor]) -> list[int]:
+    """Checksums of tensors of any type, of what this worker holds of them."""
+    held = (local(one.detach()) for one in tensors)
+    found = [checksum(one if one.element_size() >= 4 else one.float()) for one in held]
+    return torch.stack([one.cpu() for one in found]).tolist() if found else []
+
+
+class _Hook:
+    """Of a guard's. A copy or pickle of what it is registered on belongs to no guard."""
+
+    def __init__(self, guard: Guard | None = None) -> None:
+        self._guard = None if guard is None else weakref.ref(guard)
+
+    @property
+    def guard(self) -> Guard | None:
+        """The guard, unless its method has gone."""
+        return None if self._guard is None else self._guard()
+
+    def held(self) -> Guard | None:
+        """The guard, if anybody holds its method: one that nobody holds may be part of a cycle."""
+        if self.guard is not None:
+            gc.collect()
+        return self.guard
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
+
+
+class _BeforeStep(_Hook):
+    def __call__(self, *_: object) -> None:
+        if self.guard is None or self.guard.allows_step:
+            return
+        if (guard := self.held()) is not None:
+            guard.refuse_step()
+
+
+class _BeforeLoad(_Hook):
+    def __call__(self, *_: object) -> None:
+        if self.guard is not None:
+            self.guard.before_load()

@@ -1,0 +1,161 @@
+"""What a replica needs to go on exactly, and its file: `Method.save` and `Method.resume`.
+
+    FOLDER/step40_worker0of2.pt, FOLDER/step40_worker1of2.pt
+
+Every worker has a file of its own, because replicas differ between two means. A step counts if all
+workers have written theirs; those of before are deleted only then, so an interruption loses
+nothing.
+"""
+
+import io
+import re
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from co2.comm.collectives import gathered, local
+from co2.comm.waiting import everyone
+from co2.errors import ConfigError, WrongCall, require
+from co2.methods.parts.guard import checksums
+from co2.whole import durable
+
+if TYPE_CHECKING:
+    from co2.methods.base import Method
+
+_NAME = re.compile(r"step(\d+)_worker(\d+)of(\d+)\.pt")
+
+
+# Any: what torch.save takes.
+def held(sync: "Method", module: nn.Module) -> dict[str, Any]:
+    """What this replica needs to go on exactly, by reference."""
+    return {
+        "replicas": sync.mesh.num_replicas,
+        "module": module.state_dict(),
+        "optimizer": sync.optimizer.state_dict(),
+        "sync": sync.state_dict(),
+    }
+
+
+def load_held(sync: "Method", module: nn.Module, state: dict[str, Any]) -> None:
+    """Go on from what `held` returned, after `prepare`."""
+    module.load_state_dict(state["module"])
+    sync.optimizer.load_state_dict(state["optimizer"])
+    sync.load_state_dict(state["sync"])
+
+
+def check_held(sync: "Method", state: dict[str, Any], key: str, value: object) -> None:
+    """Raise `ConfigError` unless this replica can go on from what `held` returned.
+
+    Args:
+        key, value: the argument that named the checkpoint, for errors.
+    """
+    then, now = state["replicas"], sync.mesh.num_replicas
+    require(then == now, key, value, f"is of {then} processes, not of {now}; start as many")
+    sync.check_state(state["sync"])
+
+
+def owner(sync: "Method") -> dict[str, Any]:
+    """Which worker a state is of, and checksums of the weights that go with it."""
+    place = [sync.mesh.worker, sync.mesh.num_workers]
+    return {"place": place, "weights": checksums(sync.model)}
+
+
+def check_owner(sync: "Method", found: dict[str, Any] | None) -> None:
+    """Raise `ConfigError` unless a state is this worker's, and the model holds its weights.
+
+    Args:
+        found: what `owner` returned then. None: nobody knows.
+    """
+    if found is None:
+        return
+    (worker, workers), own = found["place"], [sync.mesh.worker, sync.mesh.num_workers]
+    hint = f"this is worker {own[0]} of {own[1]}; load on each what it saved itself"
+    require(found["place"] == own, "state", f"of worker {worker} of {workers}", hint)
+    hint = "the model holds others; after prepare load model, optimizer and then this"
+    require(found["weights"] == checksums(sync.model), "state", "of other weights", hint)
+
+
+def save(sync: "Method", folder: Path, extra: dict[str, Any]) -> None:
+    """See `Method.save`."""
+    _check_plain(extra)
+    if any(local(param) is not param for param in sync.model.parameters()):
+        raise WrongCall(
+            "sync.save() cannot save parameters that fully_shard has sharded: save model, "
+            "optimizer and sync.state_dict() of each worker by torch.distributed.checkpoint"
+        )
+    worker, workers = sync.mesh.worker, sync.mesh.num_workers
+    folder.mkdir(parents=True, exist_ok=True)
+    own = folder / f"step{sync.steps}_worker{worker}of{workers}.pt"
+    state = {**held(sync, sync.model), "random": _random(sync), "extra": extra}
+    with durable(own) as file:
+        torch.save(state, file)
+    sync.meet()  # from here on all have theirs
+    for step in _steps(folder, worker, workers):
+        if step != sync.steps:
+            (folder / f"step{step}_worker{worker}of{workers}.pt").unlink(missing_ok=True)
+
+
+# Any: what was given to `save`.
+def resume(sync: "Method", folder: Path) -> dict[str, Any] | None:
+    """See `Method.resume`."""
+    worker, workers = sync.mesh.worker, sync.mesh.num_workers
+    others = sorted({count for _, _, count in _files(folder)} - {workers})
+    owns = gathered((_steps(folder, worker, workers), others), everyone())
+    if not any(steps or counts for steps, counts in owns):
+        return None
+    common = set.intersection(*(set(steps) for steps, _ in owns))
+    if not common:
+        lacking = next(number for number, (steps, _) in enumerate(owns) if not steps)
+        counts = [count for _, found in owns for count in found]
+        hint = f"worker {lacking} has no file of a step that the others have; give all the folder"
+        if counts:
+            hint = f"is of {counts[0]} workers, not of {workers}; start as many"
+        raise ConfigError("folder", folder, hint)
+    path = folder / f"step{max(common)}_worker{worker}of{workers}.pt"
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, UnpicklingError) as error:
+        hint = f"is damaged ({type(error).__name__}); begin in another folder, or bring a copy"
+        raise ConfigError("folder", path, hint) from None
+    check_held(sync, state, "folder", folder)
+    load_held(sync, sync.model, state)
+    torch.set_rng_state(state["random"][0])
+    if sync.mesh.device.type == "cuda":
+        torch.cuda.set_rng_state(state["random"][1], sync.mesh.device)
+    extra: dict[str, Any] = state["extra"]
+    return extra
+
+
+def _check_plain(extra: object) -> None:
+    """Raise `ConfigError` for what could be written and not be read: `resume` runs no code that a
+    file names."""
+    content = io.BytesIO()
+    torch.save(extra, content)
+    content.seek(0)
+    try:
+        read = torch.load(content, weights_only=True)
+    except UnpicklingError:
+        read = None
+    hint = "must be a dict of tensors, numbers, texts, and lists and dicts of these"
+    require(isinstance(read, dict), "extra", type(extra).__name__, hint)
+
+
+def _random(sync: "Method") -> list[torch.Tensor]:
+    """The states of torch's generators of this process: of the CPU and of its GPU."""
+    gpu = sync.mesh.device.type == "cuda"
+    more = [torch.cuda.get_rng_state(sync.mesh.device)] if gpu else []
+    return [torch.get_rng_state(), *more]
+
+
+def _files(folder: Path) -> list[tuple[int, int, int]]:
+    """Step, worker and number of workers of each file in a folder, which need not exist."""
+    names = (path.name for path in folder.iterdir()) if folder.is_dir() else ()
+    found = (_NAME.fullmatch(name) for name in names)
+    return [(int(one[1]), int(one[2]), int(one[3])) for one in found if one is not None]
+
+
+def _steps(folder: Path, worker: int, workers: int) -> list[int]:
+    return sorted(step for step, *place in _files(folder) if place == [worker, workers])

@@ -1,0 +1,518 @@
+"""What goes wrong in a loop of one's own is refused in one line, under every method."""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+
+import co2
+from co2.comm import meeting
+from co2.errors import ConfigError, ReplicasDiffer, WrongCall
+from co2.methods import METHODS, Method
+from tests.methods.driver import NEEDS_SGD, SETTINGS, Session, inner
+from tests.workers import Pool
+
+STEPS = 7
+
+
+def trained(name: str, rank: int = 0, steps: int = STEPS) -> Session:
+    session = Session(rank, name, SETTINGS[name], dtype=torch.float32)
+    for _ in range(steps):
+        session.step()
+    return session
+
+
+@contextmanager
+def told(text: str, kind: type[Exception] = WrongCall) -> Iterator[None]:
+    """One line with this text is raised."""
+    with pytest.raises(kind, match=text) as caught:
+        yield
+    assert "\n" not in str(caught.value)
+
+
+# Weights that somebody else writes.
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_weights_loaded_after_prepare(name: str) -> None:
+    session, other = trained(name, steps=0), trained(name, rank=1)
+    session.net.load_state_dict(other.net.state_dict())
+    with told("load weights first, then call sync.prepare"):
+        session.step()
+
+
+@pytest.mark.parametrize("part", ["the model", "a module", "in place"])
+def test_weights_written_before_the_first_step(part: str) -> None:
+    session, other = trained("co2", steps=0), trained("co2", rank=1)
+    if part == "the model":
+        session.net.load_state_dict(other.net.state_dict(), assign=True)
+    elif part == "a module":
+        child, source = next(session.net.children()), next(other.net.children())
+        child.load_state_dict(source.state_dict())
+    else:
+        with torch.no_grad():
+            next(session.net.parameters()).add_(1)
+    with pytest.raises(WrongCall):
+        session.step()
+
+
+def test_weights_loaded_amid_training() -> None:
+    session = trained("slowmo")
+    best = copy.deepcopy(session.net.state_dict())
+    session.step()
+    live = copy.deepcopy(session.net.state_dict())
+    session.net.load_state_dict(best)
+    session.net.load_state_dict(live)  # as a moving average is shown
+    session.step()
+    with session.method.consensus():
+        session.net.load_state_dict(best)  # put back at the end
+    session.step()
+    session.net.load_state_dict(best)
+    with told("the next mean would undo"):
+        session.step()
+
+
+# Whose step it is.
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_step_of_the_optimizer_itself(name: str) -> None:
+    session = trained(name)
+    before = session.snapshot()
+    with told(r"outside sync.step\(\)"):
+        session.optimizer.step()
+    after = session.snapshot()
+    assert all(torch.equal(after[key], before[key]) for key in before), "nothing has moved"
+    session.method.finish()
+    session.optimizer.step()  # it is the loop's again
+
+
+def test_a_copy_of_model_and_optimizer_is_nobodys() -> None:
+    session = trained("co2")
+    net = pickle.loads(pickle.dumps(copy.deepcopy(session.net)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.load_state_dict(copy.deepcopy(session.optimizer).state_dict())
+    net.load_state_dict(net.state_dict())
+    optimizer.step()
+    session.step()
+
+
+def test_a_method_that_has_gone_leaves_its_optimizer() -> None:
+    session = trained("co2")
+    net, optimizer = session.net, session.optimizer
+    with told("belongs to another method", ConfigError):
+        co2.LocalSGD(tau=2).prepare(net, optimizer, co2.Mesh.world())
+    del session
+    co2.LocalSGD(tau=2).prepare(net, optimizer, co2.Mesh.world())
+    optimizer.step()
+
+
+SCALED = [name for name in METHODS if METHODS[name].takes_scaler]
+
+
+def scaled(rank: int, world: int, name: str, inf_at: tuple[int, ...]) -> tuple[Any, ...]:
+    """Weights under a scaler whose gradients are infinite in some steps of replica 1, and those of
+    a training whose optimizer is not told to step there."""
+    found = []
+    for with_scaler in (True, False):
+        session = Session(rank, name, SETTINGS[name], dtype=torch.float32)
+        scaler = GradScaler("cpu", init_scale=4.0)
+        step = session.method.optimizer.step
+        for index in range(STEPS):
+            broken = rank == 1 and index in inf_at
+            if with_scaler:
+                session.optimizer.zero_grad()
+                backward(session, scaler, broken)
+                session.method.step(scaler)
+                scaler.update()
+            else:
+                backward(session, None, False)
+                with patch.object(session.optimizer, "step", step if not broken else lambda: None):
+                    session.method.step()
+            session.steps_done += 1
+        found.append(session.snapshot())
+        session.method.flush()
+    return tuple(found)
+
+
+def backward(session: Session, scaler: GradScaler | None, broken: bool) -> None:
+    inputs = torch.full((4, 3), 0.1 * (1 + session.rank + session.steps_done))
+    loss = session.model(inputs).square().mean()
+    session.optimizer.zero_grad()
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    if broken:
+        next(session.net.parameters()).grad.fill_(torch.inf)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", [name for name in SCALED if name != "allreduce"])
+def test_a_scaler_skips_the_local_step(workers: Pool, name: str) -> None:
+    for mixed, plain in workers.run(scaled, 2, name, (2, 5)):
+        for key, value in mixed.items():
+            assert value.isfinite().all()
+            torch.testing.assert_close(value, plain[key], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in SCALED])
+def test_a_method_of_gradients_takes_no_scaler(name: str) -> None:
+    session = trained(name)
+    with told("works with gradients as they are", ConfigError):
+        session.method.step(GradScaler("cpu"))
+    session.method.step(GradScaler("cpu", enabled=False))
+
+
+# Where the weights lie.
+
+MOVES: dict[str, Callable[[nn.Module], object]] = {
+    "converted": lambda net: net.half(),
+    "there and back": lambda net: net.double().float(),
+    "data": lambda net: [setattr(p, "data", p.data.clone()) for p in net.parameters()],
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_there_and_back(name: str) -> None:
+    session = trained(name)
+    MOVES["there and back"](session.net)
+    with told("was moved, converted or replaced after prepare"):
+        session.step()
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_model_that_was_moved_is_not_shown(move: str) -> None:
+    session = trained("co2")
+    MOVES[move](session.net)
+    with told("place and convert the model first"), session.method.consensus():
+        pytest.fail("nothing may be shown")
+
+
+def test_a_new_layer_is_not_shown() -> None:
+    session = trained("co2")
+    session.net.extra = nn.Linear(2, 2)
+    with told("extra.weight was moved, converted or replaced"), session.method.consensus():
+        pytest.fail("nothing may be shown")
+
+
+# Wrong calls.
+
+
+def test_prepared_twice() -> None:
+    session = trained("co2")
+    with told("prepare came a second time"):
+        session.method.prepare(session.net, session.optimizer, co2.Mesh.world())
+
+
+@pytest.mark.parametrize("call", ["step", "flush", "finish", "state_dict", "consensus", "save"])
+def test_before_prepare(call: str, tmp_path: Path) -> None:
+    arguments = (tmp_path,) if call == "save" else ()
+    with told(r"came before prepare: call prepare\(model, optimizer, mesh\)"):
+        result = getattr(co2.CO2(), call)(*arguments)
+        if call == "consensus":
+            with result:
+                pass
+
+
+@pytest.mark.parametrize("call", ["step", "state_dict", "save", "resume"])
+def test_inside_consensus(call: str, tmp_path: Path) -> None:
+    session = trained("co2")
+    arguments = (tmp_path,) if call in ("save", "resume") else ()
+    with session.method.consensus(), told(r"inside consensus\(\)"):
+        getattr(session.method, call)(*arguments)
+
+
+@pytest.mark.parametrize("call", ["flush", "finish"])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_step_after_the_end(name: str, call: str) -> None:
+    session = trained(name)
+    getattr(session.method, call)()
+    with told(r"after finish\(\) or flush\(\)"):
+        session.step()
+
+
+def test_copies_of_a_method() -> None:
+    session = trained("co2")
+    for act in (copy.copy, copy.deepcopy, pickle.dumps):
+        with told("cannot be copied or pickled", TypeError):
+            act(session.method)
+    assert copy.deepcopy(co2.CO2(tau=3)).config.tau == 3
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "mesh", "text"),
+    [
+        ("optimizer", "model", "mesh", "model=SGD: must be the model"),
+        ("model", "none", "mesh", "optimizer=NoneType: must be one torch.optim.Optimizer"),
+        ("model", "list", "mesh", "optimizer=list: must be one torch.optim.Optimizer"),
+        ("model", "foreign", "mesh", "optimizer=SGD: trains none of the model's parameters"),
+        ("model", "optimizer", "none", "mesh=NoneType: must be a mesh"),
+    ],
+)
+def test_arguments_of_prepare(model: str, optimizer: str, mesh: str, text: str) -> None:
+    net = nn.Linear(2, 1)
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    foreign = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+    things = {"model": net, "optimizer": inner, "mesh": co2.Mesh.world(), "none": None}
+    things |= {"list": [inner], "foreign": foreign}
+    with told(text, ConfigError):
+        co2.CO2().prepare(things[model], things[optimizer], things[mesh])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: co2.CO2(12), r"config=12: must be a CO2.Config; give CO2\(tau=12\)"),
+        (lambda: co2.CO2({"tau": 12}), "must be a CO2.Config"),
+        (lambda: co2.CO2(co2.LocalSGD.Config()), "must be a CO2.Config"),
+        (lambda: co2.CO2(co2.CO2.Config(), tau=12), "must be a CO2.Config"),
+        (lambda: co2.CO2(tua=12), "tua=12: CO2 has no such key; did you mean tau?"),
+        (lambda: co2.CO2(co2.CO2.Config(), {"dtype": "bf16"}), "must be a co2.CommConfig"),
+    ],
+)
+def test_arguments_of_a_method(make: Callable[[], Method], text: str) -> None:
+    with told(text, ConfigError):
+        make()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_settings_by_name(name: str) -> None:
+    kind = METHODS[name]
+    assert kind(**SETTINGS[name]).config == kind.Config(**SETTINGS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [(name, key) for name, kind in METHODS.items() for key in kind.Config.__dataclass_fields__],
+)
+def test_a_value_of_another_type(name: str, key: str) -> None:
+    for value in ("12 ", [1], object()):
+        with told(f"^{key}=", ConfigError):
+            METHODS[name].Config(**{key: value})
+
+
+# Replicas that differ.
+
+
+def differing(rank: int, world: int, what: str) -> str:
+    settings, width = {"tau": 4}, 1
+    if rank == 1:
+        settings, width = {"settings": ({"tau": 5}, 1), "shapes": ({"tau": 4}, 2)}[what]
+    net = nn.Linear(8, width)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(ReplicasDiffer) as caught:
+        co2.LocalSGD(**settings).prepare(net, optimizer, co2.Mesh.world())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("settings", "local_sgd.tau of replica 1 differs from that of replica 0, and must be equal "
+         "on all: 0 has 4, 1 has 5; start all with the same code and settings"),
+        ("shapes", "weight of replica 1 differs from that of replica 0, and must be equal on all: "
+         "0 has (1, 8) of float32, 1 has (2, 8) of float32; start all with the same code and "
+         "settings"),
+    ],
+)  # fmt: skip
+def test_replicas_that_differ(workers: Pool, what: str, text: str) -> None:
+    assert workers.run(differing, 2, what) == [text] * 2
+
+
+def unequal(rank: int, world: int, name: str, more: int, alone: bool) -> str:
+    """Replica 1 makes more steps before the consensus, or never enters it."""
+    with patch.object(meeting, "LOOK_S", 0.2):
+        session = trained(name, rank, steps=6 + more * rank)
+        with pytest.raises((ReplicasDiffer, WrongCall)) as caught:
+            if not (alone and rank == 1):
+                with session.method.consensus():
+                    pass
+            for _ in range(30):
+                session.step()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+ROUNDS = ("local_sgd", "co2", "noloco", "streaming_diloco")
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_a_mean_that_others_never_join(workers: Pool, name: str) -> None:
+    for text in workers.run(unequal, 2, name, 9, False):
+        assert text.startswith("WrongCall: replica 0 is in consensus() after 6 steps, replica 1 ")
+        assert "every replica must enter consensus()" in text
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_a_consensus_that_others_never_enter(workers: Pool, name: str) -> None:
+    for text in workers.run(unequal, 2, name, 0, True):
+        assert text.startswith("WrongCall: replica 0 is in consensus() after 6 steps, replica 1 ")
+
+
+@pytest.mark.parametrize("name", ["acco", "co2", "sparta"])
+def test_one_step_more(workers: Pool, name: str) -> None:
+    for text in workers.run(unequal, 2, name, 1, False):
+        assert text == (
+            "ReplicasDiffer: steps of replica 1 differs from that of replica 0, and must be equal "
+            "on all: give every replica as many batches and steps as the others"
+        )
+
+
+def notified(rank: int, world: int) -> None:
+    with patch.object(meeting, "LOOK_S", 0.1), patch.object(meeting, "NOTICE_S", 0.3):
+        session = trained("local_sgd", rank, steps=3)
+        if rank == 1:
+            store = torch.distributed.distributed_c10d._get_default_store()
+            store.wait(["told"])
+        else:
+            said: list[str] = []
+
+            def say(text: str, **_: Any) -> None:
+                said.append(text)
+                torch.distributed.distributed_c10d._get_default_store().set("told", "")
+
+            with patch.object(meeting, "print", say, create=True), session.method.consensus():
+                pass
+            assert len(said) == 1 and "every replica must" in said[0]
+            return
+        with session.method.consensus():
+            pass
+
+
+def test_who_waits_in_the_consensus_says_so(workers: Pool) -> None:
+    workers.run(notified, 2)
+
+
+# The end, and going on.
+
+
+def finished(rank: int, world: int, name: str) -> tuple[Any, ...]:
+    session = trained(name, rank)
+    shown = session.method.consensus_state_dict()
+    session.method.finish()
+    return shown, {key: value.clone() for key, value in session.net.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_finish_leaves_the_consensus_on_all(workers: Pool, name: str) -> None:
+    (shown, left), other = workers.run(finished, 2, name)
+    for key, value in shown.items():
+        assert all(torch.equal(value, one[key]) for one in (left, *other))
+
+
+def interrupted(rank: int, world: int, name: str, folder: Path, at: int) -> tuple[Any, ...]:
+    found = []
+    for stop in (None, at):
+        session = trained(name, rank, steps=0)
+        assert session.method.resume(folder) is None
+        for _ in range(STEPS if stop is None else stop):
+            session.step()
+        if stop is not None:
+            session.method.save(folder, {"rank": rank})
+            torch.distributed.barrier()
+            again = Session(7 + rank, name, SETTINGS[name], dtype=torch.float32)
+            assert again.method.resume(folder) == {"rank": rank}
+            assert again.method.steps == stop
+            again.rank, again.steps_done = rank, stop
+            session.method.flush()
+            session = again
+            while session.steps_done < STEPS:
+                session.step()
+        found.append(session.snapshot())
+        session.method.flush()
+    return tuple(found)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_resume_is_exact(workers: Pool, name: str, tmp_path: Path) -> None:
+    for whole, parts in workers.run(interrupted, 2, name, tmp_path, 4):
+        assert all(torch.equal(value, parts[key]) for key, value in whole.items())
+
+
+def saved(rank: int, world: int, folder: Path) -> None:
+    session = trained("slowmo", rank, steps=2)
+    session.method.save(folder)
+    session.step()
+    session.method.save(folder)
+    torch.distributed.barrier()
+    session.method.flush()
+
+
+def loaded(rank: int, world: int, folder: Path, how: str) -> str:
+    session = trained("slowmo", rank, steps=0)
+    held = session.method
+    with pytest.raises((ConfigError, WrongCall)) as caught:
+        if how == "resume":
+            held.resume(folder)
+        else:
+            worker = 0 if how == "replica 0's" else rank
+            state = torch.load(folder / f"step3_worker{worker}of2.pt")
+            if how == "before prepare":
+                session = Session(rank, "slowmo", SETTINGS["slowmo"], dtype=torch.float32)
+                net = copy.deepcopy(session.net)
+                net.load_state_dict(state["module"])
+                optimizer = type(session.optimizer)(net.parameters(), lr=0.1)
+                held = co2.SlowMo(**SETTINGS["slowmo"])
+                held.prepare(net, optimizer, co2.Mesh.world())
+                if rank == 0:  # whose weights all have got
+                    raise WrongCall("replica 0 cannot tell")
+                held.load_state_dict(state["sync"])
+            else:
+                session.net.load_state_dict(state["module"])
+                session.optimizer.load_state_dict(state["optimizer"])
+                if how == "forgotten":
+                    session.step()
+                held.load_state_dict(state["sync"])
+                if rank == 0:
+                    raise WrongCall("replica 0 may")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "world", "text"),
+    [
+        ("resume", 3, "is of 2 workers, not of 3; start as many"),
+        ("forgotten", 2, "the model's weights were written after prepare"),
+        ("replica 0's", 2, "this is worker 1 of 2; load on each what it saved itself"),
+        ("before prepare", 2, "the model holds others; after prepare load model"),
+    ],
+)
+def test_wrong_ways_to_go_on(
+    workers: Pool, how: str, world: int, text: str, tmp_path: Path
+) -> None:
+    workers.run(saved, 2, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"step3_worker{worker}of2.pt" for worker in range(2)
+    ], "older ones are deleted"
+    assert text in workers.run(loaded, world, tmp_path, how)[-1]
+
+
+def test_files_that_cannot_be_gone_on_from(tmp_path: Path) -> None:
+    session = trained("co2")
+    with told("must be a dict of tensors, numbers, texts", ConfigError):
+        session.method.save(tmp_path, {"scheduler": object})
+    session.method.save(tmp_path)
+    [file] = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:1000])
+    with told("is damaged", ConfigError):
+        trained("co2", steps=0).method.resume(tmp_path)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_sparse_gradients(name: str) -> None:
+    kind = METHODS[name]
+    net = nn.Embedding(6, 2, sparse=True)
+    adam, sgd = torch.optim.AdamW, torch.optim.SGD
+    make = adam if inner(name) == "adamw" and name not in NEEDS_SGD else sgd
+    sync = kind(**SETTINGS[name] | ({"fragments": 1} if name == "streaming_diloco" else {}))
+    model = sync.prepare(net, make(net.parameters(), lr=0.1), co2.Mesh.world())
+    model(torch.tensor([1, 2])).sum().backward()
+    if make is adam or name in ("acco", "demo"):
+        with pytest.raises((ConfigError, RuntimeError), match="sparse"):
+            sync.step()
+    else:
+        sync.step()
