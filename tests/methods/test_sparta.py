@@ -103,6 +103,8 @@ def standing(rank: int, world: int) -> tuple[Tensor, Tensor]:
     optimizer = torch.optim.SGD([weight], lr=0.0)
     method = co2.SPARTA(co2.SPARTA.Config(share=0.1))
     method.prepare(torch.nn.ParameterList([weight]), optimizer, co2.Mesh.world())
+    weight.grad = torch.zeros_like(weight)
+    method.step()
     with torch.no_grad():
         weight.copy_(torch.arange(100) * (rank + 1))
     untouched = torch.ones(100, dtype=torch.bool)
