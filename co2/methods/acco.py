@@ -38,7 +38,7 @@ from co2.methods.base import Method
 
 class ACCO(Method):
     blocking = Blocking.beyond_delay
-    takes_scaler = False
+    reads_gradients = True
 
     @dataclass
     class Config:

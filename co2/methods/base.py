@@ -73,8 +73,9 @@ class Method:
     averages_gradients: ClassVar[bool] = False
     """Whether all replicas step with the same gradients, averaged by PyTorch's own wrappers. Those
     then work across the replicas too (co2/train/replica.py)."""
-    takes_scaler: ClassVar[bool] = True
-    """Whether `step` takes a GradScaler: it reads no gradients, and steps by `inner_step` alone."""
+    reads_gradients: ClassVar[bool] = False
+    """Whether it works with the gradients themselves, which must then be dense and unscaled. All
+    others step by `inner_step`, and take any that their optimizer takes."""
     needs: ClassVar[tuple[str, ...]] = ()
     """Settings without which it trains no task, as `key=value`: programs that compare all methods
     give them (the laboratory, recipes)."""
@@ -264,7 +265,7 @@ class Method:
             WrongCall: before `prepare`, after the end, inside `consensus`; or the loop has written,
                 moved or converted weights. In a mean: another replica waits in a consensus.
             ConfigError: a parameter is trained that was not when `prepare` was called. Nobody would
-                synchronize it. Or this method takes no scaler.
+                synchronize it. Or this method works with gradients, which are scaled or sparse.
         """
         with self._prepared("sync.step()").stepping():
             new = next((param for param in self._trained() if id(param) not in self._known), None)
@@ -277,6 +278,8 @@ class Method:
                 raise ConfigError("parameter", next(named, "(not the model's)"), hint)
             if scaler is not None:
                 self._check_scaler(scaler)
+            if self.reads_gradients:
+                self._check_dense()
             self.steps += 1
             self.meeting.steps = self.steps
             self._scaler = scaler
@@ -292,7 +295,14 @@ class Method:
         good, hint = isinstance(scaler, GradScaler), "must be a torch.amp.GradScaler, or left out"
         require(good, "scaler", type(scaler).__name__, hint)
         hint = f"{self.registered_name()} works with gradients as they are; train in bf16 or fp32"
-        require(self.takes_scaler or not scaler.is_enabled(), "scaler", "GradScaler", hint)
+        good = not (self.reads_gradients and scaler.is_enabled())
+        require(good, "scaler", "GradScaler", hint)
+
+    def _check_dense(self) -> None:
+        for name, param in self.model.named_parameters():
+            sparse = param.grad is not None and param.grad.is_sparse
+            hint = f"has a sparse gradient; {self.registered_name()} takes dense ones, sparse=False"
+            require(not sparse, "parameter", name, hint)
 
     def update(self) -> None:
         """Do what the method's equations say for this step; `steps` counts it already."""

@@ -36,7 +36,7 @@ from co2.methods.base import Method, synchronizing
 
 class DeMo(Method):
     blocking = Blocking.always
-    takes_scaler = False
+    reads_gradients = True
     needs = ("optim.name=sgd", "optim.momentum=0")
     may_change = frozenset({"decay", "top_k"})
 

@@ -42,7 +42,7 @@ from co2.methods.parts.moments import LateMoments
 
 class MTDAO(DESLOC):
     blocking = Blocking.always
-    takes_scaler = False
+    reads_gradients = True
     may_change = DESLOC.may_change | {"slow_weight"}
 
     @dataclass

@@ -23,7 +23,6 @@ class Peer(Method):
     """
 
     blocking = Blocking.always
-    takes_scaler = False
     saved_values = (*Method.saved_values, "exposed_s")
     exposed_s = 0.0
     package: ClassVar[str]
@@ -31,7 +30,7 @@ class Peer(Method):
 
     def advance(self) -> None:
         """Do one inner step, and whatever the peer does after it, if that is no hook of its."""
-        self.optimizer.step()
+        self.inner_step()
 
     def waits(self) -> list[tuple[object, str]]:
         """The functions in which the peer waits for others, and for nothing else, each as a

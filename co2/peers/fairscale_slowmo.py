@@ -62,7 +62,7 @@ class FairscaleSlowMo(Peer):
         return self.slowmo
 
     def advance(self) -> None:
-        self.optimizer.step()
+        self.inner_step()
         self.slowmo.perform_slowmo(self.optimizer)
 
     def bytes_per_round(self) -> float:

@@ -71,7 +71,7 @@ class CompressedAdam(Method):
     """
 
     saved_values = (*Method.saved_values, "rounds")
-    takes_scaler = False
+    reads_gradients = True
     rounds = 0
     """How many times the replicas have exchanged anything."""
 
