@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import train
 from co2.config import OptimConfig, Schedule, Validation
 from co2.errors import DIVERGED
+from co2.methods import METHODS
 from co2.methods.allreduce import AllReduce
 from co2.methods.base import MethodStats
 from co2.train import launch, state_file
@@ -51,8 +52,8 @@ from tests.cli.harness import (
     weights,
 )
 from tests.cli.test_checkpoint import part
-from tests.cli.test_resume import METHODS
 from tests.grids import OF_A_KIND, grid
+from tests.methods.driver import overrides
 from tests.server import environment, fork_program
 from tests.tasks.build import toy
 from tests.workers import Pool
@@ -457,7 +458,7 @@ class TestAccumulation:
                 workers,
                 2,
                 f"method={method}",
-                *(word for word in METHODS[method] if "tau" in word),
+                *(word for word in overrides(method) if "tau" in word),
                 "train.steps=12",
                 "train.batch_size=4",
                 f"train.accumulate={accumulate}",
@@ -536,7 +537,7 @@ def test_evaluation_changes_nothing(workers: Pool, tmp_path: Path, method: str) 
             workers,
             2,
             f"method={method}",
-            *METHODS[method],
+            *overrides(method),
             "train.steps=20",
             "log.every=1",
             f"train.eval_every={every}",
