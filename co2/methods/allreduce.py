@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from co2.comm.clocks import CommTotals
-from co2.comm.collectives import data_parallel, local
+from co2.comm.collectives import check_reduced, data_parallel, local
 from co2.comm.gradient_mean import GradientMean
 from co2.config import Blocking, CommConfig, CommDevice, Precision
 from co2.errors import require
@@ -64,6 +64,8 @@ class AllReduce(Method):
 
     def step(self) -> None:
         super().step()
+        if self.ddp is not None:
+            check_reduced(self.ddp)
         self.optimizer.step()
 
     def own_state(self) -> dict[str, Any]:
