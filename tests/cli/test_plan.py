@@ -113,7 +113,10 @@ def meta(config: object) -> torch.nn.Module:
         return train.APP.make_task(config).model()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("task", train.APP.tasks)
+PLANNED = [name for name, kind in train.APP.tasks.items() if hasattr(kind, "blank")]
+
+
+@pytest.mark.parametrize("task", PLANNED)
 def test_blank_batches_are_like_batches(task: str, tmp_path: Path, root: Path, text: Path) -> None:
     config = configured(*small(task, root, text), "launch.workers=1", runs=tmp_path)
     made = train.APP.make_task(config)

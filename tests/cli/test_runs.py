@@ -234,7 +234,8 @@ def test_every_method_brings_what_others_learn(workers: Pool, tmp_path: Path, me
     The recipe is the toy's but for the method; these are five rounds. Eager DiLoCo's outer momentum
     of 0.9, made for long trainings, overshoots in so few. Adam's variants need Adam; these 60 steps
     end before they freeze v, and the next test is about what comes then. Under DES-LOC the idle
-    worker halves the step of the other's Adam, so its rate is larger.
+    worker halves the step of the other's Adam, so its rate is larger. SPARTA's 0.5 % of the weights
+    a step would take longer.
     """
     adam = ["optim.name=adamw", "optim.lr=0.01"]
     fields = {
@@ -242,6 +243,7 @@ def test_every_method_brings_what_others_learn(workers: Pool, tmp_path: Path, me
         "desloc": ["optim.name=adamw", "optim.lr=0.03"],
         "mt_dao": ["optim.name=adamw", "optim.lr=0.03"],
         "demo": ["optim.momentum=0", "optim.lr=0.01"],
+        "sparta": ["sparta.share=0.1"],
         "onebit_adam": adam,
         "zero_one_adam": adam,
     }
