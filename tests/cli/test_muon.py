@@ -17,7 +17,7 @@ from tests.methods.driver import overrides
 from tests.workers import Pool
 
 MUON = ("optim.name=muon", "optim.lr=0.02")
-REFUSE = ("desloc", "mt_dao", "demo", "onebit_adam", "zero_one_adam")
+REFUSE = ("acco", "desloc", "mt_dao", "demo", "onebit_adam", "zero_one_adam")
 LOCAL = [name for name in METHODS if name not in REFUSE]
 
 

@@ -21,7 +21,13 @@ from tests.workers import Pool
 TAU = 3
 SHARDED = {**SETTINGS["co2"], "shard": True}
 CASES = [*SETTINGS.items(), ("co2", SHARDED)]
-CHOICES = {"delay": 2, "exchange": "int8", "gap_penalty": 3.0, "clip_mode": "norm"}
+CHOICES = {
+    "delay": 2,
+    "exchange": "int8",
+    "gap_penalty": 3.0,
+    "clip_mode": "norm",
+    "tau_power": 0.0,  # any other would need a schedule
+}
 """Other values of keys that may be null or a word."""
 KEYS = [(name, field.name) for name, method in METHODS.items() for field in fields(method.Config)]
 FREE = [(name, key) for name, key in KEYS if key in METHODS[name].may_change]
