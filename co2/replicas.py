@@ -7,10 +7,13 @@ nothing ends a thread whose training nobody wants any more.
 
 Python's fork server starts the processes (co2/forked.py). A plain fork would not do: a process that
 has used CUDA cannot be forked, and a notebook's has threads that may hold locks meanwhile. What a
-cell defines is sent by cloudpickle, because pickle sends functions and classes by name only.
+cell or a script defines is sent by cloudpickle, because pickle sends functions and classes by name
+only, which does for what a replica can import.
 """
 
+import io
 import os
+import pickle
 import signal
 import sys
 import traceback
@@ -51,9 +54,10 @@ def run(
 
         losses = co2.run(train, replicas=4)
 
-    `train` may be defined in a notebook's cell. It works on copies of what it uses, so give back
-    what you want to keep: numbers, tensors, a `state_dict()`, but no DistributedDataParallel. The
-    default random generators of a replica are seeded with its number.
+    With cloudpickle installed, `train` may be defined in a notebook's cell or in a script. It works
+    on copies of what it uses, so give back what you want to keep: numbers, tensors, a
+    `state_dict()`, but no DistributedDataParallel. The default random generators of a replica are
+    seeded with its number.
 
     Args:
         train: called with the mesh of the replica and `args`.
@@ -61,7 +65,7 @@ def run(
         device: cpu or cuda. None: cuda where there is a GPU. Replicas share GPUs where there are
             fewer; see `gpus.share`.
     Raises:
-        ConfigError: a value is wrong, or cloudpickle is missing.
+        ConfigError: a value is wrong, or cloudpickle is missing and needed.
         Exception: what a replica has raised, with `InReplica` as its cause. All others are killed.
         WorkerLost: a replica was killed.
         KeyboardInterrupt: after Ctrl-C, which kills all.
@@ -70,7 +74,7 @@ def run(
     require(device in (None, "cpu", "cuda"), "device", device, "use cpu, cuda or None")
     found = device != "cuda" or torch.cuda.device_count() > 0
     require(found, "device", device, "there is no GPU here; use cpu or None")
-    job = _cloudpickle().dumps((train, args))
+    job = _packed((train, args))
     store = dist.TCPStore(_LOCAL, 0, is_master=True, wait_for_workers=False)
     context = forked.context()
     started: list[tuple[ForkServerProcess, Connection]] = []
@@ -86,7 +90,7 @@ def run(
         for _, connection in started:
             with suppress(ConnectionError):  # it has ended, which shows below
                 connection.send_bytes(job)
-        return [_cloudpickle().loads(result) for result in _results(started)]
+        return [_pickler().loads(result) for result in _results(started)]
     finally:
         for process, _ in started:
             process.kill()
@@ -95,13 +99,37 @@ def run(
             connection.close()
 
 
-def _cloudpickle() -> Any:
+def _pickler() -> ModuleType:
     try:
         import cloudpickle
     except ImportError:
-        hint = "co2.run sends functions by it; pip install 'co2-suite[notebook]'"
-        raise ConfigError("cloudpickle", "missing", hint) from None
+        return pickle
     return cloudpickle
+
+
+class _ByName(pickle.Pickler):
+    """Refuses what this script or notebook defines, whose name means nothing in a replica."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if getattr(thing, "__module__", None) == "__main__":
+            raise pickle.PicklingError
+        return NotImplemented
+
+
+def _packed(job: object) -> bytes:
+    """What a replica works on. Raises `ConfigError` where only cloudpickle could send it."""
+    if _pickler() is not pickle:
+        return bytes(_pickler().dumps(job))
+    out = io.BytesIO()
+    try:
+        _ByName(out).dump(job)
+    except (AttributeError, pickle.PicklingError):  # a function inside another is either
+        hint = (
+            "co2.run sends by it what a notebook, a script or another function defines; pip "
+            "install cloudpickle, or give a function of a module that can be imported"
+        )
+        raise ConfigError("cloudpickle", "missing", hint) from None
+    return out.getvalue()
 
 
 @contextmanager
@@ -136,7 +164,7 @@ def _results(started: Sequence[tuple[ForkServerProcess, Connection]]) -> list[by
             if well:
                 results[number] = content
             else:
-                error, told = _cloudpickle().loads(content)
+                error, told = _pickler().loads(content)
                 error.__cause__ = InReplica(f"replica {number}:\n{told}")
                 failures.append(error)
     if failures:  # where a replica has gone, others may tell of it too
@@ -161,7 +189,7 @@ def _replica(
         # Whole lines, or those of several replicas would mix.
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // replicas))
-    pickler = _cloudpickle()
+    pickler = _pickler()
     try:
         train, args = pickler.loads(connection.recv_bytes())
         mesh = _join(replica, replicas, port, device)
@@ -194,7 +222,7 @@ def _sendable(error: BaseException) -> tuple[Exception, str]:
     """The error, or one with the same text where it cannot be sent; and its traceback."""
     sent: Exception = RuntimeError(f"{type(error).__name__}: {error}")
     if isinstance(error, Exception):
-        pickler = _cloudpickle()
+        pickler = _pickler()
         with suppress(Exception):  # whatever its own code does when it is copied
             sent = pickler.loads(pickler.dumps(error))
     assert error.__traceback__ is not None, "it was caught"

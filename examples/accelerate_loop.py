@@ -3,6 +3,8 @@ method keeps the replicas in step.
 
     accelerate launch --num_processes 2 --multi_gpu examples/accelerate_loop.py
     torchrun --nproc-per-node 2 examples/accelerate_loop.py
+
+On CPUs use torchrun: `accelerate launch --cpu` starts a single process.
 """
 
 import torch
@@ -22,7 +24,11 @@ model = accelerator.prepare_model(model, evaluation_mode=True)  # without Distri
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 sync = co2.CO2(co2.CO2.Config(tau=4))
-model = sync.prepare(model, optimizer, co2.Mesh.world(device=accelerator.device))
+mesh = co2.Mesh.world(device=accelerator.device)
+model = sync.prepare(model, optimizer, mesh)
+accelerator.print(f"replicas: {mesh.num_replicas}")
+if mesh.num_replicas == 1:
+    print("warning: there is nothing to synchronize; start several replicas with torchrun")
 
 for _epoch in range(4):
     for (x,) in data:

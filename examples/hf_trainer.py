@@ -50,6 +50,10 @@ trainer = SyncTrainer(
     eval_dataset=data[:8],
     sync=co2.CO2(co2.CO2.Config(tau=12)),
 )
+if trainer.is_world_process_zero():
+    print(f"replicas: {trainer.args.world_size}")
+if trainer.args.world_size == 1:
+    print("warning: there is nothing to synchronize; start several replicas with torchrun")
 trainer.train()
 loss = trainer.evaluate()["eval_loss"]  # of the consensus, on every replica
 trainer.save_model()

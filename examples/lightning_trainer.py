@@ -45,6 +45,10 @@ if __name__ == "__main__":
         enable_progress_bar=False,
         default_root_dir="results/runs/examples/lightning_trainer",
     )
+    if trainer.is_global_zero:
+        print(f"replicas: {trainer.world_size}")
+    if trainer.world_size == 1:
+        print("warning: there is nothing to synchronize; give Trainer more devices")
     trainer.fit(Sums(), DataLoader(train, 64, shuffle=True), DataLoader(validation, 64))
     if trainer.is_global_zero:
         print(f"last loss {trainer.callback_metrics['loss']:.3f}")

@@ -21,6 +21,10 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 sync = co2.CO2(co2.CO2.Config(tau=4))  # 1
 mesh = co2.Mesh.world()
 model = sync.prepare(model, optimizer, mesh)  # 2
+if mesh.replica == 0:
+    print(f"replicas: {mesh.num_replicas}")
+if mesh.num_replicas == 1:
+    print("warning: there is nothing to synchronize; start several replicas with torchrun")
 
 torch.manual_seed(1 + mesh.replica)  # every replica sees data of its own
 for _step in range(200):

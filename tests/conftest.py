@@ -143,7 +143,6 @@ LONG = (
     "tests/recipes/test_tune.py::test_averaged_moments_are_tuned_apart",
     "tests/recipes/test_tune.py::test_every_method_has_a_space_and_every_value_is_legal",
     "tests/recipes/test_tune.py::test_every_method_has_the_same_budget",
-    "tests/tasks/test_add_a_task.py::test_the_page_trains",
     "tests/tasks/test_ade20k.py::test_dropout_takes_whole_channels_before_the_classes_in_training_alone",
     "tests/tasks/test_ade20k.py::test_it_learns_a_batch_by_heart",
     "tests/tasks/test_ade20k.py::test_weights_of_the_backbone",

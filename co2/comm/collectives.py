@@ -16,7 +16,7 @@ from co2.comm.reproducible import checksum
 from co2.comm.transfer import views
 from co2.comm.waiting import as_one, everyone, in_use, until_cut
 from co2.config import CommConfig
-from co2.errors import ReplicasDiffer, require
+from co2.errors import ConfigError, ReplicasDiffer, require
 
 T = TypeVar("T")
 
@@ -82,11 +82,11 @@ def data_parallel(
     model: nn.Module, comm: CommConfig, group: dist.ProcessGroup | None = None
 ) -> DistributedDataParallel:
     """Wrap a model so that PyTorch averages its gradients, over all workers or those of a group.
-    Every worker keeps its own buffers."""
+    Every worker keeps its own buffers. Each forward pass begins with `check_reduced`."""
     with warnings.catch_warnings():
         # torch renames broadcast_buffers; the old name is the one that 2.11 knows too.
         warnings.simplefilter("ignore", FutureWarning)
-        return DistributedDataParallel(
+        ddp = DistributedDataParallel(
             model,
             process_group=group,
             broadcast_buffers=False,
@@ -94,6 +94,28 @@ def data_parallel(
             find_unused_parameters=comm.find_unused_parameters,
             gradient_as_bucket_view=True,
         )
+    ddp.register_forward_pre_hook(check_reduced)
+    return ddp
+
+
+def check_reduced(ddp: nn.Module, _: object = None) -> None:
+    """Raise `ConfigError` where a backward pass has left gradients that DDP did not average,
+    because the loss did not depend on all parameters."""
+    assert isinstance(ddp, DistributedDataParallel)
+    try:
+        ddp._check_reducer_finalized()
+    except RuntimeError:
+        if ddp.find_unused_parameters:  # another cause
+            raise
+        averaged = ((n, p) for n, p in ddp.module.named_parameters() if p.requires_grad)
+        unused = (n for n, p in averaged if p.grad is None and n not in ddp.parameters_to_ignore)
+        name = next(unused, "some parameters")
+        hint = (
+            f"the loss did not depend on {name}, so DDP has not averaged all gradients; use "
+            "comm.find_unused_parameters=true, or in a loop of your own "
+            "CommConfig(find_unused_parameters=True)"
+        )
+        raise ConfigError("comm.find_unused_parameters", False, hint) from None
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from co2.comm.clocks import CommTotals
-from co2.comm.collectives import data_parallel, local
+from co2.comm.collectives import check_reduced, data_parallel, local
 from co2.comm.gradient_mean import GradientMean
 from co2.config import Blocking, CommDevice, Precision
 from co2.errors import require
@@ -62,6 +62,8 @@ class AllReduce(Method):
         return self.ddp
 
     def update(self) -> None:
+        if self.ddp is not None:
+            check_reduced(self.ddp)
         self.inner_step()
 
     def own_state(self) -> dict[str, Any]:

@@ -45,11 +45,6 @@ _NESTEROV = (
 )
 
 KNOBS: Mapping[str, tuple[Knob, ...]] = {
-    "allreduce": (),
-    "local_sgd": (),
-    "cocod_sgd": (),
-    "acco": (),
-    "sparta": (),
     "slowmo": (
         # SlowMo (1910.00643): α = 1, and β tuned for each task.
         Knob("outer_lr", (0.7, 1.0)),
@@ -120,7 +115,7 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
         Knob("freeze_step", (0.05, 0.1, 0.15, 0.2, 0.3), Unit.steps),
     ),
 }
-"""By method. One without knobs has all its trials for the learning rate."""
+"""By method. One that is not here has all its trials for the learning rate."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +136,7 @@ class Space:
         own = vars(config.method_config)
         knobs: list[Knob] = []
         defaults: dict[str, Value] = {}
-        for knob in KNOBS[config.method]:
+        for knob in KNOBS.get(config.method, ()):
             default = own[knob.key]
             if knob.unit is not Unit.plain:
                 default /= config.train.steps if knob.unit is Unit.steps else own["tau"]

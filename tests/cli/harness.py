@@ -51,10 +51,6 @@ ANNOUNCED = "importing PyTorch takes some seconds\n"
 """What an interpreter of one's own says on stderr."""
 
 SMALL: dict[str, tuple[str, ...]] = {
-    "toy": (),
-    "resnet50": (),
-    "vit": (),
-    "ade20k": (),
     "shapenet": ("shapenet.eval_samples=32", "shapenet.svm_samples=64"),
     "gpt2": ("gpt2.eval_samples=8", "gpt2.context=32"),
     "graph": ("graph.eval_samples=64", "graph.store=diskgnn", "graph.plan=4"),
@@ -93,10 +89,16 @@ class Run:
         return folder
 
 
+def tasks_at(scale: str) -> list[str]:
+    """The tasks that have a recipe at this scale."""
+    recipes = ROOT / "conf" / "task" / "scale"
+    return [task for task in train.APP.tasks if (recipes / f"{task}_{scale}.yaml").exists()]
+
+
 def small(task: str, root: Path, text: Path) -> tuple[str, ...]:
     """Overrides that make a few steps of the task quick."""
     own = (f"data.path={text}",) if task in ON_TEXT else ()
-    return (f"task={task}", f"data.root={root}", *own, *SMALL[task])
+    return (f"task={task}", f"data.root={root}", *own, *SMALL.get(task, ()))
 
 
 def command(*arguments: str, runs: Path, script: Path = ROOT / "train.py") -> list[str]:

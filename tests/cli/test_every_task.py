@@ -29,27 +29,19 @@ from tests.cli.harness import (
     metrics,
     pooled,
     small,
+    tasks_at,
 )
 from tests.grids import grid
 from tests.tasks import random_graph
 from tests.workers import Pool
 
-SCALES = ("smoke", "gpu", "paper")
-
-
-def scales_of(task: str) -> list[str]:
-    folder = ROOT / "conf" / "task" / "scale"
-    return [scale for scale in SCALES if (folder / f"{task}_{scale}.yaml").exists()]
-
-
-PLACES = [(task, scale) for task in TASKS for scale in scales_of(task)]
+PLACES = [(task, scale) for scale in ("smoke", "gpu", "paper") for task in tasks_at(scale)]
 PLACES.append(("roberta", "liu"))
 
 
-def test_no_task_is_forgotten() -> None:
-    assert SMALL.keys() == TASKS.keys()
-    for task in TASKS.keys() - {"toy"}:
-        assert scales_of(task) == list(SCALES), task
+def test_every_task_has_the_default_scale() -> None:
+    assert tasks_at("smoke") == list(TASKS)
+    assert SMALL.keys() <= TASKS.keys()
 
 
 @pytest.mark.parametrize(("place", "method"), list(zip(PLACES, itertools.cycle(METHODS))))

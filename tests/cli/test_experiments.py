@@ -17,7 +17,7 @@ from co2.errors import ConfigError
 from co2.record.folder import run_folder
 from co2.train.randomness import deterministic
 from tasks import TASKS
-from tests.cli.harness import ROOT, SMALL, configured, metrics, pooled
+from tests.cli.harness import ROOT, SMALL, configured, metrics, pooled, tasks_at
 from tests.docs.commands import NotInstalled, check
 from tests.workers import Pool
 
@@ -80,7 +80,7 @@ def test_it_trains(workers: Pool, tmp_path: Path, root: Path, text: Path, name: 
     """Three steps, at a τ of 1, for which nothing is tuned."""
     chosen = configured(f"experiment={name}", "task=" + name.partition("_")[0], runs=tmp_path)
     short = (f"{chosen.method}.tau=1", "tuned=false", "train.steps=3", "log.every=1")
-    own = (f"task={chosen.task}", f"data.root={root}", *SMALL[chosen.task])
+    own = (f"task={chosen.task}", f"data.root={root}", *SMALL.get(chosen.task, ()))
     on_text = () if chosen.task == "resnet50" else (f"data.path={text}",)
     words = (f"experiment={name}", *own, *on_text, *short)
     run = pooled(workers, 2, *words, runs=tmp_path / "runs")
@@ -186,8 +186,10 @@ def test_its_folder_is_no_table_s() -> None:
     assert run_folder(config).parts[-5:] == ("debug", "toy", "co2", "default", "seed0")
 
 
-@pytest.mark.parametrize("scale", ["smoke", "gpu", "paper"])
-@pytest.mark.parametrize("task", [name for name in TASKS if name != "toy"])
+@pytest.mark.parametrize(
+    ("task", "scale"),
+    [(task, scale) for scale in ("smoke", "gpu", "paper") for task in tasks_at(scale)],
+)
 def test_every_recipe_can_be_debugged(task: str, scale: str, tmp_path: Path) -> None:
     words = (f"task={task}", f"scale={scale}", "debug=default", "train.precision=fp32")
     config: Config = configured(*words, runs=tmp_path)

@@ -44,6 +44,11 @@ try:
     co2.CO2.Config(tau=0)
 except co2.ConfigError as error:
     print(error)
+assert len(co2.run(repr, replicas=2)) == 2
+try:
+    co2.run(lambda mesh: 0)
+except co2.ConfigError as error:
+    print(error)
 print([name for name in sys.argv[1:] if find_spec(name)])
 print(co2.__file__)
 """
@@ -76,8 +81,9 @@ def test_nothing_is_left_out(wheel: Path) -> None:
 def test_the_library_needs_torch_and_numpy_only(library: Path, tmp_path: Path) -> None:
     run = ended(library, "-c", LOOP, *FOREIGN, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
-    refused, foreign, path = run.stdout.splitlines()
+    refused, unsent, foreign, path = run.stdout.splitlines()
     assert refused == "tau=0: must be a whole number, 1 or more, or auto"
+    assert unsent.startswith("cloudpickle=missing: ")
     assert foreign == "[]" and Path(path).is_relative_to(library.parents[1])
 
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from co2.config import Strategy
 from co2.errors import PREEMPTED, ConfigError
 from co2.task import Task
+from tasks import TASKS
 from tasks.moe.moe import MoE, compiles_fp32
 from tasks.text.gpt2 import GPT2
 from tasks.text.transnormer import TransNormer
 from tests.cli.harness import (
-    SMALL,
     Run,
     assert_same_run,
     cli,
@@ -250,7 +250,7 @@ def test_experts_shared_by_two_workers(
         torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("task", SMALL)
+@pytest.mark.parametrize("task", TASKS)
 def test_every_task_in_parts(
     workers: Pool, tmp_path: Path, root: Path, text: Path, task: str
 ) -> None:

@@ -12,19 +12,19 @@ from co2.errors import PREEMPTED
 from co2.methods import METHODS
 from tasks.shared.optimizer import make_optimizer
 from tests.cli.harness import assert_same_run, assert_same_weights, metrics, pooled, stopped_after
-from tests.cli.test_resume import METHODS as CHOICES
 from tests.grids import OF_A_KIND, grid
+from tests.methods.driver import overrides
 from tests.workers import Pool
 
 MUON = ("optim.name=muon", "optim.lr=0.02")
-REFUSE = ("desloc", "mt_dao", "demo", "onebit_adam", "zero_one_adam")
-LOCAL = [name for name in CHOICES if name not in REFUSE]
+REFUSE = ("acco", "desloc", "mt_dao", "demo", "onebit_adam", "zero_one_adam")
+LOCAL = [name for name in METHODS if name not in REFUSE]
 
 
 @pytest.mark.parametrize("method", grid(LOCAL, OF_A_KIND.__contains__))
 def test_learns(workers: Pool, tmp_path: Path, method: str) -> None:
     """Under every method that has an inner optimizer."""
-    words = (f"method={method}", *CHOICES[method], *MUON)
+    words = (f"method={method}", *overrides(method), *MUON)
     run = pooled(workers, 2, *words, runs=tmp_path)
     assert run.status == 0, run.err
     *_, last = metrics(run.folder, "eval")
@@ -35,7 +35,7 @@ def test_learns(workers: Pool, tmp_path: Path, method: str) -> None:
 @pytest.mark.slow  # tests/tasks/test_muon.py has its state
 @pytest.mark.parametrize("method", ["diloco", "co2"])
 def test_goes_on_exactly(workers: Pool, tmp_path: Path, method: str) -> None:
-    words = (f"method={method}", *CHOICES[method], *MUON, "train.steps=24", "train.eval_every=5")
+    words = (f"method={method}", *overrides(method), *MUON, "train.steps=24", "train.eval_every=5")
     words = (*words, "log.every=1", "checkpoint.every=0")
     whole = pooled(workers, 2, *words, runs=tmp_path / "whole")
     told = {"setup": stopped_after, "setup_arguments": (11,)}

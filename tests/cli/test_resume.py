@@ -24,6 +24,7 @@ from torch import Tensor
 import train
 from co2.config import Config
 from co2.errors import DIVERGED, PREEMPTED, ConfigError
+from co2.methods import METHODS
 from co2.record.folder import check_folder, read_summary
 from co2.record.provenance import of_all_starts
 from co2.train import launch
@@ -51,6 +52,7 @@ from tests.cli.harness import (
 )
 from tests.cli.test_checkpoint import DAMAGES, FULL, damage, full_disk, part
 from tests.grids import grid
+from tests.methods.driver import overrides
 from tests.workers import Pool, WorkerError
 
 KILLS = 10
@@ -484,61 +486,18 @@ def test_what_may_change_between_segments(
     assert [line["step"] for line in metrics(run.folder, "eval")] == [10, 20, 30, 40, 50, 60]
 
 
-METHODS = {
-    "allreduce": (),
-    "local_sgd": ("local_sgd.tau=3",),
-    "slowmo": ("slowmo.tau=3",),
-    "diloco": ("diloco.tau=3",),
-    "overlap_local_sgd": ("overlap_local_sgd.tau=3",),
-    "cocod_sgd": ("cocod_sgd.tau=3",),
-    "streaming_diloco": ("streaming_diloco.tau=3", "streaming_diloco.delay=2"),
-    "eager_diloco": ("eager_diloco.tau=3",),
-    "sparseloco": ("sparseloco.tau=3",),
-    "noloco": ("noloco.tau=3",),
-    "co2": (
-        "co2.tau=3",
-        "co2.gap_penalty=gap_aware_elementwise",
-        "co2.clip=0.1",
-    ),
-    "co2_keep": ("co2_keep.tau=3", "co2_keep.delay=2"),
-    "acco": (),
-    "sparta": ("sparta.share=0.4", "sparta.delay=2"),
-    "desloc": (
-        "optim.name=adamw",
-        "optim.lr=0.01",
-        "desloc.tau=3",
-        "desloc.first_moment_every=4",
-        "desloc.second_moment_every=5",
-    ),
-    "mt_dao": (
-        "optim.name=adamw",
-        "optim.lr=0.01",
-        "mt_dao.tau=3",
-        "mt_dao.first_moment_every=6",
-        "mt_dao.second_moment_every=5",
-        "mt_dao.late_momentum=true",
-    ),
-    "demo": ("optim.name=sgd", "optim.momentum=0", "optim.lr=0.01"),
-    "onebit_adam": ("optim.name=adamw", "optim.lr=0.01", "onebit_adam.freeze_step=5"),
-    "zero_one_adam": (
-        "optim.name=adamw",
-        "optim.lr=0.01",
-        "zero_one_adam.freeze_step=4",
-        "zero_one_adam.double_every=2",
-        "zero_one_adam.max_interval=4",
-    ),
-}
-
-
-CHOICES = [(f"method={method}", *fields) for method, fields in METHODS.items()]
-CHOICES += [("method=co2", "co2.tau=3", "co2.shard=true")]
+CHOICES = [(f"method={method}", *overrides(method)) for method in METHODS]
+ELEMENTWISE = ("co2.gap_penalty=gap_aware_elementwise", "co2.clip=0.1")
+CHOICES += [("method=co2", "co2.tau=3", *own) for own in (ELEMENTWISE, ("co2.shard=true",))]
 CHOICES += [("method=co2_keep", "co2_keep.tau=3", "co2_keep.average_moments=true")]
+LATE_MOMENTUM = ("mt_dao.first_moment_every=6", "mt_dao.late_momentum=true")
+CHOICES += [("method=mt_dao", "mt_dao.tau=3", *LATE_MOMENTUM)]
 QUANTIZED = ("streaming_diloco.delay=2", "streaming_diloco.exchange=int4")
 CHOICES += [("method=streaming_diloco", "streaming_diloco.tau=3", *QUANTIZED)]
 
 
 @pytest.mark.parametrize(
-    "choice", grid(CHOICES, lambda choice: "gap_aware" in " ".join(choice), one=True), ids=" ".join
+    "choice", grid(CHOICES, lambda choice: ELEMENTWISE[0] in choice, one=True), ids=" ".join
 )
 def test_every_method_goes_on_exactly(
     workers: Pool, tmp_path: Path, choice: tuple[str, ...]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import train
 from co2.config import OptimConfig, Schedule, Validation
 from co2.errors import DIVERGED
+from co2.methods import METHODS
 from co2.methods.allreduce import AllReduce
 from co2.methods.base import MethodStats
 from co2.train import launch, state_file
@@ -51,8 +52,8 @@ from tests.cli.harness import (
     weights,
 )
 from tests.cli.test_checkpoint import part
-from tests.cli.test_resume import METHODS
 from tests.grids import OF_A_KIND, grid
+from tests.methods.driver import overrides
 from tests.server import environment, fork_program
 from tests.tasks.build import toy
 from tests.workers import Pool
@@ -233,7 +234,8 @@ def test_every_method_brings_what_others_learn(workers: Pool, tmp_path: Path, me
     The recipe is the toy's but for the method; these are five rounds. Eager DiLoCo's outer momentum
     of 0.9, made for long trainings, overshoots in so few. Adam's variants need Adam; these 60 steps
     end before they freeze v, and the next test is about what comes then. Under DES-LOC the idle
-    worker halves the step of the other's Adam, so its rate is larger.
+    worker halves the step of the other's Adam, so its rate is larger. SPARTA's 0.5 % of the weights
+    a step would take longer.
     """
     adam = ["optim.name=adamw", "optim.lr=0.01"]
     fields = {
@@ -241,6 +243,7 @@ def test_every_method_brings_what_others_learn(workers: Pool, tmp_path: Path, me
         "desloc": ["optim.name=adamw", "optim.lr=0.03"],
         "mt_dao": ["optim.name=adamw", "optim.lr=0.03"],
         "demo": ["optim.momentum=0", "optim.lr=0.01"],
+        "sparta": ["sparta.share=0.1"],
         "onebit_adam": adam,
         "zero_one_adam": adam,
     }
@@ -457,7 +460,7 @@ class TestAccumulation:
                 workers,
                 2,
                 f"method={method}",
-                *(word for word in METHODS[method] if "tau" in word),
+                *(word for word in overrides(method) if "tau" in word),
                 "train.steps=12",
                 "train.batch_size=4",
                 f"train.accumulate={accumulate}",
@@ -536,7 +539,7 @@ def test_evaluation_changes_nothing(workers: Pool, tmp_path: Path, method: str) 
             workers,
             2,
             f"method={method}",
-            *METHODS[method],
+            *overrides(method),
             "train.steps=20",
             "log.every=1",
             f"train.eval_every={every}",

@@ -44,7 +44,7 @@ NOT_RUN = {
     "wandb": "sends to W&B, with an account",
 }
 """Programs whose arguments are not checked, with the reason."""
-ELSEWHERE = {"method=easgd": "tests/methods/test_add_a_method.py"}
+ELSEWHERE = {"method=easgd": "tests/docs/test_add_pages.py"}
 """What a page makes, and the test that makes it and checks the commands with it."""
 ASKS = ("--help", "--cfg", "--info")
 """Options of train.py which Hydra answers itself, whatever else is given."""

@@ -22,7 +22,9 @@ def test_it_learns_alone(tmp_path: Path):
         )
         assert process.wait(300) == 0
         file.seek(0)
-        assert last_loss(file.read()) < 1.0  # 8 at the start
+        text = file.read()
+        assert "replicas: 1\nwarning: there is nothing to synchronize; " in text
+        assert last_loss(text) < 1.0  # 8 at the start
 
 
 @pytest.mark.slow  # new interpreters
@@ -30,4 +32,5 @@ def test_it_learns_with_two_workers():
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     words = [*launcher, "--nproc-per-node", "2", str(EXAMPLE)]
     run = subprocess.run(words, capture_output=True, text=True, env=environment(), check=True)
+    assert "replicas: 2\n" in run.stdout and "warning" not in run.stdout
     assert last_loss(run.stdout) < 1.0

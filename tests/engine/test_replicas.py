@@ -229,10 +229,27 @@ def test_refused(values: dict[str, Any], says: str) -> None:
     assert str(refused.value).startswith(says)
 
 
-def test_without_cloudpickle(monkeypatch: pytest.MonkeyPatch) -> None:
+class Local:
+    """As if a script had defined it."""
+
+
+Local.__module__ = "__main__"
+
+
+def reached(mesh: co2.Mesh, given: object) -> tuple[int, object]:
+    return mesh.num_replicas, given
+
+
+def test_what_can_be_imported_needs_no_cloudpickle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(ConfigError, match=r"^cloudpickle=missing: .*\[notebook\]'$"):
-        co2.run(print)
+    assert co2.run(reached, "given", replicas=2) == [(2, "given")] * 2
+
+
+@pytest.mark.parametrize("given", [lambda mesh: None, Local, Local()], ids=["function", "", ""])
+def test_what_cannot_does(monkeypatch: pytest.MonkeyPatch, given: object) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(ConfigError, match=r"^cloudpickle=missing: .* pip install cloudpickle, or"):
+        co2.run(reached, given)
 
 
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,9 @@ from co2.errors import PREEMPTED
 from co2.gpus import ON_ONE_MACHINE
 from co2.record import timeline
 from co2.train.replica import CUT
+from tasks import TASKS
 from tests.cli.harness import (
     LIMIT_S,
-    SMALL,
     STORY,
     assert_same_run,
     command,
@@ -43,7 +43,7 @@ from tests.workers import Pool
 DEVICES = ["cpu", CUDA]
 SLOWLY = [pytest.param("cpu", marks=pytest.mark.slow), CUDA]
 FEW = ("train.steps=4", "train.eval_every=4", "log.every=1", "checkpoint.every=0")
-COMPILED = [task for task in SMALL if task not in ("toy", "graph")]
+COMPILED = [task for task in TASKS if task not in ("toy", "graph")]
 """Languages, vision and point clouds."""
 
 

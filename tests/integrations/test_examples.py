@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,17 +61,36 @@ def test_they_run(place: tuple[str, Path], tmp_path: Path) -> None:
         assert lines, name
         together = name == "two_machines.sh"
         for group in [lines] if together else [[line] for line in lines]:
-            (loss,) = losses(group, tmp_path, env)
+            text = said(group, tmp_path, env)
+            alone = lines[0] in group and name == "own_loop.py"
+            assert re.findall(r"replicas: (\d+)", text) == ["1" if alone else "2"]
+            (loss,) = map(float, re.findall(r"last loss ([\d.]+)", text))
             assert loss < (4.0 if name == "hf_trainer.py" else 1.0)  # 5.5 and 8 at the start
 
 
-def losses(lines: list[str], cwd: Path, env: dict[str, str]) -> list[float]:
-    """What commands, which run at the same time, say of their last losses."""
+ALONE = {
+    "own_loop.py": (),
+    "hf_trainer.py": (),
+    "accelerate_loop.py": ("-m", "accelerate.commands.launch", "--num_processes", "2", "--cpu"),
+}
+"""How an example comes to have one replica, perhaps against what somebody wanted."""
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_replica_is_told(name: str, tmp_path: Path) -> None:
+    words = [sys.executable, *ALONE[name], str(ROOT / "examples" / name)]
+    run = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "replicas: 1\nwarning: there is nothing to synchronize; " in run.stdout
+
+
+def said(lines: list[str], cwd: Path, env: dict[str, str]) -> str:
+    """The output of commands, which run at the same time."""
     with held_port() as port:
-        return _losses(lines, cwd, env, port)
+        return _said(lines, cwd, env, port)
 
 
-def _losses(lines: list[str], cwd: Path, env: dict[str, str], port: str) -> list[float]:
+def _said(lines: list[str], cwd: Path, env: dict[str, str], port: str) -> str:
     running = []
     for number, line in enumerate(lines):
         words = line.replace("10.0.0.1", "127.0.0.1").split()
@@ -79,6 +99,6 @@ def _losses(lines: list[str], cwd: Path, env: dict[str, str], port: str) -> list
             own = {**env, "PET_MASTER_PORT": port}
             running.append(subprocess.Popen(words, cwd=cwd, env=own, stdout=log, stderr=log))
     statuses = [process.wait(LIMIT_S) for process in running]
-    said = "\n".join((cwd / f"log{number}").read_text() for number in range(len(lines)))
-    assert statuses == [0] * len(lines), said
-    return [float(found) for found in re.findall(r"last loss ([\d.]+)", said)]
+    text = "\n".join((cwd / f"log{number}").read_text() for number in range(len(lines)))
+    assert statuses == [0] * len(lines), text
+    return text

@@ -103,6 +103,13 @@ def inner(name: str, optimizer: str = "sgd") -> str:
     return "adamw" if name in (*ADAM, *NEEDS_ADAM) else optimizer
 
 
+def overrides(name: str) -> tuple[str, ...]:
+    """`SETTINGS` of a method, and the inner optimizer that it needs, on the command line."""
+    adam = ("optim.name=adamw",) if inner(name) == "adamw" else ()
+    optimizer = () if inner(name) == "sgd" else (*METHODS[name].needs, *adam, "optim.lr=0.01")
+    return (*optimizer, *(f"{name}.{key}={value}" for key, value in SETTINGS[name].items()))
+
+
 Snapshot = dict[str, Tensor]
 
 

@@ -55,28 +55,23 @@ class Launches(TorchDispatchMode):
 ONCE = {"tau": 1, "fragments": 1, "delay": 0}
 MOMENTS = {"tau": 1, "average_moments": True}
 EVERY_STEP = {"tau": 1, "first_moment_every": 1, "second_moment_every": 1}
+NOT_COUNTED = ("allreduce", "demo", "sparta")
+"""DDP is PyTorch's; the two others have a few launches for each tensor at every step."""
 ROUNDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "local_sgd": ("local_sgd", {"tau": 1}),
-    "slowmo": ("slowmo", {"tau": 1}),
-    "diloco": ("diloco", {"tau": 1}),
+    name: (name, {"tau": 1} if hasattr(method.Config, "tau") else {})
+    for name, method in co2.METHODS.items()
+    if name not in NOT_COUNTED
+}
+ROUNDS |= {
     "diloco, moments": ("diloco", MOMENTS),
-    "overlap_local_sgd": ("overlap_local_sgd", {"tau": 1}),
-    "cocod_sgd": ("cocod_sgd", {"tau": 1}),
     "streaming_diloco": ("streaming_diloco", ONCE),
     "streaming_diloco, 2 fragments": ("streaming_diloco", {"tau": 2, "delay": 1}),
     "streaming_diloco, int8": ("streaming_diloco", {**ONCE, "exchange": "int8"}),
     "streaming_diloco, int4": ("streaming_diloco", {**ONCE, "exchange": "int4"}),
-    "eager_diloco": ("eager_diloco", {"tau": 1}),
-    "sparseloco": ("sparseloco", {"tau": 1}),
-    "noloco": ("noloco", {"tau": 1}),
-    "co2": ("co2", {"tau": 1}),
     "co2, clip": ("co2", {"tau": 1, "clip": 1.0}),
     "co2, elementwise": ("co2", {"tau": 1, "gap_penalty": "gap_aware_elementwise"}),
     "co2, moments": ("co2", MOMENTS),
-    "co2_released": ("co2_released", {"tau": 1}),
-    "co2_keep": ("co2_keep", {"tau": 1}),
     "co2_keep, moments": ("co2_keep", MOMENTS),
-    "acco": ("acco", {}),
     "desloc": ("desloc", EVERY_STEP),
     "mt_dao": ("mt_dao", {**EVERY_STEP, "slow_weight": 1.0}),
     "mt_dao, late": ("mt_dao", {**EVERY_STEP, "slow_weight": 1.0, "late_momentum": True}),
@@ -86,8 +81,6 @@ ROUNDS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero_one_adam, a refresh": ("zero_one_adam", {"freeze_step": 9}),
 }
 """Without mt_dao's share of the gradient in a step, which has a few launches for each tensor."""
-NOT_COUNTED = ("allreduce", "demo", "sparta")
-"""DDP is PyTorch's; the two others have a few launches for each tensor at every step."""
 
 
 def steps_of_a_round(name: str) -> int:

@@ -14,6 +14,8 @@ from co2.config import CommConfig, MeshConfig, Strategy
 from co2.methods import METHODS
 from co2.train.replica import Replica, accumulating, checkpoint_activations, whole_weights
 from tasks.moe.experts import Experts
+from tests.methods import driver
+from tests.methods.driver import ROUNDS_OF
 
 DENSE = tuple(strategy for strategy in Strategy if strategy is not Strategy.ep)
 """Strategies of models without experts."""
@@ -59,6 +61,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "demo": ("demo", {"top_k": 4, "block": 4}),
     "co2_keep with moments": ("co2_keep", {"tau": TAU, "delay": 1, "average_moments": True}),
 }
+SETTINGS |= {name: (name, driver.SETTINGS[name]) for name in ROUNDS_OF if name not in SETTINGS}
 NEED_ADAM = ("desloc", "mt_dao", "co2_keep with moments")
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {

@@ -9,11 +9,11 @@ from recipes.rehearse import __main__ as rehearsal
 from recipes.rehearse import golden
 from recipes.rehearse.__main__ import METHODS, REHEARSALS, Implausible, command, main
 from recipes.runs.cells import composed_config
-from tasks import TASKS
+from tests.cli.harness import tasks_at
 
 
 def test_no_recipe_is_forgotten() -> None:
-    assert REHEARSALS.keys() == TASKS.keys() - {"toy"}
+    assert REHEARSALS.keys() == {*tasks_at("paper")}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -154,8 +154,8 @@ def test_proposals_are_new_and_repeat(conf: Path) -> None:
 
 
 def test_every_method_has_a_space_and_every_value_is_legal(conf: Path) -> None:
-    assert KNOBS.keys() == METHODS.keys()
-    for method, knobs in KNOBS.items():
+    assert KNOBS.keys() <= METHODS.keys()
+    for method in METHODS:
         words = ("task=gpt2", "scale=smoke", f"method={method}", *METHODS[method].needs)
         base = composed_config(words)
         space = Space.of(base)
@@ -164,7 +164,7 @@ def test_every_method_has_a_space_and_every_value_is_legal(conf: Path) -> None:
         for name, value in own.items():
             node = base.optim if name == "optim.lr" else base.method_config
             assert value == getattr(node, name.partition(".")[2]), f"{name} is conf's own"
-        for knob, given in zip(space.knobs, knobs, strict=True):
+        for knob, given in zip(space.knobs, KNOBS.get(method, ()), strict=True):
             assert set(given.values) <= set(knob.values) and space.defaults[knob.key] in knob.values
             for value in knob.values:
                 words = space.words(0, {**space.defaults, knob.key: value}, 180, tau)
