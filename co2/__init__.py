@@ -1,6 +1,6 @@
 """CO2 and its rivals: ways of synchronizing data-parallel replicas, behind one interface.
 
-sync = co2.CO2(co2.CO2.Config(tau=12))
+sync = co2.CO2(tau=12)
 model = sync.prepare(model, optimizer, co2.Mesh.world())
 ...  loss.backward(); sync.step(); optimizer.zero_grad()
 

@@ -48,7 +48,7 @@ def run(
     the order of the replicas.
 
         def train(mesh):
-            sync = co2.CO2(co2.CO2.Config(tau=12))
+            sync = co2.CO2(tau=12)
             model = sync.prepare(model, optimizer, mesh)
             ...
 

@@ -23,7 +23,7 @@ data = accelerator.prepare(data)  # each process gets samples of its own
 model = accelerator.prepare_model(model, evaluation_mode=True)  # without DistributedDataParallel
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-sync = co2.CO2(co2.CO2.Config(tau=4))
+sync = co2.CO2(tau=4)
 mesh = co2.Mesh.world(device=accelerator.device)
 model = sync.prepare(model, optimizer, mesh)
 accelerator.print(f"replicas: {mesh.num_replicas}")

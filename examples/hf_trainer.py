@@ -48,7 +48,7 @@ trainer = SyncTrainer(
     ),
     train_dataset=data[8:],
     eval_dataset=data[:8],
-    sync=co2.CO2(co2.CO2.Config(tau=12)),
+    sync=co2.CO2(tau=12),
 )
 if trainer.is_world_process_zero():
     print(f"replicas: {trainer.args.world_size}")

@@ -37,7 +37,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     train, validation = (TensorDataset(torch.randn(size, 8)) for size in (6400, 512))
     trainer = Trainer(
-        strategy=SyncStrategy(co2.CO2(co2.CO2.Config(tau=4))),
+        strategy=SyncStrategy(co2.CO2(tau=4)),
         accelerator="cpu",
         devices=2,
         max_epochs=4,

@@ -20,6 +20,6 @@ config.dataloader.dataset_path = f"{sys.argv[1]}/tests/assets/c4_test"
 config.training.steps = 120
 config.parallelism.data_parallel_replicate_degree = 2
 config.checkpoint.enable = True
-trainer = SyncTrainer(config, sync=co2.CO2(co2.CO2.Config(tau=12)))
+trainer = SyncTrainer(config, sync=co2.CO2(tau=12))
 trainer.train()
 trainer.close()

@@ -1,6 +1,6 @@
 """SyncStrategy: Lightning's Trainer, whose replicas a method of this library keeps in step.
 
-    strategy = SyncStrategy(co2.CO2(co2.CO2.Config(tau=12)))
+    strategy = SyncStrategy(co2.CO2(tau=12))
     Trainer(strategy=strategy, devices=2, accelerator="cpu").fit(module, data)
 
 Every process is a replica. It trains without DistributedDataParallel, and the method's step takes

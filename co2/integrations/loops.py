@@ -43,7 +43,7 @@ class Stepping:
 def check_method(sync: object) -> None:
     """Raise `ConfigError` unless it is a method that has prepared nothing yet."""
     kind = type(sync).__name__
-    hint = "must be a method, such as co2.CO2(co2.CO2.Config(tau=12))"
+    hint = "must be a method, such as co2.CO2(tau=12)"
     require(isinstance(sync, Method), "sync", kind, hint)
     require(not hasattr(sync, "mesh"), "sync", kind, "has prepared a model; give a new one")
 

@@ -2,7 +2,7 @@
 
     config = llama3_debugmodel()
     config.parallelism.data_parallel_replicate_degree = 2
-    trainer = SyncTrainer(config, sync=co2.CO2(co2.CO2.Config(tau=12)))
+    trainer = SyncTrainer(config, sync=co2.CO2(tau=12))
     trainer.train()
     trainer.close()
 

@@ -1,6 +1,6 @@
 """SyncTrainer: transformers' Trainer, whose replicas a method of this library keeps in step.
 
-    trainer = SyncTrainer(model, args, train_dataset=data, sync=co2.CO2(co2.CO2.Config(tau=12)))
+    trainer = SyncTrainer(model, args, train_dataset=data, sync=co2.CO2(tau=12))
     trainer.train()
 
 Started by torchrun, every process is a replica. It trains without DistributedDataParallel, and the
