@@ -61,7 +61,7 @@ class App:
     """What can be trained, by the names of `task=`."""
 
     def __post_init__(self) -> None:
-        offer({"task": self.tasks, "method": peers.known_methods()})
+        offer(self.tasks, peers.known_methods())
 
     def config(self, overrides: Sequence[str]) -> Config:
         """The run that these overrides stand for. Raises `ConfigError`; writes nothing."""

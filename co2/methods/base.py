@@ -56,8 +56,7 @@ class Method:
     """Whether all replicas step with the same gradients, averaged by PyTorch's own wrappers. Those
     then work across the replicas too (co2/train/replica.py)."""
     needs: ClassVar[tuple[str, ...]] = ()
-    """Settings without which it trains no task, as `key=value`: programs that compare all methods
-    give them (the laboratory, recipes)."""
+    """Settings without which it trains no task, as `key=value`. `method=NAME` sets them too."""
     may_change: ClassVar[frozenset[str]] = frozenset()
     """Keys of `Config` that may have another value when a state is loaded than when it was saved.
     The state's tensors depend on all others, or mean something else under them."""
