@@ -123,6 +123,15 @@ def offer(tasks: Mapping[str, type], methods: Mapping[str, type[Method]]) -> Non
         known.store(name, needs, group="method/needs", package="_global_")
 
 
+def scored_apart(arguments: Sequence[str]) -> list[str]:
+    """The arguments of train.py; those of a search with the validation data that are for tuning,
+    unless they name others. So what is reported has chosen nothing."""
+    words = list(arguments)
+    if _OPTUNA in words and {"data", "data.validation"}.isdisjoint(map(key_of, words)):
+        words.insert(words.index(_OPTUNA), "data.validation=tuning")  # beside it: flags may follow
+    return words
+
+
 def preflight(
     folder: Path, arguments: Sequence[str], check: Callable[[Values, list[str]], Checked]
 ) -> list[Checked]:
