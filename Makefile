@@ -66,9 +66,13 @@ wandb-sync: $(VENV)/.ready ## sync every offline W&B run under results/runs (ARG
 	$(BIN)/python -m co2.record.wandb_sync $(ARGS)
 
 $(TABLES): $(VENV)/.ready
+ifneq (,$(filter --dry-run,$(ARGS)))
+	$(BIN)/python -m recipes run $@ $(ARGS)
+else
 	@# Status 1: some run failed; the others are shown.
 	$(BIN)/python -m recipes run $@ $(ARGS); status=$$?; [ $$status -le 1 ] || exit $$status; \
 	$(BIN)/python -m recipes collect $@ && $(BIN)/python -m recipes render $@ && exit $$status
+endif
 
 report: $(VENV)/.ready ## tables, figures and results/report.html of all that has run
 	$(BIN)/python -m recipes collect

@@ -144,7 +144,6 @@ def overrides(task: str, workers: int, settings: Sequence[str]) -> list[str]:
         "log.wandb=disabled",
         "launch.backend=gloo",
         *(("optim.name=adamw", "optim.lr=1e-3") if adam else ()),
-        *(("optim.name=sgd", "optim.momentum=0") if settings[0] == "method=demo" else ()),
         *SMALL[task],
         *settings,
     ]

@@ -30,12 +30,13 @@ from co2.app.compose import (
     preflight,
     quoted,
     refusal,
+    scored_apart,
     sweep_job,
 )
 from co2.app.help import described, help_text
 from co2.app.schema import typed
 from co2.app.tuned import with_tuned
-from co2.config import Config, Resume
+from co2.config import Config, Resume, Validation
 from co2.elastic import launcher
 from co2.errors import DIVERGED, STOPPED, ConfigError, require, unusable
 from co2.record import tensorboard
@@ -61,7 +62,7 @@ class App:
     """What can be trained, by the names of `task=`."""
 
     def __post_init__(self) -> None:
-        offer({"task": self.tasks, "method": peers.known_methods()})
+        offer(self.tasks, peers.known_methods())
 
     def config(self, overrides: Sequence[str]) -> Config:
         """The run that these overrides stand for. Raises `ConfigError`; writes nothing."""
@@ -202,6 +203,7 @@ class App:
             if argv and argv[0] == "job":  # in slurm/sweep.sbatch
                 print("\n".join(sweep_job(argv[1], argv[2:])))
                 return 0
+            argv = scored_apart(argv)
             line = command_line(argv)
             if "--version" in line.flags:  # Hydra would print its own
                 print(program.version())
@@ -261,9 +263,10 @@ class App:
                 if status:
                     raise SystemExit(status)  # under a launcher's own script it decides a requeue
                 return objective(status, read_summary(config))
-            summary = None
+            summary, validation = None, Validation.all
             try:
                 config = self.validate(plain(composed_by_hydra), overrides)
+                validation = config.data.validation
                 status = self.run(config, origin)
                 summary = None if status else read_summary(config)
             except ConfigError as error:  # a value that a sweeper has made up
@@ -271,7 +274,7 @@ class App:
             except Exception:  # a bug that this run has met: the others go on
                 traceback.print_exc()
                 status = 1
-            outcomes.append(Outcome(overrides, status, summary))
+            outcomes.append(Outcome(overrides, status, summary, validation))
             if status in STOPPED:
                 raise SystemExit(status)
             return objective(status, summary)

@@ -30,6 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from co2.app.schema import PLAIN, schema
 from co2.config import NODES, Config
 from co2.errors import ConfigError, extra, first_line, is_utf8, nearest, require
+from co2.methods import Method
 from co2.record.folder import plain_values
 
 Checked = TypeVar("Checked")
@@ -105,17 +106,30 @@ def _require_harmless(word: str) -> None:
     require("${now:" not in word or within is not None, key, value, hint)
 
 
-def offer(groups: Mapping[str, Mapping[str, type]]) -> None:
-    """Give Hydra what the dataclasses say: every key of conf/config.yaml with its default, and the
-    options of the groups `task` and `method`, which are classes with a `Config`."""
+def offer(tasks: Mapping[str, type], methods: Mapping[str, type[Method]]) -> None:
+    """Give Hydra what the classes say: every key of conf/config.yaml with its default, and the
+    options of the groups `task` and `method`, which have a `Config`. What a method `needs` is a
+    group of its own, because it wins over the task's recipe."""
     known = ConfigStore.instance()
     fields = [own for own in dataclasses.fields(Config) if own.name in PLAIN]
     keys = {own.name: own.default for own in fields if own.default is not dataclasses.MISSING}
     known.store("keys", plain_values(keys | {node: kind() for node, kind in NODES.items()}))
-    for group, options in groups.items():
+    for group, options in (("task", tasks), ("method", methods)):
         for name, kind in options.items():
             values = plain_values({group: name, name: schema(kind)()})
             known.store(name, values, group=group, package="_global_")
+    for name, method in methods.items():
+        needs = OmegaConf.from_dotlist(list(method.needs))
+        known.store(name, needs, group="method/needs", package="_global_")
+
+
+def scored_apart(arguments: Sequence[str]) -> list[str]:
+    """The arguments of train.py; those of a search with the validation data that are for tuning,
+    unless they name others. So what is reported has chosen nothing."""
+    words = list(arguments)
+    if _OPTUNA in words and {"data", "data.validation"}.isdisjoint(map(key_of, words)):
+        words.insert(words.index(_OPTUNA), "data.validation=tuning")  # beside it: flags may follow
+    return words
 
 
 def preflight(

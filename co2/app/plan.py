@@ -1,6 +1,6 @@
 """What a run would take, before it is queued.
 
-python -m co2 plan task=transnormer scale=paper method=co2 --gpus 64 --gpu a100-80g --link 80gbps
+python -m co2 plan task=transnormer scale=paper method=co2 --gpus 32 --gpu a100-80g --link 80gbps
 python -m co2 plan task=gpt2 scale=paper              on the smallest number of GPUs that holds it
 python -m co2 plan --all --gpus 64 --out results/plan.md        the CO2 paper's tasks, as a table
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from co2.app.compose import command_line
+from co2.app.compose import command_line, key_of
 from co2.arguments import Parser, number, whole
 from co2.config import Config, Precision
 from co2.errors import ConfigError, require
@@ -69,6 +69,11 @@ class Need:
     def num_bytes(self) -> int:
         """At once, where it trains."""
         return self.held.device_bytes + (0 if self.work is None else self.work.beyond_bytes)
+
+    @property
+    def num_replicas(self) -> int:
+        """Of the whole run."""
+        return self.workers // self.config.mesh.replica_size
 
     @property
     def flops(self) -> int:
@@ -245,7 +250,8 @@ class Course:
     """Of a step."""
     own: Figures | None
     """Under the method; None where it is not simulated."""
-    allreduce: Figures
+    allreduce: Figures | None
+    """None, as `own`, for one replica, which synchronizes with nobody."""
     days: float
 
 
@@ -266,7 +272,7 @@ def course(need: Need, place: Place) -> Course:
         try:
             return simulate(
                 method=method,
-                workers=need.workers // size,
+                workers=need.num_replicas,
                 vector_bytes=need.held.local_bytes * size // (2 if rounded else 1),
                 step_s=compute_s,
                 network=network,
@@ -279,9 +285,11 @@ def course(need: Need, place: Place) -> Course:
         except ConfigError as error:
             raise ConfigError("--gpus", need.workers, error.hint) from None
 
-    own = None if config.method in LEFT_OUT else figures(config.method)
+    alone = need.num_replicas == 1
+    own = None if alone or config.method in LEFT_OUT else figures(config.method)
+    allreduce = None if alone else figures(ALLREDUCE)
     step_s = compute_s if own is None else own.step_s
-    return Course(compute_s, own, figures(ALLREDUCE), step_s * config.train.steps / 86_400)
+    return Course(compute_s, own, allreduce, step_s * config.train.steps / 86_400)
 
 
 def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
@@ -297,7 +305,11 @@ def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
     again = "; computed again in the backward pass" if train.checkpoint_activations else ""
     compiled = "; torch.compile keeps less" if train.compile else ""
 
-    def exposed(figures: Figures) -> str:
+    def exposed(figures: Figures | None) -> str:
+        if found.allreduce is None:
+            return ""
+        if figures is None:
+            return f"not simulated: {LEFT_OUT[config.method]}"
         share = f"{figures.exposed_share:.1%} of the time (simulated)"
         return f"{figures.exposed_s:.3g} s a step, {share}"
 
@@ -307,8 +319,7 @@ def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
     facts = [
         ("run", f"{config.task} · {config.method} · scale={config.scale}"),
         ("GPUs", f"{need.workers} × {place.gpu}, servers of {place.server_size}, {place.link}"),
-        ("replicas", f"{need.workers // mesh.replica_size} of {mesh.replica_size}"
-         f" ({mesh.strategy.value})"),
+        ("replicas", f"{need.num_replicas} of {mesh.replica_size} ({mesh.strategy.value})"),
         ("parameters", f"{held.num_parameters:,}"),
         ("global batch", f"{need.global_batch:,} samples: {train.batch_size} in a micro-batch × "
          f"{train.accumulate} accumulated × {need.workers} workers"),
@@ -327,8 +338,8 @@ def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
         ("operations of a step", f"{need.flops:.3g} flop of all GPUs"),
         ("computation of a step", f"{found.compute_s:.3g} s at MFU {place.mfu:g} of "
          f"{gpu.peak_flops / 1e12:g} Tflop/s"),
-        ("exposed, this method", exposed(found.own) if found.own is not None
-         else f"not simulated: {LEFT_OUT[config.method]}"),
+        ("synchronization", "" if found.allreduce else "none: there is one replica"),
+        ("exposed, this method", exposed(found.own)),
         ("exposed, allreduce", exposed(found.allreduce)),
         ("time", f"{found.days:.3g} days, without evaluations and checkpoints"),
         ("checkpoint", f"{_gb(held.saved_bytes)} of all workers, {config.checkpoint.keep} kept"),
@@ -340,12 +351,15 @@ def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
 def main(make: Make, make_task: MakeTask, argv: Sequence[str]) -> int:
     """The command line. Returns the exit status. Raises `ConfigError`."""
     options, words = _parser().parse_known_args(list(argv))
-    gpu = known_gpu("--gpu", options.gpu)
+    line = command_line(words)
+    gpu_key, gpu_name = _either("--gpu", options.gpu, "launch.gpu", line.overrides)
+    gpu_name = gpu_name or "a100-80g"
+    gpu = known_gpu(gpu_key, gpu_name)
     parse_link(options.link, "--link")
     servers = whole("--server-size", options.server_size)
-    place = Place(options.gpu, options.link, servers, number("--mfu", options.mfu, 1e-9, 1.0))
-    given = None if options.gpus is None else whole("--gpus", options.gpus, 2**20)
-    line = command_line(words)
+    place = Place(gpu_name, options.link, servers, number("--mfu", options.mfu, 1e-9, 1.0))
+    gpus_key, gpus = _either("--gpus", options.gpus, "launch.workers", line.overrides)
+    given = None if gpus is None else whole(gpus_key, gpus, 2**20)
     require(not line.flags, "flag", " ".join(line.flags), "is of train.py; see --help")
     require(options.all or not options.out, "--out", options.out, "is of --all alone")
 
@@ -377,6 +391,18 @@ def main(make: Make, make_task: MakeTask, argv: Sequence[str]) -> int:
     return 0
 
 
+def _either(
+    flag: str, value: str | None, key: str, overrides: Sequence[str]
+) -> tuple[str, str | None]:
+    """A flag or the key that means the same: which one was given, and its value; None for neither.
+    Raises `ConfigError` where they differ."""
+    given = [word.partition("=")[2] for word in overrides if key_of(word) == key]
+    if not given or given[-1] == "null":
+        return flag, value
+    require(value in (None, given[-1]), key, given[-1], f"{flag}={value} differs; give one of them")
+    return key, given[-1]
+
+
 def table(planned: Callable[[Sequence[str]], Need], overrides: Sequence[str], place: Place) -> str:
     """The CO2 paper's tasks at its scale, in Markdown."""
     head = ("task", "parameters", "GPUs", "global batch", "steps", "memory of a GPU", "flop a step",
@@ -397,12 +423,15 @@ def table(planned: Callable[[Sequence[str]], Need], overrides: Sequence[str], pl
         except ConfigError as error:
             rows.append((task, str(error), *[""] * (len(head) - 2)))
             continue
-        own = "–" if found.own is None else f"{found.own.exposed_share:.1%}"
+        exposed = [
+            "–" if figures is None else f"{figures.exposed_share:.1%}"
+            for figures in (found.own, found.allreduce)
+        ]
         rows.append((
             " ".join([task, *settings]), f"{need.held.num_parameters / 1e6:,.0f} M",
             str(need.workers), f"{need.global_batch:,}", f"{need.config.train.steps:,}",
-            _gb(need.num_bytes), f"{need.flops:.3g}", own, f"{found.allreduce.exposed_share:.1%}",
-            f"{found.days:.3g}", _gb(need.held.saved_bytes),
+            _gb(need.num_bytes), f"{need.flops:.3g}", *exposed, f"{found.days:.3g}",
+            _gb(need.held.saved_bytes),
         ))  # fmt: skip
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
@@ -431,8 +460,9 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
     )
     add = parser.add_argument
-    add("--gpus", help="default: the smallest power of two that holds the run")
-    add("--gpu", default="a100-80g", help=", ".join(GPUS))
+    fewest = "the smallest power of two that holds the run"
+    add("--gpus", help=f"or launch.workers=GPUS; default: {fewest}")
+    add("--gpu", help=f"or launch.gpu=GPU; default: a100-80g; {', '.join(GPUS)}")
     add("--link", default="80gbps-tcp", help="of a server: a rate such as 80gbps, or a profile")
     add("--server-size", default="8", help="GPUs that share a link to the others")
     add("--mfu", default="0.4", help="share of the GPU's peak that is reached")

@@ -84,7 +84,7 @@ def trial_overrides(method: str, overrides: Sequence[str] = ()) -> list[str]:
     if method == LIMIT:
         chosen = ["method=local_sgd", "local_sgd.tau=1000000000"]
     else:
-        chosen = [f"method={method}", *known_methods()[method].needs]
+        chosen = [f"method={method}"]
     # `co2.tau=24` is meant for co2, and only its trials have that key.
     others = known_methods().keys() - {method}
     own = [word for word in overrides if word.lstrip("+~").partition(".")[0] not in others]

@@ -77,8 +77,7 @@ class Method:
     """Whether it works with the gradients themselves, which must then be dense and unscaled. All
     others step by `inner_step`, and take any that their optimizer takes."""
     needs: ClassVar[tuple[str, ...]] = ()
-    """Settings without which it trains no task, as `key=value`: programs that compare all methods
-    give them (the laboratory, recipes)."""
+    """Settings without which it trains no task, as `key=value`. `method=NAME` sets them too."""
     may_change: ClassVar[frozenset[str]] = frozenset()
     """Keys of `Config` that may have another value when a state is loaded than when it was saved.
     A state cannot be loaded if any other key changed."""

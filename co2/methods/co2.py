@@ -8,9 +8,10 @@
         5  x_{t+1,0} = x_{t,0} − α m_t                             every replica goes on from here
 
 τ → `tau`, α → `outer_lr`, β → `outer_momentum`, Λ → `gap_penalty`, φ → `clip`.
-Chosen here: the exact gap, which the paper derives from Gap-Aware (arXiv 1909.10802) and the
-released code replaces by 1; see GapPenalty. Step 4 runs before step 3, because d_{t−1} lies in
-the only communication buffer; neither step reads what the other writes.
+Chosen here: the default gap, `gap_aware_steady`, is ours. The paper's follows the inner rate;
+`gap_aware` makes it exact, after Gap-Aware (arXiv 1909.10802). The released code has 1. See
+GapPenalty. Step 4 runs before step 3, because d_{t−1} lies in the only communication buffer;
+neither step reads what the other writes.
 
 With `blocking_share` the first rounds wait: they start the mean of d_t first, m_t takes in d_t
 itself with Λ_t = 1, and nothing is late. In the first round after them nothing arrives, and
@@ -55,7 +56,8 @@ class CO2(LocalMethod):
         """β, the outer momentum. The paper does not say. GPT-2 at smoke scale (τ = 12, one seed)
         did worse with 0.5."""
         gap_penalty: str | float = "gap_aware_steady"
-        """Λ: gap_aware_steady, gap_aware, gap_aware_elementwise, none, or a constant."""
+        """Λ: gap_aware_steady (ours), gap_aware (after the paper), gap_aware_elementwise, none, or
+        a constant."""
         clip: float | None = None
         """φ, the bound of the outer momentum; null for none."""
         clip_mode: Literal["value", "norm"] = "value"

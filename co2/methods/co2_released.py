@@ -1,4 +1,4 @@
-"""What the authors' released code computes under the name CO2. Blocking.
+"""What the authors' released code computes as CO2 if initialized before training. Blocking.
 
     for round t, on every replica i:
         τ inner steps from x_{t,0} to x^i_{t,τ}
@@ -11,6 +11,10 @@ weigao266/fairscale-CO2 at 55aaca5, fairscale/experimental/nn/data_parallel/goss
 reduction to the shards of the momentum and the broadcast from them are both waited for
 (`_global_momentum_step`); Λ is `co2_gap_penalty`, 1.0; what `_co2_clip` clamps is thrown away, so
 there is no clip.
+Chosen here: x_{0,0} is the weights that all replicas begin with. That code has it too, if its
+`_init_global_momentum_buffers` is called before the first step. Called as its docstring shows, it
+initializes in the first `perform_co2`, after the optimizer's step: each shard of x_{0,0} is then
+its owner's weights after one inner step.
 Left out: the thread that averages parameters every `localsgd_frequency` steps. It is woken by an
 outer step only, and passes over those, so that with the released periods of 48 and 3 it does
 nothing unless it is late. With unsharded momentum nothing but that thread communicates.

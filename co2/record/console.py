@@ -10,6 +10,7 @@ import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from co2.config import Validation
 from co2.errors import DIVERGED, PREEMPTED, REFUSED
 from co2.record.metrics import Metrics, Summary
 from co2.record.table import NOTHING
@@ -163,6 +164,8 @@ class Outcome:
     """The exit status."""
     summary: Summary | None
     """None where the job failed."""
+    validation: Validation
+    """The samples that it was scored on."""
 
 
 def sweep_table(outcomes: Sequence[Outcome]) -> str:
@@ -189,7 +192,9 @@ def sweep_table(outcomes: Sequence[Outcome]) -> str:
         below += f"{job}: {summary.folder}\n"
         if (loss := summary.final.get("loss")) is not None:
             losses[job] = loss
-    if len(losses) > 1 and len({summary.task for summary in ended}) == 1:
-        best = min(losses, key=losses.__getitem__)
+    data = {(one.summary.task, one.validation.value) for one in outcomes if one.summary}
+    if len(losses) > 1 and len(data) == 1:
+        best, [(_, part)] = min(losses, key=losses.__getitem__), data
         below += f"lowest validation loss: {losses[best]:.4f} with {best}"
+        below += f", scored on data.validation={part}"
     return _rendered(table) + below

@@ -79,6 +79,8 @@ class Run:
         config, unit, data = self.config, self.task.unit, self.task.fingerprint()
         title = f"{config.task} · {config.method} · {config.tag}"
         self.console = console = ProgressConsole(title, config.train.steps, unit)
+        if self.method.needs:
+            console.print_line(f"method={config.method} chooses {' '.join(self.method.needs)}")
         if data.get("num_classes") == 1:
             console.print_line(
                 "warning: the data hold one class, so an accuracy of 1.0 means nothing"

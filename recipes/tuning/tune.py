@@ -178,7 +178,6 @@ class Search:
         config = self.base
         settings = self.space.words(proposal.rate, proposal.chosen, steps, self.tau())
         words = [f"task={config.task}", f"scale={config.scale}", f"method={config.method}"]
-        words += METHODS[config.method].needs
         words += [f"{config.method}.{key}={_text(value)}" for key, value in self.own.items()]
         words += [f"{name}={_text(value)}" for name, value in settings.items()]
         words += [*schedule_words(config.optim, config.train.steps, steps), *TUNING]
@@ -262,7 +261,7 @@ def _configs(task: str, methods: Sequence[str], scale: str, moments: bool) -> It
         hint = f"averages no moments; {', '.join(able)} do"
         require(name in able, "--average-moments", name, hint)
     for name in dict.fromkeys(methods or able):
-        words = (f"task={task}", f"scale={scale}", f"method={name}", *METHODS[name].needs)
+        words = (f"task={task}", f"scale={scale}", f"method={name}")
         config = cells.composed_config(words)
         inner = config.optim.name.value
         reason = METHODS[name](METHODS[name].Config()).refusals().get(f"optim.name={inner}")

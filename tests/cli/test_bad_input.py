@@ -100,7 +100,11 @@ VALUES = [
     (f"{STREAMING}.exchange=int8 comm.dtype=bf16", "comm.dtype=bf16", "must be fp32"),
     ("method=desloc", "optim.name=sgd", "method=desloc: it averages Adam's moments; use adamw"),
     ("method=demo optim.name=adamw", "optim.name=adamw", "use sgd with optim.momentum=0"),
-    ("method=demo", "optim.momentum=0.9", "demo has a momentum of its own; use 0"),
+    (
+        "method=demo optim.momentum=0.9",
+        "optim.momentum=0.9",
+        "demo has a momentum of its own; use 0",
+    ),
     ("method=mt_dao", "optim.name=sgd", "method=mt_dao: it averages Adam's moments; use adamw"),
     ("method=mt_dao mt_dao.slow_beta=1", "mt_dao.slow_beta=1", "[0, 1)"),
     ("co2.average_moments=true", "optim.name=sgd", "method=co2: average_moments=true averages"),

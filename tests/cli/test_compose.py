@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 import train
 from co2.app.compose import composed, plain
-from co2.config import NODES
+from co2.config import NODES, Optimizer
 from co2.errors import ConfigError
 from co2.peers import known_methods
 from co2.record.folder import plain_values
@@ -44,11 +45,21 @@ def test_it_is_what_hydra_composes(overrides: list[str]) -> None:
         found["train"]["steps"] = -1  # whoever changes it changes no other's
 
 
+@pytest.mark.parametrize(
+    "words", [*([f"task={task}"] for task in TASKS), ["task=resnet50", "scale=paper"]], ids=" ".join
+)
+def test_a_method_chooses_the_optimizer_that_it_needs(words: list[str]) -> None:
+    """Unless somebody has set another: tests/cli/test_bad_input.py."""
+    optim = train.APP.planned([*words, "method=demo", "launch.workers=8"]).optim
+    assert (optim.name, optim.momentum, optim.nesterov) == (Optimizer.sgd, 0, False)
+
+
 @pytest.mark.parametrize("method", known_methods())
 def test_defaults_are_those_of_the_dataclasses(method: str) -> None:
     found = composed(CONF, ["task=toy", f"method={method}"])
     schemas = {**NODES, "toy": TASKS["toy"].Config, method: known_methods()[method].Config}
     recipe = yaml.safe_load((CONF / "task" / "scale" / "toy_smoke.yaml").read_text())
+    recipe["optim"] |= OmegaConf.from_dotlist(list(known_methods()[method].needs)).get("optim", {})
     recipe["data"] = yaml.safe_load((CONF / "scale" / "smoke.yaml").read_text())["data"]
     for node, kind in schemas.items():
         assert found[node] == {**plain_values(kind()), **recipe.get(node, {})}, node

@@ -11,7 +11,8 @@ import yaml
 
 import train
 from co2.app.application import objective
-from co2.app.compose import jobs, preflight
+from co2.app.compose import jobs, preflight, scored_apart
+from co2.config import Validation
 from co2.errors import DIVERGED, ConfigError
 from co2.record.console import Outcome, sweep_table
 from co2.record.metrics import Summary
@@ -47,7 +48,9 @@ def test_search(tmp_path: Path) -> None:
     table = ended.out[ended.out.index("sweep: ") :]
     finals = {}
     for folder in folders(runs):
-        config = yaml.safe_load((folder / "config.yaml").read_text())["co2"]
+        values = yaml.safe_load((folder / "config.yaml").read_text())
+        assert values["data"]["validation"] == "tuning", "what is reported chooses nothing"
+        config = values["co2"]
         assert 0.3 <= config["outer_lr"] <= 1.5 and config["outer_momentum"] in (0.1, 0.5)
         assert config["tau"] == 3 and summary(folder)["steps"] == 12
         finals[summary(folder)["final"]["loss"]] = config
@@ -56,6 +59,7 @@ def test_search(tmp_path: Path) -> None:
     assert (
         f"lowest validation loss: {best:.4f} with co2.outer_lr={finals[best]['outer_lr']} " in table
     )
+    assert table.endswith(", scored on data.validation=tuning\n")
     found = yaml.safe_load((runs / ".multirun" / "optimization_results.yaml").read_text())
     assert found["best_value"] == best
     assert found["best_params"]["co2.outer_lr"] == finals[best]["outer_lr"]
@@ -78,6 +82,13 @@ def test_every_trial_fails(tmp_path: Path) -> None:
     assert ended.status == 2
     assert ended.out[ended.out.index("sweep: ") :].count("refused (exit status 2)") == 2
     assert "No trials are completed" not in ended.err
+
+
+def test_a_search_takes_other_data_where_they_are_named() -> None:
+    tuning = "data.validation=tuning"
+    assert scored_apart([SWEEPER, "-m"]) == [tuning, SWEEPER, "-m"]
+    for words in (["-m", SWEEPER, "data.validation=all"], ["-m", "co2.tau=1,3"]):
+        assert scored_apart(words) == words
 
 
 def test_what_a_search_makes_small() -> None:
@@ -125,13 +136,18 @@ def finished(task: str, final: dict[str, float | None]) -> Summary:
     return Summary(**{**figures, "task": task, "final": final, "throughput": 1.0, "own": {}})
 
 
-def outcome(task: str, *overrides: str, loss: float) -> Outcome:
-    return Outcome((f"task={task}", *overrides), 0, finished(task, {"loss": loss}))
+def outcome(
+    task: str, *overrides: str, loss: float, validation: Validation = Validation.report
+) -> Outcome:
+    words = (f"task={task}", *overrides)
+    return Outcome(words, 0, finished(task, {"loss": loss}), validation)
 
 
 def test_the_best_of_a_sweep() -> None:
     worse, best = (outcome("toy", f"co2.tau={loss}", loss=loss) for loss in (0.5, 0.25))
-    failed = Outcome(("task=toy", "co2.tau=9"), 1, None)
-    assert "lowest validation loss: 0.2500 with co2.tau=0.25" in sweep_table([worse, failed, best])
-    for others in ([best], [worse, outcome("gpt2", loss=0.1)], [failed, best]):
+    failed = Outcome(("task=toy", "co2.tau=9"), 1, None, Validation.all)
+    told = "lowest validation loss: 0.2500 with co2.tau=0.25, scored on data.validation=report"
+    assert told in sweep_table([worse, failed, best])
+    other = outcome("toy", loss=0.1, validation=Validation.tuning)
+    for others in ([best], [worse, outcome("gpt2", loss=0.1)], [failed, best], [worse, other]):
         assert "lowest" not in sweep_table(others), "nothing to compare with"

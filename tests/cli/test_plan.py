@@ -64,7 +64,8 @@ def test_every_published_recipe_has_a_plan(task: str) -> None:
     assert told["GPUs"] == f"{gpus} × a100-80g, servers of 8, 80gbps"
     assert "3 model copies" in told["method's state"] and "GB on disk" in told["data"]
     found = course(need, PLACE)
-    assert found.own is not None and found.own.exposed_s <= found.allreduce.exposed_s
+    assert found.own and found.allreduce
+    assert found.own.exposed_s <= found.allreduce.exposed_s
     assert found.compute_s == need.flops / gpus / (0.4 * 312e12)
     assert found.days == pytest.approx(found.own.step_s * need.config.train.steps / 86_400)
 
@@ -180,6 +181,9 @@ def test_the_smallest_number_that_holds_it() -> None:
         (["task=toy", "co2.tau=1,2", "--gpus", "2"], "co2.tau=1,2: several values"),
         (["task=toy", "--gpus", "12"], "--gpus=12: must fill servers of 8"),
         (["task=toy", "co2.tua=1", "--gpus", "2"], "co2.tua=1: "),
+        (["task=toy", "launch.workers=64", "--gpus", "2"], "launch.workers=64: --gpus=2 differs"),
+        (["task=toy", "launch.workers=some"], "launch.workers=some: must be a whole number"),
+        (["task=toy", "launch.gpu=l4", "--gpu", "h100"], "launch.gpu=l4: --gpu=h100 differs"),
         (["task=toy", "method=torch_post_local_sgd", "--gpus", "2"], "method=torch_post_local_sgd"),
     ],
 )
@@ -192,6 +196,35 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert train.APP.main(["plan", "task=toy", "method=streaming_diloco", "--gpus", "2"]) == 0
     out = capsys.readouterr().out
     assert "  740\n" in out and "not simulated: each fragment" in out
+
+
+def test_keys_that_mean_the_same_as_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["task=toy", "launch.workers=4", "launch.workers=16", "launch.gpu=l4"]
+    assert train.APP.main(["plan", *words, "--gpus", "16"]) == 0
+    assert "16 × l4, servers of 8" in capsys.readouterr().out
+
+
+def test_one_replica_synchronizes_with_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["task=toy", "mesh.replica_size=2", "mesh.strategy=zero1", "optim.name=adamw"]
+    assert train.APP.main(["plan", *words, "--gpus", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "none: there is one replica" in out and "exposed" not in out
+
+
+EXAMPLES = [
+    line.partition("  ")[0] for line in str(plan.__doc__).splitlines() if "co2 plan" in line
+]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_examples_of_its_help(
+    example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "results").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan, "PAPER_TASKS", ("shapenet",))
+    _, _, _, *words = example.split()
+    assert train.APP.main(words) == 0
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

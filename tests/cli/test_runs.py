@@ -242,7 +242,7 @@ def test_every_method_brings_what_others_learn(workers: Pool, tmp_path: Path, me
         "eager_diloco": ["eager_diloco.outer_momentum=0.5"],
         "desloc": ["optim.name=adamw", "optim.lr=0.03"],
         "mt_dao": ["optim.name=adamw", "optim.lr=0.03"],
-        "demo": ["optim.momentum=0", "optim.lr=0.01"],
+        "demo": ["optim.lr=0.01"],
         "sparta": ["sparta.share=0.1"],
         "onebit_adam": adam,
         "zero_one_adam": adam,
@@ -253,6 +253,7 @@ def test_every_method_brings_what_others_learn(workers: Pool, tmp_path: Path, me
     run = pooled(workers, 2, *words, runs=tmp_path / "runs", **setup)
     assert run.status == 0, run.err
     assert_learned(run.folder)
+    assert ("chooses optim.name=" in run.out) == (method == "demo")
     losses = json.loads(path.read_text())
     assert len(losses) == 60
     assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5 - 0.3

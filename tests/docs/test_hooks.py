@@ -2,6 +2,7 @@
 Python that the package names."""
 
 import os
+import re
 import subprocess
 import tomllib
 
@@ -10,13 +11,26 @@ import yaml
 from tests.cli.harness import ROOT
 
 
+def planned(*arguments: str) -> list[str]:
+    """The lines that `make` would run."""
+    words = ["make", "--dry-run", "--no-print-directory", *arguments]
+    env = {key: value for key, value in os.environ.items() if not re.search("MAKE|^ARGS$", key)}
+    ended = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    return ended.stdout.splitlines()
+
+
 def checks() -> set[str]:
     """What `make check` runs, without the arguments that say where and how."""
-    words = ["make", "--dry-run", "--no-print-directory", "check"]
-    env = {key: value for key, value in os.environ.items() if "MAKE" not in key}
-    lines = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    found = (line.removesuffix(" .").removesuffix(" --check") for line in lines.stdout.splitlines())
+    found = (line.removesuffix(" .").removesuffix(" --check") for line in planned("check"))
     return {line for line in found if line.startswith(".venv/bin/") and "python" not in line}
+
+
+def test_a_table_is_collected_and_rendered_unless_its_run_is_dry() -> None:
+    run = ".venv/bin/python -m recipes run table2"
+    assert planned("table2", "ARGS=--seeds 0 --dry-run")[-1] == f"{run} --seeds 0 --dry-run"
+    *_, first, last = planned("table2", "ARGS=--seeds 0")
+    assert first.startswith(f"{run} --seeds 0;")
+    assert "recipes collect table2" in last and "recipes render table2" in last
 
 
 def test_hooks_are_make_check() -> None:

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from co2.config import Validation
 from co2.errors import DIVERGED
 from co2.record import console
 from co2.record.console import Outcome, ProgressConsole, closing_table, sweep_table
@@ -59,7 +60,9 @@ def test_nothing_is_told_of_too_few_steps(
 def test_folders_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     assert f"folder: {LONG.folder}\n" in closing_table(LONG)
-    jobs = [Outcome((f"co2.tau={tau}",), 0, LONG) for tau in (1, 2)]
-    lines = sweep_table([*jobs, Outcome(("co2.tau=3",), DIVERGED, None)]).splitlines()
+    jobs = [Outcome((f"co2.tau={tau}",), 0, LONG, Validation.all) for tau in (1, 2)]
+    lines = sweep_table(
+        [*jobs, Outcome(("co2.tau=3",), DIVERGED, None, Validation.all)]
+    ).splitlines()
     assert f"co2.tau=1: {LONG.folder}" in lines
     assert any(line.startswith("co2.tau=3: the loss is not finite") for line in lines)

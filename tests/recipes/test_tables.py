@@ -345,6 +345,26 @@ def test_what_ran_elsewhere_stays_while_the_recipe_asks_for_it(
     assert collect([changed], results, "smoke") == (0, 0), "of another command"
 
 
+def test_a_mixture_of_machines_is_told_with_the_way_back(
+    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = measured.read(results / "ours.csv")
+    measured.write(results / "ours.csv", [{**line, "hardware": "another"} for line in lines])
+    (tmp_path / "results").rename(tmp_path / "gone")  # as after a clone
+    made = [TOY.cell(TOY.row("AllReduce"), TOP1, "smoke", seed) for seed in (0, 1, 2)]
+    for number, cell in enumerate(made, 1):  # what --seeds 0 makes, then the others
+        assert isinstance(cell, TrainCell)
+        write_run(cell, 0.5, "a" * 40, 1.0, finished=True)
+        assert collect([TOY], results, "smoke") == (number, 7 - number)
+        told = capsys.readouterr().err
+        if number == 3:
+            assert told == ""
+            continue
+        assert told.startswith("warning: golden: 1 table value mixes seeds of a cpu, 2 cores (0")
+        assert "with seeds of another (" in told and told.count("\n") == 1
+        assert "run golden" in told and "git checkout README.md docs results" in told
+
+
 def test_files_have_one_order_whatever_is_collected(
     results: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
