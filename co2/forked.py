@@ -9,19 +9,39 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
 
 def context() -> ForkServerContext:
-    """Starts processes; the first one starts the fork server, which imports what this process has
-    imported of the suite, and what every worker imports as it begins to train."""
+    """Starts processes. The first call starts the fork server, which imports what this process has
+    imported of the suite, and what every worker imports as it begins to train. It and what it forks
+    block the signals that this thread blocks now."""
     # With it torch.cuda.is_available(), which libraries ask as they are imported, does not start
     # CUDA in the fork server: what that forks could not use a GPU.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     found = multiprocessing.get_context("forkserver")
     imported = [name for name in sys.modules if name.partition(".")[0] in ("co2", "tasks")]
     found.set_forkserver_preload([*imported, "torch._dynamo", "torch.distributed.checkpoint"])
+    with _safe_path():
+        forkserver.ensure_running()
     return found
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Inside, a `python -c` that is started imports nothing from the current folder. A library may
+    not decide so for all that the user's program starts; see `program.safe_path`."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def import_all(context: ForkServerContext) -> None:

@@ -34,7 +34,8 @@ _ROOT = Path(__file__).parents[1]
 @contextlib.contextmanager
 def starting(name: str, slow: bool = True) -> Iterator[None]:
     """Around the imports of the module that Python runs, and of a package on `python -m`'s way to
-    it. A Python that is too old or lacks a package ends with one line, and Ctrl-C without any.
+    it. A Python that is too old or lacks a package ends with one line, and Ctrl-C without any. What
+    the program starts imports nothing from where the user stands (`safe_path`).
 
     Args:
         name: the module's `__name__`. In others than these nothing is done.
@@ -43,6 +44,7 @@ def starting(name: str, slow: bool = True) -> Iterator[None]:
     if name != "__main__" and sys.argv[:1] != ["-m"]:
         yield
         return
+    safe_path()
     if sys.version_info < OLDEST:
         version, oldest = (".".join(map(str, v[:2])) for v in (sys.version_info, OLDEST))
         _refuse(f"this is Python {version}, and {oldest} or newer is needed")
@@ -61,6 +63,17 @@ def starting(name: str, slow: bool = True) -> Iterator[None]:
         _refuse_without(error)
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+def safe_path() -> None:
+    """From now on the Pythons that this process starts find the suite, and import nothing from the
+    current folder: a `numpy/` or `tasks/` there is the user's, and `python -c` would run it."""
+    os.environ["PYTHONSAFEPATH"] = "1"
+    # Then a script's own folder is not looked in either, and the suite need not be installed.
+    if (_ROOT / "pyproject.toml").exists():
+        others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        paths = dict.fromkeys([str(_ROOT), *filter(None, others)])
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
 
 def run(main: Callable[[], int]) -> NoReturn:

@@ -380,20 +380,20 @@ def _spawn(worker: Worker, config: Config) -> int:
     # would kill them after 30 s, so it handles none of these signals.
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    elastic = ElasticConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=config.launch.workers,
-        run_id="local",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.2,
-        start_method=forked.context().get_start_method(),
-        signals_to_handle="SIGQUIT",
-    )
     with _forwarded(stop_signals()):
+        elastic = ElasticConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=config.launch.workers,
+            run_id="local",
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            monitor_interval=0.2,
+            start_method=forked.context().get_start_method(),
+            signals_to_handle="SIGQUIT",
+        )
         try:
             elastic_launch(elastic, _local_worker)(worker, config)
         except ChildFailedError as error:
