@@ -235,8 +235,9 @@ def bf16_supported(device: str) -> bool:
 def run(worker: Worker, config: Config) -> int:
     """Run `worker(config)` in every worker, in a process group. Returns the exit status.
 
-    `worker` is pickled.
+    `worker` is pickled. Raises `ConfigError` where this machine has no place for its sockets.
     """
+    forked.place_sockets()  # those of loading processes, too
     me = identity()
     if me is not None:
         return _as_worker(worker, config, me)

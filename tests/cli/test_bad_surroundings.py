@@ -1,7 +1,13 @@
 """Bad environments, and bad command lines of the programs beside train.py: one line, status 2."""
 
+import errno
+import multiprocessing
+import socket
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
 
 import pytest
@@ -11,6 +17,7 @@ import co2.__main__
 import recipes.__main__
 import tasks.prepare.__main__
 import train
+from co2 import forked
 from co2.app.compose import sweep_job
 from co2.errors import ConfigError, unusable
 from co2.lab import __main__ as lab
@@ -18,7 +25,7 @@ from co2.lab import slow_network
 from co2.record import compare, timeline, wandb_sync
 from co2.simulate import __main__ as simulate
 from co2.train import launch
-from tests.cli.harness import cli
+from tests.cli.harness import ANNOUNCED, Run, cli, command, execute
 from tests.cli.refused import files, refused
 from tests.grids import first_of_each
 
@@ -217,6 +224,54 @@ def test_a_picture_that_cannot_be_written(
 def test_job_of_a_sweep(index: str) -> None:
     with pytest.raises(ConfigError, match=r"^SLURM_ARRAY_TASK_ID=.* has the jobs 0 to 1"):
         sweep_job(index, ["co2.tau=1,2"])
+
+
+def in_namespaces(kinds: str, setup: str, *words: str, runs: Path) -> Run:
+    """A run of the toy by an interpreter of its own, in new namespaces that root has set up."""
+    outer = ["unshare", f"-r{kinds}", "sh", "-c", f'{setup} && exec "$@"', "sh"]
+    if subprocess.run([*outer, "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to make namespaces and mounts")
+    return execute([*outer, *command(*words, runs=runs)], runs)
+
+
+def complaint(run: Run) -> str:
+    """The only line that a run which was refused says on stderr."""
+    assert (run.status, "Traceback" in run.err) == (2, False), run.err
+    (line,) = run.err.removeprefix(ANNOUNCED).splitlines()
+    return line
+
+
+def test_no_room_for_batches(tmp_path: Path) -> None:
+    """Docker gives 64 MB, in which few batches of pictures have room."""
+    words = ("method=local_sgd", "train.steps=4", "toy.features=8192", "train.batch_size=128")
+    small = "mount -t tmpfs -o size=2m none /dev/shm"
+    run = in_namespaces("m", small, *words, "data.workers=2", runs=tmp_path / "runs")
+    assert complaint(run) == (
+        "error: data.workers=2: /dev/shm does not take a batch of 4.2 MB (No space left on device "
+        "(28)), and each worker keeps 4 there; make it larger (docker run --shm-size=16g), or use "
+        "data.workers=0"
+    )
+
+
+def test_sockets_have_short_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)
+    long = tmp_path / ("x" * 99)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    forked.place_sockets()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(connection.arbitrary_address("AF_UNIX"))
+    assert tempfile.gettempdir() == str(long), "other files go where they went"
+
+
+def test_no_place_for_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setenv("TMPDIR", "/full")
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    with pytest.raises(ConfigError, match=r"^TMPDIR=/full: no socket can be made there \(No usabl"):
+        forked.place_sockets()
 
 
 LIMITED = """
