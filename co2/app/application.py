@@ -138,6 +138,11 @@ class App:
     ) -> int:
         """One run, to its end. Returns its exit status. `overrides` are those that it stands for,
         where a person has given them."""
+        workers, world = config.launch.workers, launch.world_size(config.launch)
+        given = any(key_of(word) == "launch.workers" for word in overrides or ())
+        if given and workers != world and launch.is_first():
+            text = f"launch.workers={workers} is ignored: torchrun or srun has started {world}"
+            print(text, file=sys.stderr, flush=True)
         if config.resume is Resume.auto and read_summary(config):
             if launch.is_first():
                 print("finished already; resume=never trains it afresh and keeps this one aside")

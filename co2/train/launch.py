@@ -35,6 +35,8 @@ _PEER_S = 1.0
 """A worker whose peer is gone ends this many seconds later, so that the run gets the peer's
 status."""
 
+_NOTICE_S = 10.0
+"""A worker that has waited so long for the others as a run starts says so."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Signals that ask a run to finish its step, save and exit; a closed terminal sends SIGHUP."""
@@ -60,7 +62,7 @@ def identity(env: Mapping[str, str] = os.environ) -> Identity | None:
     None where neither has started it.
 
     Raises:
-        ConfigError: the variables are no numbers, or contradict each other.
+        ConfigError: the variables are no numbers, contradict each other, or are a batch script's.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         world = _number(env, "WORLD_SIZE", "", 1)
@@ -75,11 +77,16 @@ def identity(env: Mapping[str, str] = os.environ) -> Identity | None:
         )
     if "SLURM_PROCID" in env and _number(env, "SLURM_NTASKS", "1", 1) > 1:
         world = _number(env, "SLURM_NTASKS", "", 1)
+        step = _number(env, "SLURM_STEP_ID", "0", 0)
+        # In a batch script SLURM sets all variables of a task but this one.
+        hint = "srun has not started this process, one of so many tasks; start it by: srun python "
+        hint += "train.py …; or unset SLURM_NTASKS, and it starts launch.workers here"
+        require("SLURM_STEP_ID" in env or "SLURM_JOB_ID" not in env, "SLURM_NTASKS", world, hint)
         per_node = re.match(r"\d+", env.get("SLURM_TASKS_PER_NODE", str(world)))
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "127.0.0.1")
-        # All tasks of a job must use the same port. Ports from 32768 on are ephemeral: the kernel
-        # may have given one to another process.
-        port = 20000 + _number(env, "SLURM_JOB_ID", "0", 0) % 12000
+        # All tasks of a step must use the same port, and no other step. Ports from 32768 on are
+        # ephemeral: the kernel may have given one to another process.
+        port = 20000 + (_number(env, "SLURM_JOB_ID", "0", 0) + 101 * step) % 12000
         return Identity(
             rank=_number(env, "SLURM_PROCID", "", 0, world - 1),
             world=world,
@@ -306,12 +313,13 @@ def _process_group(config: Config, me: Identity) -> Iterator[None]:
     device, backend = placement(config, me.local_rank, me.local_world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store, rank, world = next(rendezvous("env://"))
-    # When torchrun starts the workers again its store may still have the addresses that they had
-    # before, as with torch 2.15; so each attempt has keys of its own.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt/{attempt}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    with _waiting_for_others(me):
+        store, rank, world = next(rendezvous("env://"))
+        # When torchrun starts the workers again its store may still have the addresses that they
+        # had before, as with torch 2.15; so each attempt has keys of its own.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt/{attempt}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     faults.share(store)
     try:
         yield
@@ -321,6 +329,22 @@ def _process_group(config: Config, me: Identity) -> Iterator[None]:
         # What the run has left in cycles keeps gloo's threads. One that lets go of a tensor while
         # the interpreter ends takes the process with it.
         gc.collect()
+
+
+@contextlib.contextmanager
+def _waiting_for_others(me: Identity) -> Iterator[None]:
+    """Inside, the first worker of each machine says after a while that others are missing."""
+    place = f"{me.address}:{me.port}, which MASTER_ADDR and MASTER_PORT choose"
+    text = f"worker {me.rank} waits for the others of {me.world} at {place}; torchrun or srun "
+    text += "starts them all"
+    notice = threading.Timer(_NOTICE_S, print, (text,), {"file": sys.stderr, "flush": True})
+    notice.daemon = True
+    if me.local_rank == 0:
+        notice.start()
+    try:
+        yield
+    finally:
+        notice.cancel()
 
 
 def _guarded(worker: Worker, config: Config, rank: int) -> int:

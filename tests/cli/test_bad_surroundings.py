@@ -25,13 +25,25 @@ from co2.lab import slow_network
 from co2.record import compare, timeline, wandb_sync
 from co2.simulate import __main__ as simulate
 from co2.train import launch
-from tests.cli.harness import ANNOUNCED, Run, cli, command, execute
+from tests.cli.harness import (
+    ANNOUNCED,
+    LIMIT_S,
+    Run,
+    cli,
+    command,
+    execute,
+    held_port,
+    kill_session,
+    until,
+)
 from tests.cli.refused import files, refused
 from tests.grids import first_of_each
+from tests.server import environment, fork_program
 
 NUMBER = "must be a whole number"
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-SRUN = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
+BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
+SRUN = {**BATCH, "SLURM_STEP_ID": "0"}
 
 # Variables beside those of a good start; what the line begins with; what it must say.
 ENVIRONMENTS = [
@@ -52,6 +64,8 @@ ENVIRONMENTS = [
     (SRUN, "SLURM_PROCID", "2", "from 0 to 1"),
     (SRUN, "SLURM_LOCALID", "x", "from 0 to 1"),
     (SRUN, "SLURM_JOB_ID", "x", NUMBER),
+    (SRUN, "SLURM_STEP_ID", "x", NUMBER),
+    (BATCH, "SLURM_NTASKS", "4", "srun has not started this process"),
 ]
 
 RECIPES, LAB, SIMULATE = recipes.__main__.main, lab.main, simulate.main
@@ -117,7 +131,8 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("good", "name", "value", "hint"), first_of_each(ENVIRONMENTS, lambda case: case[1])
+    ("good", "name", "value", "hint"),
+    first_of_each(ENVIRONMENTS, lambda case: (case[1], case[3] == NUMBER)),
 )
 def test_environment(
     empty: Path,
@@ -132,7 +147,7 @@ def test_environment(
         monkeypatch.setenv(key, text)
     line = refused(train.APP.main, ["task=toy"], capsys)
     assert line.startswith(f"{name}={value.strip()}") and hint in line
-    assert "unset it" in line
+    assert "unset" in line
     assert files(empty) == {}
 
 
@@ -141,6 +156,31 @@ def test_good_environments_pass(monkeypatch: pytest.MonkeyPatch) -> None:
         me = launch.identity(good)
         assert me is not None and (me.rank, me.world, me.local_world) == (0, 2, 2)
     assert launch.identity({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+
+
+def test_steps_of_a_job_do_not_meet() -> None:
+    places = [launch.identity({**SRUN, "SLURM_STEP_ID": step}) for step in ("0", "1", "2")]
+    assert len({me.port for me in places if me is not None}) == 3
+
+
+def test_a_worker_says_whom_it_waits_for(tmp_path: Path) -> None:
+    with held_port() as port, (tmp_path / "log").open("w") as log:
+        tasks = []
+        try:
+            for rank in ("0", "1"):
+                env = environment(
+                    **{**TORCHRUN, "RANK": rank, "LOCAL_RANK": rank}, MASTER_PORT=port
+                )
+                _, *words = command("method=local_sgd", "train.steps=4", runs=tmp_path / "runs")
+                tasks.append(fork_program(words, tmp_path, env, log.fileno(), log.fileno()))
+                until(
+                    lambda: "waits for the others of 2 at" in (tmp_path / "log").read_text(),
+                    tasks[0],
+                )
+            assert [task.wait(LIMIT_S) for task in tasks] == [0, 0]
+        finally:
+            for task in tasks:
+                kill_session(task)
 
 
 def test_nccl_without_enough_gpus(

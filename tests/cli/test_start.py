@@ -151,7 +151,8 @@ def test_a_script_of_ones_own_has_its_modules(traps: Path, tmp_path: Path) -> No
 def test_what_a_program_starts_looks_elsewhere(traps: Path) -> None:
     """And finds the suite, wherever it stands: the laboratory and the recipes start train.py."""
     code = "import os; os.chdir(sys.argv[1])\nwith program.starting('__main__', False): pass\n"
-    code += "os.execv(sys.executable, [sys.executable, '-S', '-c', 'import co2.errors, multiprocessing'])"
+    code += "line = 'import co2.errors, multiprocessing'\n"
+    code += "os.execv(sys.executable, [sys.executable, '-S', '-c', line])"
     ended = bare("-c", RUNS + code, str(traps))
     assert ended.returncode == 0, ended.stderr
 
@@ -279,6 +280,19 @@ def test_torchrun_ends_with_the_reason(
     assert capsys.readouterr().err == reason + "\n"
     report = str(ChildFailedError("train.py", failures))
     assert report.count(f"  traceback : {reason}\n") == 2
+
+
+def test_workers_that_torchrun_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch, "run", lambda *_: 1)
+    words = [*TOY, "method=local_sgd", f"runs={tmp_path}"]
+    said = "launch.workers=2 is ignored: torchrun or srun has started 1\n"
+    for more, expected in ((["launch.workers=2"], said), (["launch.workers=1"], ""), ([], "")):
+        assert train.APP.main([*words, *more]) == 1
+        assert capsys.readouterr().err == expected
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
