@@ -57,7 +57,8 @@ def starting(name: str, slow: bool = True) -> Iterator[None]:
                 if find_spec(package) is None:
                     raise ModuleNotFoundError(name=package)
             if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-                print("importing PyTorch takes some seconds", file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError):  # it may be full, or closed
+                    print("importing PyTorch takes some seconds", file=sys.stderr, flush=True)
         yield
     except ModuleNotFoundError as error:
         _refuse_without(error)
@@ -78,7 +79,7 @@ def safe_path() -> None:
 
 def run(main: Callable[[], int]) -> NoReturn:
     """End this process with the status of `main()`: without a traceback where a person has pressed
-    Ctrl-C, a package is missing or nobody reads what is printed any more."""
+    Ctrl-C, a package is missing, nobody reads what is printed any more or the machine fails."""
     keep_output()
     try:
         status = main()
@@ -87,6 +88,15 @@ def run(main: Callable[[], int]) -> NoReturn:
         status = INTERRUPTED
     except ModuleNotFoundError as error:
         _refuse_without(error)
+    except Exception as error:
+        from co2.errors import REFUSED, from_outside
+
+        line = from_outside(error)
+        if line is None:
+            raise
+        keep_output(training=True)  # it may be the output that has no room
+        print(f"error: {line}", file=sys.stderr, flush=True)
+        status = REFUSED
     sys.exit(status)
 
 
@@ -118,6 +128,7 @@ class _Lasting(io.FileIO):
             return super().write(data)
         except OSError as error:
             if error.errno not in self.ignored:
+                error.filename = {1: "stdout", 2: "stderr"}.get(self.fileno())
                 raise
             return memoryview(data).nbytes
 

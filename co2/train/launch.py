@@ -29,7 +29,16 @@ from co2.comm.mesh import Mesh
 from co2.comm.waiting import is_loss
 from co2.config import CommDevice, Config, LaunchConfig, Precision
 from co2.elastic import launcher
-from co2.errors import REFUSED, ConfigError, ReplicasDiffer, WorkerLost, exit_at_once, require
+from co2.errors import (
+    PREEMPTED,
+    REFUSED,
+    ConfigError,
+    ReplicasDiffer,
+    WorkerLost,
+    exit_at_once,
+    from_outside,
+    require,
+)
 
 _PEER_S = 1.0
 """A worker whose peer is gone ends this many seconds later, so that the run gets the peer's
@@ -303,8 +312,14 @@ def _as_worker(worker: Worker, config: Config, me: Identity) -> int:
         MASTER_PORT=str(me.port),
     )
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // me.local_world))
-    with _process_group(config, me):
-        return _guarded(worker, config, me.rank)
+    try:
+        with _process_group(config, me):
+            return _guarded(worker, config, me.rank)
+    except Exception as error:
+        if not _told(error, me.rank):
+            raise
+        time.sleep(_PEER_S)  # others ask this one's store whether it has been told
+        return REFUSED
 
 
 @contextlib.contextmanager
@@ -319,8 +334,8 @@ def _process_group(config: Config, me: Identity) -> Iterator[None]:
         # had before, as with torch 2.15; so each attempt has keys of its own.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"attempt/{attempt}", store)
+        faults.share(store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
-    faults.share(store)
     try:
         yield
     finally:
@@ -329,6 +344,14 @@ def _process_group(config: Config, me: Identity) -> Iterator[None]:
         # What the run has left in cycles keeps gloo's threads. One that lets go of a tensor while
         # the interpreter ends takes the process with it.
         gc.collect()
+
+
+def _told(error: Exception, rank: int) -> bool:
+    """Whether the machine has ended this worker, of which a line has told."""
+    line = from_outside(error, f"worker {rank}")
+    if line is not None:
+        faults.tell(f"error: {line}", from_outside(error) or "")
+    return line is not None
 
 
 @contextlib.contextmanager
@@ -363,13 +386,12 @@ def _guarded(worker: Worker, config: Config, rank: int) -> int:
         faults.tell(f"error: {error}")
         return REFUSED
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in program.NO_ROOM:
-            mend = "make room, and the same command goes on from the last checkpoint"
-            where = error.filename or f"worker {rank}"
-            faults.tell(f"error: {where}: {error.strerror}; {mend}")
-            return REFUSED
-        if config.launch.elastic:
+        if config.launch.elastic and not (
+            isinstance(error, OSError) and error.errno in program.NO_ROOM
+        ):
             raise
+        if _told(error, rank):
+            return REFUSED
         if not (isinstance(error, WorkerLost) or is_loss(error)):
             if faults.is_first(f"{type(error).__name__}: {error}"):
                 raise
@@ -421,6 +443,10 @@ def _spawn(worker: Worker, config: Config) -> int:
         )
         try:
             elastic_launch(elastic, _local_worker)(worker, config)
+        except (ConnectionError, EOFError):
+            text = "the process that forks the workers is gone; the same command goes on"
+            print(f"error: {text}", file=sys.stderr, flush=True)
+            return PREEMPTED
         except ChildFailedError as error:
             _, first = error.get_first_failure()
             return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
