@@ -68,27 +68,29 @@ def unusable(error: OSError) -> ConfigError:
 
 
 _OUTSIDE = {
+    r"DataLoader worker .*(killed by signal: [\w ]+|exited unexpectedly)": (
+        "if memory is short, use fewer data.workers; the same command goes on"
+    ),
     r"No space left on device|Disk quota exceeded|File too large": (
         "make room, and the same command goes on from the last checkpoint"
     ),
     r"Too many open files": "raise their limit: ulimit -n 65536",
     r"can't start new thread|Resource temporarily unavailable": (
-        "raise the limit of processes: ulimit -u, or that of the container"
+        "raise the limit of processes (ulimit -u) or of memory (ulimit -v), or the container's"
     ),
-    r"CUDA out of memory|out of memory": (
+    r"CUDA (error: )?out of memory": (
         "use a smaller train.batch_size, or train.checkpoint_activations=true"
     ),
-    r"Cannot allocate memory|not enough memory[^.]*|bad_alloc|MemoryError": (
+    r"Cannot allocate memory|not enough memory[^.]*|bad_alloc|MemoryError|failed to map segment": (
         "use fewer launch.workers or a smaller train.batch_size, or raise ulimit -v"
     ),
-    r"DataLoader worker .*(killed by signal: [\w ]+|exited unexpectedly)": (
-        "if memory is short, use fewer data.workers; the same command goes on"
+    r"port: \d+,.* EADDRINUSE|Address already in use": (
+        "another process has this port; set another MASTER_PORT"
     ),
-    r"port: \d+,.* EADDRINUSE|Address already in use": "another process has this port; set another MASTER_PORT",
     r"Unable to find (address|interface).*": (
         "name a network of this machine in GLOO_SOCKET_IFNAME, such as lo or eth0, or unset it"
     ),
-    r"(addresses of .* cannot be retrieved|resolve host).*": (
+    r"addresses of .* cannot be retrieved.*": (
         "set MASTER_ADDR to a name or an address of the first machine"
     ),
     r"client socket has timed out.*|Timed out .*waiting for clients.*": (

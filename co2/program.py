@@ -62,6 +62,8 @@ def starting(name: str, slow: bool = True) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         _refuse_without(error)
+    except Exception as error:
+        sys.exit(_refused_by_the_machine(error))
     finally:
         signal.signal(signal.SIGINT, handler)
 
@@ -89,14 +91,7 @@ def run(main: Callable[[], int]) -> NoReturn:
     except ModuleNotFoundError as error:
         _refuse_without(error)
     except Exception as error:
-        from co2.errors import REFUSED, from_outside
-
-        line = from_outside(error)
-        if line is None:
-            raise
-        keep_output(training=True)  # it may be the output that has no room
-        print(f"error: {line}", file=sys.stderr, flush=True)
-        status = REFUSED
+        status = _refused_by_the_machine(error)
     sys.exit(status)
 
 
@@ -151,6 +146,18 @@ def version() -> str:
         return f"co2-suite {metadata.version('co2-suite')}"
     except metadata.PackageNotFoundError:
         return "co2-suite, not installed"
+
+
+def _refused_by_the_machine(error: Exception) -> int:
+    """Say why the machine cannot run this. Returns the exit status; raises a bug."""
+    from co2.errors import REFUSED, from_outside
+
+    line = from_outside(error)
+    if line is None:
+        raise error
+    keep_output(training=True)  # it may be the output that has no room
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    return REFUSED
 
 
 def _refuse_without(error: ModuleNotFoundError) -> NoReturn:

@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -43,7 +44,8 @@ from co2.errors import (
 _PEER_S = 1.0
 """A worker whose peer is gone ends this many seconds later, so that the run gets the peer's
 status."""
-
+_FILES = 64
+"""Open files that a small run of two workers has."""
 _NOTICE_S = 10.0
 """A worker that has waited so long for the others as a run starts says so."""
 
@@ -171,9 +173,13 @@ def check(config: Config) -> None:
     Raises:
         ConfigError: an elastic run, or one of several machines, has fewer GPUs than workers, unless
             at scale=smoke, whose models a CPU trains as well; nccl together with comm.device=cpu;
-            the CPU has no bf16.
+            the CPU has no bf16; too few open files are allowed.
     """
     local = local_workers(config)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # PyTorch's launcher would wait for ever.
+    hint = f"must be {_FILES} open files or more: ulimit -n 65536"
+    require(files >= _FILES or files == resource.RLIM_INFINITY, "ulimit -n", files, hint)
     if config.launch.backend == "nccl":
         hint = "with comm.device=cpu gloo carries everything; use auto"
         require(config.comm.device is CommDevice.auto, "launch.backend", "nccl", hint)

@@ -2,6 +2,7 @@
 
 import errno
 import multiprocessing
+import resource
 import socket
 import subprocess
 import sys
@@ -19,12 +20,13 @@ import tasks.prepare.__main__
 import train
 from co2 import forked
 from co2.app.compose import sweep_job
-from co2.errors import ConfigError, unusable
+from co2.errors import ConfigError, from_outside, unusable
 from co2.lab import __main__ as lab
 from co2.lab import slow_network
 from co2.record import compare, timeline, wandb_sync
 from co2.simulate import __main__ as simulate
 from co2.train import launch
+from tests import server
 from tests.cli.harness import (
     ANNOUNCED,
     LIMIT_S,
@@ -266,6 +268,9 @@ def test_job_of_a_sweep(index: str) -> None:
         sweep_job(index, ["co2.tau=1,2"])
 
 
+FEW = ("method=local_sgd", "train.steps=4")
+
+
 def in_namespaces(kinds: str, setup: str, *words: str, runs: Path) -> Run:
     """A run of the toy by an interpreter of its own, in new namespaces that root has set up."""
     outer = ["unshare", f"-r{kinds}", "sh", "-c", f'{setup} && exec "$@"', "sh"]
@@ -274,19 +279,19 @@ def in_namespaces(kinds: str, setup: str, *words: str, runs: Path) -> Run:
     return execute([*outer, *command(*words, runs=runs)], runs)
 
 
-def complaint(run: Run) -> str:
-    """The only line that a run which was refused says on stderr."""
-    assert (run.status, "Traceback" in run.err) == (2, False), run.err
-    (line,) = run.err.removeprefix(ANNOUNCED).splitlines()
-    return line
+def complaints(run: Run) -> list[str]:
+    """The lines that a run which has failed says on stderr."""
+    assert run.status in (1, 2) and "Traceback" not in run.err, run.err
+    return run.err.removeprefix(ANNOUNCED).splitlines()
 
 
 def test_no_room_for_batches(tmp_path: Path) -> None:
     """Docker gives 64 MB, in which few batches of pictures have room."""
-    words = ("method=local_sgd", "train.steps=4", "toy.features=8192", "train.batch_size=128")
+    words = (*FEW, "toy.features=8192", "train.batch_size=128")
     small = "mount -t tmpfs -o size=2m none /dev/shm"
     run = in_namespaces("m", small, *words, "data.workers=2", runs=tmp_path / "runs")
-    assert complaint(run) == (
+    (line,) = complaints(run)
+    assert line == (
         "error: data.workers=2: /dev/shm does not take a batch of 4.2 MB (No space left on device "
         "(28)), and each worker keeps 4 there; make it larger (docker run --shm-size=16g), or use "
         "data.workers=0"
@@ -312,6 +317,58 @@ def test_no_place_for_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "gettempdir", nowhere)
     with pytest.raises(ConfigError, match=r"^TMPDIR=/full: no socket can be made there \(No usabl"):
         forked.place_sockets()
+
+
+@pytest.mark.parametrize("elastic", ["false", "true"])
+def test_no_such_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elastic: str) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch")
+    line, *more = complaints(cli(f"launch.elastic={elastic}", *FEW, runs=tmp_path / "runs"))
+    assert line.startswith("error: worker ") and "Unable to find address for: nosuch; " in line
+    assert line.endswith("in GLOO_SOCKET_IFNAME, such as lo or eth0, or unset it")
+    assert len(more) == (elastic == "true"), more
+
+
+def test_a_port_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as other:
+        for name, value in {**TORCHRUN, "MASTER_PORT": str(other.getsockname()[1])}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(server, "LAUNCHER_VARIABLES", frozenset())
+        (line,) = complaints(cli(*FEW, runs=tmp_path / "runs"))
+    assert line.startswith("error: worker 0: port: ")
+    assert line.endswith("EADDRINUSE; another process has this port; set another MASTER_PORT")
+
+
+def test_too_few_open_files(
+    empty: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
+    line = refused(train.APP.main, ["task=toy"], capsys)
+    assert line == "ulimit -n=20: must be 64 open files or more: ulimit -n 65536"
+
+
+def test_nobody_can_be_told_of_a_finished_run(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        _, *words = command(*FEW, "launch.workers=1", runs=tmp_path / "runs")
+        process = fork_program(words, tmp_path, environment(), full.fileno(), full.fileno())
+        assert process.wait(LIMIT_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "me: Too many open files; raise their"),
+        (OSError(errno.EIO, "Input/output error", "a/b"), "a/b: Input/output error"),
+        (RuntimeError("can't start new thread"), "me: can't start new thread; raise the limit"),
+        (MemoryError(), "me: MemoryError; use fewer"),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), "me: DataLoader"),
+        (RuntimeError("CUDA out of memory. Tried to"), "me: CUDA out of memory; use a smaller"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
+        (OSError("a bug"), None),
+    ],
+)
+def test_what_the_machine_does(error: Exception, line: str | None) -> None:
+    found = from_outside(error, "me")
+    assert found == line if found is None or line is None else found.startswith(line)
 
 
 LIMITED = """
