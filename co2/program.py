@@ -52,6 +52,9 @@ def starting(name: str, slow: bool = True) -> Iterator[None]:
     if handler is signal.default_int_handler:  # not where a shell has it ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
+        if not Path().exists():
+            why = "this folder has been removed; change to another"
+            raise FileNotFoundError(errno.ENOENT, why, ".")
         if slow and "torch" not in sys.modules:
             for package in ("torch", "hydra"):
                 if find_spec(package) is None:
