@@ -7,7 +7,6 @@ this file imports none of them, and the library does not depend on tasks or reci
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from co2 import program
 
@@ -52,13 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"error: co2 {name}: no such command; {nearest(name, COMMANDS)}", file=sys.stderr)
         return REFUSED
-    # -P: a train.py or a folder tasks/ in the current folder is not ours. This file's own tree is,
-    # also where it is not installed: then the module can say which packages are missing.
-    root = Path(__file__).parents[1]
-    if (root / "pyproject.toml").exists():
-        paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    os.execv(sys.executable, [sys.executable, "-P", "-m", *COMMANDS[name][0].split(), *rest])
+    program.safe_path()  # a train.py or a folder tasks/ in the current folder is not ours
+    os.execv(sys.executable, [sys.executable, "-m", *COMMANDS[name][0].split(), *rest])
 
 
 if __name__ == "__main__":

@@ -75,6 +75,59 @@ def unusable(error: OSError) -> ConfigError:
     return ConfigError("file", error.filename, f"{error.strerror}; choose another{ask}")
 
 
+_OUTSIDE = {
+    r"DataLoader worker .*(killed by signal: [\w ]+|exited unexpectedly)": (
+        "if memory is short, use fewer data.workers; the same command goes on"
+    ),
+    r"No space left on device|Disk quota exceeded|File too large": (
+        "make room, and the same command goes on from the last checkpoint"
+    ),
+    r"Too many open files": "raise their limit: ulimit -n 65536",
+    r"can't start new thread|Resource temporarily unavailable": (
+        "raise the limit of processes (ulimit -u) or of memory (ulimit -v), or the container's"
+    ),
+    r"CUDA (error: )?out of memory": (
+        "use a smaller train.batch_size, or train.checkpoint_activations=true"
+    ),
+    r"Cannot allocate memory|not enough memory[^.]*|bad_alloc|MemoryError|failed to map segment": (
+        "use fewer launch.workers or a smaller train.batch_size, or raise ulimit -v"
+    ),
+    r"port: \d+,.* EADDRINUSE|Address already in use": (
+        "another process has this port; set another MASTER_PORT"
+    ),
+    r"Unable to find (address|interface).*": (
+        "name a network of this machine in GLOO_SOCKET_IFNAME, such as lo or eth0, or unset it"
+    ),
+    r"addresses of .* cannot be retrieved.*": (
+        "set MASTER_ADDR to a name or an address of the first machine"
+    ),
+    r"client socket has timed out.*|Timed out .*waiting for clients.*": (
+        "start all workers, and see that MASTER_ADDR and MASTER_PORT can be reached"
+    ),
+}
+"""Pattern of what the system, or PyTorch after it, says → what to do. PyTorch has no types for
+these errors, and the system few."""
+
+
+def from_outside(error: BaseException, who: str = "") -> str | None:
+    """What of the machine, and not of the program, has ended it, and what to do, in one line; None
+    for a bug.
+
+    Args:
+        who: whom it has ended, told where the error names no file.
+    """
+    text, where, reason = " ".join(f"{type(error).__name__}: {error}".split()), who, None
+    if isinstance(error, OSError):
+        reason = error.strerror
+        where = who if error.filename is None else os.fsdecode(error.filename)
+    for pattern, mend in _OUTSIDE.items():
+        if found := re.search(pattern, text):
+            reason = f"{found.group()}; {mend}"
+            break
+    line = ": ".join(filter(None, (where, reason)))
+    return None if reason is None else printable(line)
+
+
 def extra(name: str) -> str:
     """The hint of a value that needs an optional extra of pyproject.toml."""
     where = f"pip install -e '.[{name}]', or 'co2-suite[{name}]' outside a clone"

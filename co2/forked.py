@@ -7,21 +7,70 @@ sweep, and for those that an elastic run starts later. It touches no GPU, so tha
 import multiprocessing
 import os
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver, util
 from multiprocessing.context import ForkServerContext
+
+from co2.errors import ConfigError
+
+_LONGEST = 64
+"""Bytes of a folder's path. That of a socket may have 107, and some 30 follow in it."""
 
 
 def context() -> ForkServerContext:
-    """Starts processes; the first one starts the fork server, which imports what this process has
-    imported of the suite, and what every worker imports as it begins to train."""
+    """Starts processes. The first call starts the fork server, which imports what this process has
+    imported of the suite, and what every worker imports as it begins to train. It and what it forks
+    block the signals that this thread blocks now."""
     # With it torch.cuda.is_available(), which libraries ask as they are imported, does not start
     # CUDA in the fork server: what that forks could not use a GPU.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     found = multiprocessing.get_context("forkserver")
     imported = [name for name in sys.modules if name.partition(".")[0] in ("co2", "tasks")]
     found.set_forkserver_preload([*imported, "torch._dynamo", "torch.distributed.checkpoint"])
+    place_sockets()
+    with _safe_path():
+        forkserver.ensure_running()
     return found
+
+
+def place_sockets() -> None:
+    """Choose the folder in which multiprocessing has its sockets, for this process and all that it
+    starts: a new one in that of temporary files, or in a shorter one if that is too long.
+
+    Raises:
+        ConfigError: there is none in which files can be made.
+    """
+    given = os.environ.get("TMPDIR", "/tmp")
+    try:
+        found = tempfile.gettempdir()
+        if len(os.fsencode(found)) > _LONGEST:
+            tempfile.tempdir = "/tmp"
+        try:
+            util.get_temp_dir()
+        finally:
+            tempfile.tempdir = found
+    except OSError as error:
+        reason = f"no socket can be made there ({error.strerror or error}); "
+        hint = f"{reason}set TMPDIR to a folder of at most {_LONGEST} bytes that can be written"
+        raise ConfigError("TMPDIR", given, hint) from None
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Inside, a `python -c` that is started imports nothing from the current folder. A library may
+    not decide so for all that the user's program starts; see `program.safe_path`."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def import_all(context: ForkServerContext) -> None:

@@ -34,7 +34,8 @@ _ROOT = Path(__file__).parents[1]
 @contextlib.contextmanager
 def starting(name: str, slow: bool = True) -> Iterator[None]:
     """Around the imports of the module that Python runs, and of a package on `python -m`'s way to
-    it. A Python that is too old or lacks a package ends with one line, and Ctrl-C without any.
+    it. A Python that is too old or lacks a package ends with one line, and Ctrl-C without any. What
+    the program starts imports nothing from where the user stands (`safe_path`).
 
     Args:
         name: the module's `__name__`. In others than these nothing is done.
@@ -43,6 +44,7 @@ def starting(name: str, slow: bool = True) -> Iterator[None]:
     if name != "__main__" and sys.argv[:1] != ["-m"]:
         yield
         return
+    safe_path()
     if sys.version_info < OLDEST:
         version, oldest = (".".join(map(str, v[:2])) for v in (sys.version_info, OLDEST))
         _refuse(f"this is Python {version}, and {oldest} or newer is needed")
@@ -50,22 +52,39 @@ def starting(name: str, slow: bool = True) -> Iterator[None]:
     if handler is signal.default_int_handler:  # not where a shell has it ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
+        if not Path().exists():
+            why = "this folder has been removed; change to another"
+            raise FileNotFoundError(errno.ENOENT, why, ".")
         if slow and "torch" not in sys.modules:
             for package in ("torch", "hydra"):
                 if find_spec(package) is None:
                     raise ModuleNotFoundError(name=package)
             if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-                print("importing PyTorch takes some seconds", file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError):  # it may be full, or closed
+                    print("importing PyTorch takes some seconds", file=sys.stderr, flush=True)
         yield
     except ModuleNotFoundError as error:
         _refuse_without(error)
+    except Exception as error:
+        sys.exit(_refused_by_the_machine(error))
     finally:
         signal.signal(signal.SIGINT, handler)
 
 
+def safe_path() -> None:
+    """From now on the Pythons that this process starts find the suite, and import nothing from the
+    current folder: a `numpy/` or `tasks/` there is the user's, and `python -c` would run it."""
+    os.environ["PYTHONSAFEPATH"] = "1"
+    # Then a script's own folder is not looked in either, and the suite need not be installed.
+    if (_ROOT / "pyproject.toml").exists():
+        others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        paths = dict.fromkeys([str(_ROOT), *filter(None, others)])
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+
+
 def run(main: Callable[[], int]) -> NoReturn:
     """End this process with the status of `main()`: without a traceback where a person has pressed
-    Ctrl-C, a package is missing or nobody reads what is printed any more."""
+    Ctrl-C, a package is missing, nobody reads what is printed any more or the machine fails."""
     keep_output()
     try:
         status = main()
@@ -74,6 +93,8 @@ def run(main: Callable[[], int]) -> NoReturn:
         status = INTERRUPTED
     except ModuleNotFoundError as error:
         _refuse_without(error)
+    except Exception as error:
+        status = _refused_by_the_machine(error)
     sys.exit(status)
 
 
@@ -105,6 +126,7 @@ class _Lasting(io.FileIO):
             return super().write(data)
         except OSError as error:
             if error.errno not in self.ignored:
+                error.filename = {1: "stdout", 2: "stderr"}.get(self.fileno())
                 raise
             return memoryview(data).nbytes
 
@@ -127,6 +149,18 @@ def version() -> str:
         return f"co2-suite {metadata.version('co2-suite')}"
     except metadata.PackageNotFoundError:
         return "co2-suite, not installed"
+
+
+def _refused_by_the_machine(error: Exception) -> int:
+    """Say why the machine cannot run this. Returns the exit status; raises a bug."""
+    from co2.errors import REFUSED, from_outside
+
+    line = from_outside(error)
+    if line is None:
+        raise error
+    keep_output(training=True)  # it may be the output that has no room
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    return REFUSED
 
 
 def _refuse_without(error: ModuleNotFoundError) -> NoReturn:

@@ -38,7 +38,7 @@ from co2.app.schema import typed
 from co2.app.tuned import with_tuned
 from co2.config import Config, Resume, Validation
 from co2.elastic import launcher
-from co2.errors import DIVERGED, STOPPED, ConfigError, require, unusable
+from co2.errors import DIVERGED, STOPPED, ConfigError, from_outside, require, unusable
 from co2.record import tensorboard
 from co2.record.console import Outcome, closing_table, sweep_table
 from co2.record.folder import check_data, check_folder, read_summary, run_folder, tag_from
@@ -139,6 +139,12 @@ class App:
     ) -> int:
         """One run, to its end. Returns its exit status. `overrides` are those that it stands for,
         where a person has given them."""
+        program.keep_output(training=True)
+        workers, world = config.launch.workers, launch.world_size(config.launch)
+        given = any(key_of(word) == "launch.workers" for word in overrides or ())
+        if given and workers != world and launch.is_first():
+            text = f"launch.workers={workers} is ignored: torchrun or srun has started {world}"
+            print(text, file=sys.stderr, flush=True)
         if config.resume is Resume.auto and read_summary(config):
             if launch.is_first():
                 print("finished already; resume=never trains it afresh and keeps this one aside")
@@ -271,9 +277,12 @@ class App:
                 summary = None if status else read_summary(config)
             except ConfigError as error:  # a value that a sweeper has made up
                 status = launch.refuse(error)
-            except Exception:  # a bug that this run has met: the others go on
-                traceback.print_exc()
+            except Exception as error:  # which this run has met: the others go on
                 status = 1
+                if line := from_outside(error):
+                    print(f"error: {line}", file=sys.stderr, flush=True)
+                else:  # a bug
+                    traceback.print_exc()
             outcomes.append(Outcome(overrides, status, summary, validation))
             if status in STOPPED:
                 raise SystemExit(status)

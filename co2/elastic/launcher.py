@@ -25,7 +25,7 @@ from co2.elastic.heartbeat import StoreLost, announce_gone
 from co2.elastic.members import Expelled, Members, Unreachable
 from co2.elastic.replicas import Replicas
 from co2.elastic.store import FINAL, OwnStore, SharedStore
-from co2.errors import PREEMPTED, exit_at_once, require
+from co2.errors import PREEMPTED, exit_at_once, from_outside, require
 from co2.methods.base import ELASTIC, QUORUM, Method
 
 _LOOK_S = 0.5
@@ -269,7 +269,7 @@ def _work(
 
 
 def _reason(error: Exception) -> str | None:
-    """What has ended a worker, in one line; None where that is no loss of others."""
+    """What has ended a worker, in one line; None where that is a bug."""
     if isinstance(error, Expelled):
         return str(error)
     if isinstance(error, Unreachable):
@@ -280,4 +280,4 @@ def _reason(error: Exception) -> str | None:
         if dist.is_initialized() and dist.get_world_size() > 1:
             return "others of its replica are lost, or were others before training began"
         return "others were lost before training began; start it again"
-    return None
+    return from_outside(error)

@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -29,12 +30,24 @@ from co2.comm.mesh import Mesh
 from co2.comm.waiting import is_loss
 from co2.config import CommDevice, Config, LaunchConfig, Precision
 from co2.elastic import launcher
-from co2.errors import REFUSED, ConfigError, ReplicasDiffer, WorkerLost, exit_at_once, require
+from co2.errors import (
+    PREEMPTED,
+    REFUSED,
+    ConfigError,
+    ReplicasDiffer,
+    WorkerLost,
+    exit_at_once,
+    from_outside,
+    require,
+)
 
 _PEER_S = 1.0
 """A worker whose peer is gone ends this many seconds later, so that the run gets the peer's
 status."""
-
+_FILES = 64
+"""Open files that a small run of two workers has."""
+_NOTICE_S = 10.0
+"""A worker that has waited so long for the others as a run starts says so."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Signals that ask a run to finish its step, save and exit; a closed terminal sends SIGHUP."""
@@ -60,7 +73,7 @@ def identity(env: Mapping[str, str] = os.environ) -> Identity | None:
     None where neither has started it.
 
     Raises:
-        ConfigError: the variables are no numbers, or contradict each other.
+        ConfigError: the variables are no numbers, contradict each other, or are a batch script's.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         world = _number(env, "WORLD_SIZE", "", 1)
@@ -75,11 +88,16 @@ def identity(env: Mapping[str, str] = os.environ) -> Identity | None:
         )
     if "SLURM_PROCID" in env and _number(env, "SLURM_NTASKS", "1", 1) > 1:
         world = _number(env, "SLURM_NTASKS", "", 1)
+        step = _number(env, "SLURM_STEP_ID", "0", 0)
+        # In a batch script SLURM sets all variables of a task but this one.
+        hint = "srun has not started this process, one of so many tasks; start it by: srun python "
+        hint += "train.py …; or unset SLURM_NTASKS, and it starts launch.workers here"
+        require("SLURM_STEP_ID" in env or "SLURM_JOB_ID" not in env, "SLURM_NTASKS", world, hint)
         per_node = re.match(r"\d+", env.get("SLURM_TASKS_PER_NODE", str(world)))
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "127.0.0.1")
-        # All tasks of a job must use the same port. Ports from 32768 on are ephemeral: the kernel
-        # may have given one to another process.
-        port = 20000 + _number(env, "SLURM_JOB_ID", "0", 0) % 12000
+        # All tasks of a step must use the same port, and no other step. Ports from 32768 on are
+        # ephemeral: the kernel may have given one to another process.
+        port = 20000 + (_number(env, "SLURM_JOB_ID", "0", 0) + 101 * step) % 12000
         return Identity(
             rank=_number(env, "SLURM_PROCID", "", 0, world - 1),
             world=world,
@@ -155,9 +173,13 @@ def check(config: Config) -> None:
     Raises:
         ConfigError: an elastic run, or one of several machines, has fewer GPUs than workers, unless
             at scale=smoke, whose models a CPU trains as well; nccl together with comm.device=cpu;
-            the CPU has no bf16.
+            the CPU has no bf16; too few open files are allowed.
     """
     local = local_workers(config)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # PyTorch's launcher would wait for ever.
+    hint = f"must be {_FILES} open files or more: ulimit -n 65536"
+    require(files >= _FILES or files == resource.RLIM_INFINITY, "ulimit -n", files, hint)
     if config.launch.backend == "nccl":
         hint = "with comm.device=cpu gloo carries everything; use auto"
         require(config.comm.device is CommDevice.auto, "launch.backend", "nccl", hint)
@@ -235,8 +257,9 @@ def bf16_supported(device: str) -> bool:
 def run(worker: Worker, config: Config) -> int:
     """Run `worker(config)` in every worker, in a process group. Returns the exit status.
 
-    `worker` is pickled.
+    `worker` is pickled. Raises `ConfigError` where this machine has no place for its sockets.
     """
+    forked.place_sockets()  # those of loading processes, too
     me = identity()
     if me is not None:
         return _as_worker(worker, config, me)
@@ -295,8 +318,14 @@ def _as_worker(worker: Worker, config: Config, me: Identity) -> int:
         MASTER_PORT=str(me.port),
     )
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // me.local_world))
-    with _process_group(config, me):
-        return _guarded(worker, config, me.rank)
+    try:
+        with _process_group(config, me):
+            return _guarded(worker, config, me.rank)
+    except Exception as error:
+        if not _told(error, me.rank):
+            raise
+        time.sleep(_PEER_S)  # others ask this one's store whether it has been told
+        return REFUSED
 
 
 @contextlib.contextmanager
@@ -305,13 +334,14 @@ def _process_group(config: Config, me: Identity) -> Iterator[None]:
     device, backend = placement(config, me.local_rank, me.local_world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store, rank, world = next(rendezvous("env://"))
-    # When torchrun starts the workers again its store may still have the addresses that they had
-    # before, as with torch 2.15; so each attempt has keys of its own.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt/{attempt}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
-    faults.share(store)
+    with _waiting_for_others(me):
+        store, rank, world = next(rendezvous("env://"))
+        # When torchrun starts the workers again its store may still have the addresses that they
+        # had before, as with torch 2.15; so each attempt has keys of its own.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt/{attempt}", store)
+        faults.share(store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     try:
         yield
     finally:
@@ -320,6 +350,30 @@ def _process_group(config: Config, me: Identity) -> Iterator[None]:
         # What the run has left in cycles keeps gloo's threads. One that lets go of a tensor while
         # the interpreter ends takes the process with it.
         gc.collect()
+
+
+def _told(error: Exception, rank: int) -> bool:
+    """Whether the machine has ended this worker, of which a line has told."""
+    line = from_outside(error, f"worker {rank}")
+    if line is not None:
+        faults.tell(f"error: {line}", from_outside(error) or "")
+    return line is not None
+
+
+@contextlib.contextmanager
+def _waiting_for_others(me: Identity) -> Iterator[None]:
+    """Inside, the first worker of each machine says after a while that others are missing."""
+    place = f"{me.address}:{me.port}, which MASTER_ADDR and MASTER_PORT choose"
+    text = f"worker {me.rank} waits for the others of {me.world} at {place}; torchrun or srun "
+    text += "starts them all"
+    notice = threading.Timer(_NOTICE_S, print, (text,), {"file": sys.stderr, "flush": True})
+    notice.daemon = True
+    if me.local_rank == 0:
+        notice.start()
+    try:
+        yield
+    finally:
+        notice.cancel()
 
 
 def _guarded(worker: Worker, config: Config, rank: int) -> int:
@@ -338,13 +392,12 @@ def _guarded(worker: Worker, config: Config, rank: int) -> int:
         faults.tell(f"error: {error}")
         return REFUSED
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in program.NO_ROOM:
-            mend = "make room, and the same command goes on from the last checkpoint"
-            where = error.filename or f"worker {rank}"
-            faults.tell(f"error: {where}: {error.strerror}; {mend}")
-            return REFUSED
-        if config.launch.elastic:
+        if config.launch.elastic and not (
+            isinstance(error, OSError) and error.errno in program.NO_ROOM
+        ):
             raise
+        if _told(error, rank):
+            return REFUSED
         if not (isinstance(error, WorkerLost) or is_loss(error)):
             if faults.is_first(f"{type(error).__name__}: {error}"):
                 raise
@@ -380,22 +433,26 @@ def _spawn(worker: Worker, config: Config) -> int:
     # would kill them after 30 s, so it handles none of these signals.
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    elastic = ElasticConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=config.launch.workers,
-        run_id="local",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.2,
-        start_method=forked.context().get_start_method(),
-        signals_to_handle="SIGQUIT",
-    )
     with _forwarded(stop_signals()):
+        elastic = ElasticConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=config.launch.workers,
+            run_id="local",
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            monitor_interval=0.2,
+            start_method=forked.context().get_start_method(),
+            signals_to_handle="SIGQUIT",
+        )
         try:
             elastic_launch(elastic, _local_worker)(worker, config)
+        except (ConnectionError, EOFError):
+            text = "the process that forks the workers is gone; the same command goes on"
+            print(f"error: {text}", file=sys.stderr, flush=True)
+            return PREEMPTED
         except ChildFailedError as error:
             _, first = error.get_first_failure()
             return first.exitcode if first.exitcode > 0 else 128 - first.exitcode

@@ -1,12 +1,14 @@
 """Loading of batches, here or in loading processes."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar, cast
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
-from co2.errors import ConfigError
+from co2.errors import ConfigError, first_line
 
 _AHEAD = 2
 """Number of batches that each loading process keeps ready."""
@@ -15,14 +17,31 @@ T = TypeVar("T")
 
 
 class _Made(Dataset[object]):
-    def __init__(self, make: Callable[[int], object]) -> None:
-        self.make = make
+    """Batches in shared memory: DataLoader, which would put them there later, in a thread, would
+    wait for ever for one that has no room."""
+
+    def __init__(self, make: Callable[[int], object], workers: int) -> None:
+        self.make, self.workers = make, workers
 
     def __getitem__(self, index: int) -> object:
         try:
-            return self.make(index)
+            batch = self.make(index)
+            parts = [part for part in tree_leaves(batch) if isinstance(part, Tensor)]
+            try:
+                for part in parts:
+                    part.share_memory_()
+            except RuntimeError as error:
+                raise self._no_room(parts, error) from None
         except ConfigError as error:  # DataLoader would turn it into pages of traceback
             return error
+        return batch
+
+    def _no_room(self, parts: Sequence[Tensor], error: RuntimeError) -> ConfigError:
+        mb, ahead = sum(part.nbytes for part in parts) / 1e6, self.workers * _AHEAD
+        reason = first_line(error).rpartition(": ")[2]
+        where = f"/dev/shm does not take a batch of {mb:.3g} MB ({reason}), and each worker keeps "
+        mend = f"{ahead} there; make it larger (docker run --shm-size=16g), or use data.workers=0"
+        return ConfigError("data.workers", self.workers, where + mend)
 
 
 def load(
@@ -37,7 +56,7 @@ def load(
         workers: number of loading processes; with 0, `make` runs here when a batch is asked for.
         device: where batches go next; for a GPU, loading processes return them in pinned memory.
     Raises:
-        ConfigError: `make` has raised it, here or in a loading process.
+        ConfigError: `make` has raised it, here or in a loading process; or a batch has no room.
     """
     if workers == 0:
         yield from map(make, indices)
@@ -45,7 +64,7 @@ def load(
     # batch_size is None because each item is a whole batch. Without a generator of its own, the
     # iterator would draw from the global one. A fork copies no models or arrays to the workers.
     loader = DataLoader(
-        _Made(make),
+        _Made(make, workers),
         batch_size=None,
         sampler=indices,
         num_workers=workers,

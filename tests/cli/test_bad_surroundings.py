@@ -1,7 +1,14 @@
 """Bad environments, and bad command lines of the programs beside train.py: one line, status 2."""
 
+import errno
+import multiprocessing
+import resource
+import socket
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
 
 import pytest
@@ -11,20 +18,34 @@ import co2.__main__
 import recipes.__main__
 import tasks.prepare.__main__
 import train
+from co2 import forked
 from co2.app.compose import sweep_job
-from co2.errors import ConfigError, unusable
+from co2.errors import ConfigError, from_outside, unusable
 from co2.lab import __main__ as lab
 from co2.lab import slow_network
 from co2.record import compare, timeline, wandb_sync
 from co2.simulate import __main__ as simulate
 from co2.train import launch
-from tests.cli.harness import cli
+from tests import server
+from tests.cli.harness import (
+    ANNOUNCED,
+    LIMIT_S,
+    Run,
+    cli,
+    command,
+    execute,
+    held_port,
+    kill_session,
+    until,
+)
 from tests.cli.refused import files, refused
 from tests.grids import first_of_each
+from tests.server import environment, fork_program
 
 NUMBER = "must be a whole number"
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-SRUN = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
+BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
+SRUN = {**BATCH, "SLURM_STEP_ID": "0"}
 
 # Variables beside those of a good start; what the line begins with; what it must say.
 ENVIRONMENTS = [
@@ -45,6 +66,8 @@ ENVIRONMENTS = [
     (SRUN, "SLURM_PROCID", "2", "from 0 to 1"),
     (SRUN, "SLURM_LOCALID", "x", "from 0 to 1"),
     (SRUN, "SLURM_JOB_ID", "x", NUMBER),
+    (SRUN, "SLURM_STEP_ID", "x", NUMBER),
+    (BATCH, "SLURM_NTASKS", "4", "srun has not started this process"),
 ]
 
 RECIPES, LAB, SIMULATE = recipes.__main__.main, lab.main, simulate.main
@@ -110,7 +133,8 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("good", "name", "value", "hint"), first_of_each(ENVIRONMENTS, lambda case: case[1])
+    ("good", "name", "value", "hint"),
+    first_of_each(ENVIRONMENTS, lambda case: (case[1], case[3] == NUMBER)),
 )
 def test_environment(
     empty: Path,
@@ -125,7 +149,7 @@ def test_environment(
         monkeypatch.setenv(key, text)
     line = refused(train.APP.main, ["task=toy"], capsys)
     assert line.startswith(f"{name}={value.strip()}") and hint in line
-    assert "unset it" in line
+    assert "unset" in line
     assert files(empty) == {}
 
 
@@ -134,6 +158,31 @@ def test_good_environments_pass(monkeypatch: pytest.MonkeyPatch) -> None:
         me = launch.identity(good)
         assert me is not None and (me.rank, me.world, me.local_world) == (0, 2, 2)
     assert launch.identity({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+
+
+def test_steps_of_a_job_do_not_meet() -> None:
+    places = [launch.identity({**SRUN, "SLURM_STEP_ID": step}) for step in ("0", "1", "2")]
+    assert len({me.port for me in places if me is not None}) == 3
+
+
+def test_a_worker_says_whom_it_waits_for(tmp_path: Path) -> None:
+    with held_port() as port, (tmp_path / "log").open("w") as log:
+        tasks = []
+        try:
+            for rank in ("0", "1"):
+                env = environment(
+                    **{**TORCHRUN, "RANK": rank, "LOCAL_RANK": rank}, MASTER_PORT=port
+                )
+                _, *words = command("method=local_sgd", "train.steps=4", runs=tmp_path / "runs")
+                tasks.append(fork_program(words, tmp_path, env, log.fileno(), log.fileno()))
+                until(
+                    lambda: "waits for the others of 2 at" in (tmp_path / "log").read_text(),
+                    tasks[0],
+                )
+            assert [task.wait(LIMIT_S) for task in tasks] == [0, 0]
+        finally:
+            for task in tasks:
+                kill_session(task)
 
 
 def test_nccl_without_enough_gpus(
@@ -217,6 +266,109 @@ def test_a_picture_that_cannot_be_written(
 def test_job_of_a_sweep(index: str) -> None:
     with pytest.raises(ConfigError, match=r"^SLURM_ARRAY_TASK_ID=.* has the jobs 0 to 1"):
         sweep_job(index, ["co2.tau=1,2"])
+
+
+FEW = ("method=local_sgd", "train.steps=4")
+
+
+def in_namespaces(kinds: str, setup: str, *words: str, runs: Path) -> Run:
+    """A run of the toy by an interpreter of its own, in new namespaces that root has set up."""
+    outer = ["unshare", f"-r{kinds}", "sh", "-c", f'{setup} && exec "$@"', "sh"]
+    if subprocess.run([*outer, "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to make namespaces and mounts")
+    return execute([*outer, *command(*words, runs=runs)], runs)
+
+
+def complaints(run: Run) -> list[str]:
+    """The lines that a run which has failed says on stderr."""
+    assert run.status in (1, 2) and "Traceback" not in run.err, run.err
+    return run.err.removeprefix(ANNOUNCED).splitlines()
+
+
+def test_no_room_for_batches(tmp_path: Path) -> None:
+    """Docker gives 64 MB, in which few batches of pictures have room."""
+    words = (*FEW, "toy.features=8192", "train.batch_size=128")
+    small = "mount -t tmpfs -o size=2m none /dev/shm"
+    run = in_namespaces("m", small, *words, "data.workers=2", runs=tmp_path / "runs")
+    (line,) = complaints(run)
+    assert line == (
+        "error: data.workers=2: /dev/shm does not take a batch of 4.2 MB (No space left on device "
+        "(28)), and each worker keeps 4 there; make it larger (docker run --shm-size=16g), or use "
+        "data.workers=0"
+    )
+
+
+def test_sockets_have_short_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)
+    long = tmp_path / ("x" * 99)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    forked.place_sockets()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(connection.arbitrary_address("AF_UNIX"))
+    assert tempfile.gettempdir() == str(long), "other files go where they went"
+
+
+def test_no_place_for_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setenv("TMPDIR", "/full")
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    with pytest.raises(ConfigError, match=r"^TMPDIR=/full: no socket can be made there \(No usabl"):
+        forked.place_sockets()
+
+
+@pytest.mark.parametrize("elastic", ["false", "true"])
+def test_no_such_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elastic: str) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch")
+    line, *more = complaints(cli(f"launch.elastic={elastic}", *FEW, runs=tmp_path / "runs"))
+    assert line.startswith("error: worker ") and "Unable to find address for: nosuch; " in line
+    assert line.endswith("in GLOO_SOCKET_IFNAME, such as lo or eth0, or unset it")
+    assert len(more) == (elastic == "true"), more
+
+
+def test_a_port_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as other:
+        for name, value in {**TORCHRUN, "MASTER_PORT": str(other.getsockname()[1])}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(server, "LAUNCHER_VARIABLES", frozenset())
+        (line,) = complaints(cli(*FEW, runs=tmp_path / "runs"))
+    assert line.startswith("error: worker 0: port: ")
+    assert line.endswith("EADDRINUSE; another process has this port; set another MASTER_PORT")
+
+
+def test_too_few_open_files(
+    empty: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
+    line = refused(train.APP.main, ["task=toy"], capsys)
+    assert line == "ulimit -n=20: must be 64 open files or more: ulimit -n 65536"
+
+
+def test_nobody_can_be_told_of_a_finished_run(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        _, *words = command(*FEW, "launch.workers=1", runs=tmp_path / "runs")
+        process = fork_program(words, tmp_path, environment(), full.fileno(), full.fileno())
+        assert process.wait(LIMIT_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "me: Too many open files; raise their"),
+        (OSError(errno.EIO, "Input/output error", "a/b"), "a/b: Input/output error"),
+        (RuntimeError("can't start new thread"), "me: can't start new thread; raise the limit"),
+        (MemoryError(), "me: MemoryError; use fewer"),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), "me: DataLoader"),
+        (RuntimeError("CUDA out of memory. Tried to"), "me: CUDA out of memory; use a smaller"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
+        (OSError("a bug"), None),
+    ],
+)
+def test_what_the_machine_does(error: Exception, line: str | None) -> None:
+    found = from_outside(error, "me")
+    assert found == line if found is None or line is None else found.startswith(line)
 
 
 LIMITED = """

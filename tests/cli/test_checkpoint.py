@@ -425,6 +425,7 @@ SLURM = {
     "SLURM_LOCALID": "1",
     "SLURM_TASKS_PER_NODE": "4(x2)",
     "SLURM_JOB_ID": "1234567",
+    "SLURM_STEP_ID": "0",
     "SLURM_STEP_NODELIST": "gpu[03-04]",
 }
 

@@ -78,7 +78,8 @@ def test_the_second_of_two_is_refused(tmp_path: Path) -> None:
 def as_tasks(tmp_path: Path, runs: Path) -> tuple[list[int], str]:
     """The same run with two tasks of srun: their statuses, and what both print."""
     log, tasks = tmp_path / "tasks", []
-    place = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1"}
+    place = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
+    place["MASTER_ADDR"] = "127.0.0.1"
     with held_port() as port:
         with log.open("a") as file:
             for rank in ("0", "1"):

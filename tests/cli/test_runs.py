@@ -383,6 +383,7 @@ class TestWhoStartsTheWorkers:
         for rank, log in enumerate(logs):
             env = environment(
                 SLURM_JOB_ID="77",
+                SLURM_STEP_ID="0",
                 SLURM_NTASKS="2",
                 SLURM_PROCID=str(rank),
                 SLURM_LOCALID=str(rank),

@@ -30,8 +30,10 @@ from tests.cli.harness import (
     LIMIT_S,
     ROOT,
     STORY,
+    TOY,
     command,
     configured,
+    execute,
     folder_of,
     folders,
     kill_session,
@@ -81,6 +83,7 @@ def test_the_python_that_has_the_packages_is_named(
     python.parent.mkdir(parents=True)
     python.touch()
     monkeypatch.setattr(program, "_ROOT", tmp_path)
+    monkeypatch.setattr(program, "safe_path", lambda: None)  # for this process's own children
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     for folder, name in ((tmp_path, ".venv/bin/python"), (elsewhere, str(python))):
@@ -95,6 +98,7 @@ def test_the_python_that_has_the_packages_is_named(
 
 def test_an_old_python(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 8, 18))
+    monkeypatch.setattr(program, "safe_path", lambda: None)
     with pytest.raises(SystemExit, match="2"), program.starting("__main__"):
         pytest.fail("goes on")
     assert "this is Python 3.8, and 3.11 or newer is needed" in capsys.readouterr().err
@@ -113,6 +117,44 @@ def test_something_is_printed_before_the_long_imports(tmp_path: Path) -> None:
         (tmp_path / package / "__init__.py").write_text("raise SystemExit(7)")
     ended = bare("train.py", "task=toy", path=tmp_path)
     assert (ended.returncode, ended.stdout, ended.stderr) == (7, "", ANNOUNCED)
+
+
+@pytest.fixture
+def traps(tmp_path: Path) -> Iterator[Path]:
+    """A folder where a user may stand: modules with the names of others, which nobody is to run."""
+    here = tmp_path / "here"
+    for name in ("co2", "multiprocessing", "numpy", "tasks", "torch", "train"):
+        (here / name).mkdir(parents=True)
+        (here / name / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a')")
+    yield here
+    assert not (tmp_path / "ran").exists(), "a module of the current folder was run"
+
+
+def test_what_lies_where_the_user_stands_is_not_run(traps: Path) -> None:
+    words = ("method=local_sgd", "train.steps=4", "data.workers=1")
+    ended = execute(command(*TOY, *words, runs=traps / "runs"), traps / "runs")
+    assert ended.status == 0, ended.err
+    assert "Traceback" not in ended.err  # of Python's helpers
+
+
+def test_a_script_of_ones_own_has_its_modules(traps: Path, tmp_path: Path) -> None:
+    """And the replicas that `co2.run` starts have them; not its current folder's."""
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "helper.py").write_text("def train(mesh):\n    return mesh.replica")
+    line = "import co2, helper; print(co2.run(helper.train, replicas=2, device='cpu'))"
+    (own / "script.py").write_text(line)
+    ended = execute([sys.executable, str(own / "script.py")], traps / "runs")
+    assert (ended.status, ended.out) == (0, "[0, 1]\n"), ended.err
+
+
+def test_what_a_program_starts_looks_elsewhere(traps: Path) -> None:
+    """And finds the suite, wherever it stands: the laboratory and the recipes start train.py."""
+    code = "import os; os.chdir(sys.argv[1])\nwith program.starting('__main__', False): pass\n"
+    code += "line = 'import co2.errors, multiprocessing'\n"
+    code += "os.execv(sys.executable, [sys.executable, '-S', '-c', line])"
+    ended = bare("-c", RUNS + code, str(traps))
+    assert ended.returncode == 0, ended.stderr
 
 
 CTRL_C = "os.kill(os.getpid(), signal.SIGINT)"
@@ -238,6 +280,19 @@ def test_torchrun_ends_with_the_reason(
     assert capsys.readouterr().err == reason + "\n"
     report = str(ChildFailedError("train.py", failures))
     assert report.count(f"  traceback : {reason}\n") == 2
+
+
+def test_workers_that_torchrun_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch, "run", lambda *_: 1)
+    words = [*TOY, "method=local_sgd", f"runs={tmp_path}"]
+    said = "launch.workers=2 is ignored: torchrun or srun has started 1\n"
+    for more, expected in ((["launch.workers=2"], said), (["launch.workers=1"], ""), ([], "")):
+        assert train.APP.main([*words, *more]) == 1
+        assert capsys.readouterr().err == expected
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
