@@ -36,6 +36,7 @@ from co2.errors import (
     ConfigError,
     ReplicasDiffer,
     WorkerLost,
+    WrongCall,
     exit_at_once,
     from_outside,
     require,
@@ -384,7 +385,7 @@ def _guarded(worker: Worker, config: Config, rank: int) -> int:
         worker(config)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
-    except ReplicasDiffer as error:
+    except (ReplicasDiffer, WrongCall) as error:
         faults.tell(f"error: {error}")
         return 1
     except ConfigError as error:
