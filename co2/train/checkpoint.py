@@ -26,7 +26,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import shutil
 import threading
 import time
@@ -41,8 +40,14 @@ from torch import Tensor
 
 from co2.comm.mesh import Mesh
 from co2.comm.waiting import until_cut
-from co2.errors import printable
-from co2.record.files import CHECKPOINT_FORMAT, write_durably
+from co2.errors import ConfigError, printable
+from co2.record.files import (
+    CHECKPOINT_FORMAT,
+    DAMAGE,
+    saved_steps,
+    unreadable,
+    write_durably,
+)
 from co2.train import state_file
 from co2.train.state_file import HostCopy, Split
 
@@ -195,26 +200,41 @@ class Checkpoints:
         """The newest step whose checkpoint is sound on every worker, and this worker's state; that
         of the first one, for a worker more than those that saved it.
 
-        None where there is no such checkpoint.
+        None where there is no checkpoint at all.
+
+        Raises:
+            ConfigError: on all workers, where one of them cannot read a checkpoint, which may be
+                sound, and where no checkpoint is. All are left as they are.
         """
         if self.rank == 0:
             self._clear()
+        damaged: dict[int, str] = {}
         for step in self._gather(self.steps())[0]:
-            state, own = self._read(step)
-            found = [reason for reason in self._gather(own) if reason]
-            if not found:
+            state, damage, refusal = self._read(step)
+            damages, refusals = zip(*self._gather((damage, refusal)), strict=True)
+            if any(refusals):
+                raise next(filter(None, refusals))
+            if not any(damages):
+                if self.rank == 0:
+                    for bad in damaged:
+                        self._set_aside(bad)
                 return step, state
+            damaged[step] = next(filter(None, damages))
             if self.rank == 0:
-                self.print_line(
-                    f"checkpoint step_{step} is damaged ({found[0]}); trying the one before"
-                )
-                self._set_aside(step)
+                text = f"checkpoint step_{step} is damaged ({damaged[step]}); trying the one before"
+                self.print_line(text)
+        if damaged:
+            last = f"step_{min(damaged)}: {damaged[min(damaged)]}"
+            hint = (
+                f"{os.path.relpath(self.folder)} holds no checkpoint that can be used ({last}); "
+                "put a sound one there, or train afresh with resume=never"
+            )
+            raise ConfigError("resume", "auto", hint)
         return None
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints, newest first."""
-        names = [path.name[5:] for path in self.folder.glob("step_*")]
-        return sorted((int(name) for name in names if re.fullmatch("[0-9]+", name)), reverse=True)
+        return saved_steps(self.folder)
 
     def _write_part(self, aside: Path, own: Split, copied: Mapping[str, Tensor]) -> Written:
         """In a thread: write this worker's part, and tell worker 0."""
@@ -307,29 +327,43 @@ class Checkpoints:
         generation = "" if elastic is None else f".{elastic.generation}"
         return self.folder / f".step_{step}{generation}"
 
-    def _read(self, step: int) -> tuple[dict[str, Any], str]:
-        """This worker's state of a checkpoint, and why it cannot be used; empty if it can."""
-        name = MANIFEST
+    def _read(self, step: int) -> tuple[dict[str, Any], str, ConfigError | None]:
+        """This worker's state of a checkpoint, in words what is damaged, and the refusal where it
+        cannot be read."""
+        from safetensors import SafetensorError  # not needed by the library
+
+        name, folder = MANIFEST, self._path(step)
         try:
-            folder = self.folder / f"step_{step}"
+            folder.lstat()
+        except OSError as failed:
+            return {}, "", self._unreadable(folder, failed)
+        try:
             manifest = json.loads(self._inside(folder / MANIFEST).read_text())
             world, sums = manifest["world"], dict(manifest["sha256"])
             if world != self.world and not self.elastic:
-                return {}, printable(f"saved by {world} workers")
+                return {}, printable(f"saved by {world} workers"), None
             if manifest["step"] != step:
-                return {}, printable(f"it is of step {manifest['step']}")
+                return {}, printable(f"it is of step {manifest['step']}"), None
             files = {name: self._inside(folder / name) for name in sums}
             # One worker more than those that saved reads what the first replica's has saved.
             name = self._name(self.rank if self.rank < world else self.mesh.rank_in_replica)
             if _sha256(files[name]) != sums[name]:
-                return {}, f"{name}: checksum differs"
+                return {}, f"{name}: checksum differs", None
             replica = f"{Path(name).parent}/"
             own = files.pop(name)
             others = [path for other, path in files.items() if other.startswith(replica)]
             state = state_file.read(own, others)
-        except Exception as failed:  # files that are no checkpoint's raise many kinds
-            return {}, printable(f"{name} cannot be read ({type(failed).__name__}: {failed})")
-        return (state, "") if isinstance(state, dict) else ({}, f"{name} holds no state")
+        except (*DAMAGE, SafetensorError) as failed:
+            text = f"{name} cannot be read ({type(failed).__name__}: {failed})"
+            return {}, printable(text), None
+        except Exception as failed:  # the system's, such as too little memory
+            return {}, "", self._unreadable(folder / name, failed)
+        if not isinstance(state, dict):
+            return {}, f"{name} holds no state", None
+        return state, "", None
+
+    def _unreadable(self, path: Path, failed: Exception) -> ConfigError:
+        return unreadable(path, failed, f" on worker {self.rank}")
 
     def _inside(self, path: Path) -> Path:
         """The same path. Raises `ValueError` if it is no file, or leads out of the checkpoints."""

@@ -54,8 +54,7 @@ class Session:
         config, mesh = run.config, run.mesh
         self.run, self.step = run, 0
         self.module: nn.Module = run.task.model().to(mesh.device)
-        self._from_checkpoint = begun(run.folder)
-        if config.init_from is not None and not self._from_checkpoint:
+        if config.init_from is not None and not begun(run.folder):
             initial.load(config.init_from, self.module, run.task)
         self.replica = replica = Replica(config.mesh, mesh, run.method.averages_gradients)
         replica.synchronize_batch_norm(self.module)
@@ -282,10 +281,6 @@ class Session:
         an elastic run other replicas may have written it: one too many goes on from the first's."""
         found = self.checkpoints.load()
         if found is None:
-            folder = self.run.config.init_from
-            if folder is not None and self._from_checkpoint:
-                hint = "was not read, for there were checkpoints, but all are damaged; start again"
-                raise ConfigError("init_from", folder, hint)
             return None
         _, state = found
         self._rehearse()

@@ -186,6 +186,11 @@ def read(path: Path, others: Sequence[Path] = ()) -> Any:
     from safetensors import safe_open  # not needed by the library
 
     with ExitStack() as stack:
+        for one in (
+            path,
+            *others,
+        ):  # safetensors takes a file that it may not open for a missing one
+            one.open("rb").close()
         files = [stack.enter_context(safe_open(one, "pt")) for one in (path, *others)]
         places = {name: file for file in reversed(files) for name in file.keys()}  # noqa: SIM118
         values = json.loads(files[0].metadata()[_VALUES])

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from co2.comm.mesh import Mesh
 from co2.config import LaunchConfig
+from co2.errors import ConfigError
 from co2.record.folder import tag_from
 from co2.train import checkpoint, launch, state_file
 from co2.train import stop as stop_module
@@ -137,8 +138,9 @@ class TestCheckpoints:
         for step in (1, 2):
             assert saver.save(step, state(step))
             damage(tmp_path / f"step_{step}", "truncated")
-        assert saver.load() is None
-        assert len(lines) == 2
+        with pytest.raises(ConfigError, match="holds no checkpoint that can be used"):
+            saver.load()
+        assert len(lines) == 2 and saver.steps() == [2, 1], "they stay"
 
     def test_a_damaged_one_is_not_kept_in_place_of_a_good_one(self, tmp_path: Path) -> None:
         saver = checkpoints(tmp_path, keep=2)
@@ -157,8 +159,8 @@ class TestCheckpoints:
         whole = file.read_bytes()
         for length in {0, 1, len(whole) - 1, *range(0, len(whole), 97)}:
             file.write_bytes(whole[:length])
-            assert saver.load() is None
-            put_back(tmp_path, 1)
+            with pytest.raises(ConfigError, match="holds no checkpoint that can be used"):
+                saver.load()
 
     def test_any_flipped_bit_of_the_manifest_is_survived(self, tmp_path: Path) -> None:
         saver = checkpoints(tmp_path)

@@ -8,8 +8,9 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,10 +24,11 @@ from torch import Tensor
 
 import train
 from co2.config import Config
-from co2.errors import DIVERGED, PREEMPTED, ConfigError
+from co2.errors import DIVERGED, PREEMPTED, REFUSED, ConfigError
 from co2.record.folder import check_folder, read_summary
 from co2.record.provenance import of_all_starts
-from co2.train import launch
+from co2.train import checkpoint, launch
+from co2.train.checkpoint import Checkpoints
 from tasks.toy import Toy
 from tests.cli.harness import (
     LIMIT_S,
@@ -38,6 +40,7 @@ from tests.cli.harness import (
     assert_same_weights,
     cli,
     configured,
+    contents,
     folder_of,
     kill_session,
     metrics,
@@ -282,11 +285,97 @@ def test_a_damaged_checkpoint(
     assert_same_run(run.folder, whole.folder)
 
 
-def test_no_good_checkpoint(workers: Pool, stopped: Run, whole: Run, tmp_path: Path) -> None:
-    run = again(workers, stopped, tmp_path, "truncated", "flipped")
-    assert len([line for line in run.out.splitlines() if "damaged" in line]) == 2
-    assert resumed_at(run.out) == []
-    assert_same_run(run.folder, whole.folder)
+def test_no_good_checkpoint(workers: Pool, stopped: Run, tmp_path: Path) -> None:
+    """The run does not begin again by itself: somebody may still save what is there."""
+    spoil = [partial(damage, kind="truncated"), partial(damage, kind="flipped")]
+    _, err = refused_again(workers, stopped, tmp_path, spoil)
+    assert re.search("/checkpoints holds no checkpoint that can be used .step_30: .*checksum", err)
+    assert "train afresh with resume=never" in err
+
+
+@contextmanager
+def unreadable(error: Exception, rank: int) -> Iterator[None]:
+    """Setup: the files of a worker's checkpoints cannot be read."""
+
+    def read(path: Path) -> str:
+        raise error
+
+    with patch.object(checkpoint, "_sha256", read) if dist.get_rank() == rank else nullcontext():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (PermissionError(13, "Permission denied"), "Permission denied"),
+        (OSError(5, "Input/output error"), "Input/output error"),
+        (MemoryError(), "MemoryError"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_cannot_be_read_is_not_damaged(
+    workers: Pool, stopped: Run, tmp_path: Path, error: Exception, why: str, rank: int
+) -> None:
+    """Another user's files, a server that does not answer, too little memory."""
+    out, err = refused_again(workers, stopped, tmp_path, (), unreadable, (error, rank))
+    assert "damaged" not in out
+    assert f"/step_{STOPPED_AT}/{part(rank)} cannot be read on worker {rank} ({why}); " in err
+
+
+def test_a_checkpoint_that_one_worker_does_not_see(
+    workers: Pool, stopped: Run, tmp_path: Path
+) -> None:
+    """Its machine has not mounted the folder of all runs."""
+    _, err = refused_again(workers, stopped, tmp_path, (), blind, (1,))
+    assert (
+        f"/step_{STOPPED_AT}/unmounted cannot be read on worker 1 (No such file or directory); "
+        in err
+    )
+
+
+@contextmanager
+def blind(rank: int) -> Iterator[None]:
+    """Setup: a worker looks for checkpoints in a folder that is not there."""
+    path = Checkpoints._path
+    blind = patch.object(Checkpoints, "_path", lambda own, step: path(own, step) / "unmounted")
+    with blind if dist.get_rank() == rank else nullcontext():
+        yield
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl"])
+def test_what_else_cannot_be_read(stopped: Run, tmp_path: Path, name: str) -> None:
+    shutil.copytree(stopped.runs, tmp_path / "runs")
+    folder = folder_of(*POOLED, "launch.workers=2", runs=tmp_path / "runs")
+    (folder / name).rename(folder / "elsewhere")
+    (folder / name).symlink_to(name)
+    before = contents(folder)
+    run = cli(*POOLED, "launch.workers=2", runs=tmp_path / "runs")
+    assert run.status == REFUSED and contents(folder) == before
+    (line,) = run.err.splitlines()
+    assert f"/{name} cannot be read (Too many levels of symbolic links); it is kept" in line
+
+
+def refused_again(
+    workers: Pool,
+    stopped: Run,
+    tmp_path: Path,
+    spoil: Sequence[Callable[[Path], None]],
+    setup: Callable[..., contextlib.AbstractContextManager[None]] = nullcontext,
+    arguments: tuple[Any, ...] = (),
+) -> tuple[str, str]:
+    """The same command on a copy whose newest checkpoints are spoiled: it is refused in one line,
+    and nothing is lost. Returns what is printed."""
+    shutil.copytree(stopped.runs, tmp_path / "runs", symlinks=True)
+    folder = folder_of(*POOLED, "launch.workers=2", runs=tmp_path / "runs")
+    for step, act in zip((STOPPED_AT, 30), spoil, strict=False):
+        act(folder / "checkpoints" / f"step_{step}")
+    before = contents(folder)
+    setting = {"setup": setup, "setup_arguments": arguments}
+    run = pooled(workers, 2, *POOLED, runs=tmp_path / "runs", **setting)
+    assert run.status == REFUSED and contents(folder) == before
+    line, *others = run.err.splitlines()
+    assert others in ([], [line]), "each worker tells it here"
+    return run.out, line
 
 
 def test_torn_metrics(workers: Pool, stopped: Run, whole: Run, tmp_path: Path) -> None:
