@@ -64,7 +64,9 @@ class Written:
     sha256: str
     """Of its file."""
     error: str
-    """Why it could not be written, in one line; empty if it is whole."""
+    """Why it was not written, in one line; empty if it is whole."""
+    diverged: bool = False
+    """Whether that is because something in it is not finite."""
 
     def notify(self, folder: Path, rank: int) -> None:
         """Leave this in the folder of a checkpoint, for worker 0. Raises `OSError`."""
@@ -113,6 +115,8 @@ class Checkpoints:
         self._copy = HostCopy()
         self._writer = ThreadPoolExecutor(1, "checkpoint-part")
         self._publisher = ThreadPoolExecutor(1, "checkpoint")
+        self.diverged = ""
+        """What was not finite, and was not saved, in words; empty if nothing was."""
         self._last: _Save | None = None
         self._publication: Future[None] | None = None
         """On worker 0: of what was begun last. One follows the other."""
@@ -148,7 +152,7 @@ class Checkpoints:
             self._last.part.result()
         own = state_file.split(state, self.mesh.rank_in_replica)
         copied, aside = self._copy.take(own.tensors), self._aside(step)
-        part = self._writer.submit(self._write_part, aside, own, copied)
+        part = self._writer.submit(self._write_part, step, aside, own, copied)
         self._last = save = _Save(step, aside, self.rank, self.world, part)
         if self.rank == 0:
             self._publication = self._publisher.submit(self._publish_when_written, save)
@@ -165,6 +169,9 @@ class Checkpoints:
         own = None if last is None else (last.aside.name, last.rank, last.part.result())
         known = [entry for entry in self._gather(own) if entry is not None]
         self._undelivered.clear()
+        for name, _, part in known:  # all workers end alike
+            if last is not None and name == last.aside.name and part.diverged:
+                self.diverged = f"{part.error} at step {last.step}"
         if last is not None and self._publication is not None:
             self._known = {rank: part for name, rank, part in known if name == last.aside.name}
             self._all_written.set()
@@ -197,8 +204,8 @@ class Checkpoints:
         self._publisher.shutdown()
 
     def load(self) -> tuple[int, dict[str, Any]] | None:
-        """The newest step whose checkpoint is sound on every worker, and this worker's state; that
-        of the first one, for a worker more than those that saved it.
+        """The newest step whose checkpoint is sound and finite on every worker, and this worker's
+        state; that of the first one, for a worker more than those that saved it.
 
         None where there is no checkpoint at all.
 
@@ -208,23 +215,25 @@ class Checkpoints:
         """
         if self.rank == 0:
             self._clear()
-        damaged: dict[int, str] = {}
+        unusable: dict[int, str] = {}
         for step in self._gather(self.steps())[0]:
             state, damage, refusal = self._read(step)
-            damages, refusals = zip(*self._gather((damage, refusal)), strict=True)
+            fault = f"is damaged ({damage})" if damage else ""
+            if not fault and (name := state_file.not_finite(state)):
+                fault = f"is of a training that diverged ({name} is not finite)"
+            faults, refusals = zip(*self._gather((fault, refusal)), strict=True)
             if any(refusals):
                 raise next(filter(None, refusals))
-            if not any(damages):
+            if not any(faults):
                 if self.rank == 0:
-                    for bad in damaged:
+                    for bad in unusable:
                         self._set_aside(bad)
                 return step, state
-            damaged[step] = next(filter(None, damages))
+            unusable[step] = f"step_{step} {next(filter(None, faults))}"
             if self.rank == 0:
-                text = f"checkpoint step_{step} is damaged ({damaged[step]}); trying the one before"
-                self.print_line(text)
-        if damaged:
-            last = f"step_{min(damaged)}: {damaged[min(damaged)]}"
+                self.print_line(f"checkpoint {unusable[step]}; trying the one before")
+        if unusable:
+            last = unusable[min(unusable)]
             hint = (
                 f"{os.path.relpath(self.folder)} holds no checkpoint that can be used ({last}); "
                 "put a sound one there, or train afresh with resume=never"
@@ -236,9 +245,13 @@ class Checkpoints:
         """The steps of all checkpoints, newest first."""
         return saved_steps(self.folder)
 
-    def _write_part(self, aside: Path, own: Split, copied: Mapping[str, Tensor]) -> Written:
+    def _write_part(
+        self, step: int, aside: Path, own: Split, copied: Mapping[str, Tensor]
+    ) -> Written:
         """In a thread: write this worker's part, and tell worker 0."""
         part = self._write_own(aside / self._name(self.rank), own, copied)
+        if part.diverged:
+            self.diverged = f"{part.error} at step {step}"
         if self.rank > 0:
             self._undelivered[aside] = part
         for folder, written in list(self._undelivered.items()):
@@ -249,8 +262,10 @@ class Checkpoints:
 
     def _write_own(self, path: Path, own: Split, copied: Mapping[str, Tensor]) -> Written:
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)  # first: `settle` waits until it is gone
             self._copy.wait()
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if name := state_file.not_finite(state_file.rebuilt(own.values, copied.get)):
+                return Written("", f"worker {self.rank}: {name} is not finite", diverged=True)
             state_file.write(path, own, copied)
             sha256 = _sha256(path)
             _sync_folder(path.parent)
@@ -291,7 +306,8 @@ class Checkpoints:
         self.print_line(f"step {step} could not be saved ({reason}); the one before is kept")
 
     def _set_aside(self, step: int) -> None:
-        """Rename a damaged checkpoint, so that it does not count among those that are kept."""
+        """Rename a checkpoint that cannot be used, so that it does not count among those that are
+        kept."""
         aside = self.folder / f"damaged_step_{step}"
         shutil.rmtree(aside, ignore_errors=True)
         with contextlib.suppress(OSError):  # a full or read-only disk: it is found damaged again

@@ -12,7 +12,7 @@ one: buffers, the method's state, random generators.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,6 +28,8 @@ from co2.train import weights
 
 REPLICA = "replica"
 """In a state: key of what the workers of a replica hold together."""
+METHOD = "method"
+"""In a state: key of what a method holds."""
 _VALUES, _SHARDS = "co2", "DCP_SHARDING_INFO"
 _TENSOR, _ENTRIES = "$tensor", "$entries"
 
@@ -97,6 +99,27 @@ def rebuilt(values: Any, tensor: Callable[[str], Tensor]) -> Any:
         return tensor(values[_TENSOR])
     entries = values.get(_ENTRIES, values.items())
     return {key: rebuilt(entry, tensor) for key, entry in entries}
+
+
+def not_finite(state: Mapping[str, Any]) -> str:
+    """The name of a tensor in the host's memory that is not finite, of weights, inner state and
+    what the method holds; empty if all are. A buffer, such as a mask, may be infinite."""
+    held = {"": state.get(REPLICA), METHOD: state.get(METHOD)}
+    for name, tensor in _tensors(held, ""):
+        # aminmax reads the tensor once; isfinite makes copies and takes fifteen times as long.
+        fractions = tensor.is_floating_point() and tensor.numel() > 0
+        if fractions and not all(map(torch.isfinite, tensor.aminmax())):
+            return name
+    return ""
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict | list):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, entry in entries:
+            yield from _tensors(entry, f"{name}.{key}".strip("."))
 
 
 class HostCopy:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -305,6 +306,33 @@ def load_damaged(rank: int, world: int, folder: str, kind: str) -> tuple[int, li
     assert_state(found, 1)
     assert found is not None and found[1]["rank"] == rank
     return found[0], lines
+
+
+def diverge(rank: int, world: int, folder: str) -> tuple[list[bool], str, int, list[str]]:
+    """Worker 1 diverges at step 2, which is saved with and without the check for it."""
+    mesh, lines = Mesh.world(device="cpu"), []
+    saver = Checkpoints(Path(folder), mesh, mesh.new_group_across_replicas("gloo"), 2, lines.append)
+    sound = {**state(1), "model": {"mask": torch.tensor(-math.inf)}, "method": {"anchor": [None]}}
+    bad = {**sound, "method": {"anchor": [torch.tensor([0.0, math.nan if rank == 1 else 1.0])]}}
+    saved = [saver.save(1, sound), saver.save(2, bad)]
+    with patch.object(state_file, "not_finite", lambda _: ""):
+        saved.append(saver.save(2, bad))  # as earlier versions did
+    found = saver.load()
+    assert found is not None
+    return saved, saver.diverged, found[0], lines
+
+
+def test_a_worker_that_diverged_counts_for_all(workers: Pool, tmp_path: Path) -> None:
+    fault = "method.anchor.0 is not finite"
+    first, other = workers.run(diverge, 2, str(tmp_path))
+    for saved, diverged, found, _ in (first, other):
+        assert saved == [True, False, True] and found == 1
+        assert diverged == f"worker 1: {fault} at step 2"
+    assert first[3] == [
+        f"step 2 could not be saved (worker 1: {fault}); the one before is kept",
+        f"checkpoint step_2 is of a training that diverged ({fault}); trying the one before",
+    ]
+    assert other[3] == []
 
 
 def test_random_states_go_on() -> None:

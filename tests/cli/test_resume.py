@@ -1,7 +1,9 @@
 """A run that was killed, stopped, or met a bad disk ends as one that nothing happened to."""
 
 import contextlib
+import itertools
 import json
+import math
 import os
 import random
 import re
@@ -763,6 +765,70 @@ def test_a_loss_that_is_not_finite_on_another_replica(tmp_path: Path) -> None:
     assert "checkpoints/step_6;" in ended.err
     assert len(ended.err.splitlines()) == 1, "the other workers end in silence"
     assert ended.status == DIVERGED
+
+
+@contextmanager
+def bad_gradient(step: int) -> Iterator[None]:
+    """Setup: the gradient of a step is not a number on worker 0, though its loss is finite."""
+    original, calls = Toy.loss, itertools.count(1)
+
+    def loss(task: Toy, *arguments: Any) -> Tensor:
+        value = original(task, *arguments)
+        if next(calls) == step and dist.get_rank() == 0:
+            value.register_hook(lambda gradient: gradient * math.nan)
+        return value
+
+    with patch.object(Toy, "loss", loss):
+        yield
+
+
+BAD = 20
+NOT_FINITE = ("train.steps=40", "train.eval_every=100", "checkpoint.every=5", "tag=bad")
+
+
+@pytest.mark.parametrize(
+    ("world", "words"),
+    [
+        (2, ("method=allreduce",)),
+        (2, ("method=local_sgd", "local_sgd.tau=4")),
+        (1, ("method=co2", "co2.tau=10")),  # its weights are finite: the mean is under way
+    ],
+    ids=str,
+)
+def test_what_is_not_finite_is_no_checkpoint(
+    workers: Pool, tmp_path: Path, world: int, words: tuple[str, ...]
+) -> None:
+    """Else every restart would go on from it, and end again."""
+    words, setting = (*NOT_FINITE, *words), {"setup": bad_gradient, "setup_arguments": (BAD,)}
+    run = pooled(workers, world, *words, runs=tmp_path / "runs", **setting)
+    assert run.status == DIVERGED and "/checkpoints/step_15; try a lower optim.lr" in run.err
+    assert saved_steps(run.folder) == [10, 15]
+    healthy = pooled(workers, world, *words, runs=tmp_path / "runs")
+    assert healthy.status == 0 and resumed_at(healthy.out) == [15]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_bad_last_step(workers: Pool, tmp_path: Path, world: int) -> None:
+    """No forward pass follows, but an evaluation."""
+    words, setting = (*NOT_FINITE, "train.steps=20"), {"setup_arguments": (BAD,)}
+    run = pooled(workers, world, *words, runs=tmp_path / "runs", setup=bad_gradient, **setting)
+    assert run.status == DIVERGED and not (run.folder / "summary.json").exists()
+    assert "error: the validation loss is nan at step 20; last good checkpoint: " in run.err
+    assert "/checkpoints/step_15; " in run.err and not (run.folder / "model.pt").exists()
+
+
+def test_told_to_stop_where_nothing_is_finite(workers: Pool, tmp_path: Path) -> None:
+    words, stop = (*NOT_FINITE, "method=allreduce"), bad_gradient_and_told_to_stop
+    setting = {"setup": stop, "setup_arguments": (18,)}
+    run = pooled(workers, 2, *words, runs=tmp_path / "runs", **setting)
+    assert run.status == DIVERGED and saved_steps(run.folder) == [10, 15]
+    assert re.search(r"error: worker \d: .* is not finite at step 18; .*/step_15; ", run.err)
+
+
+@contextmanager
+def bad_gradient_and_told_to_stop(step: int) -> Iterator[None]:
+    with bad_gradient(step), stopped_after(step):
+        yield
 
 
 @pytest.mark.parametrize("elastic", ["false", "true"])
