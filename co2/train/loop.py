@@ -35,7 +35,8 @@ def train(run: Run) -> None:
         run.record.begin(session.step)
         run.trace.begin(method.round_steps)
         _warn_of_late_means(run)
-        with voted(session.replicas, run.mesh, stop_signals(), session.step) as stop:
+        grace_s = config.checkpoint.grace_s
+        with voted(session.replicas, run.mesh, stop_signals(), session.step, grace_s) as stop:
             while session.step < steps:
                 set_lr(session.optimizer, config.optim, session.step, steps)
                 makers = session.quorum.making(session.step, run.mesh.num_workers)

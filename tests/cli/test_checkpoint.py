@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 from co2.comm.mesh import Mesh
 from co2.config import LaunchConfig
-from co2.errors import ConfigError
+from co2.errors import ConfigError, WorkerLost
 from co2.record.folder import tag_from
 from co2.train import checkpoint, launch, state_file
 from co2.train import stop as stop_module
@@ -439,6 +440,51 @@ def vote_behind(rank: int, world: int) -> int:
 def test_all_stop_after_the_step_of_the_one_that_is_furthest(workers: Pool) -> None:
     """Which waits for the others in the midst of it: nobody is left waiting."""
     assert workers.run(vote_behind, 2) == [AHEAD, AHEAD]
+
+
+def vote_with_one_paused(rank: int, world: int, grace_s: float, paused_s: float) -> object:
+    """Worker 0 is told to stop; worker 1 answers after so many seconds on the clock of worker 0.
+    Returns the step after which each stops, or the error."""
+    store, now = dist.distributed_c10d._get_default_store().clone(), [0.0]
+
+    def sleep(_: float) -> None:
+        now[0] = min(now[0] + 1, paused_s)
+        if now[0] == paused_s:
+            store.set("goes on", "1")
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: now[0])
+    if rank == 1:
+        store.wait(["goes on"])
+    with (
+        patch.object(stop_module, "LOOK_S", 0.001),
+        patch.object(stop_module, "time", clock if rank == 0 else time),
+        StopVote(
+            store.clone(), rank, lambda: range(world), [signal.SIGUSR1], grace_s=grace_s
+        ) as stop,
+    ):
+        if rank == 0:
+            signal.raise_signal(signal.SIGUSR1)
+        for step in itertools.count(1):
+            while rank == 0 and stop._answer is None:
+                time.sleep(0.001)
+            try:
+                if stop(step):
+                    return step
+            except WorkerLost as error:
+                store.set("goes on", "1")
+                return str(error)
+    raise AssertionError("it goes on until it stops")
+
+
+def test_a_paused_worker_is_waited_for(workers: Pool) -> None:
+    """As long as the machine is there: to give up loses all that was not saved."""
+    first, other = workers.run(vote_with_one_paused, 2, 60.0, 59.0)
+    assert first == other
+
+
+def test_a_paused_worker_is_not_waited_for_for_ever(workers: Pool) -> None:
+    found, _ = workers.run(vote_with_one_paused, 2, 60.0, 62.0)
+    assert found == "it has not said in checkpoint.grace_s=60 seconds after which step it can stop"
 
 
 TORCHRUN = {

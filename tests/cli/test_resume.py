@@ -146,6 +146,29 @@ def test_stopping_does_not_take_a_round(tmp_path: Path) -> None:
     assert 5 <= newest < 200, "in the first round"
 
 
+def test_a_worker_that_does_not_answer(tmp_path: Path) -> None:
+    """A run that is told to stop waits for it, and then says for how long."""
+    arguments = (
+        "method=co2",
+        "co2.tau=2000",
+        "launch.workers=2",
+        "train.steps=4000",
+        "log.every=1",
+    )
+    arguments += ("checkpoint.grace_s=0", "toy.delay_s=0.02", "train.eval_every=4000")
+    runs, log = tmp_path / "runs", tmp_path / "log"
+    folder = folder_of(*arguments, runs=runs)
+    with started(*arguments, runs=runs, log=log) as process:
+        until(lambda: last_step(folder) >= 5, process)
+        os.kill(workers(process)[-1], signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGTERM)
+        until(lambda: "error" in log.read_text(), process)
+    (line,) = [line for line in log.read_text().splitlines() if "error" in line]
+    assert re.match(
+        "error: worker . has lost another worker: .* checkpoint.grace_s=0 seconds", line
+    )
+
+
 def test_put_aside_for_a_moment(tmp_path: Path) -> None:
     """Ctrl-Z and fg tell nobody to stop, and what is told afterwards is heard."""
     arguments, runs, log = (*STORY, "toy.delay_s=0.1"), tmp_path / "runs", tmp_path / "log"
