@@ -89,7 +89,7 @@ def split(state: Mapping[str, Any], worker: int) -> Split:
     return found
 
 
-def rebuilt(values: Any, tensor: Callable[[str], Tensor]) -> Any:
+def rebuilt(values: Any, tensor: Callable[[str], Tensor | None]) -> Any:
     """The state whose `Split.values` these are; `tensor` returns the tensor of a name."""
     if isinstance(values, list):
         return [rebuilt(entry, tensor) for entry in values]
