@@ -314,7 +314,9 @@ def test_no_good_checkpoint(workers: Pool, stopped: Run, tmp_path: Path) -> None
     """The run does not begin again by itself: somebody may still save what is there."""
     spoil = [partial(damage, kind="truncated"), partial(damage, kind="flipped")]
     _, err = refused_again(workers, stopped, tmp_path, spoil)
-    assert re.search("/checkpoints holds no checkpoint that can be used .step_30: .*checksum", err)
+    assert re.search(
+        "/checkpoints holds no checkpoint that can be used .step_30 is damaged .*checksum", err
+    )
     assert "train afresh with resume=never" in err
 
 
