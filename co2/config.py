@@ -299,10 +299,16 @@ class CheckpointConfig:
     """How many of the newest are kept. With 2, a damaged one costs at most `every` steps."""
     model: bool = True
     """Whether the final weights are kept in model.pt, which exports and other runs read."""
+    grace_s: float = 60.0
+    """Seconds for which a run that is told to stop waits for a worker that does not answer, before
+    it ends without saving. As many as pass between the signal and the loss of the machine."""
 
     def __post_init__(self) -> None:
         require(self.every >= 0, "every", self.every, "must be 0 or more steps")
         require_count("keep", self.keep)
+        require_number(
+            "grace_s", self.grace_s, 0.0, "must be a finite number of seconds, 0 or more"
+        )
 
 
 @dataclass

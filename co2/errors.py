@@ -13,7 +13,7 @@ REFUSED = 2
 PREEMPTED = 75
 """Exit status of a run that a signal stopped, and that saved: it can go on (EX_TEMPFAIL)."""
 DIVERGED = 65
-"""Exit status of a run whose loss is not finite (EX_DATAERR)."""
+"""Exit status of a run whose loss or weights are not finite (EX_DATAERR)."""
 STOPPED = (PREEMPTED, 130)
 """Exit statuses of a run that a signal stopped: saved, or killed by a second Ctrl-C."""
 

@@ -48,6 +48,7 @@ LONG = (
     "tests/cli/test_quorum.py",
     "tests/cli/test_resume.py::test_a_loss_that_is_not_finite_on_all_replicas",
     "tests/cli/test_resume.py::test_a_loss_that_is_not_finite_on_another_replica",
+    "tests/cli/test_resume.py::test_a_worker_that_does_not_answer",
     "tests/cli/test_resume.py::test_every_method_goes_on_exactly",
     "tests/cli/test_resume.py::test_one_worker_is_killed",
     "tests/cli/test_resume.py::test_put_aside_for_a_moment",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from co2.arguments import Parser
-from co2.errors import REFUSED, ConfigError, first_line, require
+from co2.errors import REFUSED, ConfigError, first_line, require, unusable
 from co2.record.files import DAMAGE, whole_lines
 from co2.record.folder import settings
 from co2.record.metrics import Summary, figures, flat
@@ -64,6 +64,8 @@ class Told:
             return cls(values, series, {} if summary is None else flat(summary.as_json()))
         except DAMAGE as error:
             raise ConfigError("RUN", folder, f"{name} is damaged ({first_line(error)})") from None
+        except OSError as error:
+            raise unusable(error) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

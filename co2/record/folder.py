@@ -13,7 +13,7 @@ import yaml
 
 from co2.config import NODES, Config, Resume, Schedule
 from co2.errors import ConfigError
-from co2.record.files import CHECKPOINT_FORMAT, DAMAGE
+from co2.record.files import CHECKPOINT_FORMAT, DAMAGE, saved_steps, unreadable
 from co2.record.metrics import Summary, flat
 from co2.whole import require_writable
 
@@ -68,8 +68,9 @@ def plain(config: Config, world: int) -> dict[str, Any]:
 
 
 def begun(folder: Path) -> bool:
-    """Whether a run's folder holds checkpoints, from which it goes on."""
-    return any((folder / "checkpoints").glob("step_*"))
+    """Whether a run's folder holds checkpoints, from which it goes on. Raises `ConfigError` where
+    they cannot be listed."""
+    return len(saved_steps(folder / "checkpoints")) > 0
 
 
 def check_folder(config: Config, world: int, as_it_is: bool = False) -> None:
@@ -213,11 +214,14 @@ def _objection_to_more_steps(config: Config, folder: Path, then: int) -> str:
 def _check_format(folder: Path) -> None:
     """Refuse to go on from checkpoints of another format. A damaged manifest is found, and said,
     when the checkpoint is read."""
-    for path in folder.glob("checkpoints/step_*/manifest.json"):
+    for step in saved_steps(folder / "checkpoints"):
+        path = folder / "checkpoints" / f"step_{step}" / "manifest.json"
         try:
             known = json.loads(path.read_text()).get("format")
         except DAMAGE:
             continue
+        except OSError as error:
+            raise unreadable(path, error) from None
         if known != CHECKPOINT_FORMAT:
             where = os.path.relpath(folder)
             hint = "was saved by another version of the suite; train afresh with resume=never"

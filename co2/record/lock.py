@@ -122,7 +122,7 @@ def _holder(file: int) -> Holder | None:
     try:
         known = json.loads(os.pread(file, 4096, 0))
         process, host = known["process"], known["host"]
-    except DAMAGE:
+    except (*DAMAGE, OSError):
         return None
     return (process, host) if isinstance(process, int) and isinstance(host, str) else None
 

@@ -11,7 +11,7 @@ import yaml
 
 from co2.config import Config, Wandb
 from co2.record.console import Console
-from co2.record.files import DAMAGE, write_durably
+from co2.record.files import DAMAGE, unreadable, write_durably
 from co2.record.folder import begun, kept_config, kept_manifest, plain, run_folder
 from co2.record.metrics import Entry, Line, Summary, flat
 from co2.record.provenance import Origin, manifest, of_all_starts
@@ -71,8 +71,6 @@ class FolderRecord(Record):
         super().__init__()
         self.folder, self._unit, self._console = run_folder(config), unit, console
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Before the new configuration, with which a run may go on after its end.
-        (self.folder / "summary.json").unlink(missing_ok=True)
         values, known = plain(config, world), manifest(world, origin, data, init_from)
         self._log_every = config.log.every
         """Steps between lines of the segment before or of this one, whichever is more."""
@@ -82,8 +80,10 @@ class FolderRecord(Record):
             then = flat(kept_config(self.folder))
             every = then.get("log.every")
             self._log_every = max(self._log_every, every if isinstance(every, int) else 0)
-        write_durably(self.folder / "config.yaml", yaml.safe_dump(values, sort_keys=False))
-        write_durably(self.folder / "manifest.json", json.dumps(known, indent=1, default=str))
+        self._heads = {
+            "config.yaml": yaml.safe_dump(values, sort_keys=False),
+            "manifest.json": json.dumps(known, indent=1, default=str),
+        }
         self._file: int | None = None
         """metrics.jsonl."""
         self._unwritten: list[str] = []
@@ -97,24 +97,28 @@ class FolderRecord(Record):
         self._summary: Summary | None = None
 
     def begin(self, step: int, before: Record | None = None) -> None:
+        path = self.folder / "metrics.jsonl"
+        lines, broken = _up_to(path, step)
+        # Before the new configuration, with which a run may go on after its end.
+        (self.folder / "summary.json").unlink(missing_ok=True)
+        for name, text in self._heads.items():
+            write_durably(self.folder / name, text)
         # A new file, which stays open: a worker that wrote before, was given up and does not know
         # it yet, goes on in the old one.
-        path = self.folder / "metrics.jsonl"
-        lines, unreadable = _up_to(path, step)
         write_durably(path, "".join(json.dumps(line) + "\n" for line in lines))
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
         for tracking in self._trackings:
             tracking.begin(step)
         told = {(line.get("kind"), line["step"]) for line in lines}
         if before is None:
-            self._tell_missing(step, max((at for _, at in told), default=0), unreadable)
+            self._tell_missing(step, max((at for _, at in told), default=0), broken)
         for entry in before.recent if before else ():  # what the first worker was lost with
             if (entry.kind, entry.step) not in told:
                 self.log(entry)
 
-    def _tell_missing(self, step: int, last: int, unreadable: int) -> None:
+    def _tell_missing(self, step: int, last: int, broken: int) -> None:
         """Say in a line what metrics.jsonl lacks up to a step, after its `last`."""
-        found = [f"{unreadable} of its lines cannot be read"] if unreadable else []
+        found = [f"{broken} of its lines cannot be read"] if broken else []
         if last < step // self._log_every * self._log_every:
             found.append(f"the steps {last + 1} to {step} are missing")
         if found:
@@ -164,9 +168,14 @@ class FolderRecord(Record):
 
 def _up_to(path: Path, step: int) -> tuple[list[Line], int]:
     """The lines of metrics.jsonl up to a step, and the number of those that cannot be read. A last
-    one that a crash has torn is not counted."""
-    lines, unreadable = [], 0
-    content = path.read_bytes() if path.exists() else b""
+    one that a crash has torn is not counted. Raises `ConfigError` where the file cannot be read."""
+    lines, broken, content = [], 0, b""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise unreadable(path, error) from None
     for text in content.splitlines(keepends=True):
         if text.endswith(b"\n"):
             try:
@@ -174,5 +183,5 @@ def _up_to(path: Path, step: int) -> tuple[list[Line], int]:
                 if line["step"] <= step:
                     lines.append(line)
             except DAMAGE:
-                unreadable += 1
-    return lines, unreadable
+                broken += 1
+    return lines, broken

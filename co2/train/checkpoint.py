@@ -26,7 +26,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import shutil
 import threading
 import time
@@ -41,8 +40,14 @@ from torch import Tensor
 
 from co2.comm.mesh import Mesh
 from co2.comm.waiting import until_cut
-from co2.errors import printable
-from co2.record.files import CHECKPOINT_FORMAT, write_durably
+from co2.errors import ConfigError, printable
+from co2.record.files import (
+    CHECKPOINT_FORMAT,
+    DAMAGE,
+    saved_steps,
+    unreadable,
+    write_durably,
+)
 from co2.train import state_file
 from co2.train.state_file import HostCopy, Split
 
@@ -59,7 +64,9 @@ class Written:
     sha256: str
     """Of its file."""
     error: str
-    """Why it could not be written, in one line; empty if it is whole."""
+    """Why it was not written, in one line; empty if it is whole."""
+    diverged: bool = False
+    """Whether that is because something in it is not finite."""
 
     def notify(self, folder: Path, rank: int) -> None:
         """Leave this in the folder of a checkpoint, for worker 0. Raises `OSError`."""
@@ -108,6 +115,8 @@ class Checkpoints:
         self._copy = HostCopy()
         self._writer = ThreadPoolExecutor(1, "checkpoint-part")
         self._publisher = ThreadPoolExecutor(1, "checkpoint")
+        self.diverged = ""
+        """What was not finite, and was not saved, in words; empty if nothing was."""
         self._last: _Save | None = None
         self._publication: Future[None] | None = None
         """On worker 0: of what was begun last. One follows the other."""
@@ -143,7 +152,7 @@ class Checkpoints:
             self._last.part.result()
         own = state_file.split(state, self.mesh.rank_in_replica)
         copied, aside = self._copy.take(own.tensors), self._aside(step)
-        part = self._writer.submit(self._write_part, aside, own, copied)
+        part = self._writer.submit(self._write_part, step, aside, own, copied)
         self._last = save = _Save(step, aside, self.rank, self.world, part)
         if self.rank == 0:
             self._publication = self._publisher.submit(self._publish_when_written, save)
@@ -160,6 +169,9 @@ class Checkpoints:
         own = None if last is None else (last.aside.name, last.rank, last.part.result())
         known = [entry for entry in self._gather(own) if entry is not None]
         self._undelivered.clear()
+        for name, _, part in known:  # all workers end alike
+            if last is not None and name == last.aside.name and part.diverged:
+                self.diverged = f"{part.error} at step {last.step}"
         if last is not None and self._publication is not None:
             self._known = {rank: part for name, rank, part in known if name == last.aside.name}
             self._all_written.set()
@@ -192,33 +204,54 @@ class Checkpoints:
         self._publisher.shutdown()
 
     def load(self) -> tuple[int, dict[str, Any]] | None:
-        """The newest step whose checkpoint is sound on every worker, and this worker's state; that
-        of the first one, for a worker more than those that saved it.
+        """The newest step whose checkpoint is sound and finite on every worker, and this worker's
+        state; that of the first one, for a worker more than those that saved it.
 
-        None where there is no such checkpoint.
+        None where there is no checkpoint at all.
+
+        Raises:
+            ConfigError: on all workers, where one of them cannot read a checkpoint, which may be
+                sound, and where no checkpoint is. All are left as they are.
         """
         if self.rank == 0:
             self._clear()
+        unusable: dict[int, str] = {}
         for step in self._gather(self.steps())[0]:
-            state, own = self._read(step)
-            found = [reason for reason in self._gather(own) if reason]
-            if not found:
+            state, damage, refusal = self._read(step)
+            fault = f"is damaged ({damage})" if damage else ""
+            if not fault and (name := state_file.not_finite(state)):
+                fault = f"is of a training that diverged ({name} is not finite)"
+            faults, refusals = zip(*self._gather((fault, refusal)), strict=True)
+            if any(refusals):
+                raise next(filter(None, refusals))
+            if not any(faults):
+                if self.rank == 0:
+                    for bad in unusable:
+                        self._set_aside(bad)
                 return step, state
+            unusable[step] = f"step_{step} {next(filter(None, faults))}"
             if self.rank == 0:
-                self.print_line(
-                    f"checkpoint step_{step} is damaged ({found[0]}); trying the one before"
-                )
-                self._set_aside(step)
+                self.print_line(f"checkpoint {unusable[step]}; trying the one before")
+        if unusable:
+            last = unusable[min(unusable)]
+            hint = (
+                f"{os.path.relpath(self.folder)} holds no checkpoint that can be used ({last}); "
+                "put a sound one there, or train afresh with resume=never"
+            )
+            raise ConfigError("resume", "auto", hint)
         return None
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints, newest first."""
-        names = [path.name[5:] for path in self.folder.glob("step_*")]
-        return sorted((int(name) for name in names if re.fullmatch("[0-9]+", name)), reverse=True)
+        return saved_steps(self.folder)
 
-    def _write_part(self, aside: Path, own: Split, copied: Mapping[str, Tensor]) -> Written:
+    def _write_part(
+        self, step: int, aside: Path, own: Split, copied: Mapping[str, Tensor]
+    ) -> Written:
         """In a thread: write this worker's part, and tell worker 0."""
         part = self._write_own(aside / self._name(self.rank), own, copied)
+        if part.diverged:
+            self.diverged = f"{part.error} at step {step}"
         if self.rank > 0:
             self._undelivered[aside] = part
         for folder, written in list(self._undelivered.items()):
@@ -229,8 +262,10 @@ class Checkpoints:
 
     def _write_own(self, path: Path, own: Split, copied: Mapping[str, Tensor]) -> Written:
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)  # first: `settle` waits until it is gone
             self._copy.wait()
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if name := state_file.not_finite(state_file.rebuilt(own.values, copied.get)):
+                return Written("", f"worker {self.rank}: {name} is not finite", diverged=True)
             state_file.write(path, own, copied)
             sha256 = _sha256(path)
             _sync_folder(path.parent)
@@ -271,7 +306,8 @@ class Checkpoints:
         self.print_line(f"step {step} could not be saved ({reason}); the one before is kept")
 
     def _set_aside(self, step: int) -> None:
-        """Rename a damaged checkpoint, so that it does not count among those that are kept."""
+        """Rename a checkpoint that cannot be used, so that it does not count among those that are
+        kept."""
         aside = self.folder / f"damaged_step_{step}"
         shutil.rmtree(aside, ignore_errors=True)
         with contextlib.suppress(OSError):  # a full or read-only disk: it is found damaged again
@@ -307,29 +343,43 @@ class Checkpoints:
         generation = "" if elastic is None else f".{elastic.generation}"
         return self.folder / f".step_{step}{generation}"
 
-    def _read(self, step: int) -> tuple[dict[str, Any], str]:
-        """This worker's state of a checkpoint, and why it cannot be used; empty if it can."""
-        name = MANIFEST
+    def _read(self, step: int) -> tuple[dict[str, Any], str, ConfigError | None]:
+        """This worker's state of a checkpoint, in words what is damaged, and the refusal where it
+        cannot be read."""
+        from safetensors import SafetensorError  # not needed by the library
+
+        name, folder = MANIFEST, self._path(step)
         try:
-            folder = self.folder / f"step_{step}"
+            folder.lstat()
+        except OSError as failed:
+            return {}, "", self._unreadable(folder, failed)
+        try:
             manifest = json.loads(self._inside(folder / MANIFEST).read_text())
             world, sums = manifest["world"], dict(manifest["sha256"])
             if world != self.world and not self.elastic:
-                return {}, printable(f"saved by {world} workers")
+                return {}, printable(f"saved by {world} workers"), None
             if manifest["step"] != step:
-                return {}, printable(f"it is of step {manifest['step']}")
+                return {}, printable(f"it is of step {manifest['step']}"), None
             files = {name: self._inside(folder / name) for name in sums}
             # One worker more than those that saved reads what the first replica's has saved.
             name = self._name(self.rank if self.rank < world else self.mesh.rank_in_replica)
             if _sha256(files[name]) != sums[name]:
-                return {}, f"{name}: checksum differs"
+                return {}, f"{name}: checksum differs", None
             replica = f"{Path(name).parent}/"
             own = files.pop(name)
             others = [path for other, path in files.items() if other.startswith(replica)]
             state = state_file.read(own, others)
-        except Exception as failed:  # files that are no checkpoint's raise many kinds
-            return {}, printable(f"{name} cannot be read ({type(failed).__name__}: {failed})")
-        return (state, "") if isinstance(state, dict) else ({}, f"{name} holds no state")
+        except (*DAMAGE, SafetensorError) as failed:
+            text = f"{name} cannot be read ({type(failed).__name__}: {failed})"
+            return {}, printable(text), None
+        except Exception as failed:  # the system's, such as too little memory
+            return {}, "", self._unreadable(folder / name, failed)
+        if not isinstance(state, dict):
+            return {}, f"{name} holds no state", None
+        return state, "", None
+
+    def _unreadable(self, path: Path, failed: Exception) -> ConfigError:
+        return unreadable(path, failed, f" on worker {self.rank}")
 
     def _inside(self, path: Path) -> Path:
         """The same path. Raises `ValueError` if it is no file, or leads out of the checkpoints."""

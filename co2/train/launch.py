@@ -405,7 +405,8 @@ def _guarded(worker: Worker, config: Config, rank: int) -> int:
             return 1
         time.sleep(_PEER_S)
         if not faults.are_told():  # whoever is gone was killed
-            faults.tell(f"error: worker {rank} has lost another worker", "a lost worker")
+            why = f": {error}" if isinstance(error, WorkerLost) else ""
+            faults.tell(f"error: worker {rank} has lost another worker{why}", "a lost worker")
         # Groups do not end before what is under way on them, which may wait for the lost one, and
         # others wait for connections that this process holds.
         exit_at_once(1)

@@ -10,7 +10,7 @@ from co2.errors import PREEMPTED
 from co2.record.metrics import Notice
 from co2.train import membership
 from co2.train.launch import stop_signals
-from co2.train.meters import LossWatch, sum_up
+from co2.train.meters import sum_up
 from co2.train.randomness import deterministic, seed_everything
 from co2.train.replica import accumulating
 from co2.train.run import Run
@@ -24,18 +24,19 @@ def train(run: Run) -> None:
 
     Raises:
         SystemExit: `PREEMPTED` when the run was told to stop and has saved, 1 when it could not
-            save; `DIVERGED` when a loss is not finite.
+            save; `DIVERGED` when a loss, a validation loss or what is to be saved is not finite.
     """
     config, method = run.config, run.method
     steps, due = config.train.steps, config.checkpoint.every
     pauses = (config.log.every, config.train.eval_every, due)
     seed_everything(config.train.seed, run.mesh.worker)
     with deterministic(config.train.deterministic), run, closing(Session(run)) as session:
-        losses = LossWatch(run, session.checkpoints)
+        losses = session.losses
         run.record.begin(session.step)
         run.trace.begin(method.round_steps)
         _warn_of_late_means(run)
-        with voted(session.replicas, run.mesh, stop_signals(), session.step) as stop:
+        grace_s = config.checkpoint.grace_s
+        with voted(session.replicas, run.mesh, stop_signals(), session.step, grace_s) as stop:
             while session.step < steps:
                 set_lr(session.optimizer, config.optim, session.step, steps)
                 makers = session.quorum.making(session.step, run.mesh.num_workers)
@@ -58,7 +59,7 @@ def train(run: Run) -> None:
                     session.catch_up()
                 session.meter.step(units)
 
-                _report(session, losses, last)
+                _report(session, last)
                 if step % config.train.eval_every == 0 and not last:
                     session.evaluate()
                 if due > 0 and (step % due == 0 or last):
@@ -71,6 +72,7 @@ def train(run: Run) -> None:
                 membership.change(session)
         scores = session.evaluate()
         session.finish_saving()
+        losses.check()
         summary = session.together(lambda: sum_up(session, scores))
         method.flush()
         session.together(run.barrier)
@@ -110,7 +112,7 @@ def _gradients(session: Session) -> Tensor:
     return loss
 
 
-def _report(session: Session, losses: LossWatch, last: bool) -> None:
+def _report(session: Session, last: bool) -> None:
     """Say and write down what the step that has just ended brought."""
     run, meter, step = session.run, session.meter, session.step
     for text in run.method.notices():
@@ -123,7 +125,7 @@ def _report(session: Session, losses: LossWatch, last: bool) -> None:
     if step % run.config.log.every == 0 or last:
         with meter.paused():
             lr = session.optimizer.param_groups[0]["lr"]
-            metrics = meter.interval(step, losses.check(), lr)
+            metrics = meter.interval(step, session.losses.check(), lr)
             if run.is_first and session.utilization is not None:
                 metrics = session.utilization.seen_in(metrics, run.mesh.num_workers)
             run.record.log(metrics)
@@ -133,6 +135,7 @@ def _report(session: Session, losses: LossWatch, last: bool) -> None:
 def _stop(session: Session) -> NoReturn:
     """Save, and end. Raises `SystemExit`."""
     if not session.save_now():
+        session.losses.check()
         raise SystemExit(1)
     text = f"stopped and saved at step {session.step}; the same command goes on from here"
     session.run.console.print_line(text)

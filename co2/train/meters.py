@@ -4,10 +4,10 @@ import math
 import os
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -164,8 +164,9 @@ class Meter:
 
 
 class LossWatch:
-    """The training losses since the last check. It ends a run whose loss is not finite, before that
-    reaches the other replicas, and names the last good checkpoint.
+    """The training losses since the last check. It ends a run whose loss, validation loss or state
+    is not finite, if it can before that reaches the other replicas, and names the last good
+    checkpoint.
 
     Reading a loss makes the host wait for a GPU, so on a GPU losses are checked where the loop asks
     for it; on a CPU also after every step.
@@ -184,24 +185,31 @@ class LossWatch:
             self.check()
 
     def check(self) -> float:
-        """The newest loss. Raises `SystemExit(DIVERGED)` where one since the last check is not
-        finite, with one line for a person."""
+        """The newest loss. Raises `SystemExit(DIVERGED)`, with one line for a person, where one
+        since the last check is not finite, or a state was not that was to be saved."""
         losses = torch.stack([loss for _, loss in self._new]).tolist() if self._new else []
         for (step, _), loss in zip(self._new, losses, strict=True):
             self._last = loss
             if not math.isfinite(loss):
-                self._end(step + 1)
+                self._end(f"the loss is {loss} at step {step + 1} on worker {self._worker}")
         self._new.clear()
+        if self._checkpoints.diverged:
+            self._end(self._checkpoints.diverged)
         return self._last
 
-    def _end(self, step: int) -> None:
+    def check_validation(self, step: int, scores: Mapping[str, float]) -> None:
+        """Raises as `check` does where the "loss" of an evaluation is not finite."""
+        loss = scores.get("loss", 0.0)
+        if not math.isfinite(loss):
+            self._end(f"the validation loss is {loss} at step {step}")
+
+    def _end(self, what: str) -> NoReturn:
         self._checkpoints.settle()
         steps = self._checkpoints.steps()
         folder = os.path.relpath(self._checkpoints.folder)
         last = f"{folder}/step_{steps[0]}" if steps else "none"
         faults.tell(
-            f"error: the loss is {self._last} at step {step} on worker {self._worker}; "
-            f"last good checkpoint: {last}; "
+            f"error: {what}; last good checkpoint: {last}; "
             "try a lower optim.lr, a longer warm-up or train.clip_norm=1",
             fault="a loss that is not finite",
         )

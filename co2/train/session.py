@@ -22,7 +22,7 @@ from co2.record.metrics import Change, Evaluation
 from co2.train import initial
 from co2.train.average import MovingAverage
 from co2.train.checkpoint import Checkpoints
-from co2.train.meters import Meter, Utilization
+from co2.train.meters import LossWatch, Meter, Utilization
 from co2.train.randomness import random_states, restore_random_states
 from co2.train.replica import (
     CUT,
@@ -36,7 +36,7 @@ from co2.train.replica import (
 from co2.train.run import Run
 from co2.train.samples import Samples
 from co2.train.schedule import largest_lr
-from co2.train.state_file import REPLICA, HostCopy, rebuilt, split
+from co2.train.state_file import METHOD, REPLICA, HostCopy, rebuilt, split
 from co2.train.weights import EMA_MODEL, MODEL, write
 from co2.whole import durable
 
@@ -54,8 +54,7 @@ class Session:
         config, mesh = run.config, run.mesh
         self.run, self.step = run, 0
         self.module: nn.Module = run.task.model().to(mesh.device)
-        self._from_checkpoint = begun(run.folder)
-        if config.init_from is not None and not self._from_checkpoint:
+        if config.init_from is not None and not begun(run.folder):
             initial.load(config.init_from, self.module, run.task)
         self.replica = replica = Replica(config.mesh, mesh, run.method.averages_gradients)
         replica.synchronize_batch_norm(self.module)
@@ -81,6 +80,7 @@ class Session:
             lambda line: run.console.print_line(line),  # another's, where this worker takes over
             config.launch.elastic,
         )
+        self.losses = LossWatch(run, self.checkpoints)
         self.replicas = replicas = mesh.elastic if isinstance(mesh.elastic, Replicas) else None
         """What renews those that train, where they come and go; None where they do not."""
         self.changes: list[Change] = []
@@ -220,7 +220,7 @@ class Session:
             "steps_in_round": self.quorum.state(),
             "stretches": list(map(list, self.samples.stretches)),
             "changes": [change.line() for change in self.changes],
-            "method": self.run.method.state_dict(arriving),
+            METHOD: self.run.method.state_dict(arriving),
             "totals": self.meter.state_dict(),
             "random": random_states(),
             "average": self.average.tensors,
@@ -235,7 +235,7 @@ class Session:
         self.samples.stretches = tuple((draw, workers) for draw, workers in state["stretches"])
         self.shared.load(state[REPLICA])
         self.module.load_state_dict(state["model"], strict=False)
-        self.run.method.load_state_dict(state["method"])
+        self.run.method.load_state_dict(state[METHOD])
         self.average.load(state["average"])
 
     def _load_given(self, given: Any) -> dict[str, Any] | None:
@@ -268,6 +268,7 @@ class Session:
             with inside, torch.no_grad():
                 with self.autocast():
                     found = run.task.evaluate(self.module)
+                self.losses.check_validation(self.step, found)
                 scores |= {f"{prefix}{name}": value for name, value in found.items()}
                 last = self.step == run.config.train.steps
                 if run.mesh.replica == 0 and last and run.config.checkpoint.model:
@@ -282,10 +283,6 @@ class Session:
         an elastic run other replicas may have written it: one too many goes on from the first's."""
         found = self.checkpoints.load()
         if found is None:
-            folder = self.run.config.init_from
-            if folder is not None and self._from_checkpoint:
-                hint = "was not read, for there were checkpoints, but all are damaged; start again"
-                raise ConfigError("init_from", folder, hint)
             return None
         _, state = found
         self._rehearse()

@@ -12,7 +12,7 @@ one: buffers, the method's state, random generators.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,6 +28,8 @@ from co2.train import weights
 
 REPLICA = "replica"
 """In a state: key of what the workers of a replica hold together."""
+METHOD = "method"
+"""In a state: key of what a method holds."""
 _VALUES, _SHARDS = "co2", "DCP_SHARDING_INFO"
 _TENSOR, _ENTRIES = "$tensor", "$entries"
 
@@ -87,7 +89,7 @@ def split(state: Mapping[str, Any], worker: int) -> Split:
     return found
 
 
-def rebuilt(values: Any, tensor: Callable[[str], Tensor]) -> Any:
+def rebuilt(values: Any, tensor: Callable[[str], Tensor | None]) -> Any:
     """The state whose `Split.values` these are; `tensor` returns the tensor of a name."""
     if isinstance(values, list):
         return [rebuilt(entry, tensor) for entry in values]
@@ -97,6 +99,27 @@ def rebuilt(values: Any, tensor: Callable[[str], Tensor]) -> Any:
         return tensor(values[_TENSOR])
     entries = values.get(_ENTRIES, values.items())
     return {key: rebuilt(entry, tensor) for key, entry in entries}
+
+
+def not_finite(state: Mapping[str, Any]) -> str:
+    """The name of a tensor in the host's memory that is not finite, of weights, inner state and
+    what the method holds; empty if all are. A buffer, such as a mask, may be infinite."""
+    held = {"": state.get(REPLICA), METHOD: state.get(METHOD)}
+    for name, tensor in _tensors(held, ""):
+        # aminmax reads the tensor once; isfinite makes copies and takes fifteen times as long.
+        fractions = tensor.is_floating_point() and tensor.numel() > 0
+        if fractions and not all(map(torch.isfinite, tensor.aminmax())):
+            return name
+    return ""
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict | list):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, entry in entries:
+            yield from _tensors(entry, f"{name}.{key}".strip("."))
 
 
 class HostCopy:
@@ -186,6 +209,11 @@ def read(path: Path, others: Sequence[Path] = ()) -> Any:
     from safetensors import safe_open  # not needed by the library
 
     with ExitStack() as stack:
+        for one in (
+            path,
+            *others,
+        ):  # safetensors takes a file that it may not open for a missing one
+            one.open("rb").close()
         files = [stack.enter_context(safe_open(one, "pt")) for one in (path, *others)]
         places = {name: file for file in reversed(files) for name in file.keys()}  # noqa: SIM118
         values = json.loads(files[0].metadata()[_VALUES])

@@ -30,23 +30,25 @@ LOOK_S = 0.5
 """Between two looks whether anybody wants to stop."""
 _POLL_S = 0.02
 """Between two looks whether all have answered."""
-LOST_S = 5.0
-"""A worker of a fixed number that has not answered by then is lost: its thread does so at once."""
 
 
 def voted(
-    replicas: Replicas | None, mesh: Mesh, signals: Iterable[signal.Signals], done: int
+    replicas: Replicas | None,
+    mesh: Mesh,
+    signals: Iterable[signal.Signals],
+    done: int,
+    grace_s: float,
 ) -> "StopVote":
     """The vote of a run's workers. `replicas` renews the mesh; None where workers are fixed. See
     `StopVote`."""
     if replicas is not None:
         members = replicas.members
         own = members.another_store()
-        return StopVote(own, members.me, members.present, signals, done, lost_s=math.inf)
+        return StopVote(own, members.me, members.present, signals, done)
     if mesh.num_workers == 1:
         return StopVote(None, 0, tuple, signals, done)
     store = dist.distributed_c10d._get_default_store().clone()
-    return StopVote(store, mesh.worker, lambda: range(mesh.num_workers), signals, done)
+    return StopVote(store, mesh.worker, lambda: range(mesh.num_workers), signals, done, grace_s)
 
 
 class StopVote:
@@ -59,7 +61,7 @@ class StopVote:
         workers: the numbers of all whose answer is needed.
         signals: that ask for a stop.
         done: steps that are done already.
-        lost_s: seconds after which a worker without an answer is lost; infinite where `workers`
+        grace_s: seconds after which a worker without an answer is lost; infinite where `workers`
             leaves out those that are.
     """
 
@@ -70,11 +72,11 @@ class StopVote:
         workers: Callable[[], Iterable[int]],
         signals: Iterable[signal.Signals],
         done: int = 0,
-        lost_s: float = LOST_S,
+        grace_s: float = math.inf,
     ) -> None:
         self.received = False
         self._store, self._me, self._workers = store, me, workers
-        self._signals, self._done, self._lost_s = tuple(signals), done, lost_s
+        self._signals, self._done, self._grace_s = tuple(signals), done, grace_s
         self._answer: int | None = None
         """n_i, once somebody has asked."""
         self._last: int | None = None
@@ -123,8 +125,9 @@ class StopVote:
             if store.check(answers):
                 last = max(map(int, store.multi_get(answers)))
                 store.compare_set("stop/after", "", str(last))
-            elif time.monotonic() - began > self._lost_s:
-                raise WorkerLost("it does not say after which step it could stop")
+            elif time.monotonic() - began > self._grace_s:
+                waited = f"checkpoint.grace_s={self._grace_s:g} seconds"
+                raise WorkerLost(f"it has not said in {waited} after which step it can stop")
             else:
                 time.sleep(_POLL_S)
         return int(found)

@@ -29,6 +29,7 @@ from torch import Tensor
 import train
 from co2.app.compose import preflight
 from co2.config import Config
+from co2.errors import REFUSED, ConfigError
 from co2.record.files import whole_lines
 from co2.record.folder import run_folder
 from co2.train.stop import StopVote
@@ -271,6 +272,9 @@ def _work(
                 train.APP.work(config)
             except SystemExit as ended:
                 status = ended.code if isinstance(ended.code, int) else 1
+            except ConfigError as error:
+                status = REFUSED
+                print(f"error: {error}", file=sys.stderr)
             finally:
                 torch.set_float32_matmul_precision("highest")  # a run on a GPU has changed it
     return status, out.getvalue(), err.getvalue()

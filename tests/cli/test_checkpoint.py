@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +24,7 @@ import torch.distributed as dist
 
 from co2.comm.mesh import Mesh
 from co2.config import LaunchConfig
+from co2.errors import ConfigError, WorkerLost
 from co2.record.folder import tag_from
 from co2.train import checkpoint, launch, state_file
 from co2.train import stop as stop_module
@@ -137,8 +140,9 @@ class TestCheckpoints:
         for step in (1, 2):
             assert saver.save(step, state(step))
             damage(tmp_path / f"step_{step}", "truncated")
-        assert saver.load() is None
-        assert len(lines) == 2
+        with pytest.raises(ConfigError, match="holds no checkpoint that can be used"):
+            saver.load()
+        assert len(lines) == 2 and saver.steps() == [2, 1], "they stay"
 
     def test_a_damaged_one_is_not_kept_in_place_of_a_good_one(self, tmp_path: Path) -> None:
         saver = checkpoints(tmp_path, keep=2)
@@ -157,8 +161,8 @@ class TestCheckpoints:
         whole = file.read_bytes()
         for length in {0, 1, len(whole) - 1, *range(0, len(whole), 97)}:
             file.write_bytes(whole[:length])
-            assert saver.load() is None
-            put_back(tmp_path, 1)
+            with pytest.raises(ConfigError, match="holds no checkpoint that can be used"):
+                saver.load()
 
     def test_any_flipped_bit_of_the_manifest_is_survived(self, tmp_path: Path) -> None:
         saver = checkpoints(tmp_path)
@@ -305,6 +309,33 @@ def load_damaged(rank: int, world: int, folder: str, kind: str) -> tuple[int, li
     return found[0], lines
 
 
+def diverge(rank: int, world: int, folder: str) -> tuple[list[bool], str, int, list[str]]:
+    """Worker 1 diverges at step 2, which is saved with and without the check for it."""
+    mesh, lines = Mesh.world(device="cpu"), []
+    saver = Checkpoints(Path(folder), mesh, mesh.new_group_across_replicas("gloo"), 2, lines.append)
+    sound = {**state(1), "model": {"mask": torch.tensor(-math.inf)}, "method": {"anchor": [None]}}
+    bad = {**sound, "method": {"anchor": [torch.tensor([0.0, math.nan if rank == 1 else 1.0])]}}
+    saved = [saver.save(1, sound), saver.save(2, bad)]
+    with patch.object(state_file, "not_finite", lambda _: ""):
+        saved.append(saver.save(2, bad))  # as earlier versions did
+    found = saver.load()
+    assert found is not None
+    return saved, saver.diverged, found[0], lines
+
+
+def test_a_worker_that_diverged_counts_for_all(workers: Pool, tmp_path: Path) -> None:
+    fault = "method.anchor.0 is not finite"
+    first, other = workers.run(diverge, 2, str(tmp_path))
+    for saved, diverged, found, _ in (first, other):
+        assert saved == [True, False, True] and found == 1
+        assert diverged == f"worker 1: {fault} at step 2"
+    assert first[3] == [
+        f"step 2 could not be saved (worker 1: {fault}); the one before is kept",
+        f"checkpoint step_2 is of a training that diverged ({fault}); trying the one before",
+    ]
+    assert other[3] == []
+
+
 def test_random_states_go_on() -> None:
     def draw() -> list[float]:
         own = [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()]
@@ -409,6 +440,51 @@ def vote_behind(rank: int, world: int) -> int:
 def test_all_stop_after_the_step_of_the_one_that_is_furthest(workers: Pool) -> None:
     """Which waits for the others in the midst of it: nobody is left waiting."""
     assert workers.run(vote_behind, 2) == [AHEAD, AHEAD]
+
+
+def vote_with_one_paused(rank: int, world: int, grace_s: float, paused_s: float) -> object:
+    """Worker 0 is told to stop; worker 1 answers after so many seconds on the clock of worker 0.
+    Returns the step after which each stops, or the error."""
+    store, now = dist.distributed_c10d._get_default_store().clone(), [0.0]
+
+    def sleep(_: float) -> None:
+        now[0] = min(now[0] + 1, paused_s)
+        if now[0] == paused_s:
+            store.set("goes on", "1")
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: now[0])
+    if rank == 1:
+        store.wait(["goes on"])
+    with (
+        patch.object(stop_module, "LOOK_S", 0.001),
+        patch.object(stop_module, "time", clock if rank == 0 else time),
+        StopVote(
+            store.clone(), rank, lambda: range(world), [signal.SIGUSR1], grace_s=grace_s
+        ) as stop,
+    ):
+        if rank == 0:
+            signal.raise_signal(signal.SIGUSR1)
+        for step in itertools.count(1):
+            while rank == 0 and stop._answer is None:
+                time.sleep(0.001)
+            try:
+                if stop(step):
+                    return step
+            except WorkerLost as error:
+                store.set("goes on", "1")
+                return str(error)
+    raise AssertionError("it goes on until it stops")
+
+
+def test_a_paused_worker_is_waited_for(workers: Pool) -> None:
+    """As long as the machine is there: to give up loses all that was not saved."""
+    first, other = workers.run(vote_with_one_paused, 2, 60.0, 59.0)
+    assert first == other
+
+
+def test_a_paused_worker_is_not_waited_for_for_ever(workers: Pool) -> None:
+    found, _ = workers.run(vote_with_one_paused, 2, 60.0, 62.0)
+    assert found == "it has not said in checkpoint.grace_s=60 seconds after which step it can stop"
 
 
 TORCHRUN = {

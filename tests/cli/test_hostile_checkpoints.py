@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save
 
+from co2.errors import ConfigError
 from co2.train import checkpoint, state_file
 from co2.train.checkpoint import MANIFEST
 from tests.cli.refused import MARK, Payload, files, pickled
@@ -193,4 +194,5 @@ def test_unread_files_are_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyP
     manifest(world=2)(tmp_path / "step_1")
     monkeypatch.setattr(checkpoint, "_sha256", lambda path: pytest.fail(f"{path} was read"))
     monkeypatch.setattr(state_file, "read", lambda *_: pytest.fail("it was loaded"))
-    assert saver.load() is None
+    with pytest.raises(ConfigError, match="saved by 2 workers"):
+        saver.load()

@@ -1,15 +1,18 @@
 """A run that was killed, stopped, or met a bad disk ends as one that nothing happened to."""
 
 import contextlib
+import itertools
 import json
+import math
 import os
 import random
 import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,11 +26,12 @@ from torch import Tensor
 
 import train
 from co2.config import Config
-from co2.errors import DIVERGED, PREEMPTED, ConfigError
+from co2.errors import DIVERGED, PREEMPTED, REFUSED, ConfigError
 from co2.methods import METHODS
 from co2.record.folder import check_folder, read_summary
 from co2.record.provenance import of_all_starts
-from co2.train import launch
+from co2.train import checkpoint, launch
+from co2.train.checkpoint import Checkpoints
 from tasks.toy import Toy
 from tests.cli.harness import (
     LIMIT_S,
@@ -39,6 +43,7 @@ from tests.cli.harness import (
     assert_same_weights,
     cli,
     configured,
+    contents,
     folder_of,
     kill_session,
     metrics,
@@ -141,6 +146,29 @@ def test_stopping_does_not_take_a_round(tmp_path: Path) -> None:
         assert process.wait(timeout=LIMIT_S) == PREEMPTED
     (newest,) = saved_steps(folder)
     assert 5 <= newest < 200, "in the first round"
+
+
+def test_a_worker_that_does_not_answer(tmp_path: Path) -> None:
+    """A run that is told to stop waits for it, and then says for how long."""
+    arguments = (
+        "method=co2",
+        "co2.tau=2000",
+        "launch.workers=2",
+        "train.steps=4000",
+        "log.every=1",
+    )
+    arguments += ("checkpoint.grace_s=0", "toy.delay_s=0.02", "train.eval_every=4000")
+    runs, log = tmp_path / "runs", tmp_path / "log"
+    folder = folder_of(*arguments, runs=runs)
+    with started(*arguments, runs=runs, log=log) as process:
+        until(lambda: last_step(folder) >= 5, process)
+        os.kill(workers(process)[-1], signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGTERM)
+        until(lambda: "error" in log.read_text(), process)
+    (line,) = [line for line in log.read_text().splitlines() if "error" in line]
+    assert re.match(
+        "error: worker . has lost another worker: .* checkpoint.grace_s=0 seconds", line
+    )
 
 
 def test_put_aside_for_a_moment(tmp_path: Path) -> None:
@@ -284,11 +312,99 @@ def test_a_damaged_checkpoint(
     assert_same_run(run.folder, whole.folder)
 
 
-def test_no_good_checkpoint(workers: Pool, stopped: Run, whole: Run, tmp_path: Path) -> None:
-    run = again(workers, stopped, tmp_path, "truncated", "flipped")
-    assert len([line for line in run.out.splitlines() if "damaged" in line]) == 2
-    assert resumed_at(run.out) == []
-    assert_same_run(run.folder, whole.folder)
+def test_no_good_checkpoint(workers: Pool, stopped: Run, tmp_path: Path) -> None:
+    """The run does not begin again by itself: somebody may still save what is there."""
+    spoil = [partial(damage, kind="truncated"), partial(damage, kind="flipped")]
+    _, err = refused_again(workers, stopped, tmp_path, spoil)
+    assert re.search(
+        "/checkpoints holds no checkpoint that can be used .step_30 is damaged .*checksum", err
+    )
+    assert "train afresh with resume=never" in err
+
+
+@contextmanager
+def unreadable(error: Exception, rank: int) -> Iterator[None]:
+    """Setup: the files of a worker's checkpoints cannot be read."""
+
+    def read(path: Path) -> str:
+        raise error
+
+    with patch.object(checkpoint, "_sha256", read) if dist.get_rank() == rank else nullcontext():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (PermissionError(13, "Permission denied"), "Permission denied"),
+        (OSError(5, "Input/output error"), "Input/output error"),
+        (MemoryError(), "MemoryError"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_cannot_be_read_is_not_damaged(
+    workers: Pool, stopped: Run, tmp_path: Path, error: Exception, why: str, rank: int
+) -> None:
+    """Another user's files, a server that does not answer, too little memory."""
+    out, err = refused_again(workers, stopped, tmp_path, (), unreadable, (error, rank))
+    assert "damaged" not in out
+    assert f"/step_{STOPPED_AT}/{part(rank)} cannot be read on worker {rank} ({why}); " in err
+
+
+def test_a_checkpoint_that_one_worker_does_not_see(
+    workers: Pool, stopped: Run, tmp_path: Path
+) -> None:
+    """Its machine has not mounted the folder of all runs."""
+    _, err = refused_again(workers, stopped, tmp_path, (), blind, (1,))
+    assert (
+        f"/step_{STOPPED_AT}/unmounted cannot be read on worker 1 (No such file or directory); "
+        in err
+    )
+
+
+@contextmanager
+def blind(rank: int) -> Iterator[None]:
+    """Setup: a worker looks for checkpoints in a folder that is not there."""
+    path = Checkpoints._path
+    blind = patch.object(Checkpoints, "_path", lambda own, step: path(own, step) / "unmounted")
+    with blind if dist.get_rank() == rank else nullcontext():
+        yield
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl"])
+def test_what_else_cannot_be_read(stopped: Run, tmp_path: Path, name: str) -> None:
+    shutil.copytree(stopped.runs, tmp_path / "runs")
+    folder = folder_of(*POOLED, "launch.workers=2", runs=tmp_path / "runs")
+    (folder / name).rename(folder / "elsewhere")
+    (folder / name).symlink_to(name)
+    before = contents(folder)
+    run = cli(*POOLED, "launch.workers=2", runs=tmp_path / "runs")
+    assert run.status == REFUSED and contents(folder) == before
+    (line,) = run.err.splitlines()
+    assert f"/{name} cannot be read (Too many levels of symbolic links); it is kept" in line
+
+
+def refused_again(
+    workers: Pool,
+    stopped: Run,
+    tmp_path: Path,
+    spoil: Sequence[Callable[[Path], None]],
+    setup: Callable[..., contextlib.AbstractContextManager[None]] = nullcontext,
+    arguments: tuple[Any, ...] = (),
+) -> tuple[str, str]:
+    """The same command on a copy whose newest checkpoints are spoiled: it is refused in one line,
+    and nothing is lost. Returns what is printed."""
+    shutil.copytree(stopped.runs, tmp_path / "runs", symlinks=True)
+    folder = folder_of(*POOLED, "launch.workers=2", runs=tmp_path / "runs")
+    for step, act in zip((STOPPED_AT, 30), spoil, strict=False):
+        act(folder / "checkpoints" / f"step_{step}")
+    before = contents(folder)
+    setting = {"setup": setup, "setup_arguments": arguments}
+    run = pooled(workers, 2, *POOLED, runs=tmp_path / "runs", **setting)
+    assert run.status == REFUSED and contents(folder) == before
+    line, *others = run.err.splitlines()
+    assert others in ([], [line]), "each worker tells it here"
+    return run.out, line
 
 
 def test_torn_metrics(workers: Pool, stopped: Run, whole: Run, tmp_path: Path) -> None:
@@ -633,6 +749,70 @@ def test_a_loss_that_is_not_finite_on_another_replica(tmp_path: Path) -> None:
     assert "checkpoints/step_6;" in ended.err
     assert len(ended.err.splitlines()) == 1, "the other workers end in silence"
     assert ended.status == DIVERGED
+
+
+@contextmanager
+def bad_gradient(step: int) -> Iterator[None]:
+    """Setup: the gradient of a step is not a number on worker 0, though its loss is finite."""
+    original, calls = Toy.loss, itertools.count(1)
+
+    def loss(task: Toy, *arguments: Any) -> Tensor:
+        value = original(task, *arguments)
+        if next(calls) == step and dist.get_rank() == 0:
+            value.register_hook(lambda gradient: gradient * math.nan)
+        return value
+
+    with patch.object(Toy, "loss", loss):
+        yield
+
+
+BAD = 20
+NOT_FINITE = ("train.steps=40", "train.eval_every=100", "checkpoint.every=5", "tag=bad")
+
+
+@pytest.mark.parametrize(
+    ("world", "words"),
+    [
+        (2, ("method=allreduce",)),
+        (2, ("method=local_sgd", "local_sgd.tau=4")),
+        (1, ("method=co2", "co2.tau=10")),  # its weights are finite: the mean is under way
+    ],
+    ids=str,
+)
+def test_what_is_not_finite_is_no_checkpoint(
+    workers: Pool, tmp_path: Path, world: int, words: tuple[str, ...]
+) -> None:
+    """Else every restart would go on from it, and end again."""
+    words, setting = (*NOT_FINITE, *words), {"setup": bad_gradient, "setup_arguments": (BAD,)}
+    run = pooled(workers, world, *words, runs=tmp_path / "runs", **setting)
+    assert run.status == DIVERGED and "/checkpoints/step_15; try a lower optim.lr" in run.err
+    assert saved_steps(run.folder) == [10, 15]
+    healthy = pooled(workers, world, *words, runs=tmp_path / "runs")
+    assert healthy.status == 0 and resumed_at(healthy.out) == [15]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_bad_last_step(workers: Pool, tmp_path: Path, world: int) -> None:
+    """No forward pass follows, but an evaluation."""
+    words, setting = (*NOT_FINITE, "train.steps=20"), {"setup_arguments": (BAD,)}
+    run = pooled(workers, world, *words, runs=tmp_path / "runs", setup=bad_gradient, **setting)
+    assert run.status == DIVERGED and not (run.folder / "summary.json").exists()
+    assert "error: the validation loss is nan at step 20; last good checkpoint: " in run.err
+    assert "/checkpoints/step_15; " in run.err and not (run.folder / "model.pt").exists()
+
+
+def test_told_to_stop_where_nothing_is_finite(workers: Pool, tmp_path: Path) -> None:
+    words, stop = (*NOT_FINITE, "method=allreduce"), bad_gradient_and_told_to_stop
+    setting = {"setup": stop, "setup_arguments": (18,)}
+    run = pooled(workers, 2, *words, runs=tmp_path / "runs", **setting)
+    assert run.status == DIVERGED and saved_steps(run.folder) == [10, 15]
+    assert re.search(r"error: worker \d: .* is not finite at step 18; .*/step_15; ", run.err)
+
+
+@contextmanager
+def bad_gradient_and_told_to_stop(step: int) -> Iterator[None]:
+    with bad_gradient(step), stopped_after(step):
+        yield
 
 
 @pytest.mark.parametrize("elastic", ["false", "true"])
