@@ -213,8 +213,8 @@ def check_equal(
 
 _OTHER_STEPS = "give every replica as many batches and steps as the others"
 _OTHER_BITS = (
-    "if all run the same code with the same settings, go on from an earlier checkpoint; "
-    "if it comes back, suspect the machine"
+    "give all the same learning rates, and train the module that prepare returned; else go on from "
+    "an earlier checkpoint, and if it comes back, suspect the machine"
 )
 
 

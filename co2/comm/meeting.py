@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from co2.comm.mesh import Mesh
-from co2.errors import WrongCall
+from co2.comm.waiting import is_loss
+from co2.errors import WorkerLost, WrongCall
 
 LOOK_S = 5.0
 """Seconds after which a replica that waits looks for others, again and again."""
@@ -26,7 +27,7 @@ NOTICE_S = 30.0
 """Seconds after which one that waits in the consensus says so."""
 _SEEN = 2
 """How often others must be seen waiting elsewhere: the first time the store may tell the past."""
-_CONSENSUS, _MEAN = "consensus", "mean"
+_CONSENSUS, _MEAN, _APART = "consensus", "mean", "apart"
 _POLL_S = 0.002
 
 
@@ -53,7 +54,8 @@ class Meeting:
 
         Raises:
             WrongCall: another replica waits in a consensus of before.
-            RuntimeError: the collective has failed.
+            WorkerLost: another replica has gone.
+            RuntimeError: the collective has failed otherwise.
         """
         self._wait(_of_gloo(work), _MEAN, sent)
 
@@ -82,7 +84,20 @@ class Meeting:
 
     def _wait(self, ended: Callable[[float], bool], place: str, at: int) -> None:
         """Wait until `ended(seconds)` says yes; each call lasts so long at most."""
-        began, before, seen, told = time.monotonic(), b"", 0, False
+        try:
+            self._look_around(ended, place, at)
+        except RuntimeError as error:
+            if not is_loss(error):
+                raise
+            raise WorkerLost(
+                f"another replica has gone while replica {self.replica}, after {self.steps} steps, "
+                "waited for it: see its own error, and give every replica as many steps"
+            ) from error
+
+    def _look_around(self, ended: Callable[[float], bool], place: str, at: int) -> None:
+        began, seen, told = time.monotonic(), 0, False
+        before: bytes | None = None
+        """What the store had of others at the look before; None before the first."""
         other = _MEAN if place == _CONSENSUS else _CONSENSUS
         while not ended(LOOK_S):
             if self._store is None:
@@ -90,14 +105,16 @@ class Meeting:
             now = time.monotonic()
             self._store.set(place, f"{self.replica} {at} {now}")
             found = self._store.get(other) if self._store.check([other]) else b""
-            if before and found != before:  # somebody waits there now
+            if before is not None and found not in (b"", before):  # somebody waits there now
                 who, where = found.decode().split()[:2]
                 apart = int(where) > at if place == _CONSENSUS else int(where) < at
                 seen += apart
-                if seen >= _SEEN:
+                if seen == _SEEN:
                     mine, theirs = (place, self.replica, at), (other, int(who), int(where))
-                    raise WrongCall(_apart(*sorted((mine, theirs))))
-            before = found or b"nobody"
+                    self._store.set(_APART, _told_apart(*sorted((mine, theirs))))
+            if self._store.check([_APART]):  # the others may have gone when this one looks again
+                raise WrongCall(self._store.get(_APART).decode())
+            before = found
             if place == _CONSENSUS and not told and now - began >= NOTICE_S:
                 told = True
                 print(_notice(self.replica, at), file=sys.stderr, flush=True)
@@ -131,16 +148,16 @@ def _polled(work: dist.Work) -> Callable[[float], bool]:
     return ended
 
 
-def _apart(shown: tuple[str, int, int], mean: tuple[str, int, int]) -> str:
+def _told_apart(shown: tuple[str, int, int], mean: tuple[str, int, int]) -> str:
     return (
-        f"replica {shown[1]} is in consensus() after {shown[2]} steps, replica {mean[1]} waits for "
-        f"the mean of step {mean[2]}: every replica must enter consensus(), finish() and save(), "
-        "and make as many steps as the others"
+        f"replica {shown[1]} is in consensus(), finish() or save() after {shown[2]} steps, replica "
+        f"{mean[1]} waits for the mean of step {mean[2]}: every replica must call these, and make "
+        "as many steps as the others"
     )
 
 
 def _notice(replica: int, steps: int) -> str:
     return (
-        f"co2: replica {replica} has waited {NOTICE_S:.0f} s in consensus(), after {steps} steps, "
-        "for others to enter it too: every replica must, after as many steps"
+        f"co2: replica {replica} has waited {NOTICE_S:.0f} s in consensus(), finish() or save(), "
+        f"after {steps} steps, for others to call it too: every replica must, after as many steps"
     )

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,7 +21,7 @@ from co2.comm.clocks import CommTotals
 from co2.comm.collectives import check_reduced, data_parallel, local
 from co2.comm.gradient_mean import GradientMean
 from co2.config import Blocking, CommDevice, Precision
-from co2.errors import require
+from co2.errors import WrongCall, require
 from co2.methods.base import Method
 
 
@@ -31,6 +31,8 @@ class AllReduce(Method):
     _before = CommTotals()
     """What the segments before this one have cost, if the run was resumed."""
     _steps_before = 0
+    _went_forward = False
+    """Whether a forward pass went through DDP since the last step."""
 
     @dataclass
     class Config:
@@ -50,6 +52,7 @@ class AllReduce(Method):
         if self.mesh.num_workers == 1 or self.sharded:
             return self.model
         self.ddp = ddp = data_parallel(self.model, self.comm)
+        ddp.register_forward_pre_hook(self._goes_forward)
         weights = self.model.named_parameters()
         own = [p for name, p in weights if name in ddp.parameters_to_ignore and p.requires_grad]
         across = self.mesh.new_group_across_replicas() if own else None
@@ -63,8 +66,22 @@ class AllReduce(Method):
 
     def update(self) -> None:
         if self.ddp is not None:
+            if not self._went_forward:
+                raise WrongCall(
+                    "no forward pass went through the module that prepare returned, so gradients "
+                    "were not averaged: model = sync.prepare(model, optimizer, mesh)"
+                )
             check_reduced(self.ddp)
+            self._went_forward = False
         self.inner_step()
+
+    def _goes_forward(self, *_: object) -> None:
+        self._went_forward = True
+
+    def replicated_tensors(self) -> dict[str, Tensor]:
+        """The weights."""
+        weights = ((name, local(p.detach())) for name, p in self.model.named_parameters())
+        return {name: one if one.element_size() >= 4 else one.float() for name, one in weights}
 
     def own_state(self) -> dict[str, Any]:
         totals = self.totals()

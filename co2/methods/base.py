@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
@@ -180,6 +181,8 @@ class Method:
         good, hint = isinstance(mesh, Mesh), "must be a mesh, such as co2.Mesh.world()"
         require(good, "mesh", type(mesh).__name__, hint)
         check_plain(model)
+        lazy = any(isinstance(one, UninitializedParameter) for one in model.parameters())
+        require(not lazy, "model", type(model).__name__, "is lazy; pass one batch through it first")
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         needed = closure is not None and closure.default is inspect.Parameter.empty
         hint = "its step needs a closure, which a method does not have; use another, such as AdamW"
@@ -263,18 +266,11 @@ class Method:
         Raises:
             WrongCall: before `prepare`, after the end, inside `consensus`; or the loop has written,
                 moved or converted weights. In a mean: another replica waits in a consensus.
-            ConfigError: a parameter is trained that was not when `prepare` was called. Nobody would
-                synchronize it. Or this method works with gradients, which are scaled or sparse.
+            ConfigError: other parameters are trained than when `prepare` was called. Or this method
+                works with gradients, which are scaled or sparse.
         """
         with self._prepared("sync.step()").stepping():
-            new = next((param for param in self._trained() if id(param) not in self._known), None)
-            if new is not None:
-                named = (name for name, param in self.model.named_parameters() if param is new)
-                hint = (
-                    "was not trained when prepare was called, so replicas would drift apart; put "
-                    "it into the optimizer and set requires_grad before prepare"
-                )
-                raise ConfigError("parameter", next(named, "(not the model's)"), hint)
+            self._check_trained()
             if scaler is not None:
                 self._check_scaler(scaler)
             if self.reads_gradients:
@@ -289,6 +285,23 @@ class Method:
         if self._guard is None:
             raise WrongCall(f"{call} came before prepare: call prepare(model, optimizer, mesh)")
         return self._guard
+
+    def _check_trained(self) -> None:
+        """Raise `ConfigError` unless the optimizer trains the parameters of `prepare`."""
+        now = {id(param) for param in self._trained()}
+        if now == self._known:
+            return
+        changed = now ^ self._known
+        named = (name for name, param in self.model.named_parameters() if id(param) in changed)
+        hint = (
+            "was trained when prepare was called, and the next mean would move it; finish() first"
+        )
+        if now - self._known:
+            hint = (
+                "was not trained when prepare was called, so replicas would drift apart; put it "
+                "into the optimizer and set requires_grad before prepare"
+            )
+        raise ConfigError("parameter", next(named, "(not the model's)"), hint)
 
     def _check_scaler(self, scaler: GradScaler) -> None:
         good, hint = isinstance(scaler, GradScaler), "must be a torch.amp.GradScaler, or left out"
@@ -393,15 +406,21 @@ class Method:
 
     def resume(self, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
         """Go on from the newest step that all workers have saved in a folder, bit for bit. Call it
-        after `prepare`, in every run: `steps` tells how many are made. Collective.
+        right after `prepare`, in every run: `steps` tells how many are made. Collective.
 
         Returns:
             `extra`, as it was saved; None where nothing was.
         Raises:
-            ConfigError: the folder is of other replicas, another method or other settings, or a
+            ConfigError: the folder is of another number of workers, another model, optimizer or
+                method, or of settings that its state depends on (`may_change` has the others); or a
                 file is damaged.
+            WrongCall: after a step.
         """
         self._as_trained("sync.resume()")
+        if self.steps:
+            raise WrongCall(
+                f"sync.resume() came after {self.steps} steps: call it before the first"
+            )
         return saved.resume(self, Path(folder))
 
     def _as_trained(self, call: str) -> None:

@@ -1,6 +1,7 @@
 """What goes wrong in a loop of one's own is refused in one line, under every method."""
 
 import copy
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +17,9 @@ from torch.optim import SGD
 
 import co2
 from co2.comm import meeting
-from co2.errors import ConfigError, ReplicasDiffer, WrongCall
+from co2.errors import ConfigError, ReplicasDiffer, WorkerLost, WrongCall
 from co2.methods import METHODS, Method
+from tests.grids import grid
 from tests.methods import problem
 from tests.methods.driver import SETTINGS, Session, inner
 from tests.workers import Pool
@@ -324,44 +326,98 @@ def test_replicas_that_differ(workers: Pool, what: str, text: str) -> None:
     assert workers.run(differing, 2, what) == [text] * 2
 
 
-def unequal(rank: int, world: int, name: str, more: int, alone: bool) -> str:
+def unequal(mesh: co2.Mesh, name: str, more: int, alone: bool) -> str:
     """Replica 1 makes more steps before the consensus, or never enters it."""
-    with patch.object(meeting, "LOOK_S", 0.2):
-        session = trained(name, rank, steps=6 + more * rank)
-        try:
-            if not (alone and rank == 1):
-                with session.method.consensus():
-                    pass
-            for _ in range(30):
-                session.step()
-        except (ReplicasDiffer, WrongCall) as error:
-            return f"{type(error).__name__}: {error}"
+    meeting.LOOK_S = 0.2
+    rank = mesh.replica
+    session = trained(name, rank, steps=6 + more * rank)
+    try:
+        if not (alone and rank == 1):
+            with session.method.consensus():
+                pass
+        for _ in range(30):
+            session.step()
+    except (ReplicasDiffer, WorkerLost, WrongCall) as error:
+        return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
 ROUNDS = ("local_sgd", "co2", "noloco", "streaming_diloco")
+APART = "WrongCall: replica 0 is in consensus(), finish() or save() after 6 steps, replica 1 waits "
 
 
-@pytest.mark.parametrize("name", ROUNDS)
-def test_a_mean_that_others_never_join(workers: Pool, name: str) -> None:
-    for text in workers.run(unequal, 2, name, 9, False):
-        assert text.startswith("WrongCall: replica 0 is in consensus() after 6 steps, replica 1 ")
-        assert "every replica must enter consensus()" in text
+# In processes of their own: what is pending would hold up the end of a process group.
+@pytest.mark.parametrize("name", grid(ROUNDS, ("local_sgd",).__contains__))
+def test_a_mean_that_others_never_join(name: str) -> None:
+    for text in co2.run(unequal, name, 9, False):
+        assert text.startswith(f"{APART}for the mean of step")
+        assert "every replica must call these" in text
 
 
-@pytest.mark.parametrize("name", ROUNDS)
-def test_a_consensus_that_others_never_enter(workers: Pool, name: str) -> None:
-    for text in workers.run(unequal, 2, name, 0, True):
-        assert text.startswith("WrongCall: replica 0 is in consensus() after 6 steps, replica 1 ")
+@pytest.mark.parametrize("name", grid(ROUNDS, ("co2",).__contains__))
+def test_a_consensus_that_others_never_enter(name: str) -> None:
+    for text in co2.run(unequal, name, 0, True):
+        assert text.startswith(APART)
+
+
+def one_more(rank: int, world: int, name: str) -> str:
+    session = trained(name, rank, steps=6 + rank)
+    with pytest.raises(ReplicasDiffer) as caught, session.method.consensus():
+        pytest.fail("nothing may be shown")
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["acco", "co2", "sparta"])
 def test_one_step_more(workers: Pool, name: str) -> None:
-    for text in workers.run(unequal, 2, name, 1, False):
+    for text in workers.run(one_more, 2, name):
         assert text == (
-            "ReplicasDiffer: steps of replica 1 differs from that of replica 0, and must be equal "
-            "on all: give every replica as many batches and steps as the others"
+            "steps of replica 1 differs from that of replica 0, and must be equal on all: give "
+            "every replica as many batches and steps as the others"
         )
+
+
+def left_alone(mesh: co2.Mesh) -> str:
+    session = trained("local_sgd", mesh.replica, steps=3)
+    if mesh.replica == 1:
+        os._exit(0)
+    try:
+        session.method.finish()
+    except WorkerLost as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_replica_that_has_gone() -> None:
+    """The starter tells of the one that has gone; the other ends at once, too."""
+    with pytest.raises(WorkerLost, match="replica 1 was killed, or ended by itself"):
+        co2.run(left_alone)
+
+
+def other_rates(rank: int, world: int) -> str:
+    session = trained("allreduce", rank)
+    for group in session.optimizer.param_groups:
+        group["lr"] = 0.1 / (1 + rank)
+    problem.backward(session.model, STEPS, rank)
+    session.method.step()
+    with pytest.raises(ReplicasDiffer) as caught, session.method.consensus():
+        pytest.fail("nothing may be shown")
+    return str(caught.value)
+
+
+def test_rates_that_differ_under_allreduce(workers: Pool) -> None:
+    for text in workers.run(other_rates, 2):
+        assert "give all the same learning rates" in text
+
+
+def beside_ddp(rank: int, world: int) -> None:
+    session = trained("allreduce", rank)
+    problem.backward(session.net, STEPS, rank)
+    with told("model = sync.prepare"):
+        session.method.step()
+
+
+def test_a_forward_pass_beside_the_prepared_module(workers: Pool) -> None:
+    workers.run(beside_ddp, 2)
 
 
 def notified(rank: int, world: int) -> None:
@@ -498,10 +554,33 @@ def test_files_that_cannot_be_gone_on_from(tmp_path: Path) -> None:
     with told("must be a dict of tensors, numbers, texts", ConfigError):
         session.method.save(tmp_path, {"scheduler": object})
     session.method.save(tmp_path)
+    with told("came after 7 steps"):
+        session.method.resume(tmp_path)
+    other = Session(0, "co2", SETTINGS["co2"], optimizer="adamw", dtype=torch.float32)
+    with told("is of another optimizer than this AdamW", ConfigError):
+        other.method.resume(tmp_path)
+    net = nn.Linear(2, 1)
+    sync = co2.CO2(**SETTINGS["co2"])
+    groups = [{"params": [param]} for param in (*net.parameters(), nn.Parameter(torch.ones(1)))]
+    sync.prepare(net, type(session.optimizer)(groups, lr=0.1), co2.Mesh.world())
+    with told("is of another model: bias differs", ConfigError):
+        sync.resume(tmp_path)
     [file] = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:1000])
     with told("is damaged", ConfigError):
         trained("co2", steps=0).method.resume(tmp_path)
+
+
+def test_parameters_that_the_method_does_not_train() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    with told("parameter=1.weight: is not in the optimizer", ConfigError):
+        co2.CO2().prepare(net, SGD(net[0].parameters(), lr=0.1), co2.Mesh.world())
+    co2.CO2().prepare(net[1], SGD(net[1].parameters(), lr=0.1), co2.Mesh.world())
+    sync = co2.CO2()
+    sync.prepare(net[0], SGD(net[0].parameters(), lr=0.1), co2.Mesh.world())
+    net[0].bias.requires_grad_(False)
+    with told("parameter=bias: was trained when prepare was called", ConfigError):
+        sync.step()
 
 
 def embedded(rank: int, world: int, name: str) -> None:

@@ -44,6 +44,13 @@ class Guard:
         hint = "trains none of the model's parameters; make it of model.parameters()"
         known = not self._trained or any(id(one) in self._parameters for one in self._trained)
         require(known, "optimizer", kind, hint)
+        trains = {id(one) for one in self._trained}
+        hint = (
+            "is not in the optimizer, so it would not be synchronized; put it there, freeze it by "
+            "requires_grad_(False), or prepare the part of the model that this optimizer trains"
+        )
+        for name, param in model.named_parameters():
+            require(not param.requires_grad or id(param) in trains, "parameter", name, hint)
         self.allows_step = False
         """Whether the method steps now."""
         self.shows = False

@@ -55,6 +55,10 @@ def check_held(sync: "Method", state: dict[str, Any], key: str, value: object) -
     then, now = state["replicas"], sync.mesh.num_replicas
     require(then == now, key, value, f"is of {then} processes, not of {now}; start as many")
     sync.check_state(state["sync"])
+    groups = [own.keys() for own in sync.optimizer.state_dict()["param_groups"]]
+    alike = [own.keys() for own in state["optimizer"]["param_groups"]] == groups
+    kind = type(sync.optimizer).__name__
+    require(alike, key, value, f"is of another optimizer than this {kind}; make it as it was")
 
 
 def owner(sync: "Method") -> dict[str, Any]:
@@ -121,6 +125,10 @@ def resume(sync: "Method", folder: Path) -> dict[str, Any] | None:
         hint = f"is damaged ({type(error).__name__}); begin in another folder, or bring a copy"
         raise ConfigError("folder", path, hint) from None
     check_held(sync, state, "folder", folder)
+    shapes = {name: value.shape for name, value in _tensors(sync.model.state_dict())}
+    other = shapes.items() ^ {(name, value.shape) for name, value in _tensors(state["module"])}
+    hint = f"is of another model: {min(other)[0] if other else ''} differs; make it as it was"
+    require(not other, "folder", folder, hint)
     load_held(sync, sync.model, state)
     torch.set_rng_state(state["random"][0])
     if sync.mesh.device.type == "cuda":
@@ -141,6 +149,10 @@ def _check_plain(extra: object) -> None:
         read = None
     hint = "must be a dict of tensors, numbers, texts, and lists and dicts of these"
     require(isinstance(read, dict), "extra", type(extra).__name__, hint)
+
+
+def _tensors(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    return [(name, one) for name, one in state.items() if isinstance(one, torch.Tensor)]
 
 
 def _random(sync: "Method") -> list[torch.Tensor]:
