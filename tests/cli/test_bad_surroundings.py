@@ -346,6 +346,17 @@ def test_too_few_open_files(
     assert line == "ulimit -n=20: must be 64 open files or more: ulimit -n 65536"
 
 
+def test_no_loopback(
+    empty: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unreachable(*_: object) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    line = refused(train.APP.main, ["task=toy"], capsys)
+    assert line.startswith("network=127.0.0.1: Network is unreachable; workers of this machine")
+
+
 def test_nobody_can_be_told_of_a_finished_run(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         _, *words = command(*FEW, "launch.workers=1", runs=tmp_path / "runs")
