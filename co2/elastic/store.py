@@ -100,7 +100,11 @@ class SharedStore(OwnStore):
         self.address = config.store_address
         own = _reach(config.store, self.address, config.wait_s)
         _wait_little_for_names()
-        self.store = connected(self.address)
+        try:
+            self.store = connected(self.address, config.wait_s)
+        except dist.DistError:
+            hint = "what answers there is no store; python -m co2.elastic.store holds one"
+            raise ConfigError("launch.store", config.store, hint) from None
         name = _interface(own)
         if name is not None:  # gloo would take the one that this host's name stands for
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

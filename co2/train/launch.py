@@ -458,13 +458,20 @@ def _spawn(worker: Worker, config: Config) -> int:
         try:
             elastic_launch(elastic, _local_worker)(worker, config)
         except (ConnectionError, EOFError):
-            text = "the process that forks the workers is gone; the same command goes on"
-            print(f"error: {text}", file=sys.stderr, flush=True)
-            return PREEMPTED
+            return _without_fork_server()
         except ChildFailedError as error:
             _, first = error.get_first_failure()
+            if first.exitcode == 255:  # multiprocessing's where nobody can tell the status
+                return _without_fork_server()
             return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
     return 0
+
+
+def _without_fork_server() -> int:
+    """Say that it is gone. Returns the exit status."""
+    text = "the process that forks the workers is gone; the same command goes on"
+    print(f"error: {text}", file=sys.stderr, flush=True)
+    return PREEMPTED
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 import errno
 import multiprocessing
+import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -20,12 +22,13 @@ import tasks.prepare.__main__
 import train
 from co2 import forked
 from co2.app.compose import sweep_job
-from co2.errors import ConfigError, from_outside, unusable
+from co2.errors import PREEMPTED, ConfigError, from_outside, unusable
 from co2.lab import __main__ as lab
 from co2.lab import slow_network
 from co2.record import compare, timeline, wandb_sync
 from co2.simulate import __main__ as simulate
 from co2.train import launch
+from recipes.runs.processes import running
 from tests import server
 from tests.cli.harness import (
     ANNOUNCED,
@@ -36,7 +39,9 @@ from tests.cli.harness import (
     execute,
     held_port,
     kill_session,
+    started,
     until,
+    workers,
 )
 from tests.cli.refused import files, refused
 from tests.grids import first_of_each
@@ -380,6 +385,18 @@ def test_nobody_can_be_told_of_a_finished_run(tmp_path: Path) -> None:
 def test_what_the_machine_does(error: Exception, line: str | None) -> None:
     found = from_outside(error, "me")
     assert found == line if found is None or line is None else found.startswith(line)
+
+
+def test_the_process_that_forks_workers_is_killed(tmp_path: Path) -> None:
+    words, log = (*FEW, "train.steps=2000", "toy.delay_s=0.05"), tmp_path / "log"
+    with started(*words, runs=tmp_path / "runs", log=log) as process:
+        until(lambda: len(workers(process)) == 2, process)
+        worker = workers(process)[0]
+        (forks,) = (one.parent for one in running() if one.pid == worker)
+        os.kill(forks, signal.SIGKILL)
+        assert process.wait(LIMIT_S) == PREEMPTED
+    said = "error: the process that forks the workers is gone; the same command goes on"
+    assert said in log.read_text() and "Traceback" not in log.read_text()
 
 
 LIMITED = """
