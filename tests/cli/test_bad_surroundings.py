@@ -37,8 +37,10 @@ from tests.cli.harness import (
     cli,
     command,
     execute,
+    folder_of,
     held_port,
     kill_session,
+    metrics,
     started,
     until,
     workers,
@@ -388,9 +390,11 @@ def test_what_the_machine_does(error: Exception, line: str | None) -> None:
 
 
 def test_the_process_that_forks_workers_is_killed(tmp_path: Path) -> None:
-    words, log = (*FEW, "train.steps=2000", "toy.delay_s=0.05"), tmp_path / "log"
-    with started(*words, runs=tmp_path / "runs", log=log) as process:
-        until(lambda: len(workers(process)) == 2, process)
+    words = (*FEW, "train.steps=2000", "toy.delay_s=0.05", "log.every=1")
+    runs, log = tmp_path / "runs", tmp_path / "log"
+    folder = folder_of(*words, runs=runs)
+    with started(*words, runs=runs, log=log) as process:
+        until(lambda: len(metrics(folder)) > 0, process)
         worker = workers(process)[0]
         (forks,) = (one.parent for one in running() if one.pid == worker)
         os.kill(forks, signal.SIGKILL)
