@@ -547,14 +547,12 @@ def _of_tickets(generation: int, numbers: Iterable[int]) -> list[str]:
     return [key(name, generation, number) for number in numbers for name in ("done", "decided")]
 
 
-def connected(address: tuple[str, int], wait_s: float = 300.0) -> dist.TCPStore:
+def connected(address: tuple[str, int]) -> dist.TCPStore:
     """A connection to the store, which ends with an error once the store's machine has not
-    confirmed for `STORE_ANSWERS_S` that anything has arrived. Raises `DistError` where it is not
-    made within `wait_s`."""
+    confirmed for `STORE_ANSWERS_S` that anything has arrived."""
     sockets = Sockets()
     with sockets.opening():
-        store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=wait_s))
-    store.set_timeout(timedelta(minutes=5))  # PyTorch's own
+        store = dist.TCPStore(*address, is_master=False)
     sockets.keep({address[1]})
     sockets.give_up_after(STORE_ANSWERS_S)
     return store
