@@ -48,6 +48,8 @@ def starting(name: str, slow: bool = True) -> Iterator[None]:
     if sys.version_info < OLDEST:
         version, oldest = (".".join(map(str, v[:2])) for v in (sys.version_info, OLDEST))
         _refuse(f"this is Python {version}, and {oldest} or newer is needed")
+    # PyTorch's own; it warns in pages where a worker or a store has gone, of which a line tells.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:  # not where a shell has it ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)

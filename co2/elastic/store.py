@@ -31,7 +31,7 @@ from co2.arguments import Parser
 from co2.config import LaunchConfig
 from co2.elastic.heartbeat import announce_gone, has_lived
 from co2.elastic.members import STORE_ANSWERS_S, connected
-from co2.errors import DIVERGED, PREEMPTED, REFUSED, STOPPED, ConfigError
+from co2.errors import DIVERGED, PREEMPTED, REFUSED, STOPPED, ConfigError, require
 from co2.program import python
 
 FINAL = (REFUSED, DIVERGED, *STOPPED)
@@ -100,7 +100,19 @@ class SharedStore(OwnStore):
         self.address = config.store_address
         own = _reach(config.store, self.address, config.wait_s)
         _wait_little_for_names()
-        self.store = connected(self.address)
+        found: list[dist.TCPStore] = []
+
+        def connect() -> None:
+            with contextlib.suppress(dist.DistError):
+                found.append(connected(self.address))
+
+        # PyTorch waits for ever for a server that says nothing.
+        thread = threading.Thread(target=connect, daemon=True)
+        thread.start()
+        thread.join(config.wait_s)
+        hint = "what answers there is no store; python -m co2.elastic.store holds one"
+        require(bool(found), "launch.store", config.store, hint)
+        self.store = found[0]
         name = _interface(own)
         if name is not None:  # gloo would take the one that this host's name stands for
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -12,6 +12,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import sys
 import threading
 import time
@@ -174,13 +175,20 @@ def check(config: Config) -> None:
     Raises:
         ConfigError: an elastic run, or one of several machines, has fewer GPUs than workers, unless
             at scale=smoke, whose models a CPU trains as well; nccl together with comm.device=cpu;
-            the CPU has no bf16; too few open files are allowed.
+            the CPU has no bf16; too few open files are allowed; it cannot reach itself.
     """
     local = local_workers(config)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # PyTorch's launcher would wait for ever.
+    # With fewer, as without a loopback interface, PyTorch's launcher would wait for ever.
     hint = f"must be {_FILES} open files or more: ulimit -n 65536"
     require(files >= _FILES or files == resource.RLIM_INFINITY, "ulimit -n", files, hint)
+    if identity() is None and config.launch.workers > 1:
+        try:
+            with socket.create_server(("127.0.0.1", 0)) as here:
+                socket.create_connection(here.getsockname()).close()
+        except OSError as error:
+            hint = f"{error.strerror}; workers of this machine meet there: ip link set lo up"
+            raise ConfigError("network", "127.0.0.1", hint) from None
     if config.launch.backend == "nccl":
         hint = "with comm.device=cpu gloo carries everything; use auto"
         require(config.comm.device is CommDevice.auto, "launch.backend", "nccl", hint)
@@ -452,13 +460,20 @@ def _spawn(worker: Worker, config: Config) -> int:
         try:
             elastic_launch(elastic, _local_worker)(worker, config)
         except (ConnectionError, EOFError):
-            text = "the process that forks the workers is gone; the same command goes on"
-            print(f"error: {text}", file=sys.stderr, flush=True)
-            return PREEMPTED
+            return _without_fork_server()
         except ChildFailedError as error:
             _, first = error.get_first_failure()
+            if first.exitcode == 255:  # multiprocessing's where nobody can tell the status
+                return _without_fork_server()
             return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
     return 0
+
+
+def _without_fork_server() -> int:
+    """Say that it is gone. Returns the exit status."""
+    text = "the process that forks the workers is gone; the same command goes on"
+    print(f"error: {text}", file=sys.stderr, flush=True)
+    return PREEMPTED
 
 
 @contextlib.contextmanager

@@ -56,7 +56,8 @@ def load(
         workers: number of loading processes; with 0, `make` runs here when a batch is asked for.
         device: where batches go next; for a GPU, loading processes return them in pinned memory.
     Raises:
-        ConfigError: `make` has raised it, here or in a loading process; or a batch has no room.
+        ConfigError: `make` has raised it, here or in a loading process; or a batch has no room,
+            or a process cannot start.
     """
     if workers == 0:
         yield from map(make, indices)
@@ -73,7 +74,12 @@ def load(
         generator=torch.Generator(),
         multiprocessing_context="fork",
     )
-    for batch in loader:
+    try:
+        batches = iter(loader)
+    except OSError as error:  # such as a limit on files or processes, or no /dev/shm
+        hint = f"a loading process cannot start ({error.strerror}); use data.workers=0"
+        raise ConfigError("data.workers", workers, hint) from None
+    for batch in batches:
         if isinstance(batch, ConfigError):
             raise batch
         # Collating and pinning turn a tuple into a list.

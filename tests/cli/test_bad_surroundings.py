@@ -2,7 +2,9 @@
 
 import errno
 import multiprocessing
+import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -20,12 +22,13 @@ import tasks.prepare.__main__
 import train
 from co2 import forked
 from co2.app.compose import sweep_job
-from co2.errors import ConfigError, from_outside, unusable
+from co2.errors import PREEMPTED, ConfigError, from_outside, unusable
 from co2.lab import __main__ as lab
 from co2.lab import slow_network
 from co2.record import compare, timeline, wandb_sync
 from co2.simulate import __main__ as simulate
 from co2.train import launch
+from recipes.runs.processes import running
 from tests import server
 from tests.cli.harness import (
     ANNOUNCED,
@@ -34,9 +37,13 @@ from tests.cli.harness import (
     cli,
     command,
     execute,
+    folder_of,
     held_port,
     kill_session,
+    metrics,
+    started,
     until,
+    workers,
 )
 from tests.cli.refused import files, refused
 from tests.grids import first_of_each
@@ -346,6 +353,17 @@ def test_too_few_open_files(
     assert line == "ulimit -n=20: must be 64 open files or more: ulimit -n 65536"
 
 
+def test_no_loopback(
+    empty: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unreachable(*_: object) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    line = refused(train.APP.main, ["task=toy"], capsys)
+    assert line.startswith("network=127.0.0.1: Network is unreachable; workers of this machine")
+
+
 def test_nobody_can_be_told_of_a_finished_run(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         _, *words = command(*FEW, "launch.workers=1", runs=tmp_path / "runs")
@@ -369,6 +387,20 @@ def test_nobody_can_be_told_of_a_finished_run(tmp_path: Path) -> None:
 def test_what_the_machine_does(error: Exception, line: str | None) -> None:
     found = from_outside(error, "me")
     assert found == line if found is None or line is None else found.startswith(line)
+
+
+def test_the_process_that_forks_workers_is_killed(tmp_path: Path) -> None:
+    words = (*FEW, "train.steps=2000", "toy.delay_s=0.05", "log.every=1")
+    runs, log = tmp_path / "runs", tmp_path / "log"
+    folder = folder_of(*words, runs=runs)
+    with started(*words, runs=runs, log=log) as process:
+        until(lambda: len(metrics(folder)) > 0, process)
+        worker = workers(process)[0]
+        (forks,) = (one.parent for one in running() if one.pid == worker)
+        os.kill(forks, signal.SIGKILL)
+        assert process.wait(LIMIT_S) == PREEMPTED
+    said = "error: the process that forks the workers is gone; the same command goes on"
+    assert said in log.read_text() and "Traceback" not in log.read_text()
 
 
 LIMITED = """

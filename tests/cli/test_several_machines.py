@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -245,6 +246,16 @@ def test_a_store_that_is_not_there(tmp_path: Path, store: str, message: str) -> 
     assert ended.status == REFUSED
     (line,) = ended.err.splitlines()
     assert line.startswith(f"error: launch.store={store}: {message}")
+
+
+def test_something_else_is_where_the_store_should_be(tmp_path: Path) -> None:
+    """It takes the connection, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        store = f"launch.store=127.0.0.1:{other.getsockname()[1]}"
+        ended = cli(*SHARED, *words("co2"), store, "launch.wait_s=1", runs=tmp_path / "runs")
+    assert ended.status == REFUSED
+    line = ended.err.splitlines()[-1]
+    assert line.startswith(f"error: {store}: what answers there is no store; python -m co2.elastic")
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,16 @@
 """Batches come in order, the same with and without worker processes; errors stay one line."""
 
+import errno
 import os
+import signal
 from itertools import count, islice
 
 import pytest
 import torch
 from torch import Tensor
 
-from co2.errors import ConfigError
+from co2.errors import ConfigError, from_outside
+from tasks.shared import loader
 from tasks.shared.loader import load
 from tasks.shared.randomness import seeded
 
@@ -44,3 +47,25 @@ def test_a_fault_in_the_data_stays_one_line(workers: int) -> None:
     with pytest.raises(ConfigError) as caught:
         next(batches)
     assert str(caught.value) == "data.path=tree: a.jpg is cut short"
+
+
+def test_a_loading_process_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def limited(_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(loader.DataLoader, "__iter__", limited)
+    with pytest.raises(
+        ConfigError, match=r"^data.workers=2: a loading process cannot start \(Reso"
+    ):
+        next(load(make, count(), 2, CPU))
+
+
+def test_a_loading_process_is_killed() -> None:
+    def killed(index: int) -> Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor(index)
+
+    with pytest.raises(RuntimeError) as caught:
+        next(load(killed, count(), 1, CPU))
+    line = from_outside(caught.value)
+    assert line is not None and line.endswith("fewer data.workers; the same command goes on")
