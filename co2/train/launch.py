@@ -29,7 +29,15 @@ from co2.comm.mesh import Mesh
 from co2.comm.waiting import is_loss
 from co2.config import CommDevice, Config, LaunchConfig, Precision
 from co2.elastic import launcher
-from co2.errors import REFUSED, ConfigError, ReplicasDiffer, WorkerLost, exit_at_once, require
+from co2.errors import (
+    PREEMPTED,
+    REFUSED,
+    ConfigError,
+    ReplicasDiffer,
+    WorkerLost,
+    exit_at_once,
+    require,
+)
 
 _PEER_S = 1.0
 """A worker whose peer is gone ends this many seconds later, so that the run gets the peer's
@@ -398,6 +406,9 @@ def _spawn(worker: Worker, config: Config) -> int:
             elastic_launch(elastic, _local_worker)(worker, config)
         except ChildFailedError as error:
             _, first = error.get_first_failure()
+            if forked.server_lost(first.pid, first.exitcode):
+                print(f"error: {forked.SERVER_LOST}", file=sys.stderr, flush=True)
+                return PREEMPTED
             return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
     return 0
 
