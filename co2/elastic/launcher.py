@@ -21,8 +21,8 @@ import torch.distributed as dist
 from co2 import faults, forked
 from co2.comm.waiting import forgotten, is_loss
 from co2.config import Config, LaunchConfig
-from co2.elastic.heartbeat import StoreLost, announce_gone
-from co2.elastic.members import Expelled, Members, Unreachable
+from co2.elastic.heartbeat import announce_gone
+from co2.elastic.members import Expelled, Members, StoreLost, ThreadFailed, Unreachable
 from co2.elastic.replicas import Replicas
 from co2.elastic.store import FINAL, OwnStore, SharedStore
 from co2.errors import PREEMPTED, exit_at_once, require
@@ -284,7 +284,7 @@ def _work(
 
 def _reason(error: Exception) -> str | None:
     """What has ended a worker, in one line; None where that is no loss of others."""
-    if isinstance(error, Expelled):
+    if isinstance(error, Expelled | ThreadFailed):
         return str(error)
     if isinstance(error, Unreachable):
         return f"{error}; name a network that all machines share in GLOO_SOCKET_IFNAME"
