@@ -4,8 +4,10 @@ Python's fork server spends the seconds of importing PyTorch once, for all worke
 sweep, and for those that an elastic run starts later. It touches no GPU, so that what it forks may.
 """
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -14,8 +16,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, util
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 from co2.errors import ConfigError
+
+SERVER_LOST = "the fork server is gone; the same command goes on from the last checkpoint"
+_UNKNOWN = 255
+"""The exit status that multiprocessing makes up where the fork server has not told it."""
+
+
+class ServerLost(Exception):
+    """The fork server was killed. Its workers may live; nobody learns how they end."""
+
 
 _LONGEST = 64
 """Bytes of a folder's path. That of a socket may have 107, and some 30 follow in it."""
@@ -74,10 +87,33 @@ def _safe_path() -> Iterator[None]:
 
 
 def import_all(context: ForkServerContext) -> None:
-    """Wait until the fork server has imported everything: a minute where the disk is slow."""
+    """Wait until the fork server has imported everything: a minute where the disk is slow.
+    Raises `ServerLost`."""
     process = context.Process(target=int)  # does nothing
-    process.start()
+    start(process)
     process.join()
+
+
+def start(process: BaseProcess) -> None:
+    """Start a process. Raises `ServerLost`."""
+    try:
+        process.start()
+    except (EOFError, ConnectionError, FileNotFoundError) as error:  # it is gone, or its socket
+        raise ServerLost from error
+
+
+def server_lost(pid: int | None, status: int) -> bool:
+    """Whether a process that has ended with this status, says multiprocessing, lives on without the
+    fork server."""
+    return status == _UNKNOWN and Path(f"/proc/{pid}").exists()
+
+
+def kill(process: BaseProcess) -> None:
+    """SIGKILL, also where multiprocessing takes the process for ended because the fork server is
+    gone."""
+    if process.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
 
 
 def end_with_starter(grace_s: float = 0.0) -> None:

@@ -20,6 +20,7 @@ def give(
     ranks: Sequence[int],
     group: dist.ProcessGroup,
     sockets: Sockets,
+    failed: Callable[[Exception], None],
 ) -> Callable[[], object]:
     """Begin to send nested dicts, lists and tuples of tensors and plain values, in a thread. The
     group's collectives may go on at the same time.
@@ -29,6 +30,7 @@ def give(
         whole: waits until the copy is whole.
         ranks: to whom, of a CPU group.
         sockets: those of the group.
+        failed: called by the thread with an error that is no loss of a member.
     Returns:
         What waits until all is sent, or cannot be sent any more because the group has ended.
     """
@@ -46,6 +48,8 @@ def give(
             # Somebody is lost, or there is no memory for the copy. A newcomer that has not got all
             # of it ends, and must not wait for the rest.
             sockets.cut()
+        except Exception as error:
+            failed(error)
 
     thread = threading.Thread(target=send, name="handover", daemon=True)
     thread.start()

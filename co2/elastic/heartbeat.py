@@ -36,10 +36,6 @@ _BORN, _GONE = "born", "gone"
 """Lists: processes that have given a sign of life, and that are gone."""
 
 
-class StoreLost(Exception):
-    """The store cannot be reached, so that nothing can be agreed upon."""
-
-
 def key(*parts: object) -> str:
     """A name in the store."""
     return "/".join(map(str, parts))
@@ -89,6 +85,7 @@ class Heartbeat:
         silent_s: see above.
         over: called by the thread, once for each generation that is over for all, with its number
             and whether the others know already.
+        failed: called by the thread with the error that has ended it.
         clock: in seconds.
     """
 
@@ -98,13 +95,13 @@ class Heartbeat:
         me: int,
         silent_s: float,
         over: Callable[[int, bool], None],
+        failed: Callable[[Exception], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store, self.me, self.silent_s = store, me, silent_s
-        self._over, self._clock = over, clock
+        self._over, self._failed, self._clock = over, failed, clock
         self.round_trip_s = 0.0
         """How long the store took to answer last."""
-        self._error: Exception | None = None
         self._lock = threading.Lock()
         """Of the following three."""
         self._signs: dict[int, _Sign] = {}
@@ -141,17 +138,14 @@ class Heartbeat:
         with self._lock:
             if one in self._gone:
                 return "gone"
-            sign = self._signs[one]
+            sign = self._signs.get(one)
+        if sign is None:  # not watched any more
+            return ""
         silent = self._clock() - sign.since
         if not sign.value:
             return f"silent for {silent:.0f} s" if silent > _START_S else ""
         lost = silent > self.silent_s and sign.looks >= _LOOKS
         return f"silent for {silent:.0f} s" if lost else ""
-
-    def check(self) -> None:
-        """Raise what has ended the thread: without the store nothing can be agreed."""
-        if self._error is not None:
-            raise StoreLost("the store of the run's members is gone") from self._error
 
     def close(self) -> None:
         """End the thread."""
@@ -172,11 +166,8 @@ class Heartbeat:
         try:
             while not self._closed.wait(self.turn()):
                 pass
-        except RuntimeError as error:  # the connection to the store
-            self._error = error
-            generation = self._generation
-            if generation is not None:
-                self._over(generation, True)
+        except Exception as error:
+            self._failed(error)
 
     def _beat(self) -> None:
         self._beats += 1

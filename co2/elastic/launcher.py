@@ -21,8 +21,8 @@ import torch.distributed as dist
 from co2 import faults, forked
 from co2.comm.waiting import forgotten, is_loss
 from co2.config import Config, LaunchConfig
-from co2.elastic.heartbeat import StoreLost, announce_gone
-from co2.elastic.members import Expelled, Members, Unreachable
+from co2.elastic.heartbeat import announce_gone
+from co2.elastic.members import Expelled, Members, StoreLost, ThreadFailed, Unreachable
 from co2.elastic.replicas import Replicas
 from co2.elastic.store import FINAL, OwnStore, SharedStore
 from co2.errors import PREEMPTED, exit_at_once, from_outside, require
@@ -117,7 +117,11 @@ def launch(
     store = OwnStore() if config.store is None else SharedStore(config)
     starter = _Starter(worker, config, replica_size, store)
     try:
-        return store.leave(starter.run(orders))
+        try:
+            status = starter.run(orders)
+        except forked.ServerLost:
+            status = starter.end_without_server()
+        return store.leave(status)
     except dist.DistNetworkError:
         return starter.end_without_store()
 
@@ -167,6 +171,14 @@ class _Starter:
                 self._kill()
         return PREEMPTED if given_up else self._status()
 
+    def end_without_server(self) -> int:
+        """The fork server is gone: nobody learns how workers end. Returns the exit status."""
+        for process in self._running.values():
+            forked.kill(process)
+        announce_gone(self._store, *self._running)
+        print(f"error: {forked.SERVER_LOST}", file=sys.stderr, flush=True)
+        return PREEMPTED
+
     def end_without_store(self) -> int:
         """The store is gone, and nothing can be agreed. Returns the exit status."""
         for process in self._running.values():
@@ -185,7 +197,7 @@ class _Starter:
         make = partial(Members, self._place.address, number, silent_s, replica_size=size)
         arguments = (self._worker, number, (make, first), local_rank, self._config.workers)
         process = self._context.Process(target=_work, args=arguments)
-        process.start()
+        forked.start(process)
         self._running[number] = process
 
     def _look(self, orders: Orders) -> None:
@@ -196,6 +208,8 @@ class _Starter:
                 # One that the others have given up, because it was silent, must not come back.
                 if self._store.check([f"lost/{number}"]):
                     process.kill()
+            elif forked.server_lost(process.pid, status):
+                raise forked.ServerLost
             elif number in self._running and status not in (0, *FINAL):
                 self._replace(number // self._replica_size, orders)
             elif number in self._running:  # the others of its replica end by themselves
@@ -270,7 +284,7 @@ def _work(
 
 def _reason(error: Exception) -> str | None:
     """What has ended a worker, in one line; None where that is a bug."""
-    if isinstance(error, Expelled):
+    if isinstance(error, Expelled | ThreadFailed):
         return str(error)
     if isinstance(error, Unreachable):
         return f"{error}; name a network that all machines share in GLOO_SOCKET_IFNAME"

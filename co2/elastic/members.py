@@ -38,13 +38,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from traceback import extract_tb
 
 import torch
 import torch.distributed as dist
 
 from co2.comm.waiting import until_cut, use, well_on_all
 from co2.elastic import groups, nccl
-from co2.elastic.heartbeat import STOP, TICK_S, Heartbeat, StoreLost, add_to, key, listed
+from co2.elastic.heartbeat import STOP, TICK_S, Heartbeat, add_to, key, listed
 from co2.elastic.reports import Reports, Ticket
 from co2.elastic.sockets import Sockets
 from co2.errors import first_line
@@ -95,6 +96,14 @@ class MemberLost(RuntimeError):
 
 class Expelled(Exception):
     """The others have gone on without this process, which was silent for too long."""
+
+
+class StoreLost(Exception):
+    """The store cannot be reached, so that nothing can be agreed upon."""
+
+
+class ThreadFailed(Exception):
+    """A thread has ended without which this member cannot go on."""
 
 
 class Unreachable(Exception):
@@ -166,10 +175,11 @@ class Members:
         use(self.sockets)
         self._turning = threading.Lock()
         """Held while this generation becomes the next."""
-        self._error: RuntimeError | None = None
+        self._error: Exception | None = None
+        """What has ended another thread."""
         self.store.compare_set(_ASKED, "", " ")  # so that it is there
-        self._reports = Reports(self._reports_failed)
-        self._heart = Heartbeat(beating, me, silent_s, self._over).start()
+        self._reports = Reports(self.thread_failed)
+        self._heart = Heartbeat(beating, me, silent_s, self._over, self.thread_failed).start()
         replica, rank = divmod(me, replica_size)
         own = dist.PrefixStore(key("replica", replica), self.another_store())
         dist.init_process_group(backend, store=own, rank=rank, world_size=replica_size)
@@ -307,16 +317,24 @@ class Members:
         else:
             self.give_up(self._heart.store, generation)
 
-    def _reports_failed(self, error: RuntimeError) -> None:
-        """In the thread for reports: there is no store any more."""
-        self._error = error
+    def thread_failed(self, error: Exception) -> None:
+        """Called by another thread that an error has ended: the one that trains raises `StoreLost`
+        or `ThreadFailed` when it waits for the others."""
+        if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+            failed: Exception = StoreLost("the store of the run's members is gone")
+        else:
+            name, at = threading.current_thread().name, extract_tb(error.__traceback__)[-1]
+            text = f"{type(error).__name__}: {first_line(error)} ({at.filename}:{at.lineno})"
+            failed = ThreadFailed(f"its thread {name} has failed: {text}")
+        failed.__cause__ = error
+        # First: a generation that begins now is not cut, and looks for an error.
+        self._error = failed
         self.cut(self.generation)
 
     def _check(self) -> None:
-        """Raise `StoreLost` if a thread has lost its connection to the store."""
-        self._heart.check()
+        """Raise what `thread_failed` was told."""
         if self._error is not None:
-            raise StoreLost("the store of the run's members is gone") from self._error
+            raise self._error
 
     def _end(self) -> None:
         """End what is under way, and note that. `_turning` is held."""
@@ -461,6 +479,7 @@ class Members:
         return found
 
     def _report_for_generation(self) -> None:
+        self._check()
         add_to(self.store, key("here", self.generation), self.me)
 
     def _roster(self, candidates: tuple[int, ...]) -> Roster:
@@ -508,6 +527,7 @@ class Members:
         use(self.sockets)
         self.ids = roster.ids
         self._heart.watch(roster.ids, self.generation)
+        self._check()
         use(self.sockets, self.new_group(range(len(self.ids)), None))
 
     def new_group(self, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:

@@ -131,7 +131,10 @@ class Replicas:
             ids.index(one) for one in self.members.joined if (one - self.members.me) % size == 0
         ]
         self._given()
-        self._given = handover.give(state, whole, ranks, group, self.members.sockets)
+        members = self.members
+        self._given = handover.give(
+            state, whole, ranks, group, members.sockets, members.thread_failed
+        )
 
     def receive_state(
         self,

@@ -13,10 +13,10 @@ class Reports:
     """The thread. It does what is urgent first, and of that what came first.
 
     Args:
-        failed: told of the error that has ended the thread: the connection to the store.
+        failed: called by the thread with the error that has ended it.
     """
 
-    def __init__(self, failed: Callable[[RuntimeError], None]) -> None:
+    def __init__(self, failed: Callable[[Exception], None]) -> None:
         self._failed, self._numbers = failed, itertools.count()
         self.waiting = queue.PriorityQueue[tuple[int, int, Callable[[], object] | None]]()
         """What is not begun: how little urgent it is, its number, and what to do."""
@@ -36,5 +36,5 @@ class Reports:
         try:
             while (act := self.waiting.get()[-1]) is not None:
                 act()
-        except RuntimeError as error:
+        except Exception as error:
             self._failed(error)

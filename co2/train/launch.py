@@ -463,7 +463,7 @@ def _spawn(worker: Worker, config: Config) -> int:
             return _without_fork_server()
         except ChildFailedError as error:
             _, first = error.get_first_failure()
-            if first.exitcode == 255:  # multiprocessing's where nobody can tell the status
+            if forked.server_lost(first.pid, first.exitcode):
                 return _without_fork_server()
             return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
     return 0
@@ -471,8 +471,7 @@ def _spawn(worker: Worker, config: Config) -> int:
 
 def _without_fork_server() -> int:
     """Say that it is gone. Returns the exit status."""
-    text = "the process that forks the workers is gone; the same command goes on"
-    print(f"error: {text}", file=sys.stderr, flush=True)
+    print(f"error: {forked.SERVER_LOST}", file=sys.stderr, flush=True)
     return PREEMPTED
 
 

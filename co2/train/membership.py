@@ -10,19 +10,19 @@ _WAIT_S = 1.0
 
 
 def change(session: Session) -> None:
-    """At the end of a step: let those in who wait. With too few replicas save, and wait. Where
-    replicas do not come and go, nothing happens.
+    """At the end of a step but the last: let those in who wait. With too few replicas save, and
+    wait. Where replicas do not come and go, nothing happens.
 
     Raises:
         SystemExit: `PREEMPTED`, where nobody has come in time.
     """
-    replicas, launch = session.replicas, session.run.config.launch
-    if replicas is None:
+    replicas, config = session.replicas, session.run.config
+    if replicas is None or session.step == config.train.steps:
         return
     members = replicas.members
     if members.change_due:
         replicas.renew(admit=True)
-    run = session.run
+    run, launch = session.run, config.launch
     if run.mesh.num_replicas >= launch.min_replicas:
         return
     session.save_now()

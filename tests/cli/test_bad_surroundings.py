@@ -399,7 +399,7 @@ def test_the_process_that_forks_workers_is_killed(tmp_path: Path) -> None:
         (forks,) = (one.parent for one in running() if one.pid == worker)
         os.kill(forks, signal.SIGKILL)
         assert process.wait(LIMIT_S) == PREEMPTED
-    said = "error: the process that forks the workers is gone; the same command goes on"
+    said = "error: the fork server is gone; the same command goes on from the last checkpoint"
     assert said in log.read_text() and "Traceback" not in log.read_text()
 
 

@@ -17,7 +17,7 @@ from co2.errors import PREEMPTED, ConfigError
 from co2.record.files import whole_lines
 from co2.record.lock import NAME
 from recipes.runs.ledger import doubled_and_left_out
-from recipes.runs.processes import is_running
+from recipes.runs.processes import is_running, process
 from tests.cli.harness import (
     LIMIT_S,
     assert_same_run,
@@ -172,6 +172,18 @@ def test_with_too_few_a_run_saves_and_ends_to_be_started_again(tmp_path: Path) -
     assert_no_step_is_missing(folder)
 
 
+def test_a_run_that_has_made_its_last_step_waits_for_nobody(tmp_path: Path) -> None:
+    """The others notice the loss in the mean at the end of the last round."""
+    arguments = (*ELASTIC, SLOW, "method=local_sgd", f"local_sgd.tau={STEPS}")
+    arguments = (*arguments, "launch.min_replicas=3", "launch.wait_s=1")
+    status, folder, text = disturbed(
+        tmp_path, *arguments, at=95, victims=(1,), number=signal.SIGKILL
+    )
+    assert status == 0, text
+    assert changes(folder)[-1]["step"] == STEPS - 1, "the mean of the last step"
+    assert_no_step_is_missing(folder)
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
 def test_resumed_with_another_number_of_replicas(tmp_path: Path, before: int, after: int) -> None:
     arguments = ("launch.elastic=true", "train.steps=60", "log.every=1", "train.eval_every=60")
@@ -211,6 +223,13 @@ def test_told_to_stop_all_stop_at_the_same_step(tmp_path: Path) -> None:
     )
 
 
+def until_ended(pids: list[int]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline, "a worker outlives what started it"
+        time.sleep(0.05)
+
+
 @pytest.mark.slow  # new interpreters: a forked worker would hold the store's own connection
 def test_workers_end_when_what_started_them_is_killed(tmp_path: Path) -> None:
     """The store in which they agree is gone with it; the next start goes on from a checkpoint."""
@@ -222,12 +241,35 @@ def test_workers_end_when_what_started_them_is_killed(tmp_path: Path) -> None:
         pids = workers(run)
         os.kill(run.pid, signal.SIGKILL)
         run.wait(LIMIT_S)
-        deadline = time.monotonic() + LIMIT_S
-        while any(map(is_running, pids)):
-            assert time.monotonic() < deadline, "a worker outlives what started it"
-            time.sleep(0.05)
+        until_ended(pids)
     assert log.read_text().count("what holds the store is gone; the same command goes on") == 3
     assert "Traceback" not in log.read_text()
+    ended = cli(*arguments, runs=runs)
+    assert ended.status == 0 and "resumed at step" in ended.out
+
+
+@pytest.mark.parametrize(
+    "more",
+    [("launch.elastic=true",), ("launch.elastic=true", "launch.restarts=1"), ()],
+    ids=["elastic", "restarts", "fixed"],
+)
+def test_without_the_fork_server_a_run_ends_to_be_started_again(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    """It alone learns how workers end, so nobody can tell any more which of them train."""
+    arguments = (*SHARED, *words("co2"), "checkpoint.every=10", "toy.delay_s=0.05", *more)
+    runs, log = tmp_path / "runs", tmp_path / "log"
+    folder = folder_of(*arguments, runs=runs)
+    with started(*arguments, runs=runs, log=log) as run:
+        until(lambda: 20 in saved_steps(folder), run)
+        pids = workers(run)
+        trained = process(pids[0])
+        assert trained is not None
+        os.kill(trained.parent, signal.SIGKILL)
+        assert run.wait(LIMIT_S) == PREEMPTED, log.read_text()
+        until_ended(pids)
+    line = "error: the fork server is gone; the same command goes on from the last checkpoint\n"
+    assert log.read_text().endswith(line) and "Traceback" not in log.read_text()
     ended = cli(*arguments, runs=runs)
     assert ended.status == 0 and "resumed at step" in ended.out
 

@@ -70,6 +70,10 @@ class DelayedStore:
         return otherwise
 
 
+def fail(error: Exception) -> None:
+    raise error
+
+
 class Cluster:
     """Members that all watch each other, without threads: one turn after the other."""
 
@@ -89,7 +93,7 @@ class Cluster:
             self.over[one] = self.store.now - self.began
 
         store: dist.Store = self.store  # type: ignore[assignment]
-        return Heartbeat(store, one, SILENT_S, over, clock=lambda: self.store.now)
+        return Heartbeat(store, one, SILENT_S, over, fail, clock=lambda: self.store.now)
 
     def run(self, until_s: float, hanging: frozenset[int] = frozenset()) -> None:
         """Go on until this time. Those that hang do nothing."""
@@ -141,6 +145,11 @@ def test_a_look_takes_as_many_calls_for_one_as_for_many() -> None:
         cluster.members[0].turn()
         calls.append(cluster.store.calls - before)
     assert calls[0] == calls[1] <= 4
+
+
+def test_who_is_not_watched_any_more_is_not_silent() -> None:
+    """The members may change while the thread looks at one after the other."""
+    assert not Cluster(2, 0.005).members[0].silence(7)
 
 
 def test_who_has_gone_before_anybody_watched_is_gone() -> None:

@@ -182,7 +182,8 @@ def give_to_one_that_is_lost(rank: int, world: int, port: int) -> str:
             return "vanished"
         if rank == 0:
             state = {"weights": torch.zeros(4_000_000)}
-            given = handover.give(state, lambda: None, [world - 1], everyone(), members.sockets)
+            place = everyone(), members.sockets, members.thread_failed
+            given = handover.give(state, lambda: None, [world - 1], *place)
         members.renew(admit=False)
         members.formed()
         members.agree()

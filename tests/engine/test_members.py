@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from co2.comm.background import new_mean
-from co2.comm.waiting import as_one, finish
+from co2.comm.waiting import as_one, everyone, finish
 from co2.config import CommConfig
 from co2.elastic import groups
 from co2.elastic.heartbeat import add_to, announce_gone, key
-from co2.elastic.members import Expelled, MemberLost, Members, Roster
+from co2.elastic.members import Expelled, MemberLost, Members, Roster, ThreadFailed
 from co2.elastic.replicas import Replicas
 from co2.methods import METHODS
 from tests.workers import Pool
@@ -623,6 +623,51 @@ def test_an_error_that_comes_back_is_not_taken_for_a_loss(
     workers: Pool, store: dist.TCPStore
 ) -> None:
     assert workers.run(hopeless, 2, store.port) == ["a bug"] * 2
+
+
+def lose_a_thread(rank: int, world: int, port: int, name: str) -> str:
+    """An error that nobody expects ends another thread of the first one."""
+    members = member(rank, port)
+    members.first(range(world))
+    replicas = Replicas(members, torch.device("cpu"))
+    members.formed()
+    members.agree()
+
+    def fail() -> float:
+        raise KeyError("unexpected")
+
+    if rank == 0 and name == "heartbeat":
+        members._heart.turn = fail  # type: ignore[method-assign]
+    elif rank == 0 and name == "reports":
+        members._reports.add(fail)
+    elif rank == 0:
+        replicas.give({}, fail, everyone())
+    try:
+        while len(members.ids) == world:
+            ticket = members.open()
+            members.ended(ticket, well=True)
+            with suppress(MemberLost):
+                members.settle(ticket)
+                continue
+            members.renew(admit=False)
+            members.formed()
+    except ThreadFailed as ended:
+        vanish(members)
+        return str(ended)
+    members.agree()
+    found = f"{members.ids} without {members.lost}"
+    members.leave()
+    return found
+
+
+@pytest.mark.parametrize("name", ["heartbeat", "reports", "handover"])
+def test_a_thread_ends_its_member_in_one_line(
+    workers: Pool, store: dist.TCPStore, name: str
+) -> None:
+    first, second = workers.run(lose_a_thread, 2, store.port, name)
+    text = rf"its thread {name} has failed: KeyError: 'unexpected' \(.*test_members\.py:\d+\)"
+    assert re.fullmatch(text, first)
+    assert second == "(1,) without {0: 'gone'}"
 
 
 def lose_a_sibling(rank: int, world: int, port: int) -> str:
