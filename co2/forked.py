@@ -6,10 +6,14 @@ sweep, and for those that an elastic run starts later. It touches no GPU, so tha
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
 from multiprocessing.context import ForkServerContext
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+"""Signals that ask a run to finish its step, save and exit; a closed terminal sends SIGHUP."""
 
 
 def context() -> ForkServerContext:
@@ -46,3 +50,19 @@ def end_with_starter(grace_s: float = 0.0) -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def help_starter() -> None:
+    """From now on this process ends with the one that has forked it, or when that terminates it.
+    A stop signal, which may reach all processes of a run, does not end it: the run needs it until
+    it has saved."""
+    starter = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def wait() -> None:
+        while signal.sigwaitinfo((signal.SIGTERM,)).si_pid != starter:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
+    end_with_starter()

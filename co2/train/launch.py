@@ -35,10 +35,6 @@ _PEER_S = 1.0
 """A worker whose peer is gone ends this many seconds later, so that the run gets the peer's
 status."""
 
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""Signals that ask a run to finish its step, save and exit; a closed terminal sends SIGHUP."""
-
 Worker = Callable[[Config], None]
 
 
@@ -121,9 +117,9 @@ def workers_here() -> int:
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """`STOP_SIGNALS`, without SIGHUP under nohup, which has it ignored."""
+    """`forked.STOP_SIGNALS`, without SIGHUP under nohup, which has it ignored."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return tuple(n for n in STOP_SIGNALS if n != signal.SIGHUP or not ignored)
+    return tuple(n for n in forked.STOP_SIGNALS if n != signal.SIGHUP or not ignored)
 
 
 def is_first() -> bool:

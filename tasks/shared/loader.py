@@ -6,6 +6,7 @@ from typing import TypeVar, cast
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from co2 import forked
 from co2.errors import ConfigError
 
 _AHEAD = 2
@@ -53,6 +54,7 @@ def load(
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),
         multiprocessing_context="fork",
+        worker_init_fn=lambda _: forked.help_starter(),
     )
     for batch in loader:
         if isinstance(batch, ConfigError):
