@@ -402,7 +402,7 @@ def _spawn(worker: Worker, config: Config) -> int:
 def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[launcher.Orders]:
     """Inside, these signals are handed on to the workers. A second Ctrl-C kills the workers.
 
-    The signals are blocked in this process, and so in the workers that it starts, which unblock
+    The signals are blocked in this process, and so in the workers that it starts, which look for
     them when they train (StopVote). A signal that comes before that waits, and is not lost. They
     are not blocked in threads that libraries have started, such as those of NumPy's BLAS; where the
     system gives a signal to one of these, Python's handler sees it.
