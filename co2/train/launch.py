@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
@@ -427,10 +428,12 @@ def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[launcher.Orders]
             orders.stop.set()
             if number == signal.SIGKILL:
                 orders.kill.set()
-            for child in multiprocessing.active_children():
-                if child.pid is not None and (child.pid, number) not in reached:
-                    reached.add((child.pid, number))
-                    with contextlib.suppress(ProcessLookupError):
+            # Not active_children(): it would take the status of one that has ended from the thread
+            # that waits for it, which would find 255.
+            for child in list(multiprocessing.process._children):  # type: ignore[attr-defined]
+                with contextlib.suppress(ProcessLookupError, ValueError):  # closed meanwhile
+                    if (child.pid, number) not in reached and not wait([child.sentinel], 0):
+                        reached.add((child.pid, number))
                         os.kill(child.pid, number)
 
     thread = threading.Thread(target=forward, daemon=True)
