@@ -33,6 +33,9 @@ class ServerLost(Exception):
 _LONGEST = 64
 """Bytes of a folder's path. That of a socket may have 107, and some 30 follow in it."""
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+"""Signals that ask a run to finish its step, save and exit; a closed terminal sends SIGHUP."""
+
 
 def context() -> ForkServerContext:
     """Starts processes. The first call starts the fork server, which imports what this process has
@@ -131,3 +134,19 @@ def end_with_starter(grace_s: float = 0.0) -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def help_starter() -> None:
+    """From now on this process ends with the one that has forked it, or when that terminates it.
+    A stop signal, which may reach all processes of a run, does not end it: the run needs it until
+    it has saved."""
+    starter = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def wait() -> None:
+        while signal.sigwaitinfo((signal.SIGTERM,)).si_pid != starter:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
+    end_with_starter()

@@ -203,6 +203,8 @@ class BackgroundMean:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.in_flight:
+            self._runner.wait(count=False)  # else it would still write the buffer
         self.in_flight = state["in_flight"]
         if self.in_flight:
             self.buffer.copy_(state["buffer"])

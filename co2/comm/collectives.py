@@ -72,10 +72,11 @@ def replicate(model: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 def check_plain(model: nn.Module) -> None:
     """Raise `ConfigError` for a model that something of PyTorch's keeps in step already."""
-    kind = type(model).__name__  # to import FullyShardedDataParallel costs half a second
-    parallel = isinstance(model, (DistributedDataParallel, nn.DataParallel))
     hint = "is wrapped already; give the plain model, which the method itself keeps in step"
-    require(not parallel and kind != "FullyShardedDataParallel", "model", kind, hint)
+    for module in model.modules():
+        kind = type(module).__name__  # to import FullyShardedDataParallel costs half a second
+        parallel = isinstance(module, (DistributedDataParallel, nn.DataParallel))
+        require(not parallel and kind != "FullyShardedDataParallel", "model", kind, hint)
 
 
 def data_parallel(
@@ -174,43 +175,75 @@ def _forget_gathered(model: nn.Module) -> None:
         getattr(module, "reshard", lambda: None)()
 
 
-def check_equal(
-    tensors: Mapping[str, Tensor],
-    meeting: Meeting,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
+CALLS = ("consensus", "save", "resume")
+"""Where all replicas meet."""
+
+
+def meet(
+    meeting: Meeting, call: str, group: dist.ProcessGroup | None, device: torch.device
 ) -> None:
-    """Compare the numbers of steps, and by checksums what must be equal on all replicas, bit for
-    bit. Blocking.
+    """Wait until all replicas are at a call, and compare the numbers of their steps. Blocking.
 
     Args:
-        tensors: by name, in the same order on all replicas.
         meeting: knows how many steps this replica has made.
+        call: one of `CALLS`.
         group: this worker and its counterparts in the other replicas.
         device: of the workers.
     Raises:
-        ReplicasDiffer: on all workers. It names the replicas that differ from most others.
+        ReplicasDiffer: on all workers: they are at other calls, or have made other steps.
         WrongCall: another replica waits elsewhere (`Meeting`).
     """
     if group is None:
         return
-    steps = torch.tensor(meeting.steps, device=device)
-    own = torch.stack([steps, *(checksum(tensor).to(device) for tensor in tensors.values())])
+    own = torch.tensor([CALLS.index(call), meeting.steps], device=device)
+    calls, steps = _gathered(own, group, meeting)
+    compare("the call", [CALLS[index] for index in calls], _OTHER_CALLS)
+    compare("steps", steps, _OTHER_STEPS)
+
+
+def check_equal(
+    tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None, device: torch.device
+) -> None:
+    """Compare by checksums what must be equal on all replicas, bit for bit. Blocking.
+
+    Args:
+        tensors: by name, in the same order on all replicas.
+        group: this worker and its counterparts in the other replicas.
+        device: of the workers.
+    Raises:
+        ReplicasDiffer: on all workers. It names the replicas that differ from most others.
+    """
+    if group is None or not tensors:
+        return
+    own = torch.stack([checksum(tensor).to(device) for tensor in tensors.values()])
+    for name, sums in zip(tensors, _gathered(own, group), strict=True):
+        compare(name, sums, _OTHER_BITS)
+
+
+def _gathered(
+    own: Tensor, group: dist.ProcessGroup, meeting: Meeting | None = None
+) -> list[list[int]]:
+    """What each replica has of each of a few numbers. Blocking.
+
+    Args:
+        meeting: waits, where nobody else sees to it that nobody waits for ever.
+    """
     found = own.new_zeros(group.size() * len(own))
 
     def gather(out: Tensor) -> None:
         work = dist.all_gather_into_tensor(out, own.to(out.device), group=group, async_op=True)
         assert work is not None, "this worker is in the group"
-        if in_use() is None:
+        if meeting is not None and in_use() is None:
             meeting.gather(work, gloo=not out.is_cuda)
         else:
             work.wait()
 
     as_one(lambda: _apply(found, group, gather))
-    for name, sums in zip(("steps", *tensors), found.view(-1, len(own)).t().tolist(), strict=True):
-        compare(name, sums, _OTHER_STEPS if name == "steps" else _OTHER_BITS)
+    rows: list[list[int]] = found.view(-1, len(own)).t().tolist()
+    return rows
 
 
+_OTHER_CALLS = "every replica must make the same calls in the same order"
 _OTHER_STEPS = "give every replica as many batches and steps as the others"
 _OTHER_BITS = (
     "give all the same learning rates, and train the module that prepare returned; else go on from "

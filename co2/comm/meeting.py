@@ -24,7 +24,7 @@ from co2.errors import WorkerLost, WrongCall
 LOOK_S = 5.0
 """Seconds after which a replica that waits looks for others, again and again."""
 NOTICE_S = 30.0
-"""Seconds after which one that waits in the consensus says so."""
+"""Seconds after which one that waits says so, once."""
 _SEEN = 2
 """How often others must be seen waiting elsewhere: the first time the store may tell the past."""
 _CONSENSUS, _MEAN, _APART = "consensus", "mean", "apart"
@@ -44,6 +44,8 @@ class Meeting:
         self.replica = mesh.replica
         self.steps = 0
         """Steps that this replica has made."""
+        self._told: set[str] = set()
+        """Places of which a notice was given: on a slow network one is enough."""
         self._store: dist.Store | None = None
         if group is not None and mesh.elastic is None:
             store = distributed_c10d._get_default_store()
@@ -95,7 +97,7 @@ class Meeting:
             ) from error
 
     def _look_around(self, ended: Callable[[float], bool], place: str, at: int) -> None:
-        began, seen, told = time.monotonic(), 0, False
+        began, seen = time.monotonic(), 0
         before: bytes | None = None
         """What the store had of others at the look before; None before the first."""
         other = _MEAN if place == _CONSENSUS else _CONSENSUS
@@ -115,9 +117,9 @@ class Meeting:
             if self._store.check([_APART]):  # the others may have gone when this one looks again
                 raise WrongCall(self._store.get(_APART).decode())
             before = found
-            if place == _CONSENSUS and not told and now - began >= NOTICE_S:
-                told = True
-                print(_notice(self.replica, at), file=sys.stderr, flush=True)
+            if place not in self._told and now - began >= NOTICE_S:
+                self._told.add(place)
+                print(_notice(self.replica, place, at), file=sys.stderr, flush=True)
 
 
 def _of_gloo(work: dist.Work) -> Callable[[float], bool]:
@@ -148,16 +150,21 @@ def _polled(work: dist.Work) -> Callable[[float], bool]:
     return ended
 
 
+_CALLS = "consensus(), finish(), save() or resume()"
+
+
 def _told_apart(shown: tuple[str, int, int], mean: tuple[str, int, int]) -> str:
     return (
-        f"replica {shown[1]} is in consensus(), finish() or save() after {shown[2]} steps, replica "
-        f"{mean[1]} waits for the mean of step {mean[2]}: every replica must call these, and make "
-        "as many steps as the others"
+        f"replica {shown[1]} is in {_CALLS} after {shown[2]} steps, replica {mean[1]} waits for "
+        f"the mean of step {mean[2]}: every replica must make these calls, and as many steps"
     )
 
 
-def _notice(replica: int, steps: int) -> str:
+def _notice(replica: int, place: str, at: int) -> str:
+    where = (
+        f"in {_CALLS}, after {at} steps," if place == _CONSENSUS else f"for the mean of step {at}"
+    )
     return (
-        f"co2: replica {replica} has waited {NOTICE_S:.0f} s in consensus(), finish() or save(), "
-        f"after {steps} steps, for others to call it too: every replica must, after as many steps"
+        f"co2: replica {replica} has waited {NOTICE_S:.0f} s {where} for the others: every replica "
+        "must make these calls, and as many steps; a slow network may need longer"
     )

@@ -43,6 +43,8 @@ WAITING, INSIDE, OUTSIDE, LEFT = "waiting", "inside", "outside", "left"
 yet, has ended."""
 _HOST = "127.0.0.1"
 _LOOK_S = 0.2
+_CLOSING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that may reach all processes of a run, which needs its store until it has saved."""
 _SIOCGIFADDR = 0x8915
 
 
@@ -311,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line of the process that holds the store of a run on several machines. It ends
     with the run, and has its exit status. Anybody who reaches the port can write into the store.
 
-    On SIGTERM it ends where the run has not begun.
+    On SIGTERM, SIGUSR1 or SIGHUP it ends where the run has not begun.
     """
     parser = Parser(prog="python -m co2.elastic.store", description=main.__doc__)
     parser.add_argument("--nodes", type=int, required=True, help="with how many the run begins")
@@ -323,7 +325,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--port={options.port}: must be a port, from 1 to 65535")
     _wait_little_for_names()
     closing = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: closing.set())
+    for number in _CLOSING:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has SIGHUP
+            signal.signal(number, lambda *_: closing.set())
     try:
         store = dist.TCPStore(_HOST, options.port, is_master=True, wait_for_workers=False)
     except dist.DistNetworkError:
@@ -337,7 +341,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     ended = main()
-    # An interpreter that ends takes its handlers away: SIGTERM would then kill it, and with it the
+    # An interpreter that ends takes its handlers away: a signal would then kill it, and with it the
     # run's exit status.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in _CLOSING:
+        signal.signal(number, signal.SIG_IGN)
     sys.exit(ended)

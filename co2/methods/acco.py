@@ -38,6 +38,7 @@ from co2.methods.base import Method
 
 class ACCO(Method):
     blocking = Blocking.beyond_delay
+    equal_weights = True
     reads_gradients = True
 
     @dataclass

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,6 +28,7 @@ from co2.methods.base import Method
 class AllReduce(Method):
     blocking = Blocking.always
     averages_gradients = True
+    equal_weights = True
     _before = CommTotals()
     """What the segments before this one have cost, if the run was resumed."""
     _steps_before = 0
@@ -66,10 +67,11 @@ class AllReduce(Method):
 
     def update(self) -> None:
         if self.ddp is not None:
-            if not self._went_forward:
+            if not self._went_forward or not self.ddp.require_backward_grad_sync:
                 raise WrongCall(
-                    "no forward pass went through the module that prepare returned, so gradients "
-                    "were not averaged: model = sync.prepare(model, optimizer, mesh)"
+                    "no forward pass went through the module that prepare returned, or no_sync() "
+                    "is not over, so gradients were not averaged: model = sync.prepare(model, "
+                    "optimizer, mesh)"
                 )
             check_reduced(self.ddp)
             self._went_forward = False
@@ -77,11 +79,6 @@ class AllReduce(Method):
 
     def _goes_forward(self, *_: object) -> None:
         self._went_forward = True
-
-    def replicated_tensors(self) -> dict[str, Tensor]:
-        """The weights."""
-        weights = ((name, local(p.detach())) for name, p in self.model.named_parameters())
-        return {name: one if one.element_size() >= 4 else one.float() for name, one in weights}
 
     def own_state(self) -> dict[str, Any]:
         totals = self.totals()

@@ -18,6 +18,7 @@ from torch.amp import GradScaler
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.profiler import record_function
+from torch.utils._pytree import tree_map_only
 
 from co2.comm.background import BackgroundMean, new_mean
 from co2.comm.clocks import CommTotals
@@ -27,6 +28,7 @@ from co2.comm.collectives import (
     check_plain,
     consensus,
     local,
+    meet,
     replicate,
 )
 from co2.comm.flat import FlatParams
@@ -36,10 +38,11 @@ from co2.comm.phases import OUTER_STEP
 from co2.config import Blocking, CommConfig, OptimConfig, typed
 from co2.errors import ConfigError, WrongCall, nearest, require
 from co2.methods.parts import saved
-from co2.methods.parts.guard import Guard
+from co2.methods.parts.guard import Guard, check_optimizer, wide
 
 Schedule = Callable[[int], float]
 """The index of a step, from 0 → the largest learning rate of the inner optimizer in that step."""
+_PLAIN = (bool, int, float, str, tuple)
 ELASTIC, QUORUM = "launch.elastic=true", "launch.quorum"
 """What `Method.refusals` calls replicas that come and go, and unequal numbers of steps."""
 
@@ -74,6 +77,8 @@ class Method:
     averages_gradients: ClassVar[bool] = False
     """Whether all replicas step with the same gradients, averaged by PyTorch's own wrappers. Those
     then work across the replicas too (co2/train/replica.py)."""
+    equal_weights: ClassVar[bool] = False
+    """Whether all replicas hold the same weights after every step, which each consensus checks."""
     reads_gradients: ClassVar[bool] = False
     """Whether it works with the gradients themselves, which must then be dense and unscaled. All
     others step by `inner_step`, and take any that their optimizer takes."""
@@ -171,7 +176,7 @@ class Method:
                 the model is wrapped in DistributedDataParallel or its like, or the optimizer's step
                 needs a closure, as that of LBFGS does.
         """
-        if hasattr(self, "mesh"):
+        if self._guard is not None:
             raise WrongCall("prepare came a second time: make a new method for another model")
         kind = type(optimizer).__name__
         good, hint = isinstance(model, nn.Module), "must be the model, an nn.Module"
@@ -188,6 +193,7 @@ class Method:
         hint = "its step needs a closure, which a method does not have; use another, such as AdamW"
         require(not needed, "optimizer", kind, hint)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
+        check_optimizer(model, optimizer, self._trained())
         self.total_steps = total_steps
         self._regroup(mesh)
         self.replica_group = mesh.new_group_within_replica()
@@ -210,8 +216,15 @@ class Method:
         for node, config in ((found["method"], self.config), ("comm", self.comm)):
             found |= {f"{node}.{key}": str(value) for key, value in asdict(config).items()}
         found["optimizer"] = type(self.optimizer).__name__
+        names = {id(param): name for name, param in self.model.named_parameters()}
+        for index, group in enumerate(self.optimizer.param_groups):
+            plain = {key: value for key, value in group.items() if isinstance(value, _PLAIN)}
+            found[f"optimizer.param_groups[{index}]"] = str(plain)
+            trained = (names[id(one)] for one in group["params"] if one.requires_grad)
+            found[f"trained parameters of group {index}"] = ", ".join(trained)
         for name, tensor in chain(self.model.named_parameters(), self.model.named_buffers()):
             found[name] = f"{tuple(tensor.shape)} of {tensor.dtype}".replace("torch.", "")
+        found["order of parameters"] = ", ".join(names.values())
         return found
 
     def _regroup(self, mesh: Mesh) -> None:
@@ -276,9 +289,14 @@ class Method:
             if self.reads_gradients:
                 self._check_dense()
             self.steps += 1
-            self.meeting.steps = self.steps
             self._scaler = scaler
-            self.update()
+            try:
+                self.meeting.steps = self.steps
+                self.update()
+            except Exception:  # such as too little memory: the loop may make this step again
+                self.steps -= 1
+                self.meeting.steps = self.steps
+                raise
 
     def _prepared(self, call: str) -> Guard:
         """What watches the loop. Raises `WrongCall` before `prepare`."""
@@ -360,7 +378,13 @@ class Method:
         guard = self._prepared("sync.consensus()")
         guard.check_places()
         guard.check_parameters()
-        check_equal(self.replicated_tensors(), self.meeting, self.group, self.mesh.device)
+        guard.check_others()
+        self._check_trained()
+        meet(self.meeting, "consensus", self.group, self.mesh.device)
+        equal = self.replicated_tensors()
+        if self.equal_weights:
+            equal |= {name: wide(local(p.detach())) for name, p in self.model.named_parameters()}
+        check_equal(equal, self.group, self.mesh.device)
         shown = consensus(self.model, self.group, self.replica_group, self.show_trained)
         with guard.showing(), shown:
             yield
@@ -369,10 +393,8 @@ class Method:
         """The model's `state_dict` in the consensus, copied. Collective. Raises what `consensus`
         does."""
         with self.consensus():
-            return {
-                name: value.clone() if isinstance(value, Tensor) else value
-                for name, value in self.model.state_dict().items()
-            }
+            copied: dict[str, Any] = tree_map_only(Tensor, Tensor.clone, self.model.state_dict())
+            return copied
 
     def show_trained(self) -> None:
         """Set the live weights to the newest local ones. Override it if the live weights lag behind
@@ -382,9 +404,14 @@ class Method:
     def finish(self) -> None:
         """End the training: leave the consensus in the model, on every replica, and model and
         optimizer to the loop. Collective. Raises what `consensus` does."""
-        final = self.consensus_state_dict()
+        self._as_trained("sync.finish()")
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        live = [local(tensor.detach()) for tensor in tensors]
+        with self.consensus():
+            final = [tensor.clone() for tensor in live]
         self.flush()
-        self.model.load_state_dict(final)
+        for tensor, value in zip(live, final, strict=True):
+            tensor.copy_(value)
 
     # Any: what the loop gives.
     def save(self, folder: str | os.PathLike[str], extra: dict[str, Any] | None = None) -> None:
@@ -423,22 +450,25 @@ class Method:
             )
         return saved.resume(self, Path(folder))
 
-    def _as_trained(self, call: str) -> None:
-        """Raise `WrongCall` unless the model holds the weights that training left."""
-        if self._prepared(call).shows:
+    def _as_trained(self, call: str) -> Guard:
+        """As `_prepared`. Raises `WrongCall` also where the model does not hold the weights that
+        training left."""
+        guard = self._prepared(call)
+        if guard.shows:
             raise WrongCall(f"{call} came inside consensus(): leave its with block first")
+        return guard
 
-    def meet(self) -> None:
-        """Wait until all workers are here, after the same number of steps. Raises what `consensus`
-        does."""
-        check_equal({}, self.meeting, self.group, self.mesh.device)
+    def meet(self, call: str) -> None:
+        """Wait until all workers are at this call, after the same number of steps. Raises what
+        `consensus` does."""
+        meet(self.meeting, call, self.group, self.mesh.device)
         if self.replica_group is not None:
             dist.barrier(self.replica_group)
 
     def flush(self) -> None:
         """Wait for what is in flight and drop it, at the end of training only. Replicas keep their
         own weights; `finish` leaves the consensus in them."""
-        guard = self._prepared("sync.flush()")
+        guard = self._as_trained("sync.flush()")
         for mean in self.means:
             mean.close()
         guard.end()

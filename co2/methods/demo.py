@@ -36,6 +36,7 @@ from co2.methods.base import Method, synchronizing
 
 class DeMo(Method):
     blocking = Blocking.always
+    equal_weights = True
     reads_gradients = True
     needs = ("optim.name=sgd", "optim.momentum=0", "optim.nesterov=false")
     may_change = frozenset({"decay", "top_k"})

@@ -32,6 +32,7 @@ from co2.methods.parts.compressed import CompressedAdam, CompressedAdamConfig
 
 class OneBitAdam(CompressedAdam):
     blocking = Blocking.always
+    equal_weights = True
 
     @dataclass
     class Config(CompressedAdamConfig):

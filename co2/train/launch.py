@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,7 @@ from co2.errors import (
 _PEER_S = 1.0
 """A worker whose peer is gone ends this many seconds later, so that the run gets the peer's
 status."""
+<<<<<<< HEAD
 _FILES = 64
 """Open files that a small run of two workers has."""
 _NOTICE_S = 10.0
@@ -53,6 +55,8 @@ _NOTICE_S = 10.0
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Signals that ask a run to finish its step, save and exit; a closed terminal sends SIGHUP."""
+=======
+>>>>>>> h-signals
 
 Worker = Callable[[Config], None]
 
@@ -141,9 +145,9 @@ def workers_here() -> int:
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """`STOP_SIGNALS`, without SIGHUP under nohup, which has it ignored."""
+    """`forked.STOP_SIGNALS`, without SIGHUP under nohup, which has it ignored."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return tuple(n for n in STOP_SIGNALS if n != signal.SIGHUP or not ignored)
+    return tuple(n for n in forked.STOP_SIGNALS if n != signal.SIGHUP or not ignored)
 
 
 def is_first() -> bool:
@@ -479,7 +483,7 @@ def _without_fork_server() -> int:
 def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[launcher.Orders]:
     """Inside, these signals are handed on to the workers. A second Ctrl-C kills the workers.
 
-    The signals are blocked in this process, and so in the workers that it starts, which unblock
+    The signals are blocked in this process, and so in the workers that it starts, which look for
     them when they train (StopVote). A signal that comes before that waits, and is not lost. They
     are not blocked in threads that libraries have started, such as those of NumPy's BLAS; where the
     system gives a signal to one of these, Python's handler sees it.
@@ -504,10 +508,12 @@ def _forwarded(signals: tuple[signal.Signals, ...]) -> Iterator[launcher.Orders]
             orders.stop.set()
             if number == signal.SIGKILL:
                 orders.kill.set()
-            for child in multiprocessing.active_children():
-                if child.pid is not None and (child.pid, number) not in reached:
-                    reached.add((child.pid, number))
-                    with contextlib.suppress(ProcessLookupError):
+            # Not active_children(): it would take the status of one that has ended from the thread
+            # that waits for it, which would find 255.
+            for child in list(multiprocessing.process._children):  # type: ignore[attr-defined]
+                with contextlib.suppress(ProcessLookupError, ValueError):  # closed meanwhile
+                    if (child.pid, number) not in reached and not wait([child.sentinel], 0):
+                        reached.add((child.pid, number))
                         os.kill(child.pid, number)
 
     thread = threading.Thread(target=forward, daemon=True)

@@ -74,7 +74,7 @@ class StopVote:
         done: int = 0,
         grace_s: float = math.inf,
     ) -> None:
-        self.received = False
+        self._received = False
         self._store, self._me, self._workers = store, me, workers
         self._signals, self._done, self._grace_s = tuple(signals), done, grace_s
         self._answer: int | None = None
@@ -88,8 +88,9 @@ class StopVote:
 
     def __enter__(self) -> "StopVote":
         self._before = {number: signal.signal(number, self._receive) for number in self._signals}
-        # The launcher keeps them blocked until there is a handler.
-        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
+        # Blocked here, they are so in what this thread starts, such as compilers: a signal to all
+        # processes does not end those. The handlers are for threads that libraries have started.
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         if self._store is not None:
             self._thread.start()
         return self
@@ -107,7 +108,7 @@ class StopVote:
     def __call__(self, done: int) -> bool:
         """Whether to stop now. Called after every step but the last, with the steps done."""
         if self._store is None:
-            return self.received
+            return self._told()
         with self._lock:
             self._done = done
             if self._answer is None:
@@ -139,7 +140,7 @@ class StopVote:
         with contextlib.suppress(dist.DistError):
             while self._answer is None:
                 ended = self._over.wait(LOOK_S)
-                if self.received and not told:
+                if not told and self._told():
                     self._store.add(STOP, 1)
                     told = True
                 if ended or self._store.add(STOP, 0) > 0:
@@ -147,5 +148,9 @@ class StopVote:
                         self._answer = self._done + 1
                     self._store.set(f"stop/{self._me}", str(self._answer))
 
+    def _told(self) -> bool:
+        """Whether this worker has received a signal."""
+        return self._received or not signal.sigpending().isdisjoint(self._signals)
+
     def _receive(self, *_: object) -> None:
-        self.received = True
+        self._received = True

@@ -8,7 +8,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
+<<<<<<< HEAD
 from co2.errors import ConfigError, first_line
+=======
+from co2 import forked
+from co2.errors import ConfigError
+>>>>>>> h-signals
 
 _AHEAD = 2
 """Number of batches that each loading process keeps ready."""
@@ -73,6 +78,7 @@ def load(
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),
         multiprocessing_context="fork",
+        worker_init_fn=lambda _: forked.help_starter(),
     )
     try:
         batches = iter(loader)

@@ -9,6 +9,7 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -383,7 +384,7 @@ def vote(rank: int, world: int, told: dict[int, int], steps: int) -> tuple[int |
     ):
         for step in range(1, steps + 1):
             if told.get(rank) == step:
-                signal.raise_signal(signal.SIGUSR1)
+                os.kill(os.getpid(), signal.SIGUSR1)
             if step < steps and stop(step):
                 stopped = step
                 break
@@ -410,6 +411,13 @@ def test_alone_a_stop_is_immediate(workers: Pool) -> None:
     assert workers.run(vote, 1, {0: 4}, 20) == [(4, True)]
 
 
+def test_what_a_worker_starts_does_not_end_by_signals() -> None:
+    """Such as a compiler: a signal to all processes of a run does not disturb the last step."""
+    kill = ["sh", "-c", "kill $$; echo it goes on"]
+    with StopVote(None, 0, tuple, [signal.SIGTERM]):
+        assert subprocess.run(kill, capture_output=True).stdout == b"it goes on\n"
+
+
 AHEAD = 5
 
 
@@ -425,7 +433,7 @@ def vote_behind(rank: int, world: int) -> int:
             if rank == 0 and step == 1:
                 store.wait(["ahead"])
             if rank == 0 and step == 2:
-                signal.raise_signal(signal.SIGUSR1)
+                os.kill(os.getpid(), signal.SIGUSR1)
                 while stop._answer is None:
                     time.sleep(0.001)
             if step == AHEAD:

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import train
+from co2 import forked
 from co2.config import Config
 from co2.errors import DIVERGED, PREEMPTED, REFUSED, ConfigError
 from co2.methods import METHODS
@@ -130,6 +131,22 @@ def test_told_to_stop(tmp_path: Path, spawned: Run) -> None:
     assert resumed_at(ended.out) == saved[-1:]
     assert saved_steps(folder) == saved[-2:]
     assert_same_run(folder, spawned.folder)
+
+
+@pytest.mark.parametrize("elastic", ["false", "true"])
+@pytest.mark.parametrize("number", grid(forked.STOP_SIGNALS, signal.SIGTERM.__eq__))
+def test_all_processes_are_told_to_stop(
+    tmp_path: Path, number: signal.Signals, elastic: str
+) -> None:
+    """As timeout, systemd, scancel and a terminal do it: also those that load batches."""
+    arguments = (*STORY, SLOW, "checkpoint.every=0", "data.workers=2", f"launch.elastic={elastic}")
+    runs, log = tmp_path / "runs", tmp_path / "log"
+    folder = folder_of(*arguments, runs=runs)
+    with started(*arguments, runs=runs, log=log) as process:
+        until(lambda: last_step(folder) >= 5, process)
+        os.killpg(process.pid, number)
+        assert process.wait(timeout=LIMIT_S) == PREEMPTED
+    assert len(saved_steps(folder)) == 1 and "Traceback" not in log.read_text()
 
 
 def test_stopping_does_not_take_a_round(tmp_path: Path) -> None:

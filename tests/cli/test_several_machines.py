@@ -217,7 +217,7 @@ def test_a_store_that_nobody_needs_is_told_so(tmp_path: Path) -> None:
         assert store.wait(LIMIT_S) == 0
         store = machines.hold()
         waiting, log = machines.start()
-        os.kill(store.pid, signal.SIGTERM)
+        os.kill(store.pid, signal.SIGHUP)
         assert waiting.wait(LIMIT_S) == PREEMPTED, log.read_text()
         assert store.wait(LIMIT_S) == PREEMPTED
 

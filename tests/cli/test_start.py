@@ -4,6 +4,7 @@ Most are interpreters without site-packages (`-S`), which start in a moment and 
 """
 
 import ast
+import multiprocessing
 import os
 import pty
 import shlex
@@ -11,9 +12,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.popen_fork import Popen
 from pathlib import Path
 
 import pytest
@@ -352,3 +355,21 @@ class TestWhatToTryNext:
         monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
         assert program.python() == "bin/python"
         assert not folders(tmp_path / "runs")
+
+
+def test_who_hands_on_signals_takes_no_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two threads that ask for the status of a worker that has ended, one would find 255."""
+    asking, poll = set(), Popen.poll
+
+    def spied(self: Popen, flag: int = os.WNOHANG) -> int | None:
+        asking.add(threading.current_thread())
+        return poll(self, flag)
+
+    monkeypatch.setattr(Popen, "poll", spied)
+    with launch._forwarded((signal.SIGTERM,)):
+        context = multiprocessing.get_context("fork")
+        worker = context.Process(target=signal.sigwait, args=({signal.SIGTERM},))
+        worker.start()
+        os.kill(os.getpid(), signal.SIGTERM)
+        worker.join()
+    assert asking == {threading.current_thread()}

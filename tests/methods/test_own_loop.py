@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from co2.errors import ConfigError, ReplicasDiffer, WorkerLost, WrongCall
 from co2.methods import METHODS, Method
 from tests.grids import grid
 from tests.methods import problem
-from tests.methods.driver import SETTINGS, Session, inner
+from tests.methods.driver import SETTINGS, Session, assert_same, inner
 from tests.workers import Pool
 
 STEPS = 7
@@ -221,7 +222,7 @@ def test_before_prepare(call: str, tmp_path: Path) -> None:
                 pass
 
 
-@pytest.mark.parametrize("call", ["step", "state_dict", "save", "resume"])
+@pytest.mark.parametrize("call", ["step", "state_dict", "save", "resume", "flush", "finish"])
 def test_inside_consensus(call: str, tmp_path: Path) -> None:
     session = trained("co2")
     arguments = (tmp_path,) if call in ("save", "resume") else ()
@@ -252,7 +253,7 @@ def test_copies_of_a_method() -> None:
         ("optimizer", "model", "mesh", "model=SGD: must be the model"),
         ("model", "none", "mesh", "optimizer=NoneType: must be one torch.optim.Optimizer"),
         ("model", "list", "mesh", "optimizer=list: must be one torch.optim.Optimizer"),
-        ("model", "foreign", "mesh", "optimizer=SGD: trains none of the model's parameters"),
+        ("model", "foreign", "mesh", "optimizer=SGD: trains no parameter of the model"),
         ("model", "optimizer", "none", "mesh=NoneType: must be a mesh"),
     ],
 )
@@ -330,8 +331,8 @@ def unequal(mesh: co2.Mesh, name: str, more: int, alone: bool) -> str:
     """Replica 1 makes more steps before the consensus, or never enters it."""
     meeting.LOOK_S = 0.2
     rank = mesh.replica
-    session = trained(name, rank, steps=6 + more * rank)
     try:
+        session = trained(name, rank, steps=6 + more * rank)
         if not (alone and rank == 1):
             with session.method.consensus():
                 pass
@@ -343,15 +344,18 @@ def unequal(mesh: co2.Mesh, name: str, more: int, alone: bool) -> str:
 
 
 ROUNDS = ("local_sgd", "co2", "noloco", "streaming_diloco")
-APART = "WrongCall: replica 0 is in consensus(), finish() or save() after 6 steps, replica 1 waits "
+APART = (
+    "WrongCall: replica 0 is in consensus(), finish(), save() or resume() after 6 steps, replica 1 "
+    "waits for the mean of step"
+)
 
 
 # In processes of their own: what is pending would hold up the end of a process group.
 @pytest.mark.parametrize("name", grid(ROUNDS, ("local_sgd",).__contains__))
 def test_a_mean_that_others_never_join(name: str) -> None:
     for text in co2.run(unequal, name, 9, False):
-        assert text.startswith(f"{APART}for the mean of step")
-        assert "every replica must call these" in text
+        assert text.startswith(APART)
+        assert "every replica must make these calls" in text
 
 
 @pytest.mark.parametrize("name", grid(ROUNDS, ("co2",).__contains__))
@@ -559,11 +563,11 @@ def test_files_that_cannot_be_gone_on_from(tmp_path: Path) -> None:
     other = Session(0, "co2", SETTINGS["co2"], optimizer="adamw", dtype=torch.float32)
     with told("is of another optimizer than this AdamW", ConfigError):
         other.method.resume(tmp_path)
-    net = nn.Linear(2, 1)
+    net = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
     sync = co2.CO2(**SETTINGS["co2"])
-    groups = [{"params": [param]} for param in (*net.parameters(), nn.Parameter(torch.ones(1)))]
+    groups = [{"params": list(part.parameters())} for part in (*net, nn.ParameterList())]
     sync.prepare(net, type(session.optimizer)(groups, lr=0.1), co2.Mesh.world())
-    with told("is of another model: bias differs", ConfigError):
+    with told("is of another model: 0.bias differs", ConfigError):
         sync.resume(tmp_path)
     [file] = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:1000])
@@ -571,16 +575,93 @@ def test_files_that_cannot_be_gone_on_from(tmp_path: Path) -> None:
         trained("co2", steps=0).method.resume(tmp_path)
 
 
-def test_parameters_that_the_method_does_not_train() -> None:
+def test_parameters_of_a_second_optimizer() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    with told("parameter=1.weight: is not in the optimizer", ConfigError):
-        co2.CO2().prepare(net, SGD(net[0].parameters(), lr=0.1), co2.Mesh.world())
-    co2.CO2().prepare(net[1], SGD(net[1].parameters(), lr=0.1), co2.Mesh.world())
+    first, second = (SGD(part.parameters(), lr=0.1) for part in net)
+    with told("optimizer=SGD: trains parameters that the model does not have", ConfigError):
+        co2.CO2().prepare(net[0], SGD(net.parameters(), lr=0.1), co2.Mesh.world())
     sync = co2.CO2()
-    sync.prepare(net[0], SGD(net[0].parameters(), lr=0.1), co2.Mesh.world())
-    net[0].bias.requires_grad_(False)
-    with told("parameter=bias: was trained when prepare was called", ConfigError):
+    sync.prepare(net, first, co2.Mesh.world())
+    net(torch.ones(1, 2)).sum().backward()
+    sync.step()
+    second.step()
+    with told("1.weight was written, and the method's optimizer does not hold it"):
         sync.step()
+    with told("with a method of its own"), sync.consensus():
+        pytest.fail("nothing may be shown")
+
+
+@pytest.mark.parametrize("call", ["step", "consensus"])
+def test_parameters_frozen_since_prepare(call: str) -> None:
+    session = trained("local_sgd")
+    session.net.leave.bias.requires_grad_(False)
+    with told("parameter=leave.bias: was trained when prepare was called", ConfigError):
+        if call == "step":
+            session.step()
+        with session.method.consensus():
+            pytest.fail("nothing may be shown")
+
+
+def test_a_step_that_failed_may_be_made_again() -> None:
+    session, other = trained("co2"), trained("co2", steps=STEPS + 1)
+    problem.set_lr(session.optimizer, STEPS)
+    problem.backward(session.model, STEPS, 0)
+    with patch.object(SGD, "step", side_effect=MemoryError), pytest.raises(MemoryError):
+        session.method.step()
+    assert session.method.steps == STEPS
+    session.method.step()
+    assert_same(session.snapshot(), other.snapshot())
+
+
+def rolled_back(rank: int, world: int, name: str) -> None:
+    """Replica 1 is late with the mean that is under way as both go back."""
+    session = trained(name, rank, steps=5)
+    kept = copy.deepcopy(
+        (session.net.state_dict(), session.optimizer.state_dict(), session.method.state_dict())
+    )
+    for _ in range(3):
+        if rank == 1:
+            time.sleep(0.3)
+        session.step()
+    whole = session.snapshot()
+    for thing, state in zip((session.net, session.optimizer, session.method), kept, strict=True):
+        thing.load_state_dict(state)
+    session.steps_done = 5
+    for _ in range(3):
+        session.step()
+    assert_same(session.snapshot(), whole)
+    session.method.flush()
+
+
+@pytest.mark.parametrize("name", grid(METHODS, ("co2", "cocod_sgd").__contains__))
+def test_going_back_while_a_mean_is_under_way(workers: Pool, name: str) -> None:
+    workers.run(rolled_back, 2, name)
+
+
+def reordered(rank: int, world: int) -> str:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    params = list(net.parameters())
+    optimizer = SGD(params[2:] + params[:2] if rank else params, lr=0.1)
+    with pytest.raises(ReplicasDiffer) as caught:
+        co2.CO2().prepare(net, optimizer, co2.Mesh.world())
+    return str(caught.value)
+
+
+def test_parameters_in_another_order(workers: Pool) -> None:
+    for text in workers.run(reordered, 2):
+        assert text.startswith("trained parameters of group 0 of replica 1 differs")
+
+
+def other_calls(rank: int, world: int, folder: Path) -> str:
+    session = trained("noloco", rank)
+    with pytest.raises(ReplicasDiffer) as caught:
+        session.method.save(folder) if rank else session.method.finish()
+    return str(caught.value)
+
+
+def test_other_calls(workers: Pool, tmp_path: Path) -> None:
+    for text in workers.run(other_calls, 2, tmp_path):
+        assert "every replica must make the same calls in the same order" in text
 
 
 def embedded(rank: int, world: int, name: str) -> None:

@@ -1,20 +1,36 @@
 """Batches come in order, the same with and without worker processes; errors stay one line."""
 
+<<<<<<< HEAD
 import errno
 import os
 import signal
+=======
+import multiprocessing
+import os
+import signal
+import subprocess
+import time
+>>>>>>> h-signals
 from itertools import count, islice
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
 from torch import Tensor
 
+<<<<<<< HEAD
 from co2.errors import ConfigError, from_outside
 from tasks.shared import loader
+=======
+from co2.errors import ConfigError
+from co2.forked import STOP_SIGNALS
+from recipes.runs.processes import is_running
+>>>>>>> h-signals
 from tasks.shared.loader import load
 from tasks.shared.randomness import seeded
 
 CPU = torch.device("cpu")
+LIMIT_S = 300.0
 
 
 def make(index: int) -> tuple[Tensor, Tensor]:
@@ -49,6 +65,7 @@ def test_a_fault_in_the_data_stays_one_line(workers: int) -> None:
     assert str(caught.value) == "data.path=tree: a.jpg is cut short"
 
 
+<<<<<<< HEAD
 def test_a_loading_process_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def limited(_: object) -> None:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
@@ -69,3 +86,52 @@ def test_a_loading_process_is_killed() -> None:
         next(load(killed, count(), 1, CPU))
     line = from_outside(caught.value)
     assert line is not None and line.endswith("fewer data.workers; the same command goes on")
+=======
+def stuck(index: int) -> Tensor:
+    """The loader's number; each is stuck after its second batch."""
+    if index >= 4:
+        time.sleep(2 * LIMIT_S)
+    return torch.tensor(os.getpid())
+
+
+def test_a_stop_signal_leaves_loaders_alive() -> None:
+    """One that reaches all processes of a run, which needs them until it has saved."""
+    batches = load(lambda _: torch.tensor(os.getpid()), range(20), 2, CPU)
+    loaders = [str(int(next(batches))) for _ in range(2)]
+    for number in STOP_SIGNALS:
+        subprocess.run(["kill", f"-{int(number)}", *loaders], check=True)
+    assert [str(int(batch)) for batch in batches] == loaders * 9
+
+
+def uses_stuck_loaders(loaders: Connection, terminates: bool) -> None:
+    batches = load(stuck, count(), 2, CPU)
+    pids = [int(next(batches)) for _ in range(2)]
+    loaders.send(pids)
+    if terminates:  # as DataLoader does with those that do not end by themselves
+        for process in multiprocessing.active_children():
+            process.terminate()
+    time.sleep(2 * LIMIT_S)
+
+
+@pytest.mark.parametrize("terminates", [True, False])
+def test_stuck_loaders_end_with_their_worker(terminates: bool) -> None:
+    """Also by SIGKILL; or else when it terminates them."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    worker = context.Process(target=uses_stuck_loaders, args=(there, terminates))
+    worker.start()
+    loaders = here.recv()
+    if not terminates:
+        os.kill(worker.pid or 0, signal.SIGKILL)
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while any(map(is_running, loaders)):
+            assert time.monotonic() < deadline, "a loader outlives its worker"
+            time.sleep(0.02)
+    finally:
+        worker.kill()
+        worker.join()
+        for pid in loaders:
+            if is_running(pid):
+                os.kill(pid, signal.SIGKILL)
+>>>>>>> h-signals

@@ -25,32 +25,55 @@ from co2.comm.reproducible import checksum
 from co2.errors import WrongCall, require
 
 
+def check_optimizer(model: nn.Module, optimizer: Optimizer, trained: Iterable[Tensor]) -> None:
+    """Raise `ConfigError` unless an optimizer trains parameters of the model, no others, and for no
+    other method.
+
+    Args:
+        trained: the parameters that it trains.
+    """
+    kind, own = type(optimizer).__name__, set(map(id, model.parameters()))
+    trained = list(trained)
+    hint = "trains no parameter of the model; make it of model.parameters()"
+    require(any(id(one) in own for one in trained), "optimizer", kind, hint)
+    hint = "trains parameters that the model does not have; prepare one module that has all"
+    require(all(id(one) in own for one in trained), "optimizer", kind, hint)
+    hooks = _hooks(optimizer)
+    hint = "its __init__ must call that of torch.optim.Optimizer; or give the optimizer inside it"
+    require(hooks is not None, "optimizer", kind, hint)
+    held = any(isinstance(hook, _BeforeStep) and hook.held() for hook in (hooks or {}).values())
+    hint = "belongs to another method, which has not ended; call that one's finish() first"
+    require(not held, "optimizer", kind, hint)
+
+
+def _stepped(optimizer: Optimizer) -> Optimizer:
+    """What steps: accelerate's optimizer has the plain one inside, which it calls."""
+    inside: Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inside
+
+
+def _hooks(optimizer: Optimizer) -> dict[int, object] | None:
+    return getattr(_stepped(optimizer), "_optimizer_step_pre_hooks", None)
+
+
 class Guard:
-    """Made when a method has prepared model and optimizer.
+    """Made when a method has prepared model and optimizer (`check_optimizer`).
 
     Args:
         trained: the parameters that the optimizer trains.
         fresh: whether the weights are those to begin with. False: a state will be loaded.
-    Raises:
-        ConfigError: the optimizer trains nothing of the model, or belongs to another method.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, trained: Iterable[Tensor], fresh: bool
     ) -> None:
-        kind = type(optimizer).__name__
         self._model, self._trained = model, list({id(one): one for one in trained}.values())
         self._parameters = {id(param) for param in model.parameters()}
-        hint = "trains none of the model's parameters; make it of model.parameters()"
-        known = not self._trained or any(id(one) in self._parameters for one in self._trained)
-        require(known, "optimizer", kind, hint)
-        trains = {id(one) for one in self._trained}
-        hint = (
-            "is not in the optimizer, so it would not be synchronized; put it there, freeze it by "
-            "requires_grad_(False), or prepare the part of the model that this optimizer trains"
-        )
-        for name, param in model.named_parameters():
-            require(not param.requires_grad or id(param) in trains, "parameter", name, hint)
+        trains = set(map(id, self._trained))
+        named = model.named_parameters()
+        self._others = [(name, one) for name, one in named if id(one) not in trains]
+        """The model's other parameters, which nothing synchronizes."""
+        self._versions = self._written()
         self.allows_step = False
         """Whether the method steps now."""
         self.shows = False
@@ -59,21 +82,26 @@ class Guard:
         self._places = self._where()
         self._begins_with = checksums(model) if fresh else None
         """Checksums of the weights that the next step must find; None: it may find any."""
-        # accelerate's optimizer has the plain one inside, which it calls.
-        stepped = getattr(optimizer, "optimizer", optimizer)
-        hooks = stepped._optimizer_step_pre_hooks.values()
-        held = any(isinstance(hook, _BeforeStep) and hook.held() for hook in hooks)
-        hint = "belongs to another method, which has not ended; call that one's finish() first"
-        require(not held, "optimizer", kind, hint)
-        self._hooks = [stepped.register_step_pre_hook(_BeforeStep(self))]
+        self._hooks = [_stepped(optimizer).register_step_pre_hook(_BeforeStep(self))]
         for module in model.modules():
-            self._hooks.append(module.register_load_state_dict_pre_hook(_BeforeLoad(self)))
+            if not isinstance(module, torch.jit.ScriptModule):  # it takes no such hook
+                self._hooks.append(module.register_load_state_dict_pre_hook(_BeforeLoad(self)))
 
     def check_places(self) -> None:
         """Raise `WrongCall` if the trained parameters do not lie where they did."""
         for param, was, now in zip(self._trained, self._places, self._where(), strict=True):
             if was != now:
                 self._replaced(param)
+
+    def check_others(self) -> None:
+        """Raise `WrongCall` if a parameter was written that the optimizer does not hold."""
+        for (name, _), was, now in zip(self._others, self._versions, self._written(), strict=True):
+            if was != now:
+                raise WrongCall(
+                    f"{name} was written, and the method's optimizer does not hold it, so nothing "
+                    "synchronizes it: put it into that optimizer, or prepare the part of the model "
+                    "that another optimizer trains with a method of its own"
+                )
 
     def check_parameters(self) -> None:
         """Raise `WrongCall` if the model has other parameters. It takes as long as the model has
@@ -113,6 +141,8 @@ class Guard:
                     "that: load weights first, then call sync.prepare; to go on from a checkpoint "
                     "of sync.save, call sync.resume after prepare"
                 )
+            self._versions = self._written()  # the same weights were written again
+        self.check_others()
         self.allows_step = True
         try:
             yield
@@ -126,11 +156,11 @@ class Guard:
         try:
             yield
         finally:
-            self.shows = before
+            self.shows, self._versions = before, self._written()
 
     def loaded(self) -> None:
         """The method's own state was loaded: it goes on from the weights that there are."""
-        self._begins_with = None
+        self._begins_with, self._versions = None, self._written()
 
     def end(self) -> None:
         """The method has ended; model and optimizer are the loop's again."""
@@ -151,6 +181,10 @@ class Guard:
         if self._begins_with is None and not self.shows:
             self._begins_with = checksums(self._model)
 
+    def _written(self) -> list[int]:
+        """How many times each of the other parameters was written."""
+        return [param._version for _, param in self._others]
+
     def _where(self) -> list[tuple[int, torch.dtype]]:
         parts = map(local, self._trained)
         return [(part.data_ptr(), part.dtype) for part in parts]
@@ -163,9 +197,13 @@ def checksums(module: nn.Module) -> list[int]:
 
 def sums(tensors: Iterable[Tensor]) -> list[int]:
     """Checksums of tensors of any type, of what this worker holds of them."""
-    held = (local(one.detach()) for one in tensors)
-    found = [checksum(one if one.element_size() >= 4 else one.float()) for one in held]
+    found = [checksum(wide(local(one.detach()))) for one in tensors]
     return torch.stack([one.cpu() for one in found]).tolist() if found else []
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """A tensor of a type that `checksum` takes, with the same values."""
+    return tensor if tensor.element_size() >= 4 else tensor.float()
 
 
 class _Hook:

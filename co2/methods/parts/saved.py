@@ -9,6 +9,7 @@ nothing.
 
 import io
 import re
+import uuid
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -92,11 +93,12 @@ def save(sync: "Method", folder: Path, extra: dict[str, Any]) -> None:
         )
     worker, workers = sync.mesh.worker, sync.mesh.num_workers
     folder.mkdir(parents=True, exist_ok=True)
+    run = gathered(uuid.uuid4().hex, everyone())[0]
     own = folder / f"step{sync.steps}_worker{worker}of{workers}.pt"
-    state = {**held(sync, sync.model), "random": _random(sync), "extra": extra}
+    state = {**held(sync, sync.model), "random": _random(sync), "extra": extra, "run": run}
     with durable(own) as file:
         torch.save(state, file)
-    sync.meet()  # from here on all have theirs
+    sync.meet("save")  # from here on all have theirs
     for step in _steps(folder, worker, workers):
         if step != sync.steps:
             (folder / f"step{step}_worker{worker}of{workers}.pt").unlink(missing_ok=True)
@@ -124,6 +126,11 @@ def resume(sync: "Method", folder: Path) -> dict[str, Any] | None:
     except (RuntimeError, EOFError, UnpicklingError) as error:
         hint = f"is damaged ({type(error).__name__}); begin in another folder, or bring a copy"
         raise ConfigError("folder", path, hint) from None
+    known = isinstance(state, dict) and {"sync", "run"} <= state.keys()
+    require(known, "folder", path, "is no file that sync.save wrote; give another folder")
+    runs = gathered(state["run"], everyone())
+    hint = "has files of several runs; give each run a folder of its own"
+    require(len(set(runs)) == 1, "folder", folder, hint)
     check_held(sync, state, "folder", folder)
     shapes = {name: value.shape for name, value in _tensors(sync.model.state_dict())}
     other = shapes.items() ^ {(name, value.shape) for name, value in _tensors(state["module"])}
