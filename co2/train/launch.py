@@ -47,16 +47,10 @@ from co2.errors import (
 _PEER_S = 1.0
 """A worker whose peer is gone ends this many seconds later, so that the run gets the peer's
 status."""
-<<<<<<< HEAD
 _FILES = 64
 """Open files that a small run of two workers has."""
 _NOTICE_S = 10.0
 """A worker that has waited so long for the others as a run starts says so."""
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""Signals that ask a run to finish its step, save and exit; a closed terminal sends SIGHUP."""
-=======
->>>>>>> h-signals
 
 Worker = Callable[[Config], None]
 

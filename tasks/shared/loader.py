@@ -8,12 +8,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
-<<<<<<< HEAD
-from co2.errors import ConfigError, first_line
-=======
 from co2 import forked
-from co2.errors import ConfigError
->>>>>>> h-signals
+from co2.errors import ConfigError, first_line
 
 _AHEAD = 2
 """Number of batches that each loading process keeps ready."""

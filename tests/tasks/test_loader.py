@@ -1,16 +1,11 @@
 """Batches come in order, the same with and without worker processes; errors stay one line."""
 
-<<<<<<< HEAD
 import errno
-import os
-import signal
-=======
 import multiprocessing
 import os
 import signal
 import subprocess
 import time
->>>>>>> h-signals
 from itertools import count, islice
 from multiprocessing.connection import Connection
 
@@ -18,14 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
 from co2.errors import ConfigError, from_outside
-from tasks.shared import loader
-=======
-from co2.errors import ConfigError
 from co2.forked import STOP_SIGNALS
 from recipes.runs.processes import is_running
->>>>>>> h-signals
+from tasks.shared import loader
 from tasks.shared.loader import load
 from tasks.shared.randomness import seeded
 
@@ -65,7 +56,6 @@ def test_a_fault_in_the_data_stays_one_line(workers: int) -> None:
     assert str(caught.value) == "data.path=tree: a.jpg is cut short"
 
 
-<<<<<<< HEAD
 def test_a_loading_process_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def limited(_: object) -> None:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
@@ -86,7 +76,8 @@ def test_a_loading_process_is_killed() -> None:
         next(load(killed, count(), 1, CPU))
     line = from_outside(caught.value)
     assert line is not None and line.endswith("fewer data.workers; the same command goes on")
-=======
+
+
 def stuck(index: int) -> Tensor:
     """The loader's number; each is stuck after its second batch."""
     if index >= 4:
@@ -134,4 +125,3 @@ def test_stuck_loaders_end_with_their_worker(terminates: bool) -> None:
         for pid in loaders:
             if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
->>>>>>> h-signals
