@@ -71,8 +71,10 @@ class Guard:
         self._parameters = {id(param) for param in model.parameters()}
         trains = set(map(id, self._trained))
         named = model.named_parameters()
-        self._others = [(name, one) for name, one in named if id(one) not in trains]
-        """The model's other parameters, which nothing synchronizes."""
+        self._others = [
+            (name, one) for name, one in named if one.requires_grad and id(one) not in trains
+        ]
+        """What another optimizer could train, which nothing would synchronize."""
         self._versions = self._written()
         self.allows_step = False
         """Whether the method steps now."""
@@ -132,16 +134,15 @@ class Guard:
         self.check_places()
         if self.shows:
             raise WrongCall("sync.step() came inside consensus(): leave its with block first")
-        expected, self._begins_with = self._begins_with, None
-        if expected is not None:
+        if self._begins_with is not None:
             self.check_parameters()
-            if checksums(self._model) != expected:
+            if checksums(self._model) != self._begins_with:
                 raise WrongCall(
                     "the model's weights were written after prepare, and the next mean would undo "
                     "that: load weights first, then call sync.prepare; to go on from a checkpoint "
                     "of sync.save, call sync.resume after prepare"
                 )
-            self._versions = self._written()  # the same weights were written again
+            self.loaded()  # the same weights were written again
         self.check_others()
         self.allows_step = True
         try:
@@ -159,7 +160,7 @@ class Guard:
             self.shows, self._versions = before, self._written()
 
     def loaded(self) -> None:
-        """The method's own state was loaded: it goes on from the weights that there are."""
+        """The method goes on from the weights that there are."""
         self._begins_with, self._versions = None, self._written()
 
     def end(self) -> None:

@@ -92,6 +92,7 @@ def save(sync: "Method", folder: Path, extra: dict[str, Any]) -> None:
             "optimizer and sync.state_dict() of each worker by torch.distributed.checkpoint"
         )
     worker, workers = sync.mesh.worker, sync.mesh.num_workers
+    sync.meet("save")
     folder.mkdir(parents=True, exist_ok=True)
     run = gathered(uuid.uuid4().hex, everyone())[0]
     own = folder / f"step{sync.steps}_worker{worker}of{workers}.pt"
@@ -114,28 +115,23 @@ def resume(sync: "Method", folder: Path) -> dict[str, Any] | None:
         return None
     common = set.intersection(*(set(steps) for steps, _ in owns))
     if not common:
-        lacking = next(number for number, (steps, _) in enumerate(owns) if not steps)
         counts = [count for _, found in owns for count in found]
-        hint = f"worker {lacking} has no file of a step that the others have; give all the folder"
+        hint = "has no step of which all workers have their file; give all the whole folder"
         if counts:
             hint = f"is of {counts[0]} workers, not of {workers}; start as many"
         raise ConfigError("folder", folder, hint)
-    path = folder / f"step{max(common)}_worker{worker}of{workers}.pt"
+    state: dict[str, Any] = {}
+    failed: ConfigError | None = None
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, UnpicklingError) as error:
-        hint = f"is damaged ({type(error).__name__}); begin in another folder, or bring a copy"
-        raise ConfigError("folder", path, hint) from None
-    known = isinstance(state, dict) and {"sync", "run"} <= state.keys()
-    require(known, "folder", path, "is no file that sync.save wrote; give another folder")
-    runs = gathered(state["run"], everyone())
+        state = _read(sync, folder / f"step{max(common)}_worker{worker}of{workers}.pt")
+    except ConfigError as error:  # the others must not wait for this one
+        failed = error
+    found = gathered((failed, state.get("run")), everyone())
+    for refusal, _ in found:
+        if refusal is not None:
+            raise refusal
     hint = "has files of several runs; give each run a folder of its own"
-    require(len(set(runs)) == 1, "folder", folder, hint)
-    check_held(sync, state, "folder", folder)
-    shapes = {name: value.shape for name, value in _tensors(sync.model.state_dict())}
-    other = shapes.items() ^ {(name, value.shape) for name, value in _tensors(state["module"])}
-    hint = f"is of another model: {min(other)[0] if other else ''} differs; make it as it was"
-    require(not other, "folder", folder, hint)
+    require(len({run for _, run in found}) == 1, "folder", folder, hint)
     load_held(sync, sync.model, state)
     torch.set_rng_state(state["random"][0])
     if sync.mesh.device.type == "cuda":
@@ -160,6 +156,26 @@ def _check_plain(extra: object) -> None:
 
 def _tensors(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
     return [(name, one) for name, one in state.items() if isinstance(one, torch.Tensor)]
+
+
+def _read(sync: "Method", path: Path) -> dict[str, Any]:
+    """What `save` has written into a file. Raises `ConfigError` if this replica cannot go on from
+    it."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, UnpicklingError) as error:
+        hint = f"is damaged ({type(error).__name__}); begin in another folder, or bring a copy"
+        raise ConfigError("file", path, hint) from None
+    except OSError as error:
+        raise ConfigError("file", path, f"cannot be read ({error.strerror})") from None
+    known = isinstance(state, dict) and {"sync", "run"} <= state.keys()
+    require(known, "file", path, "is no file that sync.save wrote; give another folder")
+    check_held(sync, state, "file", path)
+    shapes = {name: value.shape for name, value in _tensors(sync.model.state_dict())}
+    other = shapes.items() ^ {(name, value.shape) for name, value in _tensors(state["module"])}
+    hint = f"is of another model: {min(other)[0] if other else ''} differs; make it as it was"
+    require(not other, "file", path, hint)
+    return dict(state)
 
 
 def _random(sync: "Method") -> list[torch.Tensor]:
