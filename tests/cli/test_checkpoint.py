@@ -471,7 +471,7 @@ def vote_with_one_paused(rank: int, world: int, grace_s: float, paused_s: float)
         ) as stop,
     ):
         if rank == 0:
-            signal.raise_signal(signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGUSR1)
         for step in itertools.count(1):
             while rank == 0 and stop._answer is None:
                 time.sleep(0.001)
