@@ -51,6 +51,7 @@ class Peer(Method):
                 stack.enter_context(_timed(owner, name, self._clock))
             self.advance()
         self.exposed_s += sum(self._clock.take())
+        self._as_trained("step").note_places()  # a peer may put weights elsewhere
 
     def stats(self) -> MethodStats:
         sent = self.bytes_per_round() * (self.steps // self.config.tau)

@@ -63,12 +63,12 @@ def test_every_method_has_a_place() -> None:
 
 
 def test_no_file_depends_on_a_method() -> None:
-    """What the test above rests on: Hydra's groups are those, and one of task and scale; files of
-    tasks and scales say nothing of methods. What an experiment chooses has a test of its own."""
+    """What the test above rests on: Hydra's groups are those, one of task and scale, and what a
+    method needs; files of tasks and scales say nothing of methods. What an experiment chooses has a test of its own."""
     conf = ROOT / "conf"
     root = yaml.safe_load((conf / "config.yaml").read_text())["defaults"]
     picked = [value for entry in root if isinstance(entry, dict) for value in entry.values()]
-    assert [value for value in picked if "${" in str(value)] == ["${task}_${scale}"]
+    assert [value for value in picked if "${" in str(value)] == ["${task}_${scale}", "${method}"]
     for path in conf.rglob("*.yaml"):
         group = path.parent.relative_to(conf)
         assert path == conf / "config.yaml" or group.parts[0] in (

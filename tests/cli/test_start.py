@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.popen_fork import Popen
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -357,19 +358,27 @@ class TestWhatToTryNext:
         assert not folders(tmp_path / "runs")
 
 
-def test_who_hands_on_signals_takes_no_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two threads that ask for the status of a worker that has ended, one would find 255."""
+def hands_on() -> None:
+    """A launcher in the process of its own, which has no other thread to take the signal."""
     asking, poll = set(), Popen.poll
 
     def spied(self: Popen, flag: int = os.WNOHANG) -> int | None:
         asking.add(threading.current_thread())
         return poll(self, flag)
 
-    monkeypatch.setattr(Popen, "poll", spied)
-    with launch._forwarded((signal.SIGTERM,)):
+    with patch.object(Popen, "poll", spied), launch._forwarded((signal.SIGTERM,)):
         context = multiprocessing.get_context("fork")
         worker = context.Process(target=signal.sigwait, args=({signal.SIGTERM},))
         worker.start()
         os.kill(os.getpid(), signal.SIGTERM)
         worker.join()
     assert asking == {threading.current_thread()}
+
+
+def test_who_hands_on_signals_takes_no_status() -> None:
+    """Of two threads that ask for the status of a worker that has ended, one would find 255."""
+    process = multiprocessing.get_context("fork").Process(target=hands_on)
+    process.start()
+    process.join(LIMIT_S)
+    process.kill()
+    assert process.exitcode == 0

@@ -326,9 +326,13 @@ def test_train_py_tells_how_well_a_gpu_is_used(tmp_path: Path):
     assert (run.folder / "trace" / "rank_0_memory.pickle").stat().st_size > 0
 
 
+OF_TWO = [case for case in FIELDS if case[0] != "allreduce"]
+"""DDP averages what a backward pass has made, and `trajectory` has none."""
+
+
 def on_place(mesh: co2.Mesh) -> list[Any]:
     device = str(mesh.device)
-    return [trajectory(name, fields, device, rank=mesh.replica) for name, fields in FIELDS]
+    return [trajectory(name, fields, device, rank=mesh.replica) for name, fields in OF_TWO]
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -344,7 +348,7 @@ def test_two_replicas_of_co2_run(
 
 
 def in_pool(rank: int, world: int) -> list[Any]:
-    return [trajectory(name, fields, "cpu", rank=rank) for name, fields in FIELDS]
+    return [trajectory(name, fields, "cpu", rank=rank) for name, fields in OF_TWO]
 
 
 @gpu_only

@@ -81,7 +81,7 @@ class Guard:
         self.shows = False
         """Whether the model holds the consensus now."""
         self._ended = False
-        self._places = self._where()
+        self.note_places()
         self._begins_with = checksums(model) if fresh else None
         """Checksums of the weights that the next step must find; None: it may find any."""
         self._hooks = [_stepped(optimizer).register_step_pre_hook(_BeforeStep(self))]
@@ -94,6 +94,10 @@ class Guard:
         for param, was, now in zip(self._trained, self._places, self._where(), strict=True):
             if was != now:
                 self._replaced(param)
+
+    def note_places(self) -> None:
+        """The parameters lie where they belong."""
+        self._places = self._where()
 
     def check_others(self) -> None:
         """Raise `WrongCall` if a parameter was written that the optimizer does not hold."""
