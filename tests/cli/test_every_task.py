@@ -64,7 +64,8 @@ def test_every_method_has_a_place() -> None:
 
 def test_no_file_depends_on_a_method() -> None:
     """What the test above rests on: Hydra's groups are those, one of task and scale, and what a
-    method needs; files of tasks and scales say nothing of methods. What an experiment chooses has a test of its own."""
+    method needs; files of tasks and scales say nothing of methods. What an experiment chooses has a
+    test of its own."""
     conf = ROOT / "conf"
     root = yaml.safe_load((conf / "config.yaml").read_text())["defaults"]
     picked = [value for entry in root if isinstance(entry, dict) for value in entry.values()]
