@@ -12,6 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from co2.methods.allreduce import AllReduce
+from co2.methods.base import Method
+
 WATCHED = (
     "all_reduce",
     "broadcast",
