@@ -14,10 +14,13 @@ for the answers of the others, which their threads give at once, whatever they a
 
 import contextlib
 import math
+import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -92,6 +95,7 @@ class StopVote:
         # processes does not end those. The handlers are for threads that libraries have started.
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         if self._store is not None:
+            self._store.set(f"stop/at/{self._me}", f"{socket.gethostname()} {os.getpid()}")
             self._thread.start()
         return self
 
@@ -126,12 +130,22 @@ class StopVote:
             if store.check(answers):
                 last = max(map(int, store.multi_get(answers)))
                 store.compare_set("stop/after", "", str(last))
+            elif self._grace_s < math.inf and self._one_has_ended(store):
+                raise WorkerLost("it has ended")
             elif time.monotonic() - began > self._grace_s:
                 waited = f"checkpoint.grace_s={self._grace_s:g} seconds"
                 raise WorkerLost(f"it has not said in {waited} after which step it can stop")
             else:
                 time.sleep(_POLL_S)
         return int(found)
+
+    def _one_has_ended(self, store: dist.Store) -> bool:
+        """Whether a worker of this machine that has not answered is gone."""
+        silent = [one for one in self._workers() if not store.check([f"stop/{one}"])]
+        known = [f"stop/at/{one}" for one in silent if store.check([f"stop/at/{one}"])]
+        places = [place.decode().rsplit(" ", 1) for place in map(store.get, known)]
+        here = socket.gethostname()
+        return any(host == here and not Path(f"/proc/{pid}").exists() for host, pid in places)
 
     def _look(self) -> None:
         """In the thread. What has taken the store away is met by the worker itself."""

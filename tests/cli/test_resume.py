@@ -255,7 +255,7 @@ def test_one_worker_is_killed(tmp_path: Path) -> None:
         assert not alive(process.pid)
     told = [line for line in log.read_text().splitlines() if "error" in line]
     (line,) = told
-    why = "(: another replica has gone .*)?"
+    why = "(: another replica has gone .*|: it has ended)?"
     assert re.fullmatch(f"error: worker [012] has lost another worker{why}", line)
     assert "Traceback" not in log.read_text()
     assert not (folder / "summary.json").exists()
