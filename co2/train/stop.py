@@ -84,6 +84,8 @@ class StopVote:
         """n_i, once somebody has asked."""
         self._last: int | None = None
         """The step after which all stop, once it is known."""
+        self._error: Exception | None = None
+        """What has ended the thread."""
         self._lock = threading.Lock()
         """Of `_done` and `_answer`."""
         self._over = threading.Event()
@@ -113,6 +115,8 @@ class StopVote:
         """Whether to stop now. Called after every step but the last, with the steps done."""
         if self._store is None:
             return self._told()
+        if self._error is not None:
+            raise self._error
         with self._lock:
             self._done = done
             if self._answer is None:
@@ -149,18 +153,25 @@ class StopVote:
 
     def _look(self) -> None:
         """In the thread. What has taken the store away is met by the worker itself."""
+        try:
+            with contextlib.suppress(dist.DistError):
+                self._answer_if_asked()
+        except Exception as error:  # or all the others would wait for this one's answer
+            self._error = error
+
+    def _answer_if_asked(self) -> None:
         assert self._store is not None
-        told = False
-        with contextlib.suppress(dist.DistError):
-            while self._answer is None:
+        told = ended = False
+        while self._answer is None:
+            if not told and self._told():
+                self._store.add(STOP, 1)
+                told = True
+            if ended or self._store.add(STOP, 0) > 0:
+                with self._lock:
+                    self._answer = self._done + 1
+                self._store.set(f"stop/{self._me}", str(self._answer))
+            else:
                 ended = self._over.wait(LOOK_S)
-                if not told and self._told():
-                    self._store.add(STOP, 1)
-                    told = True
-                if ended or self._store.add(STOP, 0) > 0:
-                    with self._lock:
-                        self._answer = self._done + 1
-                    self._store.set(f"stop/{self._me}", str(self._answer))
 
     def _told(self) -> bool:
         """Whether this worker has received a signal."""

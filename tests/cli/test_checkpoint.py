@@ -411,6 +411,25 @@ def test_alone_a_stop_is_immediate(workers: Pool) -> None:
     assert workers.run(vote, 1, {0: 4}, 20) == [(4, True)]
 
 
+def vote_without_thread(rank: int, world: int) -> str:
+    store = dist.distributed_c10d._get_default_store().clone()
+    with (
+        patch.object(StopVote, "_told", side_effect=KeyError("unexpected")),
+        StopVote(store, rank, lambda: range(world), [signal.SIGUSR1]) as stop,
+    ):
+        stop._thread.join()
+        try:
+            stop(1)
+        except KeyError as error:
+            return str(error)
+    return "it goes on"
+
+
+def test_a_worker_ends_without_the_thread_that_answers(workers: Pool) -> None:
+    """The others would wait for its answer, in an elastic run for ever."""
+    assert workers.run(vote_without_thread, 2) == ["'unexpected'"] * 2
+
+
 def test_what_a_worker_starts_does_not_end_by_signals() -> None:
     """Such as a compiler: a signal to all processes of a run does not disturb the last step."""
     kill = ["sh", "-c", "kill $$; echo it goes on"]

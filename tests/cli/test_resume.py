@@ -215,7 +215,7 @@ def test_told_before_there_are_workers(tmp_path: Path, monkeypatch: pytest.Monke
     """No worker is there to be told, and still the run does not go on as if nothing were. Nor does
     it end at once because a thread of NumPy's BLAS gets the signal."""
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
-    arguments, runs, log = ("train.steps=100",), tmp_path / "runs", tmp_path / "log"
+    arguments, runs, log = ("train.steps=1000",), tmp_path / "runs", tmp_path / "log"
     with started(*arguments, runs=runs, log=log, interpreter=True) as process:
         until(lambda: catches(process.pid, signal.SIGTERM), process)
         os.kill(process.pid, signal.SIGTERM)
