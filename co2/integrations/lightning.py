@@ -183,14 +183,15 @@ class SyncStrategy(DDPStrategy):
         return state | dict.fromkeys(("_shown", "_given", "_trainer", "_end_first"))
 
     def _held(self) -> dict[str, Any] | None:
-        """What this replica needs to go on exactly; None if nothing has been trained."""
+        """What this replica needs to go on exactly; None if nothing has been trained. From weights
+        that were set after `fit`, which the checkpoint itself holds, the method begins anew."""
         if self._fitting:
             return loops.held(self.sync, self._module)
         if self._ended is None:
             return None
         ended = {**self._ended, "optimizer": self.optimizers[0].state_dict()}
-        if loops.checksums(self._module) != self._left:  # then training goes on from those weights
-            ended["module"] = self._module.state_dict()
+        if loops.checksums(self._module) != self._left:  # set by somebody
+            del ended["module"], ended["sync"]  # of other weights
         return ended
 
     def _end(self) -> None:

@@ -41,10 +41,12 @@ def held(sync: "Method", module: nn.Module) -> dict[str, Any]:
 
 
 def load_held(sync: "Method", module: nn.Module, state: dict[str, Any]) -> None:
-    """Go on from what `held` returned, after `prepare`."""
-    module.load_state_dict(state["module"])
+    """Go on from what `held` returned, after `prepare`. Without module and method in it, the method
+    begins with the weights that were prepared."""
     sync.optimizer.load_state_dict(state["optimizer"])
-    sync.load_state_dict(state["sync"])
+    if "sync" in state:
+        module.load_state_dict(state["module"])
+        sync.load_state_dict(state["sync"])
 
 
 def check_held(sync: "Method", state: dict[str, Any], key: str, value: object) -> None:
@@ -55,7 +57,8 @@ def check_held(sync: "Method", state: dict[str, Any], key: str, value: object) -
     """
     then, now = state["replicas"], sync.mesh.num_replicas
     require(then == now, key, value, f"is of {then} processes, not of {now}; start as many")
-    sync.check_state(state["sync"])
+    if "sync" in state:
+        sync.check_state(state["sync"])
     groups = [own.keys() for own in sync.optimizer.state_dict()["param_groups"]]
     alike = [own.keys() for own in state["optimizer"]["param_groups"]] == groups
     kind = type(sync.optimizer).__name__
