@@ -358,17 +358,18 @@ class Members:
     def join(self) -> None:
         """Wait to be let in by the members of a run that goes on, and be one of them. All processes
         of a replica come in together."""
+        tried = -1
         while True:
             if self.me % self.replica_size == 0:
                 add_to(self.store, _ASKED, *range(self.me, self.me + self.replica_size))
-            well_on_all(True)  # asked by now
-            asked = self._asked()
-            number = len(asked) - 1 - asked[::-1].index(self.me)
-            while not self.store.check([f"invited/{number}"]):
+            while (invited := self._invitation()) <= tried:
                 self._check()
                 time.sleep(TICK_S)
+            # Members may invite again while a replica's workers look, one before and one after.
+            newest = torch.tensor(invited)
+            dist.all_reduce(newest, dist.ReduceOp.MAX)
             self._break_up()
-            self.generation = int(self.store.get(f"invited/{number}"))
+            self.generation = tried = int(newest)
             self._report_for_generation()
             entered = False
             try:
@@ -469,6 +470,11 @@ class Members:
 
     def _asked(self) -> list[int]:
         return list(map(int, self.store.get(_ASKED).split()))
+
+    def _invitation(self) -> int:
+        """The newest generation to which this process has been invited; -1: none."""
+        own = [f"invited/{at}" for at, one in enumerate(self._asked()) if one == self.me]
+        return max((int(self.store.get(one)) for one in own if self.store.check([one])), default=-1)
 
     def _invite(self) -> list[int]:
         """Those who wait to be let in, told when to report."""

@@ -701,7 +701,8 @@ def test_a_worker_takes_its_replica_with_it(workers: Pool, store: dist.TCPStore)
 
 
 def come_as_a_whole(rank: int, world: int, port: int) -> tuple[tuple[int, ...], list[int]]:
-    """A replica of two workers comes to another one. Its first attempt fails on one of them."""
+    """A replica of two workers comes to another one. Its first attempt fails on one of them, and
+    the other one first sees an invitation that has been renewed since."""
     members = member(rank, port, replica_size=2)
     asked = []
     if rank < 2:
@@ -723,7 +724,16 @@ def come_as_a_whole(rank: int, world: int, port: int) -> tuple[tuple[int, ...], 
                 raise errors.pop()
             enter(roster)
 
-        with patch.object(members, "_enter", fail_once):
+        invitation, late = members._invitation, [1] * (rank == 2)
+
+        def seen() -> int:
+            found = invitation()
+            return found - late.pop() if late and found >= 0 else found
+
+        with (
+            patch.object(members, "_enter", fail_once),
+            patch.object(members, "_invitation", seen),
+        ):
             members.join()
         members.formed()
     members.agree()
