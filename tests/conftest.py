@@ -136,7 +136,6 @@ LONG = (
     "tests/peers/test_training.py::test_trains",
     "tests/recipes/test_cells.py",
     "tests/recipes/test_laboratory.py::test_trials_named_beside_their_recipe_are_collected_once",
-    "tests/recipes/test_rehearse.py::test_a_small_one",
     "tests/recipes/test_studies.py::test_what_won_composes",
     "tests/recipes/test_tables.py::test_every_cell_of_every_recipe_composes",
     "tests/recipes/test_tune.py::test_a_search_that_was_stopped_goes_on",
@@ -172,13 +171,18 @@ SLOW = (
     "tests/cli/test_installed.py",  # builds the wheel, and makes environments
     "tests/cli/test_mesh.py::test_every_task_in_parts",  # real models, four workers
     "tests/cli/test_mesh.py::test_killed",
+    # The plan of a large model is traced: 40 s each.
+    "tests/cli/test_plan.py::TestBeforeItIsQueued::test_what_torch_compile_may_make_fit_is_a_warning",
+    "tests/cli/test_plan.py::test_what_does_not_fit_is_refused_with_what_does[words2",
     "tests/cli/test_resume.py::test_killed_ten_times",
     "tests/cli/test_resume.py::test_told_before_there_are_workers",  # new interpreters
     "tests/cli/test_runs.py::test_compile",  # a C++ compiler's work
     "tests/cli/test_runs.py::test_signs_learn_what_adam_does",
+    "tests/cli/test_several_machines.py::test_a_machine_is_lost_and_comes_back[replica]",  # as [workers]
     "tests/engine/test_lab.py::test_a_table",  # links of its own, as root
     "tests/methods/test_replicas_of_several_workers.py::test_two_replicas_of_two_workers",
     "tests/methods/test_replicas_of_several_workers.py::test_with_what_the_loop_has",
+    "tests/recipes/test_rehearse.py::test_a_small_one",  # trains several tasks
     "tests/tasks/test_ade20k.py::test_evaluation_does_not_compile",  # torch.compile
     "tests/tasks/test_fused_experts.py",  # Triton's interpreter
     "tests/tasks/test_prepare_wikibooks.py::test_a_killed_run_goes_on",  # new interpreters
