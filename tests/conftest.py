@@ -178,7 +178,7 @@ SLOW = (
     "tests/cli/test_resume.py::test_told_before_there_are_workers",  # new interpreters
     "tests/cli/test_runs.py::test_compile",  # a C++ compiler's work
     "tests/cli/test_runs.py::test_signs_learn_what_adam_does",
-    "tests/cli/test_several_machines.py::test_a_machine_is_lost_and_comes_back[replica]",  # as [workers]
+    "tests/cli/test_several_machines.py::test_a_machine_is_lost_and_comes_back[replica]",
     "tests/engine/test_lab.py::test_a_table",  # links of its own, as root
     "tests/methods/test_replicas_of_several_workers.py::test_two_replicas_of_two_workers",
     "tests/methods/test_replicas_of_several_workers.py::test_with_what_the_loop_has",
