@@ -1,4 +1,4 @@
-"""The schemas of a run: dataclasses that check their own ranges.
+"""The schemas of a run: dataclasses that check their own limits.
 
 They need the standard library alone, so that a training loop of one's own can use them. The schemas
 of tasks and methods are `TASKS[name].Config` and `METHODS[name].Config`. `co2/app/schema.py` makes
@@ -8,51 +8,29 @@ all of them from composed YAML.
 import os
 import re
 from dataclasses import MISSING, dataclass, field, fields
-from enum import Enum, StrEnum, auto
+from enum import StrEnum, auto
 from itertools import pairwise
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar
 
-from co2.errors import require, require_count, require_number
+from co2.errors import require
 from co2.gpus import known_gpu
+from co2.limits import (
+    Amount,
+    Count,
+    Decay,
+    Inside,
+    Limited,
+    PartShare,
+    Positive,
+    Range,
+    Seconds,
+    Share,
+    Steps,
+    Whole,
+)
 
 LONGEST_NAME = 200
 """Bytes of a folder's name. File systems allow 255."""
-
-
-def typed(config: type) -> None:
-    """Have each instance of a dataclass checked for the types that its fields are annotated with,
-    before its own `__post_init__`."""
-    own = getattr(config, "__post_init__", lambda self: None)
-
-    def check(self: Any) -> None:  # Any: of the dataclass
-        hints = get_type_hints(config)
-        for one in fields(config):
-            hint, value = hints[one.name], getattr(self, one.name)
-            wanted = {get_origin(hint) or hint, *get_args(hint)} - {Union, UnionType}
-            told = " or ".join(_plain_name(kind) for kind in get_args(hint) or (hint,))
-            require(any(_is(value, kind) for kind in wanted), one.name, value, f"must be {told}")
-        own(self)
-
-    config.__post_init__ = check  # type: ignore[attr-defined]
-
-
-def _is(value: object, kind: Any) -> bool:
-    """Whether a value is of a type of an annotation; any text is one of a Literal's."""
-    if kind is Literal:
-        return isinstance(value, str)
-    if not isinstance(kind, type):
-        return False
-    if kind in (int, float) and isinstance(value, bool):
-        return False
-    return isinstance(value, (int, float) if kind is float else kind)
-
-
-def _plain_name(kind: Any) -> str:
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return " or ".join(map(str, kind))
-    plain = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
-    return plain.get(kind, "None" if kind is NoneType else str(kind))
 
 
 class Blocking(StrEnum):
@@ -66,6 +44,7 @@ class Blocking(StrEnum):
     """Nothing, because nothing is communicated: the limit of what any method can reach."""
 
 
+Patience = Annotated[float, Range(0.5, unit="seconds")]
 Precision = StrEnum("Precision", ["fp32", "bf16"])
 Schedule = StrEnum("Schedule", ["cosine", "poly", "constant", "exponential", "step"])
 Optimizer = StrEnum("Optimizer", ["sgd", "adamw", "muon"])
@@ -82,16 +61,16 @@ class Wandb(StrEnum):
 
 
 @dataclass
-class TrainConfig:
-    steps: int = 100
+class TrainConfig(Limited):
+    steps: Count = 100
     """Optimizer steps of every replica."""
-    seed: int = 0
+    seed: Annotated[int, Range(0, 2**32, below=True)] = 0
     """Seed of the initial weights, the data order and dropout."""
-    batch_size: int = 8
+    batch_size: Count = 8
     """Samples in one micro-batch of one worker."""
-    accumulate: int = 1
+    accumulate: Count = 1
     """Micro-batches of one worker whose gradients make one step; follows from `global_batch`."""
-    global_batch: int | None = None
+    global_batch: Count | None = None
     """Samples in one step of the whole run. `accumulate` follows from it and the number of workers
     (co2/train/samples.py). null: batch_size × accumulate on each worker."""
     precision: Precision = Precision.fp32
@@ -104,25 +83,13 @@ class TrainConfig:
     checkpoint_activations: bool = False
     """Whether only the inputs of the model's blocks are kept, and the backward pass computes the
     rest again: less memory for about a third more computation."""
-    clip_norm: float | None = None
+    clip_norm: Positive | None = None
     """Norm to which larger gradients are scaled down; null leaves gradients as they are."""
-    ema_decay: float | None = None
+    ema_decay: Inside | None = None
     """Decay of an exponential moving average of the weights, which is evaluated beside them
     (co2/train/average.py); null for none."""
-    eval_every: int = 100
+    eval_every: Count = 100
     """Steps between evaluations of the consensus. The last step is always evaluated."""
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulate", "eval_every"):
-            require_count(name, getattr(self, name))
-        if self.global_batch is not None:
-            require_count("global_batch", self.global_batch)
-        require(0 <= self.seed < 2**32, "seed", self.seed, "must be 0 or more, and below 2³²")
-        if self.clip_norm is not None:
-            hint = "must be above 0, or null for no clipping"
-            require_number("clip_norm", self.clip_norm, 1e-30, hint)
-        decay, hint = self.ema_decay, "must be above 0 and below 1, or null for no average"
-        require(decay is None or 0 < decay < 1, "ema_decay", decay, hint)
 
     def micro_batches(self, workers: int) -> int:
         """Micro-batches of a step on each of so many workers. With `global_batch`, the number that
@@ -133,56 +100,46 @@ class TrainConfig:
 
 
 @dataclass
-class OptimConfig:
+class OptimConfig(Limited):
     name: Optimizer = Optimizer.adamw
     """muon: Muon for the hidden matrices, AdamW for embeddings, head, convolutions, norms and
     biases (tasks/shared/optimizer.py)."""
-    lr: float = 1e-3
+    lr: Amount = 1e-3
     """Peak learning rate of the inner optimizer."""
-    weight_decay: float = 0.0
+    weight_decay: Amount = 0.0
     """Decay of matrices. Parameters of one dimension, such as biases and norms, do not decay."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Of AdamW, also of the one beside Muon."""
-    eps: float = 1e-8
+    eps: Amount = 1e-8
     """Of AdamW: what its denominator has at least."""
-    momentum: float = 0.9
+    momentum: Decay = 0.9
     """Momentum of SGD. AdamW has none, and Muon's is 0.95 in Nesterov's form, its authors'."""
     nesterov: bool = False
     """Whether SGD uses Nesterov's form of momentum."""
     schedule: Schedule = Schedule.cosine
     """cosine and poly end at min_lr_ratio; constant stays; exponential and step fall in stairs
     (co2/train/schedule.py)."""
-    power: float = 1.0
+    power: Amount = 1.0
     """Exponent of the schedule poly; 1 is a straight line."""
-    decay_rate: float = 0.99
+    decay_rate: PartShare = 0.99
     """Factor of one stair of the schedule exponential."""
-    decay_every: int | None = None
+    decay_every: Count | None = None
     """Steps of one stair of the schedule exponential, counted from the end of the warm-up; null
     with any other schedule."""
-    gamma: float = 0.1
+    gamma: PartShare = 0.1
     """Factor of one stair of the schedule step."""
     milestones: tuple[int, ...] = ()
     """Steps at which a stair of the schedule step begins, counted from 0, the warm-up included;
     empty with any other schedule."""
-    warmup_steps: int = 0
+    warmup_steps: Steps = 0
     """Steps in which the learning rate rises linearly, from lr / warmup_steps to lr."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: Share = 0.0
     """Learning rate at the end of the schedules cosine and poly, as a share of lr."""
 
     def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay", "eps", "momentum", "power", "min_lr_ratio"):
-            require_number(name, getattr(self, name), 0.0, "must be a finite number, 0 or more")
-        require(self.momentum < 1, "momentum", self.momentum, "must be at least 0 and below 1")
-        ratio = self.min_lr_ratio
-        require(ratio <= 1, "min_lr_ratio", ratio, "must be at least 0, and 1 at most")
-        require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "must be 0 or more")
+        super().__post_init__()
         hint = "needs optim.momentum above 0"
         require(not self.nesterov or self.momentum > 0, "nesterov", self.nesterov, hint)
-        good = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        require(good, "betas", list(self.betas), "must be two numbers in [0, 1)")
-        for name in ("decay_rate", "gamma"):
-            factor = getattr(self, name)
-            require(0 < factor <= 1, name, factor, "must be above 0 and at most 1")
         schedule = f"schedule={self.schedule.value}"
         if self.schedule is Schedule.exponential:
             given = "null" if self.decay_every is None else self.decay_every
@@ -202,8 +159,8 @@ class OptimConfig:
 
 
 @dataclass
-class LaunchConfig:
-    workers: int = 2
+class LaunchConfig(Limited):
+    workers: Count = 2
     """Local workers that train.py starts; null stands for one on each GPU, or 2 without GPUs. Under
     torchrun or srun, the number that those start counts."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
@@ -216,15 +173,15 @@ class LaunchConfig:
     before it is queued. A name of co2/gpus.py; null: nothing is checked."""
     elastic: bool = False
     """Whether replicas may be lost and come back while the others train on (docs/elastic.md)."""
-    min_replicas: int = 1
+    min_replicas: Count = 1
     """With fewer replicas than these an elastic run saves and waits."""
-    wait_s: float = 600.0
+    wait_s: Patience = 600.0
     """How long it waits for more, in seconds, before it ends to be started again."""
-    silent_s: float = 10.0
+    silent_s: Patience = 10.0
     """Seconds without a sign of life after which a replica counts as lost."""
-    restarts: int = 0
+    restarts: Whole = 0
     """How many lost replicas an elastic run starts again, on each machine."""
-    quorum: int | None = None
+    quorum: Count | None = None
     """How many replicas set the pace of an elastic run: one that is slower than so many others
     makes fewer steps of a round (co2/elastic/quorum.py). null: all make all."""
     store: str | None = None
@@ -237,29 +194,23 @@ class LaunchConfig:
         return host.strip("[]"), int(port)
 
     def __post_init__(self) -> None:
-        require_count("workers", self.workers)
+        super().__post_init__()
         if self.gpu is not None:
             known_gpu("gpu", self.gpu)
         hint = f"must be at most launch.workers, which is {self.workers}"
         for name, number in {"min_replicas": self.min_replicas, "quorum": self.quorum}.items():
-            if number is not None:
-                require_count(name, number)
-                require(number <= self.workers or self.store is not None, name, number, hint)
+            good = number is None or number <= self.workers or self.store is not None
+            require(good, name, number, hint)
         if self.store is not None:
             good = re.fullmatch(r".+:\d{1,5}", self.store) is not None
             require(good, "store", self.store, "must be host:port, such as node1:29400")
             hint = "only an elastic run has one; set launch.elastic=true"
             require(self.elastic, "store", self.store, hint)
-        for name in ("wait_s", "silent_s"):
-            require_number(name, getattr(self, name), 0.5, "must be half a second or more")
-        require(self.restarts >= 0, "restarts", self.restarts, "must be 0 or more")
-        hint = "must be auto, gloo or nccl"
-        require(self.backend in ("auto", "gloo", "nccl"), "backend", self.backend, hint)
 
 
 @dataclass
-class MeshConfig:
-    replica_size: int = 1
+class MeshConfig(Limited):
+    replica_size: Count = 1
     """Workers of adjacent ranks that share one replica. It must divide the number of workers."""
     strategy: Strategy = Strategy.ddp
     """What the workers of a replica share (co2/train/replica.py). ddp: gradients. zero1: also the
@@ -269,13 +220,10 @@ class MeshConfig:
     """Whether batch norm takes its statistics over the workers of a replica, which then wait for
     each other in every such layer; on GPUs only."""
 
-    def __post_init__(self) -> None:
-        require_count("replica_size", self.replica_size)
-
 
 @dataclass
-class CommConfig:
-    bucket_mb: float = 25.0
+class CommConfig(Limited):
+    bucket_mb: Annotated[float, Range(0, above=True, unit="MiB")] = 25.0
     """Largest payload of one collective, in MiB."""
     dtype: Precision = Precision.fp32
     """Type of what travels: fp32 (fp64 for fp64 parameters), or bf16, which is half the bytes."""
@@ -287,41 +235,28 @@ class CommConfig:
     time. Without it, a model that has such parameters stops with an error. Of allreduce, and of
     replicas of several workers."""
 
-    def __post_init__(self) -> None:
-        require_number("bucket_mb", self.bucket_mb, 1e-9, "must be a finite number of MiB above 0")
-
 
 @dataclass
-class CheckpointConfig:
-    every: int = 100
+class CheckpointConfig(Limited):
+    every: Steps = 100
     """Steps between checkpoints. With 0, a run saves only when a signal stops it."""
-    keep: int = 2
+    keep: Count = 2
     """How many of the newest are kept. With 2, a damaged one costs at most `every` steps."""
     model: bool = True
     """Whether the final weights are kept in model.pt, which exports and other runs read."""
-    grace_s: float = 60.0
+    grace_s: Seconds = 60.0
     """Seconds for which a run that is told to stop waits for a worker that does not answer, before
     it ends without saving. As many as pass between the signal and the loss of the machine."""
 
-    def __post_init__(self) -> None:
-        require(self.every >= 0, "every", self.every, "must be 0 or more steps")
-        require_count("keep", self.keep)
-        require_number(
-            "grace_s", self.grace_s, 0.0, "must be a finite number of seconds, 0 or more"
-        )
-
 
 @dataclass
-class LogConfig:
+class LogConfig(Limited):
     wandb: Wandb = Wandb.offline
     """Whether W&B records the run in its folder, on its server, or not at all."""
     tensorboard: bool = False
     """Whether the figures of metrics.jsonl are also written as event files of TensorBoard."""
-    every: int = 10
+    every: Count = 10
     """Steps between lines of metrics.jsonl."""
-
-    def __post_init__(self) -> None:
-        require_count("every", self.every)
 
 
 AnyPath = TypeVar("AnyPath", str, str | None)
@@ -333,26 +268,25 @@ def at_home(path: AnyPath) -> AnyPath:
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Limited):
     root: str = "data"
     """Folder of data sets and token caches, relative to the current one."""
     path: str | None = None
     """A file or folder of the user's own, in place of the task's data; null for none."""
-    workers: int = 0
+    workers: Annotated[int, Range(0, 512, unit="processes")] = 0
     """Processes per worker that load data ahead; with 0, the training process loads."""
     validation: Validation = Validation.all
     """Which validation samples an evaluation takes. report and tuning are halves without a common
     sample, the same for every seed: settings are chosen on one and reported on the other."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.root, self.path = at_home(self.root), at_home(self.path)
         require(self.root.strip() != "", "root", self.root, "must be a folder")
-        hint = "must be 0 or more processes, and at most 512"
-        require(0 <= self.workers <= 512, "workers", self.workers, hint)
 
 
 @dataclass
-class Config:
+class Config(Limited):
     """A whole run. `task_config` and `method_config` are the chosen task's and method's own."""
 
     task: str
@@ -383,6 +317,7 @@ class Config:
     """Folder of all runs. This run's is `<task>/<method>/<tag>/seed<k>` in it."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.runs, self.init_from = at_home(self.runs), at_home(self.init_from)
         plain = self.tag.strip() not in ("", ".", "..") and not set(self.tag) & set("/\\")
         good = plain and self.tag.isprintable() and len(os.fsencode(self.tag)) <= LONGEST_NAME

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
-from co2.errors import require, require_count, require_number
+from co2.errors import require
+from co2.limits import Count, Limited, Seconds
 from co2.task import Batch, Published
 from tasks.shared.evaluation import evaluating, total
 from tasks.shared.loader import load
@@ -40,27 +41,20 @@ class Toy:
     """
 
     @dataclass
-    class Config:
-        samples: int = 512
+    class Config(Limited):
+        samples: Count = 512
         """Number of samples in the training set, and in the validation set."""
-        features: int = 16
+        features: Count = 16
         """Numbers of a sample."""
-        hidden: int = 32
+        hidden: Count = 32
         """Width of the hidden layer."""
-        delay_s: float = 0.0
+        delay_s: Seconds = 0.0
         """Seconds by which the loss of each training step is delayed, for tests that kill a run."""
-        late_s: float = 0.0
+        late_s: Seconds = 0.0
         """Seconds by which each batch of the last worker is late, for tests of slow replicas."""
         ledger: str | None = None
         """A folder in which every process writes the samples of its steps, for tests of runs that
         lose replicas: a file each, with a line [draw, epoch, samples] for each step."""
-
-        def __post_init__(self) -> None:
-            for name in ("samples", "features", "hidden"):
-                require_count(name, getattr(self, name))
-            for name in ("delay_s", "late_s"):
-                hint = "must be a number of seconds, 0 or more"
-                require_number(name, getattr(self, name), 0.0, hint)
 
     unit = "samples"
     units_per_sample = 1

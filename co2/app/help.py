@@ -9,13 +9,13 @@ import re
 import shutil
 import sys
 import textwrap
-import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from co2.app.compose import Values
-from co2.app.schema import PLAIN, schema, words
+from co2.app.schema import PLAIN, schema
 from co2.config import NODES, Config
+from co2.limits import limits, words
 
 HEAD = """\
 usage: python train.py [-m] [GROUP=OPTION ...] [KEY=VALUE ...]
@@ -86,7 +86,7 @@ def help_text(
     purposes = _SECTIONS | {task: own["task"][task], method: own["method"][method]}
     for node, kind in kinds.items():
         lines += ["", _wrapped(f"{node}: {purposes[node]}", 4)]
-        lines += _keys(kind, typing.get_type_hints(kind), values[node], f"{node}.")
+        lines += _keys(kind, limits(kind), values[node], f"{node}.")
     return "\n".join(lines)
 
 

@@ -1,21 +1,19 @@
 """From composed values to a checked `Config`: the one place where names and types are judged.
 
-pydantic holds each value against the type of its field. The dataclasses check ranges, also for a
-loop of one's own.
+pydantic makes each value what the type of its field says. The dataclasses hold it against their
+limits, also for a loop of one's own (co2/limits.py).
 """
 
 import dataclasses
 import json
-import types
-import typing
 from collections.abc import Mapping
-from enum import Enum
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from co2.config import NODES, Config
 from co2.errors import ConfigError, nearest, require
+from co2.limits import limits, words
 
 RENAMED = {
     "co2_keep.kept": "co2_keep.keep_local",
@@ -25,13 +23,10 @@ RENAMED = {
 """Keys that had another name, with the one that they have now."""
 PLAIN = {
     name: hint
-    for name, hint in typing.get_type_hints(Config).items()
+    for name, hint in limits(Config).items()
     if name not in (*NODES, "task_config", "method_config")
 }
 """The keys of a run that are single values, not groups of keys, and their types."""
-
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-_COUNTS = {1: "one number", 2: "two numbers", 3: "three numbers"}
 
 
 def typed(
@@ -63,27 +58,6 @@ def schema(kind: type) -> type:
     return own
 
 
-def words(kind: object) -> str:
-    """What a field of this type takes."""
-    union = typing.get_origin(kind) in (typing.Union, types.UnionType)
-    choices = set(typing.get_args(kind) if union else (kind,))
-    null = ", or null" if types.NoneType in choices else ""
-    choices.discard(types.NoneType)
-    if len(choices) > 1:
-        return ("a number" if float in choices else "a whole number") + " or a name" + null
-    (choice,) = choices
-    if isinstance(choice, type) and issubclass(choice, Enum):
-        return f"one of {', '.join(option.value for option in choice)}{null}"
-    if typing.get_origin(choice) is typing.Literal:
-        return f"one of {', '.join(typing.get_args(choice))}{null}"
-    if typing.get_origin(choice) in (list, tuple):
-        kinds = typing.get_args(choice)
-        whole = typing.get_origin(choice) is list or ... in kinds
-        return f"a list of {'whole numbers' if whole else _COUNTS[len(kinds)]}{null}"
-    assert isinstance(choice, type)
-    return _WORDS[choice] + null
-
-
 def _require_known(values: Mapping[str, Any], nodes: Mapping[str, type]) -> None:
     """Raise `ConfigError` for the first key that no schema has."""
     known = {node: [own.name for own in dataclasses.fields(kind)] for node, kind in nodes.items()}
@@ -113,7 +87,7 @@ def _unknown(name: str, known: Mapping[str, list[str]]) -> str:
 def _node(name: str, kind: type, values: Any) -> Any:
     """A group of keys as its dataclass, which checks ranges. `Any`: of this `kind`."""
     require(isinstance(values, dict), name, _short(values), "must be a group of keys")
-    hints = typing.get_type_hints(kind)
+    hints = limits(kind)
     made = {key: _value(f"{name}.{key}", value, hints[key]) for key, value in values.items()}
     try:
         return kind(**made)

@@ -33,6 +33,7 @@ from co2.comm.flat import FlatParams
 from co2.comm.phases import OUTER_STEP, SNAPSHOT
 from co2.config import Blocking, CommDevice
 from co2.errors import require
+from co2.limits import Limited
 from co2.methods.base import Method
 
 
@@ -42,7 +43,7 @@ class ACCO(Method):
     reads_gradients = True
 
     @dataclass
-    class Config:
+    class Config(Limited):
         """Nothing to choose."""
 
     def check_settings(self) -> None:

@@ -22,6 +22,7 @@ from co2.comm.collectives import check_reduced, data_parallel, local
 from co2.comm.gradient_mean import GradientMean
 from co2.config import Blocking, CommDevice, Precision
 from co2.errors import WrongCall, require
+from co2.limits import Limited
 from co2.methods.base import Method
 
 
@@ -36,7 +37,7 @@ class AllReduce(Method):
     """Whether a forward pass went through DDP since the last step."""
 
     @dataclass
-    class Config:
+    class Config(Limited):
         """DDP has no hyper-parameters of its own."""
 
     def check_settings(self) -> None:

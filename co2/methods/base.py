@@ -35,7 +35,7 @@ from co2.comm.flat import FlatParams
 from co2.comm.meeting import Meeting
 from co2.comm.mesh import Mesh
 from co2.comm.phases import OUTER_STEP
-from co2.config import Blocking, CommConfig, OptimConfig, typed
+from co2.config import Blocking, CommConfig, OptimConfig
 from co2.errors import ConfigError, WrongCall, nearest, require
 from co2.methods.parts import saved
 from co2.methods.parts.guard import Guard, check_optimizer, wide
@@ -58,7 +58,7 @@ class MethodStats(CommTotals):
 class Method:
     """One way of keeping the replicas in step.
 
-    A subclass sets `Config`, a dataclass whose fields are documented and checked, and `blocking`;
+    A subclass sets `Config`, a `Limited` dataclass whose fields are documented, and `blocking`;
     it implements `set_up` and `update`, and names its tensors by `hold`. The order of calls, on
     every replica, is prepare, then load_state_dict or resume if a run goes on, then step as often
     as needed, then finish.
@@ -92,10 +92,6 @@ class Method:
     model: nn.Module
     optimizer: Optimizer
     mesh: Mesh
-
-    def __init_subclass__(cls) -> None:
-        if "Config" in vars(cls):
-            typed(cls.Config)
 
     def __init__(self, config: Any = None, comm: CommConfig | None = None, **settings: Any) -> None:
         # Any: each subclass has a dataclass of its own.

@@ -35,10 +35,12 @@ from co2.comm.flat import FlatParams
 from co2.comm.phases import SNAPSHOT
 from co2.config import Blocking, CommDevice, Precision
 from co2.errors import require
+from co2.limits import Amount, Decay, Positive
 from co2.methods.base import ELASTIC
-from co2.methods.parts.local import LocalMethod, check_blocking_share, check_outer, check_tau
-from co2.methods.parts.outer import GapPenalty, Momentum, check_clip, check_gap_penalty
+from co2.methods.parts.local import LocalMethod
+from co2.methods.parts.outer import GapKind, GapPenalty, Momentum
 from co2.methods.parts.outer_shard import OuterShard, ShardChunk
+from co2.methods.parts.rounds import LateRounds, Tau
 
 
 class CO2(LocalMethod):
@@ -46,36 +48,27 @@ class CO2(LocalMethod):
     may_change = frozenset({"tau", "outer_momentum", "clip", "clip_mode", "blocking_share"})
 
     @dataclass
-    class Config:
-        tau: int | str = 12
+    class Config(LateRounds):
+        tau: Tau = 12
         """Inner steps of a round; auto: chosen by measurement (auto_tau.py). The paper tries 1, 3,
         6, 12, 24, …, 192."""
-        outer_lr: float = 1.0
+        outer_lr: Amount = 1.0
         """α, the outer learning rate."""
-        outer_momentum: float = 0.2
+        outer_momentum: Decay = 0.2
         """β, the outer momentum. The paper does not say. GPT-2 at smoke scale (τ = 12, one seed)
         did worse with 0.5."""
-        gap_penalty: str | float = "gap_aware_steady"
+        gap_penalty: GapKind | Positive = "gap_aware_steady"
         """Λ: gap_aware_steady (ours), gap_aware (after the paper), gap_aware_elementwise, none, or
         a constant."""
-        clip: float | None = None
+        clip: Amount | None = None
         """φ, the bound of the outer momentum; null for none."""
         clip_mode: Literal["value", "norm"] = "value"
         """value: every element to [−φ, φ]; norm: the whole vector to norm φ."""
-        blocking_share: float = 0.0
-        """Share of the training whose rounds wait for their means. The paper: 0."""
         shard: bool = False
         """Anchor and momentum are sharded over the G replicas: 1 + 2/G model copies, not 3."""
         average_moments: bool = False
         """Whether the inner Adam's moments are averaged too (parts/moments.py): three times the
         bytes and four more copies."""
-
-        def __post_init__(self) -> None:
-            check_tau(self.tau)
-            check_outer(self.outer_lr, self.outer_momentum)
-            check_gap_penalty(self.gap_penalty)
-            check_clip(self.clip, self.clip_mode)
-            check_blocking_share(self.blocking_share)
 
     def check_settings(self) -> None:
         if self.config.shard:

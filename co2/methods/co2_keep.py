@@ -28,10 +28,12 @@ import torch
 from torch import Tensor
 
 from co2.config import Blocking
-from co2.errors import require, require_number
+from co2.errors import require
+from co2.limits import Amount, Decay, Share, Steps
 from co2.methods.base import synchronizing
 from co2.methods.parts.auto_tau import AUTO
-from co2.methods.parts.local import LocalMethod, check_blocking_share, check_share, check_tau
+from co2.methods.parts.local import LocalMethod
+from co2.methods.parts.rounds import LateRounds
 
 
 class CO2Keep(LocalMethod):
@@ -39,36 +41,26 @@ class CO2Keep(LocalMethod):
     may_change = frozenset({"tau", "keep_local", "outer_momentum", "blocking_share"})
 
     @dataclass
-    class Config:
-        tau: int | str = 12
-        """Inner steps of a round; auto: chosen by measurement (auto_tau.py)."""
-        delay: int | None = None
+    class Config(LateRounds):
+        delay: Steps | None = None
         """Inner steps that a collective may take without anybody waiting, at most τ; null: τ."""
-        keep_local: float = 0.5
+        keep_local: Share = 0.5
         """κ: the share of the progress made while the mean was under way that is kept."""
-        outer_momentum: float = 0.9
+        outer_momentum: Decay = 0.9
         """β, the outer momentum."""
-        momentum_weight: float = 0.0
+        momentum_weight: Amount = 0.0
         """w, the weight of the means' momentum; with 0 there is none, which saves a copy of the
         model."""
-        blocking_share: float = 0.0
-        """Share of the training whose rounds wait for their means, with a delay of 0."""
         average_moments: bool = False
         """Whether the inner Adam's moments are averaged too (parts/moments.py): three times the
         bytes and four more copies."""
 
         def __post_init__(self) -> None:
-            check_tau(self.tau)
+            super().__post_init__()
             if self.delay is not None:
                 require(self.tau != AUTO, "delay", self.delay, "must be null with tau=auto")
-                whole = isinstance(self.delay, int) and not isinstance(self.delay, bool)
-                hint = f"must be a whole number of steps, at most tau, which is {self.tau}; or null"
-                require(whole and 0 <= self.delay <= int(self.tau), "delay", self.delay, hint)
-            require(0 <= self.keep_local <= 1, "keep_local", self.keep_local, "must lie in [0, 1]")
-            check_share("outer_momentum", self.outer_momentum)
-            check_blocking_share(self.blocking_share)
-            hint = "must be a finite number, 0 or more"
-            require_number("momentum_weight", self.momentum_weight, 0.0, hint)
+                hint = f"must be at most tau, which is {self.tau}; or null"
+                require(self.delay <= int(self.tau), "delay", self.delay, hint)
 
     def init_outer_state(self) -> None:
         # The round's progress counts from here.

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from co2.comm.flat import Chunk
 from co2.config import Blocking
-from co2.errors import require_number
-from co2.methods.parts.local import BlockingMethod, check_comm_share, check_outer, check_tau
+from co2.limits import Amount, Decay, Positive
+from co2.methods.parts.local import BlockingMethod
+from co2.methods.parts.rounds import Tau, WaitingRounds
 
 
 class CO2Released(BlockingMethod):
@@ -35,23 +36,15 @@ class CO2Released(BlockingMethod):
     may_change = frozenset({"tau", "outer_lr", "outer_momentum", "gap_penalty", "comm_share"})
 
     @dataclass
-    class Config:
-        tau: int | str = 48
+    class Config(WaitingRounds):
+        tau: Tau = 48
         """Inner steps of a round; auto: chosen by measurement (auto_tau.py). The code: 48."""
-        outer_lr: float = 1.0
+        outer_lr: Amount = 1.0
         """α, the outer learning rate. The code: 1."""
-        outer_momentum: float = 0.5
+        outer_momentum: Decay = 0.5
         """β, the outer momentum. The code: 0.5; its example: 0.2."""
-        gap_penalty: float = 1.0
+        gap_penalty: Positive = 1.0
         """Λ. The code: 1."""
-        comm_share: float = 0.1
-        """With τ = auto: the largest share of a round's time that communication may take."""
-
-        def __post_init__(self) -> None:
-            check_tau(self.tau)
-            check_comm_share(self.comm_share)
-            check_outer(self.outer_lr, self.outer_momentum)
-            require_number("gap_penalty", self.gap_penalty, 1e-12, "must be a number above 0")
 
     def init_outer_state(self) -> None:
         super().init_outer_state()

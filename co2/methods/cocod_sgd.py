@@ -17,7 +17,8 @@ Deviation: the pseudo-gradient −p travels, as in every method here.
 from dataclasses import dataclass
 
 from co2.config import Blocking
-from co2.methods.parts.local import LocalMethod, check_blocking_share, check_tau
+from co2.methods.parts.local import LocalMethod
+from co2.methods.parts.rounds import LateRounds
 
 
 class CoCoDSGD(LocalMethod):
@@ -25,15 +26,8 @@ class CoCoDSGD(LocalMethod):
     may_change = frozenset({"tau", "blocking_share"})
 
     @dataclass
-    class Config:
-        tau: int | str = 12
-        """Inner steps of a round; auto: chosen by measurement (auto_tau.py)."""
-        blocking_share: float = 0.0
-        """Share of the training whose rounds wait for their means. The paper: 0."""
-
-        def __post_init__(self) -> None:
-            check_tau(self.tau)
-            check_blocking_share(self.blocking_share)
+    class Config(LateRounds):
+        """Rounds are all that it has."""
 
     def init_outer_state(self) -> None:
         self.round_start = self.hold("start", self.flat.copy())

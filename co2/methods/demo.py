@@ -22,6 +22,7 @@ Chosen here:
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import nn
@@ -30,7 +31,8 @@ from torch.optim import SGD
 from co2.comm.flat import FlatParams
 from co2.comm.waves import WIDEST, WaveMean
 from co2.config import Blocking, CommDevice, OptimConfig, Optimizer, Precision
-from co2.errors import require, require_count
+from co2.errors import require
+from co2.limits import Count, Decay, Limited, Range
 from co2.methods.base import Method, synchronizing
 
 
@@ -42,20 +44,14 @@ class DeMo(Method):
     may_change = frozenset({"decay", "top_k"})
 
     @dataclass
-    class Config:
-        decay: float = 0.999
+    class Config(Limited):
+        decay: Decay = 0.999
         """β: the share of the momentum that is left after a step. The authors' public code:
         0.999."""
-        top_k: int = 32
+        top_k: Count = 32
         """k: coefficients that are sent of each block. The authors' public code: 32."""
-        block: int = 64
+        block: Annotated[int, Range(1, WIDEST)] = 64
         """Rows and columns that a block has at most. The authors' public code: 64."""
-
-        def __post_init__(self) -> None:
-            require(0 <= self.decay < 1, "decay", self.decay, "must lie in [0, 1)")
-            require_count("top_k", self.top_k)
-            require_count("block", self.block)
-            require(self.block <= WIDEST, "block", self.block, f"must be at most {WIDEST}")
 
     def check_settings(self) -> None:
         dtype, device = self.comm.dtype, self.comm.device

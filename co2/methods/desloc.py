@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from co2.config import Blocking
-from co2.errors import require_count
+from co2.limits import Count, Limited
 from co2.methods.base import synchronizing
 from co2.methods.local_sgd import LocalSGD
 from co2.methods.parts.moments import Moment, refused, require_adam
@@ -32,17 +32,13 @@ class DESLOC(LocalSGD):
     may_change = frozenset({"tau", "first_moment_every", "second_moment_every"})
 
     @dataclass
-    class Config:
-        tau: int = 12
+    class Config(Limited):
+        tau: Count = 12
         """K_x: steps between two means of the weights."""
-        first_moment_every: int = 36
+        first_moment_every: Count = 36
         """K_u: steps between two means of m. The paper: 3 K_x."""
-        second_moment_every: int = 72
+        second_moment_every: Count = 72
         """K_v: steps between two means of v. The paper: 6 K_x."""
-
-        def __post_init__(self) -> None:
-            for name in ("tau", "first_moment_every", "second_moment_every"):
-                require_count(name, getattr(self, name))
 
     def refusals(self) -> dict[str, str]:
         return {**super().refusals(), **refused()}

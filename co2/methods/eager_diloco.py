@@ -25,9 +25,11 @@ import torch
 
 from co2.comm.flat import Chunk
 from co2.config import Blocking
+from co2.limits import Amount, Decay
 from co2.methods.base import QUORUM
-from co2.methods.parts.local import LocalMethod, check_blocking_share, check_outer, check_tau
+from co2.methods.parts.local import LocalMethod
 from co2.methods.parts.outer import nesterov
+from co2.methods.parts.rounds import LateRounds
 
 
 class EagerDiLoCo(LocalMethod):
@@ -36,20 +38,11 @@ class EagerDiLoCo(LocalMethod):
     may_change = frozenset({"tau", "outer_lr", "outer_momentum", "blocking_share"})
 
     @dataclass
-    class Config:
-        tau: int | str = 12
-        """Inner steps of a round; auto: chosen by measurement (auto_tau.py)."""
-        outer_lr: float = 0.7
+    class Config(LateRounds):
+        outer_lr: Amount = 0.7
         """α, the outer learning rate."""
-        outer_momentum: float = 0.9
+        outer_momentum: Decay = 0.9
         """β, the outer momentum."""
-        blocking_share: float = 0.0
-        """Share of the training whose rounds wait for their means. The paper: 0."""
-
-        def __post_init__(self) -> None:
-            check_tau(self.tau)
-            check_blocking_share(self.blocking_share)
-            check_outer(self.outer_lr, self.outer_momentum)
 
     def refusals(self) -> dict[str, str]:
         own = {QUORUM: "adds its own part with a share of 1/G before the others' are known"}

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from co2.comm.flat import Chunk
 from co2.config import Blocking
-from co2.methods.parts.local import BlockingMethod, check_comm_share, check_tau, check_tau_power
+from co2.methods.parts.local import BlockingMethod
+from co2.methods.parts.rounds import UnequalRounds
 
 
 class LocalSGD(BlockingMethod):
@@ -23,18 +24,8 @@ class LocalSGD(BlockingMethod):
     may_change = frozenset({"tau", "comm_share", "tau_power"})
 
     @dataclass
-    class Config:
-        tau: int | str = 12
-        """Inner steps of a round; auto: chosen by measurement (auto_tau.py)."""
-        tau_power: float = 0.0
-        """p: rounds of (γ_max/γ_t)^p steps, τ on the average (rounds.py); 0: all of τ steps."""
-        comm_share: float = 0.1
-        """With τ = auto: the largest share of a round's time that communication may take."""
-
-        def __post_init__(self) -> None:
-            check_tau(self.tau)
-            check_tau_power(self.tau_power, self.tau)
-            check_comm_share(self.comm_share)
+    class Config(UnequalRounds):
+        """Rounds are all that it has."""
 
     def outer_step(self, chunk: Chunk, x: Tensor, d: Tensor) -> None:
         x.sub_(d)

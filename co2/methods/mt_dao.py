@@ -35,7 +35,8 @@ import torch
 
 from co2.comm.collectives import local
 from co2.config import Blocking
-from co2.errors import require, require_count, require_number
+from co2.errors import require
+from co2.limits import Count, Decay, Limited, Share
 from co2.methods.desloc import DESLOC
 from co2.methods.parts.moments import LateMoments
 
@@ -46,27 +47,22 @@ class MTDAO(DESLOC):
     may_change = DESLOC.may_change | {"slow_weight"}
 
     @dataclass
-    class Config:
-        tau: int = 12
+    class Config(Limited):
+        tau: Count = 12
         """K_x: steps between two means of the weights. The paper: 32."""
-        slow_beta: float = 0.995
+        slow_beta: Decay = 0.995
         """β: the share of the momentum that a step keeps, in place of AdamW's first beta."""
-        slow_weight: float = 0.7
+        slow_weight: Share = 0.7
         """ω: the momentum's weight in a step; the gradient has the rest."""
-        first_moment_every: int = 12
+        first_moment_every: Count = 12
         """K_u: steps between two means of the momentum. The paper: K_x."""
-        second_moment_every: int = 12
+        second_moment_every: Count = 12
         """K_v: steps between two means of v. The paper: K_x."""
         late_momentum: bool = False
         """Whether the mean of the momentum travels during the next round."""
 
         def __post_init__(self) -> None:
-            for name in ("tau", "first_moment_every", "second_moment_every"):
-                require_count(name, getattr(self, name))
-            require_number("slow_beta", self.slow_beta, 0.0, "must be a number in [0, 1)")
-            require(self.slow_beta < 1, "slow_beta", self.slow_beta, "must be a number in [0, 1)")
-            weight = self.slow_weight
-            require(0 <= weight <= 1, "slow_weight", weight, "must lie in [0, 1]")
+            super().__post_init__()
             whole = not self.late_momentum or self.first_moment_every % self.tau == 0
             hint = f"must be a multiple of tau, which is {self.tau}, with late_momentum=true"
             require(whole, "first_moment_every", self.first_moment_every, hint)

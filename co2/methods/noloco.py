@@ -29,8 +29,10 @@ import torch
 from co2.comm.pairs import PairMean
 from co2.config import Blocking, Precision
 from co2.errors import require
+from co2.limits import Amount, Decay
 from co2.methods.base import ELASTIC, QUORUM
-from co2.methods.parts.local import LocalMethod, check_comm_share, check_outer, check_tau
+from co2.methods.parts.local import LocalMethod
+from co2.methods.parts.rounds import Tau, WaitingRounds
 
 
 class NoLoCo(LocalMethod):
@@ -38,27 +40,23 @@ class NoLoCo(LocalMethod):
     may_change = frozenset({"tau", "outer_lr", "outer_momentum", "pull", "comm_share"})
 
     @dataclass
-    class Config:
-        tau: int | str = 12
+    class Config(WaitingRounds):
+        tau: Tau = 12
         """Inner steps of a round; auto: chosen by measurement (auto_tau.py). The authors' public
         code: 50 and 100."""
-        outer_lr: float = 0.7
+        outer_lr: Amount = 0.7
         """α, the outer learning rate. The authors' public code: 0.7."""
-        outer_momentum: float = 0.5
+        outer_momentum: Decay = 0.5
         """β, the outer momentum. The authors' public code: 0.5."""
-        pull: float = 0.7
+        pull: Amount = 0.7
         """γ, how strongly a pair's outer weights are pulled together; below 2 (1 − β²). The
         authors' public code: 0.7."""
-        comm_share: float = 0.1
-        """With τ = auto: the largest share of a round's time that communication may take."""
 
         def __post_init__(self) -> None:
-            check_tau(self.tau)
-            check_comm_share(self.comm_share)
-            check_outer(self.outer_lr, self.outer_momentum)
+            super().__post_init__()
             bound = 2 * (1 - self.outer_momentum**2)
-            hint = f"must be at least 0 and below 2 (1 − outer_momentum²), which is {bound:.3g}"
-            require(0 <= self.pull < bound, "pull", self.pull, hint)
+            hint = f"must be below 2 (1 − outer_momentum²), which is {bound:.3g}"
+            require(self.pull < bound, "pull", self.pull, hint)
 
     def check_settings(self) -> None:
         wire, hint = self.comm.dtype, "must be fp32 with noloco, which sends weights"

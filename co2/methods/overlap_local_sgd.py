@@ -23,7 +23,9 @@ from torch import Tensor
 
 from co2.comm.flat import Chunk
 from co2.config import Blocking
-from co2.methods.parts.local import LocalMethod, check_blocking_share, check_share, check_tau
+from co2.limits import Decay
+from co2.methods.parts.local import LocalMethod
+from co2.methods.parts.rounds import LateRounds
 
 
 class OverlapLocalSGD(LocalMethod):
@@ -31,21 +33,11 @@ class OverlapLocalSGD(LocalMethod):
     may_change = frozenset({"tau", "outer_momentum", "blocking_share"})
 
     @dataclass
-    class Config:
-        tau: int | str = 12
-        """Inner steps of a round; auto: chosen by measurement (auto_tau.py)."""
-        pull: float = 0.6
+    class Config(LateRounds):
+        pull: Decay = 0.6
         """a, how far a replica is pulled to the anchor after a round. The paper: 0.6."""
-        outer_momentum: float = 0.7
+        outer_momentum: Decay = 0.7
         """β, the outer momentum. The paper: 0.7."""
-        blocking_share: float = 0.0
-        """Share of the training whose rounds wait for their means. The paper: 0."""
-
-        def __post_init__(self) -> None:
-            check_tau(self.tau)
-            check_blocking_share(self.blocking_share)
-            check_share("pull", self.pull)
-            check_share("outer_momentum", self.outer_momentum)
 
     def init_outer_state(self) -> None:
         self.anchor = self.hold("anchor", self.flat.copy(), replicated=True)

@@ -17,13 +17,9 @@ from torch import Tensor
 
 from co2.comm.flat import Chunk
 from co2.config import Blocking
-from co2.methods.parts.local import (
-    BlockingMethod,
-    check_comm_share,
-    check_outer,
-    check_tau,
-    check_tau_power,
-)
+from co2.limits import Amount, Decay
+from co2.methods.parts.local import BlockingMethod
+from co2.methods.parts.rounds import Tau, UnequalRounds
 
 
 class SlowMo(BlockingMethod):
@@ -31,24 +27,14 @@ class SlowMo(BlockingMethod):
     may_change = frozenset({"tau", "outer_lr", "outer_momentum", "comm_share", "tau_power"})
 
     @dataclass
-    class Config:
-        tau: int | str = 12
+    class Config(UnequalRounds):
+        tau: Tau = 12
         """Inner steps of a round; auto: chosen by measurement (auto_tau.py). The paper: 12 on
         CIFAR-10 and 48 on ImageNet."""
-        outer_lr: float = 1.0
+        outer_lr: Amount = 1.0
         """α, the outer learning rate. The paper: 1."""
-        outer_momentum: float = 0.5
+        outer_momentum: Decay = 0.5
         """β, the outer momentum. The paper: 0.4 to 0.8."""
-        tau_power: float = 0.0
-        """p: rounds of (γ_max/γ_t)^p steps, τ on the average (rounds.py); 0: all of τ steps."""
-        comm_share: float = 0.1
-        """With τ = auto: the largest share of a round's time that communication may take."""
-
-        def __post_init__(self) -> None:
-            check_tau(self.tau)
-            check_tau_power(self.tau_power, self.tau)
-            check_comm_share(self.comm_share)
-            check_outer(self.outer_lr, self.outer_momentum)
 
     def init_outer_state(self) -> None:
         super().init_outer_state()

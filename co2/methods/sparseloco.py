@@ -30,9 +30,11 @@ from torch import Tensor
 from co2.comm.flat import Chunk
 from co2.comm.sparse import SparseMean
 from co2.config import Blocking, Precision
-from co2.errors import require, require_number
+from co2.errors import require
+from co2.limits import Amount, PartShare, Share
 from co2.methods.base import ELASTIC
-from co2.methods.parts.local import BlockingMethod, check_comm_share, check_tau
+from co2.methods.parts.local import BlockingMethod
+from co2.methods.parts.rounds import Tau, WaitingRounds
 
 
 class SparseLoCo(BlockingMethod):
@@ -40,28 +42,17 @@ class SparseLoCo(BlockingMethod):
     may_change = frozenset({"tau", "density", "outer_lr", "error_decay", "comm_share"})
 
     @dataclass
-    class Config:
-        tau: int | str = 12
+    class Config(WaitingRounds):
+        tau: Tau = 12
         """Inner steps of a round; auto: chosen by measurement (auto_tau.py). The authors' public
         code: 30."""
-        density: float = 0.02
+        density: PartShare = 0.02
         """Share of each chunk that a replica sends. The paper: 0.01 to 0.03."""
-        outer_lr: float = 1.0
+        outer_lr: Amount = 1.0
         """α, the outer learning rate."""
-        error_decay: float = 0.95
+        error_decay: Share = 0.95
         """β, the share of the error that is left after a round. The authors' public code:
         0.95."""
-        comm_share: float = 0.1
-        """With τ = auto: the largest share of a round's time that communication may take."""
-
-        def __post_init__(self) -> None:
-            check_tau(self.tau)
-            check_comm_share(self.comm_share)
-            require(0 < self.density <= 1, "density", self.density, "must be above 0, at most 1")
-            hint = "must be a finite number, 0 or more"
-            require_number("outer_lr", self.outer_lr, 0.0, hint)
-            decay = self.error_decay
-            require(0 <= decay <= 1, "error_decay", decay, "must lie in [0, 1]")
 
     def check_settings(self) -> None:
         wire, hint = self.comm.dtype, "must be fp32 with sparseloco, which sends less already"

@@ -30,6 +30,7 @@ from co2.comm.background import BackgroundMean
 from co2.comm.flat import FlatParams
 from co2.config import Blocking, CommDevice, Precision
 from co2.errors import require
+from co2.limits import Limited, PartShare, Steps
 from co2.methods.base import Method, synchronizing
 
 
@@ -39,18 +40,12 @@ class SPARTA(Method):
     saved_values = (*Method.saved_values, "drawn_at")
 
     @dataclass
-    class Config:
-        share: float = 0.005
+    class Config(Limited):
+        share: PartShare = 0.005
         """p, the share of the elements that travel at a time. The authors' public code: 0.005."""
-        delay: int = 0
+        delay: Steps = 0
         """Inner steps that a mean may take without anybody waiting. From 1 on this is also the
         number of steps from one exchange to the next."""
-
-        def __post_init__(self) -> None:
-            require(0 < self.share <= 1, "share", self.share, "must be above 0, at most 1")
-            whole = isinstance(self.delay, int) and not isinstance(self.delay, bool)
-            hint = "must be a whole number of steps, 0 or more"
-            require(whole and self.delay >= 0, "delay", self.delay, hint)
 
     def check_settings(self) -> None:
         wire, hint = self.comm.dtype, "must be fp32 with sparta, which sends weights"

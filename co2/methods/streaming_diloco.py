@@ -40,9 +40,9 @@ from co2.comm.compress import BITS
 from co2.comm.exchange import CompressedMean
 from co2.comm.flat import FlatParams
 from co2.config import Blocking, Precision
-from co2.errors import require, require_count
+from co2.errors import require
+from co2.limits import Amount, Count, Decay, Limited, Share, Steps
 from co2.methods.base import ELASTIC, QUORUM, Method, synchronizing
-from co2.methods.parts.local import check_outer
 from co2.methods.parts.outer import nesterov
 
 
@@ -51,34 +51,28 @@ class StreamingDiLoCo(Method):
     may_change = frozenset({"mixing", "outer_lr", "outer_momentum"})
 
     @dataclass
-    class Config:
-        tau: int = 12
+    class Config(Limited):
+        tau: Count = 12
         """Inner steps between two syncs of the same fragment. The paper: 30 to 100."""
-        fragments: int = 2
+        fragments: Count = 2
         """P, at most τ and at most the number of layers. The paper: 3 layers in each fragment."""
-        delay: int = 1
+        delay: Steps = 1
         """Inner steps that a collective may take without anybody waiting; below τ."""
-        mixing: float = 0.5
+        mixing: Share = 0.5
         """Share of the local weights in the weights after a sync. The paper: 0.5."""
         exchange: Literal["full", "int8", "int4"] = "full"
         """How differences travel: full, or quantized to int8 or int4, with error feedback."""
-        outer_lr: float = 0.7
+        outer_lr: Amount = 0.7
         """α, the outer learning rate."""
-        outer_momentum: float = 0.9
+        outer_momentum: Decay = 0.9
         """β, the outer momentum."""
 
         def __post_init__(self) -> None:
-            require_count("tau", self.tau)
-            require_count("fragments", self.fragments)
+            super().__post_init__()
             hint = f"must be at most tau, which is {self.tau}"
             require(self.fragments <= self.tau, "fragments", self.fragments, hint)
-            hint = f"must be a whole number of steps, 0 or more and below tau, which is {self.tau}"
-            whole = isinstance(self.delay, int) and not isinstance(self.delay, bool)
-            require(whole and 0 <= self.delay < self.tau, "delay", self.delay, hint)
-            require(0 <= self.mixing <= 1, "mixing", self.mixing, "must lie in [0, 1]")
-            known = ("full", "int8", "int4")
-            require(self.exchange in known, "exchange", self.exchange, "must be full, int8 or int4")
-            check_outer(self.outer_lr, self.outer_momentum)
+            hint = f"must be below tau, which is {self.tau}"
+            require(self.delay < self.tau, "delay", self.delay, hint)
 
     def check_settings(self) -> None:
         wire, kind = self.comm.dtype, self.config.exchange

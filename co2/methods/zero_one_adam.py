@@ -39,7 +39,7 @@ import torch
 from torch import nn
 
 from co2.config import Blocking
-from co2.errors import require_count
+from co2.limits import Count
 from co2.methods.parts.compressed import CompressedAdam, CompressedAdamConfig
 
 
@@ -51,20 +51,13 @@ class ZeroOneAdam(CompressedAdam):
         """The paper freezes v at the end of the learning rate's warm-up, and from then on the
         interval of T_u may grow."""
 
-        kappa: int = 16
+        kappa: Count = 16
         """κ: the number of refreshes of v after which their interval doubles. The paper: 16."""
-        double_every: int | None = None
+        double_every: Count | None = None
         """Steps after which the interval of T_u doubles, once v is frozen; null: it doubles when
         the learning rate has halved, as in the paper."""
-        max_interval: int = 16
+        max_interval: Count = 16
         """Longest interval of T_u. The paper: 16."""
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            for name in ("kappa", "max_interval"):
-                require_count(name, getattr(self, name))
-            if self.double_every is not None:
-                require_count("double_every", self.double_every)
 
     def set_up(self) -> nn.Module:
         model = super().set_up()

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from co2.errors import require, require_count
-from co2.methods.parts.local import check_outer
+from co2.errors import require
+from co2.limits import Amount, Count, Decay, Limited
 from co2.peers.base import Peer
 
 
@@ -25,17 +25,16 @@ class FairscaleSlowMo(Peer):
     package = "fairscale"
 
     @dataclass
-    class Config:
-        tau: int = 12
+    class Config(Limited):
+        tau: Count = 12
         """Inner steps of a round: `slowmo_frequency` and `localsgd_frequency`."""
-        outer_lr: float = 1.0
+        outer_lr: Amount = 1.0
         """α, the outer learning rate: `slowmo_lr`."""
-        outer_momentum: float = 0.5
+        outer_momentum: Decay = 0.5
         """β, the outer momentum: `slowmo_momentum`."""
 
         def __post_init__(self) -> None:
-            require_count("tau", self.tau)
-            check_outer(self.outer_lr, self.outer_momentum)
+            super().__post_init__()
             hint = "must be above 0 with outer_lr=1: FairScale turns SlowMo off"
             on = self.outer_lr != 1 or self.outer_momentum > 0
             require(on, "outer_momentum", self.outer_momentum, hint)

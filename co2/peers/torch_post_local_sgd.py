@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from co2.errors import require_count
+from co2.limits import Count, Limited
 from co2.peers.base import Peer
 
 
@@ -21,12 +21,9 @@ class TorchPostLocalSGD(Peer):
     extra_copies = 1.0  # the flat vector, while the parameters that it replaces exist too
 
     @dataclass
-    class Config:
-        tau: int = 12
+    class Config(Limited):
+        tau: Count = 12
         """Inner steps of a round: PeriodicModelAverager's `period`."""
-
-        def __post_init__(self) -> None:
-            require_count("tau", self.tau)
 
     def set_up(self) -> nn.Module:
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from co2.errors import require_count
-from co2.methods.parts.local import check_outer
+from co2.limits import Amount, Count, Decay, Limited
 from co2.peers.base import Peer
 
 _LIMIT = timedelta(minutes=30)
@@ -36,17 +35,13 @@ class TorchftDiLoCo(Peer):
     """Start, outer momentum; while it synchronizes: pseudo-gradient, the round's end."""
 
     @dataclass
-    class Config:
-        tau: int = 12
+    class Config(Limited):
+        tau: Count = 12
         """Inner steps of a round: `sync_every`. The paper: 500."""
-        outer_lr: float = 0.7
+        outer_lr: Amount = 0.7
         """α, the outer learning rate. The paper: 0.7."""
-        outer_momentum: float = 0.9
+        outer_momentum: Decay = 0.9
         """β, the outer momentum, Nesterov's. The paper: 0.9."""
-
-        def __post_init__(self) -> None:
-            require_count("tau", self.tau)
-            check_outer(self.outer_lr, self.outer_momentum)
 
     def set_up(self) -> nn.Module:
         os.environ.setdefault("RUST_LOG", "error")  # else it prints a dozen lines a round

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig, at_home
 from co2.config import Optimizer as OptimizerName
-from co2.errors import ConfigError, require, require_count
+from co2.errors import ConfigError, require
+from co2.limits import Count, Decay, Limited, Positive, Range
 from co2.program import python
 from co2.task import Batch, Published
 from tasks.ade20k import pairs, scenes
@@ -44,6 +45,10 @@ AUXILIARY = 0.4
 """Weight of the auxiliary head's loss, as in mmsegmentation and transformers."""
 
 
+Side = Annotated[int, Range(32, unit="pixels")]
+"""Not less than the stride of the backbone."""
+
+
 class Source(Enum):
     scenes = "scenes"
     ade20k = "ade20k"
@@ -57,7 +62,7 @@ class ADE20K:
     """
 
     @dataclass
-    class Config:
+    class Config(Limited):
         source: Source = Source.scenes
         """scenes: generated. ade20k: `data.root`/ADEChallengeData2016, see tasks.prepare.
         Where data.path=FOLDER (laid out like ADE20K) is given, it replaces either."""
@@ -65,33 +70,25 @@ class ADE20K:
         """tiny, or the name of a model of timm whose feature maps have four sizes."""
         weights: str | None = None
         """File with a state dict of timm for the backbone, .pth or .safetensors; null: random."""
-        hidden: int = 32
+        hidden: Count = 32
         """Channels of UperNet's head; the auxiliary head has half as many."""
-        dropout: float = 0.0
+        dropout: Decay = 0.0
         """Probability that a channel is dropped before the classes of either head."""
-        crop: int = 32
+        crop: Side = 32
         """Side of the square training views, in pixels."""
-        short_side: int = 32
+        short_side: Side = 32
         """Shorter side of a training image at scale 1 and of a validation image, in pixels."""
-        scales: tuple[float, float] = (0.5, 2.0)
+        scales: tuple[Positive, Positive] = (0.5, 2.0)
         """Smallest and largest scale of a training image."""
-        eval_samples: int | None = None
+        eval_samples: Count | None = None
         """Number of validation images in one evaluation, spread evenly; null takes all."""
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             self.weights = at_home(self.weights)
-            require_count("hidden", self.hidden)
-            if self.eval_samples is not None:
-                require_count("eval_samples", self.eval_samples)
-            for name in ("crop", "short_side"):
-                require_count(name, getattr(self, name))
-                hint = "must be 32 or more, the stride of the backbone"
-                require(getattr(self, name) >= 32, name, getattr(self, name), hint)
-            hint = "must be 0 or more and below 1"
-            require(0 <= self.dropout < 1, "dropout", self.dropout, hint)
             low, high = self.scales
             hint = "must be two numbers above 0, the smaller first"
-            require(0 < low <= high < float("inf"), "scales", list(self.scales), hint)
+            require(low <= high, "scales", list(self.scales), hint)
 
     unit = "samples"
     units_per_sample = 1

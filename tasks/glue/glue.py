@@ -96,7 +96,7 @@ class GLUE:
         name: Name = Name.topic
         """topic, adjoin: made of the text, see tasks/glue/passages.py. Others: GLUE's, see
         tasks.prepare."""
-        length: int | None = None
+        length: Count | None = None
         """Tokens of a sample, <s>, </s> and <pad> included; longer texts are cut. null stands for
         `context`."""
 
@@ -104,9 +104,9 @@ class GLUE:
             super().__post_init__()
             hint = "must be 8 or more: two pieces of text and four special tokens"
             require(self.context >= 8, "context", self.context, hint)
-            if self.length is not None:
-                hint = f"must be a whole number from 8 to the context, {self.context}, or null"
-                require(8 <= self.length <= self.context, "length", self.length, hint)
+            good = self.length is None or 8 <= self.length <= self.context
+            hint = f"must be a whole number from 8 to the context, {self.context}, or null"
+            require(good, "length", self.length, hint)
 
     unit = "samples"
     units_per_sample = 1

@@ -14,6 +14,7 @@ from enum import Enum
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -24,7 +25,8 @@ from torch.optim import Optimizer
 from co2.comm.mesh import Mesh
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.copies import Copies
-from co2.errors import ConfigError, require, require_count, require_number
+from co2.errors import ConfigError, require
+from co2.limits import Amount, Count, Decay, Limited, Range
 from co2.program import python
 from co2.task import Batch, Published, ReadTotals
 from tasks.graph import calls, ginex
@@ -82,59 +84,47 @@ class Graph:
     """The task `graph`."""
 
     @dataclass
-    class Config:
+    class Config(Limited):
         dataset: DatasetName = DatasetName["calls"]
         """calls: functions of sympy. generated: of any size. Others: see tasks.prepare."""
         model: Network = Network.sage
         """GraphSAGE or GAT."""
-        hidden: int = 128
+        hidden: Count = 128
         """Width of the hidden layers; of all heads together for gat."""
-        heads: int = 4
+        heads: Count = 4
         """Attention heads of gat."""
-        fanout: list[int] = field(default_factory=lambda: [10, 10])
+        fanout: list[Count] = field(default_factory=lambda: [10, 10])
         """Most neighbours of a node in each layer, that next to the features first."""
-        dropout: float = 0.3
+        dropout: Decay = 0.3
         """Rate of dropout between the layers."""
-        eval_samples: int | None = None
+        eval_samples: Count | None = None
         """Validation nodes of one evaluation; null takes all."""
         store: StoreName = StoreName.memory
         """Where features come from: tasks/graph/stores.py."""
-        host_mb: float = 64.0
+        host_mb: Amount = 64.0
         """MiB of features that a worker keeps in memory (ginex, partition, diskgnn)."""
-        device_mb: float = 0.0
+        device_mb: Amount = 0.0
         """MiB of features that it keeps where it trains (diskgnn)."""
-        plan: int = 256
+        plan: Count = 256
         """Batches that a worker samples at once ahead of training (ginex, diskgnn)."""
-        segment: int = 8
+        segment: Annotated[int, Range(1, LONGEST_SEGMENT)] = 8
         """Batches that share rows on disk (diskgnn)."""
-        blow_up: float = 4.0
+        blow_up: Amount = 4.0
         """Most bytes of a worker's packed features on disk, over those of all features
         (diskgnn)."""
-        parts: int = 16
+        parts: Count = 16
         """Parts of the graph, of which as many as host_mb holds are there at once (partition)."""
-        ahead: int = 2
+        ahead: Annotated[int, Range(0, unit="batches")] = 2
         """Batches that are loaded ahead of their use, on the device that trains."""
-        threads: int = 8
+        threads: Count = 8
         """That read from disk at the same time."""
 
         def __post_init__(self) -> None:
-            for name in ("hidden", "heads", "plan", "segment", "parts", "threads"):
-                require_count(name, getattr(self, name))
-            good = len(self.fanout) > 0 and all(most >= 1 for most in self.fanout)
-            hint = "must be whole numbers from 1, one for each layer"
-            require(good, "fanout", list(self.fanout), hint)
-            require(0 <= self.dropout < 1, "dropout", self.dropout, "must be 0 or more and below 1")
+            super().__post_init__()
+            require(bool(self.fanout), "fanout", self.fanout, "must have a number for each layer")
             hint = f"must divide hidden={self.hidden}"
             divided = self.model is not Network.gat or self.hidden % self.heads == 0
             require(divided, "heads", self.heads, hint)
-            hint = f"must be at most {LONGEST_SEGMENT}"
-            require(self.segment <= LONGEST_SEGMENT, "segment", self.segment, hint)
-            for name in ("host_mb", "device_mb", "blow_up"):
-                hint = "must be a finite number, 0 or more"
-                require_number(name, getattr(self, name), 0, hint)
-            require(self.ahead >= 0, "ahead", self.ahead, "must be 0 or more batches")
-            if self.eval_samples is not None:
-                require_count("eval_samples", self.eval_samples)
 
     unit = "samples"
     units_per_sample = 1

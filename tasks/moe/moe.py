@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from co2.comm.clocks import ExchangeTotals
 from co2.config import Precision, Strategy
-from co2.errors import require, require_count, require_number
+from co2.errors import require
+from co2.limits import Amount, Count, Decay, Positive
 from co2.task import Batch
 from tasks.moe.experts import NOT_DIVIDED, Exchange, Experts, Kernel
 from tasks.shared.optimizer import make_optimizer
@@ -56,24 +57,24 @@ class MoE(CausalText):
     class Config(CausalText.Config):
         size: Size = Size["smoke"]
         """Size of GPT-2 and number of experts; smoke is a small one for a laptop."""
-        active: int = 2
+        active: Count = 2
         """Experts of a token."""
-        capacity: float | None = None
+        capacity: Positive | None = None
         """An expert takes at most this many times its even share of a batch, and tokens beyond that
         pass it by; null: all of them."""
         shared: bool = False
         """Whether one more expert sees every token."""
-        balance_weight: float = 0.01
+        balance_weight: Amount = 0.01
         """Weight of the loss that balances the experts, in every layer."""
-        z_weight: float = 0.001
+        z_weight: Amount = 0.001
         """Weight of the loss that keeps the gate's logits small."""
         exchange: Exchange = Exchange.tiled
         """How tokens travel to experts of other workers (mesh.strategy=ep)."""
-        tile: int = 256
+        tile: Count = 256
         """Rows from one worker to another in a tile."""
         kernel: Kernel = Kernel.loop
         """How a worker that has all experts computes them (docs/large-models.md)."""
-        dropout: float = 0.0
+        dropout: Decay = 0.0
         """Rate of dropout in embeddings, attention and residuals."""
 
         @property
@@ -84,18 +85,10 @@ class MoE(CausalText):
         def __post_init__(self) -> None:
             super().__post_init__()
             experts = self.num_experts
-            require_count("active", self.active)
-            require_count("tile", self.tile)
             hint = "must be 2 or more, or null: every second block has experts"
             require(self.layers is None or self.layers >= 2, "layers", self.layers, hint)
             hint = f"must not be above the {experts} experts of size={self.size.value}"
             require(self.active <= experts, "active", self.active, hint)
-            if self.capacity is not None:
-                require_number("capacity", self.capacity, 1e-9, "must be a finite number above 0")
-            for key in ("balance_weight", "z_weight"):
-                require_number(key, getattr(self, key), 0, "must be a finite number, 0 or more")
-            hint = "must be 0 or more and below 1"
-            require(0 <= self.dropout < 1, "dropout", self.dropout, hint)
 
     name = "moe"
 

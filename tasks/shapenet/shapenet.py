@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig, at_home
-from co2.errors import require, require_count, require_number
+from co2.errors import require
+from co2.limits import Count, Decay, Inside, Limited
 from co2.program import python
 from co2.task import Batch, Published
 from tasks.shapenet.clouds import (
@@ -80,7 +81,7 @@ class ShapeNet:
     """The task `shapenet`. A sample is a cloud of `points` points."""
 
     @dataclass
-    class Config:
+    class Config(Limited):
         objective: Objective = Objective.reconstruction
         """reconstruction: pretraining, evaluated by a linear SVM on the features. classification:
         cross-entropy on the categories, from random weights."""
@@ -89,38 +90,32 @@ class ShapeNet:
         shapes: Shapes = Shapes.solids
         """solids: generated, of ten kinds. shapenet55: see tasks.prepare. Where data.path=FOLDER
         (laid out like ShapeNet-55) is given, it replaces either."""
-        points: int = 256
+        points: Count = 256
         """Points of each cloud, drawn anew in every epoch."""
-        groups: int = 16
+        groups: Count = 16
         """Patches of one cloud."""
-        group_size: int = 32
+        group_size: Count = 32
         """Points of one patch."""
-        mask_ratio: float = 0.6
+        mask_ratio: Inside = 0.6
         """Share of the patches that are hidden, rounded down to whole patches."""
-        drop_path: float = 0.0
+        drop_path: Decay = 0.0
         """Rate of stochastic depth in the last block; it grows linearly from 0 in the first."""
-        eval_samples: int | None = None
+        eval_samples: Count | None = None
         """Number of test clouds in one evaluation, spread evenly; null takes all."""
-        svm_samples: int | None = None
+        svm_samples: Count | None = None
         """Number of training clouds that the SVM is fitted to, spread evenly; null takes all."""
         modelnet40: str | None = None
         """Folder of ModelNet40 (tasks/shapenet/modelnet40.py), on which a second SVM is fitted and
         tested in every evaluation, as in papers; null for none."""
 
         def __post_init__(self) -> None:
-            for name in ("points", "groups", "group_size"):
-                require_count(name, getattr(self, name))
+            super().__post_init__()
             for name in ("groups", "group_size"):
                 most = f"must be at most points={self.points}"
                 require(getattr(self, name) <= self.points, name, getattr(self, name), most)
-            hidden = int(self.mask_ratio * self.groups) if 0 < self.mask_ratio < 1 else 0
+            hidden = int(self.mask_ratio * self.groups)
             hint = f"must hide at least 1 of the {self.groups} groups, and not all"
             require(1 <= hidden < self.groups, "mask_ratio", self.mask_ratio, hint)
-            require_number("drop_path", self.drop_path, 0.0, "must be 0 or more and below 1")
-            require(self.drop_path < 1, "drop_path", self.drop_path, "must be below 1")
-            for name in ("eval_samples", "svm_samples"):
-                if getattr(self, name) is not None:
-                    require_count(name, getattr(self, name))
             self.modelnet40 = at_home(self.modelnet40)
             hint = "judges features; set objective to reconstruction"
             judged = self.objective is Objective.reconstruction or self.modelnet40 is None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
-from co2.errors import require, require_count
+from co2.limits import Count, Limited, Range
 from co2.task import Batch, Package, Published
 from tasks.shared.evaluation import evaluating, total
 from tasks.shared.loader import load
@@ -55,27 +55,19 @@ class CausalText:
     subclass adds the model."""
 
     @dataclass
-    class Config:
-        context: int = 128
+    class Config(Limited):
+        context: Count = 128
         """Tokens that the model reads at once."""
-        vocab_size: int = 4096
+        vocab_size: Annotated[int, Range(257, 1_000_000)] = 4096
         """Size of the vocabulary that is learned from the text. That of openwebtext is of its
         tokenizer, by default GPT-2's 50257."""
         corpus: CorpusName = CorpusName.embedded
         """embedded: Python source that every installation has. openwebtext: see tasks.prepare.
         Where data.path=FILE_OR_FOLDER is given, it replaces either."""
-        layers: int | None = None
+        layers: Count | None = None
         """Blocks of the model, in place of those that its size has."""
-        eval_samples: int | None = None
+        eval_samples: Count | None = None
         """Number of validation windows in one evaluation, spread evenly; null takes all."""
-
-        def __post_init__(self) -> None:
-            require_count("context", self.context)
-            hint = "must be a whole number from 257 (256 bytes and the separator) to 1000000"
-            require(257 <= self.vocab_size <= 1_000_000, "vocab_size", self.vocab_size, hint)
-            for name in ("layers", "eval_samples"):
-                if getattr(self, name) is not None:
-                    require_count(name, getattr(self, name))
 
         def cut(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
             """A size's layers, heads and width, with as many layers as this model has."""

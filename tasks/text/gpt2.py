@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from co2.errors import require
 from co2.task import Package
 from tasks.shared.randomness import initial_std, seeded
 from tasks.text.attention import full_windows
@@ -60,13 +59,8 @@ class GPT2(CausalText):
     class Config(CausalText.Config):
         size: Size = Size.smoke
         """small to xl are GPT-2's; tiny and smoke are small ones for a laptop."""
-        dropout: float = 0.0
+        dropout: Decay = 0.0
         """Rate of dropout in embeddings, attention and residuals."""
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            hint = "must be 0 or more and below 1"
-            require(0 <= self.dropout < 1, "dropout", self.dropout, hint)
 
     name = "gpt2"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import count
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
-from co2.errors import ConfigError, require, require_count
+from co2.errors import ConfigError, require
+from co2.limits import Count, Decay, Limited, PartShare, Range, Share
 from co2.task import Batch, Package, Published
 from tasks.shared.evaluation import evaluating, total
 from tasks.shared.loader import load
@@ -85,14 +86,14 @@ SHAPES = {
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Limited):
     """What roberta and glue share."""
 
     size: Size = Size.smoke
     """base and large are RoBERTa's; smoke is a small one for a laptop."""
-    context: int = 32
+    context: Annotated[int, Range(4)] = 32
     """Tokens that the model reads at once, <s> and </s> included."""
-    vocab_size: int = 512
+    vocab_size: Annotated[int, Range(257, 1_000_000)] = 512
     """Size of the vocabulary that is learned from the text. That of wikibooks is of its
     tokenizer, by default RoBERTa's 50265."""
     corpus: CorpusName = CorpusName.embedded
@@ -101,23 +102,12 @@ class ModelConfig:
     pre_norm: bool = False
     """Whether layers are normalized where they begin, as Wettig et al. do, and not where they
     end."""
-    dropout: float = 0.0
+    dropout: Decay = 0.0
     """Rate of dropout in embeddings, attention and residuals."""
-    layers: int | None = None
+    layers: Count | None = None
     """Blocks of the model, in place of those that its size has."""
-    eval_samples: int | None = None
+    eval_samples: Count | None = None
     """Number of validation windows in one evaluation, spread evenly; null takes all."""
-
-    def __post_init__(self) -> None:
-        hint = "must be a whole number, 4 or more: <s>, </s> and text between them"
-        require(self.context >= 4, "context", self.context, hint)
-        hint = "must be a whole number from 257 (256 bytes and the separator) to 1000000"
-        require(257 <= self.vocab_size <= 1_000_000, "vocab_size", self.vocab_size, hint)
-        hint = "must be 0 or more and below 1"
-        require(0 <= self.dropout < 1, "dropout", self.dropout, hint)
-        for name in ("layers", "eval_samples"):
-            if getattr(self, name) is not None:
-                require_count(name, getattr(self, name))
 
 
 class MaskedLM(nn.Module):
@@ -149,23 +139,18 @@ class RoBERTa:
 
     @dataclass
     class Config(ModelConfig):
-        mask_share: float = 0.15
+        mask_share: PartShare = 0.15
         """Share of a window's tokens that are predicted."""
-        mask_masked: float = 0.8
+        mask_masked: Share = 0.8
         """Share of these that <mask> replaces."""
-        mask_random: float = 0.1
+        mask_random: Share = 0.1
         """Share of these that a random token replaces. The others are left as they are."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            hint = "must be above 0 and at most 1"
-            require(0 < self.mask_share <= 1, "mask_share", self.mask_share, hint)
-            hint = "must be from 0 to 1"
-            require(0 <= self.mask_masked <= 1, "mask_masked", self.mask_masked, hint)
             rest = 1 - self.mask_masked
-            hint = f"must be from 0 to what mask_masked={self.mask_masked} leaves, {rest:.4g}"
-            fits = 0 <= self.mask_random <= rest + 1e-9
-            require(fits, "mask_random", self.mask_random, hint)
+            hint = f"must be at most what mask_masked={self.mask_masked} leaves, {rest:.4g}"
+            require(self.mask_random <= rest + 1e-9, "mask_random", self.mask_random, hint)
 
     unit = "tokens"
 

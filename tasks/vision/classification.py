@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
-from co2.errors import ConfigError, require, require_count
+from co2.errors import ConfigError, require
+from co2.limits import Count, Decay, Limited, PartShare
 from co2.program import python
 from co2.task import Batch, Package, Published
 from tasks.shared.evaluation import evaluating, share, total
@@ -58,35 +59,28 @@ class Classification:
     """
 
     @dataclass
-    class Config:
+    class Config(Limited):
         dataset: DatasetName = DatasetName.mnist
         """mnist: 5000 digits of it. imagenet: ImageNet-1K in data.root, see tasks.prepare.
         Where data.path=FOLDER, with train/<class>/ and val/<class>/, is given, it replaces
         either."""
-        image_size: int = 28
+        image_size: Count = 28
         """Side of the square images that the model reads, in pixels."""
-        eval_resize: int = 28
+        eval_resize: Count = 28
         """Length of the shorter side in evaluation, before the centre is cropped, in pixels."""
-        crop: float = 0.08
+        crop: PartShare = 0.08
         """Smallest share of an image that a training crop covers; with 1 it covers (nearly) all."""
         flip: bool = True
         """Whether half of the training crops are mirrored, left to right."""
-        label_smoothing: float = 0.0
+        label_smoothing: Decay = 0.0
         """Share of the target that is spread evenly over all classes."""
-        eval_samples: int | None = None
+        eval_samples: Count | None = None
         """Number of validation images in one evaluation, spread evenly; null takes all."""
 
         def __post_init__(self) -> None:
-            for name in ("image_size", "eval_resize"):
-                require_count(name, getattr(self, name))
-            if self.eval_samples is not None:
-                require_count("eval_samples", self.eval_samples)
+            super().__post_init__()
             hint = f"must be at least image_size, which is {self.image_size}"
             require(self.eval_resize >= self.image_size, "eval_resize", self.eval_resize, hint)
-            require(0 < self.crop <= 1, "crop", self.crop, "must be above 0 and at most 1")
-            hint = "must be 0 or more and below 1"
-            smooth = self.label_smoothing
-            require(0 <= smooth < 1, "label_smoothing", smooth, hint)
 
     name: str
     """Name of the task and of its node in the configuration."""

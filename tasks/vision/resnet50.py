@@ -8,6 +8,7 @@ classifier from N(0, 0.01²), as in Goyal et al. (2017).
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 from torch import nn
 
@@ -37,12 +38,8 @@ class ResNet50(Classification):
         size: Size = Size.smoke
         """smoke: four basic blocks of 24 to 192 channels, 0.7 M parameters. full: the published
         network of this depth."""
-        depth: int = 50
+        depth: Literal[18, 50] = 50
         """Layers of size=full: 18 or 50. The smoke network stands for both."""
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            require(self.depth in DEPTHS, "depth", self.depth, "must be 18 or 50")
 
     name = "resnet50"
 

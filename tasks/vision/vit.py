@@ -6,11 +6,13 @@ weights are random at the start, and training is as in DeiT (Touvron et al., 202
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Annotated
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from co2.errors import require, require_count, require_number
+from co2.errors import require
+from co2.limits import Amount, Count, Decay, Range, Share
 from tasks.shared.optimizer import make_optimizer
 from tasks.shared.randomness import generator, seeded
 from tasks.vision.classification import Classification
@@ -38,31 +40,22 @@ class ViT(Classification):
     class Config(Classification.Config):
         size: Size = Size.smoke
         """small is DeiT-S, base is ViT-B/16; smoke is a small one for a laptop."""
-        repeats: int = 1
+        repeats: Count = 1
         """How often an epoch takes a sample, each time augmented anew; with N it takes a N-th of
         all samples, so its number of steps is the same (repeated augmentation)."""
-        rand_augment: int = 0
+        rand_augment: Annotated[int, Range(0, 10)] = 0
         """Mean magnitude of RandAugment's two operations, from 1 to 10; 0 for none."""
-        random_erasing: float = 0.0
+        random_erasing: Share = 0.0
         """Probability that noise replaces a rectangle of a training image."""
-        mixup: float = 0.0
+        mixup: Amount = 0.0
         """Parameter of mixup's Beta distribution; 0 for none."""
-        cutmix: float = 0.0
+        cutmix: Amount = 0.0
         """Parameter of CutMix's Beta distribution; 0 for none. With both, each batch draws one."""
-        drop_path: float = 0.0
+        drop_path: Decay = 0.0
         """Probability that a sample skips the last layer; it grows linearly from 0 at the first."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            require_count("repeats", self.repeats)
-            hint = "must be a whole number from 0 to 10"
-            require(0 <= self.rand_augment <= 10, "rand_augment", self.rand_augment, hint)
-            erased = self.random_erasing
-            require(0 <= erased <= 1, "random_erasing", erased, "must be from 0 to 1")
-            for name in ("mixup", "cutmix"):
-                require_number(name, getattr(self, name), 0.0, "must be a finite number, 0 or more")
-            hint = "must be 0 or more and below 1"
-            require(0 <= self.drop_path < 1, "drop_path", self.drop_path, hint)
             patch = SHAPES[self.size][0]
             hint = f"must be a multiple of {patch}, the patches of size={self.size.name}"
             require(self.image_size % patch == 0, "image_size", self.image_size, hint)

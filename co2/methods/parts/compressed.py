@@ -19,7 +19,8 @@ from co2.comm.exchange import CompressedMean
 from co2.comm.flat import Chunk, FlatParams, chunk_numel
 from co2.config import CommDevice, OptimConfig, Precision
 from co2.config import Optimizer as OptimizerName
-from co2.errors import require, require_count, require_number
+from co2.errors import require
+from co2.limits import Amount, Count, Limited
 from co2.methods.base import Method
 
 _SAMPLE = 1 << 16
@@ -39,20 +40,15 @@ class Compress(Enum):
 
 
 @dataclass
-class CompressedAdamConfig:
-    freeze_step: int = 100
+class CompressedAdamConfig(Limited):
+    freeze_step: Count = 100
     """Steps after which v stands still. Too early, v is not what it will be
     (recipes/signs/zero_one_training.py)."""
     compress: Compress = Compress.momentum
     """Whose signs travel: the momentum's, as in the papers, or the update's."""
-    mask_below: float = 0.01
+    mask_below: Amount = 0.01
     """Elements whose v lies below this share of their tensor's median v take no part in compressed
     exchanges of momentum."""
-
-    def __post_init__(self) -> None:
-        require_count("freeze_step", self.freeze_step)
-        hint = "must be a share, 0 or more"
-        require_number("mask_below", self.mask_below, 0.0, hint)
 
 
 class CompressedAdam(Method):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from co2.comm.background import BackgroundMean
 from co2.comm.flat import Chunk, FlatParams
 from co2.config import Blocking
-from co2.errors import require, require_number
+from co2.errors import require
 from co2.methods.base import ELASTIC, QUORUM, Method, synchronizing
 from co2.methods.parts.auto_tau import AUTO, AutoTau
 from co2.methods.parts.moments import LateMoments, Moments, refused
@@ -208,36 +208,3 @@ class BlockingMethod(LocalMethod):
             x = chunk.of(self.anchor)
             self.outer_step(chunk, x, chunk.of(mean))
             chunk.write(x)
-
-
-def check_tau(tau: int | str) -> None:
-    """Raise `ConfigError` unless τ is a whole number of 1 or more, or auto."""
-    whole = isinstance(tau, int) and not isinstance(tau, bool) and tau >= 1
-    require(whole or tau == AUTO, "tau", tau, "must be a whole number, 1 or more, or auto")
-
-
-def check_tau_power(power: float, tau: int | str) -> None:
-    """Raise `ConfigError` unless p ≥ 0 is finite, and 0 where τ is chosen by measurement."""
-    require_number("tau_power", power, 0.0, "must be a finite number, 0 or more")
-    require(power == 0 or tau != AUTO, "tau_power", power, "must be 0 with tau=auto")
-
-
-def check_comm_share(share: float) -> None:
-    """Raise `ConfigError` unless 0 < share < 1."""
-    require(0 < share < 1, "comm_share", share, "must be above 0 and below 1")
-
-
-def check_blocking_share(share: float) -> None:
-    """Raise `ConfigError` unless 0 ≤ share ≤ 1."""
-    require(0 <= share <= 1, "blocking_share", share, "must be at least 0 and at most 1")
-
-
-def check_outer(outer_lr: float, outer_momentum: float) -> None:
-    """Raise `ConfigError` unless α ≥ 0 is finite and 0 ≤ β < 1."""
-    require_number("outer_lr", outer_lr, 0.0, "must be a finite number, 0 or more")
-    check_share("outer_momentum", outer_momentum)
-
-
-def check_share(key: str, value: float) -> None:
-    """Raise `ConfigError` unless the value lies in [0, 1)."""
-    require(0 <= value < 1, key, value, "must be at least 0 and below 1")

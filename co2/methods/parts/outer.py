@@ -5,17 +5,16 @@ size. Figures stay on the device as scalars, so that the host never waits for a 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from co2.comm.flat import FlatParams
 from co2.comm.reproducible import row_norms, squared_norm
-from co2.errors import require, require_number
 from co2.methods.parts.outer_shard import OuterShard
 
-_KINDS = ("gap_aware", "gap_aware_steady", "gap_aware_elementwise", "none")
+GapKind = Literal["gap_aware", "gap_aware_steady", "gap_aware_elementwise", "none"]
 
 
 class GapPenalty:
@@ -187,19 +186,3 @@ def nesterov(x: Tensor, v: Tensor, d: Tensor, outer_lr: float, outer_momentum: f
     """Do one step of SGD with Nesterov momentum, in place: v ← β v + d; x ← x − α (d + β v)."""
     v.mul_(outer_momentum).add_(d)
     x.sub_(d, alpha=outer_lr).sub_(v, alpha=outer_lr * outer_momentum)
-
-
-def check_gap_penalty(value: str | float) -> None:
-    """Raise `ConfigError` unless the value is a kind of gap penalty or a number above 0."""
-    hint = f"must be one of {', '.join(_KINDS)}, or a number above 0"
-    if isinstance(value, str):
-        require(value in _KINDS, "gap_penalty", value, hint)
-    else:
-        require_number("gap_penalty", value, 1e-12, hint)
-
-
-def check_clip(clip: float | None, clip_mode: str) -> None:
-    """Raise `ConfigError` unless φ ≥ 0 or None and the mode is known."""
-    if clip is not None:
-        require_number("clip", clip, 0.0, "must be a number, 0 or more, or null for none")
-    require(clip_mode in ("value", "norm"), "clip_mode", clip_mode, "must be value or norm")

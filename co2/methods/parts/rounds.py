@@ -1,4 +1,6 @@
-"""Rounds of unequal length: short ones at a high learning rate, long ones at a low one.
+"""Rounds: the settings that methods with rounds have in common, and rounds of unequal length.
+
+These are short at a high learning rate, and long at a low one:
 
     τ_t ∝ (γ_max/γ_t)^p         `tau_power`; as many rounds in all as of τ steps each
 
@@ -9,9 +11,49 @@ is kept, so that both ways cost the same bytes. In a warm-up the rate that it le
 
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
+from co2.errors import require
+from co2.limits import Amount, Count, Inside, Limited, Share
+from co2.methods.parts.auto_tau import AUTO
+
+Tau = Count | Literal["auto"]
 _ROUNDING = 1e-12
+
+
+@dataclass
+class Rounds(Limited):
+    tau: Tau = 12
+    """Inner steps of a round; auto: chosen by measurement (auto_tau.py)."""
+
+
+@dataclass
+class LateRounds(Rounds):
+    """Of a method whose means arrive during the next round."""
+
+    blocking_share: Share = 0.0
+    """Share of the training whose rounds wait for their means. The papers: 0."""
+
+
+@dataclass
+class WaitingRounds(Rounds):
+    """Of a method that waits for each mean."""
+
+    comm_share: Inside = 0.1
+    """With τ = auto: the largest share of a round's time that communication may take."""
+
+
+@dataclass
+class UnequalRounds(WaitingRounds):
+    tau_power: Amount = 0.0
+    """p: rounds of (γ_max/γ_t)^p steps, τ on the average (rounds.py); 0: all of τ steps."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        good = self.tau_power == 0 or self.tau != AUTO
+        require(good, "tau_power", self.tau_power, "must be 0 with tau=auto")
 
 
 def round_ends(rate: Callable[[int], float], total_steps: int, tau: int, power: float) -> list[int]:
