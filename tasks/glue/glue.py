@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError, require
+from co2.limits import Count
 from co2.program import python
 from co2.task import Batch, Package, Published
 from tasks.glue import passages

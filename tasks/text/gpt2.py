@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from co2.limits import Decay
 from co2.task import Package
 from tasks.shared.randomness import initial_std, seeded
 from tasks.text.attention import full_windows
