@@ -15,7 +15,7 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from co2.errors import require
+from co2.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,9 @@ class Limited:
     def __post_init__(self) -> None:
         for name, hint in limits(type(self)).items():
             value = getattr(self, name)
-            require(fits(value, hint), name, value, f"must be {words(hint)}")
+            if not fits(value, hint):
+                shown = list(value) if isinstance(value, tuple) else value
+                raise ConfigError(name, shown, f"must be {words(hint)}")
 
 
 def limits(config: type) -> dict[str, Any]:
@@ -128,7 +130,7 @@ def _words(kind: Any, among: Range | None) -> str:
         if get_origin(kind) is list or ... in args:
             return f"a list of {words(args[0]).removeprefix('a ').replace('number', 'numbers', 1)}"
         (_, among), *_ = choices(args[0])
-        return _COUNTS[len(args)] + (f", {among}" if among else "")
+        return f"a list of {_COUNTS[len(args)]}" + (f", {among}" if among else "")
     if among is None:
         return _KINDS[kind]
     name = "a finite number" if kind is float and among.high == math.inf else _KINDS[kind]

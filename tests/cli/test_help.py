@@ -72,10 +72,10 @@ def test_values_are_those_of_this_choice(text: str) -> None:
     for line in (
         "launch.backend=auto  (one of auto, gloo, nccl)",
         "vit.size=base  (one of smoke, small, base)",
-        "log.every=7  (a whole number)\n      Steps between lines of metrics.jsonl.\n",
-        "zero_one_adam.double_every=null  (a whole number, or null)",
-        "zero_one_adam.mask_below=0.01  (a number)",
-        "optim.betas=[0.9, 0.999]  (a list of two numbers)",
+        "log.every=7  (a whole number, 1 or more)\n      Steps between lines of metrics.jsonl.\n",
+        "zero_one_adam.double_every=null  (a whole number, 1 or more, or null)",
+        "zero_one_adam.mask_below=0.01  (a finite number, 0 or more)",
+        "optim.betas=[0.9, 0.999]  (a list of two numbers, 0 or more and below 1)",
         "train.compile=true  (true or false)",
         "data.path=null  (a text, or null)",
     ):
