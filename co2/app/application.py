@@ -38,7 +38,7 @@ from co2.app.schema import typed
 from co2.app.tuned import with_tuned
 from co2.config import Config, Resume, Validation
 from co2.elastic import launcher
-from co2.errors import DIVERGED, STOPPED, ConfigError, from_outside, require, unusable
+from co2.errors import DIVERGED, STOPPED, ConfigError, from_outside, unusable
 from co2.record import tensorboard
 from co2.record.console import Outcome, closing_table, sweep_table
 from co2.record.folder import check_data, check_folder, read_summary, run_folder, tag_from
@@ -79,7 +79,6 @@ class App:
         values = of_the_choice(values, (*self.tasks, *methods), overrides)
         values, named_by = with_tuned(self.conf, values, overrides)
         config = typed(_with_workers(values), methods, self.tasks)
-        methods[config.method].check(config.optim)
         world = launch.world_size(config.launch)
         if values.get("tag") is None:
             tag = tag_from(named_by, world, values["launch"]["workers"], config.method)
@@ -91,9 +90,9 @@ class App:
             tensorboard.check(config)
         peers.check(config, world, here.type)
         method = peers.make_method(config)
-        inner = config.optim.name.value
-        reason = method.refusals().get(f"optim.name={inner}")
-        require(reason is None, "optim.name", inner, f"method={config.method}: {reason}")
+        method.refuse("optim.name", config.optim.name.value)
+        if config.optim.momentum > 0:
+            method.refuse("optim.momentum", config.optim.momentum)
         replica.check(config, world, method, torch.device("cuda") if planned else here)
         launcher.check(config, method, launch.identity() is not None)
         task = self.make_task(config)

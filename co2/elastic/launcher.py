@@ -26,7 +26,7 @@ from co2.elastic.members import Expelled, Members, StoreLost, ThreadFailed, Unre
 from co2.elastic.replicas import Replicas
 from co2.elastic.store import FINAL, OwnStore, SharedStore
 from co2.errors import PREEMPTED, exit_at_once, from_outside, require
-from co2.methods.base import ELASTIC, QUORUM, Method
+from co2.methods.base import QUORUM, Method
 
 _LOOK_S = 0.5
 _END_S = 10.0
@@ -73,10 +73,7 @@ def check(config: Config, method: Method, started: bool) -> None:
         require(quorum is None, "launch.quorum", quorum, hint)
         return
     if quorum is not None:
-        reason = method.refusals().get(QUORUM)
-        require(
-            reason is None, "launch.quorum", quorum, f"method={config.method}: {reason}; use null"
-        )
+        method.refuse(QUORUM, quorum)
         hint = "a replica of several workers makes all its steps; use null"
         require(size == 1, "launch.quorum", quorum, hint)
     replicas, needed = config.launch.workers // size, config.launch.min_replicas
@@ -84,8 +81,7 @@ def check(config: Config, method: Method, started: bool) -> None:
     enough = needed <= replicas or config.launch.store is not None
     require(enough, "launch.min_replicas", needed, hint)
     key, value = "launch.elastic", "true"
-    reason = method.refusals().get(ELASTIC)
-    require(reason is None, key, value, f"method={config.method}: {reason}; use false")
+    method.refuse(key, value)
     hint = "train.py starts the workers of an elastic run itself; start it without torchrun or srun"
     require(not started, key, value, hint)
 

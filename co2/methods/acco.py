@@ -31,10 +31,10 @@ from torch.profiler import record_function
 from co2.comm.collectives import local
 from co2.comm.flat import FlatParams
 from co2.comm.phases import OUTER_STEP, SNAPSHOT
-from co2.config import Blocking, CommDevice
+from co2.config import Blocking
 from co2.errors import require
 from co2.limits import Limited
-from co2.methods.base import Method
+from co2.methods.base import HOST, Method
 
 
 class ACCO(Method):
@@ -46,15 +46,14 @@ class ACCO(Method):
     class Config(Limited):
         """Nothing to choose."""
 
-    def check_settings(self) -> None:
-        device = self.comm.device
-        hint = "acco updates the model at every step, where it is; use auto"
-        require(device is CommDevice.auto, "comm.device", device.name, hint)
-
     def refusals(self) -> dict[str, str]:
         zero1 = "it takes back a step of the inner optimizer, whose state must be here; use ddp"
-        muon = "it steps parameter by parameter, and muon group by group; use adamw or sgd"
-        return {**super().refusals(), "mesh.strategy=zero1": zero1, "optim.name=muon": muon}
+        return {
+            **super().refusals(),
+            "mesh.strategy=zero1": zero1,
+            "optim.name=muon": "steps parameter by parameter, muon by groups; use adamw or sgd",
+            HOST: "updates the model at every step, where it is; use auto",
+        }
 
     def set_up(self) -> nn.Module:
         # Its schedule reads the state of an inner step, of which the first two calls make none.

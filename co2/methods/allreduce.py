@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from co2.comm.clocks import CommTotals
 from co2.comm.collectives import check_reduced, data_parallel, local
 from co2.comm.gradient_mean import GradientMean
-from co2.config import Blocking, CommDevice, Precision
-from co2.errors import WrongCall, require
+from co2.config import Blocking, Precision
+from co2.errors import WrongCall
 from co2.limits import Limited
-from co2.methods.base import Method
+from co2.methods.base import HOST, Method
 
 
 class AllReduce(Method):
@@ -40,11 +40,9 @@ class AllReduce(Method):
     class Config(Limited):
         """DDP has no hyper-parameters of its own."""
 
-    def check_settings(self) -> None:
-        hint = (
-            "allreduce keeps no copies of the model, and DDP averages where gradients are; use auto"
-        )
-        require(self.comm.device is CommDevice.auto, "comm.device", self.comm.device.name, hint)
+    def refusals(self) -> dict[str, str]:
+        host = "keeps no copies of the model, and DDP averages where gradients are; use auto"
+        return {**super().refusals(), HOST: host}
 
     def set_up(self) -> nn.Module:
         self.ddp: DistributedDataParallel | None = None

@@ -35,7 +35,7 @@ from co2.comm.flat import FlatParams
 from co2.comm.meeting import Meeting
 from co2.comm.mesh import Mesh
 from co2.comm.phases import OUTER_STEP
-from co2.config import Blocking, CommConfig, OptimConfig
+from co2.config import Blocking, CommConfig
 from co2.errors import ConfigError, WrongCall, nearest, require
 from co2.methods.parts import saved
 from co2.methods.parts.guard import Guard, check_optimizer, wide
@@ -44,7 +44,9 @@ Schedule = Callable[[int], float]
 """The index of a step, from 0 → the largest learning rate of the inner optimizer in that step."""
 _PLAIN = (bool, int, float, str, tuple)
 ELASTIC, QUORUM = "launch.elastic=true", "launch.quorum"
-"""What `Method.refusals` calls replicas that come and go, and unequal numbers of steps."""
+BF16, HOST = "comm.dtype=bf16", "comm.device=cpu"
+"""Keys of `Method.refusals`: elastic runs, unequal numbers of steps, rounding on the wire, and
+copies of the model in the host's memory."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ class Method:
         self._unsaved: list[str] = []
         self._guard: Guard | None = None
         self._scaler: GradScaler | None = None
-        self.check_settings()
+        for key, value in (("dtype", self.comm.dtype), ("device", self.comm.device)):
+            self.refuse(f"comm.{key}", value.value)
 
     def _configured(self, config: Any, settings: dict[str, Any]) -> Any:
         kind, name = self.Config, type(self).__name__
@@ -128,21 +131,22 @@ class Method:
         require(good, "config", config, hint)
         return kind(**settings) if config is None else config
 
-    def check_settings(self) -> None:
-        """Raise `ConfigError` where `config` and `comm` do not go together."""
-
     def refusals(self) -> dict[str, str]:
         """What this method, as it is configured, cannot be combined with: values of
-        `mesh.strategy`, `optim.name` and `launch.elastic` as `key=value`, or `QUORUM`, each with
-        the reason. A method with rounds overrides this and need not extend it."""
+        `mesh.strategy`, `optim.name`, `comm.dtype`, `comm.device` and `launch.elastic` as
+        `key=value`, or `QUORUM`, each with the reason and what to use. A method with rounds
+        overrides this and need not extend it."""
         return {
-            ELASTIC: "has no rounds at whose end replicas could come and go",
-            QUORUM: "does not support weighted averaging",
+            ELASTIC: "has no rounds at whose end replicas could come and go; use false",
+            QUORUM: "does not support weighted averaging; use null",
         }
 
-    @classmethod
-    def check(cls, optim: OptimConfig) -> None:
-        """Raise `ConfigError` for an inner optimizer that this method cannot work with."""
+    def refuse(self, key: str, value: object) -> None:
+        """Raise `ConfigError` if this method cannot be combined with this setting."""
+        refusals = self.refusals()
+        reason = refusals.get(f"{key}={value}", refusals.get(key))
+        hint = f"method={self.registered_name()}: {reason}"
+        require(reason is None, key, value, hint)
 
     def prepare(
         self,

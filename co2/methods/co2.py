@@ -33,10 +33,9 @@ from torch.profiler import record_function
 from co2.comm.background import BackgroundMean
 from co2.comm.flat import FlatParams
 from co2.comm.phases import SNAPSHOT
-from co2.config import Blocking, CommDevice, Precision
-from co2.errors import require
+from co2.config import Blocking
 from co2.limits import Amount, Decay, Positive
-from co2.methods.base import ELASTIC
+from co2.methods.base import BF16, ELASTIC, HOST
 from co2.methods.parts.local import LocalMethod
 from co2.methods.parts.outer import GapKind, GapPenalty, Momentum
 from co2.methods.parts.outer_shard import OuterShard, ShardChunk
@@ -70,22 +69,15 @@ class CO2(LocalMethod):
         """Whether the inner Adam's moments are averaged too (parts/moments.py): three times the
         bytes and four more copies."""
 
-    def check_settings(self) -> None:
-        if self.config.shard:
-            wire, device = self.comm.dtype, self.comm.device
-            why = "parameters travel, and bf16 loses their changes"
-            hint = f"must be fp32 with co2.shard=true: {why}"
-            require(wire is Precision.fp32, "comm.dtype", wire.name, hint)
-            why = "parameters and buffer change places in one memory"
-            hint = f"must be auto with co2.shard=true: {why}"
-            require(device is CommDevice.auto, "comm.device", device.name, hint)
-
     def refusals(self) -> dict[str, str]:
         found = super().refusals()
         if self.config.shard:
-            found[ELASTIC] = "co2.shard=true leaves each replica a part of the outer state"
-            reason = "co2.shard=true cuts weights and experts alike; use co2.shard=false"
-            found["mesh.strategy=ep"] = reason
+            found |= {
+                ELASTIC: "co2.shard=true leaves each replica a part of the outer state; use false",
+                "mesh.strategy=ep": "co2.shard=true cuts experts as it does weights; use false",
+                BF16: "with co2.shard=true weights travel, and bf16 loses their changes; use fp32",
+                HOST: "with co2.shard=true weights and buffer share one memory; use auto",
+            }
         return found
 
     def make_mean(self) -> BackgroundMean:

@@ -30,10 +30,10 @@ from torch.optim import SGD
 
 from co2.comm.flat import FlatParams
 from co2.comm.waves import WIDEST, WaveMean
-from co2.config import Blocking, CommDevice, OptimConfig, Optimizer, Precision
+from co2.config import Blocking
 from co2.errors import require
 from co2.limits import Count, Decay, Limited, Range
-from co2.methods.base import Method, synchronizing
+from co2.methods.base import BF16, HOST, Method, synchronizing
 
 
 class DeMo(Method):
@@ -53,15 +53,8 @@ class DeMo(Method):
         block: Annotated[int, Range(1, WIDEST)] = 64
         """Rows and columns that a block has at most. The authors' public code: 64."""
 
-    def check_settings(self) -> None:
-        dtype, device = self.comm.dtype, self.comm.device
-        hint = "must be fp32 with demo, which sends less already"
-        require(dtype is Precision.fp32, "comm.dtype", dtype.name, hint)
-        hint = "demo updates the model at every step, where it is; use auto"
-        require(device is CommDevice.auto, "comm.device", device.name, hint)
-
     def refusals(self) -> dict[str, str]:
-        blocks = "its blocks are of whole tensors, not of parts"
+        blocks = "its blocks are of whole tensors, not of parts; use ddp"
         signs = "it gives SGD signs for gradients; use sgd with optim.momentum=0"
         return {
             **super().refusals(),
@@ -70,13 +63,10 @@ class DeMo(Method):
             "mesh.strategy=zero3": blocks,
             "optim.name=adamw": signs,
             "optim.name=muon": signs,
+            "optim.momentum": "has a momentum of its own; use 0",
+            BF16: "sends less already; use fp32",
+            HOST: "updates the model at every step, where it is; use auto",
         }
-
-    @classmethod
-    def check(cls, optim: OptimConfig) -> None:
-        """Raise `ConfigError` for SGD with a momentum."""
-        good = optim.name is not Optimizer.sgd or optim.momentum == 0
-        require(good, "optim.momentum", optim.momentum, "demo has a momentum of its own; use 0")
 
     def set_up(self) -> nn.Module:
         """Raises `ConfigError` for an optimizer other than plain SGD without momentum."""

@@ -45,7 +45,7 @@ class EagerDiLoCo(LocalMethod):
         """β, the outer momentum."""
 
     def refusals(self) -> dict[str, str]:
-        own = {QUORUM: "adds its own part with a share of 1/G before the others' are known"}
+        own = {QUORUM: "adds its own part, 1/G, before the others' are known; use null"}
         return {**super().refusals(), **own}
 
     def init_outer_state(self) -> None:

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 import torch
 
 from co2.comm.pairs import PairMean
-from co2.config import Blocking, Precision
+from co2.config import Blocking
 from co2.errors import require
 from co2.limits import Amount, Decay
-from co2.methods.base import ELASTIC, QUORUM
+from co2.methods.base import BF16, ELASTIC, QUORUM
 from co2.methods.parts.local import LocalMethod
 from co2.methods.parts.rounds import Tau, WaitingRounds
 
@@ -58,15 +58,12 @@ class NoLoCo(LocalMethod):
             hint = f"must be below 2 (1 − outer_momentum²), which is {bound:.3g}"
             require(self.pull < bound, "pull", self.pull, hint)
 
-    def check_settings(self) -> None:
-        wire, hint = self.comm.dtype, "must be fp32 with noloco, which sends weights"
-        require(wire is Precision.fp32, "comm.dtype", wire.name, hint)
-
     def refusals(self) -> dict[str, str]:
         return {
             **super().refusals(),
-            ELASTIC: "the exchange of a pair does not recover if one of the two is lost",
-            QUORUM: "the mean of a pair does not support weighted averaging",
+            ELASTIC: "a pair's exchange does not recover if one of the two is lost; use false",
+            QUORUM: "the mean of a pair does not support weighted averaging; use null",
+            BF16: "sends weights, of which bf16 loses the changes; use fp32",
         }
 
     def init_outer_state(self) -> None:

@@ -29,10 +29,9 @@ from torch import Tensor
 
 from co2.comm.flat import Chunk
 from co2.comm.sparse import SparseMean
-from co2.config import Blocking, Precision
-from co2.errors import require
+from co2.config import Blocking
 from co2.limits import Amount, PartShare, Share
-from co2.methods.base import ELASTIC
+from co2.methods.base import BF16, ELASTIC
 from co2.methods.parts.local import BlockingMethod
 from co2.methods.parts.rounds import Tau, WaitingRounds
 
@@ -54,17 +53,14 @@ class SparseLoCo(BlockingMethod):
         """β, the share of the error that is left after a round. The authors' public code:
         0.95."""
 
-    def check_settings(self) -> None:
-        wire, hint = self.comm.dtype, "must be fp32 with sparseloco, which sends less already"
-        require(wire is Precision.fp32, "comm.dtype", wire.name, hint)
-
     def refusals(self) -> dict[str, str]:
-        reason = "its chunks are of whole tensors, not of parts"
+        reason = "its chunks are of whole tensors, not of parts; use ddp or zero1"
         return {
             **super().refusals(),
             "mesh.strategy=zero2": reason,
             "mesh.strategy=zero3": reason,
-            ELASTIC: "what a replica has not sent yet cannot be handed to a newcomer",
+            ELASTIC: "what a replica has not sent yet cannot be handed to a newcomer; use false",
+            BF16: "sends less already; use fp32",
         }
 
     def init_outer_state(self) -> None:

@@ -28,10 +28,9 @@ from torch import Tensor, nn
 
 from co2.comm.background import BackgroundMean
 from co2.comm.flat import FlatParams
-from co2.config import Blocking, CommDevice, Precision
-from co2.errors import require
+from co2.config import Blocking
 from co2.limits import Limited, PartShare, Steps
-from co2.methods.base import Method, synchronizing
+from co2.methods.base import BF16, HOST, Method, synchronizing
 
 
 class SPARTA(Method):
@@ -47,11 +46,12 @@ class SPARTA(Method):
         """Inner steps that a mean may take without anybody waiting. From 1 on this is also the
         number of steps from one exchange to the next."""
 
-    def check_settings(self) -> None:
-        wire, hint = self.comm.dtype, "must be fp32 with sparta, which sends weights"
-        require(wire is Precision.fp32, "comm.dtype", wire.name, hint)
-        device, hint = self.comm.device, "sparta updates the model where it is; use auto"
-        require(device is CommDevice.auto, "comm.device", device.name, hint)
+    def refusals(self) -> dict[str, str]:
+        return {
+            **super().refusals(),
+            BF16: "sends weights, of which bf16 loses the changes; use fp32",
+            HOST: "updates the model where it is; use auto",
+        }
 
     def set_up(self) -> nn.Module:
         self.flat = flat = FlatParams(self.optimizer)

@@ -39,10 +39,10 @@ from torch.optim import Optimizer
 from co2.comm.compress import BITS
 from co2.comm.exchange import CompressedMean
 from co2.comm.flat import FlatParams
-from co2.config import Blocking, Precision
+from co2.config import Blocking
 from co2.errors import require
 from co2.limits import Amount, Count, Decay, Limited, Share, Steps
-from co2.methods.base import ELASTIC, QUORUM, Method, synchronizing
+from co2.methods.base import BF16, ELASTIC, QUORUM, Method, synchronizing
 from co2.methods.parts.outer import nesterov
 
 
@@ -74,17 +74,14 @@ class StreamingDiLoCo(Method):
             hint = f"must be below tau, which is {self.tau}"
             require(self.delay < self.tau, "delay", self.delay, hint)
 
-    def check_settings(self) -> None:
-        wire, kind = self.comm.dtype, self.config.exchange
-        hint = f"must be fp32 with streaming_diloco.exchange={kind}, which is less already"
-        require(kind == "full" or wire is Precision.fp32, "comm.dtype", wire.name, hint)
-
     def refusals(self) -> dict[str, str]:
         kind = self.config.exchange
-        found = {QUORUM: "its fragments meet amid the round, when a slow replica is behind"}
+        behind = "its fragments meet amid the round, when a slow replica is behind; use null"
+        found = {QUORUM: behind}
         if kind != "full":
-            found[ELASTIC] = f"exchange={kind} has rounding errors that a newcomer lacks"
-            reason = f"exchange={kind} has scales of whole tensors, not of parts"
+            found[ELASTIC] = f"exchange={kind} has rounding errors that a newcomer lacks; use full"
+            found[BF16] = f"exchange={kind} is less already; use fp32"
+            reason = f"exchange={kind} has scales of whole tensors, not of parts; use full"
             found |= {"mesh.strategy=zero2": reason, "mesh.strategy=zero3": reason}
         return found
 

@@ -63,11 +63,9 @@ def check(config: Config, world: int, method: Method, device: torch.device) -> N
         hint = "shares a replica among its workers; set mesh.replica_size to 2 or more"
         require(strategy is Strategy.ddp, "mesh.strategy", strategy.value, hint)
         return
-    refused = method.refusals()
-    reason = refused.get(f"mesh.strategy={strategy.value}")
+    method.refuse("mesh.strategy", strategy.value)
     if strategy is Strategy.ep:  # under zero2, too, a worker has parts of tensors
-        reason = refused.get("mesh.strategy=zero2", reason)
-    require(reason is None, "mesh.strategy", strategy.value, f"method={config.method}: {reason}")
+        method.refuse("mesh.strategy", Strategy.zero2.value)
     hint = "gloo would have to carry the gradients inside a replica too; use auto"
     require(config.comm.device is CommDevice.auto, "comm.device", "cpu", hint)
     if strategy is Strategy.ep:

@@ -210,7 +210,7 @@ CONFIGURATIONS: dict[str, tuple[str, Callable[[Path], str], str]] = {
     "interpolation in tuned settings": (
         "tuned/toy/co2.yaml",
         lambda _: "co2: {outer_lr: '${oc.env:HOME}'}",
-        "co2.outer_lr=${oc.env:HOME}: must be a number",
+        "co2.outer_lr=${oc.env:HOME}: must be a finite number",
     ),
     "a target in tuned settings": (
         "tuned/toy/co2.yaml",

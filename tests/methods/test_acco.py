@@ -12,8 +12,7 @@ import torch
 from torch.optim import SGD, AdamW
 
 import co2
-from co2.config import CommConfig, CommDevice, OptimConfig, Optimizer
-from co2.errors import ConfigError
+from co2.config import OptimConfig, Optimizer
 from tasks.shared.optimizer import make_optimizer
 from tests.methods import problem
 from tests.methods.driver import assert_same
@@ -126,8 +125,3 @@ def test_an_estimate_leaves_the_optimizer_as_it_was(name: str) -> None:
             assert not torch.equal(weights[0], next(model.parameters()))
     assert optimizer.state_dict()["state"]
     method.flush()
-
-
-def test_the_host_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^comm.device=cpu: acco .* use auto$"):
-        co2.ACCO(None, CommConfig(device=CommDevice.cpu))

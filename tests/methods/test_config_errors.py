@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import co2
-from co2.config import CommConfig, Precision
+from co2.config import CommConfig, CommDevice, Precision
 from co2.errors import ConfigError
 from co2.methods import METHODS
 from tests.methods.driver import SETTINGS
@@ -45,18 +45,34 @@ def test_a_late_momentum_comes_at_the_ends_of_rounds() -> None:
     co2.MTDAO.Config(tau=3, first_moment_every=6, late_momentum=True)
 
 
-def test_what_is_sharded_does_not_travel_in_bf16() -> None:
-    with pytest.raises(ConfigError, match=r"^comm\.dtype=bf16: must be fp32 with co2\.shard=true"):
-        co2.CO2(co2.CO2.Config(shard=True), CommConfig(dtype=Precision.bf16))
-    co2.CO2(co2.CO2.Config(shard=True), CommConfig(dtype=Precision.fp32))
-    co2.CO2(co2.CO2.Config(shard=False), CommConfig(dtype=Precision.bf16))
+BF16, HOST = CommConfig(dtype=Precision.bf16), CommConfig(device=CommDevice.cpu)
+SIGNS = {"onebit_adam", "zero_one_adam"}
+TRAVELS = (
+    (BF16, {"demo", "noloco", "sparseloco", "sparta", *SIGNS}),
+    (HOST, {"acco", "allreduce", "demo", "sparta", *SIGNS}),
+)
+"""How collectives travel, and the methods that cannot take it."""
 
 
-def test_what_is_quantized_does_not_travel_in_bf16() -> None:
-    method, bf16 = co2.StreamingDiLoCo, CommConfig(dtype=Precision.bf16)
-    with pytest.raises(ConfigError, match=r"^comm\.dtype=bf16: must be fp32 with .*=int4"):
-        method(method.Config(exchange="int4"), bf16)
-    method(method.Config(), bf16)
+@pytest.mark.parametrize(("comm", "refusing"), TRAVELS, ids=["bf16", "host"])
+def test_how_collectives_travel(comm: CommConfig, refusing: set[str]) -> None:
+    for name in METHODS.keys() - refusing:
+        METHODS[name](comm=comm)
+    for name in refusing:
+        with pytest.raises(ConfigError, match=rf"^comm\.\w+=(bf16|cpu): method={name}: .*; use "):
+            METHODS[name](comm=comm)
+
+
+@pytest.mark.parametrize("comm", [BF16, HOST], ids=["bf16", "host"])
+def test_what_is_sharded_or_quantized_travels_otherwise(comm: CommConfig) -> None:
+    with pytest.raises(ConfigError, match=r"method=co2: with co2\.shard=true weights .*; use "):
+        co2.CO2(co2.CO2.Config(shard=True), comm)
+    quantized = co2.StreamingDiLoCo.Config(exchange="int4")
+    if comm is HOST:
+        co2.StreamingDiLoCo(quantized, comm)
+    else:
+        with pytest.raises(ConfigError, match=r"exchange=int4 is less already; use fp32$"):
+            co2.StreamingDiLoCo(quantized, comm)
 
 
 def trained(name: str, kind: Any, steps: int = 6) -> None:

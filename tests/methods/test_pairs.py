@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 import co2
 from co2.comm.pairs import partner_of
-from co2.config import CommConfig, Precision
 from co2.errors import ConfigError
 from tests.grids import grid
 from tests.methods import problem
@@ -138,8 +137,3 @@ def test_the_bound_is_the_one_of_many_replicas() -> None:
     assert all(more > fewer > 1.5 for more, fewer in pairwise(bounds))
     with pytest.raises(ConfigError, match=r"^pull=1.5: must be .* which is 1.5$"):
         co2.NoLoCo.Config(outer_momentum=0.5, pull=1.5)
-
-
-def test_weights_do_not_travel_in_bf16() -> None:
-    with pytest.raises(ConfigError, match=r"^comm\.dtype=bf16: must be fp32 with noloco"):
-        co2.NoLoCo(comm=CommConfig(dtype=Precision.bf16))

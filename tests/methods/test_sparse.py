@@ -14,8 +14,6 @@ import co2
 from co2.comm import sparse
 from co2.comm.background import BackgroundMean
 from co2.comm.sparse import SparseMean, largest
-from co2.config import CommConfig, Precision
-from co2.errors import ConfigError
 from tests.grids import grid
 from tests.methods.driver import SETTINGS, Session, assert_same
 from tests.reference import REFERENCES
@@ -297,8 +295,3 @@ def test_replicas_are_bit_for_bit_alike_after_a_round(workers: Pool) -> None:
     for other in others:
         assert_same(other, first)
     assert not torch.equal(first[0][0], first[-1][0])
-
-
-def test_a_message_does_not_travel_in_bf16() -> None:
-    with pytest.raises(ConfigError, match=r"^comm\.dtype=bf16: must be fp32 with sparseloco.*$"):
-        co2.SparseLoCo(comm=CommConfig(dtype=Precision.bf16))

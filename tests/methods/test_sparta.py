@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 
 import co2
-from co2.config import CommConfig, CommDevice, Precision
-from co2.errors import ConfigError
 from tests.methods import problem
 from tests.methods.driver import Session, assert_same, trajectory
 from tests.methods.test_identities import TAU, assert_alike, drifted, weights_only
@@ -152,10 +150,3 @@ def test_a_mean_comes_when_it_should(
     workers: Pool, delay: int, expected: tuple[list[float], ...]
 ) -> None:
     assert workers.run(moving, 2, delay) == list(expected)
-
-
-def test_what_it_refuses() -> None:
-    with pytest.raises(ConfigError, match=r"^comm\.dtype=bf16: must be fp32 with sparta"):
-        co2.SPARTA(comm=CommConfig(dtype=Precision.bf16))
-    with pytest.raises(ConfigError, match=r"^comm\.device=cpu: sparta updates the model where"):
-        co2.SPARTA(comm=CommConfig(device=CommDevice.cpu))

@@ -17,11 +17,9 @@ from torch.optim import Adam, AdamW
 from co2.comm.compress import BITS, blocks
 from co2.comm.exchange import CompressedMean
 from co2.comm.flat import Chunk, FlatParams, chunk_numel
-from co2.config import CommDevice, OptimConfig, Precision
-from co2.config import Optimizer as OptimizerName
 from co2.errors import require
 from co2.limits import Amount, Count, Limited
-from co2.methods.base import Method
+from co2.methods.base import BF16, HOST, Method
 
 _SAMPLE = 1 << 16
 """Elements of a tensor, evenly spread, whose median stands for that of all, at most."""
@@ -71,24 +69,17 @@ class CompressedAdam(Method):
     rounds = 0
     """How many times the replicas have exchanged anything."""
 
-    def check_settings(self) -> None:
-        dtype, device = self.comm.dtype, self.comm.device
-        hint = f"{self.registered_name()} sends signs; it needs fp32"
-        require(dtype is Precision.fp32, "comm.dtype", dtype.name, hint)
-        hint = f"{self.registered_name()} updates the model at every step, where it is; use auto"
-        require(device is CommDevice.auto, "comm.device", device.name, hint)
-
     def refusals(self) -> dict[str, str]:
         parts = "its scales are of whole tensors, not of parts; use ddp"
         place = "it takes the inner optimizer's place, which has no state to share; use ddp"
-        found = {f"mesh.strategy={strategy}": parts for strategy in ("zero2", "zero3")}
-        return {**super().refusals(), **found, "mesh.strategy=zero1": place}
-
-    @classmethod
-    def check(cls, optim: OptimConfig) -> None:
-        """Raise `ConfigError` for an inner optimizer whose place this method cannot take."""
-        adamw = optim.name is OptimizerName.adamw
-        require(adamw, "optim.name", optim.name.name, f"{cls.registered_name()} needs adamw")
+        return {
+            **super().refusals(),
+            **{f"mesh.strategy={strategy}": parts for strategy in ("zero2", "zero3")},
+            "mesh.strategy=zero1": place,
+            **dict.fromkeys(("optim.name=sgd", "optim.name=muon"), "is a kind of Adam; use adamw"),
+            BF16: "sends signs, and some steps whole; use fp32",
+            HOST: "updates the model at every step, where it is; use auto",
+        }
 
     def set_up(self) -> nn.Module:
         """Raises `ConfigError` for an optimizer other than plain Adam or AdamW."""

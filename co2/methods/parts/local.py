@@ -44,9 +44,9 @@ class LocalMethod(Method):
     def refusals(self) -> dict[str, str]:
         found = refused("average_moments=true") if self.averages_moments else {}
         if self.config.tau == AUTO:
-            found[ELASTIC] = "tau=auto times rounds of the same replicas"
+            found[ELASTIC] = "tau=auto times rounds of the same replicas; give a number"
         if self.tau_power > 0:
-            found[ELASTIC] = found[QUORUM] = "tau_power makes rounds of unequal length"
+            found[ELASTIC] = found[QUORUM] = "tau_power makes rounds of unequal length; use 0"
         return found
 
     @property

@@ -48,7 +48,7 @@ def refused(key: str | None = None) -> dict[str, str]:
         "only; use ddp, zero2 or zero3",
         "optim.name=sgd": adam,
         "optim.name=muon": adam,
-        QUORUM: f"{because}moments of unequal numbers of steps have no common mean",
+        QUORUM: f"{because}moments of unequal numbers of steps have no common mean; use null",
     }
 
 
