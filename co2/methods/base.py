@@ -144,6 +144,8 @@ class Method:
     def refuse(self, key: str, value: object) -> None:
         """Raise `ConfigError` if this method cannot be combined with this setting."""
         refusals = self.refusals()
+        if "mesh.strategy=zero2" in refusals:  # under ep, too, a worker has parts of tensors
+            refusals.setdefault("mesh.strategy=ep", refusals["mesh.strategy=zero2"])
         reason = refusals.get(f"{key}={value}", refusals.get(key))
         hint = f"method={self.registered_name()}: {reason}"
         require(reason is None, key, value, hint)

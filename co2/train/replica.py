@@ -64,8 +64,6 @@ def check(config: Config, world: int, method: Method, device: torch.device) -> N
         require(strategy is Strategy.ddp, "mesh.strategy", strategy.value, hint)
         return
     method.refuse("mesh.strategy", strategy.value)
-    if strategy is Strategy.ep:  # under zero2, too, a worker has parts of tensors
-        method.refuse("mesh.strategy", Strategy.zero2.value)
     hint = "gloo would have to carry the gradients inside a replica too; use auto"
     require(config.comm.device is CommDevice.auto, "comm.device", "cpu", hint)
     if strategy is Strategy.ep:

@@ -185,7 +185,7 @@ def test_resumed_by_fewer_and_by_as_many_as_before(tmp_path: Path) -> None:
             (("launch.elastic=true", "launch.quorum=1", f"method={method}", *more), reason)
             for method, more, reason in (
                 ("allreduce", (), "does not support weighted averaging"),
-                ("eager_diloco", (), "adds its own part with a share of 1/G"),
+                ("eager_diloco", (), "adds its own part, 1/G"),
                 ("streaming_diloco", (), "its fragments meet amid the round"),
                 ("noloco", (), "the mean of a pair does not support weighted averaging"),
                 ("desloc", ("optim.name=adamw",), "moments of unequal numbers of steps"),
