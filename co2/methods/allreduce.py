@@ -11,7 +11,6 @@ consensus. DDP's default would send those of replica 0 before every forward pass
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -45,6 +44,7 @@ class AllReduce(Method):
         return {**super().refusals(), HOST: host}
 
     def set_up(self) -> nn.Module:
+        self.keep(self, "clocks")
         self.ddp: DistributedDataParallel | None = None
         self.experts: GradientMean | None = None
         """What averages gradients that DDP leaves alone; None where it leaves none."""
@@ -79,14 +79,18 @@ class AllReduce(Method):
     def _goes_forward(self, *_: object) -> None:
         self._went_forward = True
 
-    def own_state(self) -> dict[str, Any]:
+    @property
+    def clocks(self) -> dict[str, float]:
+        """What communication has cost in all segments."""
         totals = self.totals()
-        clocks = {"comm_s": totals.comm_s, "exposed_s": totals.exposed_s}
-        return {**super().own_state(), "clocks": clocks}
+        return {"comm_s": totals.comm_s, "exposed_s": totals.exposed_s}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._before, self._steps_before = CommTotals(**state["clocks"]), self.steps
+    @clocks.setter
+    def clocks(self, before: dict[str, float]) -> None:
+        self._before = CommTotals(**before)
+
+    def loaded(self) -> None:
+        self._steps_before = self.steps
 
     @property
     def extra_bytes(self) -> int:

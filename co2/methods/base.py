@@ -89,8 +89,6 @@ class Method:
     may_change: ClassVar[frozenset[str]] = frozenset()
     """Keys of `Config` that may have another value when a state is loaded than when it was saved.
     A state cannot be loaded if any other key changed."""
-    saved_values: ClassVar[tuple[str, ...]] = ("steps",)
-    """Attributes of plain values that a state holds."""
     model: nn.Module
     optimizer: Optimizer
     mesh: Mesh
@@ -109,6 +107,7 @@ class Method:
         """Everything that it sends by: what they hold is saved, loaded and waited for here."""
         self._notices: list[str] = []
         self._held: dict[str, Tensor] = {}
+        self._kept: dict[str, tuple[object, str]] = {"steps": (self, "steps")}
         self._replicated: list[str] = []
         self._unsaved: list[str] = []
         self._guard: Guard | None = None
@@ -253,6 +252,11 @@ class Method:
         if not saved:
             self._unsaved.append(name)
         return tensor
+
+    def keep(self, owner: object, *names: str, prefix: str = "") -> None:
+        """Name attributes of an object that a state holds beside tensors: plain values, figures,
+        which are tensors of a few numbers, and what has a `state_dict` of its own."""
+        self._kept |= {f"{prefix}{name}": (owner, name) for name in names}
 
     def new_mean(self, flat: FlatParams, name: str = "buffer", copies: int = 1) -> BackgroundMean:
         """Make one of `means`, whose buffer is as long as so many vectors, and is held by this
@@ -476,7 +480,7 @@ class Method:
         guard.end()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """What `hold` has named. A subclass extends this for tensors that it replaces by others."""
+        """What `hold` has named."""
         return dict(self._held)
 
     def replicated_tensors(self) -> dict[str, Tensor]:
@@ -503,19 +507,14 @@ class Method:
             "config": self._settings(),
             "means": means,
             "tensors": self.saved_tensors(),
-            **{name: getattr(self, name) for name in self.saved_values},
+            "values": saved.values(self._kept),
             **({} if arriving or self.mesh.elastic is not None else {"owner": saved.owner(self)}),
-            **self.own_state(),
         }
-
-    def own_state(self) -> dict[str, Any]:
-        """What a state holds beside means, tensors and `saved_values`. A subclass extends this."""
-        return {}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise `ConfigError` unless this method can go on from a state: it is of the same method,
         and of a configuration that differs in `may_change` only."""
-        whole = isinstance(state, Mapping) and {"method", "config"} <= state.keys()
+        whole = isinstance(state, Mapping) and {"method", "config", "values"} <= state.keys()
         hint = "is no state that a method of this version saved; give what state_dict() returned"
         require(whole, "state", type(state).__name__, hint)
         name, saved = self.registered_name(), state["method"]
@@ -539,21 +538,27 @@ class Method:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned on this replica. Call it after `prepare`, when
-        model and optimizer have been loaded. A subclass extends this, which first raises what
-        `check_state` does, and `ConfigError` if the state is another replica's or the model does
-        not hold its weights."""
+        model and optimizer have been loaded.
+
+        Raises:
+            ConfigError: as `check_state`, or the state is another replica's, or the model does not
+                hold its weights.
+        """
         guard = self._prepared("sync.load_state_dict()")
         self.check_state(state)
         if self.mesh.elastic is None:  # else it may be another replica's, and of other weights
             saved.check_owner(self, state.get("owner"))
         guard.loaded()
-        for name in self.saved_values:
-            setattr(self, name, state[name])
+        saved.put_values(self._kept, state["values"])
         self.meeting.steps = self.steps
         for name, tensor in self.saved_tensors().items():
             tensor.copy_(state["tensors"][name])
         for mean, held in zip(self.means, state["means"], strict=True):
             mean.load_state_dict(held)
+        self.loaded()
+
+    def loaded(self) -> None:
+        """Called when a state has been loaded: make anew what follows from it."""
 
     def stats(self) -> MethodStats:
         """Totals of this worker, and the method's own figures."""

@@ -24,7 +24,7 @@ which is x_{t+1,0} + α m_t − d_t: d_t is waited for and stays in flight.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -88,6 +88,7 @@ class CO2(LocalMethod):
 
     def init_outer_state(self) -> None:
         self._watches = True
+        self.keep(self, "_watches")
         self.outer: WholeOuterStep | ShardedOuterStep
         self.outer = ShardedOuterStep(self) if self.config.shard else WholeOuterStep(self)
 
@@ -122,26 +123,8 @@ class CO2(LocalMethod):
             return self.largest_lr()
         return self.schedule(self.steps + self.tau - 1)
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        return {**super().state_tensors(), **self.outer.state_tensors()}
-
-    def replicated_tensors(self) -> dict[str, Tensor]:
-        """With `shard` none: each replica has another part."""
-        outer = {"anchor": self.outer.anchor, "momentum": self.outer.momentum.vector}
-        return {} if self.config.shard else outer
-
     def scratch_tensors(self) -> list[Tensor]:
         return [*super().scratch_tensors(), *self.outer.scratch_tensors()]
-
-    def own_state(self) -> dict[str, Any]:
-        outer = self.outer
-        own = {"gap": outer.gap.state_dict(), "moved": outer.moved, "watches": self._watches}
-        return {**super().own_state(), **own}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.outer.gap.load_state_dict(state["gap"])
-        self.outer.moved, self._watches = state["moved"], state["watches"]
 
     def figures(self) -> dict[str, float]:
         """`gap` is Λ, `clipped` the share of the momentum's elements that the clip changed; both
@@ -156,20 +139,21 @@ class OuterState:
     def __init__(self, method: CO2, vectors: FlatParams | OuterShard) -> None:
         self.method, self.flat, self.mean = method, method.flat, method.mean
         self.config = config = method.config
-        self.anchor = vectors.copy()
         self.gap = GapPenalty(config.gap_penalty, vectors)
         self.momentum = Momentum(vectors, config.outer_momentum, config.clip, config.clip_mode)
         self.moved = False
         """Whether the replicas were moved on, by −α m, as the newest pseudo-gradient was sent."""
+        alike = not config.shard  # else each replica has another part
+        self.anchor = method.hold("anchor", vectors.copy(), replicated=alike)
+        method.hold("momentum", self.momentum.vector, replicated=alike)
+        method.keep(self, "moved")
+        method.keep(self.momentum, "norm", "clipped", prefix="momentum.")
+        method.keep(self.gap, "ema", "value", "count", "largest_lr", prefix="gap.")
 
     @property
     def shift(self) -> float:
         """α, if they were moved; else 0."""
         return self.config.outer_lr if self.moved else 0.0
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        own = {"anchor": self.anchor}
-        return {**own, **self.momentum.state_tensors(), **self.gap.state_tensors()}
 
     def scratch_tensors(self) -> list[Tensor]:
         return self.gap.scratch_tensors()
@@ -252,6 +236,7 @@ class ShardedOuterStep(OuterState):
         method.flat.copy_to(method.mean.buffer)
         method.mean.mark_arrived()  # x_{1,0} = x_{0,0}
         super().__init__(method, self.shard)
+        method.keep(self, "settled")
         self.settled = self._newest_figures()
         """Λ and the clipped share, (2,), of the newest outer step that a round's end waited for:
         the step in the background changes the figures at any time."""
@@ -315,10 +300,6 @@ class ShardedOuterStep(OuterState):
         """Λ and the clipped share, as of the round that ended last."""
         gap, clipped = self.settled.tolist()
         return gap, clipped
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        gap, clipped = self.settled
-        return {**super().state_tensors(), "settled_gap": gap, "settled_clipped": clipped}
 
     def scratch_tensors(self) -> list[Tensor]:
         return [*super().scratch_tensors(), *self.shard.scratch_tensors()]

@@ -34,7 +34,6 @@ from co2.methods.parts.rounds import LateRounds
 
 class EagerDiLoCo(LocalMethod):
     blocking = Blocking.beyond_delay
-    saved_values = (*LocalMethod.saved_values, "share")
     may_change = frozenset({"tau", "outer_lr", "outer_momentum", "blocking_share"})
 
     @dataclass
@@ -53,6 +52,7 @@ class EagerDiLoCo(LocalMethod):
         self.momentum = self.hold("momentum", self.flat.zeros())
         self.sent = self.hold("sent", self.flat.zeros())  # D^i of the last round
         self.share = 1 / self.mean.num_replicas  # the 1/G with which it was added
+        self.keep(self, "share")
 
     def end_round(self) -> None:
         arrived, waits = self.mean.wait(), self.waits

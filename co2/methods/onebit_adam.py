@@ -22,7 +22,6 @@ Chosen here:
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -72,7 +71,6 @@ class OneBitAdam(CompressedAdam):
             x.addcdiv_(chunk.of(self.m), divisor, value=-gamma)
             chunk.write(x)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def loaded(self) -> None:
         if self.steps >= self.config.freeze_step:
             self.set_mask()

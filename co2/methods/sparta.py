@@ -21,7 +21,6 @@ On a GPU an exchange has a few launches for each tensor, because only what trave
 import math
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +35,6 @@ from co2.methods.base import BF16, HOST, Method, synchronizing
 class SPARTA(Method):
     blocking = Blocking.beyond_delay
     may_change = frozenset({"delay"})
-    saved_values = (*Method.saved_values, "drawn_at")
 
     @dataclass
     class Config(Limited):
@@ -68,6 +66,7 @@ class SPARTA(Method):
         """The tensors that have some of them, each with its part of `places`."""
         self.drawn_at = 0
         """The step that drew them; 0 before the first."""
+        self.keep(self, "drawn_at")
         return self.model
 
     def update(self) -> None:
@@ -124,7 +123,6 @@ class SPARTA(Method):
     def scratch_tensors(self) -> list[Tensor]:
         return self.flat.transfer.scratch_tensors()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def loaded(self) -> None:
         if self.drawn_at:
             self._draw(self.drawn_at)

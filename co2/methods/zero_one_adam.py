@@ -33,7 +33,6 @@ Chosen here:
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -69,6 +68,8 @@ class ZeroOneAdam(CompressedAdam):
         self.largest_lr = 0.0
         groups = len(self.optimizer.param_groups)
         self.lr_sums, self.shrunk = [0.0] * groups, [1.0] * groups
+        self.keep(self, "refreshes", "next_refresh", "next_sync", "interval", "largest_lr")
+        self.keep(self, "lr_sums", "shrunk")
         return model
 
     @torch.no_grad()
@@ -156,14 +157,7 @@ class ZeroOneAdam(CompressedAdam):
         self.interval = self.interval_after(t)
         self.next_sync = t + self.interval
 
-    def own_state(self) -> dict[str, Any]:
-        schedule = {name: getattr(self, name) for name in _SAVED}
-        return {**super().own_state(), "schedule": schedule}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        for name in _SAVED:
-            setattr(self, name, state["schedule"][name])
+    def loaded(self) -> None:
         if self.refreshes:
             self.set_mask()
 
@@ -193,7 +187,3 @@ def interval(max_interval: int, lr_share: float, since: int, double_every: int |
     else:
         doublings = max_interval
     return min(2 ** min(max(0, doublings), max_interval), max_interval)
-
-
-_SAVED = ("refreshes", "next_refresh", "next_sync", "interval", "largest_lr", "lr_sums", "shrunk")
-"""The attributes that hold the schedules T_v and T_u, and the sums since t'."""

@@ -23,7 +23,6 @@ class Peer(Method):
     """
 
     blocking = Blocking.always
-    saved_values = (*Method.saved_values, "exposed_s")
     exposed_s = 0.0
     package: ClassVar[str]
     """The module that must be installed."""
@@ -43,6 +42,7 @@ class Peer(Method):
 
     def set_up(self) -> nn.Module:
         self._clock = Stopwatch()
+        self.keep(self, "exposed_s")
         return self.model
 
     def update(self) -> None:

@@ -12,7 +12,6 @@ the end of a round.
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -58,6 +57,7 @@ class FairscaleSlowMo(Peer):
             global_group=self.group,  # a group that it made itself would wait for a GPU
         )
         self.slowmo._init_global_momentum_buffers(self.optimizer)
+        self.keep(self.slowmo, "old_params", "global_momentum_buffer")
         return self.slowmo
 
     def advance(self) -> None:
@@ -80,12 +80,5 @@ class FairscaleSlowMo(Peer):
         """Shards of start and momentum, and the shard that is under way."""
         return 3 / self.mesh.num_replicas
 
-    def own_state(self) -> dict[str, Any]:
-        momentum = self.slowmo.global_momentum_buffer
-        return super().own_state() | {"start": self.slowmo.old_params, "momentum": momentum}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def loaded(self) -> None:
         self.slowmo.num_updates = self.steps
-        self.slowmo.old_params.copy_(state["start"])
-        self.slowmo.global_momentum_buffer.copy_(state["momentum"])

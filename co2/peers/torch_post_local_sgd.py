@@ -8,7 +8,6 @@ length 0, so there is no DDP.
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -43,6 +42,5 @@ class TorchPostLocalSGD(Peer):
     def bytes_per_round(self) -> float:
         return self.ring_bytes(self._trained())
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def loaded(self) -> None:
         self.averager.step = self.steps

@@ -56,6 +56,9 @@ class TorchftDiLoCo(Peer):
             self.manager, [self.model], self.optimizer, self.outer, sync_every=self.config.tau
         )
         self.diloco.__enter__()  # adds its hooks to the inner optimizer
+        self.keep(self, "manager", "outer")
+        for name, start in self.diloco._fragments[0].original_parameters.items():
+            self.hold(f"start.{name}", start)
         return model
 
     def waits(self) -> list[tuple[object, str]]:
@@ -75,17 +78,7 @@ class TorchftDiLoCo(Peer):
     def bytes_per_round(self) -> float:
         return self.ring_bytes(self.model.parameters())
 
-    def own_state(self) -> dict[str, Any]:
-        start = self.diloco._fragments[0].original_parameters
-        own = {"manager": self.manager.state_dict(), "outer": self.outer.state_dict()}
-        return {**super().own_state(), **own, "start": start}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.manager.load_state_dict(state["manager"])
-        self.outer.load_state_dict(state["outer"])
-        for name, value in self.diloco._fragments[0].original_parameters.items():
-            value.copy_(state["start"][name])
+    def loaded(self) -> None:
         self.diloco._local_step = self.steps % self.config.tau
 
     def _manager(self) -> Any:

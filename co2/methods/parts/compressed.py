@@ -53,7 +53,7 @@ class CompressedAdam(Method):
     """Adam whose replicas exchange signs. A subclass sets `Config`, which extends
     `CompressedAdamConfig`, and `blocking`, and implements `step()`; it calls `set_mask` where it
     has changed v for compressed exchanges to come. If it holds more than m and v, it makes that in
-    `set_up` and names it in `state_tensors`.
+    `set_up` and names it by `hold`.
 
     The mask. A sign is never 0, and stands for the root mean square of its tensor. An element whose
     √v is a thousandth of the others' would make steps a thousand times too long: one with a
@@ -64,7 +64,6 @@ class CompressedAdam(Method):
     the v above 0 of their tensor (of 65,536 elements of it, evenly spread).
     """
 
-    saved_values = (*Method.saved_values, "rounds")
     reads_gradients = True
     rounds = 0
     """How many times the replicas have exchanged anything."""
@@ -90,6 +89,7 @@ class CompressedAdam(Method):
             plain = not group["amsgrad"] and not group["maximize"]
             hint = f"{self.registered_name()} takes no amsgrad and no maximize"
             require(plain, "optim.name", kind.__name__, hint)
+        self.keep(self, "rounds")
         self.flat = flat = FlatParams(self.optimizer)
         self.mean = self.new_mean(flat)
         self._sizes = sizes = [param.numel() for param in flat.params]

@@ -2,7 +2,6 @@
 
 import sys
 from bisect import bisect_right
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,6 @@ class LocalMethod(Method):
     first of all: nothing arrives at its end.
     """
 
-    saved_values = (*Method.saved_values, "round_began")
     round_began = 0
     """The value of `steps` when this round began."""
     moments: Moments | None = None
@@ -85,6 +83,7 @@ class LocalMethod(Method):
                 self.show_round_end()
 
     def set_up(self) -> nn.Module:
+        self.keep(self, "round_began")
         self.flat = FlatParams(self.optimizer, self.comm.device, mesh=self.mesh)
         self.mean = self.make_mean()
         self.round_ends = self._round_ends()
@@ -92,6 +91,7 @@ class LocalMethod(Method):
         if self.config.tau == AUTO:
             blocking = self.blocking is Blocking.always
             self.auto = AutoTau(self.mesh, self.config.comm_share if blocking else None)
+            self.keep(self, "auto")
         if self.averages_moments:
             blocks = self.blocking is Blocking.always
             self.moments = Moments(self, self.mean) if blocks else LateMoments(self)
@@ -147,18 +147,6 @@ class LocalMethod(Method):
     def scratch_tensors(self) -> list[Tensor]:
         own = [] if self.moments is None else self.moments.scratch_tensors()
         return [*self.flat.transfer.scratch_tensors(), *own]
-
-    def own_state(self) -> dict[str, Any]:
-        moments = {} if self.moments is None else {"moments_sent_at": self.moments.sent_at}
-        auto = None if self.auto is None else self.auto.state_dict()
-        return {"auto": auto, **moments}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        if self.moments is not None:
-            self.moments.sent_at = state.get("moments_sent_at", 0)
-        if self.auto is not None and state["auto"] is not None:
-            self.auto.load_state_dict(state["auto"])
 
     def figures(self) -> dict[str, float]:
         return {} if self.auto is None else {"tau": float(self.auto.tau)}

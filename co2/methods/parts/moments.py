@@ -136,9 +136,6 @@ class Moments:
         require_adam(method, ".average_moments=true")
         self.flat, self.mean = method.flat, mean
         self.taken = [Moment(method.flat, method.optimizer, n) for n in range(len(_FIELDS))]
-        self.sent_at = 0
-        """Inner steps when means were started that arrive later: all that a state needs of this
-        beside tensors."""
 
     def end_round(self, steps: int) -> None:
         """Average, after so many inner steps, when the round's mean of the weights needs its buffer
@@ -176,6 +173,9 @@ class LateMoments(Moments):
         self.divisor, self.every = divisor, every
         self.sent = [method.hold(f"sent_{'mv'[n]}", self.flat.zeros()) for n in numbers]
         """m^i and v^i as they were when their means were started."""
+        self.sent_at = 0
+        """Inner steps when these were started."""
+        method.keep(self, "sent_at", prefix="moments.")
 
     def end_round(self, steps: int) -> None:
         """Take in the mean that is under way, if `arrive` was not called before; start the next if

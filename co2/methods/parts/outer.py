@@ -49,10 +49,6 @@ class GapPenalty:
         self.largest_lr = self._moved = 0.0
         self._scratch = torch.empty(0, dtype=flat.dtype, device=flat.device)
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """The two figures that later rounds need."""
-        return {"gap_ema": self.ema, "gap": self.value}
-
     def scratch_tensors(self) -> list[Tensor]:
         """One chunk for the elementwise kind, else nothing."""
         return [self._scratch]
@@ -117,13 +113,6 @@ class GapPenalty:
         out = self._scratch[: momentum.numel()]
         return torch.abs(momentum, out=out).mul_(per_element.to(momentum.dtype)).add_(1.0)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state that is not in `state_tensors`."""
-        return {"count": self.count, "largest_lr": self.largest_lr}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count, self.largest_lr = state["count"], state["largest_lr"]
-
 
 class Momentum:
     """The outer momentum: m ← clip(β m + d/Λ, φ). It is stored as clipped."""
@@ -175,11 +164,6 @@ class Momentum:
             chunk.of(self.vector).mul_(factor.to(self.flat.dtype))
         self.norm = self.norm * factor
         self.clipped = (factor < 1).double()
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """The momentum, and two figures."""
-        figures = {"momentum_norm": self.norm, "momentum_clipped": self.clipped}
-        return {"momentum": self.vector, **figures}
 
 
 def nesterov(x: Tensor, v: Tensor, d: Tensor, outer_lr: float, outer_momentum: float) -> None:

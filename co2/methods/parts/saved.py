@@ -10,6 +10,7 @@ nothing.
 import io
 import re
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,31 @@ def check_held(sync: "Method", state: dict[str, Any], key: str, value: object) -
     alike = [own.keys() for own in state["optimizer"]["param_groups"]] == groups
     kind = type(sync.optimizer).__name__
     require(alike, key, value, f"is of another optimizer than this {kind}; make it as it was")
+
+
+Kept = Mapping[str, tuple[object, str]]
+"""Attributes of objects, by their names in a state."""
+
+
+# Any: plain values, and what is in a `state_dict` of an object's own.
+def values(kept: Kept) -> dict[str, Any]:
+    """What a state holds of these attributes."""
+    found = {key: getattr(of, name) for key, (of, name) in kept.items()}
+    return {
+        key: one.state_dict() if hasattr(one, "state_dict") else one for key, one in found.items()
+    }
+
+
+def put_values(kept: Kept, state: Mapping[str, Any]) -> None:
+    """The reverse of `values`."""
+    for key, (of, name) in kept.items():
+        now = getattr(of, name)
+        if hasattr(now, "load_state_dict"):
+            now.load_state_dict(state[key])
+        elif isinstance(now, torch.Tensor):
+            now.copy_(state[key])
+        else:
+            setattr(of, name, state[key])
 
 
 def owner(sync: "Method") -> dict[str, Any]:
