@@ -26,12 +26,10 @@ from typing import Any
 
 import torch
 
-from co2.config import Blocking
 from co2.methods.parts.compressed import CompressedAdam, CompressedAdamConfig
 
 
 class OneBitAdam(CompressedAdam):
-    blocking = Blocking.always
     equal_weights = True
 
     @dataclass
