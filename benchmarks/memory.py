@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import co2
 from benchmarks import report
+from co2.catalogue import CATALOGUE
 from co2.config import CommConfig, CommDevice, Precision
-from co2.methods.catalogue import CATALOGUE
 from co2.train import meters
 
 WORKERS, TAU, ROUNDS = 2, 2, 3

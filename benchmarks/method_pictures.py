@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from co2.catalogue import CATALOGUE
 from co2.config import Blocking
-from co2.methods.catalogue import CATALOGUE
 from co2.simulate.methods import SIMULATED
 from co2.simulate.network import Link, Network
 from co2.simulate.schedule import advance_of, sending

@@ -21,11 +21,11 @@ import torch
 
 from co2.app.compose import command_line, key_of
 from co2.arguments import Parser, number, whole
+from co2.catalogue import CATALOGUE
 from co2.config import Config, Precision
 from co2.errors import ConfigError, require
 from co2.gpus import GPUS, USABLE, known_gpu
 from co2.methods import METHODS
-from co2.methods.catalogue import CATALOGUE
 from co2.simulate.methods import ALLREDUCE
 from co2.simulate.network import PROFILES, Network, parse_link
 from co2.simulate.schedule import Figures, simulate

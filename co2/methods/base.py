@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
+from co2.catalogue import CATALOGUE
 from co2.comm.background import BackgroundMean, new_mean
 from co2.comm.clocks import CommTotals
 from co2.comm.collectives import (
@@ -37,7 +38,6 @@ from co2.comm.mesh import Mesh
 from co2.comm.phases import OUTER_STEP
 from co2.config import Blocking, CommConfig
 from co2.errors import ConfigError, WrongCall, nearest, require
-from co2.methods.catalogue import CATALOGUE
 from co2.methods.parts import saved
 from co2.methods.parts.guard import Guard, check_optimizer, wide
 

@@ -1,8 +1,8 @@
-"""Which methods are simulated, and how, as the catalogue says (co2/methods/catalogue.py)."""
+"""Which methods are simulated, and how, as the catalogue says (co2/catalogue.py)."""
 
+from co2.catalogue import CATALOGUE, Entry
 from co2.config import Blocking
 from co2.errors import nearest, require
-from co2.methods.catalogue import CATALOGUE, Entry
 
 LIMIT = "none"
 """Replicas that never communicate: the limit of what any method can reach."""

@@ -1,6 +1,6 @@
 """The rows of tables that compare methods."""
 
-from co2.methods.catalogue import CATALOGUE
+from co2.catalogue import CATALOGUE
 from recipes.recipe import Row
 
 METHODS = (

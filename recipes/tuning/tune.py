@@ -23,10 +23,10 @@ from pathlib import Path
 import yaml
 
 from co2.app.tuned import MOMENTS, tune_command, tuned_file
+from co2.catalogue import CATALOGUE
 from co2.config import Config, OptimConfig
 from co2.errors import DIVERGED, nearest, require
 from co2.methods import METHODS
-from co2.methods.catalogue import CATALOGUE
 from co2.record.files import write_durably
 from co2.record.table import Table, read_csv
 from recipes.runs import cells

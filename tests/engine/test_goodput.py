@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from co2.methods.catalogue import CATALOGUE
+from co2.catalogue import CATALOGUE
 from co2.simulate.__main__ import main
 from co2.simulate.drawn import _restarted, _Rounds, drawn_goodput
 from co2.simulate.failures import (

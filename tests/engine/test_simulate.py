@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import co2
+from co2.catalogue import CATALOGUE
 from co2.comm.background import BackgroundMean
 from co2.methods import METHODS
-from co2.methods.catalogue import CATALOGUE
 from co2.simulate import paper as paper_scaling
 from co2.simulate import schedule
 from co2.simulate.__main__ import main

@@ -1,7 +1,7 @@
-"""What is known of every method without importing it: its class, its waits, its traffic.
+"""The catalogue of methods: what is known of each without importing it, at its default settings.
 
-The registry, the simulator, the planner and the tests of the documentation read it. It needs no
-torch, as the simulator does not, which a laptop runs. Settings are at their defaults.
+The registry, the simulator, the planner and the tests of docs/methods.md read it. Neither it nor
+the simulator needs torch.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,10 @@ from co2.config import Blocking
 
 @dataclass(frozen=True)
 class Entry:
-    """A method. What it exchanges is a mean of all model-sized vectors that it names, unless it
-    says otherwise."""
+    """What is known of a method."""
 
     class_name: str
-    """Its class, in the file that has the method's name."""
+    """Its class, in the file co2/methods/<method>.py."""
     blocking: Blocking
     """What the computation of a replica waits for. The class has it from here."""
     copies: float
@@ -30,13 +29,13 @@ class Entry:
     share: float = 1.0
     """Bytes of what is exchanged, as a share of an fp32 vector as large as the weights."""
     further: tuple[int, ...] = ()
-    """Of every further vector that is averaged: rounds between two means."""
+    """Rounds between two means of each vector that is averaged beside the weights."""
     average_moments: bool = False
-    """Whether it has this setting, under which two further vectors are averaged in every round."""
+    """Whether it has this setting, with which two further vectors are averaged in every round."""
     elastic: bool = True
     """Whether replicas can come and go at a round's end; if not, `refusals` tells why."""
     not_simulated: str = ""
-    """Why the simulator leaves it out; empty: it does not."""
+    """Why not; empty: it is simulated."""
 
     def vectors_in(self, number: int, average_moments: bool = False) -> int:
         """How many vectors are exchanged in round `number`, counted from 1."""
@@ -76,8 +75,8 @@ CATALOGUE = {
     "desloc": Entry("DESLOC", Blocking.always, copies=2, further=(3, 6)),
     "mt_dao": Entry("MTDAO", Blocking.always, copies=2, further=(1, 1)),
     "demo": Entry(
-        "DeMo", Blocking.always, copies=1,
-        rounds=False, exchange="gather", share=1 / 85, elastic=False,
+        "DeMo", Blocking.always, copies=1, rounds=False, exchange="gather", share=1 / 85,
+        elastic=False,
         not_simulated="what it sends depends on the shapes of the model's tensors",
     ),
     "onebit_adam": Entry(
@@ -91,4 +90,4 @@ CATALOGUE = {
         not_simulated="how often it sends, and how much, changes in the course of training",
     ),
 }  # fmt: skip
-"""By the name of `method=`, which is also that of the file in this folder."""
+"""By the name of `method=`."""
