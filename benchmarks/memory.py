@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import co2
 from benchmarks import report
+from co2.catalogue import CATALOGUE
 from co2.config import CommConfig, CommDevice, Precision
 from co2.train import meters
 
@@ -99,7 +100,7 @@ def row(name: str, comm: CommConfig, found: dict[str, Any], gpus: bool) -> list[
 
 
 COMPRESSED = ("demo", "onebit_adam", "zero_one_adam")
-NO_ROUNDS = ("allreduce", "acco", "sparta", *COMPRESSED)
+NO_ROUNDS = tuple(name for name, entry in CATALOGUE.items() if not entry.rounds)
 REFUSED = {CommDevice.auto: COMPRESSED, CommDevice.cpu: NO_ROUNDS}
 """By comm.device, the methods that accept nothing but the defaults of comm."""
 FP32_ONLY = ("sparseloco", "noloco", "sparta")

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from co2.simulate.methods import ACCO, NO_ROUNDS, OVERLAPPED, SIMULATED, vectors_in
+from co2.catalogue import CATALOGUE
+from co2.config import Blocking
+from co2.simulate.methods import SIMULATED
 from co2.simulate.network import Link, Network
 from co2.simulate.schedule import advance_of, sending
 
@@ -22,13 +24,8 @@ MODEL_BYTES, NUM_BUCKETS = 3_000_000, 3
 NETWORK = Network(Link(rate_bits=10e6), server_size=1, collective="ring")
 PERIODS = {"m": 2, "v": 3}
 """For DES-LOC: rounds of the weights from one mean of a moment to the next."""
-SHARE = 0.005
-"""For SPARTA: bytes of what is drawn as a share of the model's."""
-FREEZE, SIGNS = 2, 1 / 32
-"""For the variants of Adam: steps before v is frozen, and bytes of the signs as a share of the
-model's."""
-WAVES = 1 / 85
-"""For DeMo: bytes of 32 coefficients of each block of 64 x 64, as a share of the model's."""
+FREEZE = 2
+"""For the variants of Adam: steps before v is frozen."""
 
 _SCALE, _LEFT, _LANE, _BAR = 33.0, 78, 26, 20
 _LANES = ("worker 0", "worker 1", "network")
@@ -68,17 +65,18 @@ def simulated(method: str) -> Iterator[Span]:
     """Rounds of the simulator until the window is full; each begins where the last one ended."""
     sent = sending(method, MODEL_BYTES, MODEL_BYTES // NUM_BUCKETS, NETWORK, WORKERS)
     advance = advance_of(method, sent, backward_share=2 / 3)
-    starts, number = np.zeros(WORKERS), 0
+    entry, starts, number = CATALOGUE[method], np.zeros(WORKERS), 0
     while starts.min() < WINDOW_S:
-        compute = compute_s(number, 1 if method in NO_ROUNDS else TAU)
-        following, exposed, comm = advance(starts, compute, vectors_in(method, number + 1, False))
+        compute = compute_s(number, TAU if entry.rounds else 1)
+        following, exposed, comm = advance(starts, compute, entry.vectors_in(number + 1))
         for worker in range(WORKERS):
             end = starts[worker] + compute[worker]
             yield Span(worker, "compute", starts[worker], end, str(number))
             if exposed[worker] > 1e-9:
                 yield Span(worker, "wait", end, end + exposed[worker])
         # Under allreduce no bucket waits here once the first has left: the network is the slower.
-        over = float((following + comm if method in (*OVERLAPPED, ACCO) else following).max())
+        late = entry.blocking is Blocking.beyond_delay
+        over = float((following + comm if late else following).max())
         yield Span(2, "send", over - sent.wire_s, over, str(number))
         starts, number = following, number + 1
 
@@ -130,26 +128,27 @@ def desynced() -> Iterator[Span]:
 
 def every_step() -> Iterator[Span]:
     """1-bit Adam: gradients until v is frozen, signs of the momentum after it."""
-    return signs(range(20))
+    return signs("onebit_adam", range(20), FREEZE)
 
 
 def some_steps() -> Iterator[Span]:
     """0/1 Adam: gradients where v is refreshed, signs at the other exchanges, ever rarer."""
-    return signs((0, 1, 2, 3, 5, 7, 11, 15))
+    return signs("zero_one_adam", (0, 1, 2, 3, 5, 7, 11, 15), FREEZE)
 
 
 def drawn() -> Iterator[Span]:
     """SPARTA without a delay: some weights after every step."""
-    return signs(range(20), 0, SHARE)
+    return signs("sparta", range(20))
 
 
 def waves() -> Iterator[Span]:
     """DeMo: a message of the largest coefficients at every step."""
-    return signs(range(20), 0, WAVES)
+    return signs("demo", range(20))
 
 
-def signs(exchanges: Collection[int], freeze: int = FREEZE, share: float = SIGNS) -> Iterator[Span]:
-    """All wait after these steps: for whole vectors, and from `freeze` on for a share of one."""
+def signs(method: str, exchanges: Collection[int], freeze: int = 0) -> Iterator[Span]:
+    """All wait after these steps: for whole vectors, and from `freeze` on for the method's share of
+    one."""
     whole_s = 8 * MODEL_BYTES / NETWORK.link.rate_bits
     starts, step = np.zeros(WORKERS), 0
     while starts.min() < WINDOW_S:
@@ -159,7 +158,7 @@ def signs(exchanges: Collection[int], freeze: int = FREEZE, share: float = SIGNS
         starts = ends
         if step in exchanges:
             begin = float(ends.max())
-            over = begin + (whole_s if step < freeze else whole_s * share)
+            over = begin + (whole_s if step < freeze else whole_s * CATALOGUE[method].share)
             for worker in range(WORKERS):
                 yield Span(worker, "wait", ends[worker], over)
             yield Span(2, "send", begin, over, str(step))

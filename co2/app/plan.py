@@ -21,11 +21,12 @@ import torch
 
 from co2.app.compose import command_line, key_of
 from co2.arguments import Parser, number, whole
+from co2.catalogue import CATALOGUE
 from co2.config import Config, Precision
 from co2.errors import ConfigError, require
 from co2.gpus import GPUS, USABLE, known_gpu
 from co2.methods import METHODS
-from co2.simulate.methods import ALLREDUCE, LEFT_OUT, NO_ROUNDS
+from co2.simulate.methods import ALLREDUCE
 from co2.simulate.network import PROFILES, Network, parse_link
 from co2.simulate.schedule import Figures, simulate
 from co2.task import Planned, Task
@@ -268,7 +269,9 @@ def course(need: Need, place: Place) -> Course:
     network = Network(link, senders, PROFILES["nvswitch"], "auto")
 
     def figures(method: str) -> Figures:
-        tau = 1 if method in NO_ROUNDS else need.held.round_steps
+        entry = CATALOGUE[method]
+        tau = need.held.round_steps if entry.rounds else 1
+        averages = entry.average_moments and config.method_config.average_moments
         try:
             return simulate(
                 method=method,
@@ -280,13 +283,14 @@ def course(need: Need, place: Place) -> Course:
                 tau=tau,
                 warmup_rounds=_ROUNDS,
                 bucket_bytes=max(1, round(config.comm.bucket_mb * 2**20)),
-                average_moments=getattr(config.method_config, "average_moments", False),
+                average_moments=averages,
             )
         except ConfigError as error:
             raise ConfigError("--gpus", need.workers, error.hint) from None
 
     alone = need.num_replicas == 1
-    own = None if alone or config.method in LEFT_OUT else figures(config.method)
+    left_out = CATALOGUE[config.method].not_simulated
+    own = None if alone or left_out else figures(config.method)
     allreduce = None if alone else figures(ALLREDUCE)
     step_s = compute_s if own is None else own.step_s
     return Course(compute_s, own, allreduce, step_s * config.train.steps / 86_400)
@@ -309,7 +313,7 @@ def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
         if found.allreduce is None:
             return ""
         if figures is None:
-            return f"not simulated: {LEFT_OUT[config.method]}"
+            return f"not simulated: {CATALOGUE[config.method].not_simulated}"
         share = f"{figures.exposed_share:.1%} of the time (simulated)"
         return f"{figures.exposed_s:.3g} s a step, {share}"
 

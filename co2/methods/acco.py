@@ -31,14 +31,12 @@ from torch.profiler import record_function
 from co2.comm.collectives import local
 from co2.comm.flat import FlatParams
 from co2.comm.phases import OUTER_STEP, SNAPSHOT
-from co2.config import Blocking
 from co2.errors import require
 from co2.limits import Limited
 from co2.methods.base import HOST, Method
 
 
 class ACCO(Method):
-    blocking = Blocking.beyond_delay
     equal_weights = True
     reads_gradients = True
 

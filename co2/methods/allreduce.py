@@ -19,14 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from co2.comm.clocks import CommTotals
 from co2.comm.collectives import check_reduced, data_parallel, local
 from co2.comm.gradient_mean import GradientMean
-from co2.config import Blocking, Precision
+from co2.config import Precision
 from co2.errors import WrongCall
 from co2.limits import Limited
 from co2.methods.base import HOST, Method
 
 
 class AllReduce(Method):
-    blocking = Blocking.always
     averages_gradients = True
     equal_weights = True
     _before = CommTotals()

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
+from co2.catalogue import CATALOGUE
 from co2.comm.background import BackgroundMean, new_mean
 from co2.comm.clocks import CommTotals
 from co2.comm.collectives import (
@@ -60,10 +61,10 @@ class MethodStats(CommTotals):
 class Method:
     """One way of keeping the replicas in step.
 
-    A subclass sets `Config`, a `Limited` dataclass whose fields are documented, and `blocking`;
-    it implements `set_up` and `update`, and names its tensors by `hold`. The order of calls, on
-    every replica, is prepare, then load_state_dict or resume if a run goes on, then step as often
-    as needed, then finish.
+    A subclass sets `Config`, a `Limited` dataclass whose fields are documented, and `blocking`,
+    unless it is in the catalogue; it implements `set_up` and `update`, and names its tensors by
+    `hold`. The order of calls, on every replica, is prepare, then load_state_dict or resume if a
+    run goes on, then step as often as needed, then finish.
 
     Args:
         config: an instance of `Config`; None for its defaults.
@@ -75,7 +76,7 @@ class Method:
 
     Config: ClassVar[type]
     blocking: ClassVar[Blocking]
-    """What the computation of a replica waits for."""
+    """What the computation of a replica waits for: of a registered method the catalogue's."""
     averages_gradients: ClassVar[bool] = False
     """Whether all replicas step with the same gradients, averaged by PyTorch's own wrappers. Those
     then work across the replicas too (co2/train/replica.py)."""
@@ -92,6 +93,12 @@ class Method:
     model: nn.Module
     optimizer: Optimizer
     mesh: Mesh
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        entry = CATALOGUE.get(cls.registered_name())
+        if entry is not None and entry.class_name == cls.__name__:
+            cls.blocking = entry.blocking
 
     def __init__(self, config: Any = None, comm: CommConfig | None = None, **settings: Any) -> None:
         # Any: each subclass has a dataclass of its own.

@@ -33,7 +33,6 @@ from torch.profiler import record_function
 from co2.comm.background import BackgroundMean
 from co2.comm.flat import FlatParams
 from co2.comm.phases import SNAPSHOT
-from co2.config import Blocking
 from co2.limits import Amount, Decay, Positive
 from co2.methods.base import BF16, ELASTIC, HOST
 from co2.methods.parts.local import LocalMethod
@@ -43,7 +42,6 @@ from co2.methods.parts.rounds import LateRounds, Tau
 
 
 class CO2(LocalMethod):
-    blocking = Blocking.beyond_delay
     may_change = frozenset({"tau", "outer_momentum", "clip", "clip_mode", "blocking_share"})
 
     @dataclass

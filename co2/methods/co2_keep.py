@@ -27,7 +27,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from co2.config import Blocking
 from co2.errors import require
 from co2.limits import Amount, Decay, Share, Steps
 from co2.methods.base import synchronizing
@@ -37,7 +36,6 @@ from co2.methods.parts.rounds import LateRounds
 
 
 class CO2Keep(LocalMethod):
-    blocking = Blocking.beyond_delay
     may_change = frozenset({"tau", "keep_local", "outer_momentum", "blocking_share"})
 
     @dataclass

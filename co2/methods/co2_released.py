@@ -25,14 +25,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from co2.comm.flat import Chunk
-from co2.config import Blocking
 from co2.limits import Amount, Decay, Positive
 from co2.methods.parts.local import BlockingMethod
 from co2.methods.parts.rounds import Tau, WaitingRounds
 
 
 class CO2Released(BlockingMethod):
-    blocking = Blocking.always
     may_change = frozenset({"tau", "outer_lr", "outer_momentum", "gap_penalty", "comm_share"})
 
     @dataclass

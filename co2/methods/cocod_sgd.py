@@ -16,13 +16,11 @@ Deviation: the pseudo-gradient −p travels, as in every method here.
 
 from dataclasses import dataclass
 
-from co2.config import Blocking
 from co2.methods.parts.local import LocalMethod
 from co2.methods.parts.rounds import LateRounds
 
 
 class CoCoDSGD(LocalMethod):
-    blocking = Blocking.beyond_delay
     may_change = frozenset({"tau", "blocking_share"})
 
     @dataclass

@@ -30,14 +30,12 @@ from torch.optim import SGD
 
 from co2.comm.flat import FlatParams
 from co2.comm.waves import WIDEST, WaveMean
-from co2.config import Blocking
 from co2.errors import require
 from co2.limits import Count, Decay, Limited, Range
 from co2.methods.base import BF16, HOST, Method, synchronizing
 
 
 class DeMo(Method):
-    blocking = Blocking.always
     equal_weights = True
     reads_gradients = True
     needs = ("optim.name=sgd", "optim.momentum=0", "optim.nesterov=false")

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from co2.config import Blocking
 from co2.limits import Count, Limited
 from co2.methods.base import synchronizing
 from co2.methods.local_sgd import LocalSGD
@@ -28,7 +27,6 @@ from co2.methods.parts.moments import Moment, refused, require_adam
 
 
 class DESLOC(LocalSGD):
-    blocking = Blocking.always
     may_change = frozenset({"tau", "first_moment_every", "second_moment_every"})
 
     @dataclass

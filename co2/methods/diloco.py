@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from co2.comm.flat import Chunk
-from co2.config import Blocking
 from co2.limits import Amount, Decay
 from co2.methods.parts.local import BlockingMethod
 from co2.methods.parts.outer import nesterov
@@ -23,7 +22,6 @@ from co2.methods.parts.rounds import Tau, UnequalRounds
 
 
 class DiLoCo(BlockingMethod):
-    blocking = Blocking.always
     may_change = frozenset({"tau", "outer_lr", "outer_momentum", "comm_share", "tau_power"})
 
     @dataclass

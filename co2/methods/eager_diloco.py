@@ -24,7 +24,6 @@ from dataclasses import dataclass
 import torch
 
 from co2.comm.flat import Chunk
-from co2.config import Blocking
 from co2.limits import Amount, Decay
 from co2.methods.base import QUORUM
 from co2.methods.parts.local import LocalMethod
@@ -33,7 +32,6 @@ from co2.methods.parts.rounds import LateRounds
 
 
 class EagerDiLoCo(LocalMethod):
-    blocking = Blocking.beyond_delay
     may_change = frozenset({"tau", "outer_lr", "outer_momentum", "blocking_share"})
 
     @dataclass

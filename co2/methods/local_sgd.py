@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from co2.comm.flat import Chunk
-from co2.config import Blocking
 from co2.methods.parts.local import BlockingMethod
 from co2.methods.parts.rounds import UnequalRounds
 
 
 class LocalSGD(BlockingMethod):
-    blocking = Blocking.always
     may_change = frozenset({"tau", "comm_share", "tau_power"})
 
     @dataclass

@@ -34,7 +34,6 @@ from dataclasses import dataclass
 import torch
 
 from co2.comm.collectives import local
-from co2.config import Blocking
 from co2.errors import require
 from co2.limits import Count, Decay, Limited, Share
 from co2.methods.desloc import DESLOC
@@ -42,7 +41,6 @@ from co2.methods.parts.moments import LateMoments
 
 
 class MTDAO(DESLOC):
-    blocking = Blocking.always
     reads_gradients = True
     may_change = DESLOC.may_change | {"slow_weight"}
 

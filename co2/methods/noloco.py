@@ -27,7 +27,6 @@ from dataclasses import dataclass
 import torch
 
 from co2.comm.pairs import PairMean
-from co2.config import Blocking
 from co2.errors import require
 from co2.limits import Amount, Decay
 from co2.methods.base import BF16, ELASTIC, QUORUM
@@ -36,7 +35,6 @@ from co2.methods.parts.rounds import Tau, WaitingRounds
 
 
 class NoLoCo(LocalMethod):
-    blocking = Blocking.always
     may_change = frozenset({"tau", "outer_lr", "outer_momentum", "pull", "comm_share"})
 
     @dataclass

@@ -25,12 +25,10 @@ from dataclasses import dataclass
 
 import torch
 
-from co2.config import Blocking
 from co2.methods.parts.compressed import CompressedAdam, CompressedAdamConfig
 
 
 class OneBitAdam(CompressedAdam):
-    blocking = Blocking.always
     equal_weights = True
 
     @dataclass

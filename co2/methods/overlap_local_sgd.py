@@ -22,14 +22,12 @@ import torch
 from torch import Tensor
 
 from co2.comm.flat import Chunk
-from co2.config import Blocking
 from co2.limits import Decay
 from co2.methods.parts.local import LocalMethod
 from co2.methods.parts.rounds import LateRounds
 
 
 class OverlapLocalSGD(LocalMethod):
-    blocking = Blocking.beyond_delay
     may_change = frozenset({"tau", "outer_momentum", "blocking_share"})
 
     @dataclass

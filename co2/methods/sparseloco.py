@@ -29,7 +29,6 @@ from torch import Tensor
 
 from co2.comm.flat import Chunk
 from co2.comm.sparse import SparseMean
-from co2.config import Blocking
 from co2.limits import Amount, PartShare, Share
 from co2.methods.base import BF16, ELASTIC
 from co2.methods.parts.local import BlockingMethod
@@ -37,7 +36,6 @@ from co2.methods.parts.rounds import Tau, WaitingRounds
 
 
 class SparseLoCo(BlockingMethod):
-    blocking = Blocking.always
     may_change = frozenset({"tau", "density", "outer_lr", "error_decay", "comm_share"})
 
     @dataclass

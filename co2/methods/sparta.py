@@ -27,13 +27,11 @@ from torch import Tensor, nn
 
 from co2.comm.background import BackgroundMean
 from co2.comm.flat import FlatParams
-from co2.config import Blocking
 from co2.limits import Limited, PartShare, Steps
 from co2.methods.base import BF16, HOST, Method, synchronizing
 
 
 class SPARTA(Method):
-    blocking = Blocking.beyond_delay
     may_change = frozenset({"delay"})
 
     @dataclass

@@ -39,7 +39,6 @@ from torch.optim import Optimizer
 from co2.comm.compress import BITS
 from co2.comm.exchange import CompressedMean
 from co2.comm.flat import FlatParams
-from co2.config import Blocking
 from co2.errors import require
 from co2.limits import Amount, Count, Decay, Limited, Share, Steps
 from co2.methods.base import BF16, ELASTIC, QUORUM, Method, synchronizing
@@ -47,7 +46,6 @@ from co2.methods.parts.outer import nesterov
 
 
 class StreamingDiLoCo(Method):
-    blocking = Blocking.beyond_delay
     may_change = frozenset({"mixing", "outer_lr", "outer_momentum"})
 
     @dataclass

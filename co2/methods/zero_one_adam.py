@@ -37,14 +37,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from co2.config import Blocking
 from co2.limits import Count
 from co2.methods.parts.compressed import CompressedAdam, CompressedAdamConfig
 
 
 class ZeroOneAdam(CompressedAdam):
-    blocking = Blocking.always
-
     @dataclass
     class Config(CompressedAdamConfig):
         """The paper freezes v at the end of the learning rate's warm-up, and from then on the

@@ -1,7 +1,7 @@
 """The simulator: step time, communication, scaling and goodput of a cluster that you do not have.
 
 network.py   links, servers, and how long an all-reduce takes
-methods.py   which methods are simulated, read from their declarations
+methods.py   which methods are simulated, as the catalogue says
 schedule.py  when each replica computes, sends and waits, round after round
 models.py    the sizes of models, and what a step of them costs to compute
 options.py   the command line's words, checked

@@ -3,7 +3,7 @@
 from co2.errors import require
 from co2.simulate.drawn import drawn_goodput
 from co2.simulate.failures import DISCARD, RESTART, WAYS, Round, goodput
-from co2.simulate.methods import LIMIT, NO_ROUNDS, NOT_ELASTIC, label
+from co2.simulate.methods import ENTRIES, LIMIT, label
 from co2.simulate.models import MODELS
 from co2.simulate.options import Options
 from co2.simulate.report import Panel, Report, report_of
@@ -28,7 +28,7 @@ def ways(method: str, nodes: int) -> tuple[str, ...]:
     """The ways that a method has to deal with a failure. A single node has no others."""
     if nodes == 1:
         return (RESTART,)
-    return (RESTART, DISCARD) if method in (*NO_ROUNDS, *NOT_ELASTIC) else WAYS
+    return WAYS if ENTRIES[method].elastic else (RESTART, DISCARD)
 
 
 def goodput_report(options: Options) -> Report:

@@ -16,16 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from co2.config import Blocking
 from co2.errors import require_number
-from co2.simulate.methods import (
-    ACCO,
-    ALLREDUCE,
-    BLOCKING,
-    LIMIT,
-    MESSAGE_SHARE,
-    require_simulated,
-    vectors_in,
-)
+from co2.simulate.methods import ALLREDUCE, ENTRIES, LIMIT, require_simulated
 from co2.simulate.network import Network, ring_bytes
 
 BUCKET_BYTES = 25 * 2**20
@@ -155,7 +148,8 @@ def simulate(
     replicas = Replicas(workers, step_s, noise)
     sent = sending(method, vector_bytes, bucket_bytes, network, workers)
     advance = advance_of(method, sent, backward_share)
-    length = {LIMIT: steps, ALLREDUCE: 1, ACCO: 1}.get(method, tau)
+    entry = ENTRIES[method]
+    length = tau if entry.rounds else steps if method == LIMIT else 1
 
     rounds, rest = divmod(steps, length)
     clocks = began = np.zeros_like(replicas.step_s)
@@ -164,7 +158,7 @@ def simulate(
     for number in range(-warmup_rounds, rounds):
         if number == 0:
             began = clocks
-        vectors = vectors_in(method, number + 1, average_moments)
+        vectors = entry.vectors_in(number + 1, average_moments)
         clocks, exposed, comm = advance(clocks, replicas.seconds(length), vectors)
         if number >= 0:
             exposed_s += float(exposed.mean())
@@ -209,25 +203,26 @@ def sending(
     method: str, vector_bytes: int, bucket_bytes: int, network: Network, workers: int
 ) -> Sending:
     """What the collective of a round carries under this method."""
-    if method in MESSAGE_SHARE:
-        message_bytes = round(MESSAGE_SHARE[method] * vector_bytes)
-        seconds = np.array([network.all_gather_s(message_bytes, workers)])
-        return Sending(np.ones(1), seconds, (workers - 1) * message_bytes)
-    whole, last = divmod(vector_bytes, bucket_bytes)
+    num_bytes = round(ENTRIES[method].share * vector_bytes)
+    if ENTRIES[method].exchange == "gather":
+        seconds = np.array([network.all_gather_s(num_bytes, workers)])
+        return Sending(np.ones(1), seconds, (workers - 1) * num_bytes)
+    whole, last = divmod(num_bytes, bucket_bytes)
     sizes = np.array([bucket_bytes] * whole + [last] * (last > 0))
     by_size = {size: network.all_reduce_s(size, workers) for size in {sizes[0], sizes[-1]}}
     seconds = np.array([by_size[size] for size in sizes])
-    return Sending(sizes / vector_bytes, seconds, ring_bytes(vector_bytes, workers))
+    return Sending(sizes / num_bytes, seconds, ring_bytes(num_bytes, workers))
 
 
 def advance_of(method: str, sent: Sending, backward_share: float) -> Advance:
     """What a round of this method does to the clocks. An overlapped method's keeps the collective
     in flight from one call to the next."""
-    if method == LIMIT:
-        return _silent
     if method == ALLREDUCE:
         return _bucketed(sent, backward_share)
-    return (_blocking if method in BLOCKING else _overlapped)(sent.wire_s)
+    waits = ENTRIES[method].blocking
+    if waits is Blocking.never:
+        return _silent
+    return (_blocking if waits is Blocking.always else _overlapped)(sent.wire_s)
 
 
 def _silent(start: Clocks, compute: Clocks, _: int) -> tuple[Clocks, Clocks, Clocks]:

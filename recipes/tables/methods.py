@@ -1,6 +1,6 @@
 """The rows of tables that compare methods."""
 
-from co2 import methods
+from co2.catalogue import CATALOGUE
 from recipes.recipe import Row
 
 METHODS = (
@@ -19,7 +19,7 @@ WITH_MOMENTS = Row(
 """At three times the bytes of the others: AdamW's two moments travel with the weights."""
 ALL_ROWS = (*METHODS, WITH_MOMENTS)
 """Rows of the tables of losses."""
-EVERY_METHOD = tuple(Row(name, (f"method={name}",)) for name in methods.METHODS)
+EVERY_METHOD = tuple(Row(name, (f"method={name}",)) for name in CATALOGUE)
 """All methods with their default settings, by the names of `method=`."""
 ADAM_ONLY = ("desloc", "mt_dao", "onebit_adam", "zero_one_adam", WITH_MOMENTS.name)
 """Rows that no task with SGD can be run with."""

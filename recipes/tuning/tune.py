@@ -23,6 +23,7 @@ from pathlib import Path
 import yaml
 
 from co2.app.tuned import MOMENTS, tune_command, tuned_file
+from co2.catalogue import CATALOGUE
 from co2.config import Config, OptimConfig
 from co2.errors import DIVERGED, nearest, require
 from co2.methods import METHODS
@@ -255,7 +256,7 @@ def _own(config: Config, tau: int | None, moments: bool) -> dict[str, Value]:
 
 def _configs(task: str, methods: Sequence[str], scale: str, moments: bool) -> Iterator[Config]:
     """The methods' configurations as conf has them. Raises `ConfigError` for a wrong name."""
-    able = [name for name in METHODS if not moments or hasattr(METHODS[name].Config, MOMENTS)]
+    able = [name for name, entry in CATALOGUE.items() if entry.average_moments or not moments]
     for name in methods:
         require(name in METHODS, "method", name, nearest(name, METHODS))
         hint = f"averages no moments; {', '.join(able)} do"

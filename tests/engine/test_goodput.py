@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from co2.methods import METHODS
-from co2.methods.base import ELASTIC as COMING_AND_GOING
+from co2.catalogue import CATALOGUE
 from co2.simulate.__main__ import main
 from co2.simulate.drawn import _restarted, _Rounds, drawn_goodput
 from co2.simulate.failures import (
@@ -28,7 +27,7 @@ from co2.simulate.failures import (
     rounds_goodput,
 )
 from co2.simulate.goodput import ways
-from co2.simulate.methods import BLOCKING, NOT_ELASTIC, OVERLAPPED
+from co2.simulate.methods import BLOCKING, OVERLAPPED
 from tests.grids import grid
 
 ROUND = Round(10.0, mean_s=0.5, state_s=2.0)
@@ -241,9 +240,7 @@ def test_more_failures_leave_less(way: str) -> None:
 
 def test_which_methods_can_be_elastic() -> None:
     for method in (*BLOCKING, *OVERLAPPED):
-        refused = METHODS[method](METHODS[method].Config()).refusals().get(COMING_AND_GOING)
-        assert (refused is not None) == (method in NOT_ELASTIC)
-        assert (ELASTIC in ways(method, 2)) == (refused is None)
+        assert (ELASTIC in ways(method, 2)) == CATALOGUE[method].elastic
         assert ways(method, 1) == (RESTART,)
     assert ways("allreduce", 2) == ways("acco", 2) == (RESTART, DISCARD)
 

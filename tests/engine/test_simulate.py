@@ -5,7 +5,6 @@ import itertools
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -13,33 +12,31 @@ import pytest
 import torch
 
 import co2
+from co2.catalogue import CATALOGUE
 from co2.comm.background import BackgroundMean
-from co2.config import Blocking
 from co2.methods import METHODS
-from co2.simulate import methods as declared
 from co2.simulate import paper as paper_scaling
 from co2.simulate import schedule
 from co2.simulate.__main__ import main
 from co2.simulate.methods import (
     BLOCKING,
-    FURTHER_VECTORS,
-    LEFT_OUT,
-    MESSAGE_SHARE,
+    LIMIT,
     OVERLAPPED,
     SIMULATED,
     WITH_MOMENTS,
-    declarations,
-    vectors_in,
 )
 from co2.simulate.models import MODELS
 from co2.simulate.network import COLLECTIVES, Link, Network, parse_link, ring_bytes, ring_s
 from co2.simulate.scaling import scaling_ratio
 from co2.simulate.schedule import Noise, Replicas, simulate
+from tests.cli.harness import ROOT
 
 LINK = Link(1e9, 1e-3)
 FLAT = Network(LINK)
 SLOW = Network(Link(8e6))  # a megabyte takes a second
 WHOLE = 10**12
+GATHERED = [name for name, entry in CATALOGUE.items() if entry.exchange == "gather"]
+FURTHER = [name for name, entry in CATALOGUE.items() if entry.further]
 
 
 def run(method, **changed):
@@ -94,7 +91,7 @@ def test_bytes_per_step():
     sent = 2 * 3 * 10**6 // 4
     assert run("none").bytes_per_step == 0
     assert run("allreduce").bytes_per_step == sent
-    for method in {*BLOCKING, *OVERLAPPED} - {*MESSAGE_SHARE, *FURTHER_VECTORS}:
+    for method in {*BLOCKING, *OVERLAPPED} - {*GATHERED, *FURTHER}:
         assert run(method).bytes_per_step == sent / 4
         assert run(method, steps=43).bytes_per_step == sent * 10 / 43, "no collective in the rest"
 
@@ -113,7 +110,7 @@ def test_a_late_mean_is_hidden_below_a_round_and_exposed_above(method):
     assert start.exposed_s * 40 == pytest.approx(9 * (twice.wire_s - 4)), "none in round 0"
 
 
-@pytest.mark.parametrize("method", sorted({*BLOCKING} - {*MESSAGE_SHARE, *FURTHER_VECTORS}))
+@pytest.mark.parametrize("method", sorted({*BLOCKING} - {*GATHERED, *FURTHER}))
 def test_a_blocking_mean_is_exposed_whole(method):
     found = run(method)
     assert found.exposed_s * 4 == pytest.approx(found.wire_s)
@@ -136,18 +133,17 @@ def test_des_loc_averages_moments_in_rounds_of_their_own():
     assert run("desloc", steps=8, warmup_rounds=0).step_s == run("local_sgd", steps=8).step_s
 
 
-@pytest.mark.parametrize("method", FURTHER_VECTORS)
+@pytest.mark.parametrize("method", FURTHER)
 def test_the_periods_of_moments_are_the_defaults(method):
     config = METHODS[method].Config()
     periods = config.first_moment_every / config.tau, config.second_moment_every / config.tau
-    assert FURTHER_VECTORS[method] == periods
+    assert CATALOGUE[method].further == periods
 
 
 @pytest.mark.parametrize("method", SIMULATED)
 def test_averaged_moments_are_two_further_vectors(method):
     plain, averaged = run(method), run(method, average_moments=True)
-    has = method != "none" and hasattr(METHODS[method].Config, "average_moments")
-    assert (method in WITH_MOMENTS) == has
+    has = method in WITH_MOMENTS
     assert averaged.bytes_per_step == plain.bytes_per_step * (3 if has else 1)
     # 4.5 s on the wire: an overlapped round of 4 s hides all but half a second
     exposed = {True: 4.5, False: 0.5}[method in BLOCKING]
@@ -163,15 +159,15 @@ def test_messages_are_gathered():
     assert FLAT.all_gather_s(10**6, 4) == pytest.approx(3 * (0.008 + 0.001))
 
 
-@pytest.mark.parametrize("method", MESSAGE_SHARE)
-def test_the_share_of_a_message_is_the_methods(method):
+def test_the_share_of_a_message_is_the_methods():
     """With its default configuration, for a model of many whole chunks."""
     weight = torch.nn.Parameter(torch.zeros(4096, 10))
-    synchronized = METHODS[method]()
+    synchronized = METHODS["sparseloco"]()
     optimizer = torch.optim.SGD([weight], lr=0.1)
     synchronized.prepare(torch.nn.ParameterList([weight]), optimizer, co2.Mesh.world())
     message = synchronized.exchange.messages()["sent"]
-    assert message.nbytes == pytest.approx(MESSAGE_SHARE[method] * 4 * weight.numel(), rel=1e-3)
+    share = CATALOGUE["sparseloco"].share
+    assert message.nbytes == pytest.approx(share * 4 * weight.numel(), rel=1e-3)
 
 
 @pytest.mark.parametrize("buckets", [1, 2, 10, 1000])
@@ -200,7 +196,7 @@ def events(method, seconds, wire_s, tau, steps, shares, backward_share):
     pending = None  # the launches of the collective in flight
     network_free = 0.0
     for number, durations in enumerate(seconds, start=1):
-        own_wire_s = wire_s * vectors_in(method, number, False)
+        own_wire_s = wire_s * CATALOGUE[method].vectors_in(number)
         end = [clock[i] + durations[i] for i in range(workers)]
         if method == "allreduce":
             passed = 0.0
@@ -238,8 +234,8 @@ def test_the_vector_against_loops_over_events(method, workers, megabytes):
     size = int(megabytes * 10**6)
     shares = [1 / num_buckets] * num_buckets
     wire_s = SLOW.all_reduce_s(size, workers)
-    if method in MESSAGE_SHARE:
-        wire_s = SLOW.all_gather_s(round(MESSAGE_SHARE[method] * size), workers)
+    if method in GATHERED:
+        wire_s = SLOW.all_gather_s(round(CATALOGUE[method].share * size), workers)
     clock, exposed = events(method, seconds, wire_s, tau, rounds, shares, 0.6)
     found = simulate(
         method=method,
@@ -253,7 +249,7 @@ def test_the_vector_against_loops_over_events(method, workers, megabytes):
         backward_share=0.6,
         noise=noise,
     )
-    vectors = sum(vectors_in(method, number, False) for number in range(1, rounds + 1))
+    vectors = sum(CATALOGUE[method].vectors_in(number) for number in range(1, rounds + 1))
     assert found.wire_s == pytest.approx(wire_s * vectors / rounds)
     assert found.exposed_s * rounds * length == pytest.approx(sum(exposed) / workers)
     assert found.step_s * rounds * length == pytest.approx(sum(clock) / workers)
@@ -343,37 +339,10 @@ def test_131072_gpus_cost_no_more_python_than_16(method):
     assert lines(131_072) == lines(16) > 30
 
 
-def test_the_declarations_are_those_of_the_methods():
-    """They are read from the source, which must say what the classes say."""
-    assert declarations() == {name: method.blocking.name for name, method in METHODS.items()}
-    assert list(declarations()) == list(METHODS)
-
-
 def test_every_method_of_the_suite_is_simulated_or_left_out_with_a_reason():
-    assert {*SIMULATED, *LEFT_OUT} == {"none", *METHODS}
-    assert not {*SIMULATED} & {*LEFT_OUT} and not {*BLOCKING} & {*OVERLAPPED}
-    for name in BLOCKING:
-        assert METHODS[name].blocking is Blocking.always
-    for name in OVERLAPPED:
-        assert METHODS[name].blocking is Blocking.beyond_delay
+    left_out = {name for name, entry in CATALOGUE.items() if entry.not_simulated}
+    assert sorted(SIMULATED) == sorted({LIMIT, *CATALOGUE} - left_out)
     assert {"local_sgd", "slowmo", "diloco"} <= {*BLOCKING} and {"co2", "co2_keep"} <= {*OVERLAPPED}
-
-
-def test_a_new_method_is_simulated_without_being_named(tmp_path):
-    files = {
-        "__init__": 'METHODS: dict[str, type] = {\n    "newer": Newer,\n    "diloco": DiLoCo,\n}\n',
-        "newer": "class Part: ...\nclass Newer(Method):\n    blocking = Blocking.beyond_delay\n",
-        "diloco": "class DiLoCo(Method):\n    blocking: ClassVar[Blocking] = Blocking.always\n",
-        "unregistered": "class Draft(Method):\n    blocking = Blocking.always\n",
-    }
-    for name, text in files.items():
-        (tmp_path / f"{name}.py").write_text(text)
-    found = declarations(tmp_path)
-    assert list(found.items()) == [("newer", "beyond_delay"), ("diloco", "always")]
-    assert declared._with_rounds(found, "beyond_delay") == ("newer",)
-    (tmp_path / "newer.py").write_text("class Newer(Method):\n    blocking: ClassVar[Blocking]\n")
-    with pytest.raises(AssertionError, match=r"newer\.py must have one line"):
-        declarations(tmp_path)
 
 
 ALONE = """
@@ -391,9 +360,8 @@ print(simulate(method="co2", workers=8, vector_bytes=8, step_s=1, network=networ
 
 
 def test_the_simulator_needs_no_torch():
-    root = Path(declared.__file__).parents[2]
     command = [sys.executable, "-c", ALONE]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "1.0\n", done.stderr
 
 

@@ -13,14 +13,14 @@ from co2.errors import require
 from co2.methods.base import ELASTIC, QUORUM, Method, synchronizing
 from co2.methods.parts.auto_tau import AUTO, AutoTau
 from co2.methods.parts.moments import LateMoments, Moments, refused
-from co2.methods.parts.rounds import round_ends
+from co2.methods.parts.rounds import LateRounds, UnequalRounds, round_ends
 
 
 class LocalMethod(Method):
     """τ inner steps on every replica, then `end_round`. A subclass has
 
-    - `Config`, a dataclass with `tau`, and for a method that always waits with `comm_share`;
-    - `blocking`;
+    - `Config`, derived from a class of parts/rounds.py;
+    - `blocking`, unless it is in the catalogue;
     - `init_outer_state()`, which makes the vectors that it holds (`hold`);
     - `end_round()`, which does what the method's equations say;
     - `show_round_end()`, if it lets replicas go on from a point that misses the round just trained.
@@ -29,9 +29,9 @@ class LocalMethod(Method):
     at the end of each round too (parts/moments.py). A method that takes a mean in amid a round
     calls `moments.arrive` there.
 
-    Where `Config` has `blocking_share`, the rounds that end in this share of the training `wait`:
-    their means are taken in as they end, by a delay of 0. The first round after them is as the
-    first of all: nothing arrives at its end.
+    Where `Config` is a `LateRounds`, rounds that end in the `blocking_share` of the training wait:
+    their means are taken in as they end, by a delay of 0. At the end of the first round after them
+    nothing arrives, as in the first of all.
     """
 
     round_began = 0
@@ -50,7 +50,12 @@ class LocalMethod(Method):
     @property
     def tau_power(self) -> float:
         """p, by which rounds differ in length (rounds.py)."""
-        return float(getattr(self.config, "tau_power", 0.0))
+        return self.config.tau_power if isinstance(self.config, UnequalRounds) else 0.0
+
+    @property
+    def blocking_share(self) -> float:
+        """The first share of the training, whose rounds wait for their means."""
+        return self.config.blocking_share if isinstance(self.config, LateRounds) else 0.0
 
     @property
     def averages_moments(self) -> bool:
@@ -72,10 +77,10 @@ class LocalMethod(Method):
     @property
     def waits(self) -> bool:
         """As a round ends: whether its mean is waited for, although the method can overlap it."""
-        share = getattr(self.config, "blocking_share", 0.0)
+        share = self.blocking_share
         if share in (0, 1) or self.total_steps is None:
-            return bool(share == 1)
-        return bool(self.steps <= share * self.total_steps)
+            return share == 1
+        return self.steps <= share * self.total_steps
 
     def show_trained(self) -> None:
         if 0 < self.round_began == self.steps:  # the last step was a round's last one
@@ -165,7 +170,7 @@ class LocalMethod(Method):
     @property
     def first_mean(self) -> int:
         """The step that takes in the first mean."""
-        share = getattr(self.config, "blocking_share", 0.0) * (self.total_steps or 0)
+        share = self.blocking_share * (self.total_steps or 0)
         at_once = self.blocking is Blocking.always or self.tau <= share
         return self.tau if at_once else 2 * self.tau
 
@@ -173,9 +178,9 @@ class LocalMethod(Method):
 class BlockingMethod(LocalMethod):
     """τ inner steps from x_{t,0}, and then d_t = mean_i (x_{t,0} − x^i_{t,τ}), for which all wait.
 
-    A subclass has `blocking = Blocking.always`, `Config` with `tau` and `comm_share`, and
-    `outer_step`, which makes x_{t+1,0}. All replicas hold the same x_{t,0}, `anchor`, which is the
-    consensus right after a round's end.
+    A subclass has `Config`, derived from `WaitingRounds`, and `outer_step`, which makes x_{t+1,0};
+    it blocks always. All replicas hold the same x_{t,0}, `anchor`, which is the consensus right
+    after a round's end.
     """
 
     def init_outer_state(self) -> None:
