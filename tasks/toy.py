@@ -62,6 +62,7 @@ class Toy:
                 hint = "must be a number of seconds, 0 or more"
                 require_number(name, getattr(self, name), 0.0, hint)
 
+    version = 1
     unit = "samples"
     units_per_sample = 1
 

@@ -136,6 +136,7 @@ class Graph:
             if self.eval_samples is not None:
                 require_count("eval_samples", self.eval_samples)
 
+    version = 1
     unit = "samples"
     units_per_sample = 1
 

@@ -167,6 +167,7 @@ class RoBERTa:
             fits = 0 <= self.mask_random <= rest + 1e-9
             require(fits, "mask_random", self.mask_random, hint)
 
+    version = 1
     unit = "tokens"
 
     def __init__(
