@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--missing", action="store_true", help=less)
     dry = "of run: print the runs that are missing with the times that are known, and make none"
     parser.add_argument("--dry-run", action="store_true", help=dry)
+    mixed = "of collect: take the runs of a column although their fingerprints differ"
+    parser.add_argument("--mixed", action="store_true", help=mixed)
     parser.add_argument("--launcher", default="local", choices=("local", "slurm"))
     parser.add_argument("--trials", type=int, default=12, help="of tune: of each method, short")
     parser.add_argument("--tau", type=int, help="of tune: τ of all methods; default: conf's")
@@ -85,7 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif options.action == "collect":
             # By name: trials may be among those that were named, too.
             named = {one.name: one for one in (*trials_of(chosen, options.scale), *chosen)}
-            here, elsewhere = collect(list(named.values()) or known, options.out, options.scale)
+            here, elsewhere = collect(
+                list(named.values()) or known, options.out, options.scale, options.mixed
+            )
             print(f"{options.out}: {here} values from runs here, {elsewhere} from runs elsewhere")
         else:
             # The report always holds every recipe; the named ones are printed as well.
