@@ -19,6 +19,7 @@ from co2 import program
 with program.starting(__name__):
     from co2.arguments import Parser
     from co2.errors import ConfigError, nearest, require
+    from co2.record import provenance
     from co2.train import launch
     from recipes.recipe import Recipe
     from recipes.registry import RECIPES
@@ -51,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help=dry)
     mixed = "of collect: take the runs of a column although their fingerprints differ"
     parser.add_argument("--mixed", action="store_true", help=mixed)
+    dirty = "of run and tune: record runs although the code has changes that are not committed"
+    parser.add_argument("--dirty", action="store_true", help=dirty)
     parser.add_argument("--launcher", default="local", choices=("local", "slurm"))
     parser.add_argument("--trials", type=int, default=12, help="of tune: of each method, short")
     parser.add_argument("--tau", type=int, help="of tune: τ of all methods; default: conf's")
@@ -83,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     options.out,
                 )
                 return 0
+            provenance.require_clean(options.dirty)
             return run(chosen or known, options.scale, seeds, options.launcher, recorded)
         elif options.action == "collect":
             # By name: trials may be among those that were named, too.
@@ -115,6 +119,7 @@ def tune(options: argparse.Namespace) -> int:
     example = f"{program.python()} -m recipes tune gpt2 co2"
     require(bool(options.names), "task", "", f"name a task, as in: {example}")
     task, *methods = options.names
+    provenance.require_clean(options.dirty)
     try:
         return tune_methods(
             task,

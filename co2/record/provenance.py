@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from co2.errors import require
 from co2.record.fingerprint import text
 
 _PACKAGES = (
@@ -102,6 +103,13 @@ def git() -> dict[str, Any]:
         return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(changed)}
     except (OSError, subprocess.CalledProcessError):
         return {}
+
+
+def require_clean(dirty: bool) -> None:
+    """Refuse to record results of code that no commit has, unless `dirty`. Raises `ConfigError`."""
+    hint = "has changes that no commit has, so nobody could repeat what is recorded"
+    good = dirty or not git().get("dirty")
+    require(good, "git", "dirty", f"the code {hint}; commit them (git status), or give --dirty")
 
 
 def cpu_name() -> str:

@@ -8,7 +8,9 @@ import pytest
 
 from co2.errors import ConfigError
 from co2.program import python
+from co2.record import provenance
 from co2.record.folder import run_folder
+from recipes import __main__ as commands
 from recipes.recipe import Column, Recipe, Row
 from recipes.runs import fingerprints, measured
 from recipes.runs.cells import TrainCell
@@ -145,3 +147,24 @@ def test_where_nothing_is_known_all_stays(place: Path) -> None:
     (stale, *others) = fingerprints.outdated(measured.read(Path("out/ours.csv")))
     assert len(others) == 1 and str(stale).startswith("small: toy: allreduce, seeds 0, 1: no fing")
     assert " -m task=toy " in str(stale) and " train.seed=0,1 " in str(stale)
+
+
+@pytest.mark.parametrize("words", [["run", "table2"], ["tune", "toy", "co2"]])
+def test_a_dirty_tree_is_not_recorded(
+    place: Path,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(provenance, "git", lambda: {"commit": "c" * 40, "dirty": True})
+    for name in ("run", "tune_methods"):
+        monkeypatch.setattr(commands, name, lambda *_: 0)
+    assert commands.main(words) == 2
+    assert capsys.readouterr().err == (
+        "error: git=dirty: the code has changes that no commit has, so nobody could repeat what is "
+        "recorded; commit them (git status), or give --dirty\n"
+    )
+    assert not list(place.iterdir())
+    assert commands.main([*words, "--dirty"]) == 0
+    monkeypatch.setattr(provenance, "git", lambda: {"commit": "c" * 40, "dirty": False})
+    assert commands.main(words) == 0
