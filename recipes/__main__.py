@@ -7,6 +7,7 @@ python -m recipes run table2 --dry-run     only print these runs, and how long t
 python -m recipes collect                  finished runs → results/{ours,runs,evals}.csv
 python -m recipes render                   → results/tables, results/figures, results/report.html
 python -m recipes tune gpt2 co2 slowmo     settings for a task, each method with as many trials
+python -m recipes check table2             what of its values has to be made again, and why
 """
 
 import argparse
@@ -23,7 +24,7 @@ with program.starting(__name__):
     from co2.train import launch
     from recipes.recipe import Recipe
     from recipes.registry import RECIPES
-    from recipes.runs import cells, functions, laboratory, measured, plan, slurm
+    from recipes.runs import cells, check, functions, laboratory, measured, plan, slurm
     from recipes.runs.collect import collect
     from recipes.runs.known import Known
     from recipes.tables import pages, render
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("action", choices=("list", "run", "collect", "render", "tune"))
+    parser.add_argument("action", choices=("list", "run", "collect", "render", "tune", "check"))
     parser.add_argument(
         "names", nargs="*", metavar="recipe", help="default: all; of tune: TASK [METHOD …]"
     )
@@ -95,6 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 list(named.values()) or known, options.out, options.scale, options.mixed
             )
             print(f"{options.out}: {here} values from runs here, {elsewhere} from runs elsewhere")
+        elif options.action == "check":
+            found = check.check(chosen or known, options.out, options.scale, not chosen)
+            notes = check.hardware(chosen or known, options.out, options.scale)
+            print(*found, *notes, check.summary(found), sep="\n")
+            return 1 if found else 0
         else:
             # The report always holds every recipe; the named ones are printed as well.
             render.render(known, options.out, options.scale)
