@@ -8,6 +8,7 @@ python -m recipes collect                  finished runs → results/{ours,runs,
 python -m recipes render                   → results/tables, results/figures, results/report.html
 python -m recipes tune gpt2 co2 slowmo     settings for a task, each method with as many trials
 python -m recipes check table2             what of its values has to be made again, and why
+python -m recipes again --cells 12         so many values at random made again, and compared
 """
 
 import argparse
@@ -24,7 +25,7 @@ with program.starting(__name__):
     from co2.train import launch
     from recipes.recipe import Recipe
     from recipes.registry import RECIPES
-    from recipes.runs import cells, check, functions, laboratory, measured, plan, slurm
+    from recipes.runs import again, cells, check, functions, laboratory, measured, plan, slurm
     from recipes.runs.collect import collect
     from recipes.runs.known import Known
     from recipes.tables import pages, render
@@ -39,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("action", choices=("list", "run", "collect", "render", "tune", "check"))
+    parser.add_argument(
+        "action", choices=("list", "run", "collect", "render", "tune", "check", "again")
+    )
     parser.add_argument(
         "names", nargs="*", metavar="recipe", help="default: all; of tune: TASK [METHOD …]"
     )
@@ -60,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tau", type=int, help="of tune: τ of all methods; default: conf's")
     moments = "of tune: average the inner Adam's moments as well, in methods that can"
     parser.add_argument("--average-moments", action="store_true", help=moments)
+    parser.add_argument("--cells", type=int, default=12, help="of again: how many values")
+    parser.add_argument("--seed", type=int, default=0, help="of again: draws which")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     try:
@@ -96,6 +101,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 list(named.values()) or known, options.out, options.scale, options.mixed
             )
             print(f"{options.out}: {here} values from runs here, {elsewhere} from runs elsewhere")
+        elif options.action == "again":
+            require(options.cells >= 1, "--cells", options.cells, "must be 1 or more")
+            return again.again(
+                chosen or known, options.out, options.scale, options.cells, options.seed
+            )
         elif options.action == "check":
             found = check.check(chosen or known, options.out, options.scale, not chosen)
             notes = check.hardware(chosen or known, options.out, options.scale)
