@@ -24,6 +24,9 @@ class Task(Protocol):
         """A nested dataclass, the node `<name>:` of the configuration. Its `__post_init__` raises
         `ConfigError` with keys that leave the node out."""
 
+    version: int
+    """Of its code: data, model, loss and metrics. From 1; its author raises it when results change,
+    so that no table mixes the two (tests/recipes/test_golden.py)."""
     unit: str
     """What throughput counts: "tokens" or "samples"."""
     units_per_sample: int

@@ -7,6 +7,8 @@ python -m recipes run table2 --dry-run     only print these runs, and how long t
 python -m recipes collect                  finished runs → results/{ours,runs,evals}.csv
 python -m recipes render                   → results/tables, results/figures, results/report.html
 python -m recipes tune gpt2 co2 slowmo     settings for a task, each method with as many trials
+python -m recipes check table2             what of its values has to be made again, and why
+python -m recipes again --cells 12         so many values at random made again, and compared
 """
 
 import argparse
@@ -19,10 +21,11 @@ from co2 import program
 with program.starting(__name__):
     from co2.arguments import Parser
     from co2.errors import ConfigError, nearest, require
+    from co2.record import provenance
     from co2.train import launch
     from recipes.recipe import Recipe
     from recipes.registry import RECIPES
-    from recipes.runs import cells, functions, laboratory, measured, plan, slurm
+    from recipes.runs import again, cells, check, functions, laboratory, measured, plan, slurm
     from recipes.runs.collect import collect
     from recipes.runs.known import Known
     from recipes.tables import pages, render
@@ -37,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("action", choices=("list", "run", "collect", "render", "tune"))
+    parser.add_argument(
+        "action", choices=("list", "run", "collect", "render", "tune", "check", "again")
+    )
     parser.add_argument(
         "names", nargs="*", metavar="recipe", help="default: all; of tune: TASK [METHOD …]"
     )
@@ -49,11 +54,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--missing", action="store_true", help=less)
     dry = "of run: print the runs that are missing with the times that are known, and make none"
     parser.add_argument("--dry-run", action="store_true", help=dry)
+    mixed = "of collect: take the runs of a column although their fingerprints differ"
+    parser.add_argument("--mixed", action="store_true", help=mixed)
+    dirty = "of run and tune: record runs although the code has changes that are not committed"
+    parser.add_argument("--dirty", action="store_true", help=dirty)
     parser.add_argument("--launcher", default="local", choices=("local", "slurm"))
     parser.add_argument("--trials", type=int, default=12, help="of tune: of each method, short")
     parser.add_argument("--tau", type=int, help="of tune: τ of all methods; default: conf's")
     moments = "of tune: average the inner Adam's moments as well, in methods that can"
     parser.add_argument("--average-moments", action="store_true", help=moments)
+    parser.add_argument("--cells", type=int, default=12, help="of again: how many values")
+    parser.add_argument("--seed", type=int, default=0, help="of again: draws which")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     try:
@@ -81,12 +92,25 @@ def main(argv: Sequence[str] | None = None) -> int:
                     options.out,
                 )
                 return 0
+            provenance.require_clean(options.dirty)
             return run(chosen or known, options.scale, seeds, options.launcher, recorded)
         elif options.action == "collect":
             # By name: trials may be among those that were named, too.
             named = {one.name: one for one in (*trials_of(chosen, options.scale), *chosen)}
-            here, elsewhere = collect(list(named.values()) or known, options.out, options.scale)
+            here, elsewhere = collect(
+                list(named.values()) or known, options.out, options.scale, options.mixed
+            )
             print(f"{options.out}: {here} values from runs here, {elsewhere} from runs elsewhere")
+        elif options.action == "again":
+            require(options.cells >= 1, "--cells", options.cells, "must be 1 or more")
+            return again.again(
+                chosen or known, options.out, options.scale, options.cells, options.seed
+            )
+        elif options.action == "check":
+            found = check.check(chosen or known, options.out, options.scale, not chosen)
+            notes = check.hardware(chosen or known, options.out, options.scale)
+            print(*found, *notes, check.summary(found), sep="\n")
+            return 1 if found else 0
         else:
             # The report always holds every recipe; the named ones are printed as well.
             render.render(known, options.out, options.scale)
@@ -111,6 +135,7 @@ def tune(options: argparse.Namespace) -> int:
     example = f"{program.python()} -m recipes tune gpt2 co2"
     require(bool(options.names), "task", "", f"name a task, as in: {example}")
     task, *methods = options.names
+    provenance.require_clean(options.dirty)
     try:
         return tune_methods(
             task,

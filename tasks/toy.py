@@ -56,6 +56,7 @@ class Toy:
         """A folder in which every process writes the samples of its steps, for tests of runs that
         lose replicas: a file each, with a line [draw, epoch, samples] for each step."""
 
+    version = 1
     unit = "samples"
     units_per_sample = 1
 

@@ -77,6 +77,9 @@ class Method:
     Config: ClassVar[type]
     blocking: ClassVar[Blocking]
     """What the computation of a replica waits for: of a registered method the catalogue's."""
+    version: ClassVar[int] = 1
+    """Of its code. Its author raises it when results change, so that no table mixes the two
+    (tests/recipes/test_golden.py)."""
     averages_gradients: ClassVar[bool] = False
     """Whether all replicas step with the same gradients, averaged by PyTorch's own wrappers. Those
     then work across the replicas too (co2/train/replica.py)."""

@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+from co2.errors import require
+from co2.record.fingerprint import text
+
 _PACKAGES = (
     *("co2-suite", "torch", "torchvision", "timm", "transformers", "tokenizers", "datasets"),
     *("numpy", "scikit-learn", "torch-geometric", "hydra-core", "wandb"),
@@ -102,6 +105,13 @@ def git() -> dict[str, Any]:
         return {}
 
 
+def require_clean(dirty: bool) -> None:
+    """Refuse to record results of code that no commit has, unless `dirty`. Raises `ConfigError`."""
+    hint = "has changes that no commit has, so nobody could repeat what is recorded"
+    good = dirty or not git().get("dirty")
+    require(good, "git", "dirty", f"the code {hint}; commit them (git status), or give --dirty")
+
+
 def cpu_name() -> str:
     """The processor's name, and in brackets the instructions that PyTorch uses there, as `AVX2`.
 
@@ -114,11 +124,17 @@ def cpu_name() -> str:
 
 
 def of_run(folder: Path) -> dict[str, str]:
-    """The keys "commit" and "hardware" of a run, from its manifest."""
+    """The keys "commit", "hardware", "torch" and "fingerprint" of a run, from its manifest. Empty
+    where a run of an earlier version has not recorded it."""
     known = json.loads((folder / "manifest.json").read_text())
     machine = known["hardware"]
     names = [*machine["gpus"], f"{machine['cpu']}, {machine['cores']} cores"]
-    return {"commit": _short(known["git"]), "hardware": names[0]}
+    return {
+        "commit": _short(known["git"]),
+        "hardware": names[0],
+        "torch": known.get("packages", {}).get("torch", ""),
+        "fingerprint": text(known.get("fingerprint", {})),
+    }
 
 
 def provenance() -> str:

@@ -12,6 +12,7 @@ import yaml
 from co2.config import Config, Wandb
 from co2.record.console import Console
 from co2.record.files import DAMAGE, unreadable, write_durably
+from co2.record.fingerprint import Fingerprint
 from co2.record.folder import begun, kept_config, kept_manifest, plain, run_folder
 from co2.record.metrics import Entry, Line, Summary, flat
 from co2.record.provenance import Origin, manifest, of_all_starts
@@ -28,6 +29,7 @@ class Record:
 
     def __init__(self) -> None:
         self.recent: deque[Entry] = deque(maxlen=_RECENT)
+        self.fingerprint: Fingerprint | None = None
 
     def begin(self, step: int, before: "Record | None" = None) -> None:
         """Training goes on from `step`: metrics of later steps, of a segment cut off, go.
@@ -40,6 +42,10 @@ class Record:
     def log(self, entry: Entry) -> None:
         """Keep one line of figures."""
         self.recent.append(entry)
+
+    def tell_fingerprint(self, fingerprint: Fingerprint) -> None:
+        """Keep what the run trains on and with."""
+        self.fingerprint = fingerprint
 
     def finish(self, summary: Summary) -> None:
         """Keep the final figures, whose presence means that the run has finished."""
@@ -112,9 +118,17 @@ class FolderRecord(Record):
         told = {(line.get("kind"), line["step"]) for line in lines}
         if before is None:
             self._tell_missing(step, max((at for _, at in told), default=0), broken)
+        if before is not None and before.fingerprint is not None:
+            self.tell_fingerprint(before.fingerprint)
         for entry in before.recent if before else ():  # what the first worker was lost with
             if (entry.kind, entry.step) not in told:
                 self.log(entry)
+
+    def tell_fingerprint(self, fingerprint: Fingerprint) -> None:
+        super().tell_fingerprint(fingerprint)
+        path = self.folder / "manifest.json"
+        known = {**json.loads(path.read_text()), "fingerprint": dict(fingerprint)}
+        write_durably(path, json.dumps(known, indent=1))
 
     def _tell_missing(self, step: int, last: int, broken: int) -> None:
         """Say in a line what metrics.jsonl lacks up to a step, after its `last`."""

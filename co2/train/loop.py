@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from co2.errors import PREEMPTED
+from co2.record.fingerprint import FIRST
 from co2.record.metrics import Notice
 from co2.train import membership
 from co2.train.launch import stop_signals
@@ -60,6 +61,8 @@ def train(run: Run) -> None:
                 session.meter.step(units)
 
                 _report(session, last)
+                if step == min(FIRST, steps):
+                    session.tell_fingerprint()
                 if step % config.train.eval_every == 0 and not last:
                     session.evaluate()
                 if due > 0 and (step % due == 0 or last):

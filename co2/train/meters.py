@@ -177,10 +177,14 @@ class LossWatch:
         self._at_once = run.mesh.device.type != "cuda"
         self._new: list[tuple[int, Tensor]] = []
         self._last = math.nan
+        self.first: Tensor | None = None
+        """Of the run's first step; None where this worker did not make it."""
 
     def add(self, step: int, loss: Tensor) -> None:
         """The loss of the step with this index, a scalar. On a CPU it is checked."""
         self._new.append((step, loss))
+        if step == 0:
+            self.first = loss
         if self._at_once:
             self.check()
 

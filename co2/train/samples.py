@@ -15,7 +15,9 @@ from typing import Any
 from co2.config import Config, Resume, TrainConfig
 from co2.copies import Copies
 from co2.errors import ConfigError, require
+from co2.record.fingerprint import BATCHES, digest
 from co2.record.folder import begun, run_folder
+from co2.task import Batch
 from co2.train.run import Run
 
 
@@ -36,6 +38,8 @@ class Samples:
         """`Mesh.stretches` of the mesh that these are drawn with."""
         self._batches: Iterator[Any] = iter(())
         self.copies = Copies(run.mesh.device)
+        self.digests: list[str] = []
+        """Of the first micro-batches of the run, for its fingerprint."""
         self._coming: deque[Callable[[], Any]] = deque(maxlen=1)
         """The next micro-batch, on its way to the GPU; `draws` does not count it yet."""
 
@@ -64,14 +68,20 @@ class Samples:
         self.draws += 1
         if self._coming:
             return self._coming.popleft()()
-        return self.copies.begin(next(self._batches))()
+        return self.copies.begin(self._drawn())()
 
     def prefetch(self) -> None:
         """Make the next micro-batch, and begin to copy it, while a GPU works on this one. On a CPU
         nothing: it would have to stop working for it."""
         if self.copies.overlap:
             with suppress(StopIteration):  # for whoever asks for the next one
-                self._coming.append(self.copies.begin(next(self._batches)))
+                self._coming.append(self.copies.begin(self._drawn()))
+
+    def _drawn(self) -> Batch:
+        batch = next(self._batches)
+        if len(self.digests) < BATCHES:
+            self.digests.append(digest(batch))
+        return batch
 
     def skip_step(self) -> None:
         """Count a step without drawing; its samples wait for this replica's next one."""

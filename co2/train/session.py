@@ -1,5 +1,6 @@
 """Session: what is trained, and how it is saved, resumed and evaluated."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -8,15 +9,18 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from co2.comm.waiting import until_cut
 from co2.config import Config, Precision
 from co2.elastic.quorum import Quorum
 from co2.elastic.replicas import Replicas
 from co2.errors import ConfigError
 from co2.gpus import gpu_of
 from co2.methods.base import QUORUM
+from co2.record.fingerprint import combined, digest
 from co2.record.folder import begun
 from co2.record.metrics import Change, Evaluation
 from co2.train import initial
@@ -54,6 +58,7 @@ class Session:
         config, mesh = run.config, run.mesh
         self.run, self.step = run, 0
         self.module: nn.Module = run.task.model().to(mesh.device)
+        self._weights = digest(self.module.state_dict())
         if config.init_from is not None and not begun(run.folder):
             initial.load(config.init_from, self.module, run.task)
         self.replica = replica = Replica(config.mesh, mesh, run.method.averages_gradients)
@@ -182,6 +187,32 @@ class Session:
             given = own.values, copy.take(own.tensors)
             copy.hold()
             replicas.give(given, copy.wait, run.control)
+
+    def tell_fingerprint(self) -> None:
+        """Record what the run trains on and with, if it was begun here. Collective."""
+        run, first = self.run, self.losses.first
+        own = ("", 0.0) if first is None else (combined(self.samples.digests), float(first))
+
+        def gather() -> list[tuple[str, float]]:
+            found = [own] * run.mesh.num_workers
+            control = run.control
+            if control is not None:
+                until_cut(lambda: dist.all_gather_object(found, own, group=control))
+            return found
+
+        with self.meter.paused():
+            found = self.together(gather)
+            digests = [data for data, _ in found]
+            if all(digests):
+                run.record.tell_fingerprint(
+                    {
+                        "data": combined(digests),
+                        "weights": self._weights,
+                        "task": run.task.version,
+                        "method": run.method.version,
+                        "loss": math.fsum(loss for _, loss in found) / len(found),
+                    }
+                )
 
     def save(self) -> None:
         """Begin a checkpoint, which is written while training goes on. No worker waits for

@@ -1,13 +1,16 @@
 """From run folders to results/{ours,runs,evals}.csv: nobody types a value into a table."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from co2.errors import ConfigError
 from co2.record.files import whole_lines
 from co2.record.table import Table, read_csv
-from recipes.recipe import Recipe
-from recipes.runs import measured
+from recipes.recipe import Column, Recipe, Row
+from recipes.runs import fingerprints, measured
+from recipes.runs.cells import Cell
 from recipes.runs.known import Known, key_of
 from recipes.runs.measured import KEY
 
@@ -17,7 +20,63 @@ Line = dict[str, object]
 """A value with its run, or an evaluation, which may have been read from its file or made now."""
 
 
-def collect(recipes: Iterable[Recipe], out: Path, scale: str) -> tuple[int, int]:
+@dataclass(frozen=True)
+class Found:
+    """A value, and the evaluations of its run."""
+
+    line: Line
+    evals: Sequence[Line]
+    here: bool
+    """Whether the run has finished here."""
+
+
+@dataclass(frozen=True)
+class Finder:
+    """Finds values of a scale, in run folders and in what has been collected before."""
+
+    scale: str
+    known: Known
+    known_evals: Mapping[tuple[str, ...], Sequence[Mapping[str, object]]]
+
+    def find(self, recipe: Recipe, row: Row, column: Column, seed: int, cell: Cell) -> Found | None:
+        """A value of a run here, else one that has been collected. One that tells what it was
+        trained on does not give way to one that does not."""
+        summary = cell.summary()
+        value = None if summary is None else recipe.value(row, column, self.scale, seed)
+        elsewhere = self.collected(recipe, row, column, seed, cell)
+        if summary is not None and value is not None:
+            source = cell.source()
+            if not source["fingerprint"] and elsewhere and elsewhere.line["fingerprint"]:
+                return elsewhere
+            key = self._key(recipe, row, column, seed)
+            size = {"workers": summary["workers"], "steps": summary["steps"]}
+            run = {"command": cell.command, "digest": cell.digest}
+            evals = [{**key, **line} for line in _evals(Path(source["folder"]))]
+            line = {**key, "value": value, **source, **size, **run}
+            return Found(line, evals if column.curve else [], here=True)
+        if summary is not None and column.of is None:
+            return None  # the run is here and has no such figure; another run's is not its own
+        return elsewhere
+
+    def collected(
+        self, recipe: Recipe, row: Row, column: Column, seed: int, cell: Cell
+    ) -> Found | None:
+        """What has been collected, if the recipe still asks for it."""
+        same = self.known.find(recipe.name, row, column, self.scale, seed, cell)
+        if same is None:
+            return None
+        key = self._key(recipe, row, column, seed)
+        evals = [{**line, **key} for line in self.known_evals.get(key_of(same), [])]
+        return Found({**same, **key}, evals if column.curve else [], here=False)
+
+    def _key(self, recipe: Recipe, row: Row, column: Column, seed: int) -> Line:
+        words = (recipe.name, row.name, column.name, self.scale, str(seed))
+        return dict(zip(KEY, words, strict=True))
+
+
+def collect(
+    recipes: Iterable[Recipe], out: Path, scale: str, mixed: bool = False
+) -> tuple[int, int]:
     """Write these files from the finished runs of these recipes at one scale; the rest stays. Lines
     have the same order whichever recipes are collected.
 
@@ -27,44 +86,51 @@ def collect(recipes: Iterable[Recipe], out: Path, scale: str) -> tuple[int, int]
     compare with, may come from elsewhere as a whole. Warns where the mean over the seeds would mix
     the machine of runs here with another.
 
+    Where the runs of a column would not have the same fingerprint (fingerprints.py), the column
+    keeps what was collected before, unless `mixed`, and a line for each row says what to run.
+
     Returns:
         The number of values from runs that are here, and of those from elsewhere.
+    Raises:
+        ConfigError: columns were kept as they were. All others are written.
     """
     recipes = list(recipes)
     names = {recipe.name for recipe in recipes}
     known, old_evals = Known(out / "ours.csv"), read_csv(out / "evals.csv")
-    known_evals = _grouped(old_evals)
-    elsewhere: list[Line] = []
-    evals: list[Line] = []
-    here: list[Line] = []
+    finder = Finder(scale, known, _grouped(old_evals))
+    found: list[Found] = []
+    refused: list[str] = []
     for recipe in recipes:
-        for row, column, seed, cell in recipe.cells(scale):
-            words = (recipe.name, row.name, column.name, scale, str(seed))
-            key: Line = dict(zip(KEY, words, strict=True))
-            summary = cell.summary()
-            value = None if summary is None else recipe.value(row, column, scale, seed)
-            if summary is not None and value is not None:
-                source = cell.source()
-                size = {"workers": summary["workers"], "steps": summary["steps"]}
-                run = {"command": cell.command, "digest": cell.digest}
-                here.append({**key, "value": value, **source, **size, **run})
-                if column.curve:
-                    evals += [{**key, **line} for line in _evals(Path(source["folder"]))]
-            elif summary is not None and column.of is None:
-                continue  # the run is here and has no such figure; another run's is not its own
-            elif same := known.find(recipe.name, row, column, scale, seed, cell):
-                elsewhere.append({**same, **key})
-                if column.curve:
-                    evals += [{**line, **key} for line in known_evals.get(key_of(same), [])]
+        columns: dict[str, list[tuple[Row, Column, int, Cell]]] = {}
+        for place in recipe.cells(scale):
+            columns.setdefault(place[1].name, []).append(place)
+        for places in columns.values():
+            own = [one for place in places if (one := finder.find(recipe, *place))]
+            again = fingerprints.mixed(one.line for one in own)
+            if again and not mixed and any(one.here for one in own):
+                own = [one for place in places if (one := finder.collected(recipe, *place))]
+                refused.append(f"{recipe.name}: {places[0][1].name}")
+                print(*again, sep="\n", file=sys.stderr)
+            found += own
+    here, elsewhere = ([one.line for one in found if one.here is place] for place in (True, False))
     kept, kept_evals = (
         [line for line in before if line["recipe"] not in names or line["scale"] != scale]
         for before in (known.lines, old_evals)
     )
     measured.write(out / "ours.csv", [*kept, *here, *elsewhere])
-    every: list[Mapping[str, object]] = [*kept_evals, *evals]
+    every: list[Mapping[str, object]] = [
+        *kept_evals,
+        *(line for one in found for line in one.evals),
+    ]
     Table.of_records(measured.in_order(every, EVALS), EVALS).write_csv(out / "evals.csv")
     for recipe in recipes:
         _warn_of_mixtures(recipe.name, here, elsewhere)
+    if refused:
+        hint = (
+            "would mix runs that did not train on and with the same, so the earlier values stay; "
+            "run what the lines above name and collect again, or take all with --mixed"
+        )
+        raise ConfigError("collect", ", ".join(refused), hint)
     return len(here), len(elsewhere)
 
 

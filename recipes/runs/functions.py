@@ -31,6 +31,8 @@ class FunctionCell:
     """`key=value` words, which the function understands."""
     seed: int
     train: "Trainer" = field(compare=False)
+    version: int = field(default=1, compare=False)
+    """Of the function's code, for the fingerprint."""
 
     @property
     def command(self) -> str:
@@ -72,6 +74,7 @@ class FunctionCell:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         known = manifest(workers, Origin(self.command), fingerprint={})
+        known["fingerprint"] = {"task": self.version}
         write_durably(self.folder / "manifest.json", json.dumps(known, indent=1))
         summary = {"final": final, "workers": workers, "steps": steps, "seed": self.seed}
         write_durably(self.folder / "summary.json", json.dumps(summary, indent=1))
@@ -86,9 +89,12 @@ class FunctionColumn(Column):
     """A column whose runs are made by a function."""
 
     train: Trainer = field(kw_only=True)
+    version: int = field(default=1, kw_only=True)
+    """Of the function's code. Its author raises it when results change."""
 
     def cell(self, recipe: str, row: Row, scale: str, seed: int) -> FunctionCell:
-        return FunctionCell(recipe, (*self.overrides, *row.overrides), seed, self.train)
+        words = (*self.overrides, *row.overrides)
+        return FunctionCell(recipe, words, seed, self.train, self.version)
 
 
 def run(

@@ -15,7 +15,9 @@ Line = TypeVar("Line", bound=Mapping[str, object])
 
 KEY = ("recipe", "row", "column", "scale", "seed")
 VALUES = (*KEY, "value")
-SOURCES = ("commit", "hardware", "workers", "steps", "folder", "command", "digest")
+NEWER = ("torch", "fingerprint")
+"""What runs of earlier versions have not recorded; empty for them."""
+SOURCES = ("commit", "hardware", "workers", "steps", "folder", "command", "digest", *NEWER)
 LINE = (*VALUES, *SOURCES)
 """What is known of a value."""
 RUN = "run"
@@ -32,7 +34,8 @@ def read(path: Path) -> list[dict[str, str]]:
     if missing:
         hint = f"{_runs(path).name} has no run {min(missing)}; take both files from one commit"
         raise ConfigError("results", path, hint)
-    return [{**{name: line[name] for name in VALUES}, **runs[line[RUN]]} for line in lines]
+    none = dict.fromkeys(NEWER, "")
+    return [{**{name: line[name] for name in VALUES}, **none, **runs[line[RUN]]} for line in lines]
 
 
 def in_order(lines: Iterable[Line], columns: Sequence[str]) -> list[Line]:
@@ -51,9 +54,11 @@ def write(path: Path, lines: Iterable[Mapping[str, object]]) -> None:
     runs in the order in which values come from them."""
     values: list[dict[str, object]] = []
     runs: dict[str, dict[str, object]] = {}
-    for line in in_order(lines, LINE):
+    none = dict.fromkeys(NEWER, "")
+    for line in in_order([{**none, **line} for line in lines], LINE):
         source = {name: str(line[name]) for name in SOURCES}
-        run = hashlib.sha256(json.dumps(source).encode()).hexdigest()[:12]
+        known = {name: text for name, text in source.items() if text or name not in NEWER}
+        run = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:12]
         runs[run] = {RUN: run, **source}
         values.append({**{name: line[name] for name in VALUES}, RUN: run})
     Table.of_records(values, (*VALUES, RUN)).write_csv(path)

@@ -29,9 +29,9 @@ from co2.errors import DIVERGED, nearest, require
 from co2.methods import METHODS
 from co2.record.files import write_durably
 from co2.record.table import Table, read_csv
-from recipes.runs import cells
+from recipes.runs import cells, fingerprints
 from recipes.runs.cells import TrainCell, own_words
-from recipes.runs.measured import in_order
+from recipes.runs.measured import NEWER, in_order
 from recipes.tuning.proposals import AT_ONCE, Proposal, Proposals
 from recipes.tuning.spaces import Space, Value
 from recipes.tuning.tuning import TUNING, TUNING_SEED
@@ -45,6 +45,7 @@ KEY = ("task", "method", "tau", "average_moments", "scale")
 FIELDS = (
     *KEY,
     *("trial", "rung", "settings", "loss", "outcome", "seed", "commit", "hardware", "digest"),
+    *NEWER,
 )
 """Columns of results/tuning.csv. `rung` is the number of steps; a loss of inf is that of a trial
 whose outcome is `diverged` or `failed`; `digest` is of all settings, as in results/runs.csv."""
@@ -76,9 +77,10 @@ class Trial:
         return math.inf if loss is None else float(loss)
 
     def source(self) -> dict[str, str]:
-        """Commit and hardware; empty where the run failed before it had a folder."""
+        """Commit, hardware, torch's version and fingerprint; empty where the run failed before it
+        had a folder."""
         source = self.known or (self.cell.source() if self.cell.begun() else {})
-        return {name: source.get(name, "") for name in ("commit", "hardware")}
+        return {name: source.get(name, "") for name in ("commit", "hardware", *NEWER)}
 
 
 @dataclass
@@ -312,6 +314,7 @@ def _conclude(search: Search, trials: int) -> bool:
         f"Trial {best.number} of {trials}, then best at the full {best.steps} steps: a loss of "
         f"{best.loss:.4f} on the tuning part of the data",
         f"with seed {TUNING_SEED}. Commit {best.source()['commit']}.",
+        fingerprints.tuned_line(best.source()["fingerprint"]),
         *([f"The winner is {at_border}."] if border else []),
     ]
     nodes: dict[str, dict[str, Value]] = {}

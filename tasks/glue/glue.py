@@ -109,6 +109,7 @@ class GLUE:
             hint = f"must be a whole number from 8 to the context, {self.context}, or null"
             require(good, "length", self.length, hint)
 
+    version = 1
     unit = "samples"
     units_per_sample = 1
     heads = ("language.classifier.", "language.lm_head.")

@@ -126,6 +126,7 @@ class Graph:
             divided = self.model is not Network.gat or self.hidden % self.heads == 0
             require(divided, "heads", self.heads, hint)
 
+    version = 1
     unit = "samples"
     units_per_sample = 1
 

@@ -121,6 +121,7 @@ class ShapeNet:
             judged = self.objective is Objective.reconstruction or self.modelnet40 is None
             require(judged, "modelnet40", self.modelnet40, hint)
 
+    version = 1
     unit = "samples"
     units_per_sample = 1
 

@@ -75,6 +75,7 @@ class CausalText:
 
     name: str
     """Name of the task and of its node in the configuration."""
+    version = 1
     unit = "tokens"
 
     # `Any`, because each subclass has a Config of its own.

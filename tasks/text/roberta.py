@@ -152,6 +152,7 @@ class RoBERTa:
             hint = f"must be at most what mask_masked={self.mask_masked} leaves, {rest:.4g}"
             require(self.mask_random <= rest + 1e-9, "mask_random", self.mask_random, hint)
 
+    version = 1
     unit = "tokens"
 
     def __init__(

@@ -88,6 +88,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     add_the_method(folder)
     add_the_task(folder)
     call(folder, sys.executable, "-m", "benchmarks.method_pictures")
+    golden = ("-m", "pytest", "-n", "0", "tests/recipes/test_golden.py", "-k", "easgd or sine")
+    call(folder, "env", "GOLDEN=write", sys.executable, *golden)
     return folder
 
 

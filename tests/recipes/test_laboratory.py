@@ -175,7 +175,7 @@ def test_without_root_it_is_one_line_and_nothing_is_trained(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert main(["run", "zero_one_adam", "figure1", "--seeds", "0"]) == 2
+    assert main(["run", "zero_one_adam", "figure1", "--seeds", "0", "--dirty"]) == 2
     error = capsys.readouterr().err
     assert "use sudo" in error and error.count("\n") == 1
     assert not Path("results/runs").exists()

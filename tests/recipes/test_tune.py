@@ -284,7 +284,7 @@ def test_a_whole_search_trains(conf: Path, tmp_path: Path, monkeypatch: pytest.M
         return trained(calls[-1], tmp_path)[0]
 
     monkeypatch.setattr(cells, "run", stopping)
-    words = ["tune", "toy", "co2", "--trials", "2"]
+    words = ["tune", "toy", "co2", "--trials", "2", "--dirty"]
     with pytest.raises(SystemExit):
         main(words)
     made = {cell: run_folder(cell.config()) / "summary.json" for cell in calls[0]}
@@ -316,7 +316,7 @@ def test_what_cannot_be_tuned_is_one_line(
         ("tune gpt2 slowmo --average-moments", "--average-moments=slowmo: averages no moments"),
         ("tune resnet50 co2 --average-moments", "average_moments=true averages Adam's moments"),
     ):
-        assert main(words.split()) == 2
+        assert main([*words.split(), "--dirty"]) == 2
         error = capsys.readouterr().err
         assert line in error and error.count("\n") == 1
         assert not list(tmp_path.iterdir()), words

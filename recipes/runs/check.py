@@ -1,0 +1,234 @@
+"""`python -m recipes check`: whether the values of the tables can be compared, and made again."""
+
+import math
+import re
+import shlex
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+from co2.app.tuned import MOMENTS, tune_command
+from co2.peers import known_methods
+from co2.program import python
+from co2.record.fingerprint import parts
+from co2.record.metrics import flat
+from co2.record.table import read_csv
+from recipes.recipe import Recipe
+from recipes.runs import cells, fingerprints, measured
+from recipes.runs.fingerprints import Line
+from recipes.runs.functions import FunctionColumn
+from recipes.tuning import tune
+
+WRITTEN = "Written by: python -m recipes tune "
+"""What begins the line of a tuned file that tells which search wrote it."""
+Lines = Sequence[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that has to be mended, in a line that says how."""
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+def check(recipes: Iterable[Recipe], out: Path, scale: str, tuned: bool = True) -> list[Finding]:
+    """What is wrong with the values of these recipes and, if `tuned`, with all searches and winners
+    at a scale: no fingerprint or another one than the column's, a commit that is not here or had
+    changes; winners that no search wrote, or at a border; searches of unequal size."""
+    told: dict[tuple[str, str, str], Finding] = {}
+    lines = [line for line in measured.read(out / "ours.csv") if line["scale"] == scale]
+    for recipe in recipes:
+        for column in recipe.columns:
+            place = (recipe.name, column.name)
+            own = [line for line in lines if (line["recipe"], line["column"]) == place]
+            version = column.version if isinstance(column, FunctionColumn) else None
+            old = fingerprints.outdated(own, version)
+            known = {id(line) for stale in old for line in stale.lines}
+            stale = [*old, *fingerprints.mixed(line for line in own if id(line) not in known)]
+            wrong = [(line, why) for line in own if (why := _wrong_commit(line["commit"]))]
+            for kind, several in (
+                ("fingerprint", stale),
+                ("commit", fingerprints.by_row(wrong)),
+            ):
+                for one in several:
+                    # Columns and recipes share runs: what mends them is told once.
+                    mends = kind, one.why, fingerprints.again(one.lines)
+                    told.setdefault(mends, Finding(kind, str(one)))
+    found = list(told.values())
+    if tuned:
+        trials = [line for line in read_csv(out / "tuning.csv") if line["scale"] == scale]
+        found += [*_searches(trials), *_winners(trials, scale)]
+    return found
+
+
+def hardware(recipes: Iterable[Recipe], out: Path, scale: str) -> Iterator[str]:
+    """A line for each column whose runs were made on several processors, which alone may move a
+    loss as much as a seed does."""
+    columns: dict[tuple[str, str], Counter[str]] = {}
+    names = {recipe.name for recipe in recipes}
+    for line in measured.read(out / "ours.csv"):
+        if line["scale"] == scale and line["recipe"] in names:
+            place = line["recipe"], line["column"]
+            columns.setdefault(place, Counter())[line["hardware"]] += 1
+    for (recipe, column), machines in columns.items():
+        if len(machines) > 1:
+            told = ", ".join(f"{count} of {machine}" for machine, count in machines.items())
+            yield f"note: {recipe}: {column}: values of several processors: {told}"
+
+
+def summary(found: Sequence[Finding]) -> str:
+    """How many findings there are of each kind."""
+    kinds = Counter(finding.kind for finding in found)
+    told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    return f"{len(found)} findings{f': {told}' if told else ''}"
+
+
+def _wrong_commit(commit: str) -> str:
+    if commit.endswith("-dirty"):
+        return f"from a tree with changes ({commit})"
+    return "" if _exists(commit) else f"commit {commit} is not in this repository"
+
+
+@cache
+def _exists(commit: str) -> bool:
+    """Whether this repository has a commit. Where there is none, as in an installed package,
+    nothing can be told."""
+    ask = ["git", "-C", str(Path(__file__).parent)]
+    here = subprocess.run([*ask, "rev-parse", "HEAD"], capture_output=True)
+    wanted = subprocess.run([*ask, "cat-file", "-e", f"{commit}^{{commit}}"], capture_output=True)
+    return here.returncode != 0 or wanted.returncode == 0
+
+
+def _searches(trials: Lines) -> Iterator[Finding]:
+    """What is wrong with the trials of every search."""
+    searches: dict[tuple[str, ...], Lines] = {}
+    for line in trials:
+        key = tuple(line[name] for name in tune.KEY)
+        searches[key] = [*searches.get(key, ()), line]
+    sizes = {key: _short(own) for key, own in searches.items()}
+    usual = Counter(sizes.values()).most_common(1)[0][0] if sizes else 0
+    tasks: dict[str, list[Line]] = {}
+    for key, own in searches.items():
+        again = f"again: {_again(key, usual)}"
+        if sizes[key] != usual:
+            text = f"{_named(key)}: {sizes[key]} short trials, other searches {usual}; {again}"
+            yield Finding("trials", text)
+        whys = Counter(why for line in own if (why := _wrong_commit(line["commit"])))
+        for why, count in whys.items():
+            yield Finding("commit", f"{_named(key)}: {count} trials {why}; {again}")
+        told = [parts(line.get("fingerprint", "")) for line in own]
+        now = fingerprints.versions(key[0], key[1])
+        if unknown := sum(not one for one in told):
+            text = f"{_named(key)}: {unknown} trials without fingerprint; {again}"
+            yield Finding("fingerprint", text)
+        elif any(one.get(name) != str(number) for one in told for name, number in now.items()):
+            text = f"{_named(key)}: trials of other versions than today's; {again}"
+            yield Finding("fingerprint", text)
+        # As in a column: the trials of all methods of a task have one seed.
+        tasks.setdefault(key[0], []).extend(
+            {**line, "column": "tuning", "row": _named(key), "recipe": key[0], "workers": ""}
+            | {"command": f"python train.py task={key[0]} method={key[1]}"}
+            for line in own
+            if line.get("fingerprint")
+        )
+    for own_lines in tasks.values():
+        for stale in fingerprints.mixed(own_lines):
+            first = stale.lines[0]
+            key = tuple(str(first[name]) for name in tune.KEY)
+            text = f"{first['row']}: {stale.why}; again: {_again(key, usual)}"
+            yield Finding("fingerprint", text)
+
+
+def _short(search: Lines) -> int:
+    """Short trials of a search."""
+    rungs = Counter(int(line["rung"]) for line in search)
+    return rungs[min(rungs)]
+
+
+def _named(key: Sequence[str]) -> str:
+    task, method, tau, moments, _ = key
+    words = ["tuning", task, method, tau and f"τ={tau}", moments and MOMENTS]
+    return " ".join(word for word in words if word)
+
+
+def _again(key: Sequence[str], trials: int) -> str:
+    task, method, tau, moments, scale = key
+    node = {**({"tau": tau} if tau else {}), MOMENTS: moments or "false"}
+    return f"{python()} {tune_command(task, method, scale, node, trials)}"
+
+
+def _winners(trials: Lines, scale: str) -> Iterator[Finding]:
+    """What is wrong with the files of conf/tuned."""
+    folder = cells.APP.conf / "tuned"
+    for path in sorted(folder.glob("*/*.yaml")):
+        name, text = f"conf/tuned/{path.relative_to(folder)}", path.read_text()
+        heads = [line[2:] for line in text.splitlines() if line.startswith("# ")]
+        written = next((line for line in heads if line.startswith(WRITTEN)), None)
+        if written is None:
+            again = f"{python()} -m recipes {_command_of(path, scale)}"
+            yield Finding("winner", f"{name}: written by hand; again: {again}")
+            continue
+        words = shlex.split(written.removeprefix(WRITTEN))
+        again = f"again: {python()} -m recipes tune {shlex.join(words)}"
+        key = _key(words)
+        if key[-1] != scale:
+            continue
+        won = _winner([line for line in trials if [line[own] for own in tune.KEY] == key])
+        settings = flat(yaml.safe_load(text))
+        if won is None:
+            yield Finding("winner", f"{name}: results/tuning.csv has no trials of it; {again}")
+        elif won != {setting: _text(value) for setting, value in settings.items()}:
+            told = " ".join(f"{setting}={value}" for setting, value in won.items())
+            yield Finding("winner", f"{name}: not the winner of its search, {told}; {again}")
+        border = next((line for line in heads if "at the border" in line), None)
+        if border and not any("widened" in line for line in heads):
+            keys = border.partition(": ")[2].rstrip(".")
+            text = f"{name}: {keys} at the border of a space that was not widened; {again}"
+            yield Finding("border", text)
+        told = next((line for line in heads if line.startswith(fingerprints.TUNED)), "")
+        known = parts(told.removeprefix(fingerprints.TUNED).replace("unknown", ""))
+        now = fingerprints.versions(key[0], key[1])
+        if any(known.get(part) != str(number) for part, number in now.items()):
+            why = "tuned on other versions than today's" if known else "no fingerprint"
+            yield Finding("fingerprint", f"{name}: {why}; {again}")
+
+
+def _command_of(path: Path, scale: str) -> str:
+    """The search that would write this file."""
+    method = max((name for name in known_methods() if path.stem.startswith(name)), key=len)
+    tau = re.search(r"_tau(\d+)", path.stem)
+    node = {**({"tau": tau[1]} if tau else {}), MOMENTS: str(MOMENTS in path.stem)}
+    return tune_command(path.parent.name, method, scale, node).removeprefix("-m recipes ")
+
+
+def _key(words: Sequence[str]) -> list[str]:
+    """What tells the lines of results/tuning.csv of the search with this command."""
+    task, method = words[:2]
+    given = dict(zip(words[2:], [*words[3:], ""], strict=True))
+    scale = given.get("--scale", "smoke")
+    config = cells.composed_config((f"task={task}", f"method={method}", f"scale={scale}"))
+    tau = given.get("--tau", str(getattr(config.method_config, "tau", "")))
+    return [task, method, tau, "true" if "--average-moments" in given else "", scale]
+
+
+def _winner(search: Lines) -> Mapping[str, str] | None:
+    """The settings of the best whole trial; None where there is none."""
+    full = max((int(line["rung"]) for line in search), default=0)
+    whole = [line for line in search if int(line["rung"]) == full]
+    best = min(whole, key=lambda line: float(line["loss"]), default=None)
+    if best is None or not math.isfinite(float(best["loss"])):
+        return None
+    return dict(word.split("=", 1) for word in best["settings"].split())
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
