@@ -21,24 +21,17 @@ from co2.task import Batch, Package, Published
 from tasks.shared.evaluation import evaluating, share, total
 from tasks.shared.loader import load
 from tasks.shared.optimizer import make_optimizer
-from tasks.shared.randomness import seeded
+from tasks.shared.randomness import seeded, uniforms
 from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
+from tasks.vision.crops import RandomCrop, central_crop
+from tasks.vision.held import mnist
 from tasks.vision.image_folder import ImageFolder, shown
-from tasks.vision.images import (
-    MEAN,
-    MNIST,
-    STD,
-    Augment,
-    Images,
-    central_crop,
-    normalized,
-    random_crop,
-)
+from tasks.vision.images import MEAN, STD, Augment, Images, normalized
 
 if TYPE_CHECKING:
     from co2.comm.mesh import Mesh
 
-IMAGENET_CLASSES = 1000
+MNIST_CLASSES, IMAGENET_CLASSES = 10, 1000
 IMAGENET = Published(1_281_167, 150_000_000_000)
 
 _EVAL_BATCH = 100
@@ -126,22 +119,25 @@ class Classification:
         """
         sampler, images = self._sampler(mesh.num_workers, mesh.stretches), self._images
         config, seed, worker = self.config, self.train.seed, mesh.worker
-        crop = random_crop(config.image_size, config.crop, config.flip, self.interpolation)
-        changes = [crop, *self.changes()]
+        crop = RandomCrop(config.image_size, config.crop, config.flip, self.interpolation)
+        changes = self.changes()
 
-        def view(sample: int, number: int) -> tuple[Tensor, int]:
-            picture, label = images.read("train", sample)
+        def changed(picture: Tensor, number: int, sample: int) -> Tensor:
             with seeded(seed, number, sample):
                 for change in changes:
                     picture = change(picture)
-            return picture, label
+            return picture
 
         def make(draw: int) -> tuple[Tensor, ...]:
             samples, views = sampler.indices(draw, worker), sampler.views(draw, worker)
-            pictures, labels = zip(*map(view, samples.tolist(), views.tolist()), strict=True)
-            made = (torch.stack(pictures), torch.tensor(labels))
+            pictures, labels = images.take("train", samples.tolist())
+            crops = crop(pictures, uniforms(crop.draws, seed, views, samples))
+            crops = crops.expand(-1, 3, -1, -1).contiguous()  # grey ones have one channel
+            if changes:
+                keys = zip(crops, views.tolist(), samples.tolist(), strict=True)
+                crops = torch.stack([changed(*key) for key in keys])
             keep = self.mixing(draw, worker)
-            return made if keep is None else (*made, keep)
+            return (crops, labels) if keep is None else (crops, labels, keep)
 
         return load(make, count(start), self.data.workers, mesh.device)
 
@@ -206,8 +202,9 @@ class Classification:
 
         def make(batch: int) -> tuple[Tensor, Tensor]:
             rows = chosen[batch * _EVAL_BATCH : (batch + 1) * _EVAL_BATCH].tolist()
-            seen, labels = zip(*(images.read("val", row) for row in rows), strict=True)
-            return torch.stack([crop(image) for image in seen]), torch.tensor(labels)
+            seen, labels = images.take("val", rows)
+            crops = crop(seen) if isinstance(seen, Tensor) else torch.stack([*map(crop, seen)])
+            return crops.expand(-1, 3, -1, -1), labels
 
         made = load(make, share(num_batches), self.data.workers, device)
 
@@ -294,7 +291,7 @@ model = timm.create_model(
         """Number of classes. It is known before `setup` except for a folder of the user's."""
         if self._opened is None and self.data.path is None:
             own = self.config.dataset is DatasetName.imagenet
-            return IMAGENET_CLASSES if own else MNIST.num_classes
+            return IMAGENET_CLASSES if own else MNIST_CLASSES
         return self._images.num_classes
 
     @property
@@ -306,7 +303,7 @@ model = timm.create_model(
         if self.data.path is not None:
             return ImageFolder(Path(self.data.path), "data.path", self.data.path)
         if self.config.dataset is DatasetName.mnist:
-            return MNIST()
+            return mnist()
         folder, key = Path(self.data.root) / "imagenet", f"{self.name}.dataset"
         command = f"{python()} -m tasks.prepare imagenet --root {self.data.root}"
         hint = f"{folder} does not exist; {command} --archives FOLDER makes it from the archives"

@@ -2,12 +2,13 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from co2.errors import ConfigError, require
@@ -56,8 +57,13 @@ class ImageFolder:
         name = os.fsdecode(bytes(self._names[part][label][index - first]))
         return os.path.join(part, self.classes[label], name), label
 
+    def take(self, part: str, indices: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+        """See `Images.take`. Raises `ConfigError`."""
+        images, labels = zip(*(self.read(part, index) for index in indices), strict=True)
+        return list(images), torch.tensor(labels)
+
     def read(self, part: str, index: int) -> tuple[Tensor, int]:
-        """See `Images.read`.
+        """Return one image, uint8 [3, height, width], and its label.
 
         Raises:
             ConfigError: the file cannot be read, is damaged or is not an image.
