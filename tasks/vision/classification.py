@@ -27,6 +27,7 @@ from tasks.vision.crops import RandomCrop, central_crop
 from tasks.vision.held import mnist
 from tasks.vision.image_folder import ImageFolder, shown
 from tasks.vision.images import MEAN, STD, Augment, Images, normalized
+from tasks.vision.packed import FASHION_MNIST, is_packed, packed
 
 if TYPE_CHECKING:
     from co2.comm.mesh import Mesh
@@ -54,8 +55,8 @@ class Classification:
     class Config:
         dataset: DatasetName = DatasetName.mnist
         """mnist: 5000 digits of it. imagenet: ImageNet-1K in data.root, see tasks.prepare.
-        Where data.path=FOLDER, with train/<class>/ and val/<class>/, is given, it replaces
-        either."""
+        Where data.path=FOLDER, with train/<class>/ and val/<class>/ or with train/<class>.npy
+        and val/<class>.npy, is given, it replaces either."""
         image_size: int = 28
         """Side of the square images that the model reads, in pixels."""
         eval_resize: int = 28
@@ -301,7 +302,12 @@ model = timm.create_model(
 
     def _open(self) -> Images:
         if self.data.path is not None:
-            return ImageFolder(Path(self.data.path), "data.path", self.data.path)
+            path, place = self.data.path, Path(self.data.path)
+            command = f"{python()} -m tasks.prepare {FASHION_MNIST} --root {place.parent}"
+            known = place.exists() or place.name != FASHION_MNIST
+            require(known, "data.path", path, f"no such folder; {command} makes it")
+            kind = packed if is_packed(place) else ImageFolder
+            return kind(place, "data.path", path)
         if self.config.dataset is DatasetName.mnist:
             return mnist()
         folder, key = Path(self.data.root) / "imagenet", f"{self.name}.dataset"

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -93,12 +93,7 @@ class ImageFolder:
             if not names:
                 raise self._error(f"{part} holds no folder; {needs}")
             found[part] = sorted(names)
-        for here, there in (PARTS, PARTS[::-1]):
-            missing = sorted(set(found[there]) - set(found[here]))
-            if missing:
-                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-                what = f"has no folder {shown(missing[0])}{more}, which {there} has"
-                raise self._error(f"{here} {what}; both need the same classes")
+        require_same_classes(found, self._key, self._value)
         return found["train"]
 
     def _listed(self, part: str) -> list[np.ndarray]:
@@ -125,6 +120,20 @@ class ImageFolder:
         except OSError as error:
             what = f"{shown(name)} cannot be read ({error.strerror})"
             raise self._error(what) from None
+
+
+def require_same_classes(
+    found: Mapping[str, Collection[str]], key: str, value: object, suffix: str = ""
+) -> None:
+    """Raise `ConfigError` unless train and val have the same classes; `suffix` is that of what
+    holds a class, such as a folder."""
+    for here, there in (PARTS, PARTS[::-1]):
+        missing = sorted(set(found[there]) - set(found[here]))
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            kind = "file" if suffix else "folder"
+            what = f"has no {kind} {shown(missing[0])}{suffix}{more}, which {there} has"
+            raise ConfigError(key, value, f"{here} {what}; both need the same classes")
 
 
 def pictures(folder: str | Path, below: str = "") -> Iterator[str]:
