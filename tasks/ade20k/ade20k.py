@@ -23,7 +23,6 @@ from tasks.ade20k.pairs import Pairs
 from tasks.ade20k.scenes import Scenes
 from tasks.ade20k.segmentation import (
     IGNORED,
-    augmentation,
     confusion,
     cross_entropy,
     enlarged,
@@ -31,10 +30,11 @@ from tasks.ade20k.segmentation import (
     whole,
 )
 from tasks.ade20k.upernet import check_backbone, upernet
+from tasks.ade20k.views import Views
 from tasks.shared.evaluation import evaluating, share, tally
 from tasks.shared.loader import load
 from tasks.shared.optimizer import make_optimizer
-from tasks.shared.randomness import seeded
+from tasks.shared.randomness import seeded, uniforms
 from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
 
 if TYPE_CHECKING:
@@ -139,15 +139,14 @@ class ADE20K:
         """
         sampler = self._sampler(mesh.num_workers, mesh.stretches)
         config, samples = self.config, self._samples("training")
-        view = augmentation(config.crop, config.short_side, config.scales)
+        views = Views(config.crop, config.short_side, config.scales)
 
         def make(draw: int) -> tuple[Tensor, Tensor]:
-            made, epoch = [], sampler.epoch(draw)
-            for sample in sampler.indices(draw, mesh.worker).tolist():
-                with seeded(self.train.seed, epoch, sample):
-                    made.append(view(*samples[sample]))
-            views, labels = zip(*made, strict=True)
-            return torch.stack(views), torch.stack(labels)
+            chosen = sampler.indices(draw, mesh.worker)
+            draws = uniforms(views.draws, self.train.seed, sampler.epoch(draw), chosen)
+            if isinstance(samples, Scenes):
+                return views(samples.take(chosen), draws)
+            return views([samples[sample] for sample in chosen.tolist()], draws)
 
         return load(make, count(start), self.data.workers, mesh.device)
 

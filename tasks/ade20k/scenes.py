@@ -35,6 +35,10 @@ class Scenes:
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self._images[index], self._labels[index]
 
+    def take(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Return samples as one batch: uint8 [B, 3, SIZE, SIZE] and [B, SIZE, SIZE]."""
+        return self._images[indices], self._labels[indices]
+
     def labels(self, index: int) -> Tensor:
         """Return the labels of a sample, uint8 [SIZE, SIZE]."""
         return self._labels[index]

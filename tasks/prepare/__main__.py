@@ -10,7 +10,16 @@ from typing import Protocol
 from co2 import program
 from co2.arguments import Parser
 from co2.errors import ConfigError, require, unusable
-from tasks.prepare import ade20k, glue, graph, imagenet, openwebtext, shapenet, wikibooks
+from tasks.prepare import (
+    ade20k,
+    fashion_mnist,
+    glue,
+    graph,
+    imagenet,
+    openwebtext,
+    shapenet,
+    wikibooks,
+)
 
 
 class DataSet(Protocol):
@@ -54,6 +63,7 @@ class DataSet(Protocol):
 
 SETS: dict[str, type[DataSet]] = {
     "ade20k": ade20k,  # type: ignore[dict-item]  # a module serves as well
+    "fashion_mnist": fashion_mnist,  # type: ignore[dict-item]  # a module serves as well
     "glue": glue,  # type: ignore[dict-item]  # a module serves as well
     "graph": graph,  # type: ignore[dict-item]  # a module serves as well
     "imagenet": imagenet,  # type: ignore[dict-item]  # a module serves as well

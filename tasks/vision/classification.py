@@ -22,24 +22,18 @@ from co2.task import Batch, Package, Published
 from tasks.shared.evaluation import evaluating, share, total
 from tasks.shared.loader import load
 from tasks.shared.optimizer import make_optimizer
-from tasks.shared.randomness import seeded
+from tasks.shared.randomness import seeded, uniforms
 from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
+from tasks.vision.crops import RandomCrop, central_crop
+from tasks.vision.held import mnist
 from tasks.vision.image_folder import ImageFolder, shown
-from tasks.vision.images import (
-    MEAN,
-    MNIST,
-    STD,
-    Augment,
-    Images,
-    central_crop,
-    normalized,
-    random_crop,
-)
+from tasks.vision.images import MEAN, STD, Augment, Images, normalized
+from tasks.vision.packed import FASHION_MNIST, is_packed, packed
 
 if TYPE_CHECKING:
     from co2.comm.mesh import Mesh
 
-IMAGENET_CLASSES = 1000
+MNIST_CLASSES, IMAGENET_CLASSES = 10, 1000
 IMAGENET = Published(1_281_167, 150_000_000_000)
 
 _EVAL_BATCH = 100
@@ -62,8 +56,8 @@ class Classification:
     class Config(Limited):
         dataset: DatasetName = DatasetName.mnist
         """mnist: 5000 digits of it. imagenet: ImageNet-1K in data.root, see tasks.prepare.
-        Where data.path=FOLDER, with train/<class>/ and val/<class>/, is given, it replaces
-        either."""
+        Where data.path=FOLDER, with train/<class>/ and val/<class>/ or with train/<class>.npy
+        and val/<class>.npy, is given, it replaces either."""
         image_size: Count = 28
         """Side of the square images that the model reads, in pixels."""
         eval_resize: Count = 28
@@ -121,22 +115,25 @@ class Classification:
         """
         sampler, images = self._sampler(mesh.num_workers, mesh.stretches), self._images
         config, seed, worker = self.config, self.train.seed, mesh.worker
-        crop = random_crop(config.image_size, config.crop, config.flip, self.interpolation)
-        changes = [crop, *self.changes()]
+        crop = RandomCrop(config.image_size, config.crop, config.flip, self.interpolation)
+        changes = self.changes()
 
-        def view(sample: int, number: int) -> tuple[Tensor, int]:
-            picture, label = images.read("train", sample)
+        def changed(picture: Tensor, number: int, sample: int) -> Tensor:
             with seeded(seed, number, sample):
                 for change in changes:
                     picture = change(picture)
-            return picture, label
+            return picture
 
         def make(draw: int) -> tuple[Tensor, ...]:
             samples, views = sampler.indices(draw, worker), sampler.views(draw, worker)
-            pictures, labels = zip(*map(view, samples.tolist(), views.tolist()), strict=True)
-            made = (torch.stack(pictures), torch.tensor(labels))
+            pictures, labels = images.take("train", samples.tolist())
+            crops = crop(pictures, uniforms(crop.draws, seed, views, samples))
+            crops = crops.expand(-1, 3, -1, -1).contiguous()  # grey ones have one channel
+            if changes:
+                keys = zip(crops, views.tolist(), samples.tolist(), strict=True)
+                crops = torch.stack([changed(*key) for key in keys])
             keep = self.mixing(draw, worker)
-            return made if keep is None else (*made, keep)
+            return (crops, labels) if keep is None else (crops, labels, keep)
 
         return load(make, count(start), self.data.workers, mesh.device)
 
@@ -201,8 +198,9 @@ class Classification:
 
         def make(batch: int) -> tuple[Tensor, Tensor]:
             rows = chosen[batch * _EVAL_BATCH : (batch + 1) * _EVAL_BATCH].tolist()
-            seen, labels = zip(*(images.read("val", row) for row in rows), strict=True)
-            return torch.stack([crop(image) for image in seen]), torch.tensor(labels)
+            seen, labels = images.take("val", rows)
+            crops = crop(seen) if isinstance(seen, Tensor) else torch.stack([*map(crop, seen)])
+            return crops.expand(-1, 3, -1, -1), labels
 
         made = load(make, share(num_batches), self.data.workers, device)
 
@@ -289,7 +287,7 @@ model = timm.create_model(
         """Number of classes. It is known before `setup` except for a folder of the user's."""
         if self._opened is None and self.data.path is None:
             own = self.config.dataset is DatasetName.imagenet
-            return IMAGENET_CLASSES if own else MNIST.num_classes
+            return IMAGENET_CLASSES if own else MNIST_CLASSES
         return self._images.num_classes
 
     @property
@@ -299,9 +297,14 @@ model = timm.create_model(
 
     def _open(self) -> Images:
         if self.data.path is not None:
-            return ImageFolder(Path(self.data.path), "data.path", self.data.path)
+            path, place = self.data.path, Path(self.data.path)
+            command = f"{python()} -m tasks.prepare {FASHION_MNIST} --root {place.parent}"
+            known = place.exists() or place.name != FASHION_MNIST
+            require(known, "data.path", path, f"no such folder; {command} makes it")
+            kind = packed if is_packed(place) else ImageFolder
+            return kind(place, "data.path", path)
         if self.config.dataset is DatasetName.mnist:
-            return MNIST()
+            return mnist()
         folder, key = Path(self.data.root) / "imagenet", f"{self.name}.dataset"
         command = f"{python()} -m tasks.prepare imagenet --root {self.data.root}"
         hint = f"{folder} does not exist; {command} --archives FOLDER makes it from the archives"

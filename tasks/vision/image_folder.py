@@ -2,12 +2,13 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from co2.errors import ConfigError, require
@@ -56,8 +57,13 @@ class ImageFolder:
         name = os.fsdecode(bytes(self._names[part][label][index - first]))
         return os.path.join(part, self.classes[label], name), label
 
+    def take(self, part: str, indices: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+        """See `Images.take`. Raises `ConfigError`."""
+        images, labels = zip(*(self.read(part, index) for index in indices), strict=True)
+        return list(images), torch.tensor(labels)
+
     def read(self, part: str, index: int) -> tuple[Tensor, int]:
-        """See `Images.read`.
+        """Return one image, uint8 [3, height, width], and its label.
 
         Raises:
             ConfigError: the file cannot be read, is damaged or is not an image.
@@ -87,12 +93,7 @@ class ImageFolder:
             if not names:
                 raise self._error(f"{part} holds no folder; {needs}")
             found[part] = sorted(names)
-        for here, there in (PARTS, PARTS[::-1]):
-            missing = sorted(set(found[there]) - set(found[here]))
-            if missing:
-                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-                what = f"has no folder {shown(missing[0])}{more}, which {there} has"
-                raise self._error(f"{here} {what}; both need the same classes")
+        require_same_classes(found, self._key, self._value)
         return found["train"]
 
     def _listed(self, part: str) -> list[np.ndarray]:
@@ -119,6 +120,20 @@ class ImageFolder:
         except OSError as error:
             what = f"{shown(name)} cannot be read ({error.strerror})"
             raise self._error(what) from None
+
+
+def require_same_classes(
+    found: Mapping[str, Collection[str]], key: str, value: object, suffix: str = ""
+) -> None:
+    """Raise `ConfigError` unless train and val have the same classes; `suffix` is that of what
+    holds a class, such as a folder."""
+    for here, there in (PARTS, PARTS[::-1]):
+        missing = sorted(set(found[there]) - set(found[here]))
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            kind = "file" if suffix else "folder"
+            what = f"has no {kind} {shown(missing[0])}{suffix}{more}, which {there} has"
+            raise ConfigError(key, value, f"{here} {what}; both need the same classes")
 
 
 def pictures(folder: str | Path, below: str = "") -> Iterator[str]:

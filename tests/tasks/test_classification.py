@@ -191,13 +191,12 @@ def test_evaluation_counts_every_picture_once(folder: Path, name: str) -> None:
     scores = own.evaluate(model)
     assert all(module.training for module in model.modules())
     model.eval()
-    from tasks.vision.images import central_crop
+    from tasks.vision.crops import central_crop
 
     crop = central_crop(28, 35, own.interpolation)
-    pairs = [own._images.read("val", index) for index in range(15)]
+    images, labels = own._images.take("val", range(15))
     with torch.no_grad():
-        logits = torch.cat([model(normalized(crop(image)[None])) for image, _ in pairs])
-    labels = torch.tensor([label for _, label in pairs])
+        logits = torch.cat([model(normalized(crop(image)[None])) for image in images])
     assert list(scores) == ["loss", "top1", "top5"]
     assert scores["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-4)
     assert scores["top1"] == (logits.argmax(1) == labels).double().mean().item()
@@ -211,9 +210,9 @@ def test_the_halves_of_the_validation_images(folder: Path) -> None:
     for part in Validation:
         own = task(part=part)
         own.setup(1)
-        labels = np.array([own._images.read("val", index)[1] for index in own._validation])
+        _, labels = own._images.take("val", own._validation.tolist())
         of_class = 200 if part is Validation.all else 100
-        assert np.bincount(labels).tolist() == [of_class] * 10
+        assert labels.bincount().tolist() == [of_class] * 10
         samples = {"part": part.value, "num_samples": 10 * of_class}
         assert own.fingerprint()["evaluated"] == samples
         scores[part] = own.evaluate(own.model())

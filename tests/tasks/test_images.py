@@ -8,19 +8,15 @@ import pytest
 import torch
 import torchvision
 from PIL import Image
+from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms.v2.functional import pil_to_tensor, resize
 
-from tasks.shared.randomness import generator, seeded
-from tasks.vision.images import (
-    MEAN,
-    MNIST,
-    STD,
-    central_crop,
-    erasing,
-    mixing,
-    normalized,
-    rand_augment,
-    random_crop,
-)
+from tasks.shared.randomness import generator, seeded, uniforms
+from tasks.vision.crops import RandomCrop, central_crop
+from tasks.vision.held import mnist
+from tasks.vision.images import MEAN, STD, erasing, mixing, normalized, rand_augment
+
+RATIOS = (3 / 4, 4 / 3)
 
 
 @pytest.fixture(scope="module")
@@ -32,54 +28,70 @@ def photo() -> torch.Tensor:
 
 
 def test_every_image_of_mnist_is_in_one_part() -> None:
-    mnist = MNIST()
-    seen = []
+    held, seen = mnist(), []
     for part, number in (("train", 300), ("val", 200)):
-        assert mnist.counts[part].tolist() == [number] * 10
-        for index in range(10 * number):
-            image, label = mnist.read(part, index)
-            assert image.shape == (3, 28, 28) and bool((image == image[0]).all())
-            assert label == index // number  # class by class
-            seen.append(image[0].numpy().tobytes())
+        assert held.counts[part].tolist() == [number] * 10
+        images, labels = held.take(part, range(10 * number))
+        assert images.shape == (10 * number, 1, 28, 28) and images.dtype == torch.uint8
+        assert labels.tolist() == [n // number for n in range(10 * number)]  # class by class
+        seen += [image.numpy().tobytes() for image in images]
     assert len(set(seen)) == 5000
-    assert mnist.facts() == MNIST().facts()
+    assert held.facts() == mnist().facts()
 
 
 def test_mnist_shows_digits() -> None:
     """A zero has no ink in its middle, a one has; the ink lies inside, on black."""
-    mnist = MNIST()
-    of = {
-        n: torch.stack([mnist.read("train", index)[0] for index in range(300 * n, 300 * n + 300)])
-        for n in (0, 1)
-    }
+    held = mnist()
+    of = {n: held.take("train", range(300 * n, 300 * n + 300))[0] for n in (0, 1)}
     assert of[0].max() == 255 and of[0].min() == 0
     middle = {n: images[:, 0, 12:16, 12:16].float().mean().item() for n, images in of.items()}
     assert middle[0] < 50 and middle[1] > 100
     assert all(images[:, 0, 0].float().mean() < 1 for images in of.values())
 
 
+def drawn(number: int) -> np.ndarray:
+    """The random numbers of crops."""
+    return uniforms(RandomCrop.draws, 3, np.arange(number))
+
+
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_crops_are_those_of_pil(photo: torch.Tensor, interpolation: str) -> None:
     """Ours are resized as uint8 tensors; no pixel is off by more than rounding."""
-    from torchvision.transforms import v2
-
-    how = v2.InterpolationMode(interpolation)
+    how = getattr(Image.Resampling, interpolation.upper())
     picture = Image.fromarray(photo.permute(1, 2, 0).numpy())
-    reference = v2.Compose(
-        [v2.RandomResizedCrop(24, scale=(0.3, 1), interpolation=how), v2.RandomHorizontalFlip()]
-    )
-    crop = random_crop(24, 0.3, True, interpolation)
-    for n in range(20):
-        with seeded(3, n):
-            ours = crop(photo)
-        with seeded(3, n):
-            theirs = v2.functional.pil_to_tensor(reference(picture))
-        assert ours.shape == (3, 24, 24) and ours.dtype == torch.uint8
-        assert (ours.int() - theirs.int()).abs().max() <= 1
+    crop, draws = RandomCrop(24, 0.3, True, interpolation), drawn(20)
+    crops, boxes = crop([photo] * 20, draws), crop.boxes(draws, 60, 90).T.tolist()
+    assert crops.shape == (20, 3, 24, 24) and crops.dtype == torch.uint8
+    mirrored = 0
+    for ours, (top, left, height, width) in zip(crops, boxes, strict=True):
+        part = picture.crop((left, top, left + width, top + height)).resize((24, 24), how)
+        theirs = pil_to_tensor(part).int()
+        off = min((ours.int() - other).abs().max() for other in (theirs, theirs.flip(-1)))
+        mirrored += bool((ours.int() - theirs).abs().max() > off)
+        assert off <= 1
+    assert 4 < mirrored < 16
     ours = central_crop(24, 32, interpolation)(photo)
-    whole = picture.resize((48, 32), getattr(Image.Resampling, interpolation.upper()))
-    theirs = v2.functional.pil_to_tensor(whole.crop((12, 4, 36, 28)))
+    theirs = pil_to_tensor(picture.resize((48, 32), how).crop((12, 4, 36, 28)))
     assert (ours.int() - theirs.int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("whole", [(28, 28), (64, 50)])  # as digits are, and larger than crops
+def test_a_batch_is_cropped_as_one_by_one(whole: tuple[int, int], interpolation: str) -> None:
+    """By torchvision's resized_crop. Only cubic filters overshoot, and are clipped elsewhere."""
+    if whole == (28, 28):
+        images = mnist().take("train", range(0, 3000, 50))[0]
+    else:
+        low = torch.randint(
+            0, 256, (60, 3, 8, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+        )
+        images = resize(low, list(whole))
+    crop, draws = RandomCrop(28, 0.5, True, interpolation), drawn(60)
+    ours, theirs = crop(images, draws), crop(list(images), draws)
+    off = (ours.int() - theirs.int()).abs().float()
+    assert off.mean() < 0.2 and off.max() <= (1 if interpolation == "bilinear" else 3)
+    for n in (0, 59):  # and a crop does not depend on the others
+        assert torch.equal(crop(images[n : n + 1], draws[n : n + 1])[0], ours[n])
 
 
 @pytest.mark.parametrize("flip", [True, False])
@@ -87,10 +99,8 @@ def test_crops_have_the_areas_and_shapes_asked_for(flip: bool) -> None:
     """Each pixel of the image tells its place, and so each crop its box."""
     rows, columns = torch.meshgrid(torch.arange(240), torch.arange(240), indexing="ij")
     image = torch.stack([rows, columns, torch.zeros_like(rows)]).to(torch.uint8)
-    crop, areas, ratios, mirrored = random_crop(24, 0.2, flip, "bilinear"), [], [], []
-    for n in range(300):
-        with seeded(n):
-            top, left, _ = crop(image).float()
+    areas, ratios, mirrored = [], [], []
+    for top, left, _ in RandomCrop(24, 0.2, flip, "bilinear")([image] * 300, drawn(300)).float():
         height, width = ((top[-1] - top[0]).mean(), (left[:, -1] - left[:, 0]).mean())
         areas.append(float(height * width.abs()) / 240**2)
         ratios.append(float(width.abs() / height))
@@ -98,6 +108,19 @@ def test_crops_have_the_areas_and_shapes_asked_for(flip: bool) -> None:
     assert 0.15 < min(areas) < 0.25 and 0.85 < max(areas) <= 1
     assert 0.7 < min(ratios) < 0.8 and 1.25 < max(ratios) < 1.45
     assert 110 < sum(mirrored) < 190 if flip else not any(mirrored)
+
+
+def test_boxes_are_spread_as_torchvisions() -> None:
+    """Places and sides, where most tries fit and where none does."""
+    for height, width, smallest in ((28, 28, 0.85), (60, 90, 0.08), (10, 80, 1.0)):
+        ours = RandomCrop(24, smallest, True, "bilinear").boxes(drawn(4000), height, width).T
+        image = torch.empty(3, height, width)
+        with seeded(0):
+            rule = (smallest, 1), RATIOS
+            theirs = [RandomResizedCrop.get_params(image, *rule) for _ in range(4000)]
+        error = 5 * np.std(theirs, 0) * (2 / 4000) ** 0.5 + 1e-9
+        assert (np.abs(ours.mean(0) - np.mean(theirs, 0)) <= error).all()
+        assert np.std(ours, 0) == pytest.approx(np.std(theirs, 0), rel=0.1, abs=1e-9)
 
 
 def test_rand_augment_is_timms(photo: torch.Tensor) -> None:
