@@ -90,7 +90,7 @@ class ADE20K:
             hint = "must be two numbers above 0, the smaller first"
             require(low <= high, "scales", list(self.scales), hint)
 
-    version = 1
+    version = 2  # batches are cropped and coloured as one
     unit = "samples"
     units_per_sample = 1
 

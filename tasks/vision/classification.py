@@ -80,7 +80,7 @@ class Classification:
     """Name of the task and of its node in the configuration."""
     interpolation = "bilinear"
     """Interpolation of the crops in training and evaluation."""
-    version = 1
+    version = 2  # batches are cropped and coloured as one
     unit = "samples"
     units_per_sample = 1
     repeats = 1
