@@ -37,7 +37,7 @@ class Drawn:
     cell: TrainCell
     """With a folder of its own."""
     spread: float
-    """Standard deviation over the seeds of its row and column; 0 for one seed."""
+    """Standard deviation over the seeds of its row and column."""
 
     def compared(self) -> dict[str, object]:
         """A line of the table, with the columns of `HEAD`."""
@@ -89,7 +89,8 @@ def again(recipes: Iterable[Recipe], out: Path, scale: str, count: int, seed: in
 def draw(
     recipes: Iterable[Recipe], out: Path, scale: str, count: int, seed: int, runs: Path
 ) -> Sequence[Drawn]:
-    """So many values at random, each of another run; all, where there are fewer."""
+    """So many values at random, each of another run; all, where there are fewer. A row and column
+    with one seed has none."""
     lines = {
         tuple(line[key] for key in measured.KEY): line for line in measured.read(out / "ours.csv")
     }
@@ -105,10 +106,11 @@ def draw(
                 for key, other in lines.items()
                 if key[:4] == (recipe.name, row.name, column.name, scale)
             ]
-            spread = statistics.stdev(values) if len(values) > 1 else 0.0
+            if len(values) < 2:
+                continue  # a trial: nothing tells how much it may differ on another processor
             words = [word for word in cell.overrides if not word.startswith("runs=")]
             moved = replace(cell, overrides=(*words, f"runs={runs}"), recipes=("again",))
-            found.setdefault(cell.command, Drawn(line, column, moved, spread))
+            found.setdefault(cell.command, Drawn(line, column, moved, statistics.stdev(values)))
     chosen = list(found.values())
     return random.Random(seed).sample(chosen, min(count, len(chosen)))
 

@@ -78,19 +78,19 @@ def test_a_training_comes_out_again(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In a folder of its own, with nothing recorded; throughput is not compared."""
-    recipe = replace(RECIPE, seeds=(0,))
+    recipe = replace(RECIPE, seeds=(0, 1))
     monkeypatch.setattr(cells, "run", lambda wanted: trained(wanted, place)[0])
     monkeypatch.setattr(os, "nice", lambda more: 0)
     monkeypatch.setitem(RECIPES, "small", recipe)
     trained((c for *_, c in recipe.cells("smoke") if isinstance(c, TrainCell)), place)
-    assert collect([recipe], Path("out"), "smoke") == (4, 0)
+    assert collect([recipe], Path("out"), "smoke") == (8, 0)
     kept = contents(Path("results/runs/recipes")), contents(Path("out"))
     assert commands.main([*AGAIN, "99"]) == 0
     out = capsys.readouterr().out
-    assert [row[-2:] for row in table(out).values()] == [["same", "good"]] * 2
-    assert out.endswith("2 of 2 values come out again\n")
+    assert [row[-2:] for row in table(out).values()] == [["same", "good"]] * 4
+    assert out.endswith("4 of 4 values come out again\n")
     assert kept == (contents(Path("results/runs/recipes")), contents(Path("out")))
-    assert len(list(Path("results/runs/again").rglob("summary.json"))) == 2
+    assert len(list(Path("results/runs/again").rglob("summary.json"))) == 4
 
 
 def test_how_much_a_value_may_differ(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
