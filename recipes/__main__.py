@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tau", type=int, help="of tune: τ of all methods; default: conf's")
     moments = "of tune: average the inner Adam's moments as well, in methods that can"
     parser.add_argument("--average-moments", action="store_true", help=moments)
+    gap = "of tune: the gap penalty, in methods that have one; default: conf's"
+    parser.add_argument("--gap-penalty", metavar="KIND", help=gap)
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     try:
@@ -120,6 +122,7 @@ def tune(options: argparse.Namespace) -> int:
             options.tau,
             options.out,
             options.average_moments,
+            options.gap_penalty,
         )
     except KeyboardInterrupt:
         print("stopped; the same command goes on with the next run", file=sys.stderr)
