@@ -60,16 +60,18 @@ def tuned_settings(conf: Path, task: str, method: str, scale: str, node: Node) -
     command = f"{python()} {tune_command(task, method, scale, node)}"
     hint = f"task={task} method={method} has no {path.name} in conf/tuned/{task}; make it: "
     require(path.exists(), "tuned", "true", hint + command)
-    found = _read(path)
-    hint = f"conf/tuned/{task}/{path.name} won with another {GAP}; tune again: "
-    require(_has_its_gap(found, method, node), "tuned", "true", hint + command)
-    return found
+    return _read(path)
 
 
 def is_tuned(conf: Path, task: str, method: str, scale: str, node: Node) -> bool:
-    """Whether `tuned_settings` has any. Raises `ConfigError` for a file that is none."""
+    """Whether `tuned_settings` has any that are of the gap penalty of this node, which was tuned
+    once. Raises `ConfigError` for a file that is none."""
     path = tuned_file(conf, task, method, scale, node)
-    return path.exists() and _has_its_gap(_read(path), method, node)
+    if not path.exists():
+        return False
+    usual = getattr(known_methods()[method].Config, GAP, None)
+    own = str(node.get(GAP, usual))
+    return str(_read(path).get(f"{method}.{GAP}", own)) == own
 
 
 def _read(path: Path) -> Settings:
@@ -77,13 +79,6 @@ def _read(path: Path) -> Settings:
         return flat(OmegaConf.to_container(OmegaConf.load(path)))  # type: ignore[arg-type]
     except yaml.YAMLError as error:
         raise unreadable("tuned", "true", error) from None
-
-
-def _has_its_gap(found: Settings, method: str, node: Node) -> bool:
-    """Whether settings, which may be of the time when the gap penalty was tuned, have this gap."""
-    usual = getattr(known_methods()[method].Config, GAP, None)
-    name = f"{method}.{GAP}"
-    return name not in found or str(found[name]) == str(node.get(GAP, usual))
 
 
 def tuned_file(conf: Path, task: str, method: str, scale: str, node: Node) -> Path:

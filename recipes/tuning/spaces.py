@@ -180,7 +180,7 @@ class Space:
         return found
 
 
-def at_legal_end(method: str, name: str, value: float, tau: object) -> bool:
+def at_legal_end(method: str, name: str, value: Value, tau: object) -> bool:
     """Whether a setting, by its full name, can go no further."""
     for knob in KNOBS.get(method, ()):
         if name == f"{method}.{knob.key}" and knob.unit is not Unit.steps:

@@ -114,7 +114,7 @@ def test_the_grid_widens_while_the_best_sits_on_its_border(
     monkeypatch.setattr(cells, "run", Trainer(far_from(0.5657)))
     tune_methods("toy", ["allreduce"], 12, "smoke", None, Path("results"))
     path = conf / "tuned" / "toy" / "allreduce.yaml"
-    assert yaml.safe_load(path.read_text())["optim"]["lr"] == 0.5657
+    assert yaml.safe_load(path.read_text())["optim"]["lr"] == 0.566
     assert "beyond" not in path.read_text()
     monkeypatch.setattr(cells, "run", Trainer(far_from(100)))
     monkeypatch.setattr(tune, "RUNS", "results/runs/others")
@@ -360,8 +360,8 @@ def test_a_gap_penalty_is_tuned_apart(
         cells.APP.config((*words, "co2.gap_penalty=none"))
     older = conf / "tuned" / "toy" / "co2.yaml"
     older.write_text(f"{older.read_text()}  gap_penalty: gap_aware\n")
-    with pytest.raises(ConfigError, match="won with another gap_penalty; tune again: "):
-        cells.APP.config(words)
+    assert cells.APP.config(words).method_config.gap_penalty == "gap_aware", "what won"
+    cells.composed_config.cache_clear()
     assert not TrainCell(words).is_tuned(), "a table leaves it out"
 
 
