@@ -3,8 +3,9 @@
 Optuna's TPE proposes, over places on the grids, all numbers together. In a simulation of searches
 of 12 trials (quadratic losses with noise, 3 and 4 numbers) it came nearer to the best than TPE over
 unordered values, which results/tuning.csv was made with and whose proposals won no more often than
-conf's and random ones: 51 of 74 searches with 8 of 12 trials. It left the best beside nothing that
-was tried in a third of all directions. So up to half of each batch goes one step beyond these ends.
+conf's and random ones: 51 of 74 searches with 8 of 12 trials. Alone it left a third of all numbers
+of the best at the end of what was tried. So up to half of each batch goes one step beyond these
+ends, which leaves a sixth.
 """
 
 import math

@@ -410,7 +410,7 @@ def test_committed_values_are_in_order(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes() == (committed / name).read_bytes(), name
     evals = read_csv(committed / "evals.csv")
     assert measured.in_order(evals, EVALS) == evals
-    trials = read_csv(committed / "tuning.csv")
+    trials = tune.read(committed / "tuning.csv")
     assert measured.in_order(trials, (*tune.KEY, "rung", "trial")) == trials
 
 

@@ -222,6 +222,18 @@ STALE: dict[str, str] = {}
 """By file, why it is not what its search's lines say. Empty once all are tuned again."""
 
 
+OTHER_GAP = {"ade20k", "resnet50", "roberta", "transnormer"}
+"""Tasks whose search for CO2 had the gap penalty as a knob and ended with another than conf's.
+Tables leave their rows out until they are tuned again; then this is empty."""
+
+
+def test_a_row_of_the_steady_gap_has_no_other() -> None:
+    tasks = {path.parent.name for path in WINNERS if path.name == "co2.yaml"}
+    words = ("scale=smoke", "method=co2", "tuned=true")
+    left = {task for task in tasks if not TrainCell((f"task={task}", *words)).is_tuned()}
+    assert left == OTHER_GAP
+
+
 def test_no_winner_is_written_by_hand() -> None:
     """Each is, to the letter, what the lines of its search in results/tuning.csv lead to; and every
     search had as many trials."""
