@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--average-moments", action="store_true", help=moments)
     parser.add_argument("--cells", type=int, default=12, help="of again: how many values")
     parser.add_argument("--seed", type=int, default=0, help="of again: draws which")
+    gap = "of tune: the gap penalty, in methods that have one; default: conf's"
+    parser.add_argument("--gap-penalty", metavar="KIND", help=gap)
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     try:
@@ -145,6 +147,7 @@ def tune(options: argparse.Namespace) -> int:
             options.tau,
             options.out,
             options.average_moments,
+            options.gap_penalty,
         )
     except KeyboardInterrupt:
         print("stopped; the same command goes on with the next run", file=sys.stderr)

@@ -8,10 +8,10 @@
         5  x_{t+1,0} = x_{t,0} − α m_t                             every replica goes on from here
 
 τ → `tau`, α → `outer_lr`, β → `outer_momentum`, Λ → `gap_penalty`, φ → `clip`.
-Chosen here: the default gap, `gap_aware_steady`, is ours. The paper's follows the inner rate;
-`gap_aware` makes it exact, after Gap-Aware (arXiv 1909.10802). The released code has 1. See
-GapPenalty. Step 4 runs before step 3, because d_{t−1} lies in the only communication buffer;
-neither step reads what the other writes.
+The default gap, `gap_aware_steady`, is ours, not the paper's. The paper's follows the inner rate;
+`gap_aware` is our reading of it, made exact after Gap-Aware (arXiv 1909.10802). The released code
+has 1. See GapPenalty. Step 4 runs before step 3, because d_{t−1} lies in the only communication
+buffer; neither step reads what the other writes.
 
 With `blocking_share` the first rounds wait: they start the mean of d_t first, m_t takes in d_t
 itself with Λ_t = 1, and nothing is late. In the first round after them nothing arrives, and

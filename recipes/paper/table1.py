@@ -3,7 +3,7 @@
     make table1                                            all that is missing at scale=smoke
     python -m recipes run table1 --scale paper --launcher slurm
 
-Cost: smoke, 93 runs of a minute and a half on 2 cores, two hours. Paper: docs/reproduce.md; nobody
+Cost: smoke, 105 runs of a minute and a half on 2 cores, two hours. Paper: docs/reproduce.md; nobody
 has run it here.
 Found (results/tables/table1.md): under AdamW the overlapped methods end above AllReduce's loss; on
 ResNet-50, under SGD, none differs beyond chance.

@@ -3,12 +3,12 @@
     make tau_sweep                                         its trials, then what won in them
     python -m recipes run tau_sweep --scale paper --launcher slurm
 
-Cost: smoke, 28 trials and 51 runs of a minute and a half on 2 cores, two hours.
+Cost: smoke, 40 trials and 75 runs of a minute and a half on 2 cores, three hours.
 Found (results/tables/tau_sweep.md): CO2's loss is the same from τ = 1 to 12 and grows from there,
 faster than local SGD's, because its means are a round late. Trainings at the largest τ have few
 rounds and say little of long ones.
 
-The learning rate is tuned at three τ, with as many trials for both methods; any other τ has the
+The learning rate is tuned at three τ, with as many trials for every method; any other τ has the
 rate of the nearest of these. At scale=paper nothing is tuned. Weights are evaluated as training
 left them.
 """
@@ -19,13 +19,15 @@ from pathlib import Path
 
 from recipes.recipe import Column, Row, Rows
 from recipes.tables import figures
+from recipes.tables.methods import METHODS as METHOD_ROWS
+from recipes.tables.methods import PAPERS_GAP, STEADY_GAP
 from recipes.tuning.tuning import TunedRecipe, at_rates, trial_column
 
 TAUS = (1, 3, 6, 12, 24, 48, 96, 192)
 TUNED_TAUS = (3, 24, 96)
 RATES = ("2e-3", "4e-3", "8e-3", "1.6e-2")
-METHODS = {"CO2": "co2", "Local SGD": "local_sgd"}
-ALLREDUCE = Row("AllReduce", ("method=allreduce",))
+ALLREDUCE, LOCAL_SGD = METHOD_ROWS[:2]
+METHODS = {row.name: row.overrides for row in (STEADY_GAP, PAPERS_GAP, LOCAL_SGD)}
 GPT2 = ("task=gpt2",)
 STEPS = 3600
 """conf's at scale=smoke."""
@@ -44,9 +46,10 @@ def name(method: str, tau: int) -> str:
 
 def row(method: str, tau: int) -> Row:
     """A method, by its name in the table, with this τ. Its training ends with a round."""
-    key = METHODS[method]
+    own = METHODS[method]
+    key = own[0].removeprefix("method=")
     whole = () if STEPS % tau == 0 else (f"train.steps={math.ceil(STEPS / tau) * tau}",)
-    return Row(name(method, tau), (f"method={key}", f"{key}.tau={tau}"), smoke=whole)
+    return Row(name(method, tau), (*own, f"{key}.tau={tau}"), smoke=whole)
 
 
 def nearest(tau: int) -> int:

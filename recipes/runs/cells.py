@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from co2.app.application import App
-from co2.app.tuned import Settings, tuned_file, tuned_settings
+from co2.app.tuned import Settings, is_tuned, tuned_settings
 from co2.config import Config
 from co2.errors import STOPPED, require
 from co2.methods import METHODS
@@ -109,7 +109,7 @@ class TrainCell:
 
     def is_tuned(self) -> bool:
         """Whether there are the settings that this run asks for, if it has `tuned=true`."""
-        return "tuned=true" not in self.overrides or tuned_file(*self._tuned_place()).exists()
+        return "tuned=true" not in self.overrides or is_tuned(*self._tuned_place())
 
     def tuned_settings(self) -> Settings:
         """What `tuned=true` stands for in this run. Raises `ConfigError` if nothing was tuned."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from co2.app.tuned import MOMENTS, tune_command
+from co2.app.tuned import GAP, MOMENTS, tune_command
 from co2.peers import known_methods
 from co2.program import python
 from co2.record.fingerprint import parts
@@ -25,7 +25,9 @@ from recipes.runs.functions import FunctionColumn
 from recipes.tuning import tune
 
 WRITTEN = "Written by: python -m recipes tune "
-"""What begins the line of a tuned file that tells which search wrote it."""
+_UNTRIED = "Nothing was tried beyond the winner's "
+"""What begins the lines of a tuned file that tell which search wrote it, and which settings lie at
+the border of what it tried."""
 Lines = Sequence[dict[str, str]]
 
 
@@ -112,7 +114,7 @@ def _searches(trials: Lines) -> Iterator[Finding]:
     """What is wrong with the trials of every search."""
     searches: dict[tuple[str, ...], Lines] = {}
     for line in trials:
-        key = tuple(line[name] for name in tune.KEY)
+        key = tune.search_of(line)
         searches[key] = [*searches.get(key, ()), line]
     sizes = {key: _short(own) for key, own in searches.items()}
     usual = Counter(sizes.values()).most_common(1)[0][0] if sizes else 0
@@ -143,7 +145,7 @@ def _searches(trials: Lines) -> Iterator[Finding]:
     for own_lines in tasks.values():
         for stale in fingerprints.mixed(own_lines):
             first = stale.lines[0]
-            key = tuple(str(first[name]) for name in tune.KEY)
+            key = tuple(str(first.get(name, "")) for name in tune.KEY)
             text = f"{first['row']}: {stale.why}; again: {_again(key, usual)}"
             yield Finding("fingerprint", text)
 
@@ -155,14 +157,15 @@ def _short(search: Lines) -> int:
 
 
 def _named(key: Sequence[str]) -> str:
-    task, method, tau, moments, _ = key
-    words = ["tuning", task, method, tau and f"τ={tau}", moments and MOMENTS]
+    task, method, tau, moments, gap, _ = key
+    words = ["tuning", task, method, tau and f"τ={tau}", moments and MOMENTS, gap]
     return " ".join(word for word in words if word)
 
 
 def _again(key: Sequence[str], trials: int) -> str:
-    task, method, tau, moments, scale = key
+    task, method, tau, moments, gap, scale = key
     node = {**({"tau": tau} if tau else {}), MOMENTS: moments or "false"}
+    node |= {GAP: gap} if gap else {}
     return f"{python()} {tune_command(task, method, scale, node, trials)}"
 
 
@@ -182,16 +185,16 @@ def _winners(trials: Lines, scale: str) -> Iterator[Finding]:
         key = _key(words)
         if key[-1] != scale:
             continue
-        won = _winner([line for line in trials if [line[own] for own in tune.KEY] == key])
+        won = _winner([line for line in trials if list(tune.search_of(line)) == key])
         settings = flat(yaml.safe_load(text))
         if won is None:
             yield Finding("winner", f"{name}: results/tuning.csv has no trials of it; {again}")
         elif won != {setting: _text(value) for setting, value in settings.items()}:
             told = " ".join(f"{setting}={value}" for setting, value in won.items())
             yield Finding("winner", f"{name}: not the winner of its search, {told}; {again}")
-        border = next((line for line in heads if "at the border" in line), None)
-        if border and not any("widened" in line for line in heads):
-            keys = border.partition(": ")[2].rstrip(".")
+        border = next((line for line in heads if line.startswith(_UNTRIED)), None)
+        if border is not None:
+            keys = border.removeprefix(_UNTRIED).rstrip(".")
             text = f"{name}: {keys} at the border of a space that was not widened; {again}"
             yield Finding("border", text)
         told = next((line for line in heads if line.startswith(fingerprints.TUNED)), "")
@@ -217,7 +220,8 @@ def _key(words: Sequence[str]) -> list[str]:
     scale = given.get("--scale", "smoke")
     config = cells.composed_config((f"task={task}", f"method={method}", f"scale={scale}"))
     tau = given.get("--tau", str(getattr(config.method_config, "tau", "")))
-    return [task, method, tau, "true" if "--average-moments" in given else "", scale]
+    moments = "true" if "--average-moments" in given else ""
+    return [task, method, tau, moments, given.get("--gap-penalty", ""), scale]
 
 
 def _winner(search: Lines) -> Mapping[str, str] | None:

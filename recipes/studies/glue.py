@@ -21,12 +21,13 @@ from co2.record.folder import tag_from
 from recipes.recipe import RUNS, Column, Row
 from recipes.runs.cells import TrainCell
 from recipes.signs.common import ROWS, STEPS, schedule, trials, trials_on
+from recipes.tables.methods import PAPERS_GAP
 from recipes.tuning.tuning import TunedRecipe
 
 NEW = Row("no pre-training", ("method=allreduce",), limit=True)
 METHODS = (
     *ROWS,
-    Row("CO2", ("method=co2", "co2.gap_penalty=gap_aware")),
+    PAPERS_GAP,
     Row("CO2, kept progress", ("method=co2_keep",)),
 )
 PRETRAINING = Column(

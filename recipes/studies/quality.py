@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from co2.record.table import Table
 from recipes.recipe import Column, Recipe, Rows
 from recipes.runs.cells import SummaryJSON
-from recipes.tables.methods import ADAM_ONLY, ALL_ROWS
+from recipes.tables.methods import ADAM_ONLY, ALL_ROWS, STEADY_GAP
 
 
 def of_entropy(summary: SummaryJSON) -> float | None:
@@ -43,7 +43,7 @@ def columns() -> Iterator[Column]:
     Batches are made alike under every method, so waiting is measured under the first, and under
     CO2, which waits for nothing else.
     """
-    others = tuple(row.name for row in ALL_ROWS if row.name not in ("AllReduce", "CO2"))
+    others = tuple(row.name for row in ALL_ROWS if row.name not in ("AllReduce", STEADY_GAP.name))
     for name, (task, metric, _) in GOALS.items():
         without = ADAM_ONLY if task == "resnet50" else ()
         yield Column(

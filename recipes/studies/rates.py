@@ -21,6 +21,7 @@ from co2.record.table import NOTHING, Table
 from recipes.recipe import Column, Recipe, Row, Rows
 from recipes.tables import figures
 from recipes.tables.entries import by_seed
+from recipes.tables.methods import PAPERS_GAP
 from recipes.tuning.tuning import TUNING, TUNING_SEED, at_rates
 
 RATES = ("2e-3", "4e-3", "8e-3", "1.6e-2", "3.2e-2")
@@ -31,7 +32,7 @@ STEPS = 1200
 METHODS = (
     Row("AllReduce", ("method=allreduce",)),
     Row("Local SGD", ("method=local_sgd",)),
-    Row("CO2", ("method=co2", "co2.gap_penalty=gap_aware")),
+    PAPERS_GAP,
     Row("CO2, kept progress", ("method=co2_keep",)),
 )
 

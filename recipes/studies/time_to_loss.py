@@ -28,6 +28,7 @@ from co2.record.table import NOTHING, Table
 from recipes.recipe import Row, Rows
 from recipes.runs.cells import SummaryJSON
 from recipes.runs.laboratory import LabColumn
+from recipes.tables.methods import STEADY_GAP
 from recipes.tuning.tuning import TUNING, TUNING_SEED, TunedRecipe
 
 FIRST = Row("AllReduce, unlimited", ("method=allreduce", "--mbit=unlimited"))
@@ -36,7 +37,7 @@ METHODS = (
     Row("Local SGD", ("method=local_sgd",)),
     Row("DiLoCo", ("method=diloco",)),
     Row("Overlap-Local-SGD", ("method=overlap_local_sgd",)),
-    Row("CO2", ("method=co2",)),
+    STEADY_GAP,
     Row("CO2, kept progress", ("method=co2_keep",)),
 )
 STEPS = 960

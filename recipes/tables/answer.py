@@ -12,7 +12,14 @@ from recipes.registry import RECIPES
 from recipes.tables import shares
 from recipes.tables.entries import Difference, Entry, entries
 from recipes.tables.layout import Place, grid, listed, values
-from recipes.tables.methods import ALL_ROWS, METHODS
+from recipes.tables.methods import (
+    ALL_ROWS,
+    LOSS_ROWS,
+    METHODS,
+    PAPERS_GAP,
+    STEADY_GAP,
+    WITH_MOMENTS,
+)
 from recipes.tables.report import Opening
 from recipes.tuning import tune
 
@@ -49,7 +56,10 @@ DATA = {
     "ShapeNet": "Point-MAE, generated solids",
 }
 """Columns by their names, with the model and the data that they are of at scale=smoke."""
-TOLD = ("Local SGD", "CO2", "CO2, kept progress", "CO2, kept progress and moments")
+TOLD = (
+    *("Local SGD", PAPERS_GAP.name, STEADY_GAP.name),
+    *("CO2, kept progress", WITH_MOMENTS.name),
+)
 """Rows that the sentences tell of, beside AllReduce."""
 
 
@@ -104,7 +114,7 @@ def compact(ours: Rows, tuning: Rows, scale: str) -> Table:
         elif entry.values and entry.row.name == METHODS[0].name:
             cells[place] = "0"
     heads = [head for *_, head in (*WAITING, *LOSSES)]
-    table = by_data(grid(cells, [row.name for row in METHODS], heads))
+    table = by_data(grid(cells, [row.name for row in LOSS_ROWS], heads))
     if not seeds:
         return replace(table, title="Lower is better")
     text = (
@@ -200,8 +210,7 @@ def settings(lines: Rows, tuning: Rows) -> str:
     trials: dict[tuple[str, ...], set[str]] = {}
     for line in tuning:
         if (line["task"], line["method"], line["average_moments"]) in searched:
-            search = tuple(line[name] for name in tune.KEY)
-            trials.setdefault(search, set()).add(line["trial"])
+            trials.setdefault(tune.search_of(line), set()).add(line["trial"])
     counts = sorted(map(len, trials.values())) or [0]
     number = f"{counts[0]}" if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
     untuned = len(commands) - len(tuned)

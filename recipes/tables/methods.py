@@ -3,22 +3,29 @@
 from co2.catalogue import CATALOGUE
 from recipes.recipe import Row
 
+STEADY_GAP = Row("CO2, steady gap", ("method=co2",))
+"""Ours, the default."""
+PAPERS_GAP = Row("CO2, paper's gap", ("method=co2", "co2.gap_penalty=gap_aware"))
 METHODS = (
     Row("AllReduce", ("method=allreduce",)),
     Row("Local SGD", ("method=local_sgd",)),
     Row("SlowMo", ("method=slowmo",)),
     Row("Overlap-Local-SGD", ("method=overlap_local_sgd",)),
     Row("CoCoD-SGD", ("method=cocod_sgd",)),
-    Row("CO2", ("method=co2",)),
+    STEADY_GAP,
     Row("CO2, kept progress", ("method=co2_keep",)),
 )
-"""The methods of the CO2 paper's tables and ours, by the names of results/paper.csv."""
+"""The methods of the CO2 paper's tables and ours. Throughput does not depend on the gap."""
 WITH_MOMENTS = Row(
     "CO2, kept progress and moments", ("method=co2_keep", "co2_keep.average_moments=true")
 )
 """At three times the bytes of the others: AdamW's two moments travel with the weights."""
-ALL_ROWS = (*METHODS, WITH_MOMENTS)
+LOSS_ROWS = (*METHODS[:-2], PAPERS_GAP, *METHODS[-2:])
+"""Rows of the headline table of losses, by the names of results/paper.csv."""
+ALL_ROWS = (*LOSS_ROWS, WITH_MOMENTS)
 """Rows of the tables of losses."""
+RELEASED = Row("CO2, released code", ("method=co2_released",))
+"""What the authors' code computes, with its τ of 48: SlowMo that waits."""
 EVERY_METHOD = tuple(Row(name, (f"method={name}",)) for name in CATALOGUE)
 """All methods with their default settings, by the names of `method=`."""
 ADAM_ONLY = ("desloc", "mt_dao", "onebit_adam", "zero_one_adam", WITH_MOMENTS.name)

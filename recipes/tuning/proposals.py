@@ -1,16 +1,23 @@
-"""What is tried next: Optuna proposes, each setting once, on a grid that widens where it must."""
+"""What is tried next: each setting once, on grids that widen where the best so far is at an end.
 
-import itertools
+Optuna's TPE proposes, over places on the grids, all numbers together. In a simulation of searches
+of 12 trials (quadratic losses with noise, 3 and 4 numbers) it came nearer to the best than TPE over
+unordered values, which results/tuning.csv was made with and whose proposals won no more often than
+conf's and random ones: 51 of 74 searches with 8 of 12 trials. Alone it left a third of all numbers
+of the best at the end of what was tried. So up to half of each batch goes one step beyond these
+ends, which leaves a sixth.
+"""
+
 import math
 import random
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from recipes.tuning.spaces import RATE_REACH, Space, Value
+from recipes.tuning.spaces import Places, Space
 
 if TYPE_CHECKING:
+    import optuna
     from optuna.distributions import BaseDistribution
 
 SAMPLER_SEED = 1
@@ -20,20 +27,8 @@ same processes. As many are drawn at random before TPE chooses."""
 _ATTEMPTS = 20
 """Proposals that were all made before, after which an untried one is drawn."""
 
-
-@dataclass(frozen=True)
-class Proposal:
-    """A place in a method's space."""
-
-    rate: int
-    """Place of the learning rate on the grid; 0 is conf's."""
-    chosen: Mapping[str, Value]
-    """Values of the knobs."""
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Tells whether two proposals are the same."""
-        return (self.rate, *self.chosen.values())
+Key = tuple[int, ...]
+"""The places of a proposal, in the order of the space's knobs."""
 
 
 class Proposals:
@@ -44,82 +39,104 @@ class Proposals:
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        self.low, self.high = -RATE_REACH, RATE_REACH
-        """Ends of the learning rates' grid."""
+        self.ends = {name: (0, len(knob.values) - 1) for name, knob in space.knobs.items()}
+        """First and last place of each grid."""
+        self._asked: set[Key] = set()
+        self._losses: dict[Key, float] = {}
+
+    def ask(self, count: int = 1) -> list[Places]:
+        """Settings that were not proposed before."""
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        sampler = optuna.samplers.TPESampler(seed=SAMPLER_SEED, n_startup_trials=AT_ONCE)
-        self.study = optuna.create_study(sampler=sampler)
-        self._random = random.Random(SAMPLER_SEED)
-        self._enqueue(Proposal(0, space.defaults))
-        self._asked: dict[tuple[object, ...], optuna.Trial] = {}
-        self._losses: dict[tuple[object, ...], tuple[float, Proposal]] = {}
+        made = []
+        if not self._asked:
+            made = [self._take(self._key(self.space.start))]
+        for key in self._beyond_the_best():
+            if len(made) < count // 2:
+                made.append(self._take(key))
+        study, drawn = self._study(), random.Random(SAMPLER_SEED + len(self._asked))
+        while len(made) < count:
+            for _ in range(_ATTEMPTS):
+                params = study.ask(self._distributions()).params
+                if self._key(params) not in self._asked:
+                    made.append(self._take(self._key(params)))
+                    break
+            else:
+                made.append(self._take(self._untried(drawn)))
+        return made
 
-    def ask(self) -> Proposal:
-        """A setting that was not proposed before."""
-        from optuna.trial import TrialState
-
-        for _ in range(_ATTEMPTS):
-            trial = self.study.ask(self._distributions())
-            knobs = {knob.key: trial.params[knob.key] for knob in self.space.knobs}
-            proposal = Proposal(trial.params["rate"], knobs)
-            if proposal.key not in self._asked:
-                self._asked[proposal.key] = trial
-                return proposal
-            self.study.tell(trial, state=TrialState.FAIL)
-        self._enqueue(self._random.choice(self._untried()))
-        return self.ask()
-
-    def tell(self, proposal: Proposal, loss: float) -> None:
+    def tell(self, places: Places, loss: float) -> None:
         """How well it did; infinite for a training that diverged or failed."""
-        self.study.tell(self._asked[proposal.key], loss)
-        self._losses[proposal.key] = loss, proposal
+        self._losses[self._key(places)] = loss
 
     def widen(self) -> None:
-        """Let the grid of learning rates grow by one where the best so far sits on its border."""
-        loss, best = min(self._losses.values(), key=lambda told: told[0])
-        if math.isfinite(loss):
-            self.low -= best.rate == self.low
-            self.high += best.rate == self.high
+        """Let each grid grow by one where the best so far sits on its end."""
+        best = self._best()
+        for name, place in zip(self.space.knobs, best or (), strict=best is not None):
+            for side, end in zip((-1, 1), self.ends[name], strict=True):
+                if place == end:
+                    self._reach(name, end + side)
 
-    def at_border(self, proposal: Proposal) -> list[str]:
-        """Names of the numbers beyond which nothing was tried; 0 is no border but a choice."""
-        rates = [told.rate for _, told in self._losses.values()]
-        found = ["optim.lr"] if proposal.rate in (min(rates), max(rates)) else []
-        for knob in self.space.knobs:
-            value = proposal.chosen[knob.key]
-            ends = (knob.values[0], knob.values[-1])
-            counted = all(type(other) in (int, float) for other in knob.values)
-            if counted and value in ends and value != 0:
-                found.append(f"{self.space.method}.{knob.key}")
-        return found
+    def _best(self) -> Key | None:
+        """The best so far; None while nothing has ended well."""
+        best = min(self._losses, key=self._losses.__getitem__, default=None)
+        return best if best is not None and math.isfinite(self._losses[best]) else None
 
-    def _untried(self) -> list[Proposal]:
-        """Every place that was not proposed; where there is none, the grid widens on both sides."""
-        names = [knob.key for knob in self.space.knobs]
-        choices = list(itertools.product(*(knob.values for knob in self.space.knobs)))
-        left = [
-            Proposal(rate, dict(zip(names, values, strict=True)))
-            for rate in range(self.low, self.high + 1)
-            for values in choices
-            if (rate, *values) not in self._asked
-        ]
-        if left:
-            return left
-        self.low, self.high = self.low - 1, self.high + 1
-        return self._untried()
+    def _beyond_the_best(self) -> Iterator[Key]:
+        """The best so far with one number a step further, where no trial has gone that far."""
+        best = self._best()
+        for at, (name, knob) in enumerate(self.space.knobs.items() if best else ()):
+            assert best is not None
+            tried = [key[at] for key in self._losses]
+            for side, end in ((-1, min(tried)), (1, max(tried))):
+                if best[at] == end and knob.goes_beyond(end, side):
+                    self._reach(name, end + side)
+                    yield (*best[:at], end + side, *best[at + 1 :])
 
-    def _enqueue(self, proposal: Proposal) -> None:
-        """Make it what Optuna proposes next."""
+    def _reach(self, name: str, place: int) -> None:
+        """Let a grid hold a place one beyond its end, unless the legal range ends before."""
+        low, high = self.ends[name]
+        side = (place > high) - (place < low)
+        if side and self.space.knobs[name].goes_beyond(place - side, side):
+            self.ends[name] = min(low, place), max(high, place)
+
+    def _untried(self, drawn: random.Random) -> Key:
+        """A place that was not proposed; where there is none, the grids widen on both sides."""
+        while math.prod(high - low + 1 for low, high in self.ends.values()) <= len(self._asked):
+            for name, (low, high) in self.ends.items():
+                self._reach(name, low - 1)
+                self._reach(name, high + 1)
+        while True:
+            key = tuple(drawn.randint(*ends) for ends in self.ends.values())
+            if key not in self._asked:
+                return key
+
+    def _take(self, key: Key) -> Places:
+        self._asked.add(key)
+        return dict(zip(self.space.knobs, key, strict=True))
+
+    def _key(self, places: Places) -> Key:
+        return tuple(places[name] for name in self.space.knobs)
+
+    def _study(self) -> "optuna.Study":
+        """What Optuna knows, on the grids as they are now."""
+        import optuna
         from optuna.exceptions import ExperimentalWarning
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)
-            self.study.enqueue_trial({"rate": proposal.rate, **proposal.chosen})
+            sampler = optuna.samplers.TPESampler(
+                seed=SAMPLER_SEED + len(self._losses), n_startup_trials=AT_ONCE, multivariate=True
+            )
+            study = optuna.create_study(sampler=sampler)
+            for key, loss in self._losses.items():
+                params = dict(zip(self.space.knobs, key, strict=True))
+                told = {"params": params, "distributions": self._distributions(), "value": loss}
+                study.add_trial(optuna.trial.create_trial(**told))
+        return study
 
     def _distributions(self) -> "dict[str, BaseDistribution]":
-        from optuna.distributions import CategoricalDistribution, IntUniformDistribution
+        from optuna.distributions import IntUniformDistribution
 
-        knobs = {knob.key: CategoricalDistribution(knob.values) for knob in self.space.knobs}
-        return {"rate": IntUniformDistribution(self.low, self.high), **knobs}
+        return {name: IntUniformDistribution(*ends) for name, ends in self.ends.items()}

@@ -5,6 +5,8 @@ are tried, and so is conf's own. τ, what a method sends, such as averaged momen
 may take are no knobs: they are what a comparison is about. So is `shard`, which changes no weights.
 """
 
+import bisect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -12,6 +14,7 @@ from enum import Enum
 from co2.config import Config
 
 Value = str | float | bool
+RATE = "optim.lr"
 RATE_STEP = 2**0.5
 """Factor between two learning rates of the grid."""
 RATE_REACH = 4
@@ -30,140 +33,157 @@ class Unit(Enum):
 
 @dataclass(frozen=True)
 class Knob:
-    """A setting of a method, and the values to try."""
+    """A number to tune: the values to try at first, and how far it may go beyond them."""
 
     key: str
     """Its name in the method's node."""
-    values: tuple[Value, ...]
+    values: tuple[float, ...]
+    """Rising; their places count from 0."""
+    low: float = 0.0
+    """End of the legal range; also where the range does not contain it."""
+    high: float = math.inf
     unit: Unit = Unit.plain
 
+    def at(self, place: int) -> float:
+        """The value at a place, also at one beyond the values."""
+        if 0 <= place < len(self.values):
+            return self.values[place]
+        side = 1 if place > 0 else -1
+        return self._beyond(self.at(place - side), self.at(place - 2 * side), side)
 
-_NESTEROV = (
-    # DiLoCo (2311.08105): 0.7 and 0.9. 1 and 0 together are local SGD.
-    Knob("outer_lr", (0.5, 0.7, 1.0)),
-    Knob("outer_momentum", (0.0, 0.2, 0.4, 0.6, 0.9)),
-)
+    def goes_beyond(self, place: int, side: int) -> bool:
+        """Whether there is a further place on this side, 1 or −1: not at the legal end."""
+        return self.at(place) != (self.high if side > 0 else self.low)
+
+    def _beyond(self, end: float, before: float, side: int) -> float:
+        """The next value. The distance to the legal end, or the value where there is no such end,
+        changes by the same factor as last."""
+        limit = self.high if side > 0 else self.low
+        if math.isinf(limit):
+            return float(f"{end * end / before:.3g}")
+        return round(limit - side * float(f"{(end - limit) ** 2 / abs(before - limit):.3g}"), 9)
+
+
+_OUTER_LR = Knob("outer_lr", (0.25, 0.35, 0.5, 0.7, 1.0, 1.4))
+"""One grid for all. The searches of 12 trials that ended at 0.7 and at 1, the least and the most
+there was, are why it goes beyond both. A constant gap Λ of CO2 is α/Λ."""
+_MOMENTUM = Knob("outer_momentum", (0.0, 0.2, 0.4, 0.6, 0.8, 0.9), high=1.0)
+_OUTER = (_OUTER_LR, _MOMENTUM)
+_PULL = Knob("pull", (0.3, 0.4, 0.5, 0.6, 0.7, 0.8), high=1.0)
 
 KNOBS: Mapping[str, tuple[Knob, ...]] = {
-    "slowmo": (
-        # SlowMo (1910.00643): α = 1, and β tuned for each task.
-        Knob("outer_lr", (0.7, 1.0)),
-        Knob("outer_momentum", (0.0, 0.2, 0.4, 0.5, 0.6, 0.7)),
-    ),
-    "diloco": _NESTEROV,
-    "eager_diloco": _NESTEROV,
+    # SlowMo (1910.00643): α = 1, and β tuned for each task.
+    "slowmo": _OUTER,
+    # DiLoCo (2311.08105): 0.7 and 0.9. 1 and 0 together are local SGD.
+    "diloco": _OUTER,
+    "eager_diloco": _OUTER,
     "streaming_diloco": (
-        *_NESTEROV,
+        *_OUTER,
         # Streaming DiLoCo (2501.18512): 0.5.
-        Knob("mixing", (0.0, 0.25, 0.5, 0.75)),
+        Knob("mixing", (0.0, 0.25, 0.5, 0.75, 1.0), high=1.0),
     ),
-    "overlap_local_sgd": (
-        # Overlap-Local-SGD (2002.09539): 0.6 and 0.7.
-        Knob("pull", (0.4, 0.5, 0.6, 0.7, 0.8)),
-        Knob("outer_momentum", (0.0, 0.3, 0.5, 0.7, 0.8)),
-    ),
-    "co2": (
-        # CO2 (2401.16265) names neither its outer rate nor its momentum. The gap of its released
-        # code is a constant; 2 is stable with momentum where 1 is not. gap_aware becomes unstable
-        # as the rate falls.
-        Knob("gap_penalty", ("gap_aware_steady", "none", 2.0)),
-        Knob("outer_lr", (0.7, 1.0)),
-        Knob("outer_momentum", (0.0, 0.2, 0.4)),
-    ),
-    "co2_released": (
-        # The released code: 1, and 0.5 or 0.2.
-        Knob("outer_lr", (0.7, 1.0)),
-        Knob("outer_momentum", (0.0, 0.2, 0.5)),
-    ),
+    # Overlap-Local-SGD (2002.09539): 0.6 and 0.7.
+    "overlap_local_sgd": (_PULL, _MOMENTUM),
+    # CO2 (2401.16265) names neither its outer rate nor its momentum. Its gap is no knob: the
+    # paper's and ours are rows of their own.
+    "co2": _OUTER,
+    # The released code: 1, and 0.5 or 0.2.
+    "co2_released": _OUTER,
     "co2_keep": (
-        # Ours: docs/co2_keep.md has why κ lies there. β is conf's.
-        Knob("keep_local", (0.5, 0.62, 0.75)),
-        Knob("momentum_weight", (0.0, 0.15)),
+        # Ours: docs/co2_keep.md has why κ lies near 0.62. β is conf's.
+        Knob("keep_local", (0.25, 0.38, 0.5, 0.62, 0.75, 0.87, 1.0), high=1.0),
+        Knob("momentum_weight", (0.0, 0.1, 0.15, 0.2, 0.3)),
     ),
     "sparseloco": (
         # SparseLoCo (2508.15706): density 0.01 to 0.03; its public code: α = 1, decay 0.95.
-        Knob("density", (0.01, 0.02, 0.03)),
-        Knob("outer_lr", (0.5, 0.7, 1.0, 1.4)),
-        Knob("error_decay", (0.8, 0.9, 0.95, 0.99)),
+        Knob("density", (0.01, 0.02, 0.03), high=1.0),
+        _OUTER_LR,
+        Knob("error_decay", (0.8, 0.9, 0.95, 0.99), high=1.0),
     ),
     "noloco": (
         # NoLoCo (2506.10911), its public code: 0.7, 0.5 and 0.7. β² < 1 − γ/2.
-        Knob("outer_lr", (0.5, 0.7, 1.0)),
-        Knob("outer_momentum", (0.0, 0.2, 0.5, 0.6)),
-        Knob("pull", (0.5, 0.7, 1.0)),
+        _OUTER_LR,
+        Knob("outer_momentum", (0.0, 0.2, 0.4, 0.5, 0.6), high=0.7),
+        Knob("pull", (0.3, 0.5, 0.7, 1.0), high=1.0),
     ),
     "desloc": (
         # DES-LOC (2505.22549): 3 and 6 times τ. 1 and 1 are Local Adam.
-        Knob("first_moment_every", (1, 2, 3, 6), Unit.rounds),
-        Knob("second_moment_every", (1, 3, 6, 12), Unit.rounds),
+        Knob("first_moment_every", (1, 2, 3, 6), low=1, unit=Unit.rounds),
+        Knob("second_moment_every", (1, 3, 6, 12), low=1, unit=Unit.rounds),
     ),
     "mt_dao": (
         # MT-DAO (2510.05361): β about 0.999; QHAdam (1810.06801): ω = 0.7 and β = 0.995.
-        Knob("slow_beta", (0.98, 0.99, 0.995, 0.999)),
-        Knob("slow_weight", (0.3, 0.5, 0.7, 0.9)),
+        Knob("slow_beta", (0.98, 0.99, 0.995, 0.999), high=1.0),
+        Knob("slow_weight", (0.3, 0.5, 0.7, 0.9), high=1.0),
     ),
     "demo": (
         # DeMo's public code: decay 0.999, 32 of blocks of 64 x 64.
-        Knob("decay", (0.9, 0.99, 0.999)),
+        Knob("decay", (0.9, 0.99, 0.999), high=1.0),
     ),
     "onebit_adam": (
         # 1-bit Adam (2102.02888): 15 to 20 % of training.
-        Knob("freeze_step", (0.1, 0.15, 0.2, 0.3), Unit.steps),
+        Knob("freeze_step", (0.05, 0.1, 0.15, 0.2, 0.3), high=1.0, unit=Unit.steps),
     ),
     "zero_one_adam": (
         # 0/1 Adam (2202.06009): the end of the warm-up, which is 3 to 11 % in our tasks.
-        Knob("freeze_step", (0.05, 0.1, 0.15, 0.2, 0.3), Unit.steps),
+        Knob("freeze_step", (0.05, 0.1, 0.15, 0.2, 0.3), high=1.0, unit=Unit.steps),
     ),
 }
 """By method. One that is not here has all its trials for the learning rate."""
 
+Places = Mapping[str, int]
+"""Of every number to tune, by its full name: where it is among its values."""
+
 
 @dataclass(frozen=True)
 class Space:
-    """The values to try for one method on one task."""
+    """The numbers to tune for one method on one task."""
 
-    method: str
-    rate: float
-    """conf's learning rate, in the middle of the grid."""
-    knobs: tuple[Knob, ...]
-    """With conf's own values among the others."""
-    defaults: Mapping[str, Value]
-    """conf's own values, by key."""
+    knobs: Mapping[str, Knob]
+    """By full name, the learning rate first; with conf's own values among the others."""
+    start: Places
+    """conf's own values."""
 
     @classmethod
     def of(cls, config: Config) -> "Space":
         """The space around a configuration as conf has it, with conf's own τ."""
-        own = vars(config.method_config)
-        knobs: list[Knob] = []
-        defaults: dict[str, Value] = {}
+        own, rate, reach = vars(config.method_config), config.optim.lr, RATE_REACH
+        rates = tuple(float(f"{rate * RATE_STEP**n:.4g}") for n in range(-reach, reach + 1))
+        knobs, start = {RATE: Knob(RATE, rates)}, {RATE: reach}
         for knob in KNOBS.get(config.method, ()):
             default = own[knob.key]
             if knob.unit is not Unit.plain:
                 default /= config.train.steps if knob.unit is Unit.steps else own["tau"]
-            values = knob.values if default in knob.values else (*knob.values, default)
-            if not any(isinstance(value, str) for value in values):
-                values = tuple(sorted(values, key=float))
-            knobs.append(replace(knob, values=values))
-            defaults[knob.key] = default
-        return cls(config.method, config.optim.lr, tuple(knobs), defaults)
+            name, place = f"{config.method}.{knob.key}", bisect.bisect_left(knob.values, default)
+            if default not in knob.values:
+                values = (*knob.values[:place], default, *knob.values[place:])
+                knob = replace(knob, values=values)
+            knobs[name], start[name] = knob, place
+        return cls(knobs, start)
 
-    def words(
-        self, rate: int, chosen: Mapping[str, Value], steps: int, tau: object
-    ) -> dict[str, Value]:
+    def words(self, places: Places, steps: int, tau: object) -> dict[str, Value]:
         """The settings of a run by their full names.
 
         Args:
-            rate: place of the learning rate on the grid; 0 is conf's.
-            chosen: values of the knobs.
+            places: as proposed.
             steps: of the run.
             tau: its τ; None for a method without one.
         """
-        found: dict[str, Value] = {"optim.lr": float(f"{self.rate * RATE_STEP**rate:.4g}")}
-        for knob in self.knobs:
-            value = chosen[knob.key]
+        found: dict[str, Value] = {}
+        for name, knob in self.knobs.items():
+            value = knob.at(places[name])
             if knob.unit is not Unit.plain:
                 whole = steps if knob.unit is Unit.steps else tau
-                assert isinstance(whole, int) and isinstance(value, int | float)
+                assert isinstance(whole, int)
                 value = max(1, round(value * whole))
-            found[f"{self.method}.{knob.key}"] = value
+            found[name] = value
         return found
+
+
+def at_legal_end(method: str, name: str, value: Value, tau: object) -> bool:
+    """Whether a setting, by its full name, can go no further."""
+    for knob in KNOBS.get(method, ()):
+        if name == f"{method}.{knob.key}" and knob.unit is not Unit.steps:
+            whole = int(str(tau)) if knob.unit is Unit.rounds else 1
+            return value in (knob.low * whole, knob.high * whole)
+    return False

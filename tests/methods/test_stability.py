@@ -71,9 +71,6 @@ def test_the_gap_fades_with_the_rate_and_the_steady_one_does_not() -> None:
     assert steady == []
 
 
-TUNED = [
-    f"task={path.parent.name} tuned=true" for path in sorted(Path("conf/tuned").glob("*/co2.yaml"))
-]
 SHIPPED = [
     f"task={task} scale={scale}{' launch.workers=8 train.batch_size=1' if scale == 'paper' else ''}"
     for path in sorted(Path("conf/task/scale").glob("*.yaml"))
@@ -81,7 +78,7 @@ SHIPPED = [
 ]
 
 
-@pytest.mark.parametrize("words", [*TUNED, *SHIPPED])
+@pytest.mark.parametrize("words", SHIPPED)
 def test_what_is_shipped_settles(words: str) -> None:
     """At the last step, too, where the rate is lowest."""
     config = train.APP.config(["resume=never", "method=co2", *words.split()])

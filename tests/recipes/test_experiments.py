@@ -175,14 +175,14 @@ def test_digits_say_whether_the_effect_shows() -> None:
 def test_quality_counts_the_seeds_that_reach_the_goal() -> None:
     language = f"GPT-2, {quality.ENTROPY}"
     ours = [
-        {"row": "CO2", "column": column, "value": str(value)}
+        {"row": "CO2, steady gap", "column": column, "value": str(value)}
         for column, values in {"ViT, top-1 %": (90.0, 89.9), language: (99.9, 100.0, 20.0)}.items()
         for value in values
     ]
     (table,) = quality.reached(ours, [])
     assert table.rows == [
-        ("ViT, top-1 %", "CO2", "≥ 90", "1 of 2"),
-        (language, "CO2", "< 100", "2 of 3"),
+        ("ViT, top-1 %", "CO2, steady gap", "≥ 90", "1 of 2"),
+        (language, "CO2, steady gap", "< 100", "2 of 3"),
     ]
     summary = {"final": {"loss": 4.0}, "baselines": {"unigram_entropy": 5.0}}
     assert quality.RECIPE.column(language).value(summary) == 80
@@ -214,7 +214,7 @@ def test_the_field_counts_rounds_and_takes_shares_of_the_limit(place: Path) -> N
 
 def test_time_to_a_loss_is_taken_from_the_evaluations(place: Path) -> None:
     recipe = time_to_loss.RECIPE
-    losses = {FIRST: (5.0, 4.5), "CO2": (5.0, 4.6), "Local SGD": (4.4, 4.3)}
+    losses = {FIRST: (5.0, 4.5), "CO2, steady gap": (5.0, 4.6), "Local SGD": (4.4, 4.3)}
     folders = {}
     for name, (early, late) in losses.items():
         folder = place / name
@@ -231,13 +231,13 @@ def test_time_to_a_loss_is_taken_from_the_evaluations(place: Path) -> None:
         name: (seconds.value(own, first), ratio.value(own, first)) for name, own in folders.items()
     }
     never = float("inf")
-    assert values == {FIRST: (20, 1), "CO2": (never, never), "Local SGD": (10, 0.5)}
+    assert values == {FIRST: (20, 1), "CO2, steady gap": (never, never), "Local SGD": (10, 0.5)}
 
 
 def test_what_reached_the_loss_soonest_is_trained(place: Path) -> None:
     """With the type on the wire, τ and length of schedule that it had in its trial."""
     recipe, (trial,) = time_to_loss.RECIPE, time_to_loss.RECIPE.trials.columns
-    grid = time_to_loss.trials_of(recipe.row("CO2"))
+    grid = time_to_loss.trials_of(recipe.row("CO2, steady gap"))
     assert len({row.overrides for row in grid}) == 12
     assert len({row.overrides for row in time_to_loss.trials_of(time_to_loss.ALLREDUCE)}) == 6
     write_ours(
@@ -254,8 +254,8 @@ def test_what_reached_the_loss_soonest_is_trained(place: Path) -> None:
     )
     seconds = recipe.columns[0]
     cells = {row.name: cell for row, column, _, cell in recipe.cells("smoke") if column is seconds}
-    assert set(cells) == {FIRST, "CO2"}, "the others have no trials yet"
-    unlimited, slow = cells[FIRST], cells["CO2"]
+    assert set(cells) == {FIRST, "CO2, steady gap"}, "the others have no trials yet"
+    unlimited, slow = cells[FIRST], cells["CO2, steady gap"]
     assert isinstance(unlimited, LabCell) and unlimited.trial.mbit is None
     assert isinstance(slow, LabCell) and slow.trial.mbit == 20
     own = {"co2.tau=48", "comm.dtype=bf16", "train.steps=1440", "optim.warmup_steps=60"}
@@ -265,7 +265,7 @@ def test_what_reached_the_loss_soonest_is_trained(place: Path) -> None:
 def test_every_experiment_renders_from_a_few_values(place: Path) -> None:
     """One value of each recipe, and nothing else."""
     places = (
-        (quality.RECIPE, "CO2", f"GPT-2, {quality.ENTROPY}", 97.0),
+        (quality.RECIPE, "CO2, steady gap", f"GPT-2, {quality.ENTROPY}", 97.0),
         (field.RECIPE, "co2", field.loss("gpt2"), 5.0),
         (field.RECIPE, "co2", field.share("gpt2", "20"), 87.0),
         (time_to_loss.RECIPE, FIRST, "validation loss", 4.5),

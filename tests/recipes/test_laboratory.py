@@ -93,8 +93,8 @@ def test_a_training_with_other_settings_of_conf_is_another(
 ) -> None:
     """The command is the same; conf, which gives the rest of the settings, is not."""
     column = "2 workers, 20 Mbit/s"
-    folder = write_run(cell(table3.RECIPE, "CO2", column, 0), 9_000.0)
-    made = cell(table3.RECIPE, "CO2", column, 0)
+    folder = write_run(cell(table3.RECIPE, "CO2, steady gap", column, 0), 9_000.0)
+    made = cell(table3.RECIPE, "CO2, steady gap", column, 0)
     config = made.config()
     (folder / "config.yaml").write_text(yaml.safe_dump(plain(config, 2)))
     digest = made.digest
@@ -149,20 +149,24 @@ def test_shares_are_paired_and_tested_for_equivalence() -> None:
     # The machine is half as fast from the third repeat on; the shares do not see it.
     limit = [100.0, 100.0, 50.0, 50.0, 50.0]
     half = [value * whole / 100 for value, whole in zip(near, limit, strict=True)]
-    ours = lines("no communication", *limit) + lines("CO2", *half) + lines("SlowMo", 60, 61)
+    ours = (
+        lines("no communication", *limit)
+        + lines("CO2, steady gap", *half)
+        + lines("SlowMo", 60, 61)
+    )
     (table,) = shares.tables(table3.RECIPE, ours)
     assert table.rows == [
         ["SlowMo", "60.5 % [54.1, 66.9]"],
-        ["CO2", "99.2 % [99.0, 99.4] ≈"],
+        ["CO2, steady gap", "99.2 % [99.0, 99.4] ≈"],
     ]
-    alone = lines("no communication", 100, 100) + lines("CO2", 99.4, 100.6)
+    alone = lines("no communication", 100, 100) + lines("CO2, steady gap", 99.4, 100.6)
     assert " ≈" not in next(shares.tables(table3.RECIPE, alone)).rows[0][1], "two repeats"
 
 
 def test_cells_with_overrides_are_trainings_of_their_own(place: Path) -> None:
     chosen = cell(table3.RECIPE, "CO2, τ auto", "2 workers, 20 Mbit/s", 0)
     traced = cell(figure1.RECIPE, "CO2", "overlap, %", 0)
-    plain = cell(table3.RECIPE, "CO2", "2 workers, 100 Mbit/s", 0)
+    plain = cell(table3.RECIPE, "CO2, steady gap", "2 workers, 100 Mbit/s", 0)
     assert chosen.overrides == ("co2.tau=auto", "train.steps=180")
     assert chosen.config().method_config.tau == "auto"
     assert traced.overrides == ("trace=true",) and traced.config().trace
@@ -188,7 +192,9 @@ def test_without_root_it_is_one_line_and_nothing_is_trained(
 def test_a_failed_cell_does_not_lose_the_others(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bad, good = (cell(table3.RECIPE, "CO2", f"2 workers, {n} Mbit/s", 0) for n in (20, 100))
+    bad, good = (
+        cell(table3.RECIPE, "CO2, steady gap", f"2 workers, {n} Mbit/s", 0) for n in (20, 100)
+    )
 
     def train(self: LabCell) -> None:
         if self == bad:
@@ -205,7 +211,7 @@ def test_a_failed_cell_does_not_lose_the_others(
 
 def test_throughput_is_drawn_against_bandwidth(place: Path) -> None:
     for rate in ("100", "20"):
-        for row in ("AllReduce", "CO2"):
+        for row in ("AllReduce", "CO2, steady gap"):
             write_run(cell(table3.RECIPE, row, table3.name(rate), 0), 9000.0)
     collect([table3.RECIPE], place, "smoke")
     render([table3.RECIPE], place, "smoke")

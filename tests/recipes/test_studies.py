@@ -10,21 +10,24 @@ import pytest
 from recipes.paper import table4, tau_sweep
 from recipes.recipe import Recipe, Row, Rows
 from recipes.runs import measured
-from recipes.runs.cells import TrainCell, own_words
+from recipes.runs.cells import TrainCell, is_of, own_words
 from recipes.runs.collect import collect
 from recipes.studies import gap, rates, rounds
+from recipes.tables.methods import PAPERS_GAP, STEADY_GAP
 from recipes.tuning.tuning import TUNING_SEED, TunedRecipe
 from tests.recipes.test_experiments import line, place, write_ours, write_summary
 
 __all__ = ["place"]  # a fixture
 
+CO2 = STEADY_GAP.name
+COMMITTED = Path("results/ours.csv").resolve()
 STUDIES = {
     recipe.name: recipe for recipe in (rounds.RECIPE, gap.RECIPE, tau_sweep.RECIPE, table4.RECIPE)
 }
 BEGIN = {
     "rounds": ("AllReduce",),
     "gap": ("none, β 0.4, α 1", "gap_aware_steady, β 0, α 1"),
-    "tau_sweep": ("AllReduce", "CO2, τ = 24"),
+    "tau_sweep": ("AllReduce", f"{CO2}, τ = 24"),
     "table4": (),
 }
 """Of some of their trials' names."""
@@ -79,24 +82,24 @@ def test_gaps_by_rounds(tmp_path: Path) -> None:
     """
     allreduce = {25: 4.0, 100: 3.5, 300: 3.0, 1000: 2.5}
     values = {(rounds.ALLREDUCE, rounds.name(r)): (loss,) * 3 for r, loss in allreduce.items()}
-    values["CO2", rounds.name(100)] = (4.0, 4.0, 4.0, 9.0)
-    values["CO2", rounds.name(300)] = (3.5, 3.5, 3.5)
-    values["CO2", rounds.name(1000)] = (2.95, 3.0, 3.05)
+    values[CO2, rounds.name(100)] = (4.0, 4.0, 4.0, 9.0)
+    values[CO2, rounds.name(300)] = (3.5, 3.5, 3.5)
+    values[CO2, rounds.name(1000)] = (2.95, 3.0, 3.05)
     values["Local SGD", rounds.name(300)] = (2.4,)
     gaps, steps, ahead = rounds.tables(lines(values), [])
-    of_co2 = next(row for row in gaps.rows if row[0] == "CO2")
+    of_co2 = next(row for row in gaps.rows if row[0] == CO2)
     assert of_co2[-1] == "+20.00 [15.03, 24.97]", "2 / 3^0.5 times 4.3027 on either side"
     found = {row[0]: row[1:] for row in steps.rows}
-    assert set(found) == {"CO2", "Local SGD"}
-    assert found["CO2"][:3] == ("—", "4.00 [4.00, 4.00]", "3.00 [3.00, 3.00]")
+    assert set(found) == {CO2, "Local SGD"}
+    assert found[CO2][:3] == ("—", "4.00 [4.00, 4.00]", "3.00 [3.00, 3.00]")
     # log x: the logarithm of 10 / 3, and 0.05 of 0.5 of that of 10 / 3 or 3 to either side.
-    assert str(found["CO2"][3]).startswith("3.32 [2.5") and "†" not in str(found["CO2"][3])
+    assert str(found[CO2][3]).startswith("3.32 [2.5") and "†" not in str(found[CO2][3])
     # From 300 to 1,000 rounds 0.5; 0.1 further, a fifth of the way: 1,000 · (10 / 3)^0.2.
     assert found["Local SGD"] == ("—", "—", f"{0.3 * (3 / 10) ** 0.2:.2f}†", "—")
     of_both = {row[0]: [str(cell) for cell in row[1:]] for row in ahead.rows}
     assert "Local SGD" not in of_both, "it has no training of the longest kind"
     # 3.32^b with b = ln(3 / 2.5) / ln(10 / 3): x is 10 / 3 where its loss is 3 to begin with.
-    assert of_both["CO2"][0].startswith("19.9") and of_both["CO2"][1].startswith("-0.1")
+    assert of_both[CO2][0].startswith("19.9") and of_both[CO2][1].startswith("-0.1")
     assert "b is 0.10, 0.14, 0.15;" in ahead.text
     drawn = list(rounds.draw(lines(values), tmp_path / "rounds"))
     assert [path.name for path in drawn] == ["rounds_gaps.svg", "rounds_steps.svg"]
@@ -105,7 +108,7 @@ def test_gaps_by_rounds(tmp_path: Path) -> None:
 
 
 def test_the_longest_training_has_the_rate_of_one_that_was_tuned(place: Path) -> None:
-    write_trials(rounds.RECIPE.trials, {"CO2, rate 8e-3": 3.0}, ("CO2, rate", "DiLoCo"))
+    write_trials(rounds.RECIPE.trials, {f"{CO2}, rate 8e-3": 3.0}, (f"{CO2}, rate", "DiLoCo"))
     tuned = {rounds.DILOCO, rounds.CO2}
     bases = {row: row for row in rounds.ROWS} | rounds.VARIANTS | rounds.ALONE
     places = rounds.RECIPE.places("smoke")
@@ -113,9 +116,9 @@ def test_the_longest_training_has_the_rate_of_one_that_was_tuned(place: Path) ->
     assert rounds.RECIPE.undecided("smoke") == left, "variants need no trials"
     cells = [cell for *_, cell in rounds.RECIPE.trials.cells("smoke")]
     rivals = len(rounds.RIVALS) * 3
-    assert len(cells) == len(rounds.BASES) * 4 * 3 + 3 + rivals, "four rates, DiLoCo five"
+    assert len(cells) == len(rounds.BASES) * 4 * 3 + 3 + 4 + rivals, "DiLoCo five; AllReduce at 50"
     for r in rounds.ROUNDS:
-        own = words(rounds.RECIPE, "CO2", rounds.name(r))
+        own = words(rounds.RECIPE, CO2, rounds.name(r))
         assert f"train.steps={12 * r}" in own and "optim.lr=8e-3" in own
         assert f"optim.warmup_steps={12 * r // 25}" in own, "4 %"
     assert "optim.lr=1e-3" in words(rounds.RECIPE, "DiLoCo", "1,000 rounds"), "the first of equals"
@@ -128,11 +131,24 @@ def test_the_longest_training_has_the_rate_of_one_that_was_tuned(place: Path) ->
     assert "optim.lr=1.6e-2" in words(rounds.RECIPE, "DiLoCo", "25 rounds"), "a run here first"
 
 
+def test_the_paper_s_gap_stands_beside_ours_and_allreduce_has_more_points(place: Path) -> None:
+    """What was measured before conf's gap changed still counts; only AllReduce has all points."""
+    known = {(r["row"], r["column"], r["seed"]): r for r in measured.read(COMMITTED)}
+    for many, rate in ((25, "4e-3"), (100, "8e-3"), (300, "4e-3"), (1000, "8e-3")):
+        row = Row(PAPERS_GAP.name, (*PAPERS_GAP.overrides, f"optim.lr={rate}"))
+        for seed in range(3):
+            cell = rounds.column(many).cell("rounds", row, "smoke", seed)
+            assert is_of(known[PAPERS_GAP.name, rounds.name(many), str(seed)], cell)
+    for more in rounds.CURVE:
+        takes = [row.name for row in rounds.ROWS if rounds.column(more).takes(row, "smoke")]
+        assert takes == [rounds.ALLREDUCE]
+
+
 def test_tuned_values_survive_a_clone(place: Path) -> None:
     recipe = rounds.RECIPE
-    write_trials(recipe.trials, {}, ("CO2, rate",))
+    write_trials(recipe.trials, {}, (f"{CO2}, rate",))
     trials = measured.read(Path("results/ours.csv"))
-    values = [line(recipe, "CO2", "25 rounds", seed, 3.0 + seed) for seed in (0, 1)]
+    values = [line(recipe, CO2, "25 rounds", seed, 3.0 + seed) for seed in (0, 1)]
     write_ours([*trials, *values])
     assert collect([recipe], place / "results", "smoke") == (0, 2)
     assert len(measured.read(Path("results/ours.csv"))) == len(trials) + 2, (
@@ -204,18 +220,18 @@ def test_every_number_of_replicas_has_the_same_total_batch() -> None:
 
 def test_a_tau_has_the_rate_of_the_nearest_that_was_tuned(place: Path) -> None:
     assert [tau_sweep.nearest(tau) for tau in tau_sweep.TAUS] == [3, 3, 3, 24, 24, 24, 96, 96]
-    lowest = {"CO2, τ = 24, rate 8e-3": 3.0, "CO2, τ = 96, rate 4e-3": 3.0}
-    write_trials(tau_sweep.RECIPE.trials, lowest, ("CO2",))
-    found = words(tau_sweep.RECIPE, "CO2, τ = 12", "overlap, %")
+    lowest = {f"{CO2}, τ = 24, rate 8e-3": 3.0, f"{CO2}, τ = 96, rate 4e-3": 3.0}
+    write_trials(tau_sweep.RECIPE.trials, lowest, (CO2,))
+    found = words(tau_sweep.RECIPE, f"{CO2}, τ = 12", "overlap, %")
     assert "co2.tau=12" in found and "optim.lr=8e-3" in found and "co2.tau=24" not in found
-    assert "optim.lr=4e-3" in words(tau_sweep.RECIPE, "CO2, τ = 192", "overlap, %")
-    assert tau_sweep.RECIPE.undecided("smoke") == 2 * 9, "AllReduce and local SGD are not tuned"
+    assert "optim.lr=4e-3" in words(tau_sweep.RECIPE, f"{CO2}, τ = 192", "overlap, %")
+    assert tau_sweep.RECIPE.undecided("smoke") == 2 * 17, "one row of CO2 alone is tuned"
 
 
 def test_the_tau_sweep_is_drawn(tmp_path: Path) -> None:
     values = {
         ("AllReduce", "validation loss"): (5.0,),
-        **{(tau_sweep.name("CO2", tau), "validation loss"): (8.0, 9.0) for tau in (3, 12)},
+        **{(tau_sweep.name(CO2, tau), "validation loss"): (8.0, 9.0) for tau in (3, 12)},
         (tau_sweep.name("Local SGD", 3), "validation loss"): (7.0,),
     }
     (path,) = tau_sweep.draw(lines(values), tmp_path / "tau")
