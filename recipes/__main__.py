@@ -63,15 +63,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tau", type=int, help="of tune: τ of all methods; default: conf's")
     moments = "of tune: average the inner Adam's moments as well, in methods that can"
     parser.add_argument("--average-moments", action="store_true", help=moments)
-    parser.add_argument("--cells", type=int, default=12, help="of again: how many values")
-    parser.add_argument("--seed", type=int, default=0, help="of again: draws which")
     gap = "of tune: the gap penalty, in methods that have one; default: conf's"
     parser.add_argument("--gap-penalty", metavar="KIND", help=gap)
+    parser.add_argument("--cells", type=int, help="of again: how many values; default: 12")
+    parser.add_argument("--seed", type=int, help="of again: draws which; default: 0")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     try:
         only = "is of run alone, as in: python -m recipes run table2 --dry-run"
         require(options.action == "run" or not options.dry_run, "--dry-run", options.action, only)
+        for name in ("cells", "seed"):
+            given = getattr(options, name)
+            hint = "is of again alone; the seeds of runs are --seeds"
+            require(options.action == "again" or given is None, f"--{name}", given, hint)
         if options.action == "tune":
             return tune(options)
         chosen = [recipe_of(name, options.scale) for name in options.names]
@@ -104,9 +108,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             print(f"{options.out}: {here} values from runs here, {elsewhere} from runs elsewhere")
         elif options.action == "again":
-            require(options.cells >= 1, "--cells", options.cells, "must be 1 or more")
+            count = 12 if options.cells is None else options.cells
+            require(count >= 1, "--cells", count, "must be 1 or more")
             return again.again(
-                chosen or known, options.out, options.scale, options.cells, options.seed
+                chosen or known, options.out, options.scale, count, options.seed or 0
             )
         elif options.action == "check":
             found = check.check(chosen or known, options.out, options.scale, not chosen)
@@ -137,7 +142,6 @@ def tune(options: argparse.Namespace) -> int:
     example = f"{program.python()} -m recipes tune gpt2 co2"
     require(bool(options.names), "task", "", f"name a task, as in: {example}")
     task, *methods = options.names
-    provenance.require_clean(options.dirty)
     try:
         return tune_methods(
             task,
@@ -148,6 +152,7 @@ def tune(options: argparse.Namespace) -> int:
             options.out,
             options.average_moments,
             options.gap_penalty,
+            options.dirty,
         )
     except KeyboardInterrupt:
         print("stopped; the same command goes on with the next run", file=sys.stderr)

@@ -32,6 +32,7 @@ from co2.config import Config, OptimConfig
 from co2.errors import DIVERGED, nearest, require
 from co2.methods import METHODS
 from co2.record.files import write_durably
+from co2.record.provenance import require_clean
 from co2.record.table import Table, read_csv
 from recipes.runs import cells, fingerprints
 from recipes.runs.cells import TrainCell, own_words
@@ -224,12 +225,14 @@ def tune_methods(
     out: Path,
     moments: bool = False,
     gap: str | None = None,
+    dirty: bool = True,
 ) -> int:
     """Tune these methods, by default all that the task can be trained with.
 
     Args:
         moments: whether the inner Adam's moments are averaged too, in methods that can.
         gap: the gap penalty of methods that have one; None: conf's.
+        dirty: whether trials may be of code that no commit has.
     Returns:
         0, or 1 if no training of some method ended well.
     Raises:
@@ -244,6 +247,7 @@ def tune_methods(
         Search(config, _own(config, tau, moments, gap), before)
         for config in _configs(task, methods, scale, moments, gap)
     ]
+    require_clean(dirty)
     for begin in range(0, trials, AT_ONCE):
         count = min(AT_ONCE, trials - begin)
         made = [search.propose(count) for search in searches]

@@ -89,7 +89,7 @@ PROGRAMS: list[tuple[str, Callable[..., object], str, str]] = [
     ("recipes", RECIPES, "run table2 --scale huge", "choose from 'smoke', 'gpu', 'paper'"),
     ("recipes", RECIPES, "run digits --scale paper", "--scale=paper: digits can be run at"),
     ("recipes", RECIPES, "run table2 --launcher moon", "choose from 'local', 'slurm'"),
-    ("recipes", RECIPES, "run table2 --seed 3", "unrecognized arguments: --seed"),
+    ("recipes", RECIPES, "run table2 --seed 3", "--seed=3: is of again alone"),
     ("recipes", RECIPES, "collect nosuch", "recipe=nosuch: no such recipe"),
     ("recipes", RECIPES, "tune", "task=: name a task"),
     ("recipes", RECIPES, "tune nosuch", "task=nosuch: known: ade20k"),

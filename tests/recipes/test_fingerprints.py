@@ -12,9 +12,10 @@ from co2.record import provenance
 from co2.record.folder import run_folder
 from recipes import __main__ as commands
 from recipes.recipe import Column, Recipe, Row
-from recipes.runs import fingerprints, measured
+from recipes.runs import cells, fingerprints, measured
 from recipes.runs.cells import TrainCell
 from recipes.runs.collect import collect
+from recipes.tuning import tune
 
 LOSS = Column("toy", ("task=toy",), "final.loss", curve=False)
 ROWS = tuple(Row(name, (f"method={name}",)) for name in ("allreduce", "co2"))
@@ -157,14 +158,15 @@ def test_a_dirty_tree_is_not_recorded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(provenance, "git", lambda: {"commit": "c" * 40, "dirty": True})
-    for name in ("run", "tune_methods"):
-        monkeypatch.setattr(commands, name, lambda *_: 0)
+    monkeypatch.setattr(commands, "run", lambda *_: 0)
+    monkeypatch.setattr(cells, "run", lambda *_: {})
+    monkeypatch.setattr(tune, "_conclude", lambda *_: True)
     assert commands.main(words) == 2
     assert capsys.readouterr().err == (
         "error: git=dirty: the code has changes that no commit has, so nobody could repeat what is "
         "recorded; commit them (git status), or give --dirty\n"
     )
-    assert not list(place.iterdir())
+    assert not list(place.iterdir()), "nothing is begun"
     assert commands.main([*words, "--dirty"]) == 0
     monkeypatch.setattr(provenance, "git", lambda: {"commit": "c" * 40, "dirty": False})
     assert commands.main(words) == 0
