@@ -19,7 +19,7 @@ from co2.methods.parts.rounds import LateRounds, UnequalRounds, round_ends
 class LocalMethod(Method):
     """τ inner steps on every replica, then `end_round`. A subclass has
 
-    - `Config`, derived from a class of parts/rounds.py;
+    - `Config`, which has `tau`, as the classes of parts/rounds.py do;
     - `blocking`, unless it is in the catalogue;
     - `init_outer_state()`, which makes the vectors that it holds (`hold`);
     - `end_round()`, which does what the method's equations say;
@@ -178,9 +178,9 @@ class LocalMethod(Method):
 class BlockingMethod(LocalMethod):
     """τ inner steps from x_{t,0}, and then d_t = mean_i (x_{t,0} − x^i_{t,τ}), for which all wait.
 
-    A subclass has `Config`, derived from `WaitingRounds`, and `outer_step`, which makes x_{t+1,0};
-    it blocks always. All replicas hold the same x_{t,0}, `anchor`, which is the consensus right
-    after a round's end.
+    A subclass has `blocking = Blocking.always`, unless it is in the catalogue, `Config`, derived
+    from `WaitingRounds`, and `outer_step`, which makes x_{t+1,0}. All replicas hold the same
+    x_{t,0}, `anchor`, which is the consensus right after a round's end.
     """
 
     def init_outer_state(self) -> None:
