@@ -43,6 +43,8 @@ WARM_UP = 0.04
 TUNED_ROUNDS = {25: 25, 100: 100, 300: 300, 1000: 300}
 """By number of rounds: that of the trials whose learning rate it takes."""
 ROUNDS = tuple(TUNED_ROUNDS)
+CURVE = (25, 50, 100, 200, 300, 400, 600, 800, 1000, 2000, 3000)
+"""Of AllReduce, whose losses are interpolated between these."""
 RATES = ("2e-3", "4e-3", "8e-3", "1.6e-2")
 LOWER = {"DiLoCo": ("1e-3",)}
 """By method, rates below: its best of the others is the lowest of them."""
@@ -113,12 +115,21 @@ def words(rounds: int) -> tuple[str, ...]:
     )
 
 
+def tuned_rounds(rounds: int) -> int:
+    """The number of rounds whose trials decide the learning rate of a training of so many: itself,
+    or the nearest, in factors."""
+    nearest = min(TUNED_ROUNDS.values(), key=lambda tuned: abs(math.log(rounds / tuned)))
+    return TUNED_ROUNDS.get(rounds, nearest)
+
+
 def column(rounds: int) -> Column:
     """Validation loss after so many rounds."""
     left_out = [
         *(RIVALS | ALONE if rounds != 100 else ()),
         *(VARIANTS if rounds not in (100, 300) else ()),
     ]
+    if rounds not in ROUNDS:
+        left_out = [row for row in ROWS if row.name != ALLREDUCE]
     return Column(
         name(rounds),
         words(rounds),
@@ -127,6 +138,7 @@ def column(rounds: int) -> Column:
         digits=4,
         curve=False,
         without=tuple(row.name for row in left_out),
+        part="" if rounds in ROUNDS else "further points of AllReduce's curve",
     )
 
 
@@ -155,7 +167,7 @@ def curves(ours: Rows) -> Mapping[str, Curves]:
     losses = by_seed(ours)
     found: dict[str, dict[int, dict[int, float]]] = {row.name: {} for row in ROWS}
     for method, seeds in found.items():
-        for rounds in ROUNDS:
+        for rounds in CURVE:
             for seed, loss in losses.get((method, name(rounds)), {}).items():
                 seeds.setdefault(seed, {})[rounds] = loss
     return found
@@ -195,11 +207,13 @@ def tables(ours: Rows, _: Rows) -> Iterator[Table]:
     yield Table(
         name="rounds_steps",
         title="Steps in units of AllReduce's",
-        text="x = S / S_AR: after S steps the method has a loss that AllReduce has after S_AR, by "
-        "its trainings above, each with a schedule of its own. Between two of them its loss is "
-        "taken as linear in the logarithm of the steps. † marks an extrapolation: the loss lies "
-        "beyond AllReduce's, so the line of the nearest two goes on. Seed by seed; geometric mean "
-        "with the 95 % t interval of log x.",
+        text="x = S / S_AR: after S steps the method has a loss that AllReduce has after S_AR. "
+        f"{points_text(curves(ours)[ALLREDUCE])} each a training with a schedule of its own; "
+        "between them it is a monotone spline of the loss over the logarithm of the steps. † marks "
+        "an extrapolation: the loss lies beyond AllReduce's, so the line of the nearest two points "
+        "goes on. Seed by seed; geometric mean with a 95 % interval, which adds the spread of the "
+        "seeds and the error of the spline, estimated from points that are left out: "
+        f"{fit_text(measured)} of x, also where a single seed has no interval.",
         head=("method", *map(name, ROUNDS)),
         rows=[
             (method, *(ratio_words(own.get(rounds)) for rounds in ROUNDS))
@@ -207,6 +221,23 @@ def tables(ours: Rows, _: Rows) -> Iterator[Table]:
         ],
     )
     yield ahead(curves(ours))
+
+
+def points_text(allreduce: Curves) -> str:
+    """The points on which AllReduce's curve stands, as the beginning of a sentence."""
+    points = sorted({rounds for curve in allreduce.values() for rounds in curve})
+    fewer = any(len(curve) < len(points) for curve in allreduce.values())
+    return (
+        f"AllReduce's curve has {len(points)} points{', fewer of some seeds' if fewer else ''} "
+        f"({', '.join(f'{rounds:,}' for rounds in points)} rounds),"
+    )
+
+
+def fit_text(measured: Mapping[str, Mapping[int, Ratio]]) -> str:
+    """The smallest and the largest standard error of the fit among these."""
+    errors = [ratio.fit_error for own in measured.values() for ratio in own.values()]
+    ends = dict.fromkeys(f"{100 * error:.0f}" for error in (min(errors), max(errors)))
+    return f"{' to '.join(ends)} %"
 
 
 def ratio_words(ratio: Ratio | None) -> str:
@@ -232,7 +263,7 @@ def ahead(of: Mapping[str, Curves]) -> Table:
         rows.append((method, shown[0], b, *shown[1:], agreement(same_x, same_b)))
     means = {
         rounds: statistics.fmean(losses)
-        for rounds in ROUNDS
+        for rounds in CURVE
         if (losses := [curve[rounds] for curve in base.values() if rounds in curve])
     }
     falls = [equal_steps.exponent(dict(pair)) for pair in pairwise(means.items())]
@@ -331,7 +362,7 @@ RECIPE = TunedRecipe(
     "rounds at that of 300, with conf's outer settings. "
     f"The warm-up takes {WARM_UP:.0%} of the steps.",
     rows=ROWS,
-    columns=tuple(map(column, ROUNDS)),
+    columns=tuple(column(rounds) for rounds in dict.fromkeys((*ROUNDS, *CURVE))),
     scales=("smoke",),
     draw=draw,
     headline=figure,
@@ -341,5 +372,5 @@ RECIPE = TunedRecipe(
         for row, base in ({row: row for row in BASES} | VARIANTS | ALONE).items()
     }
     | {row.name: at_rates(row, rates) for row, rates in RIVALS.items()},
-    tuned_in={name(rounds): trials_of(tuned) for rounds, tuned in TUNED_ROUNDS.items()},
+    tuned_in={name(rounds): trials_of(tuned_rounds(rounds)) for rounds in CURVE},
 )
