@@ -10,24 +10,15 @@ Found (results/tables/table2.md): kept progress loses least of the overlapped me
 moments gain nothing on language.
 """
 
-from collections.abc import Iterator
 from functools import partial
 
-from co2.record.table import Table
-from recipes.recipe import Column, Recipe, Rows
-from recipes.tables import pooled
+from recipes.recipe import Column, Recipe
 from recipes.tables.methods import ALL_ROWS
 
 loss = partial(Column, metric="final.loss", lower=True, digits=4, curve=False, part="loss")
 perplexity = partial(Column, metric="final.perplexity", lower=True, part="perplexity")
 _FOUR_NODES = ("launch.workers=32",)
 """A node has one replica of the 7B model."""
-
-
-def tables(ours: Rows, _: Rows) -> Iterator[Table]:
-    """The losses compared with a spread that all methods share."""
-    yield from pooled.tables(RECIPE, ours)
-
 
 RECIPE = Recipe(
     name="table2",
@@ -43,6 +34,5 @@ RECIPE = Recipe(
         perplexity("RoBERTa", ("task=roberta",)),
     ),
     seeds=(0, 1, 2, 3, 4),
-    beside=tables,
     tuned=True,
 )

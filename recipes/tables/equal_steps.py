@@ -18,8 +18,7 @@ from scipy.interpolate import PchipInterpolator
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from recipes.tables.entries import LEVEL
-from recipes.tables.log_mean import LogMean, percent, percent_more
+from recipes.tables.log_mean import LEVEL, LogMean, percent, percent_more
 
 Curve = Mapping[int, float]
 """Final losses, or gaps, by number of rounds."""

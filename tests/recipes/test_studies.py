@@ -83,9 +83,7 @@ def test_gaps_by_rounds(tmp_path: Path) -> None:
     values["CO2", rounds.name(300)] = (3.5, 3.5, 3.5)
     values["CO2", rounds.name(1000)] = (2.95, 3.0, 3.05)
     values["Local SGD", rounds.name(300)] = (2.4,)
-    gaps, steps, ahead = rounds.tables(lines(values), [])
-    of_co2 = next(row for row in gaps.rows if row[0] == "CO2")
-    assert of_co2[-1] == "+20.00 [15.03, 24.97]", "2 / 3^0.5 times 4.3027 on either side"
+    steps, ahead = rounds.tables(lines(values), [])
     found = {row[0]: row[1:] for row in steps.rows}
     assert set(found) == {"CO2", "Local SGD"}
     assert found["CO2"][0] == "—"
@@ -94,7 +92,7 @@ def test_gaps_by_rounds(tmp_path: Path) -> None:
     assert "has 4 points (25, 100, 300, 1,000 rounds)" in steps.text
     few = {place: own for place, own in values.items() if place != (rounds.ALLREDUCE, "25 rounds")}
     more = lines(few | {(rounds.ALLREDUCE, rounds.name(800)): (2.6,)})
-    assert "4 points, fewer of some seeds (100, 300, 800" in list(rounds.tables(more, []))[1].text
+    assert "4 points, fewer of some seeds (100, 300, 800" in next(rounds.tables(more, [])).text
     # From 300 to 1,000 rounds 0.5; 0.1 further, a fifth of the way: 1,000 · (10 / 3)^0.2.
     assert found["Local SGD"] == ("—", "—", f"{0.3 * (3 / 10) ** 0.2:.2f}†", "—")
     of_both = {row[0]: [str(cell) for cell in row[1:]] for row in ahead.rows}
