@@ -7,7 +7,7 @@ Cost: smoke, 120 runs of a minute on 2 cores, two hours. Paper: docs/reproduce.m
 it here.
 Every method has what won in 12 trials of its own (`python -m recipes tune`).
 Found (results/tables/table2.md): kept progress loses least of the overlapped methods; averaged
-moments gain nothing on language.
+moments are not shown to gain anything on language.
 """
 
 from functools import partial
