@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.batched import OUTER, Decoder, Replicas, recorded, restore
 from co2.config import DataConfig, Validation
-from recipes.tables.equal_steps import log_rounds_to
+from recipes.tables.equal_steps import falling, log_rounds_to
 from tasks.shared.sampling import validation_samples
 from tasks.text.text import Window, num_windows, opened, windows
 
@@ -246,7 +246,7 @@ def table(settings: Settings, losses: Losses) -> tuple[list[str], list[list[str]
     def factor(one: Configuration, total: int) -> str:
         if (one, total) not in losses:
             return "not run"
-        found = log_rounds_to(losses[one, total], allreduce)
+        found = log_rounds_to(losses[one, total], falling(allreduce))
         if found is None:
             return "—"
         needed, extrapolated = found

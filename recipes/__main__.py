@@ -28,7 +28,7 @@ with program.starting(__name__):
     from recipes.runs import again, cells, check, functions, laboratory, measured, plan, slurm
     from recipes.runs.collect import collect
     from recipes.runs.known import Known
-    from recipes.tables import pages, render
+    from recipes.tables import render
     from recipes.tuning.tune import tune_methods
     from recipes.tuning.tuning import TunedRecipe
 
@@ -121,8 +121,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             # The report always holds every recipe; the named ones are printed as well.
             render.render(known, options.out, options.scale)
-            if options.scale == "smoke":
-                pages.fill(options.out.parent, options.out / "ours.csv")
             for recipe in chosen:
                 print((options.out / "tables" / f"{recipe.name}{end}.md").read_text())
             print(f"{options.out / f'report{end}.html'}: all of it in one page")

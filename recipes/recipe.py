@@ -137,10 +137,10 @@ class Recipe:
     draw: Callable[[Rows, Path], Iterable[Path]] | None = None
     """Draws figures of its own. It gets this recipe's rows of results/ours.csv and the beginning of
     the figures' file names, and returns the files that there are."""
-    headline: Callable[[Path], Path] | None = None
-    """By the beginning of the figures' file names: the figure that the whole report opens with."""
     beside: Callable[[Rows, Rows], Iterable[Table]] | None = None
     """Further tables, made from this recipe's rows of results/ours.csv and of results/paper.csv."""
+    listed: bool = True
+    """Whether every value is in a table; not where `beside` has a shorter one of them all."""
     compared: bool = True
     """Whether there are tables of these comparisons; not where rows are of different questions."""
     tuned: bool = False

@@ -9,7 +9,8 @@ is a matter of the cores they share. The paper's 8 to 128 GPUs are simulated, in
 beside what the paper reports.
 Found (results/tables/table3.md): on slow links AllReduce mostly waits, blocking methods wait for
 nearly half of the time, and overlapped ones hardly at all. Throughput differs by a tenth between
-trainings, so no method is shown to be equivalent to the limit.
+trainings, so no method is shown to be equivalent to the limit. Quote this share of CO2's: `field`
+has the first three of these repeats, results/lab/table.md two of a day with a faster processor.
 """
 
 from collections.abc import Iterator

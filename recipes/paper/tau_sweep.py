@@ -4,9 +4,9 @@
     python -m recipes run tau_sweep --scale paper --launcher slurm
 
 Cost: smoke, 40 trials and 75 runs of a minute and a half on 2 cores, three hours.
-Found (results/tables/tau_sweep.md): CO2's loss is the same from τ = 1 to 12 and grows from there,
-faster than local SGD's, because its means are a round late. Trainings at the largest τ have few
-rounds and say little of long ones.
+Found (results/tables/tau_sweep.md): CO2's loss is not shown to grow up to τ = 12; it grows from
+there, faster than local SGD's, because its means are a round late. Trainings at the largest τ have
+few rounds and say little of long ones.
 
 The learning rate is tuned at three τ, with as many trials for every method; any other τ has the
 rate of the nearest of these. At scale=paper nothing is tuned. Weights are evaluated as training

@@ -3,8 +3,8 @@
     python -m recipes run blocking                         all that is missing
 
 Cost: 15 runs of a minute on 2 cores beside table2's, a quarter of an hour.
-Found (results/tables/blocking.md): a blocking start wins co2_keep one or two percent, and ruins CO2
-with two seeds of three. Rounds of unequal length change nothing.
+Found (results/tables/blocking.md): a blocking start of a tenth or of a quarter ruins CO2 with the
+same two seeds of three. Rounds of unequal length are not shown to change anything.
 
 The same on GPT-2, with learning rates of its own, is in recipe rounds.
 """

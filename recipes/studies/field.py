@@ -5,8 +5,8 @@
 Cost: 48 runs of two minutes, 21 of them table2's, and 96 trainings in the laboratory of half a
 minute to three minutes on 2 cores, 48 of them table3's: three hours.
 Found (results/tables/field.md): methods that overlap a whole round keep nearly all of the
-throughput on slow links; of those, kept progress loses least. 1-bit Adam and ACCO lose nothing that
-three seeds show, and exchange at every step.
+throughput on slow links; of those, kept progress loses least. 1-bit Adam and ACCO are not shown to
+lose anything, and exchange at every step.
 
 Two workers. Bytes, rounds and loss are of conf's GPT-2 with the settings that `python -m recipes
 tune gpt2` has found; the laboratory's is the larger one of co2/lab/training.py, with conf's

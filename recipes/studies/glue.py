@@ -6,8 +6,9 @@ Cost: 20 trials of a third of a minute, 15 pre-trainings of three quarters of a 
 fine-tunings of half a minute on 2 cores, 40 minutes; what zero_one_adam has run counts. A
 fine-tuning starts from the folder of its pre-training, which is trained before it; on a cluster,
 where all runs are queued at once, have the pre-trainings first.
-Found (results/tables/glue.md): pre-training is what helps; the encoder of a method that ends at a
-higher loss is a little worse, and 0/1 Adam freezes v too early here (zero_one_training).
+Found (results/tables/glue.md): on adjoin pre-training helps, and the encoder of a method that ends
+at a higher loss is worse; on topic no row is shown to differ from an encoder without
+pre-training. 0/1 Adam freezes v too early here (zero_one_training).
 
 Pre-training has the learning rate that won among as many for each method. Fine-tuning is the same
 for all: AllReduce, with the settings of conf. So a row differs by the encoder alone, and the seed

@@ -6,7 +6,7 @@ Cost: 40 trials of half a minute and 12 runs of one on 2 cores, half an hour. Py
 in bf16: on a processor without instructions for it (AVX2) a step takes 3.4 times as long as
 AdamW's, and this recipe an hour and a half.
 Found (results/tables/muon.md): Muon gains about as much under AllReduce as under DiLoCo, so DiLoCo
-with Muon is level with AllReduce with AdamW, and behind AllReduce with Muon.
+with Muon ends close to AllReduce with AdamW, and behind AllReduce with Muon.
 
 Both optimizers have as many trials: every learning rate with every outer step for DiLoCo, and every
 learning rate for AllReduce. Under Muon the rate is that of hidden matrices too (shared/muon.py).

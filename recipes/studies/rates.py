@@ -4,9 +4,9 @@
 
 Cost: 80 runs of 25 seconds on 2 cores, and longer where 8 workers share them: an hour. 8 workers
 hold 7 GB.
-Found (results/tables/rates.md): the best rate is the same for all four methods and for 1 to 8
-replicas. We had expected local methods to want up to √G times AllReduce's rate, because a local
-replica's gradient is √G noisier.
+Found (results/tables/rates.md): the best rates of all four methods and of 1 to 8 replicas lie
+within a third of each other. We had expected local methods to want up to √G times AllReduce's rate,
+because a local replica's gradient is √G noisier.
 
 One seed, on the validation data for tuning: nothing here is reported as a method's quality.
 """

@@ -5,11 +5,9 @@
 Cost: 91 trials of 6 to 70 seconds and 120 runs of 6 seconds (25 rounds) to 4 minutes (1,000) on 2
 cores, two hours and three quarters. 21 further runs of AllReduce, of 50 to 3,000 rounds, train for
 84,600 steps with each of three seeds: an hour and a half to three hours.
-Found (results/tables/rounds.md): CO2 with our steady gap needs 2.3 times AllReduce's steps for the
-same loss after 25 rounds and 1.26 times after 1,000, where it is level with Local SGD. With the
-paper's gap it is 2.42 times after 1,000 rounds and does not come nearer. A first tenth of blocking
-rounds changes nothing that three seeds show, a quarter wins back a fifth of CO2's gap. DiLoCo wants
-a quarter of the others' rate.
+Found (results/tables/rounds.md): CO2 with its steady gap comes nearer to AllReduce with more
+rounds; with the paper's gap, `co2_keep` and DiLoCo do not from 300 to 1,000. DiLoCo wants a
+quarter of the others' rate.
 
 Every method takes the best of four learning rates for each number of rounds, found on a seed and
 on validation data that the table does not show; DiLoCo, whose best was the lowest, of five. For
@@ -34,7 +32,7 @@ from typing import Any
 from co2.record.table import NOTHING, Table
 from recipes.recipe import Column, Row, Rows
 from recipes.tables import equal_steps, figures
-from recipes.tables.entries import by_seed, interval_text, percent_above
+from recipes.tables.entries import by_seed, percent_above
 from recipes.tables.equal_steps import Curves, Ratio
 from recipes.tables.log_mean import LogMean
 from recipes.tables.methods import PAPERS_GAP, STEADY_GAP
@@ -46,8 +44,8 @@ WARM_UP = 0.04
 TUNED_ROUNDS = {25: 25, 100: 100, 300: 300, 1000: 300}
 """By number of rounds: that of the trials whose learning rate it takes."""
 ROUNDS = tuple(TUNED_ROUNDS)
-CURVE = {50: 50, 200: 300, 400: 300, 600: 300, 800: 300, 2000: 300, 3000: 300}
-"""Further points of AllReduce's curve, which no other row has, likewise."""
+CURVE = (25, 50, 100, 200, 300, 400, 600, 800, 1000, 2000, 3000)
+"""Of AllReduce, whose losses are interpolated between these."""
 RATES = ("2e-3", "4e-3", "8e-3", "1.6e-2")
 LOWER = {"DiLoCo": ("1e-3",)}
 """By method, rates below: its best of the others is the lowest of them."""
@@ -119,16 +117,21 @@ def words(rounds: int) -> tuple[str, ...]:
     )
 
 
+def tuned_rounds(rounds: int) -> int:
+    """The number of rounds whose trials decide the learning rate of a training of so many: itself,
+    or the nearest, in factors."""
+    nearest = min(TUNED_ROUNDS.values(), key=lambda tuned: abs(math.log(rounds / tuned)))
+    return TUNED_ROUNDS.get(rounds, nearest)
+
+
 def column(rounds: int) -> Column:
     """Validation loss after so many rounds."""
-    left_out = (
-        OTHERS
-        if rounds in CURVE
-        else [
-            *(RIVALS | ALONE if rounds != 100 else ()),
-            *(VARIANTS if rounds not in (100, 300) else ()),
-        ]
-    )
+    left_out = [
+        *(RIVALS | ALONE if rounds != 100 else ()),
+        *(VARIANTS if rounds not in (100, 300) else ()),
+    ]
+    if rounds not in ROUNDS:
+        left_out = [row for row in ROWS if row.name != ALLREDUCE]
     return Column(
         name(rounds),
         words(rounds),
@@ -137,7 +140,7 @@ def column(rounds: int) -> Column:
         digits=4,
         curve=False,
         without=tuple(row.name for row in left_out),
-        part="AllReduce's curve" if rounds in CURVE else "",
+        part="" if rounds in ROUNDS else "further points of AllReduce's curve",
     )
 
 
@@ -150,9 +153,6 @@ def trials_of(rounds: int) -> Column:
     """Validation loss of the trials of this number of rounds."""
     rivals = [trial for row, rates in RIVALS.items() for trial in at_rates(row, rates)]
     without = () if rounds == 100 else tuple(trial.name for trial in rivals)
-    if rounds in CURVE:
-        others = [trial for row in BASES[1:] for trial in at_rates(row, rates_of(row))]
-        without += tuple(trial.name for trial in others)
     return trial_column(name(rounds), words(rounds), without)
 
 
@@ -174,7 +174,7 @@ def curves(ours: Rows) -> Mapping[str, Curves]:
     losses = by_seed(ours)
     found: dict[str, dict[int, dict[int, float]]] = {row.name: {} for row in ROWS}
     for method, seeds in found.items():
-        for rounds in sorted((*ROUNDS, *CURVE)):
+        for rounds in CURVE:
             for seed, loss in losses.get((method, name(rounds)), {}).items():
                 seeds.setdefault(seed, {})[rounds] = loss
     return found
@@ -193,32 +193,20 @@ def ratios(ours: Rows) -> dict[str, dict[int, Ratio]]:
 
 
 def tables(ours: Rows, _: Rows) -> Iterator[Table]:
-    """The gaps in percent, the same in steps, and where they would lead."""
-    found = gaps(ours)
-    if not found:
-        return
-    yield Table(
-        name="rounds_gaps",
-        title="Percent above AllReduce, by rounds",
-        text="Mean over the seeds of the difference to AllReduce's loss of the same seed, with its "
-        f"95 % t interval. Goal: {GOAL:g} % or less.",
-        head=("method", *map(name, ROUNDS)),
-        rows=[
-            (method, *(interval_text(measured.get(rounds, ())) for rounds in ROUNDS))
-            for method, measured in found.items()
-        ],
-    )
+    """The gaps in steps, and where they would lead."""
     measured = ratios(ours)
     if not measured:
         return
     yield Table(
         name="rounds_steps",
         title="Steps in units of AllReduce's",
-        text="x = S / S_AR: after S steps the method has a loss that AllReduce has after S_AR, by "
-        "its trainings above, each with a schedule of its own. Between two of them its loss is "
-        "taken as linear in the logarithm of the steps. † marks an extrapolation: the loss lies "
-        "beyond AllReduce's, so the line of the nearest two goes on. Seed by seed; geometric mean "
-        "with the 95 % t interval of log x.",
+        text="x = S / S_AR: after S steps the method has a loss that AllReduce has after S_AR. "
+        f"{points_text(curves(ours)[ALLREDUCE])} each a training with a schedule of its own; "
+        "between them it is a monotone spline of the loss over the logarithm of the steps. † marks "
+        "an extrapolation: the loss lies beyond AllReduce's, so the line of the nearest two points "
+        "goes on. Seed by seed; geometric mean with a 95 % interval, which adds the spread of the "
+        "seeds and the error of the spline, estimated from points that are left out: "
+        f"{fit_text(measured)} of x, also where a single seed has no interval.",
         head=("method", *map(name, ROUNDS)),
         rows=[
             (method, *(ratio_words(own.get(rounds)) for rounds in ROUNDS))
@@ -226,6 +214,23 @@ def tables(ours: Rows, _: Rows) -> Iterator[Table]:
         ],
     )
     yield ahead(curves(ours))
+
+
+def points_text(allreduce: Curves) -> str:
+    """The points on which AllReduce's curve stands, as the beginning of a sentence."""
+    points = sorted({rounds for curve in allreduce.values() for rounds in curve})
+    fewer = any(len(curve) < len(points) for curve in allreduce.values())
+    return (
+        f"AllReduce's curve has {len(points)} points{', fewer of some seeds' if fewer else ''} "
+        f"({', '.join(f'{rounds:,}' for rounds in points)} rounds),"
+    )
+
+
+def fit_text(measured: Mapping[str, Mapping[int, Ratio]]) -> str:
+    """The smallest and the largest standard error of the fit among these."""
+    errors = [ratio.fit_error for own in measured.values() for ratio in own.values()]
+    ends = dict.fromkeys(f"{100 * error:.0f}" for error in (min(errors), max(errors)))
+    return f"{' to '.join(ends)} %"
 
 
 def ratio_words(ratio: Ratio | None) -> str:
@@ -251,7 +256,7 @@ def ahead(of: Mapping[str, Curves]) -> Table:
         rows.append((method, shown[0], b, *shown[1:], agreement(same_x, same_b)))
     means = {
         rounds: statistics.fmean(losses)
-        for rounds in ROUNDS
+        for rounds in CURVE
         if (losses := [curve[rounds] for curve in base.values() if rounds in curve])
     }
     falls = [equal_steps.exponent(dict(pair)) for pair in pairwise(means.items())]
@@ -287,16 +292,11 @@ def agreement(same_x: LogMean | None, same_b: list[LogMean | None]) -> str:
     return " and ".join(agree) or "no"
 
 
-def figure(stem: Path) -> Path:
-    """The file of the gap over rounds, which the report opens with."""
-    return figures.beside(stem, "gaps")
-
-
 def draw(ours: Rows, stem: Path) -> Iterator[Path]:
     """Draw the gap over rounds, and the steps in units of AllReduce's, a line for each method."""
     found, measured = gaps(ours), ratios(ours)
     if found:
-        path = figure(stem)
+        path = figures.beside(stem, "gaps")
         with over_rounds(path, "GPT-2: percent above AllReduce's loss") as axis:
             for number, row in enumerate(DRAWN):
                 means = {r: statistics.fmean(own) for r, own in found.get(row.name, {}).items()}
@@ -350,15 +350,14 @@ RECIPE = TunedRecipe(
     "400 or more rounds at that of 300, with conf's outer settings. "
     f"The warm-up takes {WARM_UP:.0%} of the steps.",
     rows=ROWS,
-    columns=tuple(map(column, (*ROUNDS, *CURVE))),
+    columns=tuple(column(rounds) for rounds in dict.fromkeys((*ROUNDS, *CURVE))),
     scales=("smoke",),
     draw=draw,
-    headline=figure,
     beside=tables,
     grids={
         row.name: at_rates(base, rates_of(base))
         for row, base in ({row: row for row in BASES} | VARIANTS | ALONE).items()
     }
     | {row.name: at_rates(row, rates) for row, rates in RIVALS.items()},
-    tuned_in={name(rounds): trials_of(tuned) for rounds, tuned in (TUNED_ROUNDS | CURVE).items()},
+    tuned_in={name(rounds): trials_of(tuned_rounds(rounds)) for rounds in CURVE},
 )

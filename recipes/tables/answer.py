@@ -12,14 +12,7 @@ from recipes.registry import RECIPES
 from recipes.tables import shares
 from recipes.tables.entries import Difference, Entry, entries
 from recipes.tables.layout import Place, grid, listed, values
-from recipes.tables.methods import (
-    ALL_ROWS,
-    LOSS_ROWS,
-    METHODS,
-    PAPERS_GAP,
-    STEADY_GAP,
-    WITH_MOMENTS,
-)
+from recipes.tables.methods import ALL_ROWS, PAPERS_GAP, STEADY_GAP, WITH_MOMENTS
 from recipes.tables.report import Opening
 from recipes.tuning import tune
 
@@ -43,9 +36,6 @@ LINKS = {
 }
 """Columns of table3, and their names in the second main table."""
 SLOWEST = "20 Mbit/s"
-WAITING: Chosen = [
-    ("table3", f"2 workers, waiting for communication %, {SLOWEST}", "waiting, % of the time")
-]
 DATA = {
     "GPT-2": "GPT-2, source text of sympy",
     "TransNormer-LLM": "TransNormer-LLM, source text of sympy",
@@ -97,49 +87,19 @@ def by_data(table: Table) -> Table:
     return replace(table, head=[DATA.get(name, name) + mark + rest for name, mark, rest in names])
 
 
-def compact(ours: Rows, tuning: Rows, scale: str) -> Table:
-    """What README.md shows of every method: time spent waiting, and loss above AllReduce's."""
-    cells = {
-        (entry.row.name, head): f"{entry.mean:.1f}"
-        for head, entry in _picked(ours, WAITING, scale)
-        if entry.values
-    }
-    seeds: set[int] = set()
-    for head, entry in _picked(ours, LOSSES, scale):
-        place = entry.row.name, head
-        if entry.to_first is not None:
-            star = " *" if entry.to_first.significant else ""
-            cells[place] = f"{entry.to_first.percent:+z.1f}{star}"
-            seeds.add(len(entry.values))
-        elif entry.values and entry.row.name == METHODS[0].name:
-            cells[place] = "0"
-    heads = [head for *_, head in (*WAITING, *LOSSES)]
-    table = by_data(grid(cells, [row.name for row in LOSS_ROWS], heads))
-    if not seeds:
-        return replace(table, title="Lower is better")
-    text = (
-        f"Waiting: while a worker stands still for the network (GPT-2, two workers, links of "
-        f"{SLOWEST}). All others: percent by which the validation loss is above AllReduce's, mean "
-        f"over {' or '.join(map(str, sorted(seeds)))} seeds; a star where the difference is "
-        "significant at 5 % after Holm's correction for all tests of losses in its recipe (table1 "
-        "or table2). "
-        f"{settings(_lines(ours, LOSSES), tuning)}"
-    )
-    return replace(table, title="Lower is better", text=text)
-
-
 def gaps(ours: Rows, scale: str) -> Table:
     """How far the validation loss of every method lies from AllReduce's, in percent of that."""
     cells = {
-        (entry.row.name, head): entry.to_first.text(1, relative=True)
+        (entry.row.name, head): entry.to_first.text(1)
         for head, entry in _picked(ours, LOSSES, scale)
         if entry.to_first is not None
     }
     table = grid(cells, [row.name for row in ALL_ROWS], [head for *_, head in LOSSES])
     text = (
-        "In percent of AllReduce's, over the seeds that both have, with the 95 % t interval; a "
-        "star where it is significant at 5 % after Holm's correction for all tests of losses in "
-        "its recipe (table1 or table2)."
+        "In percent of AllReduce's, over the seeds that both have, with the 95 % t interval, of a "
+        "spread that all methods share unless Bartlett's test refuses that; a star where it is "
+        "significant at 5 % after Holm's correction for all tests of losses in its recipe (table1 "
+        "or table2)."
     )
     return replace(table, title="Validation loss above AllReduce's", text=text)
 
@@ -236,8 +196,8 @@ def quality(ours: Rows, scale: str) -> list[str]:
 
 def _range(gaps: Mapping[str, Difference]) -> str:
     """From the smallest to the largest difference to AllReduce, with their tasks."""
-    tasks = sorted(gaps, key=lambda task: gaps[task].percent)
-    ends = [f"{gaps[task].percent:+.1f} % ({task})" for task in (tasks[0], tasks[-1])]
+    tasks = sorted(gaps, key=lambda task: gaps[task].mean)
+    ends = [f"{gaps[task].mean:+.1f} % ({task})" for task in (tasks[0], tasks[-1])]
     clear = sum(gap.significant for gap in gaps.values())
     words = ends[0] if len(tasks) == 1 else f"{ends[0]} to {ends[1]}"
     return f"{words} from AllReduce's, a significant difference on {clear} of {len(tasks)} tasks"

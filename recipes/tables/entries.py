@@ -5,16 +5,16 @@ layout.py makes tables of them.
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from scipy.stats import ttest_rel
+from scipy.stats import t
 
 from co2.record.table import NOT_RUN, NOTHING
 from recipes.recipe import Column, Recipe, Row, Rows
+from recipes.tables import pooled
+from recipes.tables.log_mean import LEVEL, errors, percent_more
 
-LEVEL = 0.05
-"""Below it, a p after Holm's correction marks a difference; intervals hold the rest, 95 %."""
 LOCAL_SGD = "method=local_sgd"
 """The first override of the row that methods are compared with beside the first one."""
 NOT_REACHED = "not reached"
@@ -26,33 +26,26 @@ class Difference:
     """What a row has more than another one, over the seeds that both have."""
 
     mean: float
-    other: float
-    """The other row's mean over these seeds."""
-    half_width: float | None = None
+    """In the column's unit; of losses in percent, between geometric means."""
+    ends: tuple[float, float] | None = None
     """Of the 95 % t interval; None where all differences are equal, as those of counted figures
     are: then chance had no part in them."""
     p: float | None = None
-    """Of the two-sided paired t-test; None without an interval."""
+    """Of the two-sided t-test; None without an interval."""
     significant: bool = False
     """Whether p, after the correction for all tests of its part of the recipe, is below `LEVEL`."""
+    percent: bool = False
+    pooled: bool = False
+    """Whether the spread is that which all rows share, in place of these differences' own."""
 
-    @property
-    def percent(self) -> float:
-        """The mean in percent of the other row's."""
-        return 100 * self.mean / self.other
-
-    def text(self, digits: int, relative: bool = False) -> str:
-        """The mean, its interval, and a star where it is significant.
-
-        Args:
-            relative: in percent of the other row's mean, in place of the column's own unit.
-        """
-        factor, unit, digits = (100 / self.other, " %", 1) if relative else (1.0, "", digits)
+    def text(self, digits: int) -> str:
+        """The mean, its interval, and a star where it is significant; percent with one digit."""
+        unit, digits = (" %", 1) if self.percent else ("", digits)
         form = f"z,.{digits}f"
-        mean = f"{factor * self.mean:+{form}}{unit}"
-        if self.half_width is None:
+        mean = f"{self.mean:+{form}}{unit}"
+        if self.ends is None:
             return mean
-        low, high = (factor * (self.mean + sign * self.half_width) for sign in (-1, 1))
+        low, high = self.ends
         return f"{mean} [{low:{form}}, {high:{form}}]{' *' if self.significant else ''}"
 
 
@@ -116,7 +109,7 @@ def median_ratio(values: dict[int, float], others: dict[int, float]) -> str:
 def interval_text(values: Iterable[float], digits: int = 2) -> str:
     """Mean of differences with its 95 % t interval, or the mean alone where there is none."""
     found = dict(enumerate(values))
-    difference = paired(found, dict.fromkeys(found, 0.0))
+    difference = compared(found, dict.fromkeys(found, 0.0))
     if difference is not None:
         return difference.text(digits)
     return f"{statistics.mean(found.values()):+,.{digits}f}" if found else NOTHING
@@ -133,11 +126,18 @@ def entries(recipe: Recipe, ours: Rows, scale: str) -> list[Entry]:
             values.get((row.name, column.name), {}) if row is not None else {}
             for row in (first, local)
         )
+        rows = [row for row in recipe.rows if column.takes(row, scale)]
+        spread = shared_spread(
+            column, {r.name: values.get((r.name, column.name), {}) for r in rows if not r.limit}
+        )
         same = []
-        for row in (row for row in recipe.rows if column.takes(row, scale)):
+        for row in rows:
             own = values.get((row.name, column.name), {})
-            to_first = None if row is first else paired(own, of_first)
-            to_local = None if row in (first, local) else paired(own, of_local)
+            common = None if row.limit or first.limit else spread
+            to_first, to_local = (
+                None if row in (first, other) else compared(own, theirs, column.relative, common)
+                for other, theirs in ((first, of_first), (local, of_local))
+            )
             same.append(Entry(row, column, own, to_first, to_local))
         found += with_best(same)
     parts = dict.fromkeys(column.part for column in recipe.columns)
@@ -154,22 +154,60 @@ def local_sgd(recipe: Recipe) -> Row | None:
     return next((row for row in others if row.overrides[:1] == (LOCAL_SGD,)), None)
 
 
-def paired(values: dict[int, float], others: dict[int, float]) -> Difference | None:
+def shared_spread(
+    column: Column, values: Mapping[str, Mapping[int, float]]
+) -> pooled.Shared | None:
+    """The spread that the rows of a column share, if they do.
+
+    Args:
+        values: by row, by seed; a bound is no method, so it is none of them.
+    """
+    measured = {row: scaled(own, column.relative) for row, own in values.items() if own}
+    finite = all(math.isfinite(value) for own in measured.values() for value in own.values())
+    return pooled.shared(measured) if measured and finite else None
+
+
+def scaled(values: Mapping[int, float], relative: bool) -> dict[int, float]:
+    """The values, or their logarithms."""
+    return {seed: math.log(value) if relative else value for seed, value in values.items()}
+
+
+def compared(
+    values: Mapping[int, float],
+    others: Mapping[int, float],
+    relative: bool = False,
+    common: pooled.Shared | None = None,
+) -> Difference | None:
     """Mean, interval and p of the differences over the seeds that both have.
 
     None for fewer than two seeds, and where a seed has no number.
+
+    Args:
+        relative: in percent, from differences of logarithms.
+        common: the spread that all rows share, which counts where both have all its seeds.
     """
     seeds = sorted(values.keys() & others.keys())
-    own, theirs = ([one[seed] for seed in seeds] for one in (values, others))
-    differences = [value - other for value, other in zip(own, theirs, strict=True)]
+    own, theirs = (
+        scaled({seed: one[seed] for seed in seeds}, relative) for one in (values, others)
+    )
+    differences = [own[seed] - theirs[seed] for seed in seeds]
     if len(seeds) < 2 or not all(map(math.isfinite, differences)):
         return None
-    mean, other = statistics.mean(differences), statistics.mean(theirs)
-    if math.isclose(min(differences), max(differences), rel_tol=1e-9):
-        return Difference(mean, other)
-    test = ttest_rel(own, theirs)
-    low, high = test.confidence_interval(1 - LEVEL)
-    return Difference(mean, other, float(high - low) / 2, float(test.pvalue))
+    mean = statistics.fmean(differences)
+    shown = percent_more if relative else float
+    if math.isclose(min(differences), max(differences), rel_tol=1e-9, abs_tol=1e-12):
+        return Difference(shown(mean), percent=relative)
+    error, freedom = statistics.stdev(differences) / len(seeds) ** 0.5, len(seeds) - 1
+    if common is not None and common.seeds == {*seeds}:
+        error, freedom = (2 * common.variance / len(seeds)) ** 0.5, common.freedom
+    half = error * errors(freedom)
+    return Difference(
+        shown(mean),
+        (shown(mean - half), shown(mean + half)),
+        float(2 * t.sf(abs(mean) / error, freedom)),
+        percent=relative,
+        pooled=common is not None and common.seeds == {*seeds},
+    )
 
 
 def with_significance(found: Sequence[Entry]) -> list[Entry]:

@@ -9,16 +9,19 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from co2.record.table import NOT_AVAILABLE, NOT_RUN, NOTHING, Table
-from recipes.recipe import Recipe, Rows
+from recipes.recipe import Column, Recipe, Rows
 from recipes.tables.entries import Difference, Entry, entries, local_sgd
 from recipes.tables.figures import slug
 
 EMPTY = (NOT_RUN, NOT_AVAILABLE, NOTHING)
 """Texts of cells without a value."""
 DIFFERENCES = (
-    "Mean difference over the seeds that both have, two or more, with its 95 % t interval; a star "
-    "where it is significant at 5 % after Holm's correction for all tests, to either row, of the "
-    "columns of the same table; each table of means is corrected by itself."
+    "Over the seeds that both have, two or more, with 95 % t intervals; of losses and perplexity "
+    "in percent, between geometric means. The spread is pooled over all methods of a column unless "
+    "Bartlett's test finds at 5 % that they scatter unequally: then it is that of the paired "
+    "differences. A star: significant at 5 % after Holm's correction for all tests, to either row, "
+    "of the columns of the same table. Without a star a method is not shown to differ, nor shown "
+    "to be equal."
 )
 
 Place = tuple[str, str]
@@ -40,18 +43,22 @@ def tables(recipe: Recipe, ours: Rows, paper: Rows, scale: str) -> list[Table]:
     explained = DIFFERENCES
     for part in dict.fromkeys(column.part for column in recipe.columns):
         own = [entry for entry in found if entry.column.part == part]
-        if any(entry.values for entry in own):
+        if any(entry.values for entry in own) and recipe.listed:
             title = f"{recipe.title}: {part}" if part else recipe.title
             stem = f"{name}_{slug(part)}" if part else name
             made.append(_measured(recipe, own, ours, stem, f"{title} (scale={scale})"))
-            compared = _differences(recipe, own, stem, title) if recipe.compared else ()
+            repeated = all(_repeats_loss(recipe, entry.column) for entry in own)
+            compared = (
+                () if repeated or not recipe.compared else _differences(recipe, own, stem, title)
+            )
             for table in compared:
                 made.append(replace(table, text=f"{explained} {table.text}".strip()))
                 explained = ""
-        else:
+        elif recipe.listed:
             not_run.append(part)
     if not made:
-        made = [Table((), (), name, f"{recipe.title} (scale={scale})")]
+        machines = f"Measured here ({_machines(ours)})." if ours else ""
+        made = [Table((), (), name, f"{recipe.title} (scale={scale})", text=machines)]
         not_run = []
     first = made[0]
     parts = f"Nothing has run of: {'; '.join(not_run)}." if not_run else ""
@@ -132,7 +139,6 @@ def _measured(recipe: Recipe, own: Sequence[Entry], ours: Rows, name: str, title
     best = [_place(entry) for entry in own if entry.best]
     table = grid(cells, rows, columns, best)
     kept = {*table.head, *(row[0] for row in table.rows)}
-    machines = sorted({line["hardware"] for line in ours})
     gone = [word for word in (*rows, *columns) if word not in kept]
     notes = [f"Not run, and left out: {'; '.join(gone)}."] if gone else []
     if any(NOTHING in row for row in table.rows):
@@ -141,7 +147,7 @@ def _measured(recipe: Recipe, own: Sequence[Entry], ours: Rows, name: str, title
         table,
         name=name,
         title=title,
-        text=f"Measured here ({'; '.join(machines)}): {seeds}",
+        text=f"Measured here ({_machines(ours)}): {seeds}",
         source=" ".join(notes),
     )
 
@@ -155,20 +161,35 @@ def _differences(recipe: Recipe, own: Sequence[Entry], name: str, title: str) ->
     ]
     for other, found in pairs:
         cells = {
-            _place(entry): to.text(entry.column.digits, entry.column.relative)
+            _place(entry): to.text(entry.column.digits)
             for entry, to in zip(own, found, strict=True)
             if to is not None
         }
         if not cells:
             continue
         table = grid(cells, [row.name for row in recipe.rows], _heads(own))
-        relative = any(entry.column.relative for entry in own)
+        alone = [head for head, whole in _pooled(own, found).items() if not whole]
         yield replace(
             table,
             name=f"{name}_to_{slug(other)}",
             title=f"{title}, differences to {other}",
-            text=f"Differences of losses are in percent of {other}'s mean." if relative else "",
+            text=f"Paired: {listed(alone)}." if alone else "",
         )
+
+
+def _pooled(own: Sequence[Entry], found: Sequence[Difference | None]) -> dict[str, bool]:
+    """By column with an interval, whether any of its differences has the spread of all methods."""
+    heads: dict[str, bool] = {}
+    for entry, to in zip(own, found, strict=True):
+        if to is not None and to.ends is not None:
+            heads[entry.column.head] = heads.get(entry.column.head, False) or to.pooled
+    return heads
+
+
+def _repeats_loss(recipe: Recipe, column: Column) -> bool:
+    """Whether it is the perplexity of a loss that the recipe has too: the same comparison twice."""
+    losses = {other.overrides for other in recipe.columns if other.metric == "final.loss"}
+    return column.metric == "final.perplexity" and column.overrides in losses
 
 
 def _reported(recipe: Recipe, paper: Rows, name: str) -> Iterator[Table]:
@@ -207,6 +228,10 @@ def origin(recipe: Recipe, ours: Rows, scale: str) -> str:
         f"{runs} runs: results/runs.csv has folder and command of each. Commit "
         f"{', '.join(commits)}{mixed}. Again: {again}."
     )
+
+
+def _machines(ours: Rows) -> str:
+    return "; ".join(sorted({line["hardware"] for line in ours}))
 
 
 def _place(entry: Entry) -> Place:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from scipy.stats import t
 
-from recipes.tables.entries import LEVEL
-
+LEVEL = 0.05
+"""Below it, a p after Holm's correction marks a difference; intervals hold the rest, 95 %."""
 Shown = Callable[[float], float]
 """From a logarithm to the value that a table shows."""
 

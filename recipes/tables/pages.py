@@ -1,36 +1,44 @@
-"""What a page of the documentation and the results share: the table that a page has between two
-marks, and the answer in a few points, which the report repeats."""
+"""What a page of the documentation and the results share: tables between two marks, numbers amid
+sentences, and the answer in a few points, which the report repeats."""
 
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from co2.record.table import Table, read_csv
+from co2.record.table import Table
 from recipes.recipe import Rows
 from recipes.runs import measured
-from recipes.tables import answer
+from recipes.tables import answer, headline
+from recipes.tables.facts import Facts
 
-BEGIN, END = "<!-- results: begin (python -m recipes render) -->", "<!-- results: end -->"
-_SCALE = "smoke"
-PAGES: Mapping[str, Callable[[Rows, Rows], Table]] = {
-    "README.md": lambda ours, tuning: answer.compact(ours, tuning, _SCALE),
-    "docs/quality.md": lambda ours, tuning: answer.by_data(answer.gaps(ours, _SCALE)),
+END = "<!-- results: end -->"
+SCALE = "smoke"
+TABLES: Mapping[str, Callable[[Rows], Table]] = {
+    "headline": lambda ours: headline.table(ours, SCALE),
+    "losses": lambda ours: answer.by_data(answer.gaps(ours, SCALE)),
+    "steps": headline.steps,
+    "seconds": headline.seconds,
 }
-"""The table of each page, from lines of results/ours.csv and of results/tuning.csv."""
+"""By the name in the mark where a table begins, from lines of results/ours.csv."""
+_TABLE = re.compile(rf"(<!-- results: begin (\w+) .*?-->).*?({re.escape(END)})", re.DOTALL)
+
+
+def begin(table: str) -> str:
+    """The mark where this table begins."""
+    return f"<!-- results: begin {table} (python -m recipes render) -->"
 
 
 def fill(root: Path, ours: Path) -> None:
-    """Replace what the pages of this folder have between their marks by the table of ours.csv, at
-    scale=smoke.
-
-    Pages that are not there are left out. results/tuning.csv is read beside ours.csv.
-    """
-    rows = [row for row in measured.read(ours) if row["scale"] == _SCALE]
-    tuning = read_csv(ours.with_name("tuning.csv"))
-    for name, table in PAGES.items():
-        page = root / name
-        if page.exists():
-            page.write_text(_filled(page.read_text(), table(rows, tuning)))
+    """Write the tables and numbers that pages of this folder have between marks, from ours.csv at
+    scale=smoke."""
+    rows = [row for row in measured.read(ours) if row["scale"] == SCALE]
+    told = Facts(rows, SCALE)
+    for page in [*root.glob("*.md"), *(root / "docs").glob("*.md")]:
+        text = page.read_text()
+        filled = _TABLE.sub(lambda found: _filled(found, rows), text)
+        filled = told.fill(filled)
+        if filled != text:
+            page.write_text(filled)
 
 
 def in_short(root: Path) -> tuple[str, list[str]] | None:
@@ -42,14 +50,14 @@ def in_short(root: Path) -> tuple[str, list[str]] | None:
     if not page.exists():
         return None
     told = page.read_text().partition("\n## In short\n")[2]
-    told = told.partition(BEGIN)[0].partition("\n## ")[0]
+    told = told.partition("<!-- results: begin")[0].partition("\n## ")[0]
+    told = re.sub(r"<!--.*?-->", "", told)
     text, *points = (" ".join(part.split()) for part in re.split(r"^- ", told, flags=re.MULTILINE))
     return text, points
 
 
-def _filled(text: str, table: Table) -> str:
+def _filled(found: re.Match[str], ours: Rows) -> str:
+    table = TABLES[found[2]](ours)
     words = " ".join(filter(None, (f"**{table.title}.**", table.text)))
     shown = table.markdown() if table.rows else "Not run yet."
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n{words}\n\n{shown}\n{END}{after}"
+    return f"{found[1]}\n{words}\n\n{shown}\n{found[3]}"

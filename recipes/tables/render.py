@@ -1,13 +1,13 @@
 """From results/{ours,runs,evals,paper}.csv to tables, figures and results/report.html."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from co2.record.table import Table, read_csv
 from recipes.recipe import SCALES, Recipe
 from recipes.runs import measured
-from recipes.tables import answer, figures, finalists, layout, pages, report
+from recipes.tables import answer, figures, finalists, headline, layout, pages, report
 
 PAPERS = Path(__file__).parents[2] / "results" / "paper.csv"
 """The papers' own values, in a clone as in an installed package."""
@@ -17,7 +17,7 @@ def render(recipes: Sequence[Recipe], out: Path, scale: str) -> None:
     """Write tables and figures of all recipes of a scale and of their tuning, and the page that
     holds them; delete those that nothing makes any more."""
     end = ending(scale)
-    sections, headlines = [], []
+    sections = []
     made: set[Path] = set()
     known = [measured.read(out / "ours.csv"), read_csv(out / "evals.csv")]
     papers = read_csv(out / "paper.csv") or read_csv(PAPERS)
@@ -34,32 +34,26 @@ def render(recipes: Sequence[Recipe], out: Path, scale: str) -> None:
         drawn = list(figures.curves(recipe, evals, stem))
         drawn += recipe.draw(ours, stem) if recipe.draw else ()
         made |= set(drawn)
-        headlines += [recipe.headline(stem)] if recipe.headline else []
         sections.append(report.Section(recipe.name, recipe.title, tables, drawn))
     trials = read_csv(out / "tuning.csv")
     searches = _named(finalists.tables(trials, scale), end)
     if searches:
         made |= set(write_tables(searches, out / "tables" / f"tuning{end}"))
         sections.append(report.Section("tuning", "Tuning", searches, []))
-    said = pages.in_short(out.parent) if scale == "smoke" else None
-    opening = answer.opening(known[0], trials, scale, said)
-    report.write(out / f"report{end}.html", *_with_headlines(opening, sections, headlines))
+    first: list[Path] = []
+    said = None
+    if scale == "smoke":
+        pages.fill(out.parent, out / "ours.csv")
+        said = pages.in_short(out.parent)
+        ours = [row for row in known[0] if row["scale"] == scale]
+        first = list(headline.draw(ours, out / "figures" / "headline.svg"))
+        made |= set(first)
+    opening = replace(answer.opening(known[0], trials, scale, said), figures=first)
+    report.write(out / f"report{end}.html", opening, sections)
     for folder in (out / "tables", out / "figures"):
         for path in folder.glob("*"):
             if path not in made and _scale_of(path) == scale:
                 path.unlink()
-
-
-def _with_headlines(
-    opening: report.Opening, sections: Sequence[report.Section], headlines: Collection[Path]
-) -> tuple[report.Opening, list[report.Section]]:
-    """Opening and sections. Figures that are headlines move to the opening."""
-    others = [
-        replace(section, figures=[path for path in section.figures if path not in headlines])
-        for section in sections
-    ]
-    drawn = [path for section in sections for path in section.figures if path in headlines]
-    return replace(opening, figures=drawn), others
 
 
 def write_tables(tables: Sequence[Table], stem: Path) -> Iterator[Path]:

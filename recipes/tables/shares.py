@@ -13,9 +13,10 @@ from scipy.stats import ttest_1samp
 
 from co2.record.table import Table
 from recipes.recipe import Recipe, Rows
-from recipes.tables.entries import LEVEL, holm
+from recipes.tables.entries import holm
 from recipes.tables.figures import slug
 from recipes.tables.layout import Place, grid
+from recipes.tables.log_mean import LEVEL
 
 MARGIN = 2.0
 """Percent of the limit by which a share may differ from 100 and still count as the same."""

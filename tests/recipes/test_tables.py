@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +25,11 @@ from recipes.runs.known import Known
 from recipes.runs.laboratory import LabCell
 from recipes.studies import rounds
 from recipes.studies.glue import FineTuning
-from recipes.tables import answer, entries, figures, layout, pages, render, report
+from recipes.tables import answer, entries, figures, headline, layout, pages, render, report
 from recipes.tables.entries import Entry
 from recipes.tables.methods import WITH_MOMENTS
 from recipes.tuning import tune, tuning
+from tests.recipes import test_studies as studies
 
 TOP1 = Column("top-1", ("task=toy",), "final.top1", factor=100, digits=1)
 TOY = Recipe(
@@ -108,20 +110,18 @@ def test_differences_are_over_the_seeds_that_both_have(results: Path) -> None:
     difference = of["Local SGD"].to_first
     assert difference is not None and difference.mean == pytest.approx(-10)
     assert difference.p == pytest.approx(1 - 17.3205 / 302**0.5, rel=1e-3)
-    assert difference.half_width == pytest.approx(4.3027 / 3**0.5, rel=1e-4)
     assert difference.text(1) == "-10.0 [-12.5, -7.5] *", "the only test of its table"
-    assert difference.text(1, relative=True) == "-11.0 % [-13.7, -8.3] *", "of 91"
     assert of["Local SGD"].to_local is None, "itself"
 
 
 def test_pairs_are_by_seed_and_what_is_counted_has_no_interval() -> None:
     # Seeds 1 and 2 alone are in both: differences 1 and 3, t = 2 / (2^.5 / 2^.5) = 2, and with one
     # degree of freedom p = 1 - 2/π · atan(2).
-    pair = entries.paired({0: 9.0, 1: 2.0, 2: 5.0}, {2: 2.0, 1: 1.0, 7: 0.0})
+    pair = entries.compared({0: 9.0, 1: 2.0, 2: 5.0}, {2: 2.0, 1: 1.0, 7: 0.0})
     assert pair is not None and pair.p == pytest.approx(0.295167, abs=1e-6)
-    counted = entries.paired({0: 0.9, 1: 0.91}, {0: 0.8, 1: 0.81})
+    counted = entries.compared({0: 0.9, 1: 0.91}, {0: 0.8, 1: 0.81})
     assert counted is not None and counted.p is None and counted.text(2) == "+0.10"
-    none = entries.paired({0: 1.0, 1: 2.0}, {0: 1.0 + 1e-12, 1: 2.0 + 1e-12})
+    none = entries.compared({0: 1.0, 1: 2.0}, {0: 1.0 + 1e-12, 1: 2.0 + 1e-12})
     assert none is not None and none.text(1) == "+0.0", "no negative zero"
 
 
@@ -288,9 +288,9 @@ def test_losses_differ_in_percent() -> None:
         for seed, value in enumerate(values)
     ]
     _, differences = layout.tables(replace(TOY, columns=(loss,)), lines, [], "smoke")
-    # Differences .1 and .06: 12.706 errors of .02 around .08 are .2541, of 4: 6.4 %.
-    assert differences.rows == [["CO2_3", "+2.0 % [-4.4, 8.4]"]]
-    assert "in percent of AllReduce's mean" in differences.text
+    # Logarithms of 1.025 and 1.015: 12.706 errors of .0049 around .0198.
+    assert differences.rows == [["CO2_3", "+2.0 % [-4.2, 8.6]"]]
+    assert "in percent, between geometric means" in differences.text
 
 
 def test_what_another_recipe_has_recorded_of_the_same_run_is_not_lost(
@@ -314,7 +314,7 @@ def test_what_another_recipe_has_recorded_of_the_same_run_is_not_lost(
 def test_what_is_never_reached_is_not_a_number() -> None:
     never = Entry(TOY.rows[0], TOP1, {0: 1.0, 1: float("inf")})
     assert never.measured == "not reached" and never.spread is None
-    assert entries.paired(never.values, {0: 1.0, 1: 2.0}) is None
+    assert entries.compared(never.values, {0: 1.0, 1: 2.0}) is None
 
 
 def test_losses_are_kept_for_the_curves(results: Path) -> None:
@@ -626,50 +626,42 @@ def test_results_are_small() -> None:
 def test_pages_show_what_was_measured(tmp_path: Path) -> None:
     """Nothing between their marks is typed; a value that changes shows."""
     root = Path(__file__).parents[2]
-    for name in pages.PAGES:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    names = ("README.md", *(f"docs/{page.name}" for page in (root / "docs").glob("*.md")))
+    (tmp_path / "docs").mkdir()
+    for name in names:
         (tmp_path / name).write_text((root / name).read_text())
     pages.fill(tmp_path, root / "results" / "ours.csv")
-    for name in pages.PAGES:
-        page = (tmp_path / name).read_text()
-        assert page == (root / name).read_text(), "python -m recipes render"
-    main, gaps = tmp_path / "README.md", tmp_path / "docs" / "quality.md"
+    for name in names:
+        assert (tmp_path / name).read_text() == (root / name).read_text(), "recipes render"
+    main, told = tmp_path / "README.md", tmp_path / "docs" / "quality.md"
     changed = tmp_path / "ours.csv"
     line = dict.fromkeys((*measured.VALUES, *measured.SOURCES), "")
-    own = {
-        "recipe": "table2",
-        "row": "CO2, steady gap",
-        "scale": "smoke",
-        "seed": "0",
-        "value": "123.4",
-    }
-    own |= {"command": "python train.py task=gpt2 method=co2"}
-    columns = ("GPT-2", "GPT-2, loss")
-    measured.write(changed, [{**line, **own, "column": column} for column in columns])
-    pages.fill(tmp_path, changed)
-    for page in (main, gaps):
-        assert page.read_text().count("Not run yet.") == 1, "one method alone has no gap"
     measured.write(changed, [{**line, **other} for other in compared()])
     pages.fill(tmp_path, changed)
-    tasks = "GPT-2, source text of sympy | ViT, MNIST, 5,000 digits"
-    rows = "| AllReduce | 90.5 | 0 | 0 |\n| CO2, steady gap | 2.5 | +5.0 * | +0.1 |"
-    shown = f"| method | waiting, % of the time | {tasks} |\n|---|---|---|---|\n{rows}\n"
-    assert shown in main.read_text() and "mean over 3 seeds" in main.read_text()
-    shown = (
-        f"| method | {tasks} |\n|---|---|---|\n| CO2, steady gap | +5.0 % [4.9, 5.1] * | +0.1 % ["
+    assert "| AllReduce | 90.5 | not run | not run |" in main.read_text()
+    head = "| method | GPT-2, source text of sympy | ViT, MNIST, 5,000 digits |"
+    assert (
+        f"{head}\n|---|---|---|\n| CO2, steady gap | +5.0 % [4.4, 5.6] * | +0.1 % ["
+        in told.read_text()
     )
-    assert shown in gaps.read_text()
+    key = "above|table2|CO2, steady gap|GPT-2, loss|Local SGD"
+    assert f"<!--={key}-->not run<!--/-->" in told.read_text(), "its other row has not run"
     measured.write(changed, [])
     pages.fill(tmp_path, changed)
-    assert main.read_text().count("Not run yet.") == gaps.read_text().count("Not run yet.") == 1
-    gaps.unlink()  # as where the package is installed without its documentation
-    pages.fill(tmp_path, changed)
-    assert not gaps.exists()
+    assert main.read_text().count("Not run yet.") == 1 and "[" not in _marked(told.read_text())
+    told.write_text("<!--=above|table2|CO3|GPT-2, loss--><!--/-->")
+    with pytest.raises(ConfigError, match=r"CO3.*no recipe has this kind, row or column"):
+        pages.fill(tmp_path, changed)
+
+
+def _marked(text: str) -> str:
+    """All that stands at marked places."""
+    return " ".join(re.findall(r"<!--=[^>]*-->(.*?)<!--/-->", text))
 
 
 LOSSES = {
     "AllReduce": {"GPT-2": (4.0, 4.02, 4.04), "ViT": (0.5, 0.5, 0.5)},
-    "CO2, steady gap": {"GPT-2": (4.2, 4.221, 4.242), "ViT": (0.502, 0.49, 0.51)},
+    "CO2, steady gap": {"GPT-2": (4.2, 4.231, 4.232), "ViT": (0.502, 0.49, 0.51)},
 }
 
 
@@ -703,10 +695,10 @@ def test_the_report_opens_with_what_the_values_say() -> None:
         "communication is CO2, steady gap 91 %.",
     ]
     assert "lower is better" in opening.below and "UperNet on generated scenes" in opening.below
-    assert gaps.rows == [["CO2, steady gap", "+5.0 % [4.9, 5.1] *", "+0.1 % [-4.9, 5.1]"]]
+    assert gaps.rows == [["CO2, steady gap", "+5.0 % [4.4, 5.6] *", "+0.1 % [-4.8, 5.3]"]]
     assert losses.rows == [
         ["AllReduce", "4.0200 ± 0.0200", "0.5000 ± 0.0000"],
-        ["CO2, steady gap", "4.2210 ± 0.0210", "0.5007 ± 0.0101"],
+        ["CO2, steady gap", "4.2210 ± 0.0182", "0.5007 ± 0.0101"],
     ]
     data = ["GPT-2, source text of sympy", "ViT, MNIST, 5,000 digits"]
     assert [*losses.head] == ["method", *data] and losses.best == {(0, 1)}
@@ -721,8 +713,9 @@ def test_the_report_repeats_the_answer_of_the_documentation(results: Path) -> No
     docs.mkdir(exist_ok=True)
     page = docs / "quality.md"
     page.write_text(
-        "# Does it?\n\n## In short\n\nOn two cores:\n\n- It **hides** `x`,\n  as [it](x.md) says.\n"
-        f"- It pays.\n\n{pages.BEGIN}\na table\n{pages.END}\n\n## Claim\n\n- Not of it.\n"
+        "# Does it?\n\n## In short\n\nOn two cores:\n\n"
+        "- It **hides** <!-- no words -->`x`,\n  as [it](x.md) says.\n"
+        f"- It pays.\n\n{pages.begin('losses')}\na table\n{pages.END}\n\n## Claim\n\n- Not of it.\n"
     )
     assert pages.in_short(results.parent) == (
         "On two cores:",
@@ -788,7 +781,7 @@ def test_curves_have_bands_and_the_goal_a_line(tmp_path: Path) -> None:
 def test_the_main_table_says_whether_its_runs_were_tuned() -> None:
     plain, tuned = compared(), compared(" tuned=true  # optim.lr=0.1")
     tuning = [
-        dict(zip(tune.KEY, (task, method, "", "", "smoke"), strict=True), trial=str(trial))
+        dict(zip(tune.KEY, (task, method, "", "", "", "smoke"), strict=True), trial=str(trial))
         for task in ("gpt2", "vit", "ade20k")
         for method in ("allreduce", "co2")
         for trial in (*range(20 if task == "ade20k" else 12), 3)
@@ -799,19 +792,41 @@ def test_the_main_table_says_whether_its_runs_were_tuned() -> None:
     assert "on the task; 3 of 12 runs are not tuned." in mixed.text
 
 
-def test_the_gap_against_rounds_stands_at_the_top(results: Path) -> None:
-    """Once, and only if a recipe has drawn it now."""
+def test_cost_and_benefit_stand_at_the_top(tmp_path: Path) -> None:
+    """x is 3 in the figure's budget, and half of the throughput is kept: a net time of 6."""
+    allreduce = {25: 4.0, 100: 3.5, 300: 3.0, 1000: 2.5}
+    lines = [
+        ("rounds", "AllReduce", rounds.name(r), s, v) for r, v in allreduce.items() for s in (0, 1)
+    ]
+    lines += [("rounds", "CO2, steady gap", rounds.name(300), seed, 3.5) for seed in (0, 1)]
+    for row, kept in {"CO2, steady gap": (50, 50), "no communication": (100, 100)}.items():
+        lines += [("table3", row, "2 workers, 20 Mbit/s", s, v) for s, v in enumerate(kept)]
+    names = ("recipe", "row", "column", "seed", "value")
+    ours = [dict(zip(names, map(str, line), strict=True)) for line in lines]
+    dot = headline.dots(ours)["CO2, steady gap", "20 Mbit/s"]
+    assert dot.net_time.text(".2f").startswith("6.00 [5.")
+    (path,) = headline.draw(ours, tmp_path / "headline.svg")
+    assert "CO2" in path.read_text() and "Local SGD" not in path.read_text()
+    assert list(headline.draw([], path)) == [] and headline.table([], "smoke").rows == []
 
-    def headline(stem: Path) -> Path:
-        return rounds.figure(stem.with_name("rounds"))
 
-    def draw(_: object, stem: Path) -> list[Path]:
-        path = headline(stem)
-        path.write_text('<svg viewBox="0 0 1 1"><!--the gap--></svg>')
-        return [path]
-
-    render.render([replace(TOY, draw=draw, headline=headline)], results, "smoke")
-    page = (results / "report.html").read_text()
-    assert page.count("the gap") == 1 and page.index("the gap") < page.index("<details>")
+def test_the_report_opens_with_the_headline(results: Path) -> None:
     render.render([TOY], results, "smoke")
-    assert "the gap" not in (results / "report.html").read_text()
+    assert "equal net time" not in (results / "report.html").read_text(), "nothing of it has run"
+
+
+def test_what_one_table_tells_stands_once() -> None:
+    """Perplexity is not compared beside its loss; a recipe may leave all tables to `beside`."""
+    values = {("AllReduce", name): (4.0, 4.1) for name in ("loss", "perplexity")}
+    values |= {("CO2_3", name): (4.2, 4.4) for name in ("loss", "perplexity")}
+    more = {"hardware": "a cpu", "commit": "c", "folder": "f", "command": "x"}
+    ours = [{**line, **more} for line in studies.lines(values)]
+    columns = (
+        replace(TOP1, name="loss", metric="final.loss", part="loss"),
+        replace(TOP1, name="perplexity", metric="final.perplexity", part="perplexity"),
+    )
+    recipe = replace(TOY, columns=columns)
+    titles = [table.title for table in layout.tables(recipe, ours, [], "smoke")]
+    assert len(titles) == 3 and "perplexity (scale" in titles[-1]
+    (hidden,) = layout.tables(replace(recipe, listed=False), ours, [], "smoke")
+    assert not hidden.rows and "1 runs" in hidden.source

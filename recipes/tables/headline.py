@@ -1,0 +1,257 @@
+"""What a reader sees first: cost and benefit of every method together, as a figure and a table.
+
+Net time is steps to equal loss over the share of the throughput that is kept: the time to
+AllReduce's loss in units of AllReduce's own without communication.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from co2.record.table import NOT_RUN, NOTHING, Table
+from recipes.recipe import Rows
+from recipes.registry import RECIPES
+from recipes.studies import field, rounds
+from recipes.tables import figures, shares
+from recipes.tables.entries import Entry, by_seed, entries
+from recipes.tables.equal_steps import Ratio
+from recipes.tables.log_mean import LogMean
+from recipes.tables.methods import METHODS, PAPERS_GAP, STEADY_GAP
+
+LINKS = ("20 Mbit/s", "100 Mbit/s")
+SLOWEST = LINKS[0]
+BUDGET = 300
+"""Rounds of the figure and of net time: as many as table2 trains."""
+BUDGETS = (100, BUDGET, 1000)
+ALLREDUCE = METHODS[0].name
+ROWS = (*METHODS, *(row for row in rounds.BASES if row not in METHODS))
+POINTS = {
+    "Fashion-MNIST": ("fashion_mnist", "ResNet-50"),
+    "ViT": ("table1", "ViT"),
+    "mIoU": ("table1", "ADE20K"),
+}
+"""Recipe and column of scores, of which points are shown."""
+NET_TIMES = (1, 2, 4, 8)
+"""Of the diagonals."""
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A method on one link."""
+
+    share: LogMean
+    """Of the throughput without communication."""
+    steps: LogMean
+    """To equal loss, in units of AllReduce's."""
+
+    @property
+    def net_time(self) -> LogMean:
+        halves = [one.half_width for one in (self.share, self.steps) if one.half_width is not None]
+        width = math.hypot(*halves) if halves else None
+        return LogMean(self.steps.mean - self.share.mean, width)
+
+
+def dots(ours: Rows) -> dict[tuple[str, str], Dot]:
+    """By method and link: those of which both have run."""
+    kept = _shares(ours)
+    steps = rounds.ratios(_of(ours, "rounds"))
+    found = {}
+    for (row, link), share in kept.items():
+        ratio = LogMean(0.0) if row == ALLREDUCE else _at(steps, row, BUDGET)
+        if ratio is not None:
+            half = None if share.half_width is None else share.half_width / share.mean
+            found[row, link] = Dot(LogMean(math.log(share.mean / 100), half), ratio)
+    return found
+
+
+def _at(steps: Mapping[str, Mapping[int, Ratio]], row: str, budget: int) -> LogMean | None:
+    ratio = steps.get(row, {}).get(budget)
+    return None if ratio is None else ratio.mean
+
+
+def _of(ours: Rows, recipe: str) -> Rows:
+    return [line for line in ours if line["recipe"] == recipe]
+
+
+def _shares(ours: Rows) -> dict[tuple[str, str], shares.Share]:
+    """table3's, over all its repeats; of methods that it has not, those of `field`."""
+    found = shares.shares(RECIPES["table3"], _of(ours, "table3"), "2 workers")
+    values = by_seed(_of(ours, "field"))
+    for row in ROWS:
+        for link in LINKS:
+            key = row.overrides[0].removeprefix("method=")
+            own = values.get((key, field.share("gpt2", link.partition(" ")[0])))
+            if own and (row.name, link) not in found:
+                found[row.name, link] = shares.share_of(list(own.values()))
+    for link in LINKS:  # the gap changes nothing that is sent
+        if (STEADY_GAP.name, link) in found:
+            found[PAPERS_GAP.name, link] = found[STEADY_GAP.name, link]
+    return found
+
+
+def draw(ours: Rows, path: Path) -> Iterator[Path]:
+    """Draw a panel for each link, if there is a dot."""
+    found = dots(ours)
+    if not found:
+        return
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    with rc_context({"font.size": 12}):
+        figure = Figure(figsize=(9, 4.6), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.subplots(1, len(LINKS), sharex=True, sharey=True)
+        for axis, link in zip(axes, LINKS, strict=True):
+            _panel(axis, link, found)
+        axes[0].set_ylabel("steps to the same loss,\nin units of AllReduce's")
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figures.save(figure, path)
+    yield path
+
+
+def _panel(axis: Any, link: str, found: Mapping[tuple[str, str], Dot]) -> None:
+    """A dot for each method, over diagonals of equal net time. Any: axes of matplotlib."""
+    axis.set_title(f"links of {link}", fontsize="medium")
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    low, high = 0.8, 1.15 * max(math.exp(dot.steps.mean) for dot in found.values())
+    left = 70 * math.exp(min(dot.share.mean for dot in found.values()))
+    axis.set_xlim(left, 150)
+    axis.set_ylim(low, high)
+    for time in NET_TIMES:
+        label = "equal net time" if time == NET_TIMES[0] else None
+        ends = [time * left / 100, time * 1.5]
+        axis.plot([left, 150], ends, zorder=0, lw=0.8, label=label, **figures.LIMIT)
+        if 1.1 * left < 100 * low / time:
+            place = (100 * low / time, low)
+            axis.annotate(f"×{time:g}", place, (-2, 6), textcoords="offset points", ha="right")
+    for number, row in enumerate(ROWS):
+        dot = found.get((row.name, link))
+        if dot is not None:
+            x, y = 100 * math.exp(dot.share.mean), math.exp(dot.steps.mean)
+            style = figures.style(number, row.name) | {"markersize": 10, "linestyle": "none"}
+            bars = {"elinewidth": 1, "capsize": 3}
+            axis.errorbar(x, y, _bar(dot.steps), _bar(dot.share, 100), **bars, **style)
+    axis.set_xticks((10, 20, 50, 100), ("10", "20", "50", "100"))
+    axis.set_yticks((1, 1.5, 2), ("1", "1.5", "2"))
+    axis.minorticks_off()
+    axis.set_xlabel("throughput kept, % of that\nwithout communication")
+
+
+def _bar(mean: LogMean, factor: float = 1.0) -> list[list[float]] | None:
+    """How far the interval's ends are below and above the mean."""
+    if mean.half_width is None:
+        return None
+    middle, width = factor * math.exp(mean.mean), mean.half_width
+    return [[-middle * math.expm1(-width)], [middle * math.expm1(width)]]
+
+
+def table(ours: Rows, scale: str) -> Table:
+    """A line for each method; without lines where nothing has run."""
+    rows = [row for row in ROWS if any(line["row"] == row.name for line in ours)]
+    found, steps = dots(ours), rounds.ratios(_of(ours, "rounds"))
+    waits = _entries(ours, "table3", scale)
+    race = _entries(ours, "time_to_loss", scale)
+    settings = {line["row"]: line["command"] for line in _of(ours, "time_to_loss")}
+    scores = {
+        head: (_entries(ours, recipe, scale), name) for head, (recipe, name) in POINTS.items()
+    }
+    lines = []
+    for row in rows:
+        first = row.name == ALLREDUCE
+        fp32 = waits.get((row.name, f"2 workers, waiting for communication %, {SLOWEST}"))
+        best = race.get((row.name, "exposed, % of training"))
+        line = [row.name, _mean(fp32), _best(best, settings.get(row.name, ""))]
+        for budget in BUDGETS:
+            mean = steps.get(row.name, {}).get(budget)
+            line.append("1" if first and steps else rounds.ratio_words(mean) if mean else NOT_RUN)
+        for link in LINKS:
+            dot = found.get((row.name, link))
+            line.append(dot.net_time.text(".2f") if dot else NOT_RUN)
+        line += [_points(of.get((row.name, name)), first) for of, name in scores.values()]
+        lines.append(line)
+    if not any(cell not in (NOT_RUN, NOTHING) for line in lines for cell in line[1:]):
+        lines = []
+    heads = (
+        "method",
+        f"waits, %, {SLOWEST}, fp32",
+        "waits, %, best wire and τ",
+        *(f"steps, {budget:,} rounds" for budget in BUDGETS),
+        *(f"net time, {link}" for link in LINKS),
+        *(f"{name}, points" for name in POINTS),
+    )
+    text = (
+        "GPT-2, two workers. Waits: share of the time in which a worker stands still for links of "
+        f"{SLOWEST} (1.3 M parameters; best: what reached AllReduce's loss soonest, 0.19 M). "
+        "Steps: for AllReduce's loss, in units of AllReduce's steps (0.19 M). Net time: steps "
+        f"after {BUDGET} rounds over the share of the throughput that is kept (fp32). Points: "
+        "AllReduce's score in percent, and what others have more; a star as in [table1]"
+        "(results/tables/table1.md). Brackets: 95 % intervals. Without a star a method is not "
+        "shown to differ, nor shown to be equal."
+    )
+    return Table(heads, lines, title="Cost and benefit", text=text)
+
+
+def _entries(ours: Rows, recipe: str, scale: str) -> Mapping[tuple[str, str], Entry]:
+    """Those of a recipe, by names of row and column; none where there is no such recipe."""
+    if recipe not in RECIPES:
+        return {}
+    own = entries(RECIPES[recipe], _of(ours, recipe), scale)
+    return {(entry.row.name, entry.column.name): entry for entry in own if entry.values}
+
+
+def _mean(entry: Entry | None) -> str:
+    return NOT_RUN if entry is None else f"{entry.mean:.1f}"
+
+
+def _best(entry: Entry | None, command: str) -> str:
+    """The share, with what won."""
+    if entry is None:
+        return NOT_RUN
+    words = dict(word.split("=", 1) for word in command.split() if "=" in word)
+    tau = [value for key, value in words.items() if key.endswith(".tau")]
+    chosen = ", ".join([words.get("comm.dtype", "fp32"), *(f"τ = {value}" for value in tau)])
+    return f"{entry.mean:.1f} ({chosen})"
+
+
+def _points(entry: Entry | None, first: bool) -> str:
+    if entry is None:
+        return NOT_RUN
+    if first or entry.to_first is None:
+        return f"{entry.mean:.1f}"
+    return f"{entry.to_first.mean:+z.1f}{' *' if entry.to_first.significant else ''}"
+
+
+def seconds(ours: Rows) -> Table:
+    """Seconds to a loss in units of AllReduce's, from the soonest to the latest."""
+    column = "ratio to AllReduce's seconds"
+    found = [
+        (name, entry)
+        for (name, of), entry in _entries(ours, "time_to_loss", "smoke").items()
+        if of == column
+    ]
+    found.sort(key=lambda one: one[1].mean)
+    return Table(
+        ("method", *(name for name, _ in found)),
+        [("ratio", *(entry.measured for _, entry in found))] if found else [],
+        title="Seconds",
+        text="Mean ± standard deviation.",
+    )
+
+
+def steps(ours: Rows) -> Table:
+    """Steps in units of AllReduce's, of the methods that have a line in the figure."""
+    found = rounds.ratios(_of(ours, "rounds"))
+    return Table(
+        ("method", *map(rounds.name, rounds.ROUNDS)),
+        [
+            (row.name, *(rounds.ratio_words(found[row.name].get(r)) for r in rounds.ROUNDS))
+            for row in rounds.DRAWN
+            if row.name in found
+        ],
+        title="Steps to equal loss",
+    )
