@@ -17,6 +17,10 @@ SEEDS = (0, 1, 2)
 SCALES = ("smoke", "gpu", "paper")
 NODE = 8
 """Workers of a run at scale=paper, unless its column has others: a node's GPUs."""
+FASHION = "data.path=data/fashion_mnist"
+FASHION_MNIST = {task: (FASHION, f"{task}.flip=true") for task in ("resnet50", "vit")}
+"""By task that learns pictures: overrides with which it trains on Fashion-MNIST at scale=smoke;
+conf's digits tell no methods apart."""
 LOSSES = ("final.loss", "final.cross_entropy", "final.perplexity")
 """Metrics whose differences are shown in percent. Others are shares already, or counts and seconds,
 which are shown as they are."""

@@ -7,6 +7,7 @@ from recipes.signs import zero_one_adam, zero_one_training, zero_one_volume
 from recipes.studies import (
     blocking,
     digits,
+    fashion,
     field,
     gap,
     glue,
@@ -53,6 +54,8 @@ RECIPES: dict[str, Recipe] = {
         time_to_loss.RECIPE.trials,
         time_to_loss.RECIPE,
         digits.RECIPE,
+        fashion.RECIPE.trials,
+        fashion.RECIPE,
         faults.RECIPE,
         faults_elsewhere.RECIPE,
         goodput.RECIPE,

@@ -28,7 +28,7 @@ BUDGETS = (100, BUDGET, 1000)
 ALLREDUCE = METHODS[0].name
 ROWS = (*METHODS, *(row for row in rounds.BASES if row not in METHODS))
 POINTS = {
-    "Fashion-MNIST": ("fashion_mnist", "ResNet-50"),
+    "Fashion-MNIST": ("fashion", "top-1, %, 2 replicas"),
     "ViT": ("table1", "ViT"),
     "mIoU": ("table1", "ADE20K"),
 }

@@ -8,16 +8,26 @@ from pathlib import Path
 import pytest
 import torch
 
+from co2.config import Optimizer, Validation
 from co2.record.folder import run_folder
 from recipes.faults import goodput
 from recipes.recipe import Recipe, Row
 from recipes.runs import cells, functions, measured
-from recipes.runs.cells import TrainCell, composed_config
+from recipes.runs.cells import TrainCell, composed_config, own_words
 from recipes.runs.collect import collect
 from recipes.runs.functions import FunctionCell, FunctionColumn
 from recipes.runs.laboratory import LabCell
 from recipes.runs.ledger import doubled_and_left_out
-from recipes.studies import digits, field, glue, kept_progress, kept_variants, quality, time_to_loss
+from recipes.studies import (
+    digits,
+    fashion,
+    field,
+    glue,
+    kept_progress,
+    kept_variants,
+    quality,
+    time_to_loss,
+)
 from recipes.tables import entries as entries_module
 from recipes.tables import layout
 from recipes.tables.render import render
@@ -154,6 +164,27 @@ def test_digits_say_whether_the_effect_shows() -> None:
     effect, _ = digits.verdicts(rows([0.4, 0.2], [0.2, 0.3]), [])
     assert effect.rows[0][3] == "no"
     assert list(digits.verdicts([], [])) == []
+
+
+def test_fashion_is_chosen_and_shown_on_different_images() -> None:
+    """Also: 64 images in a step for any number of replicas, every trial a run of its own."""
+    recipe = fashion.RECIPE
+    trials = [cell for *_, cell in recipe.trials.cells("smoke")]
+    assert len({cell.command for cell in trials}) == len(trials) == 2 * (3 * 4 + 3 * 16)
+    for cell in trials:
+        assert isinstance(cell, TrainCell)
+        config = cell.config()
+        assert config.data.validation is Validation.tuning
+        assert config.train.batch_size * config.launch.workers == config.train.global_batch == 64
+    for row, column in recipe.places("smoke"):
+        config = composed_config(own_words((*column.overrides, *row.overrides)))
+        assert config.data.validation is Validation.report and config.train.steps == 3600
+        assert config.optim.name is Optimizer.sgd and config.optim.lr == 0.1, "conf's, if untuned"
+        gap = getattr(config.method_config, "gap_penalty", None)
+        assert (gap == "gap_aware") == (row.name == "CO2, paper's gap")
+    summary = {"final": {"top1": 0.875}}
+    assert recipe.columns[0].value(summary) == 87.5
+    assert recipe.trials.columns[0].value(summary) == 12.5
 
 
 def test_quality_counts_the_seeds_that_reach_the_goal() -> None:
