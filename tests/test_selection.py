@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def is_there(name: str) -> bool:
-    path, *parts = name.split("::")
+    path, *parts = name.partition("[")[0].split("::")
     text = (ROOT / path).read_text() if (ROOT / path).exists() else ""
     found = [re.search(rf"^ *(def|class) {part}\b", text, re.MULTILINE) for part in parts]
     return bool(text) and all(found)

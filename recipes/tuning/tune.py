@@ -102,7 +102,7 @@ class Search:
     own: Mapping[str, Value] = field(default_factory=dict)
     lines_before: Sequence[Line] = ()
     short: list[Trial] = field(default_factory=list)
-    """A quarter of the steps each."""
+    """A share of `SHARE` of the steps each."""
     whole: list[Trial] = field(default_factory=list)
     """The finalists, at the full number of steps."""
     statuses: dict[TrainCell, int] = field(default_factory=dict)

@@ -43,7 +43,7 @@ def packed(folder: Path, key: str, value: object) -> Held:
         for file in own.values():
             name = f"{part}/{shown(file.name)}"
             try:
-                array = np.load(file)
+                array = np.load(file, allow_pickle=False)
             except (OSError, ValueError, EOFError) as error:
                 hint = f"{name} cannot be read ({first_line(error)})"
                 raise ConfigError(key, value, hint) from None

@@ -279,7 +279,7 @@ def test_without_the_fork_server_a_run_ends_to_be_started_again(
     [
         (("method=allreduce",), "method=allreduce: has no rounds at whose end"),
         (("method=sparseloco",), "method=sparseloco: what a replica has not sent yet"),
-        (("method=noloco",), "method=noloco: the exchange of a pair does not recover"),
+        (("method=noloco",), "method=noloco: a pair's exchange does not recover"),
         (("method=co2", "co2.tau=auto"), "method=co2: tau=auto times rounds"),
         (("method=co2", "co2.shard=true"), "method=co2: co2.shard=true leaves each replica"),
         (("method=co2", "launch.min_replicas=3"), "must be at most launch.workers, which is 2"),

@@ -108,7 +108,10 @@ def test_the_workers_of_torchrun_count(tmp_path: Path, monkeypatch: pytest.Monke
             ("train.global_batch=32", "train.accumulate=2"),
             r"train\.accumulate=2: follows from train\.global_batch=32; give one of the two$",
         ),
-        (("train.global_batch=0",), r"train\.global_batch=0: must be a whole number, 1 or more$"),
+        (
+            ("train.global_batch=0",),
+            r"train\.global_batch=0: must be a whole number, 1 or more, or null$",
+        ),
         (
             ("train.keep_global_batch=true",),
             r"train\.keep_global_batch=True: has a new name: train\.global_batch",

@@ -9,6 +9,7 @@ from recipes.rehearse import __main__ as rehearsal
 from recipes.rehearse import golden
 from recipes.rehearse.__main__ import METHODS, REHEARSALS, Implausible, command, main
 from recipes.runs.cells import composed_config
+from tasks import TASKS
 from tests.cli.harness import tasks_at
 
 
@@ -92,5 +93,5 @@ def test_what_was_never_written_cannot_be_compared(
 ) -> None:
     monkeypatch.setattr(golden, "FILE", tmp_path / "golden.json")
     assert golden.main(["task=vit"]) == 2
-    said = "golden.json has no losses of vit, version 1; write them: "
+    said = f"golden.json has no losses of vit, version {TASKS['vit'].version}; write them: "
     assert said in capsys.readouterr().err
