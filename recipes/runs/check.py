@@ -1,11 +1,10 @@
 """`python -m recipes check`: whether the values of the tables can be compared, and made again."""
 
-import math
 import re
 import shlex
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,9 +24,7 @@ from recipes.runs.functions import FunctionColumn
 from recipes.tuning import tune
 
 WRITTEN = "Written by: python -m recipes tune "
-_UNTRIED = "Nothing was tried beyond the winner's "
-"""What begins the lines of a tuned file that tell which search wrote it, and which settings lie at
-the border of what it tried."""
+"""What begins the line of a tuned file that tells which search wrote it."""
 Lines = Sequence[dict[str, str]]
 
 
@@ -116,7 +113,7 @@ def _searches(trials: Lines) -> Iterator[Finding]:
     for line in trials:
         key = tune.search_of(line)
         searches[key] = [*searches.get(key, ()), line]
-    sizes = {key: _short(own) for key, own in searches.items()}
+    sizes = {key: len(tune.rungs(own)[0]) for key, own in searches.items()}
     usual = Counter(sizes.values()).most_common(1)[0][0] if sizes else 0
     tasks: dict[str, list[Line]] = {}
     for key, own in searches.items():
@@ -150,12 +147,6 @@ def _searches(trials: Lines) -> Iterator[Finding]:
             yield Finding("fingerprint", text)
 
 
-def _short(search: Lines) -> int:
-    """Short trials of a search."""
-    rungs = Counter(int(line["rung"]) for line in search)
-    return rungs[min(rungs)]
-
-
 def _named(key: Sequence[str]) -> str:
     task, method, tau, moments, gap, _ = key
     words = ["tuning", task, method, tau and f"τ={tau}", moments and MOMENTS, gap]
@@ -185,16 +176,15 @@ def _winners(trials: Lines, scale: str) -> Iterator[Finding]:
         key = _key(words)
         if key[-1] != scale:
             continue
-        won = _winner([line for line in trials if list(tune.search_of(line)) == key])
-        settings = flat(yaml.safe_load(text))
-        if won is None:
+        best = tune.winner([line for line in trials if list(tune.search_of(line)) == key])
+        if best is None:
             yield Finding("winner", f"{name}: results/tuning.csv has no trials of it; {again}")
-        elif won != {setting: _text(value) for setting, value in settings.items()}:
-            told = " ".join(f"{setting}={value}" for setting, value in won.items())
+        elif tune.settings(best) != flat(yaml.safe_load(text)):
+            told = best["settings"]
             yield Finding("winner", f"{name}: not the winner of its search, {told}; {again}")
-        border = next((line for line in heads if line.startswith(_UNTRIED)), None)
+        border = next((line for line in heads if line.startswith(tune.UNTRIED)), None)
         if border is not None:
-            keys = border.removeprefix(_UNTRIED).rstrip(".")
+            keys = border.removeprefix(tune.UNTRIED).rstrip(".")
             text = f"{name}: {keys} at the border of a space that was not widened; {again}"
             yield Finding("border", text)
         told = next((line for line in heads if line.startswith(fingerprints.TUNED)), "")
@@ -222,17 +212,3 @@ def _key(words: Sequence[str]) -> list[str]:
     tau = given.get("--tau", str(getattr(config.method_config, "tau", "")))
     moments = "true" if "--average-moments" in given else ""
     return [task, method, tau, moments, given.get("--gap-penalty", ""), scale]
-
-
-def _winner(search: Lines) -> Mapping[str, str] | None:
-    """The settings of the best whole trial; None where there is none."""
-    full = max((int(line["rung"]) for line in search), default=0)
-    whole = [line for line in search if int(line["rung"]) == full]
-    best = min(whole, key=lambda line: float(line["loss"]), default=None)
-    if best is None or not math.isfinite(float(best["loss"])):
-        return None
-    return dict(word.split("=", 1) for word in best["settings"].split())
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -44,6 +44,8 @@ from recipes.tuning.tuning import TUNING, TUNING_SEED
 SHARE = Fraction(2, 5)
 """Of the steps, in a short trial: at smoke scale whole rounds for τ of 12 and 48."""
 FINALISTS = 3
+UNTRIED = "Nothing was tried beyond the winner's "
+"""What begins the line of a tuned file that names settings at the border of what was tried."""
 RUNS = "results/runs/tuning"
 KEY = ("task", "method", "tau", "average_moments", "gap_penalty", "scale")
 """Columns of results/tuning.csv that tell one search from another."""
@@ -334,7 +336,7 @@ def record(searches: Sequence[Search], path: Path) -> None:
 
 def rungs(search: Sequence[Line]) -> tuple[list[Line], list[Line]]:
     """The short trials of a search and its finalists, each from the best to the worst."""
-    short = min(int(line["rung"]) for line in search)
+    short = min((int(line["rung"]) for line in search), default=0)
     ranked = sorted(search, key=lambda line: float(line["loss"]))
     # A search that was stopped before its finalists has one rung.
     whole = [line for line in ranked if int(line["rung"]) > short]
@@ -381,7 +383,7 @@ def tuned_text(search: Sequence[Line]) -> tuple[Path, str]:
         f"{float(best['loss']):.4f} on the tuning part of the data",
         f"with seed {best['seed']}. Commit {best['commit']}.",
         *([fingerprints.tuned_line(best["fingerprint"])] if best.get("fingerprint") else []),
-        *([f"Nothing was tried beyond the winner's {', '.join(border)}."] if border else []),
+        *([f"{UNTRIED}{', '.join(border)}."] if border else []),
     ]
     nodes: dict[str, dict[str, Value]] = {}
     for name, value in settings(best).items():
@@ -395,7 +397,7 @@ def tuned_text(search: Sequence[Line]) -> tuple[Path, str]:
 def _conclude(search: Search, trials: int) -> bool:
     """Write the winner and say what it is. Returns whether there is one."""
     method, lines = search.base.method, list(search.written())
-    best = winner(lines) if lines else None
+    best = winner(lines)
     if best is None:
         print(f"{method}: no training ended well, so nothing has won")
         return False

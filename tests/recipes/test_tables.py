@@ -288,7 +288,7 @@ def test_losses_differ_in_percent() -> None:
         for seed, value in enumerate(values)
     ]
     _, differences = layout.tables(replace(TOY, columns=(loss,)), lines, [], "smoke")
-    # Logarithms of 1.025 and 1.015: 12.706 errors of .0049 around .0198.
+    # Logarithms of 1.025 and 1.015: 12.706 errors of 0.0049 around 0.0198.
     assert differences.rows == [["CO2_3", "+2.0 % [-4.2, 8.6]"]]
     assert "in percent, between geometric means" in differences.text
 
