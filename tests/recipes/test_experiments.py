@@ -287,7 +287,7 @@ def test_every_experiment_renders_from_a_few_values(place: Path) -> None:
         (time_to_loss.RECIPE.trials, FIRST, "seconds to the loss", float("inf")),
         (digits.RECIPE, digits.NONE, "adam, accuracy, %", 85.0),
         (kept_progress.RECIPE, "CO2, kept progress", PLACE, 5.3),
-        (kept_variants.RECIPE, "kept .5", "ViT", 0.502),
+        (kept_variants.RECIPE, "kept 0.5", "ViT", 0.502),
     )
     lines = [line(*where[:3], 0, where[3]) for where in places]
     write_ours(lines)

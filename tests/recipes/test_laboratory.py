@@ -130,8 +130,8 @@ def test_methods_take_turns_within_a_repeat() -> None:
 
 
 def test_shares_are_paired_and_tested_for_equivalence() -> None:
-    # Mean 99.2, deviation .2, error .0894 of five: 95 % within 2.776 errors; the nearer bound is
-    # 98, 13.4 errors away. With mean 98.1 it is 1.118 errors away, one-sided p .163.
+    # Mean 99.2, deviation 0.2, error 0.0894 of five: 95 % within 2.776 errors; the nearer bound is
+    # 98, 13.4 errors away. With mean 98.1 it is 1.118 errors away, one-sided p 0.163.
     near = [99.0, 99.1, 99.2, 99.3, 99.4]
     share = shares.share_of(near)
     assert share.half_width == pytest.approx(2.776 * 0.15811 / 5**0.5, rel=1e-3)
