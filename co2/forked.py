@@ -136,12 +136,23 @@ def end_with_starter(grace_s: float = 0.0) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+@contextmanager
+def forking_helpers() -> Iterator[None]:
+    """Inside, processes are forked that call `help_starter`. They begin with stop signals blocked,
+    and so do threads that a library starts in them as they are forked, as Arrow does: one where a
+    signal is not blocked would let it end the process."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def help_starter() -> None:
     """From now on this process ends with the one that has forked it, or when that terminates it.
     A stop signal, which may reach all processes of a run, does not end it: the run needs it until
-    it has saved."""
+    it has saved. It was forked inside `forking_helpers`."""
     starter = os.getppid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
     def wait() -> None:
         while signal.sigwaitinfo((signal.SIGTERM,)).si_pid != starter:

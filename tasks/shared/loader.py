@@ -77,7 +77,8 @@ def load(
         worker_init_fn=lambda _: forked.help_starter(),
     )
     try:
-        batches = iter(loader)
+        with forked.forking_helpers():
+            batches = iter(loader)
     except OSError as error:  # such as a limit on files or processes, or no /dev/shm
         hint = f"a loading process cannot start ({error.strerror}); use data.workers=0"
         raise ConfigError("data.workers", workers, hint) from None

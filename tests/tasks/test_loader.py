@@ -3,11 +3,15 @@
 import errno
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
+import threading
 import time
+from functools import partial
 from itertools import count, islice
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 import torch
@@ -92,6 +96,34 @@ def test_a_stop_signal_leaves_loaders_alive() -> None:
     for number in STOP_SIGNALS:
         subprocess.run(["kill", f"-{int(number)}", *loaders], check=True)
     assert [str(int(batch)) for batch in batches] == loaders * 9
+
+
+def beside_another_thread(found: Connection) -> None:
+    """Threads of each loader in which a stop signal is not blocked, where forking starts one."""
+    idle = partial(threading.Thread, target=time.sleep, args=(LIMIT_S,), daemon=True)
+    os.register_at_fork(after_in_child=lambda: idle().start())
+    batches = load(lambda _: torch.tensor(os.getpid()), count(), 2, CPU)
+    masks = [
+        [
+            int(re.findall(r"SigBlk:\s*(\w+)", status.read_text())[0], 16)
+            for status in Path(f"/proc/{int(next(batches))}/task").glob("*/status")
+        ]
+        for _ in range(2)
+    ]
+    bits = [1 << number - 1 for number in STOP_SIGNALS]
+    found.send([sum(not mask & bit for mask in own for bit in bits) for own in masks])
+
+
+def test_a_stop_signal_finds_no_other_thread() -> None:
+    """But the one that waits for SIGTERM, if it waits already."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    process = context.Process(target=beside_another_thread, args=(there,))
+    process.start()
+    try:
+        assert max(here.recv()) <= 1
+    finally:
+        process.kill()
 
 
 def uses_stuck_loaders(loaders: Connection, terminates: bool) -> None:
