@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from co2.comm.cuts import pack
 from co2.comm.meeting import Meeting
 from co2.comm.mesh import serves_gpus
 from co2.comm.reproducible import checksum
@@ -299,17 +300,9 @@ def _together(
 def _alike(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield tensors of one type and device, and of `_FLAT_BYTES` at most or one tensor."""
     for kind in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors):
-        same: list[Tensor] = []
-        size = 0
-        for tensor in tensors:
-            if (tensor.dtype, tensor.device) != kind:
-                continue
-            if same and size + tensor.nbytes > _FLAT_BYTES:
-                yield same
-                same, size = [], 0
-            same.append(tensor)
-            size += tensor.nbytes
-        yield same
+        same = [tensor for tensor in tensors if (tensor.dtype, tensor.device) == kind]
+        for some in pack([tensor.nbytes for tensor in same], _FLAT_BYTES):
+            yield same[some]
 
 
 def _apply(tensor: Tensor, group: dist.ProcessGroup, collective: Callable[[Tensor], Any]) -> None:

@@ -13,7 +13,6 @@ Scales stay on the device of x, so that the host never waits for a GPU.
 
 import math
 import os
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +24,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from co2.comm.cuts import SegmentedPart, part_between
 
 _PIECE = 1 << 20
 """Elements that PyTorch works on at a time, which bounds the temporaries."""
@@ -140,14 +141,14 @@ class Codec:
             fused.encode(self, x, scales, mask, out, error)
             return
         for block in self._blocks:
-            part, s = block.of(x), block.of_elements(scales)
-            codes = self._codes(x[block.span], s).view_as(part)
+            part, s = block.rows_of(x), block.of_elements(scales)
+            codes = self._codes(block.of(x), s).view_as(part)
             codes = pad(codes, (0, -block.width % self._codes_per_byte))
             packed, *others = codes.view(len(part), -1, self._codes_per_byte).unbind(2)
             for number, other in enumerate(others, start=1):
                 packed = packed.add(other, alpha=2 ** (number * self.bits))
             out[block.rows, block.packed] = packed.to(torch.uint8)
-            values = block.of(error)
+            values = block.rows_of(error)
             self._write(packed, s, mask, block, values)
             torch.sub(part, values, out=values)
 
@@ -158,7 +159,7 @@ class Codec:
             return
         for block in self._blocks:
             codes, s = packed[block.rows, block.packed], block.of_elements(scales)
-            self._write(codes, s, mask, block, block.of(out))
+            self._write(codes, s, mask, block, block.rows_of(out))
 
     def add(self, packed: Tensor, scales: Tensor, out: Tensor) -> None:
         """Write the sum of the C(x) of several vectors of a single row to `out` (numel,), added
@@ -173,7 +174,7 @@ class Codec:
             return
         for block in self._blocks:
             values = self._values(packed[:, block.packed], block.width)
-            total = out[block.span].zero_()
+            total = block.of(out).zero_()
             for one in values * block.of_elements(scales):
                 total.add_(one)
 
@@ -201,7 +202,7 @@ class Codec:
         values = self._values(packed, block.width)
         torch.mul(values, s if len(s) == 1 else s.view(out.shape), out=out)
         if mask is not None:
-            out.mul_(block.of(mask))
+            out.mul_(block.rows_of(mask))
 
 
 def _largest(bits: int) -> int:
@@ -209,34 +210,19 @@ def _largest(bits: int) -> int:
     return 2 ** (bits - 1) - 1
 
 
-@dataclass(frozen=True)
-class Block:
+@dataclass(frozen=True, kw_only=True)
+class Block(SegmentedPart):
     """Elements that are packed together: whole rows, or a part of one."""
 
-    span: slice
-    """They, as a slice of the vector."""
     rows: slice
     width: int
     """How many of them are in each of these rows."""
     packed: slice
     """Their bytes, as a slice of each row's."""
-    segments: slice
-    """The segments that they are of."""
-    counts: list[int]
-    """How many of them are of each of these segments."""
 
-    def of(self, vector: Tensor) -> Tensor:
+    def rows_of(self, vector: Tensor) -> Tensor:
         """Return the elements of a vector, as a view (rows, width)."""
-        return vector[self.span].view(-1, self.width)
-
-    def of_elements(self, scales: Tensor) -> Tensor:
-        """From scales (…, segments) return those of the elements (…, numel), or (…, 1) if all of
-        them have the same one."""
-        own = scales[..., self.segments]
-        if len(self.counts) == 1:
-            return own
-        every = zip(own.split(1, dim=-1), self.counts, strict=True)
-        return torch.cat([one.expand(*own.shape[:-1], count) for one, count in every], dim=-1)
+        return self.of(vector).view(-1, self.width)
 
 
 def blocks(sizes: Sequence[int], width: int, multiple: int, piece: int) -> Iterator[Block]:
@@ -253,9 +239,7 @@ def blocks(sizes: Sequence[int], width: int, multiple: int, piece: int) -> Itera
         for column in range(0, whole, most):
             count = min(most, whole - column)
             begin = first * width + column
-            end = begin + (last - first - 1) * width + count
-            segments = slice(bisect_right(starts, begin) - 1, bisect_left(starts, end))
-            bounds = [begin, *starts[segments][1:], end]
-            counts = [after - before for before, after in pairwise(bounds)]
+            part = part_between(starts, begin, begin + (last - first - 1) * width + count)
             packed = slice(column // multiple, -(-(column + count) // multiple))
-            yield Block(slice(begin, end), slice(first, last), count, packed, segments, counts)
+            rows = slice(first, last)
+            yield Block(**vars(part), rows=rows, width=count, packed=packed)

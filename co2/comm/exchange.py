@@ -13,9 +13,8 @@ A message is one row of bytes: the scales of the chunk's segments, which are the
 it, then the packed codes. The number of calls depends neither on that of the tensors nor on G.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from co2.comm.background import BackgroundMean
 from co2.comm.compress import Codec, Scales
+from co2.comm.cuts import segmented
 from co2.comm.mesh import Mesh
 
 
@@ -50,12 +50,13 @@ class CompressedMean:
         self._mean = mean
         sizes = [size for size in sizes if size]
         chunk = -(-like.numel() // mesh.num_replicas)
-        segments = list(_segments(sizes, chunk))
-        own = [segment.numel for segment in segments if segment.server == mesh.replica]
+        chunks = segmented(sizes, chunk)
+        counts = [part.counts for part in chunks]
+        own = counts[mesh.replica] if mesh.replica < len(chunks) else []
         self._num_own = len(own)
         begin = min(mesh.replica * chunk, like.numel())
         self._own = slice(begin, begin + sum(own))
-        self._worker = Codec(bits, [one.numel for one in segments], chunk, like)
+        self._worker = Codec(bits, [*chain.from_iterable(counts)], chunk, like)
         self._server = Codec(bits, own, max(1, sum(own)), like, mesh.num_replicas)
         self._scales = Scales(bits, sizes, like)
         self._own_scales = Scales(bits, own, like)
@@ -65,15 +66,16 @@ class CompressedMean:
             self.mask = torch.ones_like(like, dtype=torch.bool)
         self.worker_error = torch.zeros_like(like)
         self.server_error = torch.zeros_like(like[self._own])
-        width, most = like.element_size(), max(segment.place + 1 for segment in segments)
+        width, most = like.element_size(), max(map(len, counts))
         self._head = most * width
         # Bytes of a row in units of scales, so that all of these are aligned.
         row = -(-(self._head + self._worker.row_bytes) // width)
         self._sent = like.new_zeros(mesh.num_replicas, row * width, dtype=torch.uint8)
         self._received = torch.zeros_like(self._sent)
         self._mine = self._sent[mesh.replica]
-        self._tensors = torch.tensor([one.tensor for one in segments], device=like.device)
-        places = [one.server * row + one.place for one in segments]
+        tensors = [range(len(sizes))[part.segments] for part in chunks]
+        self._tensors = torch.tensor([*chain.from_iterable(tensors)], device=like.device)
+        places = [row * server + n for server, of in enumerate(counts) for n in range(len(of))]
         self._places = torch.tensor(places, device=like.device)
 
     def start(self, vector: Tensor) -> None:
@@ -142,27 +144,6 @@ class CompressedMean:
     def _codes(self, messages: Tensor, codec: Codec) -> Tensor:
         """Return the codes of messages (rows, bytes), as a view (rows, row bytes of the codec)."""
         return messages[:, self._head : self._head + codec.row_bytes]
-
-
-class Segment(NamedTuple):
-    """The part of a tensor that is in one server's chunk, at a place among the chunk's segments."""
-
-    tensor: int
-    server: int
-    place: int
-    numel: int
-
-
-def _segments(sizes: Sequence[int], chunk: int) -> Iterator[Segment]:
-    """Yield the segments of tensors of these sizes, for chunks of so many elements."""
-    place, server = 0, 0
-    for tensor, (begin, end) in enumerate(pairwise(accumulate(sizes, initial=0))):
-        while begin < end:
-            if begin // chunk != server:
-                place, server = 0, begin // chunk
-            until = min(end, (server + 1) * chunk)
-            yield Segment(tensor, server, place, until - begin)
-            place, begin = place + 1, until
 
 
 def _correct(x: Tensor, error: Tensor, mask: Tensor | None) -> None:

@@ -1,9 +1,10 @@
 """FlatParams: the trained parameters that one worker holds, as one flat vector."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,10 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from co2.comm.collectives import local, num_parts
+from co2.comm.cuts import Part, pack
 from co2.comm.mesh import Mesh
 from co2.comm.phases import SNAPSHOT
-from co2.comm.transfer import Direct, Live, Staged, side_stream, views
+from co2.comm.transfer import Direct, Staged, side_stream, views
 from co2.config import CommDevice
 
 # Elements that one pass of arithmetic touches before it goes on, so that several operations on
@@ -28,26 +30,19 @@ def chunk_numel(device: torch.device) -> int:
     return _CHUNK.get(device.type, _CHUNK["cuda"])
 
 
-@dataclass(frozen=True)
-class Chunk:
+@dataclass(frozen=True, kw_only=True)
+class Chunk(Part):
     """Consecutive elements of the flat vector, all of one parameter group, and with one share."""
 
-    index: int
     span: slice
+    index: int
     group: int
     transfer: Direct | Staged
     """Copies to and from the live tensors."""
-    share: float = 1.0
-    """How much each element counts in a sum over the replica's workers, so that all elements count
-    once: 1/N for those that all N workers hold."""
 
     @property
     def numel(self) -> int:
         return self.span.stop - self.span.start
-
-    def of(self, vector: Tensor) -> Tensor:
-        """Return this chunk of a flat vector, as a view."""
-        return vector[self.span]
 
     def read(self) -> Tensor:
         """Return the live values of the chunk, in scratch that the next call overwrites."""
@@ -119,16 +114,27 @@ class FlatParams:
     def chunks_of(self, tensors: Sequence[Tensor]) -> list[Chunk]:
         """Return the vector's chunks for other live tensors: one for each parameter, of its shape
         and layout, in the same order. They read and write those, by a transfer of their own."""
-        cuts = list(self._cut(tensors, chunk_numel(self.device)))
-        pieces = [live for _, _, live in cuts]
+        size = chunk_numel(self.device)
+        pieces = [
+            ((group, share), piece)
+            for tensor, group, share in zip(tensors, self.group_of, self._shares, strict=True)
+            # One that is not contiguous has no view as a vector.
+            for piece in (tensor.view(-1).split(size) if tensor.is_contiguous() else (tensor,))
+        ]
+        sizes = [piece.numel() for _, piece in pieces]
+        packed = list(pack(sizes, size, [kind for kind, _ in pieces]))
+        live = [tuple(piece for _, piece in pieces[some]) for some in packed]
         transfer = (
-            Direct(pieces, self.dtype, self.device)
+            Direct(live, self.dtype, self.device)
             if self._side is None
-            else Staged(pieces, self.dtype, self._side)
+            else Staged(live, self.dtype, self._side)
         )
+        ends = list(accumulate(sum(sizes[some]) for some in packed))
+        spans = map(slice, [0, *ends], ends)
+        kinds = [pieces[some.start][0] for some in packed]
         return [
-            Chunk(index, span, self.group_of[first], transfer, self._shares[first])
-            for index, (span, first, _) in enumerate(cuts)
+            Chunk(index=index, span=span, group=group, transfer=transfer, share=share)
+            for index, (span, (group, share)) in enumerate(zip(spans, kinds, strict=True))
         ]
 
     def round(self) -> AbstractContextManager[None]:
@@ -203,23 +209,6 @@ class FlatParams:
         """Set the live parameters to a vector."""
         for chunk in self.chunks:
             chunk.write(chunk.of(vector))
-
-    def _cut(self, tensors: Sequence[Tensor], size: int) -> Iterator[tuple[slice, int, Live]]:
-        """Yield span, index of the first parameter and tensors of each chunk. A chunk has at most
-        `size` elements, unless it is a single tensor that is not contiguous."""
-        kinds = list(zip(self.group_of, self._shares, strict=True))
-        start, used, first = 0, 0, 0
-        live: list[Tensor] = []
-        for index, tensor in enumerate(tensors):
-            pieces = tensor.view(-1).split(size) if tensor.is_contiguous() else (tensor,)
-            for piece in pieces:
-                if live and (kinds[index] != kinds[first] or used + piece.numel() > size):
-                    yield slice(start, start + used), first, tuple(live)
-                    start, used, live = start + used, 0, []
-                first = first if live else index
-                live.append(piece)
-                used += piece.numel()
-        yield slice(start, start + used), first, tuple(live)
 
 
 def _cuts(tensor: Tensor) -> int:

@@ -22,7 +22,7 @@ PyTorch does for many chunks at once.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ from torch.nn.functional import pad
 
 from co2.comm.background import BackgroundMean
 from co2.comm.compress import kernels
+from co2.comm.cuts import pack
 from co2.comm.mesh import Mesh
 
 CHUNK = 4096
@@ -152,15 +153,14 @@ class Chunks:
         """Where the first one of each is among all that are kept, which are `total`."""
         self.total = firsts[-1]
         self.widest, self.most_kept = max(widths), max(kept)
-        bounds = [*range(0, len(widths), max(1, _PIECE // self.widest)), len(widths)]
         self.pieces = [
             Piece(
-                slice(begin, end),
-                slice(starts[begin], starts[end]),
-                slice(firsts[begin], firsts[end]),
-                min(widths[begin:end]) == self.widest,
+                some,
+                slice(starts[some.start], starts[some.stop]),
+                slice(firsts[some.start], firsts[some.stop]),
+                min(widths[some]) == self.widest,
             )
-            for begin, end in pairwise(bounds)
+            for some in pack([self.widest] * len(widths), _PIECE)
         ]
 
 

@@ -20,12 +20,15 @@ after another in the order of the ranks: what comes out is equal on all, bit for
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from co2.comm.background import BackgroundMean
+from co2.comm.cuts import pack
 from co2.comm.flat import FlatParams, chunk_numel
 from co2.comm.mesh import Mesh
 from co2.comm.sparse import largest
@@ -216,22 +219,17 @@ def _strips(
 ) -> Iterator[list[Strip]]:
     """Yield the strips of each piece, of tensors (number, rows, columns, elements of the first
     dimension in a row) with blocks of one shape."""
-    strips: list[Strip] = []
-    blocks = 0
-    for tensor, rows, columns, unit in tensors:
-        begin = 0
-        while begin < rows:
-            room = (most - blocks * height * width) // (height * columns)
-            if room < 1 and strips:
-                yield strips
-                strips, blocks = [], 0
-                continue
-            end = min(rows, begin + max(1, room) * height)
-            more = (end - begin) // height * (columns // width)
-            span = slice(begin * unit, end * unit)
-            strips.append(Strip(tensor, span, columns, slice(blocks, blocks + more)))
-            begin, blocks = end, blocks + more
-    yield strips
+    rows = [(one, row) for one in tensors for row in range(0, one[1], height)]
+    for some in pack([height * one[2] for one, _ in rows], most):
+        strips: list[Strip] = []
+        blocks = 0
+        for (tensor, _, columns, unit), own in groupby(rows[some], itemgetter(0)):
+            begins = [row for _, row in own]
+            span = slice(begins[0] * unit, (begins[-1] + height) * unit)
+            until = blocks + len(begins) * (columns // width)
+            strips.append(Strip(tensor, span, columns, slice(blocks, until)))
+            blocks = until
+        yield strips
 
 
 def _divisor(size: int, most: int) -> int:

@@ -31,13 +31,14 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from co2.comm.background import BackgroundMean
+from co2.comm.cuts import Part
 from co2.comm.flat import FlatParams
 from co2.comm.phases import SNAPSHOT
 from co2.limits import Amount, Decay, Positive
 from co2.methods.base import BF16, ELASTIC, HOST
 from co2.methods.parts.local import LocalMethod
 from co2.methods.parts.outer import GapKind, GapPenalty, Momentum
-from co2.methods.parts.outer_shard import OuterShard, ShardChunk
+from co2.methods.parts.outer_shard import OuterShard
 from co2.methods.parts.rounds import LateRounds, Tau
 
 
@@ -273,7 +274,7 @@ class ShardedOuterStep(OuterState):
             self.shard.all_gather(chunk)
             chunk.of(self.shard.own).copy_(mean)
 
-    def _pseudo_gradient(self, chunk: ShardChunk, moved: bool) -> Tensor:
+    def _pseudo_gradient(self, chunk: Part, moved: bool) -> Tensor:
         """Return d_t of a chunk, and move the anchor on, by the momentum as it is before its step.
         In scratch that the next call overwrites."""
         anchor, mean = chunk.of(self.anchor), chunk.of(self.shard.own)
@@ -284,7 +285,7 @@ class ShardedOuterStep(OuterState):
             return d
         return torch.sub(anchor.sub_(momentum, alpha=alpha), mean, out=self.shard.scratch)
 
-    def _next_start(self, chunk: ShardChunk) -> None:
+    def _next_start(self, chunk: Part) -> None:
         """Put what all replicas go on from into this replica's shard of the buffer."""
         anchor, momentum = chunk.of(self.anchor), chunk.of(self.momentum.vector)
         out = chunk.of(self.shard.own)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW
 
-from co2.comm.compress import BITS, blocks
+from co2.comm.compress import BITS
+from co2.comm.cuts import segmented
 from co2.comm.exchange import CompressedMean
 from co2.comm.flat import Chunk, FlatParams, chunk_numel
 from co2.errors import require
@@ -103,7 +104,7 @@ class CompressedAdam(Method):
         """Whether the next notice has to tell of the mask."""
         self._divisor = flat.transfer.empty(max(chunk.numel for chunk in flat.chunks))
         some = [size for size in sizes if size]
-        self._blocks = list(blocks(some, flat.numel, 1, chunk_numel(flat.device)))
+        self._parts = segmented(some, chunk_numel(flat.device))
         strides = [-(-size // _SAMPLE) for size in some]
         samples = zip(accumulate(some[:-1], initial=0), some, strides, strict=True)
         self._samples = torch.tensor([*samples], device=flat.device)
@@ -135,9 +136,8 @@ class CompressedAdam(Method):
         marks = torch.sign(self.v, out=self.mean.buffer)
         if self.config.compress is Compress.momentum:
             floors = self._medians().mul_(self.config.mask_below)
-            for block in self._blocks:
-                large = self.v[block.span] >= block.of_elements(floors)
-                marks[block.span].mul_(large)
+            for part in self._parts:
+                part.of(marks).mul_(part.of(self.v) >= part.of_elements(floors))
         self.exchange.set_mask(marks)
 
     def _medians(self) -> Tensor:

@@ -5,11 +5,12 @@ size. Figures stay on the device as scalars, so that the host never waits for a 
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from co2.comm.cuts import Part
 from co2.comm.flat import FlatParams
 from co2.comm.reproducible import row_norms, squared_norm
 from co2.methods.parts.outer_shard import OuterShard
@@ -127,7 +128,7 @@ class Momentum:
         self.clipped = torch.zeros((), dtype=torch.float64, device=flat.device)
         """Share of the elements that the last step clipped; 1 or 0 if it clips by norm."""
 
-    def step(self, mean: Callable[[Any], Tensor], gap: GapPenalty) -> None:
+    def step(self, mean: Callable[[Part], Tensor], gap: GapPenalty) -> None:
         """Do one step with d, of which `mean` returns one chunk of `flat` at a time, each once."""
         by_value = self.clip if self.clip_mode == "value" else None
         by_norm = self.clip if self.clip_mode == "norm" else None

@@ -1,29 +1,16 @@
 """OuterShard: one replica's part of the outer state, which is sharded over the G replicas."""
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from co2.comm.background import BackgroundMean
+from co2.comm.cuts import Part
 from co2.comm.flat import FlatParams, chunk_numel
 from co2.comm.mesh import Mesh
 from co2.config import CommConfig
-
-
-@dataclass(frozen=True)
-class ShardChunk:
-    """A chunk of a shard: its piece of one row."""
-
-    index: int
-    share: ClassVar[float] = 1.0
-
-    def of(self, vector: Tensor) -> Tensor:
-        """This chunk of a vector of the shard, as a view."""
-        return vector[self.index]
 
 
 class OuterShard:
@@ -57,7 +44,7 @@ class OuterShard:
         padded = rows * self.num_replicas * piece
         self.mean = BackgroundMean(padded, mesh, comm, self.dtype, self.device)
         """Holds the buffer, and carries the outer step in the background."""
-        self.chunks = [ShardChunk(index) for index in range(rows)]
+        self.chunks = [Part(span=row) for row in range(rows)]
         self._rows = self.mean.buffer.view(rows, self.num_replicas * piece)
         self.own = self._rows.view(rows, self.num_replicas, piece)[:, mesh.replica]
         """This replica's shard of the buffer, (rows, piece), as a view."""
@@ -87,7 +74,7 @@ class OuterShard:
                 dist.all_to_all_single(self._received, row, group=self.mean.group)
                 torch.mean(self._received.view(self.num_replicas, -1), dim=0, out=own)
 
-    def all_gather(self, chunk: ShardChunk) -> None:
+    def all_gather(self, chunk: Part) -> None:
         """Set the chunk's row of the buffer to the `own` of all replicas. Blocking."""
         if self._exchanges:
             row, own = chunk.of(self._rows), chunk.of(self.own)
