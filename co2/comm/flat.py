@@ -16,8 +16,9 @@ from co2.comm.collectives import local, num_parts
 from co2.comm.cuts import Part, pack
 from co2.comm.mesh import Mesh
 from co2.comm.phases import SNAPSHOT
-from co2.comm.transfer import Direct, Staged, side_stream, views
+from co2.comm.transfer import Direct, Staged, views
 from co2.config import CommDevice
+from co2.streams import side_stream
 
 # Elements that one pass of arithmetic touches before it goes on, so that several operations on
 # the same elements meet them in cache. On a GPU every operation is a launch: a chunk holds all of

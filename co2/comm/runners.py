@@ -17,6 +17,7 @@ from co2.comm import profiled
 from co2.comm.clocks import CudaStopwatch, Stopwatch
 from co2.comm.meeting import Meeting
 from co2.comm.waiting import Connections, finish, in_use
+from co2.streams import SideStream
 
 Buckets = tuple[Tensor, ...]
 Group = dist.ProcessGroup | None
@@ -155,7 +156,7 @@ class CudaRunner:
     def __init__(self) -> None:
         self.comm, self.exposed = CudaStopwatch(), CudaStopwatch()
         self.meeting: Meeting | None = None  # the host waits for nothing
-        self._stream = torch.cuda.Stream()
+        self._side = SideStream()
         self._arrived: torch.cuda.Event | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="co2")
         self._well: Future[bool] | None = None
@@ -184,11 +185,11 @@ class CudaRunner:
     def copy(self, buffer: Tensor, target: Tensor) -> Callable[[], object]:
         """See `HostRunner`. `target` lies in pinned memory."""
         under_way, well, error = self._arrived is not None, self._well, self._error
-        with torch.cuda.stream(self._stream if under_way else torch.cuda.current_stream()):
+        if under_way:
+            self._arrived = copied = self._side.copy([target], [buffer])
+        else:
             target.copy_(buffer, non_blocking=True)
             copied = torch.cuda.current_stream().record_event()
-        if under_way:
-            self._arrived = copied
 
         def wait() -> None:
             copied.synchronize()
@@ -198,12 +199,13 @@ class CudaRunner:
         return wait
 
     def run(self, sequence: Callable[[], None]) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream())  # the snapshot comes first
-        with torch.cuda.stream(self._stream):
+        def timed() -> None:
             self.comm.begin()
             sequence()
             self.comm.end()
-            self._arrived = self._stream.record_event()
+
+        self._side.after_compute()  # the snapshot comes first
+        _, self._arrived = self._side.queue(timed)
 
     def wait(self, count: bool = True) -> None:
         if self._error is not None:
@@ -218,7 +220,7 @@ class CudaRunner:
             self.exposed.end()
 
     def give_up(self) -> None:
-        self._stream.synchronize()  # what was aborted leaves it
+        self._side.synchronize()  # what was aborted leaves it
         self._arrived = self._well = self._error = None
 
     def close(self) -> None:

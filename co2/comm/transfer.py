@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from co2.streams import SideStream
+
 Live = tuple[Tensor, ...]
 """The parameters that one chunk of the flat vector stands for: views, in order, without gaps."""
 
@@ -40,32 +42,6 @@ class Direct:
         """Set the live parameters of a chunk to `values`."""
         live = self._chunks[index]
         torch._foreach_copy_(list(live), views(values, live))
-
-
-class SideStream:
-    """A CUDA stream that copies between a GPU and pinned memory of the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return pinned memory, which can be copied to and from while the host goes on."""
-        return torch.empty(numel, dtype=dtype, pin_memory=True)
-
-    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> torch.cuda.Event:
-        """Queue copies behind all earlier ones, and return an event that marks their end."""
-        with torch.cuda.stream(self._stream):
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
-        return self._stream.record_event()
-
-    def after_compute(self) -> None:
-        """Make copies queued from here on wait for the computation queued so far."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-
-    def before_compute(self) -> None:
-        """Make computation queued from here on wait for the copies queued so far."""
-        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
 class Staged:
@@ -140,11 +116,6 @@ class Staged:
         self._turn = 1 - self._turn
         values = self._buffers[self._turn][: _numel(live)]
         return index, values, self._side.copy(views(values, live), live)
-
-
-def side_stream(device: torch.device) -> SideStream | None:
-    """Return a stream for copies between a GPU and the host; None for parameters on the CPU."""
-    return SideStream(device) if device.type == "cuda" else None
 
 
 def _longest(chunks: Sequence[Live]) -> int:

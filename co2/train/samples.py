@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from co2.config import Config, Resume, TrainConfig
-from co2.copies import Copies
 from co2.errors import ConfigError, require
 from co2.record.fingerprint import BATCHES, digest
 from co2.record.folder import begun, run_folder
+from co2.streams import BatchCopies
 from co2.task import Batch
 from co2.train.run import Run
 
@@ -37,7 +37,7 @@ class Samples:
         self.stretches: tuple[tuple[int, int], ...] = ()
         """`Mesh.stretches` of the mesh that these are drawn with."""
         self._batches: Iterator[Any] = iter(())
-        self.copies = Copies(run.mesh.device)
+        self.copies = BatchCopies(run.mesh.device)
         self.digests: list[str] = []
         """Of the first micro-batches of the run, for its fingerprint."""
         self._coming: deque[Callable[[], Any]] = deque(maxlen=1)

@@ -13,7 +13,7 @@ one: buffers, the method's state, random generators.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from co2.comm.background import Arriving
 from co2.comm.collectives import local
+from co2.streams import SideStream
 from co2.train import weights
 
 REPLICA = "replica"
@@ -133,7 +134,7 @@ class HostCopy:
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
         self._waits: list[Callable[[], object]] = []
-        self._stream: torch.cuda.Stream | None = None
+        self._side: SideStream | None = None
         self._sources: list[Tensor] = []
         """What a GPU still copies: nobody else may get its memory."""
         self._copied: torch.cuda.Event | None = None
@@ -146,11 +147,13 @@ class HostCopy:
         there = {name: one for name, one in tensors.items() if isinstance(one, Tensor)}
         taken = {name: self._target(name, one) for name, one in there.items()}
         self._sources = list(there.values())
-        with self._aside():
-            if taken:
-                torch._foreach_copy_(list(taken.values()), self._sources, non_blocking=True)
-            if self._stream is not None:
-                self._copied = self._stream.record_event()
+        if self._side is None and any(source.is_cuda for source in self._sources):
+            self._side = SideStream()
+        if taken and self._side is not None:
+            self._side.after_compute()
+            self._copied = self._side.copy(list(taken.values()), self._sources)
+        elif taken:
+            torch._foreach_copy_(list(taken.values()), self._sources)
         late = {name: self._target(name, one.buffer) for name, one in arriving.items()}
         self._waits = [one.copy_to(late[name]) for name, one in arriving.items()]
         return taken | late
@@ -165,8 +168,8 @@ class HostCopy:
     def wait(self) -> None:
         """Wait until the copy is whole. Any thread may call it. Raises `RuntimeError` if what was
         arriving has not arrived well."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self._side is not None:
+            self._side.synchronize()
         self._sources = []
         errors = []
         for wait in self._waits:  # all of them: the memory is used again afterwards
@@ -176,15 +179,6 @@ class HostCopy:
                 errors.append(error)
         if errors:
             raise errors[0]
-
-    def _aside(self) -> AbstractContextManager[object]:
-        """For a GPU its stream of copies, behind what the current stream does."""
-        if self._stream is None and any(source.is_cuda for source in self._sources):
-            self._stream = torch.cuda.Stream()
-        if self._stream is None:
-            return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._stream)
 
     def _target(self, name: str, tensor: Tensor) -> Tensor:
         held = self._held.get(name)

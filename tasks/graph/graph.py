@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 
 from co2.comm.mesh import Mesh
 from co2.config import DataConfig, OptimConfig, TrainConfig
-from co2.copies import Copies
 from co2.errors import ConfigError, require
 from co2.limits import Amount, Count, Decay, Limited, Range
 from co2.program import python
+from co2.streams import BatchCopies
 from co2.task import Batch, Published, ReadTotals
 from tasks.graph import calls, ginex
 from tasks.graph.ahead import ahead
@@ -74,7 +74,7 @@ DatasetName = Enum(
     },
 )
 Begun = Generator[Callable[[], Batch], None, None]
-"""Batches on their way to the device, as `Copies.begin` returns them."""
+"""Batches on their way to the device, as `BatchCopies.begin` returns them."""
 
 _MIB = 1 << 20
 _EVAL_BATCH = 256
@@ -173,7 +173,7 @@ class Graph:
         try:
             self._store = store = self._made(mesh)
             left = max(0, self._total - start)
-            copies = Copies(mesh.device)
+            copies = BatchCopies(mesh.device)
             # No plan is made for batches beyond the training's end, unless they are asked for.
             yield from _taken(ahead(self._begun(store, copies, start, left), self.config.ahead))
             yield from _taken(self._begun(store, copies, start + left, None))
@@ -181,7 +181,7 @@ class Graph:
             hint = f"cannot be read: {error.strerror}; {python()} -m tasks.prepare graph --check"
             raise ConfigError("graph", error.filename, f"{hint} {self.graph.folder}") from None
 
-    def _begun(self, store: Store, copies: Copies, start: int, number: int | None) -> Begun:
+    def _begun(self, store: Store, copies: BatchCopies, start: int, number: int | None) -> Begun:
         """So many batches, on their way to the device; None: endless ones."""
         with closing(store.stream(start)) as stream:
             for loaded in islice(stream, number):
@@ -230,7 +230,7 @@ class Graph:
         the same ones for every seed."""
         device, chosen = next(model.parameters()).device, self._validation
         num_batches = -(-len(chosen) // _EVAL_BATCH)
-        rows, copies = self._rows(ReadTotals()), Copies(device)
+        rows, copies = self._rows(ReadTotals()), BatchCopies(device)
 
         def compute(number: int) -> Tensor:
             nodes = chosen[number * _EVAL_BATCH : (number + 1) * _EVAL_BATCH]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import train
-from co2.copies import Copies
 from co2.record.console import ProgressConsole, closing_table
 from co2.record.folder import run_folder
 from co2.record.metrics import Metrics
+from co2.streams import BatchCopies
 from co2.train import meters, samples
 from co2.train.meters import LossWatch, Utilization
 from co2.train.session import Session
@@ -116,7 +116,7 @@ def test_what_a_gpu_waits_for_counts(
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(meters.time, "perf_counter", lambda: clock.now)
 
-    class Slow(Copies):
+    class Slow(BatchCopies):
         overlap = True
 
         def still_busy(self) -> Callable[[], bool]:
@@ -126,7 +126,7 @@ def test_what_a_gpu_waits_for_counts(
             clock.now += 1.0
             return lambda: batch
 
-    monkeypatch.setattr(samples, "Copies", Slow)
+    monkeypatch.setattr(samples, "BatchCopies", Slow)
     config = configured(
         *("launch.workers=1", "log.wandb=disabled", "train.steps=4", "checkpoint.every=0"),
         runs=tmp_path / "runs",

@@ -15,10 +15,10 @@ from co2.comm.flat import FlatParams
 from co2.comm.reproducible import checksum, squared_norm
 from co2.comm.runners import CudaRunner
 from co2.config import CommConfig, CommDevice
-from co2.copies import Copies
 from co2.errors import ConfigError
 from co2.gpus import gpu_of
 from co2.methods import METHODS
+from co2.streams import BatchCopies
 from co2.train.state_file import HostCopy
 from tests.cli.harness import command, execute
 from tests.gpu.conftest import CUDA
@@ -156,7 +156,7 @@ def test_norms_are_reproducible_and_checksums_those_of_a_cpu(size: int) -> None:
 @gpu_only
 def test_a_batch_is_copied_while_the_host_goes_on() -> None:
     """From pageable memory, in the order of the streams."""
-    made = Copies(torch.device("cuda"))
+    made = BatchCopies(torch.device("cuda"))
     torch.cuda.set_sync_debug_mode("error")
     try:
         found = []

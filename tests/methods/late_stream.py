@@ -46,7 +46,7 @@ class Event:
 
 
 class LateStream:
-    """Stands in for `co2.comm.transfer.SideStream`.
+    """Stands in for `co2.streams.SideStream`.
 
     Args:
         pace: of copies that nobody waits for.

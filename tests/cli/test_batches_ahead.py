@@ -16,7 +16,7 @@ from tests.workers import Pool
 
 
 class AtOnce:
-    """Stands in for `Copies` on a GPU: the copy is there before anybody takes it."""
+    """Stands in for `BatchCopies` on a GPU: the copy is there before anybody takes it."""
 
     overlap = True
     made: ClassVar["list[AtOnce]"] = []
@@ -42,7 +42,7 @@ class AtOnce:
 
 @contextmanager
 def ahead(*stop: int) -> Iterator[None]:
-    with patch.object(samples, "Copies", AtOnce):
+    with patch.object(samples, "BatchCopies", AtOnce):
         if not stop:
             AtOnce.made.clear()
             yield
