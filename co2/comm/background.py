@@ -222,5 +222,8 @@ def new_mean(
     numel: int, mesh: Mesh, config: CommConfig, dtype: torch.dtype, device: torch.device | str
 ) -> BackgroundMean:
     """Make a mean for these replicas, which recovers if they may be lost. See `BackgroundMean`."""
-    make = BackgroundMean if mesh.elastic is None else mesh.elastic.new_mean
-    return make(numel, mesh, config, dtype, device)
+    if mesh.elastic is None:
+        return BackgroundMean(numel, mesh, config, dtype, device)
+    mean = mesh.elastic.new_mean(numel, mesh, config, dtype, device)
+    assert isinstance(mean, BackgroundMean)
+    return mean

@@ -3,16 +3,13 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from co2.config import CommConfig
 from co2.errors import require, require_count
-
-if TYPE_CHECKING:
-    from co2.comm.background import BackgroundMean
 
 
 class Elastic(Protocol):
@@ -39,8 +36,8 @@ class Elastic(Protocol):
         config: CommConfig,
         dtype: torch.dtype,
         device: torch.device | str,
-    ) -> "BackgroundMean":
-        """Make a mean that recovers where a replica is lost."""
+    ) -> object:
+        """Make a `BackgroundMean` that recovers where a replica is lost."""
 
 
 @dataclass(frozen=True)

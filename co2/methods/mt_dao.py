@@ -75,7 +75,7 @@ class MTDAO(DESLOC):
             group["betas"] = (self.config.slow_beta, group["betas"][1])
         if self.config.late_momentum:
             (_, every), (v, _) = self.periods
-            self.moments = LateMoments(self, numbers=(0,), divisor=v, every=every)
+            self.moments = LateMoments(self, self.flat, (0,), divisor=v, every=every)
 
     def first_means(self) -> dict[str, int]:
         found = super().first_means()

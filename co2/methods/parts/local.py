@@ -99,7 +99,9 @@ class LocalMethod(Method):
             self.keep(self, "auto")
         if self.averages_moments:
             blocks = self.blocking is Blocking.always
-            self.moments = Moments(self, self.mean) if blocks else LateMoments(self)
+            self.moments = (
+                Moments(self, self.flat, self.mean) if blocks else LateMoments(self, self.flat)
+            )
         self.init_outer_state()
         return self.model
 

@@ -18,7 +18,6 @@ part from the mean, m^i and v^i of then are kept beside it, two more.
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,9 +30,6 @@ from co2.comm.flat import Chunk, FlatParams
 from co2.comm.phases import SNAPSHOT
 from co2.errors import require
 from co2.methods.base import QUORUM, Method
-
-if TYPE_CHECKING:
-    from co2.methods.parts.local import LocalMethod
 
 _FIELDS = ("exp_avg", "exp_avg_sq")
 
@@ -132,10 +128,10 @@ class Moments:
         ConfigError: the inner optimizer is not a plain Adam or AdamW.
     """
 
-    def __init__(self, method: "LocalMethod", mean: BackgroundMean) -> None:
+    def __init__(self, method: Method, flat: FlatParams, mean: BackgroundMean) -> None:
         require_adam(method, ".average_moments=true")
-        self.flat, self.mean = method.flat, mean
-        self.taken = [Moment(method.flat, method.optimizer, n) for n in range(len(_FIELDS))]
+        self.flat, self.mean = flat, mean
+        self.taken = [Moment(flat, method.optimizer, n) for n in range(len(_FIELDS))]
 
     def end_round(self, steps: int) -> None:
         """Average, after so many inner steps, when the round's mean of the weights needs its buffer
@@ -162,13 +158,13 @@ class LateMoments(Moments):
 
     def __init__(
         self,
-        method: "LocalMethod",
+        method: Method,
+        flat: FlatParams,
         numbers: Sequence[int] = (0, 1),
         divisor: Moment | None = None,
         every: int = 1,
     ) -> None:
-        mean = method.new_mean(method.flat, "moments_buffer", copies=len(numbers))
-        super().__init__(method, mean)
+        super().__init__(method, flat, method.new_mean(flat, "moments_buffer", len(numbers)))
         self.taken = [self.taken[number] for number in numbers]
         self.divisor, self.every = divisor, every
         self.sent = [method.hold(f"sent_{'mv'[n]}", self.flat.zeros()) for n in numbers]
