@@ -95,9 +95,6 @@ class BackgroundMean:
         self._depart()
         if vector is not None:
             self.buffer.copy_(vector)
-        self._launch()
-
-    def _launch(self) -> None:
         if self._travels:
             self._runner.launch(self._buckets, self.group, None)
 

@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -13,10 +11,10 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from co2.comm.collectives import local, num_parts
-from co2.comm.cuts import Part, pack
+from co2.comm.cuts import pack
 from co2.comm.mesh import Mesh
 from co2.comm.phases import SNAPSHOT
-from co2.comm.transfer import Direct, Staged, views
+from co2.comm.transfer import Chunk, Direct, Staged, views
 from co2.config import CommDevice
 from co2.streams import side_stream
 
@@ -29,29 +27,6 @@ _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 27}
 def chunk_numel(device: torch.device) -> int:
     """Return the largest number of elements of a chunk."""
     return _CHUNK.get(device.type, _CHUNK["cuda"])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chunk(Part):
-    """Consecutive elements of the flat vector, all of one parameter group, and with one share."""
-
-    span: slice
-    index: int
-    group: int
-    transfer: Direct | Staged
-    """Copies to and from the live tensors."""
-
-    @property
-    def numel(self) -> int:
-        return self.span.stop - self.span.start
-
-    def read(self) -> Tensor:
-        """Return the live values of the chunk, in scratch that the next call overwrites."""
-        return self.transfer.read(self.index)
-
-    def write(self, values: Tensor) -> None:
-        """Set the live parameters to `values`, which is this chunk of some vector."""
-        self.transfer.write(self.index, values)
 
 
 class FlatParams:
@@ -111,6 +86,7 @@ class FlatParams:
         """Where vectors lie."""
         self.chunks = self.chunks_of(self.params)
         self.transfer = self.chunks[0].transfer
+        self.round = self.transfer.round
 
     def chunks_of(self, tensors: Sequence[Tensor]) -> list[Chunk]:
         """Return the vector's chunks for other live tensors: one for each parameter, of its shape
@@ -138,10 +114,6 @@ class FlatParams:
             for index, (span, (group, share)) in enumerate(zip(spans, kinds, strict=True))
         ]
 
-    def round(self) -> AbstractContextManager[None]:
-        """Context for synchronized access to the live parameters at a round's end."""
-        return self.transfer.round()
-
     def zeros(self) -> Tensor:
         """Return a new vector (numel,) of zeros."""
         return self.transfer.empty(self.numel).zero_()
@@ -156,24 +128,20 @@ class FlatParams:
         """Copy the live parameters into a vector, which may be longer."""
         with self.round():
             for chunk in self.chunks:
-                chunk.of(vector).copy_(self.read(chunk))
-
-    def read(self, chunk: Chunk) -> Tensor:
-        """Return the live parameters of a chunk, in scratch that the next call overwrites."""
-        return chunk.read()
+                chunk.of(vector).copy_(chunk.read())
 
     def displacement(self, start: Tensor, out: Tensor) -> None:
         """Write the pseudo-gradient of the steps since `start`, which is `start` minus the live
         parameters, to `out`, rounded to its type."""
         with record_function(SNAPSHOT):
             for chunk in self.chunks:
-                torch.sub(chunk.of(start), self.read(chunk), out=chunk.of(out))
+                torch.sub(chunk.of(start), chunk.read(), out=chunk.of(out))
 
     def swap(self, vector: Tensor) -> None:
         """Exchange the live parameters and a vector, which may be longer."""
         with record_function(SNAPSHOT):
             for chunk in self.chunks:
-                values = self.read(chunk)
+                values = chunk.read()
                 chunk.write(chunk.of(vector))
                 chunk.of(vector).copy_(values)
 

@@ -58,8 +58,12 @@ class HostRunner:
         clock.begin()
         self._depart()
         self._group, self._sockets = group, in_use()
-        self._works = [profiled.note(_all_reduce(bucket, group), group) for bucket in buckets]
-        futures = [work.get_future() for work in self._works]
+        works = []
+        for bucket in buckets:
+            work = dist.all_reduce(bucket, dist.ReduceOp.AVG, group, async_op=True)
+            works.append(profiled.note(work, group))
+        self._works = works
+        futures = [work.get_future() for work in works]
         self._collected = torch.futures.collect_all(futures)
         self._clocked = self._collected.then(stop_clock)
 
@@ -165,16 +169,17 @@ class CudaRunner:
         """Why nothing could be launched."""
 
     def launch(self, buckets: Buckets, group: Group, ended: Ended) -> None:
-        def mean() -> None:
-            works = [_all_reduce(bucket, group) for bucket in buckets]
+        def take_mean() -> None:
+            mean = dist.ReduceOp.AVG
+            works = [dist.all_reduce(bucket, mean, group, async_op=True) for bucket in buckets]
             for work in works:
                 work.wait()  # orders this stream behind the collective; the host goes on
 
         if ended is None:
-            self.run(mean)
+            self.run(take_mean)
             return
         try:
-            self.run(mean)
+            self.run(take_mean)
         except RuntimeError as error:  # a member was lost already
             self._error = error
             ended(False)
@@ -249,7 +254,3 @@ def _well(futures: torch.futures.Future[Any]) -> bool:
         return all(future.value() is not None for future in futures.value())
     except RuntimeError:
         return False
-
-
-def _all_reduce(bucket: Tensor, group: Group) -> dist.Work:
-    return dist.all_reduce(bucket, op=dist.ReduceOp.AVG, group=group, async_op=True)

@@ -2,14 +2,39 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from co2.comm.cuts import Part
 from co2.streams import SideStream
 
 Live = tuple[Tensor, ...]
 """The parameters that one chunk of the flat vector stands for: views, in order, without gaps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk(Part):
+    """Consecutive elements of the flat vector, all of one parameter group, and with one share."""
+
+    span: slice
+    index: int
+    group: int
+    transfer: "Direct | Staged"
+    """Copies to and from the live tensors."""
+
+    @property
+    def numel(self) -> int:
+        return self.span.stop - self.span.start
+
+    def read(self) -> Tensor:
+        """Return the live values of the chunk, in scratch that the next call overwrites."""
+        return self.transfer.read(self.index)
+
+    def write(self, values: Tensor) -> None:
+        """Set the live parameters to `values`, which is this chunk of some vector."""
+        self.transfer.write(self.index, values)
 
 
 class Direct:
@@ -18,6 +43,10 @@ class Direct:
     def __init__(self, chunks: Sequence[Live], dtype: torch.dtype, device: torch.device) -> None:
         self._chunks, self._dtype, self._device = chunks, dtype, device
         self._scratch = self.empty(_longest(chunks))
+        starts = [self._scratch[: _numel(live)] for live in chunks]
+        self._reads = [
+            (start, views(start, live)) for start, live in zip(starts, chunks, strict=True)
+        ]
 
     def empty(self, numel: int) -> Tensor:
         """Return uninitialized memory for a vector."""
@@ -33,9 +62,8 @@ class Direct:
 
     def read(self, index: int) -> Tensor:
         """Return the live parameters of a chunk, in scratch that the next call overwrites."""
-        live = self._chunks[index]
-        values = self._scratch[: _numel(live)]
-        torch._foreach_copy_(views(values, live), list(live))
+        values, parts = self._reads[index]
+        torch._foreach_copy_(parts, list(self._chunks[index]))
         return values
 
     def write(self, index: int, values: Tensor) -> None:

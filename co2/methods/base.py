@@ -2,17 +2,15 @@
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
-from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parameter import UninitializedParameter
@@ -39,7 +37,8 @@ from co2.comm.phases import OUTER_STEP
 from co2.config import Blocking, CommConfig
 from co2.errors import ConfigError, WrongCall, nearest, require
 from co2.methods.parts import saved
-from co2.methods.parts.guard import Guard, check_optimizer, wide
+from co2.methods.parts.guard import Guard, check_optimizer, trained, wide
+from co2.methods.parts.state import Stateful
 
 Schedule = Callable[[int], float]
 """The index of a step, from 0 → the largest learning rate of the inner optimizer in that step."""
@@ -58,7 +57,7 @@ class MethodStats(CommTotals):
     """Figures that only this method has, by name: the τ that it chose, its staleness gap, …"""
 
 
-class Method:
+class Method(Stateful):
     """One way of keeping the replicas in step.
 
     A subclass sets `Config`, a `Limited` dataclass whose fields are documented, and `blocking`,
@@ -90,12 +89,6 @@ class Method:
     others step by `inner_step`, and take any that their optimizer takes."""
     needs: ClassVar[tuple[str, ...]] = ()
     """Settings without which it trains no task, as `key=value`. `method=NAME` sets them too."""
-    may_change: ClassVar[frozenset[str]] = frozenset()
-    """Keys of `Config` that may have another value when a state is loaded than when it was saved.
-    A state cannot be loaded if any other key changed."""
-    model: nn.Module
-    optimizer: Optimizer
-    mesh: Mesh
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -104,23 +97,14 @@ class Method:
             cls.blocking = entry.blocking
 
     def __init__(self, config: Any = None, comm: CommConfig | None = None, **settings: Any) -> None:
-        # Any: each subclass has a dataclass of its own.
-        self.config: Any = self._configured(config, settings)
+        super().__init__()
+        self.config = self._configured(config, settings)
         self.comm = comm or CommConfig()
         good = isinstance(self.comm, CommConfig)
         require(good, "comm", self.comm, "must be a co2.CommConfig, or None for its defaults")
         self.schedule: Schedule | None = None
         self.total_steps: int | None = None
-        self.steps = 0
-        """Calls of `step` so far, over all segments of a resumed run."""
-        self.means: list[BackgroundMean] = []
-        """Everything that it sends by: what they hold is saved, loaded and waited for here."""
         self._notices: list[str] = []
-        self._held: dict[str, Tensor] = {}
-        self._kept: dict[str, tuple[object, str]] = {"steps": (self, "steps")}
-        self._replicated: list[str] = []
-        self._unsaved: list[str] = []
-        self._guard: Guard | None = None
         self._scaler: GradScaler | None = None
         for key, value in (("dtype", self.comm.dtype), ("device", self.comm.device)):
             self.refuse(f"comm.{key}", value.value)
@@ -204,18 +188,17 @@ class Method:
         hint = "its step needs a closure, which a method does not have; use another, such as AdamW"
         require(not needed, "optimizer", kind, hint)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
-        check_optimizer(model, optimizer, self._trained())
+        check_optimizer(model, optimizer)
         self.total_steps = total_steps
         self._regroup(mesh)
         self.replica_group = mesh.new_group_within_replica()
         self.meeting = Meeting(mesh, self.group)
         mesh.on_change(self._regroup)
-        self._known = {id(param) for param in self._trained()}
         if fresh:
             check_alike(self._description(), self.group)
             replicate(model, self.group)
         prepared = self.set_up()
-        self._guard = Guard(model, optimizer, self._trained(), fresh)
+        self._guard = Guard(model, optimizer, fresh)
         return prepared
 
     def _description(self) -> dict[str, str]:
@@ -245,28 +228,6 @@ class Method:
     def set_up(self) -> nn.Module:
         """Make what training needs, and return the module to train. `prepare` calls it last."""
         raise NotImplementedError
-
-    def hold(
-        self, name: str, tensor: Tensor, *, replicated: bool = False, saved: bool = True
-    ) -> Tensor:
-        """Name a tensor that is held between steps beyond parameters, gradients and inner state.
-        Checkpoint and memory ledger follow from it. Returns the tensor.
-
-        Args:
-            replicated: whether it is equal on all replicas, bit for bit, between two steps.
-            saved: whether a checkpoint has it under this name.
-        """
-        self._held[name] = tensor
-        if replicated:
-            self._replicated.append(name)
-        if not saved:
-            self._unsaved.append(name)
-        return tensor
-
-    def keep(self, owner: object, *names: str, prefix: str = "") -> None:
-        """Name attributes of an object that a state holds beside tensors: plain values, figures,
-        which are tensors of a few numbers, and what has a `state_dict` of its own."""
-        self._kept |= {f"{prefix}{name}": (owner, name) for name in names}
 
     def new_mean(self, flat: FlatParams, name: str = "buffer", copies: int = 1) -> BackgroundMean:
         """Make one of `means`, whose buffer is as long as so many vectors, and is held by this
@@ -299,7 +260,6 @@ class Method:
                 works with gradients, which are scaled or sparse.
         """
         with self._prepared("sync.step()").stepping():
-            self._check_trained()
             if scaler is not None:
                 self._check_scaler(scaler)
             if self.reads_gradients:
@@ -313,29 +273,6 @@ class Method:
                 self.steps -= 1
                 self.meeting.steps = self.steps
                 raise
-
-    def _prepared(self, call: str) -> Guard:
-        """What watches the loop. Raises `WrongCall` before `prepare`."""
-        if self._guard is None:
-            raise WrongCall(f"{call} came before prepare: call prepare(model, optimizer, mesh)")
-        return self._guard
-
-    def _check_trained(self) -> None:
-        """Raise `ConfigError` unless the optimizer trains the parameters of `prepare`."""
-        now = {id(param) for param in self._trained()}
-        if now == self._known:
-            return
-        changed = now ^ self._known
-        named = (name for name, param in self.model.named_parameters() if id(param) in changed)
-        hint = (
-            "was trained when prepare was called, and the next mean would move it; finish() first"
-        )
-        if now - self._known:
-            hint = (
-                "was not trained when prepare was called, so replicas would drift apart; put it "
-                "into the optimizer and set requires_grad before prepare"
-            )
-        raise ConfigError("parameter", next(named, "(not the model's)"), hint)
 
     def _check_scaler(self, scaler: GradScaler) -> None:
         good, hint = isinstance(scaler, GradScaler), "must be a torch.amp.GradScaler, or left out"
@@ -371,10 +308,13 @@ class Method:
             raise ConfigError("lr", rate, hint)
         return float(rate)
 
-    def _trained(self) -> Iterator[Tensor]:
+    def highest_lr(self) -> float:
+        """γ_t, the highest where parameter groups differ."""
+        return max(self.lr(group) for group in range(len(self.optimizer.param_groups)))
+
+    def _trained(self) -> list[Tensor]:
         """The parameters that the inner optimizer trains."""
-        for group in self.optimizer.param_groups:
-            yield from (param for param in group["params"] if param.requires_grad)
+        return trained(self.optimizer)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -395,7 +335,7 @@ class Method:
         guard.check_places()
         guard.check_parameters()
         guard.check_others()
-        self._check_trained()
+        guard.check_trained()
         meet(self.meeting, "consensus", self.group, self.mesh.device)
         equal = self.replicated_tensors()
         if self.equal_weights:
@@ -466,21 +406,6 @@ class Method:
             )
         return saved.resume(self, Path(folder))
 
-    def _as_trained(self, call: str) -> Guard:
-        """As `_prepared`. Raises `WrongCall` also where the model does not hold the weights that
-        training left."""
-        guard = self._prepared(call)
-        if guard.shows:
-            raise WrongCall(f"{call} came inside consensus(): leave its with block first")
-        return guard
-
-    def meet(self, call: str) -> None:
-        """Wait until all workers are at this call, after the same number of steps. Raises what
-        `consensus` does."""
-        meet(self.meeting, call, self.group, self.mesh.device)
-        if self.replica_group is not None:
-            dist.barrier(self.replica_group)
-
     def flush(self) -> None:
         """Wait for what is in flight and drop it, at the end of training only. Replicas keep their
         own weights; `finish` leaves the consensus in them."""
@@ -489,86 +414,10 @@ class Method:
             mean.close()
         guard.end()
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """What `hold` has named."""
-        return dict(self._held)
-
-    def replicated_tensors(self) -> dict[str, Tensor]:
-        """Those that are equal on all replicas between two steps. Every consensus compares them."""
-        return {name: self._held[name] for name in self._replicated}
-
-    def saved_tensors(self) -> dict[str, Tensor]:
-        """Those that a checkpoint holds under their names."""
-        tensors = self.state_tensors().items()
-        return {name: tensor for name, tensor in tensors if name not in self._unsaved}
-
     def scratch_tensors(self) -> list[Tensor]:
         """Tensors whose content is not needed from one step to the next. Their size does not grow
         with the model."""
         return []
-
-    def state_dict(self, arriving: bool = False) -> dict[str, Any]:
-        """Everything that this worker needs to go on exactly, a collective in flight included, for
-        which it need not wait if `arriving` (`BackgroundMean.state_dict`)."""
-        self._as_trained("sync.state_dict()")
-        means = [mean.state_dict(arriving) for mean in self.means]  # they may still change tensors
-        return {
-            "method": self.registered_name(),
-            "config": self._settings(),
-            "means": means,
-            "tensors": self.saved_tensors(),
-            "values": saved.values(self._kept),
-            **({} if arriving or self.mesh.elastic is not None else {"owner": saved.owner(self)}),
-        }
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise `ConfigError` unless this method can go on from a state: it is of the same method,
-        and of a configuration that differs in `may_change` only."""
-        whole = isinstance(state, Mapping) and {"method", "config", "values"} <= state.keys()
-        hint = "is no state that a method of this version saved; give what state_dict() returned"
-        require(whole, "state", type(state).__name__, hint)
-        name, saved = self.registered_name(), state["method"]
-        hint = f"the state was saved by {saved}; go on with that, or start without the state"
-        require(saved == name, "method", name, hint)
-        for key, value in self._settings().items():
-            then = state["config"].get(key)
-            hint = f"the state was saved with {then}; give that, or start without the state"
-            require(key in self.may_change or value == then, f"{name}.{key}", value, hint)
-
-    @classmethod
-    def registered_name(cls) -> str:
-        """As in the registry, which has the names of the files; of others' methods the class's."""
-        ours = cls.__module__.startswith("co2.")
-        return cls.__module__.rpartition(".")[2] if ours else cls.__name__
-
-    def _settings(self) -> dict[str, object]:
-        """The configuration in plain values."""
-        fields = asdict(self.config).items()
-        return {key: value.name if isinstance(value, Enum) else value for key, value in fields}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned on this replica. Call it after `prepare`, when
-        model and optimizer have been loaded.
-
-        Raises:
-            ConfigError: as `check_state`, or the state is another replica's, or the model does not
-                hold its weights.
-        """
-        guard = self._prepared("sync.load_state_dict()")
-        self.check_state(state)
-        if self.mesh.elastic is None:  # else it may be another replica's, and of other weights
-            saved.check_owner(self, state.get("owner"))
-        guard.loaded()
-        saved.put_values(self._kept, state["values"])
-        self.meeting.steps = self.steps
-        for name, tensor in self.saved_tensors().items():
-            tensor.copy_(state["tensors"][name])
-        for mean, held in zip(self.means, state["means"], strict=True):
-            mean.load_state_dict(held)
-        self.loaded()
-
-    def loaded(self) -> None:
-        """Called when a state has been loaded: make anew what follows from it."""
 
     def stats(self) -> MethodStats:
         """Totals of this worker, and the method's own figures."""

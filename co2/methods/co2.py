@@ -24,6 +24,7 @@ which is x_{t+1,0} + α m_t − d_t: d_t is waited for and stays in flight.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -32,7 +33,6 @@ from torch.profiler import record_function
 
 from co2.comm.background import BackgroundMean
 from co2.comm.cuts import Part
-from co2.comm.flat import FlatParams
 from co2.comm.phases import SNAPSHOT
 from co2.limits import Amount, Decay, Positive
 from co2.methods.base import BF16, ELASTIC, HOST
@@ -79,6 +79,9 @@ class CO2(LocalMethod):
             }
         return found
 
+    shard: OuterShard | None = None
+    """This replica's part of the outer state; None where each replica has all of it."""
+
     def make_mean(self) -> BackgroundMean:
         if not self.config.shard:
             return super().make_mean()
@@ -86,15 +89,65 @@ class CO2(LocalMethod):
         return self.send_by(self.shard.mean)
 
     def init_outer_state(self) -> None:
+        config, vectors = self.config, self.shard or self.flat
+        if self.shard is not None:
+            self.flat.copy_to(self.mean.buffer)
+            self.mean.mark_arrived()  # x_{1,0} = x_{0,0}
+        self.gap = GapPenalty(config.gap_penalty, vectors)
+        self.momentum = Momentum(vectors, config.outer_momentum, config.clip, config.clip_mode)
+        self.moved = False
+        """Whether the replicas were moved on, by −α m, as the newest pseudo-gradient was sent."""
         self._watches = True
-        self.keep(self, "_watches")
-        self.outer: WholeOuterStep | ShardedOuterStep
-        self.outer = ShardedOuterStep(self) if self.config.shard else WholeOuterStep(self)
+        """Whether the warning about stability is still to come."""
+        alike = self.shard is None  # else each replica has another part
+        self.anchor = self.hold("anchor", vectors.copy(), replicated=alike)
+        self.hold("momentum", self.momentum.vector, replicated=alike)
+        self.keep(self, "_watches", "moved")
+        self.keep(self.momentum, "norm", "clipped", prefix="momentum.")
+        self.keep(self.gap, "ema", "value", "count", "largest_lr", prefix="gap.")
+        self.sharded = None if self.shard is None else ShardedOuterStep(self, self.shard)
 
-    def watch_stability(self) -> None:
-        """Warn, once, when the outer step is not stable in every direction (docs/choosing.md)."""
+    def end_round(self) -> None:
+        waits, lr = self.waits, self.highest_lr()
+        self.gap.observe_lr(lr)
+        if self.sharded is not None:
+            self.sharded.end_round(waits)
+        else:
+            arrived, alpha = self.mean.wait(), self.config.outer_lr  # 1
+            if arrived is not None:
+                self.gap.update(self.momentum.norm, lr, alpha if self.moved else 0.0)  # 2
+                self.momentum.step(partial(Part.of, vector=arrived), self.gap)  # 4
+            self.moved = arrived is not None
+            shift = alpha if self.moved else 0.0
+            with record_function(SNAPSHOT):
+                # One pass: the anchor is in cache, and between GPU and host copies go both ways.
+                for chunk in self.flat.chunks:
+                    anchor = chunk.of(self.anchor)
+                    torch.sub(anchor, chunk.read(), out=chunk.of(self.mean.buffer))  # 3
+                    anchor.sub_(chunk.of(self.momentum.vector), alpha=shift)  # 5
+                    chunk.write(anchor)
+            self.mean.start()
+            if waits:
+                self._take_in_at_once()
+        if not waits:
+            self.watch_stability(lr)
+
+    def _take_in_at_once(self) -> None:
+        """Wait for what was just sent, and go on from a point that misses nothing."""
+        mean = self.mean.wait()
+        assert mean is not None
+        self.gap.not_late()
+        self.momentum.step(partial(Part.of, vector=mean), self.gap)
+        self.moved = False
+        for chunk in self.flat.chunks:
+            anchor, momentum = chunk.of(self.anchor), chunk.of(self.momentum.vector)
+            chunk.write(anchor.sub_(momentum, alpha=self.config.outer_lr))
+
+    def watch_stability(self, lr: float) -> None:
+        """Warn, once, when the outer step at a rate of γ_t is not stable in every direction
+        (docs/choosing.md)."""
         beta, alpha = self.config.outer_momentum, self.config.outer_lr
-        gap = self.outer.gap.usual(self.largest_lr())
+        gap = self.gap.usual(lr)
         if self._watches and beta + alpha / gap >= 1:
             self._watches = False
             self._notices.append(
@@ -102,111 +155,43 @@ class CO2(LocalMethod):
                 "steep directions do not settle; gap_penalty=gap_aware_steady keeps Λ near 2"
             )
 
-    def end_round(self) -> None:
-        self.outer.end_round(self.waits)
-        if not self.waits:
-            self.watch_stability()
-
     def show_round_end(self) -> None:
-        if not self.waits:  # else x_{t+1,0} misses nothing
-            self.mean.peek()
-            self.outer.show_round_end()
+        """Show x_{t,0} − d_t, once d_t is there. Without shards nothing is sent for it."""
+        if self.waits:  # then x_{t+1,0} misses nothing
+            return
+        self.mean.peek()
+        if self.sharded is not None:
+            self.sharded.show_round_end()
+            return
+        shift = self.config.outer_lr if self.moved else 0.0
+        for chunk in self.flat.chunks:
+            x, momentum = chunk.of(self.anchor), chunk.of(self.momentum.vector)
+            trained = torch.add(x, momentum, alpha=shift, out=chunk.read())
+            chunk.write(trained.sub_(chunk.of(self.mean.buffer)))
 
-    def largest_lr(self) -> float:
-        """γ_t where parameter groups differ."""
-        return max(self.lr(group) for group in range(len(self.optimizer.param_groups)))
-
-    def next_largest_lr(self) -> float:
+    def next_highest_lr(self) -> float:
         """γ_{t+1} as a round ends, or γ_t without a schedule, which is exact for constant rates."""
         if self.schedule is None:
-            return self.largest_lr()
+            return self.highest_lr()
         return self.schedule(self.steps + self.tau - 1)
 
     def scratch_tensors(self) -> list[Tensor]:
-        return [*super().scratch_tensors(), *self.outer.scratch_tensors()]
+        shard = [] if self.shard is None else self.shard.scratch_tensors()
+        return [*super().scratch_tensors(), *self.gap.scratch_tensors(), *shard]
 
     def figures(self) -> dict[str, float]:
         """`gap` is Λ, `clipped` the share of the momentum's elements that the clip changed; both
         of the round that ended last."""
-        gap, clipped = self.outer.figures()
+        newest = self.newest_figures() if self.sharded is None else self.sharded.settled
+        gap, clipped = newest.tolist()
         return {**super().figures(), "gap": gap, "clipped": clipped}
 
-
-class OuterState:
-    """What the outer step keeps: anchor, momentum and gap, of all parameters or of one shard."""
-
-    def __init__(self, method: CO2, vectors: FlatParams | OuterShard) -> None:
-        self.method, self.flat, self.mean = method, method.flat, method.mean
-        self.config = config = method.config
-        self.gap = GapPenalty(config.gap_penalty, vectors)
-        self.momentum = Momentum(vectors, config.outer_momentum, config.clip, config.clip_mode)
-        self.moved = False
-        """Whether the replicas were moved on, by −α m, as the newest pseudo-gradient was sent."""
-        alike = not config.shard  # else each replica has another part
-        self.anchor = method.hold("anchor", vectors.copy(), replicated=alike)
-        method.hold("momentum", self.momentum.vector, replicated=alike)
-        method.keep(self, "moved")
-        method.keep(self.momentum, "norm", "clipped", prefix="momentum.")
-        method.keep(self.gap, "ema", "value", "count", "largest_lr", prefix="gap.")
-
-    @property
-    def shift(self) -> float:
-        """α, if they were moved; else 0."""
-        return self.config.outer_lr if self.moved else 0.0
-
-    def scratch_tensors(self) -> list[Tensor]:
-        return self.gap.scratch_tensors()
+    def newest_figures(self) -> Tensor:
+        """Λ and the clipped share, (2,), of the newest outer step."""
+        return torch.stack((self.gap.value, self.momentum.clipped))
 
 
-class WholeOuterStep(OuterState):
-    """The outer step of all parameters, on every replica."""
-
-    def __init__(self, method: CO2) -> None:
-        super().__init__(method, method.flat)
-
-    def end_round(self, waits: bool) -> None:
-        lr = self.method.largest_lr()
-        self.gap.observe_lr(lr)
-        arrived = self.mean.wait()  # 1
-        if arrived is not None:
-            self.gap.update(self.momentum.norm, lr, self.shift)  # 2
-            self.momentum.step(lambda chunk: chunk.of(arrived), self.gap)  # 4
-        self.moved = arrived is not None
-        with record_function(SNAPSHOT):
-            # One pass: the anchor is in cache, and between a GPU and the host copies go both ways.
-            for chunk in self.flat.chunks:
-                anchor = chunk.of(self.anchor)
-                torch.sub(anchor, self.flat.read(chunk), out=chunk.of(self.mean.buffer))  # 3
-                anchor.sub_(chunk.of(self.momentum.vector), alpha=self.shift)  # 5
-                chunk.write(anchor)
-        self.mean.start()
-        if waits:
-            self._take_in_at_once()
-
-    def _take_in_at_once(self) -> None:
-        """Wait for what was just sent, and go on from a point that misses nothing."""
-        mean = self.mean.wait()
-        assert mean is not None
-        self.gap.not_late()
-        self.momentum.step(lambda chunk: chunk.of(mean), self.gap)
-        self.moved = False
-        for chunk in self.flat.chunks:
-            anchor, momentum = chunk.of(self.anchor), chunk.of(self.momentum.vector)
-            chunk.write(anchor.sub_(momentum, alpha=self.config.outer_lr))
-
-    def show_round_end(self) -> None:
-        """Show x_{t,0} − d_t, once d_t is there. Here nothing is sent for it."""
-        for chunk in self.flat.chunks:
-            x, momentum = chunk.of(self.anchor), chunk.of(self.momentum.vector)
-            trained = torch.add(x, momentum, alpha=self.shift, out=self.flat.read(chunk))
-            chunk.write(trained.sub_(chunk.of(self.mean.buffer)))
-
-    def figures(self) -> tuple[float, float]:
-        """Λ and the clipped share of the newest outer step."""
-        return float(self.gap.value), float(self.momentum.clipped)
-
-
-class ShardedOuterStep(OuterState):
+class ShardedOuterStep:
     """The outer step of one shard on each replica. Parameters travel, and the whole outer step runs
     in the background: the buffer comes back with what every replica goes on from.
 
@@ -230,30 +215,29 @@ class ShardedOuterStep(OuterState):
     wait, whose replicas also have trained from there.
     """
 
-    def __init__(self, method: CO2) -> None:
-        self.shard = method.shard
-        method.flat.copy_to(method.mean.buffer)
-        method.mean.mark_arrived()  # x_{1,0} = x_{0,0}
-        super().__init__(method, self.shard)
-        method.keep(self, "settled")
-        self.settled = self._newest_figures()
+    def __init__(self, method: CO2, shard: OuterShard) -> None:
+        self.method, self.shard = method, shard
+        self.flat, self.mean, self.anchor = method.flat, method.mean, method.anchor
+        self.gap, self.momentum, self.alpha = method.gap, method.momentum, method.config.outer_lr
+        self.settled = method.newest_figures()
         """Λ and the clipped share, (2,), of the newest outer step that a round's end waited for:
         the step in the background changes the figures at any time."""
+        method.keep(self, "settled")
 
     def end_round(self, waits: bool) -> None:
+        method = self.method
         self.mean.wait()  # 1
         for chunk in self.shard.chunks:
             self._next_start(chunk)
-        self.settled = self._newest_figures()
+        self.settled = method.newest_figures()
         self.flat.swap(self.mean.buffer)  # 2
-        lr, ahead = self.method.largest_lr(), self.method.next_largest_lr()
-        self.gap.observe_lr(lr)
+        ahead = method.next_highest_lr()
         self.gap.observe_lr(ahead)
-        moved, self.moved = self.moved, not waits
+        moved, method.moved = method.moved, not waits
         self.mean.run(lambda: self.outer_step(ahead, moved, late=not waits))  # 3
         if waits:
             self.mean.wait()
-            self.settled = self._newest_figures()
+            self.settled = method.newest_figures()
             for chunk in self.shard.chunks:
                 self._next_start(chunk)
             self.flat.write(self.mean.buffer)
@@ -264,7 +248,7 @@ class ShardedOuterStep(OuterState):
         """Step 3, with γ_{t+1} = `lr`. In the background: nothing else touches the outer state."""
         self.shard.reduce_scatter()
         if late:
-            self.gap.update(self.momentum.norm, lr, self.config.outer_lr if moved else 0.0)
+            self.gap.update(self.momentum.norm, lr, self.alpha if moved else 0.0)
         else:
             self.gap.not_late()
         self.momentum.step(lambda chunk: self._pseudo_gradient(chunk, moved), self.gap)
@@ -278,7 +262,7 @@ class ShardedOuterStep(OuterState):
         """Return d_t of a chunk, and move the anchor on, by the momentum as it is before its step.
         In scratch that the next call overwrites."""
         anchor, mean = chunk.of(self.anchor), chunk.of(self.shard.own)
-        momentum, alpha = chunk.of(self.momentum.vector), self.config.outer_lr
+        momentum, alpha = chunk.of(self.momentum.vector), self.alpha
         if moved:
             d = torch.sub(anchor, mean, out=self.shard.scratch)
             anchor.sub_(momentum, alpha=alpha)
@@ -289,19 +273,8 @@ class ShardedOuterStep(OuterState):
         """Put what all replicas go on from into this replica's shard of the buffer."""
         anchor, momentum = chunk.of(self.anchor), chunk.of(self.momentum.vector)
         out = chunk.of(self.shard.own)
-        torch.sub(anchor, momentum, alpha=self.config.outer_lr, out=out)
+        torch.sub(anchor, momentum, alpha=self.alpha, out=out)
 
     def show_round_end(self) -> None:
         """Show mean_i x^i_{t,τ}, once the outer step is done."""
         self.flat.write(self.shard.gathered(self.method.group))
-
-    def figures(self) -> tuple[float, float]:
-        """Λ and the clipped share, as of the round that ended last."""
-        gap, clipped = self.settled.tolist()
-        return gap, clipped
-
-    def scratch_tensors(self) -> list[Tensor]:
-        return [*super().scratch_tensors(), *self.shard.scratch_tensors()]
-
-    def _newest_figures(self) -> Tensor:
-        return torch.stack((self.gap.value, self.momentum.clipped))

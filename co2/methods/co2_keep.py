@@ -79,7 +79,7 @@ class CO2Keep(LocalMethod):
         self.arrive()  # with a delay of a whole round
         for chunk in self.flat.chunks:
             start, buffer = chunk.of(self.round_start), chunk.of(self.mean.buffer)
-            x = self.flat.read(chunk)
+            x = chunk.read()
             torch.sub(start, x, out=buffer)  # −p^i_t
             start.copy_(x)
         self.mean.start()
@@ -90,7 +90,7 @@ class CO2Keep(LocalMethod):
             return
         self.mean.peek()
         for chunk in self.flat.chunks:
-            x = self.flat.read(chunk)
+            x = chunk.read()
             chunk.write(torch.sub(chunk.of(self.center), chunk.of(self.mean.buffer), out=x))
 
     def arrive(self) -> None:
@@ -103,7 +103,7 @@ class CO2Keep(LocalMethod):
             center.sub_(d)
             if self.momentum is not None:
                 center.sub_(chunk.of(self.momentum).mul_(beta).add_(d), alpha=w)
-            x = self.flat.read(chunk)
+            x = chunk.read()
             start.sub_(x)  # −q^i
             torch.sub(center, start, alpha=self.config.keep_local, out=x)
             chunk.write(x)

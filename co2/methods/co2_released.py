@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from co2.comm.flat import Chunk
+from co2.comm.transfer import Chunk
 from co2.limits import Amount, Decay, Positive
 from co2.methods.parts.local import BlockingMethod
 from co2.methods.parts.rounds import Tau, WaitingRounds

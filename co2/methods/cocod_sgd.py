@@ -35,7 +35,7 @@ class CoCoDSGD(LocalMethod):
         arrived = self.mean.wait()
         for chunk in self.flat.chunks:
             start, last = chunk.of(self.round_start), chunk.of(self.last)
-            buffer, x = chunk.of(self.mean.buffer), self.flat.read(chunk)
+            buffer, x = chunk.of(self.mean.buffer), chunk.read()
             if arrived is not None:
                 last.sub_(buffer)  # δ_{t−1} − p^i_{t−1}, zero before the first arrival
             start.sub_(x)  # −p^i_t

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from co2.comm.flat import Chunk
+from co2.comm.transfer import Chunk
 from co2.limits import Amount, Decay
 from co2.methods.base import QUORUM
 from co2.methods.parts.local import LocalMethod
@@ -61,7 +61,7 @@ class EagerDiLoCo(LocalMethod):
             delta.mul_(-shared)
             if arrived is not None:
                 delta.add_(buffer)
-            torch.sub(start, self.flat.read(chunk), out=buffer)  # D^i_t, as it travels
+            torch.sub(start, chunk.read(), out=buffer)  # D^i_t, as it travels
             if not waits:
                 self._go_on(chunk, share)
                 delta.copy_(buffer)

@@ -75,7 +75,7 @@ class NoLoCo(LocalMethod):
         for chunk in self.flat.chunks:
             outer, sent = chunk.of(self.outer), chunk.of(self.mean.buffer)
             torch.mul(outer, gamma - alpha, out=sent)
-            sent.add_(self.flat.read(chunk), alpha=alpha)  # α Δ + γ φ
+            sent.add_(chunk.read(), alpha=alpha)  # α Δ + γ φ
         mean = self.pairs.mean_now(seed=self.steps)
         for chunk in self.flat.chunks:
             outer, momentum = chunk.of(self.outer), chunk.of(self.momentum)

@@ -62,7 +62,7 @@ class OneBitAdam(CompressedAdam):
         refreshes = min(self.steps, self.config.freeze_step)
         for chunk in self.flat.chunks:
             first, second = self.betas(chunk.group)
-            x = self.flat.read(chunk)
+            x = chunk.read()
             x.mul_(self.shrinkage(chunk.group))
             divisor = self.divisor(chunk, 1 - second**refreshes)
             gamma = self.lr(chunk.group) / (1 - first**self.steps)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from co2.comm.flat import Chunk
+from co2.comm.transfer import Chunk
 from co2.limits import Decay
 from co2.methods.parts.local import LocalMethod
 from co2.methods.parts.rounds import LateRounds
@@ -47,11 +47,11 @@ class OverlapLocalSGD(LocalMethod):
             for chunk in self.flat.chunks:
                 self._move_anchor(chunk, arrived)
                 buffer = chunk.of(self.mean.buffer)
-                torch.sub(chunk.of(self.anchor), self.flat.read(chunk), out=buffer)
+                torch.sub(chunk.of(self.anchor), chunk.read(), out=buffer)
             arrived = self.mean.mean_now()
         for chunk in self.flat.chunks:
             self._move_anchor(chunk, arrived)
-            z, x = chunk.of(self.anchor), self.flat.read(chunk)
+            z, x = chunk.of(self.anchor), chunk.read()
             chunk.write(x.lerp_(z, self.config.pull))
             torch.sub(z, x, out=chunk.of(self.mean.buffer))
         if not waits:
@@ -68,5 +68,5 @@ class OverlapLocalSGD(LocalMethod):
         """Undo the pull: x^i + a/(1−a) (x^i − z)."""
         pull = self.config.pull
         for chunk in self.flat.chunks:
-            x = self.flat.read(chunk)
+            x = chunk.read()
             chunk.write(x.lerp_(chunk.of(self.anchor), -pull / (1 - pull)))

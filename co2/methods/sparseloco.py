@@ -27,8 +27,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from co2.comm.flat import Chunk
 from co2.comm.sparse import SparseMean
+from co2.comm.transfer import Chunk
 from co2.limits import Amount, PartShare, Share
 from co2.methods.base import BF16, ELASTIC
 from co2.methods.parts.local import BlockingMethod

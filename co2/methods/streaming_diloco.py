@@ -149,7 +149,7 @@ class Fragment:
         alpha, beta = self.config.outer_lr, self.config.outer_momentum
         with self.flat.round():
             for chunk in self.flat.chunks:
-                outer, x = chunk.of(self.outer), self.flat.read(chunk)
+                outer, x = chunk.of(self.outer), chunk.read()
                 nesterov(outer, chunk.of(self.momentum), chunk.of(mean), alpha, beta)
                 chunk.write(x.lerp_(outer, 1 - self.config.mixing))
 

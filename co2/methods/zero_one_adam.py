@@ -73,7 +73,7 @@ class ZeroOneAdam(CompressedAdam):
     def update(self) -> None:
         t = self.steps - 1  # the paper counts from 0
         refreshing = t == self.next_refresh and t < self.config.freeze_step
-        self.largest_lr = max(self.largest_lr, self._lr_now())
+        self.largest_lr = max(self.largest_lr, self.highest_lr())
         self.flat.gradients(out=self.mean.buffer)
         if refreshing:
             self.average_gradients()
@@ -96,13 +96,10 @@ class ZeroOneAdam(CompressedAdam):
             return 1
         return interval(
             self.config.max_interval,
-            self._lr_now() / self.largest_lr if self.largest_lr > 0 else 1.0,
+            self.highest_lr() / self.largest_lr if self.largest_lr > 0 else 1.0,
             t - self.config.freeze_step,
             self.config.double_every,
         )
-
-    def _lr_now(self) -> float:
-        return max(self.lr(group) for group in range(len(self.lr_sums)))
 
     def _take_in_gradients(self) -> None:
         for chunk in self.flat.chunks:
@@ -129,7 +126,7 @@ class ZeroOneAdam(CompressedAdam):
 
     def _move(self) -> None:
         for chunk in self.flat.chunks:
-            x = self.flat.read(chunk)
+            x = chunk.read()
             x.mul_(self.shrinkage(chunk.group))
             x.addcdiv_(chunk.of(self.m), self.divisor(chunk), value=-self.lr(chunk.group))
             chunk.write(x)

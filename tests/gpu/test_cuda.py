@@ -283,7 +283,7 @@ def test_the_side_stream_orders_inner_step_copies_and_reader(dtype: torch.dtype)
         with flat.round():
             for chunk in flat.chunks:
                 part = chunk.of(vector)
-                torch.mul(flat.read(chunk), 2, out=part)
+                torch.mul(chunk.read(), 2, out=part)
                 chunk.write(part)
         seen = weight.detach().clone(), image.detach().clone()
         with torch.no_grad():

@@ -121,7 +121,7 @@ def test_out_and_back(monkeypatch: pytest.MonkeyPatch, pace) -> None:
     assert torch.equal(vector, before)
     with flat.round():
         for chunk in flat.chunks:
-            values = flat.read(chunk)
+            values = chunk.read()
             assert torch.equal(values, chunk.of(before))
             values.add_(1)
             chunk.write(values)
@@ -137,7 +137,7 @@ def test_the_next_chunk_comes_while_the_host_works(monkeypatch: pytest.MonkeyPat
     flat, _ = flat_of(stream, monkeypatch)
     with flat.round():
         for chunk in flat.chunks:
-            flat.read(chunk)
+            chunk.read()
             assert len(stream.queue) == (chunk is not flat.chunks[-1])
 
 
@@ -147,22 +147,22 @@ def test_what_was_written_is_what_is_read(monkeypatch: pytest.MonkeyPatch) -> No
     ones = flat.zeros().add_(1)
     first, second, *_ = flat.chunks
     with flat.round():
-        flat.read(first)
+        first.read()
         second.write(second.of(ones))
-        assert flat.read(second).eq(1).all()
+        assert second.read().eq(1).all()
         first.write(first.of(ones))
-        assert flat.read(first).eq(1).all()
+        assert first.read().eq(1).all()
 
 
 def test_a_fetch_is_not_kept_for_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
     flat, model = flat_of(LateStream(late), monkeypatch)
     with flat.round():
-        flat.read(flat.chunks[0])
+        flat.chunks[0].read()
     with torch.no_grad():
         for weight in model.parameters():
             weight.fill_(7)
     with flat.round():
-        assert flat.read(flat.chunks[1]).eq(7).all()
+        assert flat.chunks[1].read().eq(7).all()
 
 
 def test_a_vector_may_change_in_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_only_inside_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     flat, _ = flat_of(LateStream(late), monkeypatch)
     (chunk, *_) = flat.chunks
     with pytest.raises(AssertionError, match="only inside"):
-        flat.read(chunk)
+        chunk.read()
     with pytest.raises(AssertionError, match="only inside"):
         chunk.write(torch.zeros(chunk.numel))
 
@@ -204,7 +204,7 @@ def test_a_round_that_fails_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
         fail()
     assert joined(model).eq(1).all() and not stream.queue
     with pytest.raises(AssertionError, match="only inside"):
-        flat.read(chunk)
+        chunk.read()
 
 
 def test_the_fake_sees_no_later_than_it_has_waited() -> None:

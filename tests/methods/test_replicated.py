@@ -43,7 +43,7 @@ def with_threads(rank: int, world: int) -> tuple[Tensor, Tensor, float]:
         with method.consensus():
             pass
         method.flush()
-        return method.outer.anchor, method.outer.momentum.vector, method.outer.gap.value.item()
+        return method.anchor, method.momentum.vector, method.gap.value.item()
     finally:
         torch.set_num_threads(1)
 

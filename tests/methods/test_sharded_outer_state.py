@@ -52,7 +52,7 @@ def laid_out(rank: int, world: int) -> None:
             plain, _ = drift(rank, sizes, {**fields, "shard": False}, None)
             history, method = drift(rank, sizes, fields, comm(bucket))
             torch.testing.assert_close(history, plain, rtol=1e-12, atol=1e-12)
-            assert tuple(method.outer.anchor.shape) == shapes[world - 1]
+            assert tuple(method.anchor.shape) == shapes[world - 1]
             buffer, numel = method.mean.buffer, sum(sizes)
             assert numel <= buffer.numel() < numel + world * len(method.shard.chunks)
             assert not buffer[numel:].any()
@@ -85,7 +85,7 @@ def test_every_layout(workers: Pool, world: int) -> None:
 def chunked(rank: int, world: int) -> None:
     with patch.dict(flat._CHUNK, cpu=8):
         history, method = drift(rank, [50, 7], SHARDED, None)
-    assert tuple(method.outer.anchor.shape) == (8, 4)
+    assert tuple(method.anchor.shape) == (8, 4)
     assert_close_to_plain(history, rank)
 
 

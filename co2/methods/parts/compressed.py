@@ -17,7 +17,8 @@ from torch.optim import Adam, AdamW
 from co2.comm.compress import BITS
 from co2.comm.cuts import segmented
 from co2.comm.exchange import CompressedMean
-from co2.comm.flat import Chunk, FlatParams, chunk_numel
+from co2.comm.flat import FlatParams, chunk_numel
+from co2.comm.transfer import Chunk
 from co2.errors import require
 from co2.limits import Amount, Count, Limited
 from co2.methods.base import BF16, HOST, Method
@@ -202,7 +203,7 @@ class CompressedAdam(Method):
         """Add Adam's weight decay to a gradient, which it is a part of. AdamW: add nothing."""
         settings = self.optimizer.param_groups[chunk.group]
         if settings["weight_decay"] and not settings["decoupled_weight_decay"]:
-            gradient.add_(self.flat.read(chunk), alpha=settings["weight_decay"])
+            gradient.add_(chunk.read(), alpha=settings["weight_decay"])
 
     def divisor(self, chunk: Chunk, correction: float = 1.0) -> Tensor:
         """Return √(v/correction) + ε, in scratch that the next call overwrites; infinity if v = 0.

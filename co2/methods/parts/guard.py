@@ -22,22 +22,24 @@ from torch.optim import Optimizer
 
 from co2.comm.collectives import local
 from co2.comm.reproducible import checksum
-from co2.errors import WrongCall, require
+from co2.errors import ConfigError, WrongCall, require
 
 
-def check_optimizer(model: nn.Module, optimizer: Optimizer, trained: Iterable[Tensor]) -> None:
+def trained(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters that an optimizer trains."""
+    groups = optimizer.param_groups
+    return [param for group in groups for param in group["params"] if param.requires_grad]
+
+
+def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """Raise `ConfigError` unless an optimizer trains parameters of the model, no others, and for no
-    other method.
-
-    Args:
-        trained: the parameters that it trains.
-    """
+    other method."""
     kind, own = type(optimizer).__name__, set(map(id, model.parameters()))
-    trained = list(trained)
+    found = trained(optimizer)
     hint = "trains no parameter of the model; make it of model.parameters()"
-    require(any(id(one) in own for one in trained), "optimizer", kind, hint)
+    require(any(id(one) in own for one in found), "optimizer", kind, hint)
     hint = "trains parameters that the model does not have; prepare one module that has all"
-    require(all(id(one) in own for one in trained), "optimizer", kind, hint)
+    require(all(id(one) in own for one in found), "optimizer", kind, hint)
     hooks = _hooks(optimizer)
     hint = "its __init__ must call that of torch.optim.Optimizer; or give the optimizer inside it"
     require(hooks is not None, "optimizer", kind, hint)
@@ -60,16 +62,14 @@ class Guard:
     """Made when a method has prepared model and optimizer (`check_optimizer`).
 
     Args:
-        trained: the parameters that the optimizer trains.
         fresh: whether the weights are those to begin with. False: a state will be loaded.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, trained: Iterable[Tensor], fresh: bool
-    ) -> None:
-        self._model, self._trained = model, list({id(one): one for one in trained}.values())
+    def __init__(self, model: nn.Module, optimizer: Optimizer, fresh: bool) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._trained = list({id(one): one for one in trained(optimizer)}.values())
         self._parameters = {id(param) for param in model.parameters()}
-        trains = set(map(id, self._trained))
+        self._trains = trains = set(map(id, self._trained))
         named = model.named_parameters()
         self._others = [
             (name, one) for name, one in named if one.requires_grad and id(one) not in trains
@@ -109,6 +109,23 @@ class Guard:
                     "that another optimizer trains with a method of its own"
                 )
 
+    def check_trained(self) -> None:
+        """Raise `ConfigError` unless the optimizer trains the parameters of `prepare`."""
+        now = set(map(id, trained(self._optimizer)))
+        if now == self._trains:
+            return
+        changed = now ^ self._trains
+        named = (name for name, param in self._model.named_parameters() if id(param) in changed)
+        hint = (
+            "was trained when prepare was called, and the next mean would move it; finish() first"
+        )
+        if now - self._trains:
+            hint = (
+                "was not trained when prepare was called, so replicas would drift apart; put it "
+                "into the optimizer and set requires_grad before prepare"
+            )
+        raise ConfigError("parameter", next(named, "(not the model's)"), hint)
+
     def check_parameters(self) -> None:
         """Raise `WrongCall` if the model has other parameters. It takes as long as the model has
         modules."""
@@ -132,6 +149,7 @@ class Guard:
         Raises:
             WrongCall: the loop has written weights that the method would undo, or shows the
                 consensus.
+            ConfigError: see `check_trained`.
         """
         if self._ended:
             raise WrongCall("sync.step() came after finish() or flush(): make a new method")
@@ -148,6 +166,7 @@ class Guard:
                 )
             self.loaded()  # the same weights were written again
         self.check_others()
+        self.check_trained()
         self.allows_step = True
         try:
             yield

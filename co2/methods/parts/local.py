@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from co2.comm.background import BackgroundMean
-from co2.comm.flat import Chunk, FlatParams
+from co2.comm.flat import FlatParams
+from co2.comm.transfer import Chunk
 from co2.config import Blocking
 from co2.errors import require
 from co2.methods.base import ELASTIC, QUORUM, Method, synchronizing

@@ -26,8 +26,9 @@ from torch.profiler import record_function
 
 from co2.comm.background import BackgroundMean
 from co2.comm.collectives import local
-from co2.comm.flat import Chunk, FlatParams
+from co2.comm.flat import FlatParams
 from co2.comm.phases import SNAPSHOT
+from co2.comm.transfer import Chunk
 from co2.errors import require
 from co2.methods.base import QUORUM, Method
 

@@ -1,4 +1,4 @@
-"""What a replica needs to go on exactly, and its file: `Method.save` and `Method.resume`.
+"""Files from which replicas go on exactly, one of each worker: `Method.save`, `Method.resume`.
 
     FOLDER/step40_worker0of2.pt, FOLDER/step40_worker1of2.pt
 
@@ -10,10 +10,9 @@ nothing.
 import io
 import re
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,17 +20,14 @@ from torch import nn
 from co2.comm.collectives import gathered, local
 from co2.comm.waiting import everyone
 from co2.errors import ConfigError, WrongCall, require
-from co2.methods.parts.guard import checksums
+from co2.methods.parts.state import Stateful
 from co2.whole import durable
-
-if TYPE_CHECKING:
-    from co2.methods.base import Method
 
 _NAME = re.compile(r"step(\d+)_worker(\d+)of(\d+)\.pt")
 
 
 # Any: what torch.save takes.
-def held(sync: "Method", module: nn.Module) -> dict[str, Any]:
+def held(sync: Stateful, module: nn.Module) -> dict[str, Any]:
     """What this replica needs to go on exactly, by reference."""
     return {
         "replicas": sync.mesh.num_replicas,
@@ -41,7 +37,7 @@ def held(sync: "Method", module: nn.Module) -> dict[str, Any]:
     }
 
 
-def load_held(sync: "Method", module: nn.Module, state: dict[str, Any]) -> None:
+def load_held(sync: Stateful, module: nn.Module, state: dict[str, Any]) -> None:
     """Go on from what `held` returned, after `prepare`. Without module and method in it, the method
     begins with the weights that were prepared."""
     sync.optimizer.load_state_dict(state["optimizer"])
@@ -50,7 +46,7 @@ def load_held(sync: "Method", module: nn.Module, state: dict[str, Any]) -> None:
         sync.load_state_dict(state["sync"])
 
 
-def check_held(sync: "Method", state: dict[str, Any], key: str, value: object) -> None:
+def check_held(sync: Stateful, state: dict[str, Any], key: str, value: object) -> None:
     """Raise `ConfigError` unless this replica can go on from what `held` returned.
 
     Args:
@@ -66,53 +62,7 @@ def check_held(sync: "Method", state: dict[str, Any], key: str, value: object) -
     require(alike, key, value, f"is of another optimizer than this {kind}; make it as it was")
 
 
-Kept = Mapping[str, tuple[object, str]]
-"""Attributes of objects, by their names in a state."""
-
-
-# Any: plain values, and what is in a `state_dict` of an object's own.
-def values(kept: Kept) -> dict[str, Any]:
-    """What a state holds of these attributes."""
-    found = {key: getattr(of, name) for key, (of, name) in kept.items()}
-    return {
-        key: one.state_dict() if hasattr(one, "state_dict") else one for key, one in found.items()
-    }
-
-
-def put_values(kept: Kept, state: Mapping[str, Any]) -> None:
-    """The reverse of `values`."""
-    for key, (of, name) in kept.items():
-        now = getattr(of, name)
-        if hasattr(now, "load_state_dict"):
-            now.load_state_dict(state[key])
-        elif isinstance(now, torch.Tensor):
-            now.copy_(state[key])
-        else:
-            setattr(of, name, state[key])
-
-
-def owner(sync: "Method") -> dict[str, Any]:
-    """Which worker a state is of, and checksums of the weights that go with it."""
-    place = [sync.mesh.worker, sync.mesh.num_workers]
-    return {"place": place, "weights": checksums(sync.model)}
-
-
-def check_owner(sync: "Method", found: dict[str, Any] | None) -> None:
-    """Raise `ConfigError` unless a state is this worker's, and the model holds its weights.
-
-    Args:
-        found: what `owner` returned then. None: nobody knows.
-    """
-    if found is None:
-        return
-    (worker, workers), own = found["place"], [sync.mesh.worker, sync.mesh.num_workers]
-    hint = f"this is worker {own[0]} of {own[1]}; load on each what it saved itself"
-    require(found["place"] == own, "state", f"of worker {worker} of {workers}", hint)
-    hint = "the model holds others; after prepare load model, optimizer and then this"
-    require(found["weights"] == checksums(sync.model), "state", "of other weights", hint)
-
-
-def save(sync: "Method", folder: Path, extra: dict[str, Any]) -> None:
+def save(sync: Stateful, folder: Path, extra: dict[str, Any]) -> None:
     """See `Method.save`."""
     _check_plain(extra)
     if any(local(param) is not param for param in sync.model.parameters()):
@@ -135,7 +85,7 @@ def save(sync: "Method", folder: Path, extra: dict[str, Any]) -> None:
 
 
 # Any: what was given to `save`.
-def resume(sync: "Method", folder: Path) -> dict[str, Any] | None:
+def resume(sync: Stateful, folder: Path) -> dict[str, Any] | None:
     """See `Method.resume`."""
     worker, workers = sync.mesh.worker, sync.mesh.num_workers
     others = sorted({count for _, _, count in _files(folder)} - {workers})
@@ -187,7 +137,7 @@ def _tensors(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
     return [(name, one) for name, one in state.items() if isinstance(one, torch.Tensor)]
 
 
-def _read(sync: "Method", path: Path) -> dict[str, Any]:
+def _read(sync: Stateful, path: Path) -> dict[str, Any]:
     """What `save` has written into a file. Raises `ConfigError` if this replica cannot go on from
     it."""
     try:
@@ -207,7 +157,7 @@ def _read(sync: "Method", path: Path) -> dict[str, Any]:
     return dict(state)
 
 
-def _random(sync: "Method") -> list[torch.Tensor]:
+def _random(sync: Stateful) -> list[torch.Tensor]:
     """The states of torch's generators of this process: of the CPU and of its GPU."""
     gpu = sync.mesh.device.type == "cuda"
     more = [torch.cuda.get_rng_state(sync.mesh.device)] if gpu else []
