@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 
 import co2
 from benchmarks import report
-from co2.comm.background import BackgroundMean
+from co2.comm.background_mean import BackgroundMean
 from co2.config import CommConfig, Precision
 
 WORKERS = 2

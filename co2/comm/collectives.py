@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from co2.comm.cuts import pack
-from co2.comm.meeting import Meeting
+from co2.comm.deadlocks import DeadlockWatch
 from co2.comm.mesh import serves_gpus
 from co2.comm.reproducible import checksum
 from co2.comm.transfer import views
@@ -181,23 +181,23 @@ CALLS = ("consensus", "save", "resume")
 
 
 def meet(
-    meeting: Meeting, call: str, group: dist.ProcessGroup | None, device: torch.device
+    watch: DeadlockWatch, call: str, group: dist.ProcessGroup | None, device: torch.device
 ) -> None:
     """Wait until all replicas are at a call, and compare the numbers of their steps. Blocking.
 
     Args:
-        meeting: knows how many steps this replica has made.
+        watch: knows how many steps this replica has made.
         call: one of `CALLS`.
         group: this worker and its counterparts in the other replicas.
         device: of the workers.
     Raises:
         ReplicasDiffer: on all workers: they are at other calls, or have made other steps.
-        WrongCall: another replica waits elsewhere (`Meeting`).
+        WrongCall: another replica waits elsewhere (`DeadlockWatch`).
     """
     if group is None:
         return
-    own = torch.tensor([CALLS.index(call), meeting.steps], device=device)
-    calls, steps = _gathered(own, group, meeting)
+    own = torch.tensor([CALLS.index(call), watch.steps], device=device)
+    calls, steps = _gathered(own, group, watch)
     compare("the call", [CALLS[index] for index in calls], _OTHER_CALLS)
     compare("steps", steps, _OTHER_STEPS)
 
@@ -222,20 +222,20 @@ def check_equal(
 
 
 def _gathered(
-    own: Tensor, group: dist.ProcessGroup, meeting: Meeting | None = None
+    own: Tensor, group: dist.ProcessGroup, watch: DeadlockWatch | None = None
 ) -> list[list[int]]:
     """What each replica has of each of a few numbers. Blocking.
 
     Args:
-        meeting: waits, where nobody else sees to it that nobody waits for ever.
+        watch: waits, where nobody else sees to it that nobody waits for ever.
     """
     found = own.new_zeros(group.size() * len(own))
 
     def gather(out: Tensor) -> None:
         work = dist.all_gather_into_tensor(out, own.to(out.device), group=group, async_op=True)
         assert work is not None, "this worker is in the group"
-        if meeting is not None and in_use() is None:
-            meeting.gather(work, gloo=not out.is_cuda)
+        if watch is not None and in_use() is None:
+            watch.gather(work, gloo=not out.is_cuda)
         else:
             work.wait()
 

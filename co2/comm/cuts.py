@@ -1,10 +1,12 @@
 """How vectors are cut into parts that one pass of arithmetic or one message takes.
 
-Three rules serve all. `pack` puts neighbours together as long as they fit: the tensors of a flat
-vector (flat.py), blocks of waves (waves.py), the tensors of a blocking collective (collectives.py).
-`segmented` cuts a vector after every so many elements, and tells which of its tensors are in each
-part: the chunks of servers (exchange.py). `part_between` does it for any two places: bytes of codes
-(compress.py). Sums are taken part by part, so another cut may change their last bits.
+- `pack` puts neighbours together as long as they fit: the tensors of a flat vector (flat.py), rows
+  of blocks (dct_mean.py), chunks (sparse_mean.py), what one collective carries (collectives.py).
+- `segmented` cuts a vector after every so many elements, and tells which tensors are in each part:
+  the chunks of servers (compressed_mean.py), the elements of a mask (compressed_adam.py).
+- `part_between` does it for any two places: codes that are packed together (codec.py).
+
+Sums are taken part by part, so another cut may change their last bits.
 """
 
 from bisect import bisect_left, bisect_right

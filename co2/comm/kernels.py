@@ -1,6 +1,6 @@
 """Triton's kernels for what travels compressed: one launch where PyTorch needs many.
 
-They make the same bits as PyTorch does in compress.py and sparse.py, because every product and
+They make the same bits as PyTorch does in codec.py and sparse_mean.py, because every product and
 every sum is rounded on its own.
 """
 
@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from co2.comm.compress import Codec
-    from co2.comm.sparse import Chunks
+    from co2.comm.codec import Codec
+    from co2.comm.sparse_mean import Chunks
 
 _ELEMENTS = 1024
 """Elements of one program. It has not been tuned: no GPU was at hand."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from co2.comm import profiled
 from co2.comm.clocks import CudaStopwatch, Stopwatch
-from co2.comm.meeting import Meeting
+from co2.comm.deadlocks import DeadlockWatch
 from co2.comm.waiting import Connections, finish, in_use
 from co2.streams import SideStream
 
@@ -33,7 +33,7 @@ class HostRunner:
     def __init__(self) -> None:
         self.comm, self.exposed = Stopwatch(), Stopwatch()
         """Of what is carried, from launch to completion; and of the waits that count."""
-        self.meeting: Meeting | None = None
+        self.watch: DeadlockWatch | None = None
         """Of the method that sends; None where there is none."""
         self._sent_at = 0
         """The method's steps as it was sent."""
@@ -101,7 +101,7 @@ class HostRunner:
         self._carried = self._thread.submit(timed)
 
     def _depart(self) -> None:
-        self._sent_at = 0 if self.meeting is None else self.meeting.steps
+        self._sent_at = 0 if self.watch is None else self.watch.steps
 
     def wait(self, count: bool = True) -> None:
         """Wait until what was launched or run is over; on CUDA the current stream does, and the
@@ -116,8 +116,8 @@ class HostRunner:
         if carried is not None:
             self._join(carried)
         for work in self._works:
-            if self._sockets is None and self.meeting is not None:
-                self.meeting.finish(work, self._sent_at)
+            if self._sockets is None and self.watch is not None:
+                self.watch.finish(work, self._sent_at)
             else:
                 finish(work, self._group, self._sockets)
         self._forget()
@@ -125,10 +125,10 @@ class HostRunner:
             self.exposed.end()
 
     def _join(self, carried: Future[None]) -> None:
-        if self.meeting is None:
+        if self.watch is None:
             carried.result()
         else:
-            self.meeting.result(carried, self._sent_at)
+            self.watch.result(carried, self._sent_at)
 
     def give_up(self) -> None:
         """Abort, and return when the buffer is free: the collective is over, or has failed because
@@ -159,7 +159,7 @@ class CudaRunner:
 
     def __init__(self) -> None:
         self.comm, self.exposed = CudaStopwatch(), CudaStopwatch()
-        self.meeting: Meeting | None = None  # the host waits for nothing
+        self.watch: DeadlockWatch | None = None  # the host waits for nothing
         self._side = SideStream()
         self._arrived: torch.cuda.Event | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="co2")

@@ -73,7 +73,7 @@ class Replicas:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> RecoveringMean:
-        """See co2/comm/background.py."""
+        """See co2/comm/background_mean.py."""
         mean = RecoveringMean(self, numel, mesh, config, dtype, device)
         self._means.append(mean)
         self.on_change(mean.regroup)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from co2.comm.background import BackgroundMean
+from co2.comm.background_mean import BackgroundMean
 from co2.comm.mesh import Mesh
 from co2.config import CommConfig
 from co2.elastic.members import MemberLost

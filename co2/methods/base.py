@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
 from co2.catalogue import CATALOGUE
-from co2.comm.background import BackgroundMean, new_mean
+from co2.comm.background_mean import BackgroundMean, new_mean
 from co2.comm.clocks import CommTotals
 from co2.comm.collectives import (
     check_alike,
@@ -30,15 +30,15 @@ from co2.comm.collectives import (
     meet,
     replicate,
 )
+from co2.comm.deadlocks import DeadlockWatch
 from co2.comm.flat import FlatParams
-from co2.comm.meeting import Meeting
 from co2.comm.mesh import Mesh
 from co2.comm.phases import OUTER_STEP
 from co2.config import Blocking, CommConfig
 from co2.errors import ConfigError, WrongCall, nearest, require
-from co2.methods.parts import saved
-from co2.methods.parts.guard import Guard, check_optimizer, trained, wide
-from co2.methods.parts.state import Stateful
+from co2.methods.shared import worker_files
+from co2.methods.shared.guard import Guard, check_optimizer, trained, wide
+from co2.methods.shared.state import Stateful
 
 Schedule = Callable[[int], float]
 """The index of a step, from 0 → the largest learning rate of the inner optimizer in that step."""
@@ -192,7 +192,7 @@ class Method(Stateful):
         self.total_steps = total_steps
         self._regroup(mesh)
         self.replica_group = mesh.new_group_within_replica()
-        self.meeting = Meeting(mesh, self.group)
+        self.watch = DeadlockWatch(mesh, self.group)
         mesh.on_change(self._regroup)
         if fresh:
             check_alike(self._description(), self.group)
@@ -239,7 +239,7 @@ class Method(Stateful):
         """Make a mean one of `means`. These save their buffers, and only while they are in
         flight."""
         self.means.append(mean)
-        mean.belongs_to(self.meeting)
+        mean.belongs_to(self.watch)
         self.hold(name, mean.buffer, saved=False)
         return mean
 
@@ -267,11 +267,11 @@ class Method(Stateful):
             self.steps += 1
             self._scaler = scaler
             try:
-                self.meeting.steps = self.steps
+                self.watch.steps = self.steps
                 self.update()
             except Exception:  # such as too little memory: the loop may make this step again
                 self.steps -= 1
-                self.meeting.steps = self.steps
+                self.watch.steps = self.steps
                 raise
 
     def _check_scaler(self, scaler: GradScaler) -> None:
@@ -336,7 +336,7 @@ class Method(Stateful):
         guard.check_parameters()
         guard.check_others()
         guard.check_trained()
-        meet(self.meeting, "consensus", self.group, self.mesh.device)
+        meet(self.watch, "consensus", self.group, self.mesh.device)
         equal = self.replicated_tensors()
         if self.equal_weights:
             equal |= {name: wide(local(p.detach())) for name, p in self.model.named_parameters()}
@@ -385,7 +385,7 @@ class Method(Stateful):
             OSError: the file cannot be written. Older ones stay.
         """
         self._as_trained("sync.save()")
-        saved.save(self, Path(folder), extra or {})
+        worker_files.save(self, Path(folder), extra or {})
 
     def resume(self, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
         """Go on from the newest step that all workers have saved in a folder, bit for bit. Call it
@@ -404,7 +404,7 @@ class Method(Stateful):
             raise WrongCall(
                 f"sync.resume() came after {self.steps} steps: call it before the first"
             )
-        return saved.resume(self, Path(folder))
+        return worker_files.resume(self, Path(folder))
 
     def flush(self) -> None:
         """Wait for what is in flight and drop it, at the end of training only. Replicas keep their

@@ -2,9 +2,9 @@
 
     at the end of round t, on every replica i:
         1  wait for d_{t−1} = mean_i (x_{t−1,0} − x^i_{t−1,τ})     none at t = 0: m_0 = 0
-        2  Λ_t, the staleness gap                                  (outer.py, GapPenalty)
+        2  Λ_t, the staleness gap                                  (outer_step.py, GapPenalty)
         3  start the mean of x_{t,0} − x^i_{t,τ}
-        4  m_t = clip(β m_{t−1} + d_{t−1}/Λ_t, φ)                  (outer.py, Momentum)
+        4  m_t = clip(β m_{t−1} + d_{t−1}/Λ_t, φ)                  (outer_step.py, Momentum)
         5  x_{t+1,0} = x_{t,0} − α m_t                             every replica goes on from here
 
 τ → `tau`, α → `outer_lr`, β → `outer_momentum`, Λ → `gap_penalty`, φ → `clip`.
@@ -31,15 +31,15 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from co2.comm.background import BackgroundMean
+from co2.comm.background_mean import BackgroundMean
 from co2.comm.cuts import Part
 from co2.comm.phases import SNAPSHOT
 from co2.limits import Amount, Decay, Positive
 from co2.methods.base import BF16, ELASTIC, HOST
-from co2.methods.parts.local import LocalMethod
-from co2.methods.parts.outer import GapKind, GapPenalty, Momentum
-from co2.methods.parts.outer_shard import OuterShard
-from co2.methods.parts.rounds import LateRounds, Tau
+from co2.methods.shared.local_method import LocalMethod
+from co2.methods.shared.outer_shard import OuterShard
+from co2.methods.shared.outer_step import GapKind, GapPenalty, Momentum
+from co2.methods.shared.rounds import LateRounds, Tau
 
 
 class CO2(LocalMethod):
@@ -65,7 +65,7 @@ class CO2(LocalMethod):
         shard: bool = False
         """Anchor and momentum are sharded over the G replicas: 1 + 2/G model copies, not 3."""
         average_moments: bool = False
-        """Whether the inner Adam's moments are averaged too (parts/moments.py): three times the
+        """Whether the inner Adam's moments are averaged too (shared/moments.py): three times the
         bytes and four more copies."""
 
     def refusals(self) -> dict[str, str]:

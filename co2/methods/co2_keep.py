@@ -30,9 +30,9 @@ from torch import Tensor
 from co2.errors import require
 from co2.limits import Amount, Decay, Share, Steps
 from co2.methods.base import synchronizing
-from co2.methods.parts.auto_tau import AUTO
-from co2.methods.parts.local import LocalMethod
-from co2.methods.parts.rounds import LateRounds
+from co2.methods.shared.auto_tau import AUTO
+from co2.methods.shared.local_method import LocalMethod
+from co2.methods.shared.rounds import LateRounds
 
 
 class CO2Keep(LocalMethod):
@@ -50,7 +50,7 @@ class CO2Keep(LocalMethod):
         """w, the weight of the means' momentum; with 0 there is none, which saves a copy of the
         model."""
         average_moments: bool = False
-        """Whether the inner Adam's moments are averaged too (parts/moments.py): three times the
+        """Whether the inner Adam's moments are averaged too (shared/moments.py): three times the
         bytes and four more copies."""
 
         def __post_init__(self) -> None:

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from co2.comm.transfer import Chunk
 from co2.limits import Amount, Decay, Positive
-from co2.methods.parts.local import BlockingMethod
-from co2.methods.parts.rounds import Tau, WaitingRounds
+from co2.methods.shared.local_method import BlockingMethod
+from co2.methods.shared.rounds import Tau, WaitingRounds
 
 
 class CO2Released(BlockingMethod):

@@ -16,8 +16,8 @@ Deviation: the pseudo-gradient −p travels, as in every method here.
 
 from dataclasses import dataclass
 
-from co2.methods.parts.local import LocalMethod
-from co2.methods.parts.rounds import LateRounds
+from co2.methods.shared.local_method import LocalMethod
+from co2.methods.shared.rounds import LateRounds
 
 
 class CoCoDSGD(LocalMethod):

@@ -4,7 +4,7 @@
         δ^i ← β δ^i + γ g;  c = DCT of each block of δ^i
         s^i = the k largest |c| of each block;  δ^i ← δ^i − IDCT(s^i)
         s̄ = each coefficient's mean over those replicas that have sent it; 0 if none has
-        x ← (1 − γ λ) x − γ sign(IDCT(s̄))            wait for the s^i (co2/comm/waves.py)
+        x ← (1 − γ λ) x − γ sign(IDCT(s̄))            wait for the s^i (co2/comm/dct_mean.py)
 
 β → `decay`, k → `top_k`; γ and λ are the inner SGD's rate and weight decay. A momentum δ^i stays on
 its replica but for its largest waves, which are taken out of it as they are sent. All replicas hold
@@ -28,8 +28,8 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+from co2.comm.dct_mean import WIDEST, DCTMean
 from co2.comm.flat import FlatParams
-from co2.comm.waves import WIDEST, WaveMean
 from co2.errors import require
 from co2.limits import Count, Decay, Limited, Range
 from co2.methods.base import BF16, HOST, Method, synchronizing
@@ -75,7 +75,7 @@ class DeMo(Method):
         require(plain, "optim.name", kind.__name__, hint)
         self.flat = FlatParams(self.optimizer)
         fields = self.config
-        self.exchange = WaveMean(
+        self.exchange = DCTMean(
             self.flat, self.mesh, self.comm, fields.decay, fields.top_k, fields.block
         )
         self.hold("coefficients", self.exchange.coefficients)

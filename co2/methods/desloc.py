@@ -23,7 +23,7 @@ from torch import Tensor
 from co2.limits import Count, Limited
 from co2.methods.base import synchronizing
 from co2.methods.local_sgd import LocalSGD
-from co2.methods.parts.moments import Moment, refused, require_adam
+from co2.methods.shared.moments import Moment, refused, require_adam
 
 
 class DESLOC(LocalSGD):

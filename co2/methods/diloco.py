@@ -3,7 +3,7 @@
     for round t, on every replica i:
         τ inner steps from x_{t,0} to x^i_{t,τ}     the paper: AdamW
         d_t = mean_i (x_{t,0} − x^i_{t,τ})          wait for it
-        v_t = β v_{t−1} + d_t                       (outer.py, nesterov)
+        v_t = β v_{t−1} + d_t                       (outer_step.py, nesterov)
         x_{t+1,0} = x_{t,0} − α (d_t + β v_t)
 
 τ → `tau` (the paper's H), α → `outer_lr`, β → `outer_momentum`.
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from co2.comm.transfer import Chunk
 from co2.limits import Amount, Decay
-from co2.methods.parts.local import BlockingMethod
-from co2.methods.parts.outer import nesterov
-from co2.methods.parts.rounds import Tau, UnequalRounds
+from co2.methods.shared.local_method import BlockingMethod
+from co2.methods.shared.outer_step import nesterov
+from co2.methods.shared.rounds import Tau, UnequalRounds
 
 
 class DiLoCo(BlockingMethod):
@@ -33,7 +33,7 @@ class DiLoCo(BlockingMethod):
         outer_momentum: Decay = 0.9
         """β, the outer momentum. The paper: 0.9."""
         average_moments: bool = False
-        """Whether the inner Adam's moments are averaged too (parts/moments.py): three times the
+        """Whether the inner Adam's moments are averaged too (shared/moments.py): three times the
         bytes."""
 
     def init_outer_state(self) -> None:

@@ -4,7 +4,7 @@
         D^i_t = x^i_{t,0} − x^i_{t,τ}               own pseudo-gradient
         mean_j D^j_{t−1} arrives                    taken during round t
         Δ^i_t = mean_j D^j_{t−1} + (D^i_t − D^i_{t−1})/G
-        v^i_t = β v^i_{t−1} + Δ^i_t                 (outer.py, nesterov)
+        v^i_t = β v^i_{t−1} + Δ^i_t                 (outer_step.py, nesterov)
         x^i_{t+1,0} = x^i_{t,0} − α (Δ^i_t + β v^i_t)
         start the mean of D^i_t                     D_{−1} = 0
 
@@ -26,9 +26,9 @@ import torch
 from co2.comm.transfer import Chunk
 from co2.limits import Amount, Decay
 from co2.methods.base import QUORUM
-from co2.methods.parts.local import LocalMethod
-from co2.methods.parts.outer import nesterov
-from co2.methods.parts.rounds import LateRounds
+from co2.methods.shared.local_method import LocalMethod
+from co2.methods.shared.outer_step import nesterov
+from co2.methods.shared.rounds import LateRounds
 
 
 class EagerDiLoCo(LocalMethod):

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from co2.comm.transfer import Chunk
-from co2.methods.parts.local import BlockingMethod
-from co2.methods.parts.rounds import UnequalRounds
+from co2.methods.shared.local_method import BlockingMethod
+from co2.methods.shared.rounds import UnequalRounds
 
 
 class LocalSGD(BlockingMethod):

@@ -16,7 +16,7 @@ DES-LOC, whose averages it has (desloc.py).
 
 The mean of u may be late, because u hardly changes in a round. With `late_momentum` it is started
 at a round's end, travels during the next round and arrives at the end of that, when β^τ of what was
-sent is left in u (parts/moments.py):  u^i ← u^i + β^τ (mean_i u^i − u^i)_then. That is exactly what
+sent is left in u (moments.py):  u^i ← u^i + β^τ (mean_i u^i − u^i)_then. That is exactly what
 u would be, had the mean been taken in at once and the gradients been the same.
 
 The equations were read in the abstract and in public summaries of the paper, which give neither ω
@@ -37,7 +37,7 @@ from co2.comm.collectives import local
 from co2.errors import require
 from co2.limits import Count, Decay, Limited, Share
 from co2.methods.desloc import DESLOC
-from co2.methods.parts.moments import LateMoments
+from co2.methods.shared.moments import LateMoments
 
 
 class MTDAO(DESLOC):

@@ -26,12 +26,12 @@ from dataclasses import dataclass
 
 import torch
 
-from co2.comm.pairs import PairMean
+from co2.comm.pair_mean import PairMean
 from co2.errors import require
 from co2.limits import Amount, Decay
 from co2.methods.base import BF16, ELASTIC, QUORUM
-from co2.methods.parts.local import LocalMethod
-from co2.methods.parts.rounds import Tau, WaitingRounds
+from co2.methods.shared.local_method import LocalMethod
+from co2.methods.shared.rounds import Tau, WaitingRounds
 
 
 class NoLoCo(LocalMethod):

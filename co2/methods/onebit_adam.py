@@ -2,7 +2,7 @@
 
     step t = 1 … freeze_step: Adam with averaged gradients
         g = mean_i g^i;  m ← β1 m + (1−β1) g;  v ← β2 v + (1−β2) g²
-    after it, v stands still and the momentum travels, one bit an element (co2/comm/exchange.py)
+    after it, v stands still and the momentum travels, one bit an element (compressed_mean.py)
         m^i = β1 m + (1−β1) g^i;  m = 1-bit mean of m^i
     always  x ← x − γ m̂/(√v̂ + ε),  m̂ = m/(1−β1^t),  v̂ = v/(1−β2^min(t, freeze_step))
 
@@ -13,9 +13,9 @@ Chosen here:
 - The bias corrections are PyTorch's, so that the first stage is AllReduce under AdamW. That of m
   goes on after the freeze (it is soon 1), that of v stays as it was then.
 - Every parameter tensor has a scale of its own, where the paper has one scale for all
-  (co2/comm/exchange.py says why).
+  (co2/comm/compressed_mean.py says why).
 - Elements whose frozen v is 0, or next to nothing beside their tensor's, have a momentum of 0 from
-  then on, and move by weight decay alone (the mask, parts/compressed.py). The authors' code has a
+  then on, and move by weight decay alone (the mask, compressed_adam.py). The authors' code has a
   mask too, which users fill in by hand.
 - `compress: update` sends the signs of m/(√v + ε), and multiplies by √v + ε on arrival. That is not
   the paper's; results/tables/zero_one_training.md compares the two.
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from co2.methods.parts.compressed import CompressedAdam, CompressedAdamConfig
+from co2.methods.shared.compressed_adam import CompressedAdam, CompressedAdamConfig
 
 
 class OneBitAdam(CompressedAdam):

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from co2.comm.transfer import Chunk
 from co2.limits import Decay
-from co2.methods.parts.local import LocalMethod
-from co2.methods.parts.rounds import LateRounds
+from co2.methods.shared.local_method import LocalMethod
+from co2.methods.shared.rounds import LateRounds
 
 
 class OverlapLocalSGD(LocalMethod):

@@ -4,7 +4,7 @@
         τ inner steps from x_{t,0} to x^i_{t,τ}     the paper: AdamW
         Δ^i = x_{t,0} − x^i_{t,τ};  e^i ← β e^i + Δ^i
         s^i = Q(TopK of each chunk of 4,096 elements of e^i);  e^i ← e^i − s^i
-        x_{t+1,0} = x_{t,0} − α mean_i s^i          wait for it (co2/comm/sparse.py)
+        x_{t+1,0} = x_{t,0} − α mean_i s^i          wait for it (co2/comm/sparse_mean.py)
 
 τ → `tau` (the paper's H), K/4,096 → `density`, β → `error_decay`, α → `outer_lr`. What a replica
 has not sent stays in its error e^i, which takes the place of outer momentum. A value that is sent
@@ -13,8 +13,8 @@ hold the same x_{t,0}, which is the consensus right after a round's end, without
 has not been sent is owed. The inner optimizer may be any; its state stays local and is kept.
 
 Chosen here:
-- Q has four levels in each chunk, plus or minus one of two magnitudes (sparse.py). The authors'
-  public code divides six standard deviations of a tensor's kept values into equal bins,
+- Q has four levels in each chunk, plus or minus one of two magnitudes (sparse_mean.py). The
+  authors' public code divides six standard deviations of a tensor's kept values into equal bins,
   and a value becomes the mean of its bin.
 - A chunk is a part of the flattened tensor; in their code it is a square of 64 x 64 of a matrix.
   The last chunk of a tensor is shorter. K is rounded, and at least 1.
@@ -27,12 +27,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from co2.comm.sparse import SparseMean
+from co2.comm.sparse_mean import SparseMean
 from co2.comm.transfer import Chunk
 from co2.limits import Amount, PartShare, Share
 from co2.methods.base import BF16, ELASTIC
-from co2.methods.parts.local import BlockingMethod
-from co2.methods.parts.rounds import Tau, WaitingRounds
+from co2.methods.shared.local_method import BlockingMethod
+from co2.methods.shared.rounds import Tau, WaitingRounds
 
 
 class SparseLoCo(BlockingMethod):

@@ -25,7 +25,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
-from co2.comm.background import BackgroundMean
+from co2.comm.background_mean import BackgroundMean
 from co2.comm.flat import FlatParams
 from co2.limits import Limited, PartShare, Steps
 from co2.methods.base import BF16, HOST, Method, synchronizing

@@ -3,7 +3,7 @@
     layer l belongs to fragment l mod P; for fragment p, on every replica i:
         its syncs: steps n ≡ ⌈(p + 1) τ/P⌉  (mod τ), counted from 1
         `delay` steps before a sync:  start d = mean_i (θ − x^i)        x^i: local weights then
-        at the sync, with d arrived:  v ← β v + d                       (outer.py, nesterov)
+        at the sync, with d arrived:  v ← β v + d                       (outer_step.py, nesterov)
                                       θ ← θ − α (d + β v)
                                       x^i ← (1 − mix) θ + mix x^i       x^i: local weights now
 
@@ -17,7 +17,7 @@ path up to and including its first number: all of `transformer.h.3`, for example
 is in no numbered container is a layer of its own. Every fragment needs at least one layer.
 
 With `exchange` int8 or int4 the θ − x^i are quantized, with one scale for each parameter tensor,
-and so is their mean. Rounding errors are kept and added the next time (co2/comm/exchange.py). d is
+and so is their mean. Rounding errors are kept and added the next time (compressed_mean.py). d is
 then the quantized mean, equal on all replicas.
 
 The consensus is always the mean of the x^i. The share 1 − mix of the steps made while d was under
@@ -36,13 +36,13 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from co2.comm.compress import BITS
-from co2.comm.exchange import CompressedMean
+from co2.comm.codec import BITS
+from co2.comm.compressed_mean import CompressedMean
 from co2.comm.flat import FlatParams
 from co2.errors import require
 from co2.limits import Amount, Count, Decay, Limited, Share, Steps
 from co2.methods.base import BF16, ELASTIC, QUORUM, Method, synchronizing
-from co2.methods.parts.outer import nesterov
+from co2.methods.shared.outer_step import nesterov
 
 
 class StreamingDiLoCo(Method):

@@ -4,7 +4,7 @@
         t ∈ T_v:   g^i ← mean_i g^i;  v ← v + (1−β2)/(1−β2^r) (g² − v)      r-th refresh
         m ← β1 m + (1−β1) g^i;  u ← u + γ_t m
         t ∉ T_u:   x ← x − γ_t m/(√v + ε)
-        t ∈ T_u:   ū = 1-bit mean of u (co2/comm/exchange.py); at t ∈ T_v it is u
+        t ∈ T_u:   ū = 1-bit mean of u (co2/comm/compressed_mean.py); at t ∈ T_v it is u
                    m = ū/Σγ;  x = x_{t'} − ū/(√v + ε);  u = 0          Σ since t', the last of T_u
 
 T_v starts at 0; its interval doubles after every κ refreshes, and it ends before `freeze_step`.
@@ -22,10 +22,10 @@ Chosen here:
   m takes in that mean, and u needs no exchange. In the paper m takes in the replica's own gradient,
   and both travel.
 - Every parameter tensor has a scale of its own, where the paper has one scale for all
-  (co2/comm/exchange.py says why).
+  (co2/comm/compressed_mean.py says why).
 - Elements whose v is 0, or next to nothing beside their tensor's, are moved by refreshes and by
   weight decay alone, and their m and u are 0 after a compressed exchange (the mask,
-  parts/compressed.py). The authors' code has a mask too, which users fill in by hand.
+  shared/compressed_adam.py). The authors' code has a mask too, which users fill in by hand.
 - `compress: update` sends the signs of u/(√v + ε), and multiplies by √v + ε on arrival. That is not
   the paper's; results/tables/zero_one_training.md compares the two.
 - AdamW's decay shrinks x_{t'} by the same factors as x. If Σγ = 0, m starts from 0 again.
@@ -38,7 +38,7 @@ import torch
 from torch import nn
 
 from co2.limits import Count
-from co2.methods.parts.compressed import CompressedAdam, CompressedAdamConfig
+from co2.methods.shared.compressed_adam import CompressedAdam, CompressedAdamConfig
 
 
 class ZeroOneAdam(CompressedAdam):

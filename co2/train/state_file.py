@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from co2.comm.background import Arriving
+from co2.comm.background_mean import Arriving
 from co2.comm.collectives import local
 from co2.streams import SideStream
 from co2.train import weights

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from co2.comm.background import Arriving, BackgroundMean
+from co2.comm.background_mean import Arriving, BackgroundMean
 from co2.comm.mesh import Mesh
 from co2.train import state_file
 from co2.train.checkpoint import Checkpoints, Written

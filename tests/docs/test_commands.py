@@ -148,7 +148,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @by_page
 def test_named_files_are_there(page: Path) -> None:
-    """`co2/comm/background.py` and the like; a heading may name a file that is to be made."""
+    """`co2/comm/background_mean.py` and the like; a heading may name a file that is to be made."""
     text = re.sub(r"^#.*", "", pages.prose(page.read_text()), flags=re.MULTILINE)
     folders = "benchmarks|co2|conf|docs|examples|recipes|slurm|tasks|tests"
     for path in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from co2.comm.background import new_mean
+from co2.comm.background_mean import new_mean
 from co2.comm.waiting import as_one, everyone, finish
 from co2.config import CommConfig
 from co2.elastic import groups

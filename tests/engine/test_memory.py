@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import co2
-from co2.comm import compress, flat, sparse
+from co2.comm import codec, flat, sparse_mean
 from co2.config import CommConfig, Precision
 from co2.methods import METHODS
-from co2.methods.parts import compressed
+from co2.methods.shared import compressed_adam
 from co2.train import meters
 from tests.grids import grid
 from tests.methods.driver import ADAM, FP32_ONLY, NEEDS_ADAM, NEEDS_SGD, ROUNDS_OF
@@ -211,20 +211,20 @@ def test_a_mean_of_moments_makes_none_either(monkeypatch, name, fields):
 def test_a_sparse_mean_makes_none_either(monkeypatch):
     """Its temporaries are as large as a chunk of 4,096, by a few columns."""
     monkeypatch.setitem(flat._CHUNK, "cpu", 1024)
-    monkeypatch.setattr(sparse, "_PIECE", sparse.CHUNK)
+    monkeypatch.setattr(sparse_mean, "_PIECE", sparse_mean.CHUNK)
     model, optimizer, method = build("sparseloco")
     method.prepare(model, optimizer, co2.Mesh.world())
     train(model, method, 4)
     with torch.no_grad(), LargestAllocation() as seen:
         method.end_round()
-    assert seen.operations > 0 and seen.largest <= sparse.CHUNK < PARAMS / 10
+    assert seen.operations > 0 and seen.largest <= sparse_mean.CHUNK < PARAMS / 10
 
 
 @pytest.mark.parametrize("kind", ["full", "int8", "int4"])
 def test_a_fragment_makes_no_temporary_of_its_size(monkeypatch, kind):
     """Streaming DiLoCo has no end of a round: every fragment starts and syncs on its own."""
     monkeypatch.setitem(flat._CHUNK, "cpu", 1024)
-    monkeypatch.setattr(compress, "_PIECE", 1024)
+    monkeypatch.setattr(codec, "_PIECE", 1024)
     model, optimizer, method = build("streaming_diloco", delay=0, exchange=kind)
     method.prepare(model, optimizer, co2.Mesh.world())
     train(model, method, 4)
@@ -238,8 +238,8 @@ def test_a_fragment_makes_no_temporary_of_its_size(monkeypatch, kind):
 @pytest.mark.parametrize("name", ADAM)
 def test_a_step_of_adams_variants_makes_none_either(monkeypatch, name):
     monkeypatch.setitem(flat._CHUNK, "cpu", 1024)
-    monkeypatch.setattr(compressed, "_SAMPLE", 1024)
-    monkeypatch.setattr(compress, "_PIECE", 1024)
+    monkeypatch.setattr(compressed_adam, "_SAMPLE", 1024)
+    monkeypatch.setattr(codec, "_PIECE", 1024)
     model, optimizer, method = build(name)
     method.prepare(model, optimizer, co2.Mesh.world())
     train(model, method, 3)

@@ -13,7 +13,7 @@ import torch
 
 import co2
 from co2.catalogue import CATALOGUE
-from co2.comm.background import BackgroundMean
+from co2.comm.background_mean import BackgroundMean
 from co2.methods import METHODS
 from co2.simulate import paper as paper_scaling
 from co2.simulate import schedule

@@ -12,9 +12,9 @@ import torch
 
 import co2
 from co2.comm.clocks import CommTotals
-from co2.methods.parts import auto_tau as tau
-from co2.methods.parts import local
-from co2.methods.parts.auto_tau import CHOICES, PATIENCE, START, WINDOW, AutoTau, choose
+from co2.methods.shared import auto_tau as tau
+from co2.methods.shared import local_method
+from co2.methods.shared.auto_tau import CHOICES, PATIENCE, START, WINDOW, AutoTau, choose
 from tests.cli.harness import pooled
 from tests.grids import OF_A_KIND, grid
 from tests.methods.driver import ROUNDS_OF, SETTINGS, Session, Snapshot, assert_same
@@ -170,7 +170,7 @@ class Plan(Session):
     """A session under `tau=auto` by script, with short rounds."""
 
     def __init__(self, rank: int, name: str, own: dict[str, Any], seed: int | None = None) -> None:
-        with patch.object(tau, "START", 2), patch.object(local, "AutoTau", Scripted):
+        with patch.object(tau, "START", 2), patch.object(local_method, "AutoTau", Scripted):
             super().__init__(rank, name, {**SETTINGS[name], **own, "tau": "auto"}, seed=seed)
         self.method.auto.script = SCRIPT  # type: ignore[attr-defined]
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import co2
-from co2.comm.background import BackgroundMean
+from co2.comm.background_mean import BackgroundMean
 from co2.config import CommConfig, Precision
 from co2.methods import METHODS
 from tests.counted_bytes import measured_and_counted, needs_root

@@ -8,7 +8,7 @@ from torch import Tensor
 import co2
 from co2.config import Blocking, CommConfig
 from co2.methods import METHODS
-from co2.methods.parts.compressed import CompressedAdam
+from co2.methods.shared.compressed_adam import CompressedAdam
 from tests.methods import problem
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import co2
-from co2.comm.background import BackgroundMean
-from co2.comm.compress import BITS, Codec
-from co2.comm.sparse import SparseMean
+from co2.comm.background_mean import BackgroundMean
+from co2.comm.codec import BITS, Codec
+from co2.comm.sparse_mean import SparseMean
 
 
 @dataclass

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import co2
-from co2.comm import compress, sparse
+from co2.comm import codec, sparse_mean
 from co2.comm.runners import HostRunner
-from co2.methods.parts.compressed import Compress
+from co2.methods.shared.compressed_adam import Compress
 
 
 class Launches(TorchDispatchMode):
@@ -127,7 +127,7 @@ def of_gpt2(name: str, replicas: int = 8) -> Launches:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=replicas)
     try:
         with ExitStack() as stack:
-            for module in (compress, sparse):
+            for module in (codec, sparse_mean):
                 stack.enter_context(patch.object(module, "kernels", seen.kernels))
             # A dispatch mode sees its own thread only.
             stack.enter_context(patch.object(HostRunner, "run", lambda _, sequence: sequence()))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import co2
-from co2.comm.background import BackgroundMean
+from co2.comm.background_mean import BackgroundMean
 from co2.methods import METHODS
 from tests.grids import OF_A_KIND, grid
 from tests.methods import problem

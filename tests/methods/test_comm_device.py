@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import co2
-from co2.comm.background import BackgroundMean
+from co2.comm.background_mean import BackgroundMean
 from co2.comm.flat import FlatParams
 from co2.comm.transfer import Direct, Staged
 from co2.config import CommConfig, CommDevice

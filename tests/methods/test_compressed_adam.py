@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import co2
-from co2.comm.exchange import CompressedMean
+from co2.comm.compressed_mean import CompressedMean
 from co2.config import CommConfig, CommDevice, Precision
 from co2.errors import ConfigError
 from co2.methods.onebit_adam import OneBitAdam
-from co2.methods.parts.compressed import Compress
+from co2.methods.shared.compressed_adam import Compress
 from co2.methods.zero_one_adam import ZeroOneAdam, interval
 from tests.methods import problem
 from tests.methods.driver import ADAM, SETTINGS, Session, assert_same, trajectory

@@ -12,7 +12,7 @@ from torch import Tensor
 import co2
 from co2.comm import collectives
 from co2.config import CommConfig
-from co2.methods.parts.auto_tau import AUTO, START
+from co2.methods.shared.auto_tau import AUTO, START
 from tests.grids import OF_A_KIND, grid
 from tests.methods import problem
 from tests.methods.collectives import SlowNetwork

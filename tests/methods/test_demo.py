@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import co2
-from co2.comm import flat, waves
+from co2.comm import dct_mean, flat
 from co2.config import CommConfig, CommDevice, Precision
 from co2.errors import ConfigError
 from tests.engine.test_memory import LargestAllocation
@@ -36,7 +36,7 @@ def method_of(optimizer: SGD, weights: list[nn.Parameter], **fields: Any) -> co2
 
 @pytest.mark.parametrize("size", [1, 2, 5, 8, 64])
 def test_waves_are_orthonormal(size: int) -> None:
-    found = waves.waves(size)
+    found = dct_mean.dct_matrix(size)
     torch.testing.assert_close(found @ found.T, torch.eye(size, dtype=torch.float64))
     constant = torch.ones(size, dtype=torch.float64)
     expected = torch.zeros_like(constant)
@@ -53,7 +53,7 @@ def test_blocks_are_all_of_every_tensor(most: int) -> None:
     tensors = [torch.randn(shape) for shape in SHAPES]
     tensors[2] = tensors[2].contiguous(memory_format=torch.channels_last)
     again = [torch.zeros_like(tensor) for tensor in tensors]
-    pieces = list(waves.cut(SHAPES, 4, 3, most))
+    pieces = list(dct_mean.cut(SHAPES, 4, 3, most))
     for piece in pieces:
         for strip in piece.strips:
             blocks = strip.blocks_of(tensors[strip.tensor], piece)
@@ -72,7 +72,7 @@ def test_blocks_are_all_of_every_tensor(most: int) -> None:
 
 def test_a_block_is_a_square_of_neighbours() -> None:
     matrix = torch.arange(8 * 12.0).view(8, 12)
-    (piece,) = waves.cut([(8, 12)], 4, 3, 10**6)
+    (piece,) = dct_mean.cut([(8, 12)], 4, 3, 10**6)
     blocks = piece.strips[0].blocks_of(matrix, piece)
     assert_same(blocks[4], matrix[4:8, 4:8].contiguous())
 
@@ -197,7 +197,7 @@ def test_a_step_makes_no_temporary_of_model_size(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("most", [10**4, 10**6])
 def test_operators_do_not_grow_with_the_pieces_of_a_kind(most: int) -> None:
     """Tensors whose blocks have one shape share pieces."""
-    pieces = list(waves.cut([(64, 64)] * 6 + [(64,)] * 6, 64, 32, most))
+    pieces = list(dct_mean.cut([(64, 64)] * 6 + [(64,)] * 6, 64, 32, most))
     assert len(pieces) == (2 if most == 10**6 else 4)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from co2.methods import METHODS
-from co2.methods.parts.compressed import Compress
+from co2.methods.shared.compressed_adam import Compress
 from tests.grids import OF_A_KIND, grid
 from tests.methods import problem
 from tests.methods.driver import ADAM, MOMENTS, SETTINGS, Snapshot, inner, trajectory

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import co2
 from co2.comm import collectives
-from co2.comm.background import BackgroundMean
+from co2.comm.background_mean import BackgroundMean
 from co2.methods import METHODS
 from tests.cli.harness import pooled
 from tests.grids import OF_A_KIND, grid

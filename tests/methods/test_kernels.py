@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import co2
-from co2.comm import compress, sparse
+from co2.comm import codec, sparse_mean
 from tests.methods.driver import assert_same
 from tests.methods.interpreted import Case, results
 from tests.methods.launches import ROUNDS, Launches, gpt2, of_gpt2, steps_of_a_round
@@ -82,7 +82,7 @@ def launches(name: str, tensors: int, fused: bool) -> list[str]:
             weight.grad = torch.randn(weight.shape, generator=generator)
         with ExitStack() as stack:
             if step >= 4:
-                for module in (compress, sparse) if fused else ():
+                for module in (codec, sparse_mean) if fused else ():
                     stack.enter_context(patch.object(module, "kernels", seen.kernels))
                 stack.enter_context(seen)
             method.step()

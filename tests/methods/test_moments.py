@@ -13,7 +13,7 @@ import co2
 from co2.errors import ConfigError
 from co2.methods import METHODS
 from co2.methods.base import Method
-from co2.methods.parts.moments import Moment
+from co2.methods.shared.moments import Moment
 from tests.methods import problem
 from tests.methods.driver import MOMENTS, SETTINGS, Session
 from tests.workers import Pool

@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 from torch.optim import SGD
 
 import co2
-from co2.comm import meeting
+from co2.comm import deadlocks
 from co2.errors import ConfigError, ReplicasDiffer, WorkerLost, WrongCall
 from co2.methods import METHODS, Method
 from tests.grids import grid
@@ -329,7 +329,7 @@ def test_replicas_that_differ(workers: Pool, what: str, text: str) -> None:
 
 def unequal(mesh: co2.Mesh, name: str, more: int, alone: bool) -> str:
     """Replica 1 makes more steps before the consensus, or never enters it."""
-    meeting.LOOK_S = 0.2
+    deadlocks.LOOK_S = 0.2
     rank = mesh.replica
     try:
         session = trained(name, rank, steps=6 + more * rank)
@@ -425,7 +425,7 @@ def test_a_forward_pass_beside_the_prepared_module(workers: Pool) -> None:
 
 
 def notified(rank: int, world: int) -> None:
-    with patch.object(meeting, "LOOK_S", 0.1), patch.object(meeting, "NOTICE_S", 0.3):
+    with patch.object(deadlocks, "LOOK_S", 0.1), patch.object(deadlocks, "NOTICE_S", 0.3):
         session = trained("local_sgd", rank, steps=3)
         if rank == 1:
             store = torch.distributed.distributed_c10d._get_default_store()
@@ -437,7 +437,7 @@ def notified(rank: int, world: int) -> None:
                 said.append(text)
                 torch.distributed.distributed_c10d._get_default_store().set("told", "")
 
-            with patch.object(meeting, "print", say, create=True), session.method.consensus():
+            with patch.object(deadlocks, "print", say, create=True), session.method.consensus():
                 pass
             assert len(said) == 1 and "every replica must" in said[0]
             return

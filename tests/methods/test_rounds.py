@@ -11,7 +11,7 @@ from co2.errors import ConfigError
 from co2.methods.base import ELASTIC, QUORUM
 from co2.methods.diloco import DiLoCo
 from co2.methods.local_sgd import LocalSGD
-from co2.methods.parts.rounds import round_ends
+from co2.methods.shared.rounds import round_ends
 from tests.methods import problem
 from tests.methods.driver import SETTINGS, Session, assert_same
 from tests.methods.test_equals_reference import replicas_of

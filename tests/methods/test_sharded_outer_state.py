@@ -15,7 +15,7 @@ from torch import Tensor
 
 import co2
 from co2.comm import clocks, flat
-from co2.comm.background import BackgroundMean
+from co2.comm.background_mean import BackgroundMean
 from tests.grids import grid
 from tests.methods import problem
 from tests.methods.collectives import Recorder

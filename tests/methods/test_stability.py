@@ -9,7 +9,7 @@ import torch
 import co2
 import train
 from co2.comm.flat import FlatParams
-from co2.methods.parts.outer import GapPenalty
+from co2.methods.shared.outer_step import GapPenalty
 from co2.train.schedule import learning_rate
 
 ROUNDS = 60

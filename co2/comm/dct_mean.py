@@ -27,18 +27,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from co2.comm.background import BackgroundMean
+from co2.comm.background_mean import BackgroundMean
 from co2.comm.cuts import pack
 from co2.comm.flat import FlatParams, chunk_numel
 from co2.comm.mesh import Mesh
-from co2.comm.sparse import largest
+from co2.comm.sparse_mean import largest
 from co2.config import CommConfig
 
 WIDEST = 128
 """The largest side of a block: indices of a much larger one would not fit into 16 bits."""
 
 
-class WaveMean:
+class DCTMean:
     """Replaces gradients by the mean of the largest waves of the replicas' momenta.
 
     Args:
@@ -57,7 +57,7 @@ class WaveMean:
         shapes = [param.shape for param in flat.params]
         self._pieces = list(cut(shapes, block, top_k, chunk_numel(flat.device)))
         sides = {side for piece in self._pieces for side in (piece.height, piece.width)}
-        self._waves = {side: waves(side).to(flat.device, flat.dtype) for side in sides}
+        self._matrices = {side: dct_matrix(side).to(flat.device, flat.dtype) for side in sides}
         self.coefficients = flat.zeros()
         """c, piece after piece."""
         width, kept = self.coefficients.element_size(), self._pieces[-1].kept.stop
@@ -97,7 +97,7 @@ class WaveMean:
             if gradient is not None:
                 part = blocks[strip.blocks]
                 part.copy_(strip.blocks_of(gradient, piece)).mul_(rates[strip.tensor])
-        rows, columns = self._waves[piece.height], self._waves[piece.width]
+        rows, columns = self._matrices[piece.height], self._matrices[piece.width]
         own = self.coefficients[piece.elements].view(len(blocks), -1)
         own.mul_(self._decay).add_((rows @ blocks @ columns.T).view_as(own))
         kept = torch.full((len(own), 1), piece.top_k, device=own.device)
@@ -124,7 +124,7 @@ class WaveMean:
             places = (starts.unsqueeze(1) + index).view(-1)
             total.view(-1).index_add_(0, places, values)
             count.view(-1).index_add_(0, places, torch.ones_like(values))
-        rows, columns = self._waves[piece.height], self._waves[piece.width]
+        rows, columns = self._matrices[piece.height], self._matrices[piece.width]
         means = rows.T @ total.div_(count.clamp_(min=1)) @ columns
         for strip in piece.strips:
             owner = self._flat.owners[strip.tensor]
@@ -237,7 +237,7 @@ def _divisor(size: int, most: int) -> int:
     return next(d for d in range(min(size, most), 0, -1) if size % d == 0)
 
 
-def waves(size: int) -> Tensor:
+def dct_matrix(size: int) -> Tensor:
     """Return the matrix (size, size) of the orthonormal DCT-II, in fp64, whose product with a
     vector is the vector's transform, and whose transpose is its inverse. Zeros of the cosine are
     exactly 0: were they rounding errors, their sign would be a step."""

@@ -1,4 +1,4 @@
-"""Meeting: where the replicas of a method wait for each other, so that none waits for ever.
+"""DeadlockWatch: where the replicas of a method wait for each other, so that none waits for ever.
 
 Replicas meet in the means and in the consensus. A loop that enters the consensus on one replica
 only, or makes another number of steps on it, leaves that one in the consensus and the others in a
@@ -31,7 +31,7 @@ _CONSENSUS, _MEAN, _APART = "consensus", "mean", "apart"
 _POLL_S = 0.002
 
 
-class Meeting:
+class DeadlockWatch:
     """One of each method.
 
     Args:

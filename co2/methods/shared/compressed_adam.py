@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW
 
-from co2.comm.compress import BITS
+from co2.comm.codec import BITS
+from co2.comm.compressed_mean import CompressedMean
 from co2.comm.cuts import segmented
-from co2.comm.exchange import CompressedMean
 from co2.comm.flat import FlatParams, chunk_numel
 from co2.comm.transfer import Chunk
 from co2.errors import require

@@ -18,7 +18,7 @@ from torch.profiler import record_function
 
 from co2.comm.clocks import CommTotals
 from co2.comm.collectives import carries
-from co2.comm.meeting import Meeting
+from co2.comm.deadlocks import DeadlockWatch
 from co2.comm.mesh import Mesh
 from co2.comm.phases import WAIT
 from co2.comm.runners import CudaRunner, HostRunner, Runner
@@ -83,9 +83,9 @@ class BackgroundMean:
             None if self.buffer.device.type == mesh.device.type else "gloo"
         )
 
-    def belongs_to(self, meeting: Meeting) -> None:
+    def belongs_to(self, watch: DeadlockWatch) -> None:
         """Say whose steps its launches and waits are among."""
-        self._runner.meeting = meeting
+        self._runner.watch = watch
 
     def start(self, vector: Tensor | None = None) -> None:
         """Launch the mean of `vector`, which is copied first; None: of what `buffer` holds.

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from co2.comm.background import BackgroundMean
+from co2.comm.background_mean import BackgroundMean
 from co2.comm.cuts import Part
 from co2.comm.flat import FlatParams, chunk_numel
 from co2.comm.mesh import Mesh

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from co2.comm.background import BackgroundMean
-from co2.comm.compress import kernels
+from co2.comm.background_mean import BackgroundMean
+from co2.comm.codec import kernels
 from co2.comm.cuts import pack
 from co2.comm.mesh import Mesh
 

@@ -5,9 +5,9 @@
     int8   C(x) = s·round(x/s)                s = max|x|/127
 
 One scale covers one segment: a parameter tensor, or the part of it that a server owns
-(co2/comm/exchange.py). A `Codec` compresses a vector of many segments at once. On CUDA Triton's
-kernels do it (co2/comm/kernels.py), in one launch. Elsewhere PyTorch does, piece by piece, and the
-number of calls depends on the elements alone, not on the segments. Both make the same bits.
+(compressed_mean.py). A `Codec` compresses a vector of many segments at once. On CUDA Triton's
+kernels do it (kernels.py), in one launch. Elsewhere PyTorch does, piece by piece, and the number of
+calls depends on the elements alone, not on the segments. Both make the same bits.
 Scales stay on the device of x, so that the host never waits for a GPU.
 """
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 from co2.errors import require
 from co2.limits import Amount, Count, Inside, Limited, Share
-from co2.methods.parts.auto_tau import AUTO
+from co2.methods.shared.auto_tau import AUTO
 
 Tau = Count | Literal["auto"]
 _ROUNDING = 1e-12

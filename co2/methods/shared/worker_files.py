@@ -20,7 +20,7 @@ from torch import nn
 from co2.comm.collectives import gathered, local
 from co2.comm.waiting import everyone
 from co2.errors import ConfigError, WrongCall, require
-from co2.methods.parts.state import Stateful
+from co2.methods.shared.state import Stateful
 from co2.whole import durable
 
 _NAME = re.compile(r"step(\d+)_worker(\d+)of(\d+)\.pt")

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from co2.comm.background import BackgroundMean
+from co2.comm.background_mean import BackgroundMean
 from co2.comm.collectives import meet
-from co2.comm.meeting import Meeting
+from co2.comm.deadlocks import DeadlockWatch
 from co2.comm.mesh import Mesh
 from co2.errors import WrongCall, require
-from co2.methods.parts.guard import Guard, checksums
+from co2.methods.shared.guard import Guard, checksums
 
 
 class Stateful:
@@ -31,7 +31,7 @@ class Stateful:
     model: nn.Module
     optimizer: Optimizer
     mesh: Mesh
-    meeting: Meeting
+    watch: DeadlockWatch
     group: dist.ProcessGroup | None
     """This worker and its counterparts in the other replicas."""
     replica_group: dist.ProcessGroup | None
@@ -87,7 +87,7 @@ class Stateful:
     def meet(self, call: str) -> None:
         """Wait until all workers are at this call, after the same number of steps. Raises what
         `consensus` does."""
-        meet(self.meeting, call, self.group, self.mesh.device)
+        meet(self.watch, call, self.group, self.mesh.device)
         if self.replica_group is not None:
             dist.barrier(self.replica_group)
 
@@ -157,7 +157,7 @@ class Stateful:
             self._check_owner(state.get("owner"))
         guard.loaded()
         self._put_values(state["values"])
-        self.meeting.steps = self.steps
+        self.watch.steps = self.steps
         for name, tensor in self.saved_tensors().items():
             tensor.copy_(state["tensors"][name])
         for mean, held in zip(self.means, state["means"], strict=True):

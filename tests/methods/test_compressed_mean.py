@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import co2
-from co2.comm import compress
-from co2.comm.background import BackgroundMean
-from co2.comm.compress import BITS, Codec, Scales
-from co2.comm.exchange import CompressedMean
+from co2.comm import codec
+from co2.comm.background_mean import BackgroundMean
+from co2.comm.codec import BITS, Codec, Scales
+from co2.comm.compressed_mean import CompressedMean
 from tests.grids import grid
 from tests.methods.driver import assert_same
 from tests.reference.two_stages import TwoStages
@@ -208,7 +208,7 @@ def in_small_pieces(rank: int, world: int) -> None:
     for kind in KINDS:
         arguments = (rank, world, [70, 31], kind, 3, torch.float64, kind == "sign")
         whole = history(*arguments)
-        with patch.object(compress, "_PIECE", 16):
+        with patch.object(codec, "_PIECE", 16):
             cut = history(*arguments)
         torch.testing.assert_close(cut, whole, rtol=1e-12, atol=1e-12)
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import co2
-from co2.comm import sparse
-from co2.comm.background import BackgroundMean
-from co2.comm.sparse import SparseMean, largest
+from co2.comm import sparse_mean
+from co2.comm.background_mean import BackgroundMean
+from co2.comm.sparse_mean import SparseMean, largest
 from tests.grids import grid
 from tests.methods.driver import SETTINGS, Session, assert_same
 from tests.reference import REFERENCES
@@ -154,7 +154,7 @@ def undecayed(
 def in_small_pieces(rank: int, world: int) -> None:
     arguments = (rank, world, [5 * 4096 + 3, 8192], 0.1, torch.float64, 3)
     whole = history(*arguments)
-    with patch.object(sparse, "_PIECE", 8192):
+    with patch.object(sparse_mean, "_PIECE", 8192):
         assert_same(history(*arguments), whole)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from co2.comm.cuts import Part
 from co2.comm.flat import FlatParams
 from co2.comm.reproducible import row_norms, squared_norm
-from co2.methods.parts.outer_shard import OuterShard
+from co2.methods.shared.outer_shard import OuterShard
 
 GapKind = Literal["gap_aware", "gap_aware_steady", "gap_aware_elementwise", "none"]
 

@@ -6,28 +6,28 @@ from bisect import bisect_right
 import torch
 from torch import Tensor, nn
 
-from co2.comm.background import BackgroundMean
+from co2.comm.background_mean import BackgroundMean
 from co2.comm.flat import FlatParams
 from co2.comm.transfer import Chunk
 from co2.config import Blocking
 from co2.errors import require
 from co2.methods.base import ELASTIC, QUORUM, Method, synchronizing
-from co2.methods.parts.auto_tau import AUTO, AutoTau
-from co2.methods.parts.moments import LateMoments, Moments, refused
-from co2.methods.parts.rounds import LateRounds, UnequalRounds, round_ends
+from co2.methods.shared.auto_tau import AUTO, AutoTau
+from co2.methods.shared.moments import LateMoments, Moments, refused
+from co2.methods.shared.rounds import LateRounds, UnequalRounds, round_ends
 
 
 class LocalMethod(Method):
     """τ inner steps on every replica, then `end_round`. A subclass has
 
-    - `Config`, which has `tau`, as the classes of parts/rounds.py do;
+    - `Config`, which has `tau`, as the classes of shared/rounds.py do;
     - `blocking`, unless it is in the catalogue;
     - `init_outer_state()`, which makes the vectors that it holds (`hold`);
     - `end_round()`, which does what the method's equations say;
     - `show_round_end()`, if it lets replicas go on from a point that misses the round just trained.
 
     Where `Config` has `average_moments` and it is true, the moments of the inner Adam are averaged
-    at the end of each round too (parts/moments.py). A method that takes a mean in amid a round
+    at the end of each round too (shared/moments.py). A method that takes a mean in amid a round
     calls `moments.arrive` there.
 
     Where `Config` is a `LateRounds`, rounds that end in the `blocking_share` of the training wait:

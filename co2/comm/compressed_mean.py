@@ -1,6 +1,6 @@
 """The mean over the replicas, compressed to a few bits for each element, with error feedback.
 
-    worker:  x ← x + e;  send C(x);  e ← x − C(x)          C: a compressor (co2/comm/compress.py)
+    worker:  x ← x + e;  send C(x);  e ← x − C(x)          C: a compressor (co2/comm/codec.py)
     server:  the same with the mean of what arrived, for the chunk that it owns
 
 Every replica is both a worker and the server of one chunk of ⌈numel/G⌉ elements: an all-to-all
@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from co2.comm.background import BackgroundMean
-from co2.comm.compress import Codec, Scales
+from co2.comm.background_mean import BackgroundMean
+from co2.comm.codec import Codec, Scales
 from co2.comm.cuts import segmented
 from co2.comm.mesh import Mesh
 

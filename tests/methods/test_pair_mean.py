@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import co2
-from co2.comm.pairs import partner_of
+from co2.comm.pair_mean import partner_of
 from co2.errors import ConfigError
 from tests.grids import grid
 from tests.methods import problem

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 from torch.profiler import record_function
 
-from co2.comm.background import BackgroundMean
+from co2.comm.background_mean import BackgroundMean
 from co2.comm.collectives import local
 from co2.comm.flat import FlatParams
 from co2.comm.phases import SNAPSHOT
