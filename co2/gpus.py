@@ -73,7 +73,7 @@ ON_ONE_MACHINE = {
 
 
 def share() -> None:
-    """Let this process have NCCL on a GPU that others of this machine use too.
+    """Let this process use NCCL on a GPU that other workers of this machine share.
 
     NCCL refuses two workers on one GPU unless it takes them for two machines. It then sends through
     the sockets of this machine. Call it before the first collective of NCCL's.

@@ -72,7 +72,7 @@ class BackgroundMean:
         self._buckets = self.buffer.split(bucket)
         self._runner: Runner = CudaRunner() if self.buffer.is_cuda else HostRunner()
         self._sequence = False
-        """Whether the pending collective is more than a mean."""
+        """Whether a sequence (`run`) is pending, not a mean."""
         self._comm_s = self._exposed_s = 0.0
         self._bytes_sent = 0
 
@@ -83,8 +83,8 @@ class BackgroundMean:
             None if self.buffer.device.type == mesh.device.type else "gloo"
         )
 
-    def belongs_to(self, watch: DeadlockWatch) -> None:
-        """Say whose steps its launches and waits are among."""
+    def watched_by(self, watch: DeadlockWatch) -> None:
+        """Wait for collectives by the watch of the method that starts them."""
         self._runner.watch = watch
 
     def start(self, vector: Tensor | None = None) -> None:

@@ -177,7 +177,7 @@ def _forget_gathered(model: nn.Module) -> None:
 
 
 CALLS = ("consensus", "save", "resume")
-"""Where all replicas meet."""
+"""Calls that all replicas must make together."""
 
 
 def meet(
@@ -186,7 +186,7 @@ def meet(
     """Wait until all replicas are at a call, and compare the numbers of their steps. Blocking.
 
     Args:
-        watch: knows how many steps this replica has made.
+        watch: has the number of this replica's steps.
         call: one of `CALLS`.
         group: this worker and its counterparts in the other replicas.
         device: of the workers.
@@ -224,10 +224,10 @@ def check_equal(
 def _gathered(
     own: Tensor, group: dist.ProcessGroup, watch: DeadlockWatch | None = None
 ) -> list[list[int]]:
-    """What each replica has of each of a few numbers. Blocking.
+    """Return each number of `own` as all replicas have it. Blocking.
 
     Args:
-        watch: waits, where nobody else sees to it that nobody waits for ever.
+        watch: waits for the collective, unless replicas are elastic.
     """
     found = own.new_zeros(group.size() * len(own))
 
@@ -253,7 +253,7 @@ _OTHER_BITS = (
 
 
 def compare(name: str, found: Sequence[object], why: str) -> None:
-    """Raise `ReplicasDiffer` unless all replicas have the same, given what each of them has."""
+    """Raise `ReplicasDiffer` unless the values `found`, one of each replica, are equal."""
     usual = max(found, key=found.count)
     others = [replica for replica, one in enumerate(found) if one != usual]
     if others:
@@ -261,8 +261,8 @@ def compare(name: str, found: Sequence[object], why: str) -> None:
 
 
 def gathered(own: T, group: dist.ProcessGroup | None) -> list[T]:
-    """What each worker of a group has, a small object that can be pickled. Blocking. None: there is
-    only this one."""
+    """Return the objects of all workers of a group, small and picklable. Blocking. None: of this
+    worker alone."""
     if group is None:
         return [own]
     found = [own] * group.size()
@@ -271,7 +271,7 @@ def gathered(own: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def check_alike(own: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
-    """Compare what replicas say of themselves, by name. Blocking.
+    """Compare the replicas' descriptions of themselves, by name. Blocking.
 
     Raises:
         ReplicasDiffer: on all workers, with what differs.

@@ -1,10 +1,9 @@
-"""DeadlockWatch: where the replicas of a method wait for each other, so that none waits for ever.
+"""DeadlockWatch: waits for collectives, and notices replicas that wait at different places.
 
 Replicas meet in the means and in the consensus. A loop that enters the consensus on one replica
 only, or makes another number of steps on it, leaves that one in the consensus and the others in a
-mean that it will never join. So a replica that waits long says in the default group's store where,
-and looks for replicas that wait elsewhere. A mean in flight that all have joined is no such thing,
-however slow the network is.
+mean that it will never join. So a replica that waits long writes into the default group's store
+where it waits, and looks for others that wait elsewhere. A slow network alone is no deadlock.
 """
 
 import sys
@@ -35,8 +34,7 @@ class DeadlockWatch:
     """One of each method.
 
     Args:
-        mesh: the replicas. A single one waits for nobody. Where replicas come and go, others see
-            to it that nobody waits for ever.
+        mesh: the replicas. A single one waits for nobody; elastic ones notice losses themselves.
         group: this worker and its counterparts in the other replicas.
     """
 
@@ -49,7 +47,7 @@ class DeadlockWatch:
         self._store: dist.Store | None = None
         if group is not None and mesh.elastic is None:
             store = distributed_c10d._get_default_store()
-            self._store = dist.PrefixStore(f"co2/meeting/{group.group_name}", store)
+            self._store = dist.PrefixStore(f"co2/deadlocks/{group.group_name}", store)
 
     def finish(self, work: dist.Work, sent: int) -> None:
         """Wait for a collective of gloo's, of a mean that was sent after so many steps.

@@ -13,7 +13,7 @@ from co2.errors import require, require_count
 
 
 class Elastic(Protocol):
-    """Replicas that come and go, as a mesh of them knows them (co2/elastic/replicas.py)."""
+    """What a mesh needs of replicas that come and go (co2/elastic/replicas.py)."""
 
     @property
     def newcomer(self) -> bool:
@@ -57,7 +57,7 @@ class Mesh:
     replica_size: int = 1
     """How many workers share one replica."""
     elastic: Elastic | None = field(default=None, compare=False)
-    """What renews the mesh, where replicas may come and go; None where they may not."""
+    """Renews the mesh as replicas come and go; None where the replicas are fixed."""
     stretches: tuple[tuple[int, int], ...] = ()
     """Where workers have come or gone: from which micro-batch on how many of them drew samples.
     Empty: as many as now, from the first one on."""
@@ -138,8 +138,7 @@ class Mesh:
         return self._group(range(self.num_workers), backend)
 
     def _group(self, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup | None:
-        """Make a process group of this worker and others, while those make theirs: each worker is
-        in one of them, and need not know of the rest. None for this worker alone."""
+        """Make a process group of these ranks, in which only they take part. None for one rank."""
         if len(ranks) == 1:
             return None
         if self.elastic is not None:

@@ -22,8 +22,8 @@ from co2.streams import SideStream
 Buckets = tuple[Tensor, ...]
 Group = dist.ProcessGroup | None
 Ended = Callable[[bool], None] | None
-"""Told by any thread, when all is over, whether it ended well. None where nobody has to know,
-because members cannot be lost."""
+"""Called by any thread at the end of a collective, with whether it ended well. None where members
+cannot be lost."""
 
 
 class HostRunner:
@@ -32,9 +32,9 @@ class HostRunner:
 
     def __init__(self) -> None:
         self.comm, self.exposed = Stopwatch(), Stopwatch()
-        """Of what is carried, from launch to completion; and of the waits that count."""
+        """Time of collectives, from launch to completion; and of the exposed waits."""
         self.watch: DeadlockWatch | None = None
-        """Of the method that sends; None where there is none."""
+        """Waits for gloo's collectives; None: they are waited for plainly."""
         self._sent_at = 0
         """The method's steps as it was sent."""
         self._works: list[dist.Work] = []
@@ -90,7 +90,7 @@ class HostRunner:
         return wait
 
     def run(self, sequence: Callable[[], None]) -> None:
-        """Carry blocking collectives with arithmetic between them."""
+        """Run blocking collectives with arithmetic between them, in the background."""
         self.comm.begin()
         self._depart()
 
@@ -104,8 +104,8 @@ class HostRunner:
         self._sent_at = 0 if self.watch is None else self.watch.steps
 
     def wait(self, count: bool = True) -> None:
-        """Wait until what was launched or run is over; on CUDA the current stream does, and the
-        host goes on. Raises what has ended it.
+        """Wait for the pending work; on CUDA the current stream waits, and the host goes on.
+        Raises the work's error.
 
         Args:
             count: whether this wait is exposed communication.
@@ -149,7 +149,7 @@ class HostRunner:
         self._works, self._collected, self._clocked, self._group = [], None, None, None
 
     def close(self) -> None:
-        """End what was started to carry. Nothing is launched after it."""
+        """End the thread. Nothing is launched after it."""
         self._thread.shutdown()  # joins: like gloo's, ours must not meet the exit in a collective
 
 
@@ -164,7 +164,7 @@ class CudaRunner:
         self._arrived: torch.cuda.Event | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="co2")
         self._well: Future[bool] | None = None
-        """Whether what is under way has ended well; None where nobody has to know."""
+        """Whether the pending collective has ended well; None where members cannot be lost."""
         self._error: RuntimeError | None = None
         """Why nothing could be launched."""
 
@@ -238,7 +238,7 @@ Runner = HostRunner | CudaRunner
 def _tell(
     arrived: torch.cuda.Event, sockets: Connections | None, ended: Callable[[bool], None]
 ) -> bool:
-    """Wait until a GPU has come here, and tell whether all before it has ended well."""
+    """Wait until a GPU has reached an event, and report whether the collective ended well."""
     try:
         arrived.synchronize()
         well = sockets is None or not sockets.were_cut

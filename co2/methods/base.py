@@ -239,7 +239,7 @@ class Method(Stateful):
         """Make a mean one of `means`. These save their buffers, and only while they are in
         flight."""
         self.means.append(mean)
-        mean.belongs_to(self.watch)
+        mean.watched_by(self.watch)
         self.hold(name, mean.buffer, saved=False)
         return mean
 

@@ -39,14 +39,14 @@ from co2.methods.base import BF16, ELASTIC, HOST
 from co2.methods.shared.local_method import LocalMethod
 from co2.methods.shared.outer_shard import OuterShard
 from co2.methods.shared.outer_step import GapKind, GapPenalty, Momentum
-from co2.methods.shared.rounds import LateRounds, Tau
+from co2.methods.shared.rounds import AveragesMoments, LateRounds, Tau
 
 
 class CO2(LocalMethod):
     may_change = frozenset({"tau", "outer_momentum", "clip", "clip_mode", "blocking_share"})
 
     @dataclass
-    class Config(LateRounds):
+    class Config(AveragesMoments, LateRounds):
         tau: Tau = 12
         """Inner steps of a round; auto: chosen by measurement (auto_tau.py). The paper tries 1, 3,
         6, 12, 24, …, 192."""
@@ -64,9 +64,6 @@ class CO2(LocalMethod):
         """value: every element to [−φ, φ]; norm: the whole vector to norm φ."""
         shard: bool = False
         """Anchor and momentum are sharded over the G replicas: 1 + 2/G model copies, not 3."""
-        average_moments: bool = False
-        """Whether the inner Adam's moments are averaged too (shared/moments.py): three times the
-        bytes and four more copies."""
 
     def refusals(self) -> dict[str, str]:
         found = super().refusals()

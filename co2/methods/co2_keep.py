@@ -32,14 +32,14 @@ from co2.limits import Amount, Decay, Share, Steps
 from co2.methods.base import synchronizing
 from co2.methods.shared.auto_tau import AUTO
 from co2.methods.shared.local_method import LocalMethod
-from co2.methods.shared.rounds import LateRounds
+from co2.methods.shared.rounds import AveragesMoments, LateRounds
 
 
 class CO2Keep(LocalMethod):
     may_change = frozenset({"tau", "keep_local", "outer_momentum", "blocking_share"})
 
     @dataclass
-    class Config(LateRounds):
+    class Config(AveragesMoments, LateRounds):
         delay: Steps | None = None
         """Inner steps that a collective may take without anybody waiting, at most τ; null: τ."""
         keep_local: Share = 0.5
@@ -49,9 +49,6 @@ class CO2Keep(LocalMethod):
         momentum_weight: Amount = 0.0
         """w, the weight of the means' momentum; with 0 there is none, which saves a copy of the
         model."""
-        average_moments: bool = False
-        """Whether the inner Adam's moments are averaged too (shared/moments.py): three times the
-        bytes and four more copies."""
 
         def __post_init__(self) -> None:
             super().__post_init__()

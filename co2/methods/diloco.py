@@ -18,23 +18,20 @@ from co2.comm.transfer import Chunk
 from co2.limits import Amount, Decay
 from co2.methods.shared.local_method import BlockingMethod
 from co2.methods.shared.outer_step import nesterov
-from co2.methods.shared.rounds import Tau, UnequalRounds
+from co2.methods.shared.rounds import AveragesMoments, Tau, UnequalRounds
 
 
 class DiLoCo(BlockingMethod):
     may_change = frozenset({"tau", "outer_lr", "outer_momentum", "comm_share", "tau_power"})
 
     @dataclass
-    class Config(UnequalRounds):
+    class Config(AveragesMoments, UnequalRounds):
         tau: Tau = 12
         """Inner steps of a round; auto: chosen by measurement (auto_tau.py). The paper: 500."""
         outer_lr: Amount = 0.7
         """α, the outer learning rate. The paper: 0.7."""
         outer_momentum: Decay = 0.9
         """β, the outer momentum. The paper: 0.9."""
-        average_moments: bool = False
-        """Whether the inner Adam's moments are averaged too (shared/moments.py): three times the
-        bytes."""
 
     def init_outer_state(self) -> None:
         super().init_outer_state()

@@ -96,7 +96,7 @@ class Guard:
                 self._replaced(param)
 
     def note_places(self) -> None:
-        """The parameters lie where they belong."""
+        """Take the present places of the parameters for the right ones."""
         self._places = self._where()
 
     def check_others(self) -> None:
@@ -127,8 +127,7 @@ class Guard:
         raise ConfigError("parameter", next(named, "(not the model's)"), hint)
 
     def check_parameters(self) -> None:
-        """Raise `WrongCall` if the model has other parameters. It takes as long as the model has
-        modules."""
+        """Raise `WrongCall` if the model has other parameters. Its cost grows with the modules."""
         if all(local(param) is param for param in self._trained):  # else fully_shard changes them
             for param in self._model.parameters():
                 if id(param) not in self._parameters:
@@ -175,7 +174,7 @@ class Guard:
 
     @contextmanager
     def showing(self) -> Iterator[None]:
-        """While the model holds the consensus: what is loaded into it is put back."""
+        """Around a shown consensus, whose end undoes what is loaded meanwhile."""
         before, self.shows = self.shows, True
         try:
             yield
@@ -231,7 +230,7 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 class _Hook:
-    """Of a guard's. A copy or pickle of what it is registered on belongs to no guard."""
+    """A guard's hook. In copies and pickles of the module or optimizer it has no guard."""
 
     def __init__(self, guard: Guard | None = None) -> None:
         self._guard = None if guard is None else weakref.ref(guard)
@@ -242,7 +241,7 @@ class _Hook:
         return None if self._guard is None else self._guard()
 
     def held(self) -> Guard | None:
-        """The guard, if anybody holds its method: one that nobody holds may be part of a cycle."""
+        """The guard, unless only a cycle of references keeps its method."""
         if self.guard is not None:
             gc.collect()
         return self.guard

@@ -14,7 +14,7 @@ from co2.errors import require
 from co2.methods.base import ELASTIC, QUORUM, Method, synchronizing
 from co2.methods.shared.auto_tau import AUTO, AutoTau
 from co2.methods.shared.moments import LateMoments, Moments, refused
-from co2.methods.shared.rounds import LateRounds, UnequalRounds, round_ends
+from co2.methods.shared.rounds import AveragesMoments, LateRounds, UnequalRounds, round_ends
 
 
 class LocalMethod(Method):
@@ -26,13 +26,13 @@ class LocalMethod(Method):
     - `end_round()`, which does what the method's equations say;
     - `show_round_end()`, if it lets replicas go on from a point that misses the round just trained.
 
-    Where `Config` has `average_moments` and it is true, the moments of the inner Adam are averaged
-    at the end of each round too (shared/moments.py). A method that takes a mean in amid a round
-    calls `moments.arrive` there.
+    Where `Config` is `AveragesMoments` and asks for it, the moments of the inner Adam are averaged
+    at the end of each round too (moments.py). A method whose means arrive amid a round calls
+    `moments.arrive` there.
 
     Where `Config` is a `LateRounds`, rounds that end in the `blocking_share` of the training wait:
-    their means are taken in as they end, by a delay of 0. At the end of the first round after them
-    nothing arrives, as in the first of all.
+    each takes in its own mean at its end. No mean arrives at the end of the first round after the
+    share.
     """
 
     round_began = 0
@@ -61,7 +61,7 @@ class LocalMethod(Method):
     @property
     def averages_moments(self) -> bool:
         """Whether the configuration asks for the mean of the inner moments."""
-        return bool(getattr(self.config, "average_moments", False))
+        return isinstance(self.config, AveragesMoments) and self.config.average_moments
 
     def init_outer_state(self) -> None:
         """Make the vectors that the method holds. `flat` and `mean` exist already."""
@@ -77,14 +77,15 @@ class LocalMethod(Method):
 
     @property
     def waits(self) -> bool:
-        """As a round ends: whether its mean is waited for, although the method can overlap it."""
+        """Whether the ending round waits for its own mean, although the method overlaps."""
         share = self.blocking_share
         if share in (0, 1) or self.total_steps is None:
             return share == 1
         return self.steps <= share * self.total_steps
 
     def show_trained(self) -> None:
-        if 0 < self.round_began == self.steps:  # the last step was a round's last one
+        at_round_boundary = 0 < self.round_began == self.steps
+        if at_round_boundary:
             with torch.no_grad(), self.flat.round():
                 self.show_round_end()
 

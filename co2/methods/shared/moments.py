@@ -10,10 +10,9 @@ and only that share is replaced:
 
     m^i ← m^i + β1^d (mean_i m^i − m^i)_then;  v^i ← v^i + β2^d (mean_i v^i − v^i)_then ≥ 0
 
-What it costs: a blocking method sends m and v through the communication buffer of its weights, one
-after the other, and holds nothing more. An overlapped method needs a buffer for both, which is two
-copies of the model; and because the mean overwrites what was sent, and no replica can tell its own
-part from the mean, m^i and v^i of then are kept beside it, two more.
+Cost: a blocking method sends m and v through the communication buffer of its weights, one after the
+other, and holds nothing more. An overlapped method needs a buffer for both, two copies of the
+model. The mean overwrites it, so m^i and v^i as they were sent are kept too, two copies more.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,8 +35,8 @@ _FIELDS = ("exp_avg", "exp_avg_sq")
 
 
 def refused(key: str | None = None) -> dict[str, str]:
-    """What cannot be combined with the mean of Adam's moments (`Method.refusals`), for which the
-    setting `key` asks; None: the method always takes it."""
+    """Refusals (`Method.refusals`) of a method that averages Adam's moments, as the setting `key`
+    asks; None: always."""
     because = "" if key is None else f"{key}: "
     adam = f"{key or 'it'} averages Adam's moments; use adamw"
     return {
@@ -141,7 +140,7 @@ class Moments:
             moment.average(self.mean)
 
     def arrive(self, steps: int) -> None:
-        """Take in what is under way: here nothing ever is."""
+        """Take in a pending mean. A blocking method has none."""
 
     def scratch_tensors(self) -> list[Tensor]:
         """A chunk of each moment."""
@@ -175,8 +174,7 @@ class LateMoments(Moments):
         method.keep(self, "sent_at", prefix="moments.")
 
     def end_round(self, steps: int) -> None:
-        """Take in the mean that is under way, if `arrive` was not called before; start the next if
-        it is due."""
+        """Take in a pending mean; start the next if it is due."""
         self.arrive(steps)
         if steps - self.sent_at < self.every:
             return
@@ -190,7 +188,7 @@ class LateMoments(Moments):
         self.mean.start()
 
     def arrive(self, steps: int) -> None:
-        """Wait for the mean that is under way, and replace with it what has not decayed since."""
+        """Wait for a pending mean, and put it in place of what is left of the moments as sent."""
         found = self.mean.wait()
         if found is None:
             return

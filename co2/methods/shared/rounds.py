@@ -56,6 +56,13 @@ class UnequalRounds(WaitingRounds):
         require(good, "tau_power", self.tau_power, "must be 0 with tau=auto")
 
 
+@dataclass
+class AveragesMoments(Limited):
+    average_moments: bool = False
+    """Whether the inner Adam's moments are averaged too (shared/moments.py): three times the bytes,
+    and four more copies under a method that overlaps."""
+
+
 def round_ends(rate: Callable[[int], float], total_steps: int, tau: int, power: float) -> list[int]:
     """After how many steps each of the ⌊total_steps/τ⌋ rounds ends.
 

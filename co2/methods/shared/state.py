@@ -71,7 +71,7 @@ class Stateful:
         self._kept |= {f"{prefix}{name}": (owner, name) for name in names}
 
     def _prepared(self, call: str) -> Guard:
-        """What watches the loop. Raises `WrongCall` before `prepare`."""
+        """Return the guard. Raises `WrongCall` before `prepare`."""
         if self._guard is None:
             raise WrongCall(f"{call} came before prepare: call prepare(model, optimizer, mesh)")
         return self._guard
@@ -92,15 +92,16 @@ class Stateful:
             dist.barrier(self.replica_group)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """What `hold` has named."""
+        """All held tensors, by name."""
         return dict(self._held)
 
     def replicated_tensors(self) -> dict[str, Tensor]:
-        """Those that are equal on all replicas between two steps. Every consensus compares them."""
+        """Held tensors that are equal on all replicas between two steps, which every consensus
+        checks."""
         return {name: self._held[name] for name in self._replicated}
 
     def saved_tensors(self) -> dict[str, Tensor]:
-        """Those that a checkpoint holds under their names."""
+        """Held tensors that a checkpoint has."""
         tensors = self.state_tensors().items()
         return {name: tensor for name, tensor in tensors if name not in self._unsaved}
 
