@@ -79,8 +79,9 @@ class DCTMean:
         """
         for piece in self._pieces:
             self._choose(piece, rates)
-        self.mean.run(self._gather, self.bytes_per_mean())
-        received = self.mean.wait()
+        mean, gather = self.mean, dist.all_gather_into_tensor
+        mean.run(lambda: mean.exchange(gather, mean.buffer, self.sent), self.bytes_per_mean())
+        received = mean.wait()
         assert received is not None
         for piece in self._pieces:
             self._set_gradients(piece, received.view(self.num_replicas, -1))
@@ -106,12 +107,6 @@ class DCTMean:
         self._part(self.sent, self._values, own.dtype, piece).copy_(own.gather(1, index).view(-1))
         self._part(self.sent, self._indices, torch.int16, piece).copy_(index.view(-1))
         own.scatter_(1, index, 0)
-
-    def _gather(self) -> None:
-        if self.num_replicas == 1:
-            self.mean.buffer.copy_(self.sent)
-        else:
-            dist.all_gather_into_tensor(self.mean.buffer, self.sent, group=self.mean.group)
 
     def _set_gradients(self, piece: "Piece", received: Tensor) -> None:
         """Set the gradients to the mean of messages (replicas, bytes)."""

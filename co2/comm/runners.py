@@ -114,7 +114,10 @@ class HostRunner:
             self.exposed.begin()
         carried, self._carried = self._carried, None
         if carried is not None:
-            self._join(carried)
+            if self.watch is None:
+                carried.result()
+            else:
+                self.watch.result(carried, self._sent_at)
         for work in self._works:
             if self._sockets is None and self.watch is not None:
                 self.watch.finish(work, self._sent_at)
@@ -123,12 +126,6 @@ class HostRunner:
         self._forget()
         if count:
             self.exposed.end()
-
-    def _join(self, carried: Future[None]) -> None:
-        if self.watch is None:
-            carried.result()
-        else:
-            self.watch.result(carried, self._sent_at)
 
     def give_up(self) -> None:
         """Abort, and return when the buffer is free: the collective is over, or has failed because
