@@ -44,6 +44,8 @@ from co2.methods.shared.rounds import AveragesMoments, LateRounds, Tau
 
 class CO2(LocalMethod):
     may_change = frozenset({"tau", "outer_momentum", "clip", "clip_mode", "blocking_share"})
+    shard: OuterShard | None = None
+    """This replica's part of the outer state; None where each replica has all of it."""
 
     @dataclass
     class Config(AveragesMoments, LateRounds):
@@ -76,9 +78,6 @@ class CO2(LocalMethod):
             }
         return found
 
-    shard: OuterShard | None = None
-    """This replica's part of the outer state; None where each replica has all of it."""
-
     def make_mean(self) -> BackgroundMean:
         if not self.config.shard:
             return super().make_mean()
@@ -106,10 +105,10 @@ class CO2(LocalMethod):
 
     def end_round(self) -> None:
         waits, lr = self.waits, self.highest_lr()
-        self.gap.observe_lr(lr)
         if self.sharded is not None:
-            self.sharded.end_round(waits)
+            self.sharded.end_round(waits, lr)
         else:
+            self.gap.observe_lr(lr)
             arrived, alpha = self.mean.wait(), self.config.outer_lr  # 1
             if arrived is not None:
                 self.gap.update(self.momentum.norm, lr, alpha if self.moved else 0.0)  # 2
@@ -221,7 +220,7 @@ class ShardedOuterStep:
         the step in the background changes the figures at any time."""
         method.keep(self, "settled")
 
-    def end_round(self, waits: bool) -> None:
+    def end_round(self, waits: bool, lr: float) -> None:
         method = self.method
         self.mean.wait()  # 1
         for chunk in self.shard.chunks:
@@ -229,6 +228,7 @@ class ShardedOuterStep:
         self.settled = method.newest_figures()
         self.flat.swap(self.mean.buffer)  # 2
         ahead = method.next_highest_lr()
+        self.gap.observe_lr(lr)  # not before the step in the background is done
         self.gap.observe_lr(ahead)
         moved, method.moved = method.moved, not waits
         self.mean.run(lambda: self.outer_step(ahead, moved, late=not waits))  # 3
