@@ -55,10 +55,10 @@ class HostRunner:
             if ended is not None:
                 ended(_well(futures))
 
-        clock.begin()
         self._depart()
         self._group, self._sockets = group, in_use()
         works = []
+        clock.begin()
         for bucket in buckets:
             work = dist.all_reduce(bucket, dist.ReduceOp.AVG, group, async_op=True)
             works.append(profiled.note(work, group))
