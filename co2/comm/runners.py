@@ -60,7 +60,7 @@ class HostRunner:
         works = []
         clock.begin()
         for bucket in buckets:
-            work = dist.all_reduce(bucket, dist.ReduceOp.AVG, group, async_op=True)
+            work = dist.all_reduce(bucket, op=dist.ReduceOp.AVG, group=group, async_op=True)
             works.append(profiled.note(work, group))
         self._works = works
         futures = [work.get_future() for work in works]
@@ -168,7 +168,7 @@ class CudaRunner:
     def launch(self, buckets: Buckets, group: Group, ended: Ended) -> None:
         def take_mean() -> None:
             mean = dist.ReduceOp.AVG
-            works = [dist.all_reduce(bucket, mean, group, async_op=True) for bucket in buckets]
+            works = [dist.all_reduce(one, op=mean, group=group, async_op=True) for one in buckets]
             for work in works:
                 work.wait()  # orders this stream behind the collective; the host goes on
 

@@ -23,9 +23,8 @@ from tests.workers import Pool
 
 ROLES = {
     "runners": "training",
-    "background": "training",
-    "pairs": "training",
-    "waves": "training",
+    "background_mean": "training",
+    "pair_mean": "training",
     "collectives": "consensus",
 }
 """What the collectives of a file of co2/comm are for. Those of co2/train are for control."""
