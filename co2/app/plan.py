@@ -4,8 +4,8 @@ python -m co2 plan task=transnormer scale=paper method=co2 --gpus 32 --gpu a100-
 python -m co2 plan task=gpt2 scale=paper              on the smallest number of GPUs that holds it
 python -m co2 plan --all --gpus 64 --out results/plan.md        the CO2 paper's tasks, as a table
 
-Memory and operations are counted on tensors without numbers (co2/train/shapes.py); communication is
-simulated (co2/simulate). Neither a GPU nor a public data set is needed.
+Memory and operations are counted on tensors without numbers (co2/train/estimate.py); communication
+is simulated (co2/simulate). Neither a GPU nor a public data set is needed.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from co2.simulate.network import PROFILES, Network, parse_link
 from co2.simulate.schedule import Figures, simulate
 from co2.task import Planned, Task
 from co2.train import launch
-from co2.train.replica import CUT
-from co2.train.shapes import Holdings, Unknown, Work, holdings, work
+from co2.train.estimate import Holdings, Unknown, Work, holdings, work
+from co2.train.within_replica import CUT
 
 PAPER_TASKS = ("resnet50", "vit", "ade20k", "shapenet", "gpt2", "transnormer", "roberta")
 """What the CO2 paper trains."""

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from co2.comm.mesh import Mesh
 from co2.errors import require
-from co2.integrations import loops
+from co2.integrations import adapter
 from co2.methods.base import Method
 
 
@@ -44,7 +44,7 @@ class SyncStrategy(DDPStrategy):
     """
 
     def __init__(self, sync: Method, **options: Any) -> None:
-        loops.check_method(sync)
+        adapter.check_method(sync)
         super().__init__(**options)
         self.sync = sync
         """The method; during `fit` the one that keeps its replicas in step."""
@@ -82,7 +82,7 @@ class SyncStrategy(DDPStrategy):
         hint = "a step that is skipped would tear rounds apart; use bf16-mixed"
         require(precision != "16-mixed", "precision", precision, hint)
         assert self.model is not None
-        self.sync = loops.renewed(self.sync)
+        self.sync = adapter.renewed(self.sync)
         mesh = Mesh.world(device=self.root_device)
         steps = trainer.estimated_stepping_batches
         known = int(steps) if 0 < steps < math.inf else None
@@ -99,7 +99,7 @@ class SyncStrategy(DDPStrategy):
         **options: Any,
     ) -> Any:
         """The method's step, after the closure has made the gradients."""
-        stepping: Any = loops.Stepping(self.sync)  # only steps are asked of it
+        stepping: Any = adapter.Stepping(self.sync)  # only steps are asked of it
         return super().optimizer_step(stepping, closure, model, **options)
 
     def on_validation_start(self) -> None:
@@ -148,7 +148,7 @@ class SyncStrategy(DDPStrategy):
                 state = self._held()
                 if state is not None:
                     state["step"] = checkpoint["global_step"]
-                    path = f"{_beside(filepath)}/{loops.file_name(self.global_rank)}"
+                    path = f"{_beside(filepath)}/{adapter.file_name(self.global_rank)}"
                     self.checkpoint_io.save_checkpoint(state, path, storage_options)
         weights, given = checkpoint.get("state_dict", {}), self._given or {}
         self._given = None
@@ -174,11 +174,11 @@ class SyncStrategy(DDPStrategy):
             folder = target
         load = partial(self.checkpoint_io.load_checkpoint, weights_only=True)
         step = checkpoint["global_step"]
-        loops.read(self.sync, self._module, folder, "ckpt_path", load, step)
+        adapter.read(self.sync, self._module, folder, "ckpt_path", load, step)
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy or another process, whose method has prepared nothing."""
-        state = super().__getstate__() | {"sync": loops.renewed(self.sync)}
+        state = super().__getstate__() | {"sync": adapter.renewed(self.sync)}
         state |= dict.fromkeys(("_fitting", "_ending"), False)
         return state | dict.fromkeys(("_shown", "_given", "_trainer", "_end_first"))
 
@@ -186,27 +186,27 @@ class SyncStrategy(DDPStrategy):
         """What this replica needs to go on exactly; None if nothing has been trained. From weights
         that were set after `fit`, which the checkpoint itself holds, the method begins anew."""
         if self._fitting:
-            return loops.held(self.sync, self._module)
+            return adapter.held(self.sync, self._module)
         if self._ended is None:
             return None
         ended = {**self._ended, "optimizer": self.optimizers[0].state_dict()}
-        if loops.checksums(self._module) != self._left:  # set by somebody
+        if adapter.checksums(self._module) != self._left:  # set by somebody
             del ended["module"], ended["sync"]  # of other weights
         return ended
 
     def _end(self) -> None:
         """Leave the consensus in the module, and keep what there was."""
-        held = loops.held(self.sync, self._module)
+        held = adapter.held(self.sync, self._module)
         del held["optimizer"]  # it stays where it is
         copies = {name: value.to("cpu", copy=True) for name, value in held["module"].items()}
         self._ended = {**held, "module": copies}
         self.sync.finish()
-        self._left = loops.checksums(self._module)
+        self._left = adapter.checksums(self._module)
         self._fitting, self._ending = False, True
 
     def _agree(self) -> None:
         """Give all replicas the mean of what callbacks have made of the final weights, if any."""
-        written = loops.checksums(self._module) != self._left
+        written = adapter.checksums(self._module) != self._left
         if self.reduce_boolean_decision(written, all=False):
             final = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
             with torch.no_grad():

@@ -23,7 +23,7 @@ from transformers import Trainer
 from co2.comm.collectives import check_plain
 from co2.comm.mesh import Mesh
 from co2.errors import require
-from co2.integrations import loops
+from co2.integrations import adapter
 from co2.methods.base import Method
 
 
@@ -44,7 +44,7 @@ class SyncTrainer(Trainer):
     """
 
     def __init__(self, *args: Any, sync: Method, **options: Any) -> None:
-        loops.check_method(sync)
+        adapter.check_method(sync)
         super().__init__(*args, **options)
         check_plain(self._module)
         whole = "a method works on whole weights; leave it out"
@@ -97,13 +97,13 @@ class SyncTrainer(Trainer):
             )
         finally:
             self.accelerator.prepare_model = prepared
-        self.sync, mesh = loops.renewed(self.sync), Mesh.world(device=self.args.device)
+        self.sync, mesh = adapter.renewed(self.sync), Mesh.world(device=self.args.device)
         optimizer = self._accelerated.optimizer
         model = self.sync.prepare(model, optimizer, mesh, total_steps=max_steps)
-        self._accelerated.optimizer = loops.Stepping(self.sync)
+        self._accelerated.optimizer = adapter.Stepping(self.sync)
         self._training = True
         if (folder := resume_from_checkpoint) is not None:
-            loops.read(self.sync, self._module, folder, "resume_from_checkpoint")
+            adapter.read(self.sync, self._module, folder, "resume_from_checkpoint")
         return model, loader
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:
@@ -132,7 +132,7 @@ class SyncTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        loops.write(self.sync, self._module, Path(output_dir))
+        adapter.write(self.sync, self._module, Path(output_dir))
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

@@ -13,11 +13,11 @@ from co2.train import membership
 from co2.train.launch import stop_signals
 from co2.train.meters import sum_up
 from co2.train.randomness import deterministic, seed_everything
-from co2.train.replica import accumulating
 from co2.train.run import Run
 from co2.train.schedule import set_lr
 from co2.train.session import Session
 from co2.train.stop import voted
+from co2.train.within_replica import accumulating
 
 
 def train(run: Run) -> None:

@@ -23,8 +23,8 @@ from co2.methods.base import Method, MethodStats
 from co2.record.metrics import Ledger, Metrics, Summary
 from co2.task import Exchanging, Reading, ReadTotals
 from co2.train.checkpoint import Checkpoints
-from co2.train.replica import local_optimizer
 from co2.train.run import Run
+from co2.train.within_replica import local_optimizer
 
 if TYPE_CHECKING:
     from co2.train.session import Session

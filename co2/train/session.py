@@ -23,12 +23,17 @@ from co2.methods.base import QUORUM
 from co2.record.fingerprint import combined, digest
 from co2.record.folder import begun
 from co2.record.metrics import Change, Evaluation
-from co2.train import initial
-from co2.train.average import MovingAverage
+from co2.train import init_from
 from co2.train.checkpoint import Checkpoints
 from co2.train.meters import LossWatch, Meter, Utilization
+from co2.train.moving_average import MovingAverage
 from co2.train.randomness import random_states, restore_random_states
-from co2.train.replica import (
+from co2.train.run import Run
+from co2.train.samples import Samples
+from co2.train.schedule import largest_lr
+from co2.train.state_file import METHOD, REPLICA, HostCopy, rebuilt, split
+from co2.train.weight_files import EMA_MODEL, MODEL, write
+from co2.train.within_replica import (
     CUT,
     Replica,
     ReplicaState,
@@ -37,11 +42,6 @@ from co2.train.replica import (
     own_buffers,
     whole_weights,
 )
-from co2.train.run import Run
-from co2.train.samples import Samples
-from co2.train.schedule import largest_lr
-from co2.train.state_file import METHOD, REPLICA, HostCopy, rebuilt, split
-from co2.train.weights import EMA_MODEL, MODEL, write
 from co2.whole import durable
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class Session:
         self.module: nn.Module = run.task.model().to(mesh.device)
         self._weights = digest(self.module.state_dict())
         if config.init_from is not None and not begun(run.folder):
-            initial.load(config.init_from, self.module, run.task)
+            init_from.load(config.init_from, self.module, run.task)
         self.replica = replica = Replica(config.mesh, mesh, run.method.averages_gradients)
         replica.synchronize_batch_norm(self.module)
         tune_convolutions(self.module, mesh.device, config)
@@ -132,7 +132,7 @@ class Session:
         shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count()
         if gpu is None or shared:
             return None
-        from co2.train.shapes import flops  # only GPUs need it
+        from co2.train.estimate import flops  # only GPUs need it
 
         try:
             counted = flops(run.task, run.config)
@@ -303,7 +303,7 @@ class Session:
                 scores |= {f"{prefix}{name}": value for name, value in found.items()}
                 last = self.step == run.config.train.steps
                 if run.mesh.replica == 0 and last and run.config.checkpoint.model:
-                    weights = whole_weights(self.module, self.replica.parts)
+                    weights = whole_weights(self.module, self.replica.experts)
                     if run.is_first:
                         with durable(run.folder / file_name) as file:
                             write(file, weights)

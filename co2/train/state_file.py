@@ -24,7 +24,7 @@ from torch import Tensor
 
 from co2.comm.background import Arriving
 from co2.comm.collectives import local
-from co2.train import weights
+from co2.train import weight_files
 
 REPLICA = "replica"
 """In a state: key of what the workers of a replica hold together."""
@@ -200,7 +200,7 @@ def write(path: Path, state: Split, tensors: Mapping[str, Tensor]) -> None:
     where there is no room."""
     shards = {name: {"saved_offsets": offsets} for name, offsets in state.offsets.items()}
     head = {_VALUES: json.dumps(state.values), _SHARDS: json.dumps(shards)}
-    weights.save(path, tensors, head)
+    weight_files.save(path, tensors, head)
 
 
 def read(path: Path, others: Sequence[Path] = ()) -> Any:

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import co2
 from co2.config import TrainConfig
 from co2.errors import ConfigError
-from co2.train.average import MovingAverage
+from co2.train.moving_average import MovingAverage
 from tests.workers import Pool
 
 DECAY, STEPS = 0.9, 7

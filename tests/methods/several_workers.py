@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import co2
 from co2.config import CommConfig, MeshConfig, Strategy
 from co2.methods import METHODS
-from co2.train.replica import Replica, accumulating, checkpoint_activations, whole_weights
+from co2.train.within_replica import Replica, accumulating, checkpoint_activations, whole_weights
 from tasks.moe.experts import Experts
 from tests.methods import driver
 from tests.methods.driver import ROUNDS_OF
@@ -188,7 +188,7 @@ class Worker:
     def whole(self) -> dict[str, Tensor]:
         """Parameters of the replica, copied."""
         buffers = dict(self.net.named_buffers())
-        weights = whole_weights(self.net, self.replica.parts)
+        weights = whole_weights(self.net, self.replica.experts)
         return {n: v.detach().clone() for n, v in weights.items() if n not in buffers}
 
 

@@ -8,7 +8,7 @@ share a replica.
     zero1           averaged               1/N           whole      the whole vector
     zero2           averaged, 1/N kept     1/N           1/N *      1/N of it
     zero3           averaged, 1/N kept     1/N           1/N        1/N of it
-    ep              as ddp; of experts: where these are (divided.py), 1/N of them, also exchanged
+    ep              as ddp; of experts: where these are, 1/N of them, also exchanged
 
     * whole from the forward pass to the backward pass; with zero3 one block at a time
 
@@ -39,7 +39,7 @@ from co2.config import CommConfig, CommDevice, Config, MeshConfig, Precision, St
 from co2.config import Optimizer as OptimizerName
 from co2.errors import require
 from co2.methods.base import Method
-from co2.train.divided import Parts, clip, divide
+from co2.train.expert_parallel import ExpertShards, clip, divide
 from co2.train.state_file import ELSEWHERE
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Replica:
         self._synchronizes = config.sync_batch_norm
         self.alone = mesh.replica_size == 1
         self.group = mesh.new_group_within_replica()
-        self.parts = Parts()
+        self.experts = ExpertShards()
         """Experts of which this worker holds a part, once it does."""
 
     def synchronize_batch_norm(self, module: nn.Module) -> None:
@@ -137,7 +137,7 @@ class Replica:
             return
         replicate(module, self.group)
         if self.strategy is Strategy.ep:
-            self.parts = divide(module, self._device_mesh()["shard"])
+            self.experts = divide(module, self._device_mesh()["shard"])
         if self.strategy not in CUT:
             return
         from torch.distributed.fsdp import fully_shard  # costs half a second
@@ -172,7 +172,7 @@ class Replica:
     def clip(self, module: nn.Module, most: float) -> None:
         """Scale the gradients so that their norm over the whole model is at most this. Collective
         in the replica."""
-        clip(module, most, self.parts)
+        clip(module, most, self.experts)
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer, which must not have stepped yet; under zero1 one whose state is
@@ -216,7 +216,7 @@ class ReplicaState:
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, replica: Replica) -> None:
-        self.params, self.parts = dict(module.named_parameters()), replica.parts
+        self.params, self.experts = dict(module.named_parameters()), replica.experts
         self.inner, self.mesh = local_optimizer(optimizer), replica.mesh
         self._alike = replica.strategy is not Strategy.zero1
         """Whether all workers have the inner state of all parameters."""
@@ -255,7 +255,7 @@ class ReplicaState:
         if not isinstance(value, Tensor):
             return value
         if value.size() == self.params[name].size():
-            value = self.parts.seen_whole(name, value)
+            value = self.experts.seen_whole(name, value)
         return value if here or local(value) is not value else ELSEWHERE
 
 
@@ -284,11 +284,11 @@ def own_buffers(module: nn.Module) -> dict[str, Any]:
     return tree_map_only(Tensor, Tensor.clone, own)
 
 
-def whole_weights(module: nn.Module, parts: Parts) -> dict[str, Any]:
+def whole_weights(module: nn.Module, experts: ExpertShards) -> dict[str, Any]:
     """The module's state dict, with parameters of which each worker has a part gathered in the
     host's memory. Collective in the replica."""
     state: dict[str, Any] = {
-        name: parts.seen_whole(name, value) for name, value in module.state_dict().items()
+        name: experts.seen_whole(name, value) for name, value in module.state_dict().items()
     }
     return {
         name: value.full_tensor().cpu() if local(value) is not value else value

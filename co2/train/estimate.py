@@ -32,10 +32,10 @@ from co2.errors import ConfigError, require
 from co2.methods import METHODS
 from co2.record.metrics import Ledger
 from co2.task import Planned, Task
-from co2.train.average import MovingAverage
-from co2.train.divided import Divisible
+from co2.train.expert_parallel import Divisible
 from co2.train.meters import ledger
-from co2.train.replica import CUT, blocks, checkpoint_activations
+from co2.train.moving_average import MovingAverage
+from co2.train.within_replica import CUT, blocks, checkpoint_activations
 
 _STEPS = 3
 """After which a method and its inner optimizer hold all that they ever hold. ACCO is the last: its
