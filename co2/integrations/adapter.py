@@ -1,25 +1,18 @@
-"""What a method does for the loop of another library: it steps, is saved and read, and ends."""
+"""What the adapters to other trainers share: a method steps, is saved, and goes on."""
 
 from collections.abc import Callable
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import nn
 
 from co2.comm.mesh import Mesh
-from co2.errors import ConfigError, require
+from co2.errors import require
 from co2.methods.base import Method
+from co2.methods.parts import saved
 from co2.methods.parts.guard import sums
-from co2.methods.parts.saved import check_held, held, load_held
 from co2.whole import durable
-
-__all__ = ["held"]
-
-
-def _load(path: str) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 class Stepping:
@@ -63,11 +56,6 @@ def file_name(worker: int) -> str:
     return f"sync_{worker}.pt"
 
 
-def write(sync: Method, module: nn.Module, folder: Path) -> None:
-    """Write what this replica needs to go on exactly into its own file of a folder. Collective."""
-    put(held(sync, module), sync.mesh, folder)
-
-
 # Any: what torch.save takes.
 def put(state: dict[str, Any], mesh: Mesh, folder: Path) -> None:
     """Write a state into this worker's file of a folder."""
@@ -76,23 +64,11 @@ def put(state: dict[str, Any], mesh: Mesh, folder: Path) -> None:
         torch.save(state, file)
 
 
-def read(
-    sync: Method,
-    module: nn.Module,
-    folder: Path | str,
-    key: str,
-    load: Callable[[str], Any] = _load,
-    step: int | None = None,
-) -> None:
-    """Go on from what was written of `held`, after `prepare`. See `opened`."""
-    load_held(sync, module, opened(sync, folder, key, load, step))
-
-
 def opened(
     sync: Method,
     folder: Path | str,
     key: str,
-    load: Callable[[str], Any] = _load,
+    load: Callable[[str], Any] = saved.load,
     step: int | None = None,
 ) -> dict[str, Any]:
     """Return what this worker wrote into its file of a folder, after `prepare`.
@@ -105,17 +81,9 @@ def opened(
         ConfigError: the file is missing or damaged, or of another number of replicas, step or
             method.
     """
-    name = file_name(sync.mesh.worker)
-    try:
-        state: dict[str, Any] = load(f"{folder}/{name}")
-    except FileNotFoundError:
-        hint = f"there is no {name}; give a checkpoint of this method and as many processes"
-        raise ConfigError(key, folder, hint) from None
-    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-        hint = f"{name} cannot be read ({type(error).__name__}); give an older checkpoint"
-        raise ConfigError(key, folder, hint) from None
+    name, mend = file_name(sync.mesh.worker), "give an older checkpoint"
+    state = saved.opened(sync, folder, name, key, mend, load)
     then = state.get("step", step)
-    hint = f"{name} is of step {then}, the checkpoint of step {step}; give an older checkpoint"
+    hint = f"{name} is of step {then}, the checkpoint of step {step}; {mend}"
     require(step is None or then == step, key, folder, hint)
-    check_held(sync, state, key, folder)
     return state

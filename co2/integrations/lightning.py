@@ -30,6 +30,7 @@ from co2.comm.mesh import Mesh
 from co2.errors import require
 from co2.integrations import adapter
 from co2.methods.base import Method
+from co2.methods.parts.saved import held, load_held
 
 
 class SyncStrategy(DDPStrategy):
@@ -54,12 +55,12 @@ class SyncStrategy(DDPStrategy):
         self._trainer: Trainer | None = None
         """The one that fits."""
         self._end_first: Callback | None = None
-        """Its callback that ends training before others see its end, so that what they write
-        stays."""
+        """Its callback that ends training before other callbacks do, so that weights that these
+        write stay."""
         self._shown: AbstractContextManager[None] | None = None
         """The consensus, while validation looks at it."""
         self._given: dict[str, Any] | None = None
-        """The weights that this strategy has given for the newest checkpoint."""
+        """The weights that `lightning_module_state_dict` returned last."""
         self._ended: dict[str, Any] | None = None
         """What this replica held as training ended, to go on from."""
         self._left: list[int] = []
@@ -174,7 +175,8 @@ class SyncStrategy(DDPStrategy):
             folder = target
         load = partial(self.checkpoint_io.load_checkpoint, weights_only=True)
         step = checkpoint["global_step"]
-        adapter.read(self.sync, self._module, folder, "ckpt_path", load, step)
+        state = adapter.opened(self.sync, folder, "ckpt_path", load, step)
+        load_held(self.sync, self._module, state)
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy or another process, whose method has prepared nothing."""
@@ -183,10 +185,10 @@ class SyncStrategy(DDPStrategy):
         return state | dict.fromkeys(("_shown", "_given", "_trainer", "_end_first"))
 
     def _held(self) -> dict[str, Any] | None:
-        """What this replica needs to go on exactly; None if nothing has been trained. From weights
-        that were set after `fit`, which the checkpoint itself holds, the method begins anew."""
+        """What this replica needs to go on exactly; None if nothing has been trained. Without
+        module and method if somebody has set other weights after `fit`: those begin anew."""
         if self._fitting:
-            return adapter.held(self.sync, self._module)
+            return held(self.sync, self._module)
         if self._ended is None:
             return None
         ended = {**self._ended, "optimizer": self.optimizers[0].state_dict()}
@@ -196,16 +198,16 @@ class SyncStrategy(DDPStrategy):
 
     def _end(self) -> None:
         """Leave the consensus in the module, and keep what there was."""
-        held = adapter.held(self.sync, self._module)
-        del held["optimizer"]  # it stays where it is
-        copies = {name: value.to("cpu", copy=True) for name, value in held["module"].items()}
-        self._ended = {**held, "module": copies}
+        ended = held(self.sync, self._module)
+        del ended["optimizer"]  # it stays where it is
+        copies = {name: value.to("cpu", copy=True) for name, value in ended["module"].items()}
+        self._ended = {**ended, "module": copies}
         self.sync.finish()
         self._left = adapter.checksums(self._module)
         self._fitting, self._ending = False, True
 
     def _agree(self) -> None:
-        """Give all replicas the mean of what callbacks have made of the final weights, if any."""
+        """Average the final weights over the replicas, if callbacks have changed them."""
         written = adapter.checksums(self._module) != self._left
         if self.reduce_boolean_decision(written, all=False):
             final = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
@@ -249,7 +251,7 @@ class SyncStrategy(DDPStrategy):
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:
-    """The trainer's own list, of which its class does not tell."""
+    """The trainer's own list, which its class does not declare."""
     found: list[Callback] = vars(trainer)["callbacks"]
     return found
 

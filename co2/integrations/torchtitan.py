@@ -152,7 +152,7 @@ class SyncTrainer(Trainer):
 
 
 class _Around:
-    """One of torchtitan's components; what is not said here is its own."""
+    """Wraps a component of torchtitan's, which has all attributes that are not defined here."""
 
     def __init__(self, trainer: SyncTrainer, plain: Any) -> None:
         self._trainer, self._plain = trainer, plain

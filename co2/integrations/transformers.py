@@ -25,13 +25,14 @@ from co2.comm.mesh import Mesh
 from co2.errors import require
 from co2.integrations import adapter
 from co2.methods.base import Method
+from co2.methods.parts.saved import held, load_held
 
 
 class SyncTrainer(Trainer):
     """A `Trainer` with one argument more; the others are `Trainer`'s own.
 
     `Trainer` counts the labels of a step over all processes by default, which would wait for the
-    network at every step. Here each replica counts its own, but under methods that average
+    network at every step. Here each replica counts its own, except under methods that average
     gradients.
 
     Args:
@@ -103,7 +104,8 @@ class SyncTrainer(Trainer):
         self._accelerated.optimizer = adapter.Stepping(self.sync)
         self._training = True
         if (folder := resume_from_checkpoint) is not None:
-            adapter.read(self.sync, self._module, folder, "resume_from_checkpoint")
+            state = adapter.opened(self.sync, folder, "resume_from_checkpoint")
+            load_held(self.sync, self._module, state)
         return model, loader
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:
@@ -132,7 +134,7 @@ class SyncTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        adapter.write(self.sync, self._module, Path(output_dir))
+        adapter.put(held(self.sync, self._module), self.sync.mesh, Path(output_dir))
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

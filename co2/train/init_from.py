@@ -2,9 +2,8 @@
 
 The weights are the final consensus of a run, `model.pt`, whose folder it is, or those of a folder
 as `co2 export` writes it and other libraries keep it, `model.safetensors`. Every parameter and
-buffer must have a namesake of the same shape there, apart from the heads that a task for
-fine-tuning names: those of the new model are new. Weights are read at a run's first start alone;
-later ones go on from its checkpoints.
+buffer must have a namesake of the same shape there. Only the heads that a task for fine-tuning
+names are new. Weights are read at a run's first start; later starts go on from its checkpoints.
 """
 
 import hashlib

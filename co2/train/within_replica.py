@@ -124,7 +124,7 @@ class Replica:
         nn.SyncBatchNorm.convert_sync_batchnorm(module, self.group)
 
     def shard(self, module: nn.Module, precision: Precision = Precision.fp32) -> None:
-        """Give all workers the weights of the first one, and under zero2 and zero3 leave each its
+        """Give all workers the weights of the first one; under zero2 and zero3 each then keeps its
         shard of them.
 
         Args:
@@ -211,8 +211,8 @@ def gathered_as(
 class ReplicaState:
     """Weights and inner state of a replica, by the names of the parameters.
 
-    What all its workers hold alike, one of them saves; the others hold shards, or with zero1 the
-    inner state of some parameters.
+    One worker saves a tensor that all hold alike. Each saves its own shards, and with zero1 the
+    inner state of its parameters.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, replica: Replica) -> None:
@@ -222,8 +222,8 @@ class ReplicaState:
         """Whether all workers have the inner state of all parameters."""
 
     def state(self, everything: bool = False) -> dict[str, Any]:
-        """What this worker holds of it, as it is now; unless it is to be `everything`, `ELSEWHERE`
-        for what another one saves."""
+        """What this worker holds of it, as it is now. `ELSEWHERE` stands for what another worker
+        saves, unless `everything` is wanted."""
         weights, inner = {}, {}
         for number, (name, param) in enumerate(self.params.items()):
             turn = number % self.mesh.replica_size == self.mesh.rank_in_replica
@@ -277,8 +277,8 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def own_buffers(module: nn.Module) -> dict[str, Any]:
-    """A copy of what a module's state dict holds beside parameters: every worker has its own, and
-    the next forward pass may change it. `Any`: buffers, and whatever a module says of itself."""
+    """A copy of the buffers in a module's state dict, which every worker has for itself, and the
+    next forward pass may change. `Any`: or a module's extra state."""
     params = dict(module.named_parameters(remove_duplicate=False))
     own = {name: value for name, value in module.state_dict().items() if name not in params}
     return tree_map_only(Tensor, Tensor.clone, own)
@@ -349,7 +349,7 @@ def checkpoint_activations(module: nn.Module) -> None:
 
 def _checkpointed(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """What `forward` returns. `Any`: it is a block's, whatever that takes and returns."""
-    if not torch.compiler.is_compiling():  # compiled code changes a buffer once, and has no context
+    if not torch.compiler.is_compiling():  # compiled code takes no context, and needs none
         kwargs["context_fn"] = lambda: (contextlib.nullcontext(), _without_side_effects(block))
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 

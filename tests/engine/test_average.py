@@ -61,7 +61,7 @@ def test_it_shows_the_mean_of_the_replicas_averages(workers: Pool, world: int) -
 def test_without_a_decay_it_holds_nothing() -> None:
     average = MovingAverage(nn.Linear(2, 2), None)
     average.update()
-    average.load([])
+    average.load_state_dict([])
     assert average.tensors == [] and average.nbytes == 0
 
 
