@@ -97,7 +97,6 @@ class Checkpoints:
         group: a CPU process group of all of them; None for one.
         keep: number of the newest checkpoints that stay.
         print_line: prints a line for a person; worker 0 calls it.
-        elastic: whether another number of workers may go on from a checkpoint.
     """
 
     def __init__(
@@ -107,11 +106,9 @@ class Checkpoints:
         group: dist.ProcessGroup | None,
         keep: int,
         print_line: Callable[[str], None],
-        elastic: bool = False,
     ) -> None:
         self.folder, self.rank, self.world = folder, mesh.worker, mesh.num_workers
-        self.mesh, self.elastic = mesh, elastic
-        self.group, self.keep, self.print_line = group, keep, print_line
+        self.mesh, self.group, self.keep, self.print_line = mesh, group, keep, print_line
         self._copy = HostCopy()
         self._writer = ThreadPoolExecutor(1, "checkpoint-part")
         self._publisher = ThreadPoolExecutor(1, "checkpoint")
@@ -354,7 +351,7 @@ class Checkpoints:
         try:
             manifest = json.loads(self._inside(folder / MANIFEST).read_text())
             world, sums = manifest["world"], dict(manifest["sha256"])
-            if world != self.world and not self.elastic:
+            if world != self.world and self.mesh.elastic is None:
                 return {}, printable(f"saved by {world} workers"), None
             if manifest["step"] != step:
                 return {}, printable(f"it is of step {manifest['step']}"), None

@@ -11,6 +11,7 @@ from co2.errors import PREEMPTED
 from co2.record.fingerprint import FIRST
 from co2.record.metrics import Notice
 from co2.train.build import build
+from co2.train.expert_parallel import clip
 from co2.train.launch import stop_signals
 from co2.train.randomness import deterministic, seed_everything
 from co2.train.run import Run
@@ -115,7 +116,7 @@ def _gradients(session: Session) -> Tensor:
                 with meter.waiting(hidden=session.samples.copies.still_busy()):
                     session.samples.prefetch()
         if train.clip_norm is not None:
-            session.replica.clip(session.module, train.clip_norm)
+            clip(session.module, train.clip_norm, session.replica.experts)
     return loss
 
 

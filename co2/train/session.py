@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -36,41 +37,31 @@ from co2.whole import durable
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class Session:
-    """Model, optimizer and method of a run, and what measures and saves them. `build` makes it.
+    """Model, optimizer and method of a run, and what measures and saves them. `build` makes it."""
 
-    Args:
-        run: its method is prepared.
-        module: the task's own model, whose parameters are trained.
-        model: what the forward pass goes through: the module, or it inside PyTorch's own wrapper.
-        optimizer: the inner one.
-        replica: what the workers of a replica share.
-        weights: digest of those that the task began with.
-    """
+    run: Run
+    module: nn.Module
+    """The task's own model, whose parameters are trained."""
+    model: nn.Module
+    """What the forward pass goes through: the module, or it inside PyTorch's own wrapper."""
+    optimizer: Optimizer
+    replica: Replica
+    begun_with: str
+    """Digest of the weights that the task began with."""
 
-    def __init__(
-        self,
-        run: Run,
-        module: nn.Module,
-        model: nn.Module,
-        optimizer: Optimizer,
-        replica: Replica,
-        weights: str,
-    ) -> None:
-        config, mesh = run.config, run.mesh
-        self.run, self.replica = run, replica
-        self.module, self.model, self.optimizer = module, model, optimizer
-        self._weights = weights
+    def __post_init__(self) -> None:
+        run, config, mesh = self.run, self.run.config, self.run.mesh
         self.step = self.began_at = 0
-        self.shared = ReplicaState(module, optimizer, replica)
-        self.average = MovingAverage(module, config.train.ema_decay)
+        self.shared = ReplicaState(self.module, self.optimizer, self.replica)
+        self.average = MovingAverage(self.module, config.train.ema_decay)
         self.checkpoints = Checkpoints(
             run.folder / "checkpoints",
             mesh,
             run.control,
             config.checkpoint.keep,
             lambda line: run.console.print_line(line),  # another's, where this worker takes over
-            config.launch.elastic,
         )
         self.losses = LossWatch(run, self.checkpoints)
         self.replicas = mesh.elastic if isinstance(mesh.elastic, Replicas) else None
@@ -189,7 +180,7 @@ class Session:
                 run.record.tell_fingerprint(
                     {
                         "data": combined(digests),
-                        "weights": self._weights,
+                        "weights": self.begun_with,
                         "task": run.task.version,
                         "method": run.method.version,
                         "loss": math.fsum(loss for _, loss in found) / len(found),

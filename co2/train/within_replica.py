@@ -39,7 +39,7 @@ from co2.config import CommConfig, CommDevice, Config, MeshConfig, Precision, St
 from co2.config import Optimizer as OptimizerName
 from co2.errors import require
 from co2.methods.base import Method
-from co2.train.expert_parallel import ExpertShards, clip, divide
+from co2.train.expert_parallel import ExpertShards, divide
 from co2.train.state_file import ELSEWHERE
 
 if TYPE_CHECKING:
@@ -168,11 +168,6 @@ class Replica:
 
         shape = (dist.get_world_size() // self.mesh.replica_size, self.mesh.replica_size)
         return init_device_mesh(self.mesh.device.type, shape, mesh_dim_names=("replica", "shard"))
-
-    def clip(self, module: nn.Module, most: float) -> None:
-        """Scale the gradients so that their norm over the whole model is at most this. Collective
-        in the replica."""
-        clip(module, most, self.experts)
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer, which must not have stepped yet; under zero1 one whose state is

@@ -12,6 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import co2
 from co2.config import CommConfig, MeshConfig, Strategy
 from co2.methods import METHODS
+from co2.train.expert_parallel import clip
 from co2.train.within_replica import Replica, accumulating, checkpoint_activations, whole_weights
 from tasks.moe.experts import Experts
 from tests.methods import driver
@@ -178,7 +179,7 @@ class Worker:
                 part.backward()
             loss += part.item()
         if self.clip_norm is not None:
-            self.replica.clip(self.net, self.clip_norm)
+            clip(self.net, self.clip_norm, self.replica.experts)
         self.method.step()
         if zero_grad:
             self.optimizer.zero_grad()
