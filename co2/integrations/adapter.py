@@ -10,7 +10,6 @@ from torch import nn
 from co2.comm.mesh import Mesh
 from co2.errors import require
 from co2.methods.base import Method
-from co2.methods.parts import saved
 from co2.methods.parts.guard import sums
 from co2.whole import durable
 
@@ -52,7 +51,7 @@ def checksums(module: nn.Module) -> list[int]:
 
 
 def file_name(worker: int) -> str:
-    """The name of a worker's file in a checkpoint."""
+    """The name of a worker's file in a checkpoint, which `opened` reads."""
     return f"sync_{worker}.pt"
 
 
@@ -62,28 +61,3 @@ def put(state: dict[str, Any], mesh: Mesh, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with durable(folder / file_name(mesh.worker)) as file:
         torch.save(state, file)
-
-
-def opened(
-    sync: Method,
-    folder: Path | str,
-    key: str,
-    load: Callable[[str], Any] = saved.load,
-    step: int | None = None,
-) -> dict[str, Any]:
-    """Return what this worker wrote into its file of a folder, after `prepare`.
-
-    Args:
-        key: the name of the checkpoint's argument, for errors.
-        load: reads a file; by default from the local disk.
-        step: that of the checkpoint. None: it is not compared.
-    Raises:
-        ConfigError: the file is missing or damaged, or of another number of replicas, step or
-            method.
-    """
-    name, mend = file_name(sync.mesh.worker), "give an older checkpoint"
-    state = saved.opened(sync, folder, name, key, mend, load)
-    then = state.get("step", step)
-    hint = f"{name} is of step {then}, the checkpoint of step {step}; {mend}"
-    require(step is None or then == step, key, folder, hint)
-    return state

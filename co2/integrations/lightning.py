@@ -30,7 +30,7 @@ from co2.comm.mesh import Mesh
 from co2.errors import require
 from co2.integrations import adapter
 from co2.methods.base import Method
-from co2.methods.parts.saved import held, load_held
+from co2.methods.parts.saved import held, load_held, opened
 
 
 class SyncStrategy(DDPStrategy):
@@ -174,8 +174,8 @@ class SyncStrategy(DDPStrategy):
         if os.path.islink(self._checkpoint) and os.path.isdir(target):
             folder = target
         load = partial(self.checkpoint_io.load_checkpoint, weights_only=True)
-        step = checkpoint["global_step"]
-        state = adapter.opened(self.sync, folder, "ckpt_path", load, step)
+        name, step = adapter.file_name(self.global_rank), checkpoint["global_step"]
+        state = opened(self.sync, folder, name, "ckpt_path", load, step)
         load_held(self.sync, self._module, state)
 
     def __getstate__(self) -> dict[str, Any]:

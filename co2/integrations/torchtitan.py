@@ -44,6 +44,7 @@ from co2.config import CommDevice
 from co2.errors import require
 from co2.integrations import adapter
 from co2.methods.base import Method
+from co2.methods.parts.saved import opened
 
 _REPLICAS = "parallelism.data_parallel_replicate_degree"
 
@@ -191,7 +192,8 @@ class _Checkpoints(_Around):
         trainer.prepare()
         if trainer.step > 0:
             folder, key = self._folder(trainer.step), "checkpoint.load_step"
-            state = adapter.opened(trainer.sync, folder, key, step=trainer.step)
+            name = adapter.file_name(trainer.mesh.worker)
+            state = opened(trainer.sync, folder, name, key, step=trainer.step)
             then, now = state["replica_size"], trainer.mesh.replica_size
             hint = f"is of replicas of {then} workers, not of {now}; start as many"
             require(then == now, key, folder, hint)

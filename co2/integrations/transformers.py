@@ -25,7 +25,7 @@ from co2.comm.mesh import Mesh
 from co2.errors import require
 from co2.integrations import adapter
 from co2.methods.base import Method
-from co2.methods.parts.saved import held, load_held
+from co2.methods.parts.saved import held, load_held, opened
 
 
 class SyncTrainer(Trainer):
@@ -104,7 +104,8 @@ class SyncTrainer(Trainer):
         self._accelerated.optimizer = adapter.Stepping(self.sync)
         self._training = True
         if (folder := resume_from_checkpoint) is not None:
-            state = adapter.opened(self.sync, folder, "resume_from_checkpoint")
+            name = adapter.file_name(mesh.worker)
+            state = opened(self.sync, folder, name, "resume_from_checkpoint")
             load_held(self.sync, self._module, state)
         return model, loader
 

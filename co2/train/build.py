@@ -4,13 +4,11 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from co2.config import Config
 from co2.record.fingerprint import digest
 from co2.record.folder import begun
 from co2.train import init_from
-from co2.train.randomness import restore_random_states
 from co2.train.run import Run
 from co2.train.schedule import largest_lr
 from co2.train.session import Session
@@ -48,7 +46,7 @@ def build(run: Run) -> Session:
     if replicas is not None and mesh.newcomer:
         replicas.receive_state(session.checkpoints.finish, session.load_given, run.control)
     else:
-        _resume(session)
+        session.resume()
     session.began_at = session.step
     session.samples.begin()
     if run.is_first:
@@ -71,40 +69,3 @@ def tune_convolutions(module: nn.Module, device: torch.device, config: Config) -
         again = config.train.compile and config.train.checkpoint_activations
         if config.mesh.strategy not in CUT and not again:
             module.to(memory_format=torch.channels_last)
-
-
-def _resume(session: Session) -> None:
-    """Go on from the newest sound checkpoint, if there is one. In an elastic run other replicas may
-    have written it. A worker without a file loads replica 0's."""
-    found = session.checkpoints.load()
-    if found is None:
-        return
-    _, state = found
-    run, samples, saved_by = session.run, session.samples, state["workers"]
-    _rehearse(session)
-    session.load(state)
-    if run.mesh.worker < saved_by:
-        restore_random_states(state["random"])
-    text = ""
-    if run.mesh.num_workers != saved_by:
-        samples.regroup(saved_by)
-        text = samples.compared(saved_by)
-    steps = run.config.train.steps
-    run.console.print_line(f"resumed at step {session.step} of {steps}{text}")
-
-
-def _rehearse(session: Session) -> None:
-    """With DDP over three workers or more make a forward and a backward pass that count for
-    nothing: whatever they move is loaded afterwards.
-
-    From its second pass on DDP lays out gradients in the order in which they came in the first, and
-    the place of a gradient decides in which order three workers or more add theirs, and with it how
-    the sum is rounded.
-    """
-    model, run = session.model, session.run
-    if isinstance(model, DistributedDataParallel) and model.process_group.size() > 2:
-        batch = session.samples.copies.begin(next(run.task.batches(run.mesh, 0)))()
-        with session.autocast():
-            loss = run.task.loss(model, batch)
-        loss.backward()
-        session.optimizer.zero_grad(set_to_none=True)

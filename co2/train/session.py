@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from co2.comm.collectives import gathered
@@ -26,7 +27,7 @@ from co2.record.metrics import Change, Evaluation, Line
 from co2.train.checkpoint import Checkpoints
 from co2.train.meters import LossWatch, Meter, Utilization
 from co2.train.moving_average import MovingAverage
-from co2.train.randomness import random_states
+from co2.train.randomness import random_states, restore_random_states
 from co2.train.run import Run
 from co2.train.samples import Samples
 from co2.train.state_file import METHOD, REPLICA, HostCopy, rebuilt, split
@@ -235,6 +236,40 @@ class Session:
         """Go on from what another replica gave in `changed`. Any: plain values, and tensors."""
         plain, tensors = given
         self.load(rebuilt(plain, tensors.__getitem__))
+
+    def resume(self) -> None:
+        """Go on from the newest sound checkpoint, if there is one. In an elastic run other replicas
+        may have written it. A worker without a file loads replica 0's. Collective."""
+        found = self.checkpoints.load()
+        if found is None:
+            return
+        _, state = found
+        self._rehearse()
+        self.load(state)
+        text, saved_by = "", state["workers"]
+        if self.run.mesh.worker < saved_by:
+            restore_random_states(state["random"])
+        if self.run.mesh.num_workers != saved_by:
+            self.samples.regroup(saved_by)
+            text = self.samples.compared(saved_by)
+        steps = self.run.config.train.steps
+        self.run.console.print_line(f"resumed at step {self.step} of {steps}{text}")
+
+    def _rehearse(self) -> None:
+        """With DDP over three workers or more make a forward and a backward pass that count for
+        nothing: whatever they move is loaded afterwards.
+
+        From its second pass on DDP lays out gradients in the order in which they came in the first,
+        and the place of a gradient decides in which order three workers or more add theirs, and
+        with it how the sum is rounded.
+        """
+        model, run = self.model, self.run
+        if isinstance(model, DistributedDataParallel) and model.process_group.size() > 2:
+            batch = self.samples.copies.begin(next(run.task.batches(run.mesh, 0)))()
+            with self.autocast():
+                loss = run.task.loss(model, batch)
+            loss.backward()
+            self.optimizer.zero_grad(set_to_none=True)
 
     def evaluate(self) -> dict[str, float]:
         """The task's metrics of the consensus, and with the prefix ema_ those of the moving

@@ -5,6 +5,7 @@ import os
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import torch
 
@@ -42,12 +43,12 @@ def sum_up(session: Session, scores: dict[str, float]) -> Summary:
     )
     workers = gathered(own, run.control)
 
-    def mean(figure: Callable[[_Worker], float]) -> float:
-        return math.fsum(map(figure, workers)) / len(workers)
+    def mean(figure: str) -> float:
+        return math.fsum(map(attrgetter(figure), workers)) / len(workers)
 
     steps = own.totals.steps
-    comm_s = mean(lambda one: one.method.comm_s)
-    exposed_s = mean(lambda one: one.method.exposed_s)
+    comm_s = mean("method.comm_s")
+    exposed_s = mean("method.exposed_s")
     train_s = max(one.totals.train_s for one in workers)
     throughput = min(one.throughput for one in workers)
     used = session.utilization if run.is_first else None
@@ -72,7 +73,7 @@ def sum_up(session: Session, scores: dict[str, float]) -> Summary:
         exposed_share=exposed_s / max(train_s, 1e-9),
         data_share=own.totals.data_s / max(train_s, 1e-9),
         overlap=overlap(comm_s, exposed_s),
-        bytes_per_step=mean(lambda one: one.method.bytes_sent) / max(steps, 1),
+        bytes_per_step=mean("method.bytes_sent") / max(steps, 1),
         train_s=train_s,
         wall_s=own.totals.wall_s,
         peak_memory_bytes=_peak_memory_bytes(run.mesh.device),
@@ -90,37 +91,34 @@ def sum_up(session: Session, scores: dict[str, float]) -> Summary:
     )
 
 
-_Mean = Callable[[Callable[[_Worker], float]], float]
-
-
-def _exchange(steps: int, mean: _Mean) -> dict[str, float | None]:
+def _exchange(steps: int, mean: Callable[[str], float]) -> dict[str, float | None]:
     """What the exchange inside replicas has taken in so many steps; empty where there is none."""
-    bytes_sent = mean(lambda one: one.inside.comm.bytes_sent)
+    bytes_sent = mean("inside.comm.bytes_sent")
     if not bytes_sent:
         return {}
-    comm_s = mean(lambda one: one.inside.comm.comm_s)
-    exposed_s = mean(lambda one: one.inside.comm.exposed_s)
+    comm_s = mean("inside.comm.comm_s")
+    exposed_s = mean("inside.comm.exposed_s")
     return {
         "comm_s": comm_s,
         "exposed_s": exposed_s,
-        "behind_s": mean(lambda one: one.inside.behind_s),
+        "behind_s": mean("inside.behind_s"),
         "overlap": overlap(comm_s, exposed_s),
         "bytes_per_step": bytes_sent / max(steps, 1),
     }
 
 
-def _reading(mean: _Mean) -> dict[str, float | None]:
+def _reading(mean: Callable[[str], float]) -> dict[str, float | None]:
     """What reading batches from disk has taken; empty where none are read."""
-    needed_bytes = mean(lambda one: one.read.needed_bytes)
+    needed_bytes = mean("read.needed_bytes")
     if not needed_bytes:
         return {}
-    read_bytes = mean(lambda one: one.read.read_bytes)
+    read_bytes = mean("read.read_bytes")
     return {
         "needed_bytes": needed_bytes,
         "read_bytes": read_bytes,
         "amplification": read_bytes / needed_bytes,
-        "planning_s": mean(lambda one: one.read.planning_s),
-        "plan_bytes": mean(lambda one: one.read.plan_bytes),
+        "planning_s": mean("read.planning_s"),
+        "plan_bytes": mean("read.plan_bytes"),
     }
 
 

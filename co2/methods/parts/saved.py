@@ -60,8 +60,8 @@ def opened(
     folder: Path | str,
     name: str,
     key: str,
-    mend: str,
     load: Callable[[str], Any] = load,
+    step: int | None = None,
 ) -> dict[str, Any]:
     """Return what this worker has written into its file: what `held` returned, and more.
 
@@ -69,11 +69,13 @@ def opened(
         sync: prepared.
         name: of the file in the folder.
         key: of the argument that named the folder, for errors.
-        mend: what to do if the file is damaged.
         load: reads a file; by default from the local disk.
+        step: that of the checkpoint. None: it is not compared.
     Raises:
-        ConfigError: the file is missing or damaged, or this replica cannot go on from it.
+        ConfigError: the file is missing or damaged, or of another number of replicas, step, method
+            or optimizer.
     """
+    mend = "give another checkpoint, or bring a copy"
     try:
         state = load(f"{folder}/{name}")
     except FileNotFoundError:
@@ -86,6 +88,9 @@ def opened(
     require(known, key, folder, f"{name} holds no state of a method; {mend}")
     then, now = state["replicas"], sync.mesh.num_replicas
     require(then == now, key, folder, f"is of {then} processes, not of {now}; start as many")
+    found = state.get("step", step)
+    hint = f"{name} is of step {found}, the checkpoint of step {step}; {mend}"
+    require(step is None or found == step, key, folder, hint)
     if "sync" in state:
         sync.check_state(state["sync"])
     groups = sync.optimizer.state_dict()["param_groups"]
@@ -220,7 +225,7 @@ def _tensors(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
 def _own(sync: "Method", folder: Path, name: str) -> dict[str, Any]:
     """What `save` has written into a file. Raises `ConfigError` if this replica cannot go on from
     it."""
-    state = opened(sync, folder, name, "folder", "begin in another folder, or bring a copy")
+    state = opened(sync, folder, name, "folder")
     require("run" in state, "folder", folder, f"sync.save did not write its {name}; give another")
     shapes = {name: value.shape for name, value in _tensors(sync.model.state_dict())}
     other = shapes.items() ^ {(name, value.shape) for name, value in _tensors(state["module"])}
