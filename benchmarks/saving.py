@@ -24,6 +24,7 @@ import torch.multiprocessing as mp
 from benchmarks import report
 from co2.config import Config
 from co2.record.provenance import UNKNOWN
+from co2.train.build import build
 from co2.train.launch import mesh
 from co2.train.randomness import seed_everything
 from co2.train.run import Run
@@ -117,7 +118,7 @@ def measure(rank: int, folder: Path, config: Config, tau: int, turns: int) -> No
     run = Run.open(config, task, make_method(config), mesh(config), UNKNOWN)
     names = ("round_s", "held_s", "beside_s", "waited_s")
     found: dict[str, list[float]] = {name: [] for name in names}
-    with run, closing(Session(run)) as session:
+    with run, closing(build(run)) as session:
         for turn in range(-1, turns):  # the first allocates, and is not counted
             seconds = [timed(lambda: one_round(session, tau))]
             seconds.append(timed(session.save))

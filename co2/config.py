@@ -87,7 +87,7 @@ class TrainConfig(Limited):
     """Norm to which larger gradients are scaled down; null leaves gradients as they are."""
     ema_decay: Inside | None = None
     """Decay of an exponential moving average of the weights, which is evaluated beside them
-    (co2/train/average.py); null for none."""
+    (co2/train/moving_average.py); null for none."""
     eval_every: Count = 100
     """Steps between evaluations of the consensus. The last step is always evaluated."""
 
@@ -213,9 +213,9 @@ class MeshConfig(Limited):
     replica_size: Count = 1
     """Workers of adjacent ranks that share one replica. It must divide the number of workers."""
     strategy: Strategy = Strategy.ddp
-    """What the workers of a replica share (co2/train/replica.py). ddp: gradients. zero1: also the
-    inner optimizer's state. zero2: gradients, state and, between steps, weights. zero3: also the
-    weights within a step. ep: as ddp, and each worker has its part of the experts."""
+    """What the workers of a replica share (co2/train/within_replica.py). ddp: gradients. zero1:
+    also the inner optimizer's state. zero2: gradients, state and, between steps, weights. zero3:
+    also the weights within a step. ep: as ddp, and each worker has its part of the experts."""
     sync_batch_norm: bool = False
     """Whether batch norm takes its statistics over the workers of a replica, which then wait for
     each other in every such layer; on GPUs only."""

@@ -87,9 +87,8 @@ class Planned(Protocol):
     """Optional protocol: what training takes is known before there are data."""
 
     def blank(self) -> Batch:
-        """A micro-batch of zeros on the default device, with the shapes and types of `batches`.
-        Where batches differ in size, no smaller than any. A public data set need not be there;
-        with any other, call `setup` before."""
+        """A micro-batch of zeros on the default device, with the types of `batches`, and shapes no
+        smaller than any of theirs. Call `setup` first, unless the data set is public."""
 
     def published(self) -> Published | None:
         """The public data set that this task trains on; None for other data."""
@@ -100,7 +99,7 @@ class Exchanging(Protocol):
     """Optional protocol: the workers of a replica exchange parts of their batches."""
 
     def traffic(self, model: nn.Module) -> ExchangeTotals:
-        """What this has cost in training since the model was made: 0 where it has not happened."""
+        """Totals of training since the model was made."""
 
 
 @dataclass
@@ -122,7 +121,7 @@ class Reading(Protocol):
     """Optional protocol: batches come from disk in training."""
 
     def read(self) -> ReadTotals:
-        """What this worker has read: zeros where nothing is."""
+        """Totals of this worker; zeros if nothing is on disk."""
 
 
 @runtime_checkable
@@ -146,7 +145,7 @@ class Package:
 weights = load_file("FOLDER/model.safetensors")"""
     """Lines of Python that read the folder, which they call FOLDER."""
     prefix: str = ""
-    """What the names of the task's weights begin with, and those of the others do not."""
+    """Of the names of the task's weights, which the other library's names lack."""
     config: Mapping[str, object] = field(default_factory=dict)
     """What config.json says beside the task's settings, if it is not among `files`. The size of a
     vocabulary is "vocab_size", as in transformers, by which `tasks.prepare` finds it."""
@@ -203,8 +202,8 @@ class FineTuning(Protocol):
     they start from runs of its own, whose weights must have the same names and shapes."""
 
     heads: tuple[str, ...]
-    """Beginnings of the names of weights that the two models need not share. Such weights of the
-    new model begin as they would without `init_from`."""
+    """Prefixes of the names of weights that the two models need not share. In the new model they
+    begin as without `init_from`."""
 
     def objection(self, run: Mapping[str, Any], data: Mapping[str, Any]) -> str | None:
         """Why this task, after `setup`, cannot start from the run with this config.yaml and this

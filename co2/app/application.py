@@ -46,7 +46,7 @@ from co2.record.lock import FolderLock
 from co2.record.metrics import Summary
 from co2.record.provenance import UNKNOWN, Origin
 from co2.task import Placed, Task
-from co2.train import initial, launch, replica
+from co2.train import init_from, launch, within_replica
 from co2.train.loop import train
 from co2.train.run import Run
 from co2.train.samples import accumulated
@@ -94,7 +94,7 @@ class App:
         method.refuse("optim.name", config.optim.name.value)
         if config.optim.momentum > 0:
             method.refuse("optim.momentum", config.optim.momentum)
-        replica.check(config, world, method, torch.device("cuda") if planned else here)
+        within_replica.check(config, world, method, torch.device("cuda") if planned else here)
         launcher.check(config, method, launch.identity() is not None)
         task = self.make_task(config)
         if isinstance(task, Placed):
@@ -108,7 +108,7 @@ class App:
         task = self.make_task(config)
         task.setup(launch.world_size(config.launch))
         check_data(config, task.fingerprint())
-        initial.check(config, task)
+        init_from.check(config, task)
 
     def check_memory(self, config: Config, overrides: list[str]) -> None:
         """Refuse a run that the workers' GPU cannot hold, where it is known; not at scale=smoke.

@@ -20,7 +20,7 @@ from co2.arguments import Parser
 from co2.errors import ConfigError, require
 from co2.record.files import write_durably
 from co2.task import Package, Portable, Task
-from co2.train.weights import EMA_MODEL, EXPORTED, MODEL, save, ties
+from co2.train.weight_files import EMA_MODEL, EXPORTED, MODEL, save, ties
 from co2.whole import written_aside
 
 _SMOKE = (

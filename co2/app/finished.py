@@ -16,7 +16,7 @@ from co2.record.files import DAMAGE
 from co2.record.folder import changed_data, without_gone
 from co2.record.metrics import Summary
 from co2.task import Task
-from co2.train import weights
+from co2.train import weight_files
 from co2_measure.peers import known_methods
 
 
@@ -38,11 +38,11 @@ class Finished:
     task: Task
     """Set up: its data are open."""
 
-    def model(self, name: str = weights.MODEL) -> nn.Module:
+    def model(self, name: str = weight_files.MODEL) -> nn.Module:
         """A new model with the run's final weights, in the file `name`, on the CPU, for evaluation.
         Raises `ConfigError` if they are damaged."""
         model, path, run = self.task.model(), self.folder / name, str(self.folder)
-        weights.copy(model, weights.read(path, "RUN", run), "RUN", run, path.name)
+        weight_files.copy(model, weight_files.read(path, "RUN", run), "RUN", run, path.name)
         return model.eval()
 
 
@@ -52,8 +52,8 @@ def opened(tasks: Mapping[str, type[Task]], given: str) -> Finished:
     trained on."""
     folder = Path(given)
     require(folder.is_dir(), "RUN", given, "no such folder; give the folder of a finished run")
-    exported = (folder / weights.EXPORTED).is_file()
-    for name in ("summary.json", weights.MODEL):
+    exported = (folder / weight_files.EXPORTED).is_file()
+    for name in ("summary.json", weight_files.MODEL):
         hint = f"holds no {name}: it is no finished run; train it to its end first"
         if exported:
             hint = "holds an exported model; give the folder of the run that it was made of"

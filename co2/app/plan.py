@@ -4,8 +4,8 @@ python -m co2 plan task=transnormer scale=paper method=co2 --gpus 32 --gpu a100-
 python -m co2 plan task=gpt2 scale=paper              on the smallest number of GPUs that holds it
 python -m co2 plan --all --gpus 64 --out results/plan.md        the CO2 paper's tasks, as a table
 
-Memory and operations are counted on tensors without numbers (co2/train/shapes.py); communication is
-simulated (co2_measure/simulate). Neither a GPU nor a public data set is needed.
+Memory and operations are counted on tensors without numbers (co2/train/estimate.py); communication
+is simulated (co2_measure/simulate). Neither a GPU nor a public data set is needed.
 """
 
 import argparse
@@ -28,8 +28,8 @@ from co2.gpus import GPUS, USABLE, known_gpu
 from co2.methods import METHODS
 from co2.task import Planned, Task
 from co2.train import launch
-from co2.train.replica import CUT
-from co2.train.shapes import Holdings, Unknown, Work, holdings, work
+from co2.train.estimate import Holdings, Unknown, Work, holdings, work
+from co2.train.within_replica import CUT
 from co2_measure.simulate.methods import ALLREDUCE
 from co2_measure.simulate.network import PROFILES, Network, parse_link
 from co2_measure.simulate.schedule import Figures, simulate

@@ -90,7 +90,7 @@ class Mesh:
         Args:
             replica_size: how many workers share one replica. They must average its gradients at
                 every step themselves, by DistributedDataParallel or fully_shard over
-                `new_group_within_replica()`; co2/train/replica.py does it for train.py.
+                `new_group_within_replica()`; co2/train/within_replica.py does it for train.py.
             device: where the batches lie. None: the current GPU, if there is one and the process
                 group, if any, does not use gloo for it; else the CPU. To train on a GPU under gloo,
                 name it here and set comm.device=cpu.

@@ -102,13 +102,13 @@ class Quorum:
         members = self._members
         if members is None or not self._ends_round(step):
             return None
-        before = self.state()
+        before = self.state_dict()
         if self._size is None or not members.paces:
-            self.load([made or self.round_steps for made in before])
+            self.load_state_dict([made or self.round_steps for made in before])
             return None
         found = steps_of(members.paces, self._size, self.round_steps)
         now = dict(zip(members.ids, found, strict=True))
-        self.load(found)
+        self.load_state_dict(found)
         if found == before:
             return None
         full = self.round_steps
@@ -127,18 +127,18 @@ class Quorum:
         members = self._members
         if members is not None:
             came = members.joined if self._weighted else ()
-            pairs = zip(members.ids, self.state(), strict=True)
-            self.load([0 if one in came else made for one, made in pairs])
+            pairs = zip(members.ids, self.state_dict(), strict=True)
+            self.load_state_dict([0 if one in came else made for one, made in pairs])
 
-    def state(self) -> list[int]:
+    def state_dict(self) -> list[int]:
         """How many steps each replica makes in the round under way, in the order of ranks."""
         members = self._members
         if members is None:
             return []
         return [members.steps.get(one, self.round_steps) for one in members.ids]
 
-    def load(self, steps: Sequence[int]) -> None:
-        """Go on from what `state` returned. Replicas more than there were go on as the first."""
+    def load_state_dict(self, steps: Sequence[int]) -> None:
+        """Go on from what `state_dict` returned. More replicas than then go on as the first."""
         members = self._members
         if members is None or not steps:
             return

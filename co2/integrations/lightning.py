@@ -28,8 +28,9 @@ from torch.optim import Optimizer
 
 from co2.comm.mesh import Mesh
 from co2.errors import require
-from co2.integrations import loops
+from co2.integrations import adapter
 from co2.methods.base import Method
+from co2.methods.shared.worker_files import held, load_held, opened
 
 
 class SyncStrategy(DDPStrategy):
@@ -44,7 +45,7 @@ class SyncStrategy(DDPStrategy):
     """
 
     def __init__(self, sync: Method, **options: Any) -> None:
-        loops.check_method(sync)
+        adapter.check_method(sync)
         super().__init__(**options)
         self.sync = sync
         """The method; during `fit` the one that keeps its replicas in step."""
@@ -54,12 +55,12 @@ class SyncStrategy(DDPStrategy):
         self._trainer: Trainer | None = None
         """The one that fits."""
         self._end_first: Callback | None = None
-        """Its callback that ends training before others see its end, so that what they write
-        stays."""
+        """Its callback that ends training before other callbacks do, so that weights that these
+        write stay."""
         self._shown: AbstractContextManager[None] | None = None
         """The consensus, while validation looks at it."""
         self._given: dict[str, Any] | None = None
-        """The weights that this strategy has given for the newest checkpoint."""
+        """The weights that `lightning_module_state_dict` returned last."""
         self._ended: dict[str, Any] | None = None
         """What this replica held as training ended, to go on from."""
         self._left: list[int] = []
@@ -82,7 +83,7 @@ class SyncStrategy(DDPStrategy):
         hint = "a step that is skipped would tear rounds apart; use bf16-mixed"
         require(precision != "16-mixed", "precision", precision, hint)
         assert self.model is not None
-        self.sync = loops.renewed(self.sync)
+        self.sync = adapter.renewed(self.sync)
         mesh = Mesh.world(device=self.root_device)
         steps = trainer.estimated_stepping_batches
         known = int(steps) if 0 < steps < math.inf else None
@@ -99,7 +100,7 @@ class SyncStrategy(DDPStrategy):
         **options: Any,
     ) -> Any:
         """The method's step, after the closure has made the gradients."""
-        stepping: Any = loops.Stepping(self.sync)  # only steps are asked of it
+        stepping: Any = adapter.Stepping(self.sync)  # only steps are asked of it
         return super().optimizer_step(stepping, closure, model, **options)
 
     def on_validation_start(self) -> None:
@@ -148,7 +149,7 @@ class SyncStrategy(DDPStrategy):
                 state = self._held()
                 if state is not None:
                     state["step"] = checkpoint["global_step"]
-                    path = f"{_beside(filepath)}/{loops.file_name(self.global_rank)}"
+                    path = f"{_beside(filepath)}/{adapter.file_name(self.global_rank)}"
                     self.checkpoint_io.save_checkpoint(state, path, storage_options)
         weights, given = checkpoint.get("state_dict", {}), self._given or {}
         self._given = None
@@ -173,40 +174,41 @@ class SyncStrategy(DDPStrategy):
         if os.path.islink(self._checkpoint) and os.path.isdir(target):
             folder = target
         load = partial(self.checkpoint_io.load_checkpoint, weights_only=True)
-        step = checkpoint["global_step"]
-        loops.read(self.sync, self._module, folder, "ckpt_path", load, step)
+        name, step = adapter.file_name(self.global_rank), checkpoint["global_step"]
+        state = opened(self.sync, folder, name, "ckpt_path", load, step)
+        load_held(self.sync, self._module, state)
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy or another process, whose method has prepared nothing."""
-        state = super().__getstate__() | {"sync": loops.renewed(self.sync)}
+        state = super().__getstate__() | {"sync": adapter.renewed(self.sync)}
         state |= dict.fromkeys(("_fitting", "_ending"), False)
         return state | dict.fromkeys(("_shown", "_given", "_trainer", "_end_first"))
 
     def _held(self) -> dict[str, Any] | None:
-        """What this replica needs to go on exactly; None if nothing has been trained. From weights
-        that were set after `fit`, which the checkpoint itself holds, the method begins anew."""
+        """What this replica needs to go on exactly; None if nothing has been trained. Without
+        module and method if somebody has set other weights after `fit`: those begin anew."""
         if self._fitting:
-            return loops.held(self.sync, self._module)
+            return held(self.sync, self._module)
         if self._ended is None:
             return None
         ended = {**self._ended, "optimizer": self.optimizers[0].state_dict()}
-        if loops.checksums(self._module) != self._left:  # set by somebody
+        if adapter.checksums(self._module) != self._left:  # set by somebody
             del ended["module"], ended["sync"]  # of other weights
         return ended
 
     def _end(self) -> None:
         """Leave the consensus in the module, and keep what there was."""
-        held = loops.held(self.sync, self._module)
-        del held["optimizer"]  # it stays where it is
-        copies = {name: value.to("cpu", copy=True) for name, value in held["module"].items()}
-        self._ended = {**held, "module": copies}
+        ended = held(self.sync, self._module)
+        del ended["optimizer"]  # it stays where it is
+        copies = {name: value.to("cpu", copy=True) for name, value in ended["module"].items()}
+        self._ended = {**ended, "module": copies}
         self.sync.finish()
-        self._left = loops.checksums(self._module)
+        self._left = adapter.checksums(self._module)
         self._fitting, self._ending = False, True
 
     def _agree(self) -> None:
-        """Give all replicas the mean of what callbacks have made of the final weights, if any."""
-        written = loops.checksums(self._module) != self._left
+        """Average the final weights over the replicas, if callbacks have changed them."""
+        written = adapter.checksums(self._module) != self._left
         if self.reduce_boolean_decision(written, all=False):
             final = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
             with torch.no_grad():
@@ -249,7 +251,7 @@ class SyncStrategy(DDPStrategy):
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:
-    """The trainer's own list, of which its class does not tell."""
+    """The trainer's own list, which its class does not declare."""
     found: list[Callback] = vars(trainer)["callbacks"]
     return found
 

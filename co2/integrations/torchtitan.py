@@ -42,8 +42,9 @@ from co2.comm.collectives import averaged, local
 from co2.comm.mesh import Mesh
 from co2.config import CommDevice
 from co2.errors import require
-from co2.integrations import loops
+from co2.integrations import adapter
 from co2.methods.base import Method
+from co2.methods.shared.worker_files import opened
 
 _REPLICAS = "parallelism.data_parallel_replicate_degree"
 
@@ -67,7 +68,7 @@ class SyncTrainer(Trainer):
     validator: Any
 
     def __init__(self, config: Trainer.Config, *, sync: Method) -> None:
-        loops.check_method(sync)
+        adapter.check_method(sync)
         self.sync = sync
         """The method; from `train` on it keeps the replicas in step."""
         self._replicas = config.parallelism.data_parallel_replicate_degree
@@ -84,7 +85,7 @@ class SyncTrainer(Trainer):
         hooked = len(self.container._optimizer_step_pre_hooks)
         hint = "a method would not call its hooks, such as the balance of experts"
         require(hooked == 0, "optimizer", f"{hooked} hooks", hint)
-        self.optimizers = loops.Stepping(sync)
+        self.optimizers = adapter.Stepping(sync)
         self.checkpointer = _Checkpoints(self, self.checkpointer)
         if config.validator.enable:
             self.validator = _Validator(self, self.validator)
@@ -152,7 +153,7 @@ class SyncTrainer(Trainer):
 
 
 class _Around:
-    """One of torchtitan's components; what is not said here is its own."""
+    """Wraps a component of torchtitan's, which has all attributes that are not defined here."""
 
     def __init__(self, trainer: SyncTrainer, plain: Any) -> None:
         self._trainer, self._plain = trainer, plain
@@ -191,7 +192,8 @@ class _Checkpoints(_Around):
         trainer.prepare()
         if trainer.step > 0:
             folder, key = self._folder(trainer.step), "checkpoint.load_step"
-            state = loops.opened(trainer.sync, folder, key, step=trainer.step)
+            name = adapter.file_name(trainer.mesh.worker)
+            state = opened(trainer.sync, folder, name, key, step=trainer.step)
             then, now = state["replica_size"], trainer.mesh.replica_size
             hint = f"is of replicas of {then} workers, not of {now}; start as many"
             require(then == now, key, folder, hint)
@@ -217,7 +219,7 @@ class _Checkpoints(_Around):
                 "optimizer": _locals(inner),
                 "sync": trainer.sync.state_dict(),
             }
-            loops.put(state, trainer.mesh, self._folder(curr_step))
+            adapter.put(state, trainer.mesh, self._folder(curr_step))
         tensors = [value for value in _locals(inner).values() if torch.is_tensor(value)]
         with trainer.sync.consensus(), averaged(tensors, trainer.sync.group):
             saved: bool = plain.save(curr_step, last_step)

@@ -23,15 +23,16 @@ from transformers import Trainer
 from co2.comm.collectives import check_plain
 from co2.comm.mesh import Mesh
 from co2.errors import require
-from co2.integrations import loops
+from co2.integrations import adapter
 from co2.methods.base import Method
+from co2.methods.shared.worker_files import held, load_held, opened
 
 
 class SyncTrainer(Trainer):
     """A `Trainer` with one argument more; the others are `Trainer`'s own.
 
     `Trainer` counts the labels of a step over all processes by default, which would wait for the
-    network at every step. Here each replica counts its own, but under methods that average
+    network at every step. Here each replica counts its own, except under methods that average
     gradients.
 
     Args:
@@ -44,7 +45,7 @@ class SyncTrainer(Trainer):
     """
 
     def __init__(self, *args: Any, sync: Method, **options: Any) -> None:
-        loops.check_method(sync)
+        adapter.check_method(sync)
         super().__init__(*args, **options)
         check_plain(self._module)
         whole = "a method works on whole weights; leave it out"
@@ -97,13 +98,15 @@ class SyncTrainer(Trainer):
             )
         finally:
             self.accelerator.prepare_model = prepared
-        self.sync, mesh = loops.renewed(self.sync), Mesh.world(device=self.args.device)
+        self.sync, mesh = adapter.renewed(self.sync), Mesh.world(device=self.args.device)
         optimizer = self._accelerated.optimizer
         model = self.sync.prepare(model, optimizer, mesh, total_steps=max_steps)
-        self._accelerated.optimizer = loops.Stepping(self.sync)
+        self._accelerated.optimizer = adapter.Stepping(self.sync)
         self._training = True
         if (folder := resume_from_checkpoint) is not None:
-            loops.read(self.sync, self._module, folder, "resume_from_checkpoint")
+            name = adapter.file_name(mesh.worker)
+            state = opened(self.sync, folder, name, "resume_from_checkpoint")
+            load_held(self.sync, self._module, state)
         return model, loader
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:
@@ -132,7 +135,7 @@ class SyncTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        loops.write(self.sync, self._module, Path(output_dir))
+        adapter.put(held(self.sync, self._module), self.sync.mesh, Path(output_dir))
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

@@ -81,7 +81,7 @@ class Method(Stateful):
     (tests/recipes/test_golden.py)."""
     averages_gradients: ClassVar[bool] = False
     """Whether all replicas step with the same gradients, averaged by PyTorch's own wrappers. Those
-    then work across the replicas too (co2/train/replica.py)."""
+    then work across the replicas too (co2/train/within_replica.py)."""
     equal_weights: ClassVar[bool] = False
     """Whether all replicas hold the same weights after every step, which each consensus checks."""
     reads_gradients: ClassVar[bool] = False

@@ -38,8 +38,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from co2.comm.collectives import gathered
 from co2.comm.mesh import Mesh
-from co2.comm.waiting import until_cut
 from co2.errors import ConfigError, printable
 from co2.record.files import (
     CHECKPOINT_FORMAT,
@@ -97,7 +97,6 @@ class Checkpoints:
         group: a CPU process group of all of them; None for one.
         keep: number of the newest checkpoints that stay.
         print_line: prints a line for a person; worker 0 calls it.
-        elastic: whether another number of workers may go on from a checkpoint.
     """
 
     def __init__(
@@ -107,11 +106,9 @@ class Checkpoints:
         group: dist.ProcessGroup | None,
         keep: int,
         print_line: Callable[[str], None],
-        elastic: bool = False,
     ) -> None:
         self.folder, self.rank, self.world = folder, mesh.worker, mesh.num_workers
-        self.mesh, self.elastic = mesh, elastic
-        self.group, self.keep, self.print_line = group, keep, print_line
+        self.mesh, self.group, self.keep, self.print_line = mesh, group, keep, print_line
         self._copy = HostCopy()
         self._writer = ThreadPoolExecutor(1, "checkpoint-part")
         self._publisher = ThreadPoolExecutor(1, "checkpoint")
@@ -123,9 +120,9 @@ class Checkpoints:
         self._undelivered: dict[Path, Written] = {}
         """Completion notices not yet delivered to worker 0, because the disk was full."""
         self._all_written = threading.Event()
-        """Set when no worker writes any more: what is missing then does not come."""
+        """Set once no worker writes any more: missing parts will not come."""
         self._known: dict[int, Written] = {}
-        """While `finish` waits: the parts of what was begun last, told by the workers' group."""
+        """While `finish` waits: the parts of the newest checkpoint, gathered by rank."""
 
     def regroup(self, mesh: Mesh, group: dist.ProcessGroup | None) -> None:
         """Go on with other workers. Collective among them. A checkpoint under way is published if
@@ -167,7 +164,7 @@ class Checkpoints:
         checkpoint of it; where that failed, a person has been told."""
         last = self._last
         own = None if last is None else (last.aside.name, last.rank, last.part.result())
-        known = [entry for entry in self._gather(own) if entry is not None]
+        known = [entry for entry in gathered(own, self.group) if entry is not None]
         self._undelivered.clear()
         for name, _, part in known:  # all workers end alike
             if last is not None and name == last.aside.name and part.diverged:
@@ -183,8 +180,7 @@ class Checkpoints:
                 self._report_failure(last.step, "worker 0 is gone")
             self._clear()
         whole = last is not None and self._path(last.step).exists()
-        found: int | None = self._gather(last.step if last is not None and whole else None)[0]
-        return found
+        return gathered(last.step if last is not None and whole else None, self.group)[0]
 
     def settle(self) -> None:
         """Wait until what was begun is published or given up, if that takes no more than some
@@ -197,31 +193,30 @@ class Checkpoints:
             time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """End the threads. What `finish` has not waited for, and others have not written, is given
-        up."""
+        """End the threads. A checkpoint that is not complete on all workers is given up."""
         self._all_written.set()
         self._writer.shutdown()
         self._publisher.shutdown()
 
     def load(self) -> tuple[int, dict[str, Any]] | None:
-        """The newest step whose checkpoint is sound and finite on every worker, and this worker's
-        state; that of the first one, for a worker more than those that saved it.
+        """Return the newest step whose checkpoint is sound and finite on every worker, and this
+        worker's state. A worker without a file gets replica 0's.
 
         None where there is no checkpoint at all.
 
         Raises:
-            ConfigError: on all workers, where one of them cannot read a checkpoint, which may be
-                sound, and where no checkpoint is. All are left as they are.
+            ConfigError: on all workers, if one cannot read a checkpoint, which may be sound, or if
+                no checkpoint is sound. All stay as they are.
         """
         if self.rank == 0:
             self._clear()
         unusable: dict[int, str] = {}
-        for step in self._gather(self.steps())[0]:
+        for step in gathered(self.steps(), self.group)[0]:
             state, damage, refusal = self._read(step)
             fault = f"is damaged ({damage})" if damage else ""
             if not fault and (name := state_file.not_finite(state)):
                 fault = f"is of a training that diverged ({name} is not finite)"
-            faults, refusals = zip(*self._gather((fault, refusal)), strict=True)
+            faults, refusals = zip(*gathered((fault, refusal), self.group), strict=True)
             if any(refusals):
                 raise next(filter(None, refusals))
             if not any(faults):
@@ -337,8 +332,8 @@ class Checkpoints:
         return self.folder / f"step_{step}"
 
     def _aside(self, step: int) -> Path:
-        """Where a checkpoint is written. One who is lost may write on, so that members of another
-        generation have another place."""
+        """Where a checkpoint is written: a folder for each generation of members, because a lost
+        worker may write on."""
         elastic = self.mesh.elastic
         generation = "" if elastic is None else f".{elastic.generation}"
         return self.folder / f".step_{step}{generation}"
@@ -356,12 +351,12 @@ class Checkpoints:
         try:
             manifest = json.loads(self._inside(folder / MANIFEST).read_text())
             world, sums = manifest["world"], dict(manifest["sha256"])
-            if world != self.world and not self.elastic:
+            if world != self.world and self.mesh.elastic is None:
                 return {}, printable(f"saved by {world} workers"), None
             if manifest["step"] != step:
                 return {}, printable(f"it is of step {manifest['step']}"), None
             files = {name: self._inside(folder / name) for name in sums}
-            # One worker more than those that saved reads what the first replica's has saved.
+            # A worker without a file of its own reads replica 0's.
             name = self._name(self.rank if self.rank < world else self.mesh.rank_in_replica)
             if _sha256(files[name]) != sums[name]:
                 return {}, f"{name}: checksum differs", None
@@ -393,12 +388,6 @@ class Checkpoints:
         """The file of a worker."""
         replica, worker = divmod(rank, self.mesh.replica_size)
         return f"replica_{replica}/worker_{worker}.safetensors"
-
-    def _gather(self, value: Any) -> list[Any]:
-        values = [value] * self.world
-        if self.world > 1:
-            until_cut(lambda: dist.all_gather_object(values, value, group=self.group))
-        return values
 
 
 def _notice(folder: Path, rank: int) -> Path:

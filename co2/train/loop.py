@@ -1,5 +1,6 @@
 """The training loop, from top to bottom."""
 
+import time
 from contextlib import closing
 from typing import NoReturn
 
@@ -9,15 +10,19 @@ from torch import Tensor
 from co2.errors import PREEMPTED
 from co2.record.fingerprint import FIRST
 from co2.record.metrics import Notice
-from co2.train import membership
+from co2.train.build import build
+from co2.train.expert_parallel import clip
 from co2.train.launch import stop_signals
-from co2.train.meters import sum_up
 from co2.train.randomness import deterministic, seed_everything
-from co2.train.replica import accumulating
 from co2.train.run import Run
 from co2.train.schedule import set_lr
 from co2.train.session import Session
 from co2.train.stop import voted
+from co2.train.summary import sum_up
+from co2.train.within_replica import accumulating
+
+_WAIT_S = 1.0
+"""Between two looks whether a replica has come."""
 
 
 def train(run: Run) -> None:
@@ -31,7 +36,7 @@ def train(run: Run) -> None:
     steps, due = config.train.steps, config.checkpoint.every
     pauses = (config.log.every, config.train.eval_every, due)
     seed_everything(config.train.seed, run.mesh.worker)
-    with deterministic(config.train.deterministic), run, closing(Session(run)) as session:
+    with deterministic(config.train.deterministic), run, closing(build(run)) as session:
         losses = session.losses
         run.record.begin(session.step)
         run.trace.begin(method.round_steps)
@@ -72,7 +77,7 @@ def train(run: Run) -> None:
                     session.catch_up()
                     session.meter.settle()
                     _stop(session)
-                membership.change(session)
+                _admit(session)
         scores = session.evaluate()
         session.finish_saving()
         losses.check()
@@ -111,7 +116,7 @@ def _gradients(session: Session) -> Tensor:
                 with meter.waiting(hidden=session.samples.copies.still_busy()):
                     session.samples.prefetch()
         if train.clip_norm is not None:
-            session.replica.clip(session.module, train.clip_norm)
+            clip(session.module, train.clip_norm, session.replica.experts)
     return loss
 
 
@@ -143,3 +148,35 @@ def _stop(session: Session) -> NoReturn:
     text = f"stopped and saved at step {session.step}; the same command goes on from here"
     session.run.console.print_line(text)
     raise SystemExit(PREEMPTED)
+
+
+def _admit(session: Session) -> None:
+    """At the end of a step but the last, let waiting replicas in. With too few replicas save, and
+    wait. Nothing happens where replicas do not come and go.
+
+    Raises:
+        SystemExit: `PREEMPTED`, where nobody has come in time.
+    """
+    replicas, config = session.replicas, session.run.config
+    if replicas is None or session.step == config.train.steps:
+        return
+    members = replicas.members
+    if members.change_due:
+        replicas.renew(admit=True)
+    run, launch = session.run, config.launch
+    if run.mesh.num_replicas >= launch.min_replicas:
+        return
+    session.save_now()
+    text = f"fewer than launch.min_replicas={launch.min_replicas}; saved, and waiting"
+    text = f"step {session.step}: {run.mesh.num_replicas} replicas, {text}"
+    run.console.print_line(text)
+    began = time.monotonic()
+    while run.mesh.num_replicas < launch.min_replicas:
+        if time.monotonic() - began > launch.wait_s:
+            members.ask_to_stop()
+        time.sleep(_WAIT_S)
+        replicas.together(lambda: None)
+        if members.stop_due:
+            raise SystemExit(PREEMPTED)
+        if members.change_due:
+            replicas.renew(admit=True)

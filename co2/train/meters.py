@@ -1,33 +1,25 @@
-"""Losses, throughput, exposed communication and memory of one worker, and a run's final figures."""
+"""Losses, throughput, exposed communication and memory of one worker."""
 
 import math
 import os
-import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from co2 import faults
-from co2.comm.clocks import ExchangeTotals, overlap
 from co2.comm.collectives import local
-from co2.comm.waiting import until_cut
 from co2.errors import DIVERGED
 from co2.methods.base import Method, MethodStats
-from co2.record.metrics import Ledger, Metrics, Summary
-from co2.task import Exchanging, Reading, ReadTotals
+from co2.record.metrics import Ledger, Metrics
 from co2.train.checkpoint import Checkpoints
-from co2.train.replica import local_optimizer
 from co2.train.run import Run
-
-if TYPE_CHECKING:
-    from co2.train.session import Session
+from co2.train.within_replica import local_optimizer
 
 
 @dataclass
@@ -74,19 +66,20 @@ class Meter:
 
     Args:
         stats: the method's `stats`.
-        totals: of the segments before, as `state_dict` gave them.
     """
 
-    def __init__(
-        self, stats: Callable[[], MethodStats], totals: dict[str, Any] | None = None
-    ) -> None:
-        self.totals = Totals(**(totals or {}))
-        self._last = time.perf_counter()
-        self._began = self._last - self.totals.wall_s
+    def __init__(self, stats: Callable[[], MethodStats]) -> None:
+        self.totals = Totals()
         self._first = True
         self._waited_s = 0.0
         self._stats = stats
-        self._before = stats(), replace(self.totals)
+        self.begin()
+
+    def begin(self) -> None:
+        """Training begins, or goes on after `load_state_dict`."""
+        self._last = time.perf_counter()
+        self._began = self._last - self.totals.wall_s
+        self._before = self._stats(), replace(self.totals)
         """Of the method and of this worker, when the interval began."""
 
     def step(self, units: int) -> None:
@@ -100,7 +93,7 @@ class Meter:
         self._first, self._waited_s = False, 0.0
 
     def settle(self) -> None:
-        """The last step has ended only now, because a GPU was behind the host."""
+        """Count the time until now to the last step: the host has waited for the GPU."""
         now = time.perf_counter()
         if not self._first:
             self.totals.train_s += now - self._last
@@ -123,8 +116,8 @@ class Meter:
 
     @contextmanager
     def waiting(self, hidden: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """What happens inside is waiting for data, a part of the step, unless `hidden`, asked at
-        the end, finds that a GPU has worked all the time."""
+        """Count the time inside as waiting for data, unless `hidden()` says at the end that the GPU
+        was busy throughout. It remains a part of the step."""
         began = time.perf_counter()
         yield
         if not hidden():
@@ -162,6 +155,10 @@ class Meter:
         self.totals.wall_s = time.perf_counter() - self._began
         return asdict(self.totals)
 
+    def load_state_dict(self, totals: dict[str, Any]) -> None:
+        """Go on from the totals of the segments before."""
+        self.totals = Totals(**totals)
+
 
 class LossWatch:
     """The training losses since the last check. It ends a run whose loss, validation loss or state
@@ -189,8 +186,8 @@ class LossWatch:
             self.check()
 
     def check(self) -> float:
-        """The newest loss. Raises `SystemExit(DIVERGED)`, with one line for a person, where one
-        since the last check is not finite, or a state was not that was to be saved."""
+        """Return the newest loss. Raises `SystemExit(DIVERGED)`, with one line for a person, if a
+        loss since the last check, or a state to be saved, is not finite."""
         losses = torch.stack([loss for _, loss in self._new]).tolist() if self._new else []
         for (step, _), loss in zip(self._new, losses, strict=True):
             self._last = loss
@@ -242,112 +239,9 @@ def ledger(model: nn.Module, optimizer: Optimizer, method: Method) -> Ledger:
     )
 
 
-def sum_up(session: "Session", scores: dict[str, float]) -> Summary:
-    """The final figures, with the metrics of the last evaluation. Collective: communication and
-    bytes are means over the workers, training time and with it throughput are those of the
-    slowest."""
-    run, totals, stats = session.run, session.meter.state_dict(), session.run.method.stats()
-    config, task, steps, workers = run.config, run.task, totals["steps"], run.mesh.num_workers
-    inside = task.traffic(session.module) if isinstance(task, Exchanging) else ExchangeTotals()
-    read = task.read() if isinstance(task, Reading) else ReadTotals()
-    comm_s, exposed_s, bytes_sent, *others = _over_workers(
-        run,
-        dist.ReduceOp.AVG,
-        *(stats.comm_s, stats.exposed_s, stats.bytes_sent),
-        *(inside.comm.comm_s, inside.comm.exposed_s, inside.comm.bytes_sent, inside.behind_s),
-        *(read.needed_bytes, read.read_bytes, read.planning_s, read.plan_bytes),
-    )
-    longest = totals["train_s"], -session.meter.throughput(), totals["saving_s"]
-    train_s, slowest, saving_s = _over_workers(run, dist.ReduceOp.MAX, *longest)
-    steps_made = [0.0] * workers if config.launch.quorum is not None else []
-    if steps_made:
-        steps_made[run.mesh.worker] = steps - totals["passed_over"]
-        steps_made = _over_workers(run, dist.ReduceOp.SUM, *steps_made)
-    used = session.utilization if run.is_first else None
-    held = ledger(session.module, session.optimizer, run.method)
-    return Summary(
-        title=f"{config.task} · {config.method} · {config.tag} · seed {config.train.seed}",
-        task=config.task,
-        method=config.method,
-        tag=config.tag,
-        scale=config.scale,
-        seed=config.train.seed,
-        final={**scores},
-        baselines={**task.baselines()},
-        steps=steps,
-        workers=workers,
-        replica_size=run.mesh.replica_size,
-        unit=task.unit,
-        throughput=-slowest,
-        comm_s=comm_s,
-        exposed_s=exposed_s,
-        exposed_share=exposed_s / max(train_s, 1e-9),
-        data_share=totals["data_s"] / max(train_s, 1e-9),
-        overlap=overlap(comm_s, exposed_s),
-        bytes_per_step=bytes_sent / max(steps, 1),
-        train_s=train_s,
-        wall_s=totals["wall_s"],
-        peak_memory_bytes=_peak_memory_bytes(run.mesh.device),
-        extra_model_copies=run.method.extra_copies,
-        memory=replace(held, average_bytes=session.average.nbytes),
-        device=str(run.mesh.device),
-        folder=os.path.relpath(run.folder),
-        mfu=None if used is None else used.mfu(-slowest / workers),
-        saving_s=saving_s,
-        members=[change.line() for change in session.changes],
-        steps_made=[round(made) for made in steps_made],
-        exchange=_exchange(session.step - session.began_at, *others[:4]),
-        reading=_reading(*others[4:]),
-        own={**stats.own},
-    )
-
-
-def _over_workers(run: Run, op: dist.ReduceOp.RedOpType, *figures: float) -> list[float]:
-    """Figures of all workers, reduced. Collective."""
-    found = torch.tensor(figures, dtype=torch.float64)
-    if run.control is not None:
-        until_cut(lambda: dist.all_reduce(found, op=op, group=run.control))
-    return found.tolist()
-
-
-def _exchange(
-    steps: int, comm_s: float, exposed_s: float, bytes_sent: float, behind_s: float
-) -> dict[str, float | None]:
-    if not bytes_sent:
-        return {}
-    return {
-        "comm_s": comm_s,
-        "exposed_s": exposed_s,
-        "behind_s": behind_s,
-        "overlap": overlap(comm_s, exposed_s),
-        "bytes_per_step": bytes_sent / max(steps, 1),
-    }
-
-
-def _reading(
-    needed_bytes: float, read_bytes: float, planning_s: float, plan_bytes: float
-) -> dict[str, float | None]:
-    if not needed_bytes:
-        return {}
-    return {
-        "needed_bytes": needed_bytes,
-        "read_bytes": read_bytes,
-        "amplification": read_bytes / needed_bytes,
-        "planning_s": planning_s,
-        "plan_bytes": plan_bytes,
-    }
-
-
-def _peak_memory_bytes(device: torch.device) -> int:
-    """Most memory this worker has held: of the GPU's allocator, or of the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def _per(amount: float, seconds: float) -> float:
-    """0 where no step was timed, as where the only one is a segment's first. Not a number where
-    `amount` is none."""
+    """`amount` per second: 0 if no step was timed, as in a segment of one step, and NaN if `amount`
+    is NaN."""
     return amount * (1 / seconds if seconds > 0 else 0.0)
 
 

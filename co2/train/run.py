@@ -18,7 +18,7 @@ from co2.record.provenance import Origin
 from co2.record.record import FolderRecord, Record
 from co2.record.trace import Trace
 from co2.task import Task
-from co2.train import initial
+from co2.train import init_from
 
 
 @dataclass(eq=False)
@@ -86,7 +86,7 @@ class Run:
                 "warning: the data hold one class, so an accuracy of 1.0 means nothing"
             )
         world = config.launch.workers if config.launch.elastic else self.mesh.num_workers
-        start = initial.described(config)
+        start = init_from.described(config)
         self.record = record = FolderRecord(config, world, unit, data, self.origin, console, start)
         return record
 

@@ -34,7 +34,7 @@ class Samples:
         """Global micro-batch counter."""
         self.behind = 0
         """How many of them this worker has not drawn yet, because it has skipped steps."""
-        self.stretches: tuple[tuple[int, int], ...] = ()
+        self.stretches: list[list[int]] = []
         """`Mesh.stretches` of the mesh that these are drawn with."""
         self._batches: Iterator[Any] = iter(())
         self.copies = BatchCopies(run.mesh.device)
@@ -46,19 +46,20 @@ class Samples:
     def begin(self) -> None:
         """Draw from here on, as one of the run's workers as they now are."""
         self.close()
-        mesh = replace(self._run.mesh, stretches=self.stretches)
+        stretches = tuple((draw, workers) for draw, workers in self.stretches)
+        mesh = replace(self._run.mesh, stretches=stretches)
         self._batches = self._run.task.batches(mesh, self.draws - self.behind)
 
     def regroup(self, before: int) -> None:
         """Workers, `before` so many, have come or gone: all share out anew what follows. What this
         one has not drawn yet is left out."""
-        known = self.stretches or ((0, before),)
-        now = self.draws, self._run.mesh.num_workers
-        self.stretches = (*(one for one in known if one[0] < self.draws), now)
+        known = self.stretches or [[0, before]]
+        now = [self.draws, self._run.mesh.num_workers]
+        self.stretches = [*(one for one in known if one[0] < self.draws), now]
         self.behind = 0
 
     def close(self) -> None:
-        """End what makes batches ahead. A task may return an iterator that has nothing to end."""
+        """End the loader of a task. An iterator that is no generator has nothing to end."""
         self._coming.clear()
         if isinstance(self._batches, Generator):
             self._batches.close()
@@ -74,7 +75,7 @@ class Samples:
         """Make the next micro-batch, and begin to copy it, while a GPU works on this one. On a CPU
         nothing: it would have to stop working for it."""
         if self.copies.overlap:
-            with suppress(StopIteration):  # for whoever asks for the next one
+            with suppress(StopIteration):  # `next` raises it
                 self._coming.append(self.copies.begin(self._drawn()))
 
     def _drawn(self) -> Batch:

@@ -5,77 +5,57 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from co2.comm.waiting import until_cut
-from co2.config import Config, Precision
+from co2.comm.collectives import gathered
+from co2.config import Precision
 from co2.elastic.quorum import Quorum
 from co2.elastic.replicas import Replicas
 from co2.errors import ConfigError
 from co2.gpus import gpu_of
 from co2.methods.base import QUORUM
-from co2.record.fingerprint import combined, digest
-from co2.record.folder import begun
-from co2.record.metrics import Change, Evaluation
-from co2.train import initial
-from co2.train.average import MovingAverage
+from co2.methods.shared.state import Kept, put_values, values
+from co2.record.fingerprint import combined
+from co2.record.metrics import Change, Evaluation, Line
 from co2.train.checkpoint import Checkpoints
 from co2.train.meters import LossWatch, Meter, Utilization
+from co2.train.moving_average import MovingAverage
 from co2.train.randomness import random_states, restore_random_states
-from co2.train.replica import (
-    CUT,
-    Replica,
-    ReplicaState,
-    checkpoint_activations,
-    compile_model,
-    own_buffers,
-    whole_weights,
-)
 from co2.train.run import Run
 from co2.train.samples import Samples
-from co2.train.schedule import largest_lr
 from co2.train.state_file import METHOD, REPLICA, HostCopy, rebuilt, split
-from co2.train.weights import EMA_MODEL, MODEL, write
+from co2.train.weight_files import EMA_MODEL, MODEL, write
+from co2.train.within_replica import Replica, ReplicaState, own_buffers, whole_weights
 from co2.whole import durable
 
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class Session:
-    """Model, optimizer and method of a run, from its start or its last checkpoint on.
+    """Model, optimizer and method of a run, and what measures and saves them. `build` makes it."""
 
-    `module` is the task's own model, whose parameters are trained; `model` is what the forward pass
-    goes through: the module, or the module inside PyTorch's own wrapper.
-    """
+    run: Run
+    module: nn.Module
+    """The task's own model, whose parameters are trained."""
+    model: nn.Module
+    """What the forward pass goes through: the module, or it inside PyTorch's own wrapper."""
+    optimizer: Optimizer
+    replica: Replica
+    begun_with: str
+    """Digest of the weights that the task began with."""
 
-    def __init__(self, run: Run) -> None:
-        config, mesh = run.config, run.mesh
-        self.run, self.step = run, 0
-        self.module: nn.Module = run.task.model().to(mesh.device)
-        self._weights = digest(self.module.state_dict())
-        if config.init_from is not None and not begun(run.folder):
-            initial.load(config.init_from, self.module, run.task)
-        self.replica = replica = Replica(config.mesh, mesh, run.method.averages_gradients)
-        replica.synchronize_batch_norm(self.module)
-        tune_convolutions(self.module, mesh.device, config)
-        if config.train.compile:
-            compile_model(self.module, config.mesh.strategy)
-        if config.train.checkpoint_activations:
-            checkpoint_activations(self.module)
-        replica.shard(self.module, config.train.precision)
-        self.optimizer = replica.optimizer(run.task.optimizer(self.module))
-        fresh = not mesh.newcomer
-        steps = config.train.steps
-        schedule = partial(largest_lr, self.optimizer, config.optim, steps)
-        prepared = run.method.prepare(self.module, self.optimizer, mesh, schedule, fresh, steps)
-        self.model = replica.wrap(prepared, config.comm)
-        self.shared = ReplicaState(self.module, self.optimizer, replica)
+    def __post_init__(self) -> None:
+        run, config, mesh = self.run, self.run.config, self.run.mesh
+        self.step = self.began_at = 0
+        self.shared = ReplicaState(self.module, self.optimizer, self.replica)
         self.average = MovingAverage(self.module, config.train.ema_decay)
         self.checkpoints = Checkpoints(
             run.folder / "checkpoints",
@@ -83,30 +63,32 @@ class Session:
             run.control,
             config.checkpoint.keep,
             lambda line: run.console.print_line(line),  # another's, where this worker takes over
-            config.launch.elastic,
         )
         self.losses = LossWatch(run, self.checkpoints)
-        self.replicas = replicas = mesh.elastic if isinstance(mesh.elastic, Replicas) else None
+        self.replicas = mesh.elastic if isinstance(mesh.elastic, Replicas) else None
         """What renews those that train, where they come and go; None where they do not."""
-        self.changes: list[Change] = []
+        self.changes: list[Line] = []
         """How replicas came and went."""
         self.samples = Samples(run)
-        weighted = QUORUM not in run.method.refusals()
-        members = None if replicas is None else replicas.members
         self.quorum = Quorum(
-            config.launch.quorum, run.method.round_steps, members, mesh.device, weighted
+            config.launch.quorum,
+            run.method.round_steps,
+            None if self.replicas is None else self.replicas.members,
+            mesh.device,
+            weighted=QUORUM not in run.method.refusals(),
         )
-        if replicas is not None:
-            replicas.begin(self._changed)
-        if replicas is not None and mesh.newcomer:
-            totals = replicas.receive_state(self.checkpoints.finish, self._load_given, run.control)
-        else:
-            totals = self._resume()
-        self.began_at = self.step
-        self.samples.begin()
-        if run.is_first:
-            self.utilization  # noqa: B018 — counted now, not in the midst of training
-        self.meter = Meter(run.method.stats, totals)
+        self.meter = Meter(run.method.stats)
+        self._kept: Kept = {
+            "step": (self, "step"),
+            "draws": (self.samples, "draws"),
+            "behind": (self.samples, "behind"),
+            "stretches": (self.samples, "stretches"),
+            "steps_in_round": (self, "quorum"),
+            "changes": (self, "changes"),
+            "totals": (self, "meter"),
+            "average": (self, "average"),
+        }
+        """What a checkpoint holds beside weights, inner state and the method's."""
 
     def close(self) -> None:
         """End the threads that write checkpoints, that load batches, and what gives newcomers their
@@ -132,7 +114,7 @@ class Session:
         shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count()
         if gpu is None or shared:
             return None
-        from co2.train.shapes import flops  # only GPUs need it
+        from co2.train.estimate import flops  # only GPUs need it
 
         try:
             counted = flops(run.task, run.config)
@@ -162,7 +144,7 @@ class Session:
         that are left have done it."""
         return act() if self.replicas is None else self.replicas.together(act)
 
-    def _changed(self, lost: Mapping[int, str], before: int, began: float) -> None:
+    def changed(self, lost: Mapping[int, str], before: int, began: float) -> None:
         """Replicas have come or gone: go on with those that are there now. See `Replicas`."""
         run, replicas = self.run, self.replicas
         assert replicas is not None
@@ -176,14 +158,13 @@ class Session:
         change = Change(
             self.step, members.generation, members.ids, dict(lost), members.joined, seconds
         )
-        self.changes.append(change)
+        self.changes.append(change.line())
         run.record.log(change)
         text = f"{change.text()}{self.samples.compared(before)}"
         run.console.print_line(f"step {self.step}: {text} ({seconds:.2f} s)")
         if members.joined and run.mesh.replica == 0:
             assert run.control is not None, "there are two at least"
-            state = {**self.state(), REPLICA: self.shared.state(everything=True)}
-            copy, own = HostCopy(), split(state, run.mesh.rank_in_replica)
+            copy, own = HostCopy(), split(self.state(whole=True), run.mesh.rank_in_replica)
             given = own.values, copy.take(own.tensors)
             copy.hold()
             replicas.give(given, copy.wait, run.control)
@@ -193,21 +174,14 @@ class Session:
         run, first = self.run, self.losses.first
         own = ("", 0.0) if first is None else (combined(self.samples.digests), float(first))
 
-        def gather() -> list[tuple[str, float]]:
-            found = [own] * run.mesh.num_workers
-            control = run.control
-            if control is not None:
-                until_cut(lambda: dist.all_gather_object(found, own, group=control))
-            return found
-
         with self.meter.paused():
-            found = self.together(gather)
+            found = self.together(lambda: gathered(own, run.control))
             digests = [data for data, _ in found]
             if all(digests):
                 run.record.tell_fingerprint(
                     {
                         "data": combined(digests),
-                        "weights": self._weights,
+                        "weights": self.begun_with,
                         "task": run.task.version,
                         "method": run.method.version,
                         "loss": math.fsum(loss for _, loss in found) / len(found),
@@ -235,46 +209,67 @@ class Session:
         with self.meter.saving():
             self.together(self.checkpoints.finish)
 
-    def state(self, arriving: bool = False) -> dict[str, Any]:
+    def state(self, arriving: bool = False, whole: bool = False) -> dict[str, Any]:
         """Everything of this worker that a checkpoint holds.
 
         Args:
             arriving: do not wait for what is in flight (`Method.state_dict`).
+            whole: with what another worker of the replica saves.
         """
         return {
-            REPLICA: self.shared.state(),
+            REPLICA: self.shared.state(whole),
             "model": own_buffers(self.module),
-            "step": self.step,
             "workers": self.run.mesh.num_workers,
-            "draws": self.samples.draws,
-            "behind": self.samples.behind,
-            "steps_in_round": self.quorum.state(),
-            "stretches": list(map(list, self.samples.stretches)),
-            "changes": [change.line() for change in self.changes],
             METHOD: self.run.method.state_dict(arriving),
-            "totals": self.meter.state_dict(),
             "random": random_states(),
-            "average": self.average.tensors,
+            **values(self._kept),
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from what `state` returned, with the random generators as they are."""
-        self.step = state["step"]
-        self.samples.draws, self.samples.behind = state["draws"], state["behind"]
-        self.quorum.load(state["steps_in_round"])
-        self.changes = [Change.of(line) for line in state["changes"]]
-        self.samples.stretches = tuple((draw, workers) for draw, workers in state["stretches"])
+        put_values(self._kept, state)
         self.shared.load(state[REPLICA])
         self.module.load_state_dict(state["model"], strict=False)
         self.run.method.load_state_dict(state[METHOD])
-        self.average.load(state["average"])
 
-    def _load_given(self, given: Any) -> dict[str, Any] | None:
-        """Go on from what another replica gave. Returns the meter's totals."""
-        values, tensors = given
-        state = rebuilt(values, tensors.__getitem__)
+    def load_given(self, given: Any) -> None:
+        """Go on from what another replica gave in `changed`. Any: plain values, and tensors."""
+        plain, tensors = given
+        self.load(rebuilt(plain, tensors.__getitem__))
+
+    def resume(self) -> None:
+        """Go on from the newest sound checkpoint, if there is one. In an elastic run other replicas
+        may have written it. A worker without a file loads replica 0's. Collective."""
+        found = self.checkpoints.load()
+        if found is None:
+            return
+        _, state = found
+        self._rehearse()
         self.load(state)
-        return dict(state["totals"])
+        text, saved_by = "", state["workers"]
+        if self.run.mesh.worker < saved_by:
+            restore_random_states(state["random"])
+        if self.run.mesh.num_workers != saved_by:
+            self.samples.regroup(saved_by)
+            text = self.samples.compared(saved_by)
+        steps = self.run.config.train.steps
+        self.run.console.print_line(f"resumed at step {self.step} of {steps}{text}")
+
+    def _rehearse(self) -> None:
+        """With DDP over three workers or more make a forward and a backward pass that count for
+        nothing: whatever they move is loaded afterwards.
+
+        From its second pass on DDP lays out gradients in the order in which they came in the first,
+        and the place of a gradient decides in which order three workers or more add theirs, and
+        with it how the sum is rounded.
+        """
+        model, run = self.model, self.run
+        if isinstance(model, DistributedDataParallel) and model.process_group.size() > 2:
+            batch = self.samples.copies.begin(next(run.task.batches(run.mesh, 0)))()
+            with self.autocast():
+                loss = run.task.loss(model, batch)
+            loss.backward()
+            self.optimizer.zero_grad(set_to_none=True)
 
     def evaluate(self) -> dict[str, float]:
         """The task's metrics of the consensus, and with the prefix ema_ those of the moving
@@ -303,59 +298,8 @@ class Session:
                 scores |= {f"{prefix}{name}": value for name, value in found.items()}
                 last = self.step == run.config.train.steps
                 if run.mesh.replica == 0 and last and run.config.checkpoint.model:
-                    weights = whole_weights(self.module, self.replica.parts)
+                    weights = whole_weights(self.module, self.replica.experts)
                     if run.is_first:
                         with durable(run.folder / file_name) as file:
                             write(file, weights)
         return scores
-
-    def _resume(self) -> dict[str, Any] | None:
-        """Go on from the newest sound checkpoint, if there is one; returns the meter's totals. Of
-        an elastic run other replicas may have written it: one too many goes on from the first's."""
-        found = self.checkpoints.load()
-        if found is None:
-            return None
-        _, state = found
-        self._rehearse()
-        self.load(state)
-        text, saved_by = "", state["workers"]
-        if self.run.mesh.worker < saved_by:
-            restore_random_states(state["random"])
-        if self.run.mesh.num_workers != saved_by:
-            self.samples.regroup(saved_by)
-            text = self.samples.compared(saved_by)
-        steps = self.run.config.train.steps
-        self.run.console.print_line(f"resumed at step {self.step} of {steps}{text}")
-        return state["totals"]
-
-    def _rehearse(self) -> None:
-        """With DDP over three workers or more make a forward and a backward pass that count for
-        nothing: whatever they move is loaded afterwards.
-
-        From its second pass on DDP lays out gradients in the order in which they came in the first,
-        and the place of a gradient decides in which order three workers or more add theirs, and
-        with it how the sum is rounded.
-        """
-        model, run = self.model, self.run
-        if isinstance(model, DistributedDataParallel) and model.process_group.size() > 2:
-            batch = self.samples.copies.begin(next(run.task.batches(run.mesh, 0)))()
-            with self.autocast():
-                loss = run.task.loss(model, batch)
-            loss.backward()
-            self.optimizer.zero_grad(set_to_none=True)
-
-
-def tune_convolutions(module: nn.Module, device: torch.device, config: Config) -> None:
-    """On a GPU, lay out four-dimensional weights channels last, as tensor cores read them, and let
-    cuDNN try its algorithms for every new shape, unless the run is deterministic. Activations
-    follow the weights' layout.
-
-    fully_shard takes contiguous weights only, so under its strategies the layout stays. So it does
-    where activations are computed again in compiled code, which stopped on an H200 with torch 2.11:
-    it expected contiguous gradients.
-    """
-    if device.type == "cuda":
-        torch.backends.cudnn.benchmark = not config.train.deterministic
-        again = config.train.compile and config.train.checkpoint_activations
-        if config.mesh.strategy not in CUT and not again:
-            module.to(memory_format=torch.channels_last)

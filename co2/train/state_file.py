@@ -25,7 +25,7 @@ from torch import Tensor
 from co2.comm.background_mean import Arriving
 from co2.comm.collectives import local
 from co2.streams import SideStream
-from co2.train import weights
+from co2.train import weight_files
 
 REPLICA = "replica"
 """In a state: key of what the workers of a replica hold together."""
@@ -140,9 +140,8 @@ class HostCopy:
         self._copied: torch.cuda.Event | None = None
 
     def take(self, tensors: Mapping[str, Tensor | Arriving]) -> dict[str, Tensor]:
-        """Return copies of tensors by name. They are whole once `wait` has returned,
-        and are of now if nobody changes a tensor of a GPU before `hold`; what is `Arriving` is
-        copied when it is there."""
+        """Return copies of tensors by name, complete once `wait` has returned. Call `hold` before a
+        tensor of a GPU changes. An `Arriving` one is copied once it has arrived."""
         arriving = {name: one for name, one in tensors.items() if isinstance(one, Arriving)}
         there = {name: one for name, one in tensors.items() if isinstance(one, Tensor)}
         taken = {name: self._target(name, one) for name, one in there.items()}
@@ -194,21 +193,19 @@ def write(path: Path, state: Split, tensors: Mapping[str, Tensor]) -> None:
     where there is no room."""
     shards = {name: {"saved_offsets": offsets} for name, offsets in state.offsets.items()}
     head = {_VALUES: json.dumps(state.values), _SHARDS: json.dumps(shards)}
-    weights.save(path, tensors, head)
+    weight_files.save(path, tensors, head)
 
 
 def read(path: Path, others: Sequence[Path] = ()) -> Any:
-    """The state in a file, in the host's memory; what it does not hold is in those of the `others`
-    of the replica. Raises errors of many kinds if there is none."""
+    """Return the state in a file, in the host's memory. The files of the `others` of the replica
+    hold the tensors that it names and does not hold. Raises errors of many kinds."""
     from safetensors import safe_open  # not needed by the library
 
+    paths = (path, *others)
     with ExitStack() as stack:
-        for one in (
-            path,
-            *others,
-        ):  # safetensors takes a file that it may not open for a missing one
+        for one in paths:  # safetensors takes a file that it may not open for a missing one
             one.open("rb").close()
-        files = [stack.enter_context(safe_open(one, "pt")) for one in (path, *others)]
+        files = [stack.enter_context(safe_open(one, "pt")) for one in paths]
         places = {name: file for file in reversed(files) for name in file.keys()}  # noqa: SIM118
         values = json.loads(files[0].metadata()[_VALUES])
         return rebuilt(values, cache(lambda name: places[name].get_tensor(name)))

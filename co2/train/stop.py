@@ -126,8 +126,8 @@ class StopVote:
         return done >= self._last
 
     def _agreed(self, store: dist.Store) -> int:
-        """Wait until all have answered. The first to see that writes down what follows. Raises
-        `WorkerLost` where one of a fixed number gives no answer."""
+        """Wait until all have answered. The first to see that stores the last step. Raises
+        `WorkerLost` if a worker of a fixed number gives no answer."""
         began = time.monotonic()
         while not (found := store.compare_set("stop/after", "", "")):
             answers = [f"stop/{one}" for one in self._workers()]
@@ -152,7 +152,7 @@ class StopVote:
         return any(host == here and not Path(f"/proc/{pid}").exists() for host, pid in places)
 
     def _look(self) -> None:
-        """In the thread. What has taken the store away is met by the worker itself."""
+        """In the thread. The worker itself notices if the store is gone."""
         try:
             with contextlib.suppress(dist.DistError):
                 self._answer_if_asked()

@@ -202,8 +202,8 @@ class Experts(nn.Module):
             return tiled(sent, routing.counts, weights, self.group, traffic, self.tile)
 
     def _counts(self, sent: Tensor, routing: Routing) -> list[int]:
-        """Rows of each expert; equally many where tensors have shapes alone (co2/train/shapes.py),
-        because there is nothing to count."""
+        """Rows of each expert; equally many where tensors have shapes alone
+        (co2/train/estimate.py), because there is nothing to count."""
         if not isinstance(sent, FakeTensor):
             counts: list[int] = routing.counts[0].tolist()
             return counts

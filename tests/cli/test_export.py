@@ -24,7 +24,7 @@ import train
 from co2.app.finished import opened
 from co2.errors import ConfigError
 from co2.task import Task
-from co2.train import initial
+from co2.train import init_from
 from tasks import TASKS
 from tasks.text.gpt2 import GPT2
 from tasks.text.roberta import RoBERTa, roberta_ids
@@ -79,7 +79,7 @@ def started(words: tuple[str, ...], runs: Path) -> tuple[Task, nn.Module]:
     task.setup(1)
     model = task.model()
     assert config.init_from is not None
-    initial.load(config.init_from, model, task)
+    init_from.load(config.init_from, model, task)
     return task, model
 
 

@@ -11,7 +11,7 @@ import torch
 import train
 from co2.app.compose import preflight
 from co2.errors import ConfigError
-from co2.train import initial
+from co2.train import init_from
 from tests.cli.harness import (
     assert_same_run,
     cli,
@@ -184,7 +184,7 @@ def test_no_such_folder(tmp_path: Path) -> None:
     assert "or null" in str(refused("init_from=", runs=runs))
     # A worker that meets it all the same, where the folder has gone meanwhile, says it too.
     with pytest.raises(ConfigError, match=r"^init_from=nowhere: its model\.pt cannot be read"):
-        initial.described(configured("init_from=nowhere", runs=runs))
+        init_from.described(configured("init_from=nowhere", runs=runs))
 
 
 def half(path: Path) -> None:

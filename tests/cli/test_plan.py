@@ -11,7 +11,7 @@ from co2.app import plan
 from co2.app.plan import Need, Place, Planner, course, lines
 from co2.errors import REFUSED, ConfigError
 from co2.gpus import GPUS
-from co2.train.shapes import flops, holdings
+from co2.train.estimate import flops, holdings
 from tests.cli.harness import configured, small, tasks_at
 
 PAPER = tasks_at("paper")

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import co2
 from co2.config import TrainConfig
 from co2.errors import ConfigError
-from co2.train.average import MovingAverage
+from co2.train.moving_average import MovingAverage
 from tests.workers import Pool
 
 DECAY, STEPS = 0.9, 7
@@ -61,7 +61,7 @@ def test_it_shows_the_mean_of_the_replicas_averages(workers: Pool, world: int) -
 def test_without_a_decay_it_holds_nothing() -> None:
     average = MovingAverage(nn.Linear(2, 2), None)
     average.update()
-    average.load([])
+    average.load_state_dict([])
     assert average.tensors == [] and average.nbytes == 0
 
 

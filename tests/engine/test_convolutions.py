@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from co2.train.session import tune_convolutions
+from co2.train.build import tune_convolutions
 from tests.cli.harness import configured
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")  # only their names are looked at

@@ -65,7 +65,7 @@ class Replica:
     def state(self) -> dict[str, Any]:
         return {
             "step": self.step,
-            "steps_in_round": self.quorum.state(),
+            "steps_in_round": self.quorum.state_dict(),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "method": self.method.state_dict(),
@@ -74,7 +74,7 @@ class Replica:
     def load(self, given: tuple[dict[str, Any], dict[str, Tensor]]) -> None:
         state = rebuilt(given[0], given[1].__getitem__)
         self.step = state["step"]
-        self.quorum.load(state["steps_in_round"])
+        self.quorum.load_state_dict(state["steps_in_round"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.method.load_state_dict(state["method"])

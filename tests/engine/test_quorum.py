@@ -117,10 +117,10 @@ def test_where_means_have_no_weights_newcomers_make_all_steps() -> None:
 def test_a_resumed_run_goes_on_with_the_same_steps() -> None:
     before, after = Agreed(0, (0, 4)), Agreed(0, (0, 1, 2))
     before.share_out({0: 3, 4: 6})
-    quorum(after).load(quorum(before).state())
+    quorum(after).load_state_dict(quorum(before).state_dict())
     assert after.steps == {0: 3, 1: 6, 2: 3}, "one more goes on from the first's state"
     fixed = Quorum(None, TAU, None, torch.device("cpu"), weighted=True)
-    quorum(after).load(fixed.state())
+    quorum(after).load_state_dict(fixed.state_dict())
     assert after.steps == {0: 3, 1: 6, 2: 3}, "saved by a run that is not elastic: nothing to load"
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from co2.train.replica import checkpoint_activations
+from co2.train.within_replica import checkpoint_activations
 
 
 class Block(nn.Module):

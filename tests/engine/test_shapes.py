@@ -10,8 +10,8 @@ from co2 import Mesh
 from co2.config import Config
 from co2.gpus import GPUS, gpu_of
 from co2.methods import METHODS
-from co2.train.replica import checkpoint_activations
-from co2.train.shapes import Live, holdings, work
+from co2.train.estimate import Live, holdings, work
+from co2.train.within_replica import checkpoint_activations
 from co2_measure import peers
 
 
@@ -85,7 +85,7 @@ def test_every_method(method: str, workers: int) -> None:
 
 
 def test_a_replica_of_several_workers_shares() -> None:
-    """zero1, zero2 and zero3, by the table in co2/train/replica.py."""
+    """zero1, zero2 and zero3, by the table in co2/train/within_replica.py."""
     alone = run_of("task=gpt2", "launch.workers=8")
     whole = holdings(train.APP.make_task(alone), alone, 8)
     for strategy in ("ddp", "zero1", "zero2", "zero3"):

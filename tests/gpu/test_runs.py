@@ -19,7 +19,7 @@ import train
 from co2.errors import PREEMPTED
 from co2.gpus import ON_ONE_MACHINE
 from co2.record import timeline
-from co2.train.replica import CUT
+from co2.train.within_replica import CUT
 from tasks import TASKS
 from tests.cli.harness import (
     LIMIT_S,

@@ -12,7 +12,8 @@ from torch.optim import SGD, AdamW, Optimizer
 import co2
 from co2.config import CommConfig, MeshConfig, Strategy
 from co2.methods import METHODS
-from co2.train.replica import Replica, accumulating, checkpoint_activations, whole_weights
+from co2.train.expert_parallel import clip
+from co2.train.within_replica import Replica, accumulating, checkpoint_activations, whole_weights
 from tasks.moe.experts import Experts
 from tests.methods import driver
 from tests.methods.driver import ROUNDS_OF
@@ -178,7 +179,7 @@ class Worker:
                 part.backward()
             loss += part.item()
         if self.clip_norm is not None:
-            self.replica.clip(self.net, self.clip_norm)
+            clip(self.net, self.clip_norm, self.replica.experts)
         self.method.step()
         if zero_grad:
             self.optimizer.zero_grad()
@@ -188,7 +189,7 @@ class Worker:
     def whole(self) -> dict[str, Tensor]:
         """Parameters of the replica, copied."""
         buffers = dict(self.net.named_buffers())
-        weights = whole_weights(self.net, self.replica.parts)
+        weights = whole_weights(self.net, self.replica.experts)
         return {n: v.detach().clone() for n, v in weights.items() if n not in buffers}
 
 

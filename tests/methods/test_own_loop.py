@@ -571,7 +571,7 @@ def test_files_that_cannot_be_gone_on_from(tmp_path: Path) -> None:
         sync.resume(tmp_path)
     [file] = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:1000])
-    with told("is damaged", ConfigError):
+    with told("cannot be read", ConfigError):
         trained("co2", steps=0).method.resume(tmp_path)
 
 

@@ -19,9 +19,10 @@ from co2.config import MeshConfig, Precision, Strategy
 from co2.errors import ConfigError
 from co2.methods.base import MethodStats
 from co2.record.metrics import Ledger
-from co2.train import replica, state_file
+from co2.train import state_file, within_replica
 from co2.train.meters import ledger
-from co2.train.replica import (
+from co2.train.state_file import REPLICA, HostCopy, split
+from co2.train.within_replica import (
     Replica,
     ReplicaState,
     blocks,
@@ -29,7 +30,6 @@ from co2.train.replica import (
     local_optimizer,
     own_buffers,
 )
-from co2.train.state_file import REPLICA, HostCopy, split
 from tests.engine.test_memory import storages
 from tests.grids import grid
 from tests.methods.driver import assert_same
@@ -192,7 +192,7 @@ def traffic_of_experts(rank: int, world: int) -> tuple[int, float, int, int]:
     worker = Worker(rank, "allreduce", Strategy.ep, 2, experts=True)
     worker.step()
     sizes = {name: p.numel() * 8 for name, p in worker.net.named_parameters() if p.requires_grad}
-    experts = sum(sizes[name] for name in worker.replica.parts.names)
+    experts = sum(sizes[name] for name in worker.replica.experts.names)
     totals = worker.method.stats()
     return worker.method.bytes_per_step(), totals.comm_s, sum(sizes.values()) - experts, experts
 
@@ -400,7 +400,7 @@ def under_autocast(
             block.norm = nn.Identity()  # a CPU's autocast leaves what it takes as it is
     net.load_state_dict(alone.state_dict())
     as_on_gpu = partial(gathered_as, device=torch.device("cuda"))
-    with patch.object(replica, "gathered_as", lambda block, kind, _: as_on_gpu(block, kind)):
+    with patch.object(within_replica, "gathered_as", lambda block, kind, _: as_on_gpu(block, kind)):
         Replica(MeshConfig(2, strategy), co2.Mesh.world(2), False).shard(net, Precision.bf16)
     seen: set[torch.dtype] = set()
     net.h[1].linear.register_forward_pre_hook(lambda module, _: seen.add(module.weight.dtype))

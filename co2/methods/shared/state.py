@@ -20,6 +20,9 @@ from co2.comm.mesh import Mesh
 from co2.errors import WrongCall, require
 from co2.methods.shared.guard import Guard, checksums
 
+Kept = dict[str, tuple[object, str]]
+"""Attributes of objects, by their names in a state."""
+
 
 class Stateful:
     """The part of every method that names, saves and loads what it holds. See `Method`."""
@@ -43,7 +46,7 @@ class Stateful:
         self.means: list[BackgroundMean] = []
         """Everything that it sends by: what they hold is saved, loaded and waited for here."""
         self._held: dict[str, Tensor] = {}
-        self._kept: dict[str, tuple[object, str]] = {"steps": (self, "steps")}
+        self._kept: Kept = {"steps": (self, "steps")}
         self._replicated: list[str] = []
         self._unsaved: list[str] = []
         self._guard: Guard | None = None
@@ -115,7 +118,7 @@ class Stateful:
             "config": self._settings(),
             "means": means,
             "tensors": self.saved_tensors(),
-            "values": self._values(),
+            "values": values(self._kept),
             **({} if arriving or self.mesh.elastic is not None else {"owner": self._owner()}),
         }
 
@@ -157,7 +160,7 @@ class Stateful:
         if self.mesh.elastic is None:  # else it may be another replica's, and of other weights
             self._check_owner(state.get("owner"))
         guard.loaded()
-        self._put_values(state["values"])
+        put_values(self._kept, state["values"])
         self.watch.steps = self.steps
         for name, tensor in self.saved_tensors().items():
             tensor.copy_(state["tensors"][name])
@@ -167,26 +170,6 @@ class Stateful:
 
     def loaded(self) -> None:
         """Called when a state has been loaded: make anew what follows from it."""
-
-    # Any: plain values, and what is in a `state_dict` of an object's own.
-    def _values(self) -> dict[str, Any]:
-        """What a state holds of the attributes that `keep` has named."""
-        found = {key: getattr(of, name) for key, (of, name) in self._kept.items()}
-        return {
-            key: one.state_dict() if hasattr(one, "state_dict") else one
-            for key, one in found.items()
-        }
-
-    def _put_values(self, state: Mapping[str, Any]) -> None:
-        """The reverse of `_values`."""
-        for key, (of, name) in self._kept.items():
-            now = getattr(of, name)
-            if hasattr(now, "load_state_dict"):
-                now.load_state_dict(state[key])
-            elif isinstance(now, Tensor):
-                now.copy_(state[key])
-            else:
-                setattr(of, name, state[key])
 
     def _owner(self) -> dict[str, Any]:
         """Which worker a state is of, and checksums of the weights that go with it."""
@@ -207,3 +190,24 @@ class Stateful:
         require(found["place"] == own["place"], "state", f"of worker {worker} of {workers}", hint)
         hint = "the model holds others; after prepare load model, optimizer and then this"
         require(found["weights"] == own["weights"], "state", "of other weights", hint)
+
+
+# Any: plain values, and what is in a `state_dict` of an object's own.
+def values(kept: Kept) -> dict[str, Any]:
+    """What a state holds of these attributes."""
+    found = {key: getattr(of, name) for key, (of, name) in kept.items()}
+    return {
+        key: one.state_dict() if hasattr(one, "state_dict") else one for key, one in found.items()
+    }
+
+
+def put_values(kept: Kept, state: Mapping[str, Any]) -> None:
+    """The reverse of `values`."""
+    for key, (of, name) in kept.items():
+        now = getattr(of, name)
+        if hasattr(now, "load_state_dict"):
+            now.load_state_dict(state[key])
+        elif isinstance(now, Tensor):
+            now.copy_(state[key])
+        else:
+            setattr(of, name, state[key])

@@ -10,6 +10,7 @@ nothing.
 import io
 import re
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -46,20 +47,55 @@ def load_held(sync: Stateful, module: nn.Module, state: dict[str, Any]) -> None:
         sync.load_state_dict(state["sync"])
 
 
-def check_held(sync: Stateful, state: dict[str, Any], key: str, value: object) -> None:
-    """Raise `ConfigError` unless this replica can go on from what `held` returned.
+# Any: what torch.load returns.
+def load(path: str) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def opened(
+    sync: Stateful,
+    folder: Path | str,
+    name: str,
+    key: str,
+    load: Callable[[str], Any] = load,
+    step: int | None = None,
+) -> dict[str, Any]:
+    """Return what this worker has written into its file: what `held` returned, and more.
 
     Args:
-        key, value: the argument that named the checkpoint, for errors.
+        sync: prepared.
+        name: of the file in the folder.
+        key: of the argument that named the folder, for errors.
+        load: reads a file; by default from the local disk.
+        step: that of the checkpoint. None: it is not compared.
+    Raises:
+        ConfigError: the file is missing or damaged, or of another number of replicas, step, method
+            or optimizer.
     """
+    mend = "give another checkpoint, or bring a copy"
+    try:
+        state = load(f"{folder}/{name}")
+    except FileNotFoundError:
+        hint = f"there is no {name}; give a checkpoint of this method and as many processes"
+        raise ConfigError(key, folder, hint) from None
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        hint = f"{name} cannot be read ({type(error).__name__}); {mend}"
+        raise ConfigError(key, folder, hint) from None
+    known = isinstance(state, dict) and {"replicas", "optimizer"} <= state.keys()
+    require(known, key, folder, f"{name} holds no state of a method; {mend}")
     then, now = state["replicas"], sync.mesh.num_replicas
-    require(then == now, key, value, f"is of {then} processes, not of {now}; start as many")
+    require(then == now, key, folder, f"is of {then} processes, not of {now}; start as many")
+    found = state.get("step", step)
+    hint = f"{name} is of step {found}, the checkpoint of step {step}; {mend}"
+    require(step is None or found == step, key, folder, hint)
     if "sync" in state:
         sync.check_state(state["sync"])
-    groups = [own.keys() for own in sync.optimizer.state_dict()["param_groups"]]
-    alike = [own.keys() for own in state["optimizer"]["param_groups"]] == groups
+    groups = sync.optimizer.state_dict()["param_groups"]
+    found = state["optimizer"].get("param_groups", groups)  # a state of torchtitan's has none
+    alike = [own.keys() for own in found] == [own.keys() for own in groups]
     kind = type(sync.optimizer).__name__
-    require(alike, key, value, f"is of another optimizer than this {kind}; make it as it was")
+    require(alike, key, folder, f"is of another optimizer than this {kind}; make it as it was")
+    return dict(state)
 
 
 def save(sync: Stateful, folder: Path, extra: dict[str, Any]) -> None:
@@ -102,7 +138,7 @@ def resume(sync: Stateful, folder: Path) -> dict[str, Any] | None:
     state: dict[str, Any] = {}
     failed: ConfigError | None = None
     try:
-        state = _read(sync, folder / f"step{max(common)}_worker{worker}of{workers}.pt")
+        state = _own(sync, folder, f"step{max(common)}_worker{worker}of{workers}.pt")
     except ConfigError as error:  # the others must not wait for this one
         failed = error
     found = gathered((failed, state.get("run")), everyone())
@@ -137,24 +173,16 @@ def _tensors(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
     return [(name, one) for name, one in state.items() if isinstance(one, torch.Tensor)]
 
 
-def _read(sync: Stateful, path: Path) -> dict[str, Any]:
+def _own(sync: Stateful, folder: Path, name: str) -> dict[str, Any]:
     """What `save` has written into a file. Raises `ConfigError` if this replica cannot go on from
     it."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, UnpicklingError) as error:
-        hint = f"is damaged ({type(error).__name__}); begin in another folder, or bring a copy"
-        raise ConfigError("file", path, hint) from None
-    except OSError as error:
-        raise ConfigError("file", path, f"cannot be read ({error.strerror})") from None
-    known = isinstance(state, dict) and {"sync", "run"} <= state.keys()
-    require(known, "file", path, "is no file that sync.save wrote; give another folder")
-    check_held(sync, state, "file", path)
+    state = opened(sync, folder, name, "folder")
+    require("run" in state, "folder", folder, f"sync.save did not write its {name}; give another")
     shapes = {name: value.shape for name, value in _tensors(sync.model.state_dict())}
     other = shapes.items() ^ {(name, value.shape) for name, value in _tensors(state["module"])}
     hint = f"is of another model: {min(other)[0] if other else ''} differs; make it as it was"
-    require(not other, "file", path, hint)
-    return dict(state)
+    require(not other, "folder", folder, hint)
+    return state
 
 
 def _random(sync: Stateful) -> list[torch.Tensor]:

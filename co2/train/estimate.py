@@ -32,10 +32,10 @@ from co2.errors import ConfigError, require
 from co2.methods import METHODS
 from co2.record.metrics import Ledger
 from co2.task import Planned, Task
-from co2.train.average import MovingAverage
-from co2.train.divided import Divisible
+from co2.train.expert_parallel import Divisible
 from co2.train.meters import ledger
-from co2.train.replica import CUT, blocks, checkpoint_activations
+from co2.train.moving_average import MovingAverage
+from co2.train.within_replica import CUT, blocks, checkpoint_activations
 
 _STEPS = 3
 """After which a method and its inner optimizer hold all that they ever hold. ACCO is the last: its
@@ -174,8 +174,8 @@ def flops(task: Task, config: Config) -> int:
 
 
 def _micro_batch(task: Task, config: Config, held: bool, checkpoints: bool) -> Work:
-    """Forward and backward pass. Gradients are whole all the time if they are `held`, or else as
-    the backward pass makes them; cut ones are passed on to the workers of a replica at once."""
+    """Forward and backward pass. Gradients exist from the start if `held`, otherwise from the
+    backward pass on. Where weights are sharded, a whole gradient is freed at once."""
     if not isinstance(task, Planned):
         hint = "its task does not say how large a micro-batch is (co2/task.py, Planned)"
         raise ConfigError("task", config.task, hint)
@@ -255,8 +255,8 @@ class Attention(TorchFunctionMode):
 
 
 def _fake(task: Task) -> tuple[nn.Module, FakeTensorMode]:
-    """The task's model, of fake tensors on the CPU, in training mode. Nothing is drawn. Tied
-    weights stay tied. What is computed with it, is inside the mode."""
+    """The task's model, of fake tensors on the CPU, in training mode, and the mode in which to
+    compute with it. Nothing is drawn. Tied weights stay tied."""
     with torch.device("meta"):
         module = task.model()
     fake = FakeTensorMode(allow_non_fake_inputs=True)

@@ -45,7 +45,11 @@ class MovingAverage:
 
         return consensus(self._module, method.group, method.replica_group, show)
 
-    def load(self, tensors: list[Tensor]) -> None:
+    def state_dict(self) -> list[Tensor]:
+        """The averages themselves."""
+        return self.tensors
+
+    def load_state_dict(self, tensors: list[Tensor]) -> None:
         """Go on from `tensors` of another worker or another time."""
         for own, saved in zip(self.tensors, tensors, strict=True):
             own.copy_(saved)

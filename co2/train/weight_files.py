@@ -59,7 +59,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], head: Mapping[str, str]) -> 
 
 
 def read(path: Path, key: str, value: str) -> dict[str, Tensor]:
-    """The weights in a file by name, mapped from it: what is not looked at is not read.
+    """Return the weights in a file by name, memory-mapped.
 
     Args:
         path: `model.pt` of a run, or a file of safetensors.
@@ -95,9 +95,9 @@ def copy(
 
     Args:
         module: whose parameters and buffers get them.
-        saved: a namesake of the same shape for each; one for a parameter of several names.
+        saved: by name, with the same shapes. A tied parameter needs one of its names.
         key, value, file: for errors.
-        heads: beginnings of names that either may have for itself.
+        heads: prefixes of names that either side may lack.
     Raises:
         ConfigError: names or shapes differ, or a weight is not finite.
     """

@@ -8,7 +8,7 @@ share a replica.
     zero1           averaged               1/N           whole      the whole vector
     zero2           averaged, 1/N kept     1/N           1/N *      1/N of it
     zero3           averaged, 1/N kept     1/N           1/N        1/N of it
-    ep              as ddp; of experts: where these are (divided.py), 1/N of them, also exchanged
+    ep              as ddp; of experts: where these are, 1/N of them, also exchanged
 
     * whole from the forward pass to the backward pass; with zero3 one block at a time
 
@@ -39,7 +39,7 @@ from co2.config import CommConfig, CommDevice, Config, MeshConfig, Precision, St
 from co2.config import Optimizer as OptimizerName
 from co2.errors import require
 from co2.methods.base import Method
-from co2.train.divided import Parts, clip, divide
+from co2.train.expert_parallel import ExpertShards, divide
 from co2.train.state_file import ELSEWHERE
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Replica:
         self._synchronizes = config.sync_batch_norm
         self.alone = mesh.replica_size == 1
         self.group = mesh.new_group_within_replica()
-        self.parts = Parts()
+        self.experts = ExpertShards()
         """Experts of which this worker holds a part, once it does."""
 
     def synchronize_batch_norm(self, module: nn.Module) -> None:
@@ -124,7 +124,7 @@ class Replica:
         nn.SyncBatchNorm.convert_sync_batchnorm(module, self.group)
 
     def shard(self, module: nn.Module, precision: Precision = Precision.fp32) -> None:
-        """Give all workers the weights of the first one, and under zero2 and zero3 leave each its
+        """Give all workers the weights of the first one; under zero2 and zero3 each then keeps its
         shard of them.
 
         Args:
@@ -137,7 +137,7 @@ class Replica:
             return
         replicate(module, self.group)
         if self.strategy is Strategy.ep:
-            self.parts = divide(module, self._device_mesh()["shard"])
+            self.experts = divide(module, self._device_mesh()["shard"])
         if self.strategy not in CUT:
             return
         from torch.distributed.fsdp import fully_shard  # costs half a second
@@ -168,11 +168,6 @@ class Replica:
 
         shape = (dist.get_world_size() // self.mesh.replica_size, self.mesh.replica_size)
         return init_device_mesh(self.mesh.device.type, shape, mesh_dim_names=("replica", "shard"))
-
-    def clip(self, module: nn.Module, most: float) -> None:
-        """Scale the gradients so that their norm over the whole model is at most this. Collective
-        in the replica."""
-        clip(module, most, self.parts)
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer, which must not have stepped yet; under zero1 one whose state is
@@ -211,19 +206,19 @@ def gathered_as(
 class ReplicaState:
     """Weights and inner state of a replica, by the names of the parameters.
 
-    What all its workers hold alike, one of them saves; the others hold shards, or with zero1 the
-    inner state of some parameters.
+    One worker saves a tensor that all hold alike. Each saves its own shards, and with zero1 the
+    inner state of its parameters.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, replica: Replica) -> None:
-        self.params, self.parts = dict(module.named_parameters()), replica.parts
+        self.params, self.experts = dict(module.named_parameters()), replica.experts
         self.inner, self.mesh = local_optimizer(optimizer), replica.mesh
         self._alike = replica.strategy is not Strategy.zero1
         """Whether all workers have the inner state of all parameters."""
 
     def state(self, everything: bool = False) -> dict[str, Any]:
-        """What this worker holds of it, as it is now; unless it is to be `everything`, `ELSEWHERE`
-        for what another one saves."""
+        """What this worker holds of it, as it is now. `ELSEWHERE` stands for what another worker
+        saves, unless `everything` is wanted."""
         weights, inner = {}, {}
         for number, (name, param) in enumerate(self.params.items()):
             turn = number % self.mesh.replica_size == self.mesh.rank_in_replica
@@ -255,7 +250,7 @@ class ReplicaState:
         if not isinstance(value, Tensor):
             return value
         if value.size() == self.params[name].size():
-            value = self.parts.seen_whole(name, value)
+            value = self.experts.seen_whole(name, value)
         return value if here or local(value) is not value else ELSEWHERE
 
 
@@ -277,18 +272,18 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def own_buffers(module: nn.Module) -> dict[str, Any]:
-    """A copy of what a module's state dict holds beside parameters: every worker has its own, and
-    the next forward pass may change it. `Any`: buffers, and whatever a module says of itself."""
+    """A copy of the buffers in a module's state dict, which every worker has for itself, and the
+    next forward pass may change. `Any`: or a module's extra state."""
     params = dict(module.named_parameters(remove_duplicate=False))
     own = {name: value for name, value in module.state_dict().items() if name not in params}
     return tree_map_only(Tensor, Tensor.clone, own)
 
 
-def whole_weights(module: nn.Module, parts: Parts) -> dict[str, Any]:
+def whole_weights(module: nn.Module, experts: ExpertShards) -> dict[str, Any]:
     """The module's state dict, with parameters of which each worker has a part gathered in the
     host's memory. Collective in the replica."""
     state: dict[str, Any] = {
-        name: parts.seen_whole(name, value) for name, value in module.state_dict().items()
+        name: experts.seen_whole(name, value) for name, value in module.state_dict().items()
     }
     return {
         name: value.full_tensor().cpu() if local(value) is not value else value
@@ -349,7 +344,7 @@ def checkpoint_activations(module: nn.Module) -> None:
 
 def _checkpointed(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """What `forward` returns. `Any`: it is a block's, whatever that takes and returns."""
-    if not torch.compiler.is_compiling():  # compiled code changes a buffer once, and has no context
+    if not torch.compiler.is_compiling():  # compiled code takes no context, and needs none
         kwargs["context_fn"] = lambda: (contextlib.nullcontext(), _without_side_effects(block))
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 

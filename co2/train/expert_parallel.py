@@ -31,7 +31,7 @@ class Divisible(Protocol):
 
 
 @dataclass(frozen=True)
-class Parts:
+class ExpertShards:
     """Which of a module's parameters are parts."""
 
     names: frozenset[str] = frozenset()
@@ -48,7 +48,7 @@ class Parts:
         return DTensor.from_local(value, self.mesh, [Shard(0)], run_check=False)
 
 
-def divide(module: nn.Module, mesh: DeviceMesh) -> Parts:
+def divide(module: nn.Module, mesh: DeviceMesh) -> ExpertShards:
     """Divide the experts of a module, all of which every worker of the mesh holds now."""
     names = set()
     for prefix, part in list(module.named_modules()):
@@ -59,21 +59,21 @@ def divide(module: nn.Module, mesh: DeviceMesh) -> Parts:
                 param.register_hook(lambda gradient: gradient / mesh.size())
                 names.add(f"{prefix}.{name}" if prefix else name)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
-    return Parts(frozenset(names), mesh)
+    return ExpertShards(frozenset(names), mesh)
 
 
-def clip(module: nn.Module, most: float, parts: Parts) -> None:
+def clip(module: nn.Module, most: float, experts: ExpertShards) -> None:
     """Scale all gradients so that the norm of the whole model's is at most this. Collective where
     there are parts."""
-    if parts.mesh is None or not parts.names:
+    if experts.mesh is None or not experts.names:
         nn.utils.clip_grad_norm_(module.parameters(), most)
         return
     whole: list[Tensor] = []
     own: list[Tensor] = []
     for name, param in module.named_parameters():
         if param.grad is not None:
-            (own if name in parts.names else whole).append(param.grad)
+            (own if name in experts.names else whole).append(param.grad)
     squared = nn.utils.get_total_norm(own).square()
-    dist.all_reduce(squared, group=parts.mesh.get_group())
+    dist.all_reduce(squared, group=experts.mesh.get_group())
     total = (squared + nn.utils.get_total_norm(whole).square()).sqrt()
     nn.utils.clip_grads_with_norm_(module.parameters(), most, total)

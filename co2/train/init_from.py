@@ -2,9 +2,8 @@
 
 The weights are the final consensus of a run, `model.pt`, whose folder it is, or those of a folder
 as `co2 export` writes it and other libraries keep it, `model.safetensors`. Every parameter and
-buffer must have a namesake of the same shape there, apart from the heads that a task for
-fine-tuning names: those of the new model are new. Weights are read at a run's first start alone;
-later ones go on from its checkpoints.
+buffer must have a namesake of the same shape there. Only the heads that a task for fine-tuning
+names are new. Weights are read at a run's first start; later starts go on from its checkpoints.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ from co2.config import Config, Resume
 from co2.errors import ConfigError, require
 from co2.record.folder import begun, kept_manifest, run_folder
 from co2.task import FineTuning, Portable, Task
-from co2.train import weights
+from co2.train import weight_files
 
 KEY = "init_from"
 _AGAIN = "export it or download it again"
@@ -43,7 +42,7 @@ def check(config: Config, task: Task) -> None:
     require(folder.is_dir(), KEY, value, "no such folder; give the folder of a finished run")
     with torch.device("meta"):
         model = task.model()
-    if _file(folder).name == weights.EXPORTED:
+    if _file(folder).name == weight_files.EXPORTED:
         reason = _objection_to_exported(folder, value, model, config.task, task)
     else:
         reason = _objection_to_run(folder, value, config.task, task)
@@ -55,11 +54,11 @@ def check(config: Config, task: Task) -> None:
 def load(value: str, module: nn.Module, task: Task) -> None:
     """Copy the weights of the folder `value`. Raises `ConfigError` as `check` does."""
     path = _file(Path(value))
-    saved = weights.read(path, KEY, value)
-    if path.name == weights.EXPORTED and isinstance(task, Portable):
+    saved = weight_files.read(path, KEY, value)
+    if path.name == weight_files.EXPORTED and isinstance(task, Portable):
         saved = task.adopted(saved)
     heads = task.heads if isinstance(task, FineTuning) else ()
-    weights.copy(module, saved, KEY, value, path.name, heads)
+    weight_files.copy(module, saved, KEY, value, path.name, heads)
 
 
 def described(config: Config) -> dict[str, str] | None:
@@ -83,10 +82,10 @@ def described(config: Config) -> dict[str, str] | None:
 
 def _objection_to_run(folder: Path, value: str, name: str, task: Task) -> str | None:
     """Why this task, called `name`, cannot start from a run. Raises `ConfigError` for none."""
-    for file in ("summary.json", weights.MODEL):
+    for file in ("summary.json", weight_files.MODEL):
         hint = f"holds no {file}: it is no finished run; train it to its end first"
         if not (folder / "config.yaml").exists():
-            hint += f", or give a folder with a {weights.EXPORTED}"
+            hint += f", or give a folder with a {weight_files.EXPORTED}"
         require((folder / file).is_file(), KEY, value, hint)
     try:
         run: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
@@ -105,7 +104,7 @@ def _objection_to_exported(
     """The same for an exported model, or one that another library has written."""
     from safetensors import SafetensorError, safe_open
 
-    reading = weights.EXPORTED
+    reading = weight_files.EXPORTED
     try:
         with safe_open(folder / reading, "pt") as file:
             there = (file.metadata() or {}).get("task", name)
@@ -135,5 +134,5 @@ def _of_another_task(there: str, here: str) -> str | None:
 
 
 def _file(folder: Path) -> Path:
-    exported = folder / weights.EXPORTED
-    return exported if exported.is_file() else folder / weights.MODEL
+    exported = folder / weight_files.EXPORTED
+    return exported if exported.is_file() else folder / weight_files.MODEL
