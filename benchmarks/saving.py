@@ -24,7 +24,6 @@ import torch.multiprocessing as mp
 from benchmarks import report
 from co2.config import Config
 from co2.lab.training import TASK
-from co2.peers import make_method
 from co2.record.provenance import UNKNOWN
 from co2.train.launch import mesh
 from co2.train.randomness import seed_everything
@@ -114,7 +113,7 @@ def measure(rank: int, folder: Path, config: Config, tau: int, turns: int) -> No
     task = APP.make_task(config)
     task.setup(WORKERS)
     seed_everything(config.train.seed, rank)
-    run = Run.open(config, task, make_method(config), mesh(config), UNKNOWN)
+    run = Run.open(config, task, APP.make_method(config), mesh(config), UNKNOWN)
     names = ("round_s", "held_s", "beside_s", "waited_s")
     found: dict[str, list[float]] = {name: [] for name in names}
     with run, closing(Session(run)) as session:

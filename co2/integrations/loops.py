@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from co2.atomic import durable
 from co2.comm.mesh import Mesh
 from co2.errors import ConfigError, require
 from co2.methods.base import Method
 from co2.methods.parts.guard import sums
 from co2.methods.parts.saved import check_held, held, load_held
-from co2.whole import durable
 
 __all__ = ["held"]
 

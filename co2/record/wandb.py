@@ -2,9 +2,9 @@
 
 Offline each segment is a folder `wandb/offline-run-<time>-<id>`, and `wandb sync` joins the
 segments of one id. `wandb/segments.json` keeps the id and the first and last step of each segment.
-The next segment replaces one that holds steps which are trained again, or whose process was killed
-before it had written everything: the next one then begins where that one began, with the lines of
-metrics.jsonl. So W&B has every step once.
+A new segment replaces those with steps that are trained again, and those that a killed process left
+incomplete: it begins where the first of them began, with the lines of metrics.jsonl. So W&B has
+every step once.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from co2.atomic import write_durably
 from co2.config import Config, Wandb
 from co2.record import timeline
 from co2.record.console import Console
-from co2.record.files import write_durably
 from co2.record.metrics import UNITS, Change, Line, Summary, flat, named, unit_of
 from co2.record.tracking import Tracking
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from co2.atomic import durable
 from co2.comm.waiting import until_cut
 from co2.config import Config, Precision
 from co2.elastic.quorum import Quorum
@@ -42,7 +43,6 @@ from co2.train.samples import Samples
 from co2.train.schedule import largest_lr
 from co2.train.state_file import METHOD, REPLICA, HostCopy, rebuilt, split
 from co2.train.weights import EMA_MODEL, MODEL, write
-from co2.whole import durable
 
 T = TypeVar("T")
 

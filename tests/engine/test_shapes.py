@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import train
-from co2 import Mesh, peers
+from co2 import Mesh
 from co2.config import Config
 from co2.gpus import GPUS, gpu_of
 from co2.methods import METHODS
@@ -28,7 +28,7 @@ def held_in_training(config: Config) -> tuple[int, int]:
     bf16 = config.train.precision.value == "bf16"
     with Live(module) as live:
         optimizer = task.optimizer(module)
-        method = peers.make_method(config)
+        method = train.APP.make_method(config)
         wrapped = method.prepare(module, optimizer, Mesh.world(device="cpu"), lambda step: 1e-3)
         for _ in range(3):
             for _ in range(config.train.accumulate):

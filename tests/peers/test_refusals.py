@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from co2 import peers
 from co2.errors import ConfigError
 from co2.lab.__main__ import main
-from co2.peers import PEERS
+from co2.peers import PEERS, base
 from co2.train import launch
 from tests.cli.harness import configured
 
@@ -18,12 +17,12 @@ FOREIGN = [name for name in PEERS if PEERS[name].package != "torch"]
 
 @pytest.fixture
 def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    monkeypatch.setattr(base, "find_spec", lambda name: None)
 
 
 @pytest.fixture
 def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "find_spec", lambda name: name)
+    monkeypatch.setattr(base, "find_spec", lambda name: name)
 
 
 @pytest.mark.usefixtures("nothing_installed")

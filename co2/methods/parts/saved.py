@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from co2.atomic import durable
 from co2.comm.collectives import gathered, local
 from co2.comm.waiting import everyone
 from co2.errors import ConfigError, WrongCall, require
 from co2.methods.parts.guard import checksums
-from co2.whole import durable
 
 if TYPE_CHECKING:
     from co2.methods.base import Method
