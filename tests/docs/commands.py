@@ -20,7 +20,6 @@ from unittest.mock import patch
 from torch.distributed.run import get_args_parser
 
 import train
-from co2 import peers
 from co2.__main__ import COMMANDS
 from co2.app.compose import preflight
 from co2.config import Config
@@ -29,6 +28,7 @@ from co2.lab.plan import plan
 from co2.lab.training import trial_overrides
 from co2.lab.trial import LIMIT
 from co2.methods import METHODS
+from co2.peers import base as peers
 from co2.simulate import __main__ as simulate
 from recipes.registry import RECIPES
 from tasks import TASKS
