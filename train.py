@@ -13,7 +13,7 @@ from co2 import program
 
 with program.starting(__name__):
     from co2.app.application import App
-    from co2.peers import known_methods
+    from co2_measure.peers import known_methods
     from tasks import TASKS
 
 APP = App(conf=Path(__file__).parent / "conf", tasks=TASKS, methods=known_methods())

@@ -4,7 +4,7 @@ python -m co2 plan task=transnormer scale=paper method=co2 --gpus 32 --gpu a100-
 python -m co2 plan task=gpt2 scale=paper              on the smallest number of GPUs that holds it
 
 Memory and operations are counted on tensors without numbers (co2/train/shapes.py); communication is
-simulated (co2/simulate). Neither a GPU nor a public data set is needed.
+simulated (co2_measure/simulate). Neither a GPU nor a public data set is needed.
 """
 
 import argparse
@@ -23,13 +23,13 @@ from co2.config import Config, Precision
 from co2.errors import ConfigError, require
 from co2.gpus import GPUS, USABLE, known_gpu
 from co2.methods import METHODS
-from co2.simulate.methods import ALLREDUCE
-from co2.simulate.network import PROFILES, Network, parse_link
-from co2.simulate.schedule import Figures, simulate
 from co2.task import Planned, Task
 from co2.train import launch
 from co2.train.replica import CUT
 from co2.train.shapes import Holdings, Unknown, Work, holdings, work
+from co2_measure.simulate.methods import ALLREDUCE
+from co2_measure.simulate.network import PROFILES, Network, parse_link
+from co2_measure.simulate.schedule import Figures, simulate
 
 _ROUNDS = 50
 Make = Callable[[Sequence[str]], Config]

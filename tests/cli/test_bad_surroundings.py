@@ -23,11 +23,11 @@ import train
 from co2 import forked
 from co2.app.compose import sweep_job
 from co2.errors import PREEMPTED, ConfigError, from_outside, unusable
-from co2.lab import __main__ as lab
-from co2.lab import slow_network
 from co2.record import compare, timeline, wandb_sync
-from co2.simulate import __main__ as simulate
 from co2.train import launch
+from co2_measure.lab import __main__ as lab
+from co2_measure.lab import slow_network
+from co2_measure.simulate import __main__ as simulate
 from recipes.runs.processes import running
 from tests import server
 from tests.cli.harness import (

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from co2.errors import ConfigError
-from co2.lab.__main__ import main
-from co2.peers import PEERS, base
 from co2.train import launch
+from co2_measure.lab.__main__ import main
+from co2_measure.peers import PEERS, base
 from tests.cli.harness import configured
 
 MISSING = "needs the extra 'peers': pip install -e '.[peers]'"

@@ -4,10 +4,10 @@ The suite cannot promise of them what it promises of its own methods.
 """
 
 from co2.methods import METHODS, Method
-from co2.peers.base import Peer
-from co2.peers.fairscale_slowmo import FairscaleSlowMo
-from co2.peers.torch_post_local_sgd import TorchPostLocalSGD
-from co2.peers.torchft_diloco import TorchftDiLoCo
+from co2_measure.peers.base import Peer
+from co2_measure.peers.fairscale_slowmo import FairscaleSlowMo
+from co2_measure.peers.torch_post_local_sgd import TorchPostLocalSGD
+from co2_measure.peers.torchft_diloco import TorchftDiLoCo
 
 PEERS: dict[str, type[Peer]] = {
     "torch_post_local_sgd": TorchPostLocalSGD,
