@@ -13,9 +13,10 @@ from co2 import program
 
 with program.starting(__name__):
     from co2.app.application import App
+    from co2_measure.peers import known_methods
     from tasks import TASKS
 
-APP = App(conf=Path(__file__).parent / "conf", tasks=TASKS)
+APP = App(conf=Path(__file__).parent / "conf", tasks=TASKS, methods=known_methods())
 
 if __name__ == "__main__":
     program.run(partial(APP.main, sys.argv[1:]))

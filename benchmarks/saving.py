@@ -30,7 +30,6 @@ from co2.train.randomness import seed_everything
 from co2.train.run import Run
 from co2.train.session import Session
 from co2_measure.lab.training import TASK
-from co2_measure.peers import make_method
 from train import APP
 
 WORKERS, GOAL = 2, 0.01
@@ -115,7 +114,7 @@ def measure(rank: int, folder: Path, config: Config, tau: int, turns: int) -> No
     task = APP.make_task(config)
     task.setup(WORKERS)
     seed_everything(config.train.seed, rank)
-    run = Run.open(config, task, make_method(config), mesh(config), UNKNOWN)
+    run = Run.open(config, task, APP.make_method(config), mesh(config), UNKNOWN)
     names = ("round_s", "held_s", "beside_s", "waited_s")
     found: dict[str, list[float]] = {name: [] for name in names}
     with run, closing(build(run)) as session:

@@ -182,8 +182,8 @@ class LaunchConfig(Limited):
     restarts: Whole = 0
     """How many lost replicas an elastic run starts again, on each machine."""
     quorum: Count | None = None
-    """How many replicas set the pace of an elastic run: one that is slower than so many others
-    makes fewer steps of a round (co2/elastic/quorum.py). null: all make all."""
+    """With K, an elastic run goes at the pace of its K-th fastest replica: slower ones make fewer
+    steps of a round (co2/elastic/quorum.py). null: all make all."""
     store: str | None = None
     """Of an elastic run on several machines: host:port of `python -m co2.elastic.store`."""
 

@@ -5,7 +5,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from co2 import program
 from co2.app import export, plan, sample
 from co2.app.compose import (
     HYDRA_ERRORS,
+    SWEEP,
     Values,
     command_line,
     composed,
@@ -33,12 +34,14 @@ from co2.app.compose import (
     scored_apart,
     sweep_job,
 )
+from co2.app.finished import Finished, opened
 from co2.app.help import described, help_text
 from co2.app.schema import typed
 from co2.app.tuned import with_tuned
 from co2.config import Config, Resume, Validation
 from co2.elastic import launcher
 from co2.errors import DIVERGED, STOPPED, ConfigError, from_outside, unusable
+from co2.methods import Method
 from co2.record import tensorboard
 from co2.record.console import Outcome, closing_table, sweep_table
 from co2.record.folder import check_data, check_folder, read_summary, run_folder, tag_from
@@ -50,7 +53,9 @@ from co2.train import init_from, launch, within_replica
 from co2.train.loop import train
 from co2.train.run import Run
 from co2.train.samples import accumulated
-from co2_measure import peers
+
+Checked = tuple[Config, list[str]]
+"""A checked run, and the overrides that it stands for."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +66,11 @@ class App:
     """Folder of Hydra's configuration, whose root is `config.yaml`."""
     tasks: Mapping[str, type[Task]]
     """What can be trained, by the names of `task=`."""
+    methods: Mapping[str, type[Method]]
+    """How the replicas can be kept in step, by the names of `method=`."""
 
     def __post_init__(self) -> None:
-        offer(self.tasks, peers.known_methods())
+        offer(self.tasks, self.methods)
 
     def config(self, overrides: Sequence[str]) -> Config:
         """The run that these overrides stand for. Raises `ConfigError`; writes nothing."""
@@ -76,10 +83,9 @@ class App:
     def validate(self, values: Values, overrides: list[str], planned: bool = False) -> Config:
         """The composed configuration as a checked run; if `planned`, as if every worker had a GPU.
         Raises `ConfigError`; writes nothing."""
-        methods = peers.known_methods()
-        values = of_the_choice(values, (*self.tasks, *methods), overrides)
-        values, named_by = with_tuned(self.conf, values, overrides)
-        config = typed(_with_workers(values), methods, self.tasks)
+        values = of_the_choice(values, (*self.tasks, *self.methods), overrides)
+        values, named_by = with_tuned(self.conf, values, overrides, self.methods)
+        config = typed(_with_workers(values), self.methods, self.tasks)
         world = launch.world_size(config.launch)
         if values.get("tag") is None:
             tag = tag_from(named_by, world, values["launch"]["workers"], config.method)
@@ -89,11 +95,16 @@ class App:
         if not planned:
             launch.check(config)
             tensorboard.check(config)
-        peers.check(config, world, here.type)
-        method = peers.make_method(config)
-        method.refuse("optim.name", config.optim.name.value)
+        method = self.make_method(config)
+        given: dict[str, object] = {"optim.name": config.optim.name.value, "launch.workers": world}
         if config.optim.momentum > 0:
-            method.refuse("optim.momentum", config.optim.momentum)
+            given["optim.momentum"] = config.optim.momentum
+        if config.mesh.replica_size > 1:
+            given["mesh.replica_size"] = config.mesh.replica_size
+        if here.type == "cuda":
+            given["launch.backend"] = config.launch.backend
+        for key, value in given.items():
+            method.refuse(key, value)
         within_replica.check(config, world, method, torch.device("cuda") if planned else here)
         launcher.check(config, method, launch.identity() is not None)
         task = self.make_task(config)
@@ -101,6 +112,10 @@ class App:
             task.check_place(here, config.mesh.strategy)
         check_folder(config, world)
         return config
+
+    def open(self, folder: str) -> Finished:
+        """The finished run in a folder. Raises `ConfigError`: see `opened`."""
+        return opened(self.tasks, self.methods, folder)
 
     def prepare_data(self, config: Config) -> None:
         """Make and check the data, and the run to start from or to go on with, once, before any
@@ -122,6 +137,10 @@ class App:
         """The chosen task. Nothing is read yet."""
         return self.tasks[config.task](config.task_config, config.train, config.optim, config.data)
 
+    def make_method(self, config: Config) -> Method:
+        """The chosen method. Raises `ConfigError` where it cannot be combined with `comm`."""
+        return self.methods[config.method](config.method_config, config.comm)
+
     def work(self, config: Config, origin: Origin = UNKNOWN) -> None:
         """What every worker of a run does."""
         task = self.make_task(config)
@@ -132,7 +151,7 @@ class App:
         mesh = launch.mesh(config)
         if isinstance(task, Placed):
             task.check_place(mesh.device, config.mesh.strategy)  # again: now the GPU can be asked
-        train(Run.open(config, task, peers.make_method(config), mesh, origin))
+        train(Run.open(config, task, self.make_method(config), mesh, origin))
 
     def run(
         self, config: Config, origin: Origin = UNKNOWN, overrides: Sequence[str] | None = None
@@ -198,9 +217,9 @@ class App:
         # Hydra's own variable: its errors reach the lines below, instead of being printed by it.
         os.environ.setdefault("HYDRA_FULL_ERROR", "1")
         commands = {
-            "export": partial(export.main, self.tasks),
+            "export": partial(export.main, self.open),
             "plan": partial(plan.main, self.planned, self.make_task),
-            "sample": partial(sample.main, self.tasks),
+            "sample": partial(sample.main, self.open),
         }
         command = commands.get(argv[0]) if argv else None
         try:
@@ -220,14 +239,20 @@ class App:
                     for group in ("scale", "experiment", "debug")
                 }
                 values = composed(self.conf, line.overrides)
-                print(help_text(values, self.tasks, peers.known_methods(), files))
+                print(help_text(values, self.tasks, self.methods, files))
                 return 0
-            configs = preflight(self.conf, argv, self.check)
+            runs = preflight(self.conf, argv, lambda *job: (self.check(*job), job[1]))
             origin = Origin(shlex.join(["train.py", *argv]))
+            if line.sweep:
+                # W&B's own variable: the runs of a sweep are one group, named by its command line.
+                words = [word for word in argv if word not in SWEEP]
+                os.environ.setdefault("WANDB_RUN_GROUP", " ".join(words)[:128])
             if line.through_hydra:
                 sys.argv[1:] = argv = list(map(quoted, argv))  # where hydra.main reads it
-                return self._through_hydra(argv, line.sweep, origin)
-            (config,) = configs
+                return self._through_hydra(argv, origin)
+            if line.sweep:
+                return self._sweep(runs, origin)
+            ((config, _),) = runs
             return self.run(config, origin, line.overrides)
         except ConfigError as error:
             return launch.refuse(error)
@@ -248,45 +273,60 @@ class App:
             raise unusable(error) from None
         return config
 
-    def _through_hydra(self, argv: Sequence[str], sweep: bool, origin: Origin) -> int:
-        """What Hydra starts, by its launchers and sweepers, or answers itself (--cfg, --help).
+    def _sweep(self, runs: Sequence[Checked], origin: Origin) -> int:
+        """Train the runs of a sweep, one after the other. Returns the first failed run's exit
+        status, or that of the one that a signal has stopped."""
+        outcomes: list[Outcome] = []
+        try:
+            for config, overrides in runs:
+                outcomes.append(self._outcome(partial(replace, config), overrides, origin))
+                status = outcomes[-1].status
+                if status in STOPPED or (status and launch.identity() is not None):
+                    return status
+        finally:
+            if outcomes and launch.is_first():
+                print(sweep_table(outcomes))
+        return next((outcome.status for outcome in outcomes if outcome.status), 0)
 
-        A run of a sweep that fails loses no other. Returns the first failed run's exit status.
-        """
-        if sweep:
-            # W&B's own variable: the runs of a sweep are one group, named by its command line.
-            words = [word for word in argv if word not in ("-m", "--multirun")]
-            os.environ.setdefault("WANDB_RUN_GROUP", " ".join(words)[:128])
+    def _outcome(
+        self, make: Callable[[], Config], overrides: Sequence[str], origin: Origin
+    ) -> Outcome:
+        """Make and train one run of a sweep. If it fails, no other is lost."""
+        summary, validation = None, Validation.all
+        try:
+            config = make()
+            validation = config.data.validation
+            # Once more: the run before it may have made the folder.
+            check_folder(config, launch.world_size(config.launch))
+            status = self.run(config, origin)
+            summary = None if status else read_summary(config)
+        except ConfigError as error:
+            status = launch.refuse(error)
+        except Exception as error:
+            status = 1
+            if line := from_outside(error):
+                print(f"error: {line}", file=sys.stderr, flush=True)
+            else:  # a bug
+                traceback.print_exc()
+        return Outcome(overrides, status, summary, validation)
+
+    def _through_hydra(self, argv: Sequence[str], origin: Origin) -> int:
+        """What Hydra starts, by its launchers and sweepers, or answers itself (--cfg, --help).
+        Returns the first failed run's exit status."""
         outcomes: list[Outcome] = []
 
         def job(composed_by_hydra: DictConfig) -> float | None:
             """Returns what a sweeper that searches makes small: see `objective`."""
-            overrides = list(HydraConfig.get().overrides.task)
-            if not _in_sweep():
-                # Its data too: a cluster may start the job later, and again.
-                config = self.check(plain(composed_by_hydra), overrides)
-                status = self.run(config, origin)
-                if status:
-                    raise SystemExit(status)  # under a launcher's own script it decides a requeue
-                return objective(status, read_summary(config))
-            summary, validation = None, Validation.all
-            try:
-                config = self.validate(plain(composed_by_hydra), overrides)
-                validation = config.data.validation
-                status = self.run(config, origin)
-                summary = None if status else read_summary(config)
-            except ConfigError as error:  # a value that a sweeper has made up
-                status = launch.refuse(error)
-            except Exception as error:  # which this run has met: the others go on
-                status = 1
-                if line := from_outside(error):
-                    print(f"error: {line}", file=sys.stderr, flush=True)
-                else:  # a bug
-                    traceback.print_exc()
-            outcomes.append(Outcome(overrides, status, summary, validation))
-            if status in STOPPED:
-                raise SystemExit(status)
-            return objective(status, summary)
+            values, overrides = plain(composed_by_hydra), list(HydraConfig.get().overrides.task)
+            in_sweep = _in_sweep()
+            # Its data too, where a cluster may start the job later, and again.
+            make = partial(self.validate if in_sweep else self.check, values, overrides)
+            outcome = self._outcome(make, overrides, origin)
+            if in_sweep:
+                outcomes.append(outcome)
+            if outcome.status in STOPPED or (outcome.status and not in_sweep):
+                raise SystemExit(outcome.status)  # under a launcher's script it decides a requeue
+            return objective(outcome.status, outcome.summary)
 
         try:
             hydra.main(version_base="1.3", config_path=str(self.conf), config_name="config")(job)()

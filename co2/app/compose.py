@@ -48,10 +48,10 @@ _ASKS = (
     *("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "--resolve", "-p", "--package"),
     *("-i", "--info", "-sc", "--shell-completion"),
 )
-"""Flags that Hydra answers itself. With its others it reads a configuration, or a pickle, from
-elsewhere."""
-_SWEEP = ("-m", "--multirun")
-_STARTS = (*_SWEEP, "-r", "--run")
+"""Flags that Hydra answers itself. Its other flags are refused: they read a configuration, or a
+pickle, from elsewhere."""
+SWEEP = ("-m", "--multirun")
+_STARTS = (*SWEEP, "-r", "--run")
 _OF_HYDRA = ("launcher", "sweeper", "sweep", "run", "job", "verbose")
 """Groups of Hydra's own options that a command line may set. Its others name code: callbacks,
 handlers of logs, search paths."""
@@ -64,14 +64,15 @@ class CommandLine:
 
     overrides: tuple[str, ...]
     sweep: bool
-    """Whether -m was given: a launcher and a sweeper of Hydra start the runs."""
+    """Whether -m was given."""
     flags: tuple[str, ...]
     """Every other flag, such as --cfg, which Hydra answers itself."""
 
     @property
     def through_hydra(self) -> bool:
-        """Whether the whole is Hydra's: flags, a sweep, or options of its own."""
-        return bool(self.flags) or self.sweep or any(map(_of_hydra, self.overrides))
+        """Whether the whole is Hydra's: flags that it answers, or options of its own, such as
+        another launcher or sweeper."""
+        return bool(self.flags) or any(map(_of_hydra, self.overrides))
 
 
 def command_line(arguments: Sequence[str]) -> CommandLine:
@@ -85,31 +86,33 @@ def command_line(arguments: Sequence[str]) -> CommandLine:
     together = tuple(arguments[first : first + len(words)]) == words
     hint = "flags such as -m stand before the overrides"
     require(together or asks != (), "command line", "", hint)
-    return CommandLine(words, not {*_SWEEP}.isdisjoint(arguments), asks)
+    return CommandLine(words, not {*SWEEP}.isdisjoint(arguments), asks)
 
 
 def _require_harmless(word: str) -> None:
     """Raise `ConfigError` for an argument by which Hydra would read or run what is elsewhere."""
     key, _, value = word.lstrip("+~").partition("=")
-    require(is_utf8(word), key, value, "is no UTF-8 text")
-    if word.startswith("-"):
-        hint = "no such flag; a configuration is read from conf/ only, and keys are given as "
-        good = key in _ASKS or word in _STARTS
-        require(good, key, value, f"{hint}key=value")
     within = re.match(r"hydra(?:[./@]([\w-]*)|$)", key)
-    if within:
+    if not is_utf8(word):
+        hint = "is no UTF-8 text"
+    elif word.startswith("-") and key not in _ASKS and word not in _STARTS:
+        hint = "no such flag; a configuration is read from conf/ only, and keys are given as "
+        hint += "key=value"
+    elif within and within.group(1) not in _OF_HYDRA:
         hint = f"of Hydra's own options only these can be set: {', '.join(_OF_HYDRA)}"
-        require(within.group(1) in _OF_HYDRA, key, value, hint)
-    hint = "names code to run; a launcher or a sweeper is chosen by hydra/launcher=NAME"
-    require("_target_" not in word or not _of_hydra(word), key, value, hint)
-    hint = "differs between the workers, and between a run and its next start; give a name"
-    require("${now:" not in word or within is not None, key, value, hint)
+    elif "_target_" in word and _of_hydra(word):
+        hint = "names code to run; a launcher or a sweeper is chosen by hydra/launcher=NAME"
+    elif "${now:" in word and not within:
+        hint = "differs between the workers, and between a run and its next start; give a name"
+    else:
+        return
+    raise ConfigError(key, value, hint)
 
 
 def offer(tasks: Mapping[str, type], methods: Mapping[str, type[Method]]) -> None:
-    """Give Hydra what the classes say: every key of conf/config.yaml with its default, and the
-    options of the groups `task` and `method`, which have a `Config`. What a method `needs` is a
-    group of its own, because it wins over the task's recipe."""
+    """Register the schemas with Hydra: every key of the root with its default, and the `Config` of
+    each task and method as an option of these groups. What a method `needs` is a group of its own,
+    because it wins over the task's recipe."""
     known = ConfigStore.instance()
     fields = [own for own in dataclasses.fields(Config) if own.name in PLAIN]
     keys = {own.name: own.default for own in fields if own.default is not dataclasses.MISSING}
@@ -124,8 +127,8 @@ def offer(tasks: Mapping[str, type], methods: Mapping[str, type[Method]]) -> Non
 
 
 def scored_apart(arguments: Sequence[str]) -> list[str]:
-    """The arguments of train.py; those of a search with the validation data that are for tuning,
-    unless they name others. So what is reported has chosen nothing."""
+    """The arguments of train.py. A search gets data.validation=tuning unless they set it: settings
+    are not chosen on the samples that are reported."""
     words = list(arguments)
     if _OPTUNA in words and {"data", "data.validation"}.isdisjoint(map(key_of, words)):
         words.insert(words.index(_OPTUNA), "data.validation=tuning")  # beside it: flags may follow
@@ -176,8 +179,8 @@ def quoted(override: str) -> str:
 
 
 def of_the_choice(values: Values, options: Iterable[str], overrides: Sequence[str]) -> Values:
-    """Values without what an experiment sets of a task or method that was then not chosen, as in
-    `experiment=gpt2_slow_link method=slowmo`. What `overrides` set stays, and can be refused.
+    """Values without an experiment's settings of tasks and methods that were not chosen, as in
+    `experiment=gpt2_slow_link method=slowmo`. What `overrides` set stays, and is refused later.
 
     Args:
         options: names of all tasks and methods.
@@ -244,7 +247,7 @@ def _check_plugins(overrides: Sequence[str], multirun: bool) -> None:
             # find_spec fails where the package around the one that it looks for is missing.
             there = all(map(find_spec, (package.partition(".")[0], package)))
             require(there, key, value, extra(own))
-            # That a file of ours sets values of the extra's own options is what we want.
+            # Hydra warns that conf/hydra sets options of the plugin, which is what we want.
             warnings.filterwarnings("ignore", message=r"(?s).*validated against ConfigStore schema")
 
 
@@ -310,8 +313,8 @@ def _in_quotes(key: str, value: str) -> str:
 
 
 def _compose(folder: Path, overrides: Sequence[str]) -> Values:
-    """What Hydra composes of the groups' options, in which then the values are set in their order,
-    as Hydra does it. Keys that no schema has pass: `typed` knows them all. Raises `ConfigError`."""
+    """Compose the options of groups, then set the values in their order, as Hydra does. Unknown
+    keys pass: `typed` refuses them. Raises `ConfigError`."""
     options: list[str] = []
     values: list[Override] = []
     for override in _parsed(overrides):

@@ -9,19 +9,18 @@ model. It appears whole or not at all.
 
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from torch import Tensor, nn
 
-from co2.app.finished import Finished, opened
+from co2.app.finished import Finished, Open
 from co2.arguments import Parser
+from co2.atomic import write_durably, written_aside
 from co2.errors import ConfigError, require
-from co2.record.files import write_durably
-from co2.task import Package, Portable, Task
+from co2.task import Package, Portable
 from co2.train.weight_files import EMA_MODEL, EXPORTED, MODEL, save, ties
-from co2.whole import written_aside
 
 _SMOKE = (
     "This is smoke scale: a small model, trained for minutes on little or generated data. The "
@@ -29,8 +28,8 @@ _SMOKE = (
 )
 
 
-def main(tasks: Mapping[str, type[Task]], argv: Sequence[str]) -> int:
-    """The command line, for runs of these tasks. Returns the exit status. Raises `ConfigError`."""
+def main(open_run: Open, argv: Sequence[str]) -> int:
+    """The command line. Returns the exit status. Raises `ConfigError`."""
     parser = Parser(prog="python -m co2 export", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="the folder of a finished run")
     parser.add_argument("folder", metavar="FOLDER", help="a new folder")
@@ -38,7 +37,7 @@ def main(tasks: Mapping[str, type[Task]], argv: Sequence[str]) -> int:
     parser.add_argument("--ema", action="store_true", help=text)
     options = parser.parse_args(argv)
     try:
-        _export(tasks, options.run, options.folder, options.ema)
+        _export(open_run, options.run, options.folder, options.ema)
     except OSError as error:
         hint = f"{error.filename or options.folder}: {error.strerror or error}; give a folder that "
         raise ConfigError("FOLDER", options.folder, f"{hint}can be written") from None
@@ -46,7 +45,7 @@ def main(tasks: Mapping[str, type[Task]], argv: Sequence[str]) -> int:
     return 0
 
 
-def _export(tasks: Mapping[str, type[Task]], run: str, given: str, ema: bool) -> None:
+def _export(open_run: Open, run: str, given: str, ema: bool) -> None:
     """Write the weights of a run, or with `ema` their moving average, to the folder `given`."""
     folder = Path(given).resolve()
 
@@ -55,7 +54,7 @@ def _export(tasks: Mapping[str, type[Task]], run: str, given: str, ema: bool) ->
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         taken()
-    found = opened(tasks, run)
+    found = open_run(run)
     hint = f"{run} holds no {EMA_MODEL}; train with train.ema_decay, or export without --ema"
     require(not ema or (found.folder / EMA_MODEL).is_file(), "--ema", ema, hint)
     model, task = found.model(EMA_MODEL if ema else MODEL), found.config.task

@@ -1,7 +1,7 @@
 """A finished run, opened from its folder: configuration, figures, task and model."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from co2.record.folder import changed_data, without_gone
 from co2.record.metrics import Summary
 from co2.task import Task
 from co2.train import weight_files
-from co2_measure.peers import known_methods
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,14 @@ class Finished:
         return model.eval()
 
 
-def opened(tasks: Mapping[str, type[Task]], given: str) -> Finished:
-    """Open the folder of a finished run of one of these tasks, and the data of its task. Raises
-    `ConfigError` for any other folder, a damaged file, and data that are gone or others than it was
-    trained on."""
+Open = Callable[[str], Finished]
+"""What an application opens a run's folder with; see `opened`."""
+
+
+def opened(tasks: Mapping[str, type[Task]], methods: Mapping[str, type], given: str) -> Finished:
+    """Open the folder of a finished run of one of these tasks and methods, and the data of its
+    task. Raises `ConfigError` for any other folder, a damaged file, and data that are gone or
+    others than it was trained on."""
     folder = Path(given)
     require(folder.is_dir(), "RUN", given, "no such folder; give the folder of a finished run")
     exported = (folder / weight_files.EXPORTED).is_file()
@@ -71,13 +74,13 @@ def opened(tasks: Mapping[str, type[Task]], given: str) -> Finished:
     require(name in tasks, "RUN", given, f"is a run of task={name}; {nearest(name, tasks)}")
     hint = "its config.yaml does not fit this version of the suite"
     try:
-        config = typed(without_gone(values), known_methods(), tasks)
+        config = typed(without_gone(values), methods, tasks)
         task = tasks[name](config.task_config, config.train, config.optim, config.data)
         hint = "its data are needed, as where it was trained"
         task.setup(1)
     except ConfigError as error:
         raise ConfigError("RUN", given, f"{hint}: {error}") from None
-    # Vocabulary and classes are those of the data that it has seen.
+    # The model's vocabulary and classes are those of its data.
     change = changed_data(data, task.fingerprint(), ("tokens_sha256", "num_classes", "text"))
     if change is not None:
         raise ConfigError("RUN", given, change)

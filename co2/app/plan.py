@@ -2,20 +2,17 @@
 
 python -m co2 plan task=transnormer scale=paper method=co2 --gpus 32 --gpu a100-80g --link 80gbps
 python -m co2 plan task=gpt2 scale=paper              on the smallest number of GPUs that holds it
-python -m co2 plan --all --gpus 64 --out results/plan.md        the CO2 paper's tasks, as a table
 
 Memory and operations are counted on tensors without numbers (co2/train/estimate.py); communication
 is simulated (co2_measure/simulate). Neither a GPU nor a public data set is needed.
 """
 
 import argparse
-import shlex
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 
@@ -34,8 +31,6 @@ from co2_measure.simulate.methods import ALLREDUCE
 from co2_measure.simulate.network import PROFILES, Network, parse_link
 from co2_measure.simulate.schedule import Figures, simulate
 
-PAPER_TASKS = ("resnet50", "vit", "ade20k", "shapenet", "gpt2", "transnormer", "roberta")
-"""What the CO2 paper trains."""
 _ROUNDS = 50
 Make = Callable[[Sequence[str]], Config]
 """Overrides → a checked run. Raises `ConfigError`."""
@@ -60,7 +55,7 @@ class Need:
     task: Task
     held: Holdings
     work: Work | None
-    """None where what is held between steps is too much already."""
+    """None if the state between steps alone is more than the memory."""
 
     def fits(self, usable: int) -> bool:
         """Whether so many bytes are enough."""
@@ -118,7 +113,7 @@ class Planner:
         return self.make([*self.overrides, *more, *place])
 
     def need(self, config: Config, workers: int) -> Need:
-        """What a worker needs. A micro-batch is left out where the memory is too small without.
+        """What a worker needs, without its micro-batch if the state alone is more than the memory.
         Raises `ConfigError`."""
         task = self.make_task(config)
         if not isinstance(task, Planned):
@@ -173,10 +168,10 @@ class Planner:
         """What a run that does not fit is refused with."""
         advice = self._advice(need.config, need.workers)
         fits = f"this fits: {' '.join(advice)}" if advice else "no mesh.strategy makes it fit"
-        parts = f"{_gb(need.held.device_bytes)} between steps"
+        parts = f"{gb(need.held.device_bytes)} between steps"
         if need.work is not None:
-            parts += f", {_gb(need.work.beyond_bytes)} more for a micro-batch"
-        hint = f"needs more than the {_gb(self.usable)} of a GPU: {parts}; {fits}"
+            parts += f", {gb(need.work.beyond_bytes)} more for a micro-batch"
+        hint = f"needs more than the {gb(self.usable)} of a GPU: {parts}; {fits}"
         error = DoesNotFit("train.batch_size", need.config.train.batch_size, hint)
         error.settings = advice
         return error
@@ -318,7 +313,7 @@ def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
         return f"{figures.exposed_s:.3g} s a step, {share}"
 
     def if_any(num_bytes: int, what: str) -> str:
-        return f"{_gb(num_bytes)}{what}" if num_bytes else ""
+        return f"{gb(num_bytes)}{what}" if num_bytes else ""
 
     facts = [
         ("run", f"{config.task} · {config.method} · scale={config.scale}"),
@@ -328,16 +323,16 @@ def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
         ("global batch", f"{need.global_batch:,} samples: {train.batch_size} in a micro-batch × "
          f"{train.accumulate} accumulated × {need.workers} workers"),
         ("training", f"{train.steps:,} steps: {seen}"),
-        ("weights", _gb(memory.parameter_bytes + memory.buffer_bytes)),
-        ("gradients", _gb(memory.gradient_bytes)),
-        ("inner state", f"{_gb(memory.inner_state_bytes)}, {config.optim.name.value}"),
-        ("method's state", f"{_gb(memory.extra_bytes + memory.scratch_bytes)}, {copies}"),
+        ("weights", gb(memory.parameter_bytes + memory.buffer_bytes)),
+        ("gradients", gb(memory.gradient_bytes)),
+        ("inner state", f"{gb(memory.inner_state_bytes)}, {config.optim.name.value}"),
+        ("method's state", f"{gb(memory.extra_bytes + memory.scratch_bytes)}, {copies}"),
         ("moving average", if_any(memory.average_bytes, ", train.ema_decay")),
         ("gathered weights", if_any(held.gathered_bytes, ", within a step")),
-        ("activations", f"{_gb(need.num_bytes - held.device_bytes)}, of a micro-batch at its peak, "
+        ("activations", f"{gb(need.num_bytes - held.device_bytes)}, of a micro-batch at its peak, "
          f"counted on tensors without numbers{again}{compiled}"),
         ("host's memory", if_any(memory.host_bytes, " a worker: the method's state")),
-        ("memory of a GPU", f"{_gb(need.num_bytes)} of {_gb(gpu.usable_bytes)}: {USABLE:.0%} of "
+        ("memory of a GPU", f"{gb(need.num_bytes)} of {gb(gpu.usable_bytes)}: {USABLE:.0%} of "
          f"{gpu.memory_gib} GiB"),
         ("operations of a step", f"{need.flops:.3g} flop of all GPUs"),
         ("computation of a step", f"{found.compute_s:.3g} s at MFU {place.mfu:g} of "
@@ -346,53 +341,39 @@ def lines(need: Need, place: Place, found: Course) -> list[tuple[str, str]]:
         ("exposed, this method", exposed(found.own)),
         ("exposed, allreduce", exposed(found.allreduce)),
         ("time", f"{found.days:.3g} days, without evaluations and checkpoints"),
-        ("checkpoint", f"{_gb(held.saved_bytes)} of all workers, {config.checkpoint.keep} kept"),
-        ("data", "not published" if published is None else f"{_gb(published.num_bytes)} on disk"),
+        ("checkpoint", f"{gb(held.saved_bytes)} of all workers, {config.checkpoint.keep} kept"),
+        ("data", "not published" if published is None else f"{gb(published.num_bytes)} on disk"),
     ]  # fmt: skip
     return [(name, value) for name, value in facts if value]
 
 
 def main(make: Make, make_task: MakeTask, argv: Sequence[str]) -> int:
     """The command line. Returns the exit status. Raises `ConfigError`."""
-    options, words = _parser().parse_known_args(list(argv))
-    line = command_line(words)
-    gpu_key, gpu_name = _either("--gpu", options.gpu, "launch.gpu", line.overrides)
-    gpu_name = gpu_name or "a100-80g"
-    gpu = known_gpu(gpu_key, gpu_name)
-    parse_link(options.link, "--link")
-    servers = whole("--server-size", options.server_size)
-    place = Place(gpu_name, options.link, servers, number("--mfu", options.mfu, 1e-9, 1.0))
-    gpus_key, gpus = _either("--gpus", options.gpus, "launch.workers", line.overrides)
-    given = None if gpus is None else whole(gpus_key, gpus, 2**20)
-    require(not line.flags, "flag", " ".join(line.flags), "is of train.py; see --help")
-    require(options.all or not options.out, "--out", options.out, "is of --all alone")
-
-    def planned(words: Sequence[str], gpus: int | None = given) -> Need:
-        planner = Planner(make, make_task, words, gpu.usable_bytes)
-        return planner.smallest() if gpus is None else planner.fitting(gpus)
-
-    def divided(words: Sequence[str], gpus: int | None = given) -> Need:
-        """On half of the GPUs, or a quarter, where the batch does not divide among all."""
-        try:
-            return planned(words, gpus)
-        except ConfigError as error:
-            if gpus is None or gpus == 1 or error.key != "train.global_batch":
-                raise
-        return divided(words, gpus // 2)
-
-    if options.all:
-        text = table(divided, line.overrides, place)
-        print(text, end="")
-        if options.out:
-            command = shlex.join(["python", "-m", "co2", "plan", *argv])
-            Path(options.out).write_text(_page(command, place, text), encoding="utf-8")
-        return 0
-    need = planned(line.overrides)
+    _, overrides, place, workers = asked(parser("python -m co2 plan", __doc__), argv)
+    planner = Planner(make, make_task, overrides, GPUS[place.gpu].usable_bytes)
+    need = planner.smallest() if workers is None else planner.fitting(workers)
     facts = lines(need, place, course(need, place))
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
         print(f"{name:{width}}  {value}")
     return 0
+
+
+def asked(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[argparse.Namespace, Sequence[str], Place, int | None]:
+    """What a command line asks: its flags, the overrides of the run, the place and the number of
+    GPUs, None for the smallest. Raises `ConfigError`."""
+    options, words = parser.parse_known_args(list(argv))
+    line = command_line(words)
+    require(not line.flags, "flag", " ".join(line.flags), "is of train.py; see --help")
+    key, gpu = _either("--gpu", options.gpu, "launch.gpu", line.overrides)
+    known_gpu(key, gpu := gpu or "a100-80g")
+    parse_link(options.link, "--link")
+    servers = whole("--server-size", options.server_size)
+    place = Place(gpu, options.link, servers, number("--mfu", options.mfu, 1e-9, 1.0))
+    key, gpus = _either("--gpus", options.gpus, "launch.workers", line.overrides)
+    return options, line.overrides, place, None if gpus is None else whole(key, gpus, 2**20)
 
 
 def _either(
@@ -407,61 +388,17 @@ def _either(
     return key, given[-1]
 
 
-def table(planned: Callable[[Sequence[str]], Need], overrides: Sequence[str], place: Place) -> str:
-    """The CO2 paper's tasks at its scale, in Markdown."""
-    head = ("task", "parameters", "GPUs", "global batch", "steps", "memory of a GPU", "flop a step",
-            "exposed", "exposed, allreduce", "days", "checkpoint")  # fmt: skip
-    rows = [head, ("---",) * len(head)]
-    for task in PAPER_TASKS:
-        words = [f"task={task}", "scale=paper", *overrides]
-        settings: Sequence[str] = ()
-        try:
-            try:
-                need = planned(words)
-            except DoesNotFit as error:
-                if not error.settings:
-                    raise
-                settings = error.settings
-                need = planned([*words, *settings])
-            found = course(need, place)
-        except ConfigError as error:
-            rows.append((task, str(error), *[""] * (len(head) - 2)))
-            continue
-        exposed = [
-            "–" if figures is None else f"{figures.exposed_share:.1%}"
-            for figures in (found.own, found.allreduce)
-        ]
-        rows.append((
-            " ".join([task, *settings]), f"{need.held.num_parameters / 1e6:,.0f} M",
-            str(need.workers), f"{need.global_batch:,}", f"{need.config.train.steps:,}",
-            _gb(need.num_bytes), f"{need.flops:.3g}", *exposed, f"{found.days:.3g}",
-            _gb(need.held.saved_bytes),
-        ))  # fmt: skip
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
-def _page(command: str, place: Place, text: str) -> str:
-    """The table with what it rests on."""
-    return f"""# What the published recipes would take
-
-Worked out and simulated, not measured: `{command}`. On {place.gpu} at MFU {place.mfu:g}, servers of
-{place.server_size} with a link of {place.link}. Settings beside a task are those with which it
-fits. Where a batch does not divide among all GPUs, it is planned for half of them, or a quarter.
-Exposed is the share of the time that GPUs wait for the network.
-
-{text}"""
-
-
-def _gb(num_bytes: float) -> str:
+def gb(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:,.4g} GB"
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """The flags of a plan."""
     parser = Parser(
-        prog="python -m co2 plan",
+        prog=prog,
         usage="%(prog)s [OPTION ...] [OVERRIDE ...]",
         epilog="All other words are overrides of train.py, such as task=gpt2 scale=paper.",
-        description=__doc__,
+        description=description,
     )
     add = parser.add_argument
     fewest = "the smallest power of two that holds the run"
@@ -470,6 +407,4 @@ def _parser() -> argparse.ArgumentParser:
     add("--link", default="80gbps-tcp", help="of a server: a rate such as 80gbps, or a profile")
     add("--server-size", default="8", help="GPUs that share a link to the others")
     add("--mfu", default="0.4", help="share of the GPU's peak that is reached")
-    add("--all", action="store_true", help="the CO2 paper's tasks, scale=paper")
-    add("--out", metavar="FILE", help="of --all: the table in Markdown")
     return parser

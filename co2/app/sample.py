@@ -7,19 +7,19 @@ has written that many tokens. The same seed writes the same text.
 """
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from co2.app.finished import opened
+from co2.app.finished import Open
 from co2.arguments import Parser
 from co2.errors import ConfigError, is_utf8, require, require_count, require_number
-from co2.task import Placed, Task, Writing
+from co2.task import Placed, Writing
 
 
-def main(tasks: Mapping[str, type[Task]], argv: Sequence[str]) -> int:
-    """The command line, for runs of these tasks. Returns the exit status. Raises `ConfigError`."""
+def main(open_run: Open, argv: Sequence[str]) -> int:
+    """The command line. Returns the exit status. Raises `ConfigError`."""
     parser = Parser(prog="python -m co2 sample", description=__doc__)
     add = parser.add_argument
     add("run", metavar="RUN", help="the folder of a finished run")
@@ -38,7 +38,7 @@ def main(tasks: Mapping[str, type[Task]], argv: Sequence[str]) -> int:
     require(0 <= options.seed < 2**63, "--seed", options.seed, hint)
     require(is_utf8(options.prompt), "PROMPT", options.prompt, "must be UTF-8")
     try:
-        for piece in _written(tasks, options):
+        for piece in _written(open_run, options):
             print(shown(piece), end="", flush=True)
     except KeyboardInterrupt:
         pass
@@ -46,12 +46,12 @@ def main(tasks: Mapping[str, type[Task]], argv: Sequence[str]) -> int:
     return 0
 
 
-def _written(tasks: Mapping[str, type[Task]], options: argparse.Namespace) -> Iterator[str]:
+def _written(open_run: Open, options: argparse.Namespace) -> Iterator[str]:
     """The prompt, and then pieces of text as the model writes them. Raises `ConfigError`."""
     from tokenizers import Tokenizer
     from tokenizers.decoders import DecodeStream
 
-    found = opened(tasks, options.run)
+    found = open_run(options.run)
     task, name = found.task, found.config.task
     hint = f"is a run of task={name}, which writes no text; give one of gpt2, moe or transnormer"
     if name in ("roberta", "glue"):

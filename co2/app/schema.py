@@ -7,6 +7,7 @@ limits, also for a loop of one's own (co2/limits.py).
 import dataclasses
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -44,12 +45,13 @@ def typed(
     require(method in methods, "method", method, nearest(method, methods))
     nodes = NODES | {task: schema(tasks[task]), method: schema(methods[method])}
     _require_known(values, nodes)
-    made = {name: _node(name, kind, values.get(name, {})) for name, kind in nodes.items()}
-    given = {"scale": None} | {key: values[key] for key in PLAIN if key in values}
+    given = {"scale": None} | {key: values[key] for key in (*PLAIN, *NODES) if key in values}
     if given.get("tag") is None:  # stands for the default
         given.pop("tag", None)
-    plain = {key: _value(key, value, PLAIN[key]) for key, value in given.items()}
-    return Config(task_config=made.pop(task), method_config=made.pop(method), **made, **plain)
+    config: Config = _made(Config, given | {"task_config": None, "method_config": None})
+    config.task_config = _made(nodes[task], values.get(task, {}), task)
+    config.method_config = _made(nodes[method], values.get(method, {}), method)
+    return config
 
 
 def schema(kind: type) -> type:
@@ -84,32 +86,45 @@ def _unknown(name: str, known: Mapping[str, list[str]]) -> str:
     return f"{where}; {nearest(name, own)}" if own else f"{node} has no keys"
 
 
-def _node(name: str, kind: type, values: Any) -> Any:
-    """A group of keys as its dataclass, which checks ranges. `Any`: of this `kind`."""
-    require(isinstance(values, dict), name, _short(values), "must be a group of keys")
-    hints = limits(kind)
-    made = {key: _value(f"{name}.{key}", value, hints[key]) for key, value in values.items()}
-    try:
-        return kind(**made)
-    except ConfigError as error:
-        raise error.under(name) from None
+def _made(kind: type, values: Any, node: str = "") -> Any:
+    """The values of a group of keys as its dataclass, which checks ranges. `Any`: of this `kind`.
 
-
-def _value(name: str, value: object, kind: Any) -> Any:
-    """A value as a field of this type holds it. `Any`: the type may be a union, as the value's is.
-
-    As JSON pydantic takes it strictly and yet as YAML is meant: enums are given by value, tuples as
-    lists, and 1 is a float where a float is due.
+    As JSON pydantic takes them strictly and yet as YAML is meant: enums are given by value, tuples
+    as lists, and 1 is a float where a float is due.
     """
-    if isinstance(value, int | float) and kind in (str, str | None):
-        value = str(value)  # a folder's name or a tag may be a bare 12
-    huge = isinstance(value, int) and abs(value) >= 2**63
-    require(not huge, name, _short(value), "must be a whole number below 2⁶³")
+    text = json.dumps(_as_yaml_is_meant(kind, values, node), default=str)
     try:
-        return TypeAdapter(kind).validate_json(json.dumps(value, default=str), strict=True)
-    except ValidationError:
-        names = "; python train.py --help has the names" if " name" in words(kind) else ""
-        raise ConfigError(name, _short(value), f"must be {words(kind)}{names}") from None
+        return _adapter(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+    path, hint = list(first["loc"]), kind
+    if isinstance(own := first.get("ctx", {}).get("error"), ConfigError):
+        node = node or ".".join(map(str, path))
+        raise (own.under(node) if node else own) from None
+    while dataclasses.is_dataclass(hint):
+        key = str(path.pop(0))
+        node, hint, values = f"{node}.{key}".strip("."), limits(hint)[key], values[key]
+    raise ConfigError(node, _short(values), f"must be {words(hint)}")
+
+
+def _as_yaml_is_meant(kind: type, values: Any, node: str) -> dict[str, Any]:
+    """The values of a group of keys, with a text for a bare number where a text is due. `Any`: not
+    checked yet."""
+    if not isinstance(values, dict):
+        raise ConfigError(node, _short(values), "must be a group of keys")
+    hints, given = limits(kind), dict(values)
+    for key, value in values.items():
+        if dataclasses.is_dataclass(hints[key]):
+            given[key] = _as_yaml_is_meant(hints[key], value, key)
+        elif isinstance(value, int) and abs(value) >= 2**63:
+            name = f"{node}.{key}".strip(".")
+            raise ConfigError(name, _short(value), "must be a whole number below 2⁶³")
+        elif isinstance(value, int | float) and hints[key] in (str, str | None):
+            given[key] = str(value)  # a folder's name or a tag may be a bare 12
+    return given
+
+
+_adapter = lru_cache(maxsize=None)(TypeAdapter)
 
 
 def _short(value: object) -> str:

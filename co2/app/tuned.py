@@ -7,26 +7,92 @@ co2_tau48_average_moments_gap_aware_paper.yaml.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 from omegaconf import OmegaConf
 
 from co2.app.compose import Values, key_of, unreadable
+from co2.app.schema import schema
 from co2.errors import require
 from co2.program import python
 from co2.record.metrics import flat
-from co2_measure.peers import known_methods
 
 Settings = dict[str, object]
 """By full name, as on the command line: `co2.outer_lr` → 0.7."""
-Node = Mapping[str, object]
-"""The method's settings by key, as composed. A key that it lacks has its default."""
 MOMENTS, GAP = "average_moments", "gap_penalty"
 
 
+@dataclass(frozen=True)
+class Tuned:
+    """What is tuned as one: a task and method, at a scale, with some of its settings given."""
+
+    task: str
+    method: str
+    scale: str
+    node: Mapping[str, object]
+    """The method's settings by key, as composed. A key that it lacks has its default."""
+    defaults: type
+    """The `Config` of the method."""
+
+    @property
+    def file(self) -> Path:
+        """Where the settings lie below conf, whether or not there are any."""
+        tau, moments, gap = self._given()
+        words = [self.method, f"tau{tau}" if tau else "", MOMENTS if moments else ""]
+        words += [f"gap_{gap.removeprefix('gap_')}" if gap else ""]
+        words += [self.scale] if self.scale != "smoke" else []
+        return Path("tuned", self.task, f"{'_'.join(filter(None, words))}.yaml")
+
+    def command(self, trials: int | None = None) -> str:
+        """The command that writes this file, behind the name of a Python."""
+        tau, moments, gap = self._given()
+        words = ["-m recipes tune", self.task, self.method]
+        words += [f"--tau {tau}"] if tau else []
+        words += ["--average-moments"] if moments else []
+        words += [f"--gap-penalty {gap}"] if gap else []
+        words += [f"--scale {self.scale}"] if self.scale != "smoke" else []
+        words += [f"--trials {trials}"] if trials is not None else []
+        return " ".join(words)
+
+    def settings(self, conf: Path) -> Settings:
+        """What won. Raises `ConfigError` if nothing has been tuned.
+
+        Args:
+            conf: folder of Hydra's configuration.
+        """
+        path, place = conf / self.file, f"task={self.task} method={self.method}"
+        hint = f"{place} has no {path.name} in conf/tuned/{self.task}; make it: "
+        require(path.exists(), "tuned", "true", f"{hint}{python()} {self.command()}")
+        try:
+            return flat(OmegaConf.to_container(OmegaConf.load(path)))  # type: ignore[arg-type]
+        except yaml.YAMLError as error:
+            raise unreadable("tuned", "true", error) from None
+
+    def is_done(self, conf: Path) -> bool:
+        """Whether `settings` has any that are of the gap penalty given here, which was tuned once.
+        Raises `ConfigError` for a file that is none."""
+        if not (conf / self.file).exists():
+            return False
+        own = self._value(GAP)
+        return str(self.settings(conf).get(f"{self.method}.{GAP}", own)) == own
+
+    def _given(self) -> tuple[str, bool, str]:
+        """τ and the gap penalty, or nothing where they are the method's defaults; and whether
+        moments are averaged too."""
+        tau, gap = (
+            "" if (own := self._value(key)) == str(getattr(self.defaults, key, None)) else own
+            for key in ("tau", GAP)
+        )
+        return tau, str(self.node.get(MOMENTS)).lower() == "true", gap
+
+    def _value(self, key: str) -> str:
+        return str(self.node.get(key, getattr(self.defaults, key, None)))
+
+
 def with_tuned(
-    conf: Path, values: Values, overrides: Sequence[str]
+    conf: Path, values: Values, overrides: Sequence[str], methods: Mapping[str, type]
 ) -> tuple[Values, tuple[str, ...]]:
     """Values without the key `tuned`, which has done its part, and the overrides that name the
     run's folder: with tuned settings these are among them, so that another winner is another run.
@@ -35,6 +101,7 @@ def with_tuned(
         conf: folder of Hydra's configuration.
         values: as composed.
         overrides: `key=value` as given on the command line.
+        methods: classes with a dataclass `Config`, by name.
     Raises:
         ConfigError: if nothing has been tuned for this task, method, τ, moments and scale.
     """
@@ -45,71 +112,11 @@ def with_tuned(
     task, method, scale = (str(values[key]) for key in ("task", "method", "scale"))
     method_node = own.get(method)
     node = method_node if isinstance(method_node, dict) else {}
+    place = Tuned(task, method, scale, node, schema(methods[method]))
     keys, words = {key_of(word) for word in given}, []
-    for name, value in tuned_settings(conf, task, method, scale, node).items():
+    for name, value in place.settings(conf).items():
         group, _, key = name.partition(".")
         if keys.isdisjoint((name, group)):
             own[group] = {**own.get(group, {}), key: value}
             words.append(f"{name}={value}")
     return own, (*words, *given, "settings=tuned")
-
-
-def tuned_settings(conf: Path, task: str, method: str, scale: str, node: Node) -> Settings:
-    """What won for this task and method. Raises `ConfigError` if nothing has been tuned."""
-    path = tuned_file(conf, task, method, scale, node)
-    command = f"{python()} {tune_command(task, method, scale, node)}"
-    hint = f"task={task} method={method} has no {path.name} in conf/tuned/{task}; make it: "
-    require(path.exists(), "tuned", "true", hint + command)
-    return _read(path)
-
-
-def is_tuned(conf: Path, task: str, method: str, scale: str, node: Node) -> bool:
-    """Whether `tuned_settings` has any that are of the gap penalty of this node, which was tuned
-    once. Raises `ConfigError` for a file that is none."""
-    path = tuned_file(conf, task, method, scale, node)
-    if not path.exists():
-        return False
-    usual = getattr(known_methods()[method].Config, GAP, None)
-    own = str(node.get(GAP, usual))
-    return str(_read(path).get(f"{method}.{GAP}", own)) == own
-
-
-def _read(path: Path) -> Settings:
-    try:
-        return flat(OmegaConf.to_container(OmegaConf.load(path)))  # type: ignore[arg-type]
-    except yaml.YAMLError as error:
-        raise unreadable("tuned", "true", error) from None
-
-
-def tuned_file(conf: Path, task: str, method: str, scale: str, node: Node) -> Path:
-    """Where the settings of a task and method lie, whether or not there are any."""
-    tau, moments, gap = _apart(method, node)
-    words = [method, f"tau{tau}" if tau else "", MOMENTS if moments else ""]
-    words += [f"gap_{gap.removeprefix('gap_')}" if gap else ""]
-    words += [scale] if scale != "smoke" else []
-    return conf / "tuned" / task / f"{'_'.join(filter(None, words))}.yaml"
-
-
-def tune_command(task: str, method: str, scale: str, node: Node, trials: int | None = None) -> str:
-    """The command that writes this file, behind the name of a Python."""
-    tau, moments, gap = _apart(method, node)
-    words = ["-m recipes tune", task, method]
-    words += [f"--tau {tau}"] if tau else []
-    words += ["--average-moments"] if moments else []
-    words += [f"--gap-penalty {gap}"] if gap else []
-    words += [f"--scale {scale}"] if scale != "smoke" else []
-    words += [f"--trials {trials}"] if trials is not None else []
-    return " ".join(words)
-
-
-def _apart(method: str, node: Node) -> tuple[str, bool, str]:
-    """τ and the gap penalty, or nothing where they are the method's defaults; and whether moments
-    are averaged too."""
-    tau, gap = (_other(method, node, key) for key in ("tau", GAP))
-    return tau, str(node.get(MOMENTS)).lower() == "true", gap
-
-
-def _other(method: str, node: Node, key: str) -> str:
-    default = str(getattr(known_methods()[method].Config, key, None))
-    value = str(node.get(key, default))
-    return "" if value == default else value

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from co2.atomic import durable
 from co2.comm.mesh import Mesh
 from co2.errors import require
 from co2.methods.base import Method
 from co2.methods.shared.guard import sums
-from co2.whole import durable
 
 
 class Stepping:

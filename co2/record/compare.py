@@ -37,7 +37,7 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class Told:
-    """What a run's folder tells."""
+    """What a run has recorded in its folder."""
 
     settings: dict[str, str]
     """By their full names, as JSON."""

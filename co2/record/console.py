@@ -21,12 +21,12 @@ _REASONS = {
     PREEMPTED: "stopped and saved; the same command goes on",
 }
 _FEWEST_STEPS, _RECENT_STEPS = 3, 100
-"""The fewest, and the most, of a process's steps that its pace is read from."""
+"""From so many steps of this process the time left is estimated, at least and at most."""
 
 
 class Console:
-    """What a person reads while a run trains. This one is silent: it is that of every worker but
-    the first."""
+    """Prints for a person while a run trains. This class is silent: all workers but the first have
+    it."""
 
     def print_line(self, line: str) -> None:
         """Print one line."""
@@ -94,8 +94,7 @@ class ProgressConsole(Console):
         return text
 
     def _left(self, step: int) -> str:
-        """How long the rest takes, if it goes on as the last hundred steps did; empty while too few
-        have been seen."""
+        """The time left at the pace of the last hundred steps; empty while too few are made."""
         timed = len(self._ends) - 1
         if timed < _FEWEST_STEPS:
             return ""

@@ -7,7 +7,6 @@ Columns are named by what differs in the runs' folders. A field is empty where a
 recorded the figure at that step, or where it was not finite. A run may still train.
 """
 
-import csv
 import io
 import math
 import sys
@@ -21,10 +20,10 @@ from co2 import program
 
 with program.starting(__name__, slow=False):
     from co2.arguments import Parser
+    from co2.atomic import durable
     from co2.errors import REFUSED, ConfigError, nearest, require, unusable
     from co2.record.compare import Series, Told
     from co2.record.metrics import unit_of
-    from co2.whole import durable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -118,17 +117,16 @@ def chosen(curves: Curves, figures: Sequence[str]) -> Curves:
 
 def as_csv(curves: Curves) -> str:
     """A line for each step, with a column for each figure of each run."""
+    import pandas
+
     columns = {
         f"{run} {figure}".lstrip(): series
         for figure, by_run in curves.items()
         for run, series in by_run.items()
     }
-    file = io.StringIO()
-    lines = csv.writer(file, lineterminator="\n")
-    lines.writerow(["step", *columns])
-    for step in sorted({step for series in columns.values() for step in series}):
-        lines.writerow([step, *(series.get(step) for series in columns.values())])
-    return file.getvalue()
+    # As they stand in metrics.jsonl: a whole number has no fraction here either.
+    frame = pandas.DataFrame(columns, dtype=object).sort_index()
+    return frame.to_csv(index_label="step")
 
 
 def drawn(curves: Curves) -> "Figure":

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, also after a crash, and the whole lines of one that grows."""
+"""Reading the files of a run, which may be damaged or still grow."""
 
 import json
 import os
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from co2.errors import ConfigError, first_line
-from co2.whole import durable
 
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 DAMAGE = (*_MISSING, ValueError, LookupError, TypeError, AttributeError, RecursionError)
@@ -40,15 +39,8 @@ def saved_steps(checkpoints: Path) -> list[int]:
     return sorted(steps, reverse=True)
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Write a small file as `durable` does."""
-    with durable(path) as file:
-        file.write(text.encode())
-
-
 def whole_lines(path: Path) -> list[Any]:
-    """The values of a file of JSON lines, such as metrics.jsonl. It may still grow: a
-    last line of which only the beginning is there does not count. Empty where there is no file.
-    Any: JSON."""
+    """The values of a file of JSON lines, such as metrics.jsonl, without a last line that is not
+    complete yet. Empty where there is no file. `Any`: JSON."""
     texts = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(text) for text in texts if text.endswith("\n")]

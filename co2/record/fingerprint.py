@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 BATCHES = 2
-"""Micro-batches of every worker that count. The first alone would not show another random generator
-that begins alike."""
+"""Micro-batches of every worker that are digested. The first alone may be equal under two random
+generators that differ later."""
 FIRST = 2
 """Steps after which the fingerprint is known."""
 _TAKEN = 4096

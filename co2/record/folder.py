@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
+from co2.atomic import require_writable
 from co2.config import NODES, Config, Resume, Schedule
 from co2.errors import ConfigError
 from co2.record.files import CHECKPOINT_FORMAT, DAMAGE, saved_steps, unreadable
 from co2.record.metrics import Summary, flat
-from co2.whole import require_writable
 
 _FREE = ("log", "checkpoint", "resume", "trace", "runs", "tag", "hydra")
 """Nodes that may differ between two segments of one run, and keys."""
@@ -82,7 +82,7 @@ def check_folder(config: Config, world: int, as_it_is: bool = False) -> None:
     from `train.global_batch`, which is.
 
     Args:
-        as_it_is: the run there must be the whole one, and may not go on.
+        as_it_is: refuse more steps than the run there has, too.
     Raises:
         ConfigError: names the first key that differs.
     """
@@ -140,9 +140,9 @@ def changed_data(
 
     Args:
         then: the data's fingerprint in the run's manifest.
-        now: that of today. A key that is newer than the run is left out, and so is the name, which
-            is the configuration's.
-        keys: to compare no others.
+        now: today's fingerprint.
+        keys: those to compare; by default all that both have but "data", the name, which the
+            configuration chooses.
     """
     there: Mapping[str, object] = json.loads(json.dumps(now, default=str))
     for key in keys or (key for key in then if key != "data"):
@@ -201,8 +201,7 @@ def _damaged(path: Path) -> ConfigError:
 
 
 def _objection_to_more_steps(config: Config, folder: Path, then: int) -> str:
-    """Why a run of `then` steps cannot go on as if it had had more from its start; empty if it
-    can."""
+    """Why a run of `then` steps cannot be made longer; empty if it can."""
     optim, saved = config.optim, folder / "checkpoints" / f"step_{then}"
     if optim.schedule is not Schedule.constant or optim.warmup_steps > then:
         return ", on which its rate depends: only optim.schedule=constant goes on with more"
@@ -212,8 +211,8 @@ def _objection_to_more_steps(config: Config, folder: Path, then: int) -> str:
 
 
 def _check_format(folder: Path) -> None:
-    """Refuse to go on from checkpoints of another format. A damaged manifest is found, and said,
-    when the checkpoint is read."""
+    """Refuse to go on from checkpoints of another format. Damaged manifests are reported when the
+    checkpoints are read."""
     for step in saved_steps(folder / "checkpoints"):
         path = folder / "checkpoints" / f"step_{step}" / "manifest.json"
         try:
@@ -229,8 +228,8 @@ def _check_format(folder: Path) -> None:
 
 
 def without_gone(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without train.keep_global_batch, a key of earlier versions, where it
-    changed nothing."""
+    """The configuration without train.keep_global_batch=false, the default of a key that earlier
+    versions had."""
     train = values.get("train")
     if isinstance(train, dict) and train.get("keep_global_batch") is False:
         train = {key: value for key, value in train.items() if key != "keep_global_batch"}

@@ -1,10 +1,10 @@
 """One run at a time in a folder: the file `.lock`, which names the process and host of its run.
 
-Who writes for the run, worker 0, holds a lock of the kernel's on this file. It ends with the
-process, however that ends, so a run that was killed holds nothing. Not every network file system
-carries such a lock to other machines, and not every one that does gives it back when a machine is
-lost. So the holder also touches the file every few seconds. Who finds the name of another host
-watches the file: the run there is alive if it is touched, and was lost otherwise.
+Worker 0, which writes for the run, holds a lock of the kernel's on this file. It ends with the
+process, so a killed run holds nothing. Some network file systems do not show such a lock to other
+machines, and some keep that of a machine that is lost. So the holder also touches the file every
+few seconds. A process that finds another host's name watches the file: if nobody touches it, that
+run was lost.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class FolderLock:
 
     def __init__(self, folder: Path, file: int) -> None:
         self.folder, self._file = folder, file
-        """`folder` is to be set when it is renamed."""
+        """Set `folder` when it is renamed."""
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)
         self._thread.start()
@@ -61,12 +61,12 @@ class FolderLock:
 
     @classmethod
     def take_over(cls, folder: Path) -> "FolderLock":
-        """Hold the folder in the place of a worker that the run has given up, which may live."""
+        """Hold the folder in place of a worker that counts as lost, but may live."""
         (folder / NAME).unlink(missing_ok=True)
         return cls.take(folder)
 
     def release(self) -> None:
-        """Let others have the folder. Nothing is removed that another run has made."""
+        """Let others have the folder. The lock of another run is not removed."""
         self._done.set()
         self._thread.join()
         path = self.folder / NAME
@@ -97,7 +97,7 @@ def _taken(path: Path) -> int:
                     os.ftruncate(file, 0)
                     os.pwrite(file, json.dumps(own).encode(), 0)
                     return file
-                path.unlink(missing_ok=True)  # of a machine that was lost, or cannot be reached
+                path.unlink(missing_ok=True)  # its machine was lost, or cannot be reached
         except BaseException:
             os.close(file)
             raise
@@ -118,7 +118,7 @@ def _locked(file: int) -> bool | None:
 
 
 def _holder(file: int) -> Holder | None:
-    """Who is named in a file; None where nobody is."""
+    """The process and host in a file; None where it holds none."""
     try:
         known = json.loads(os.pread(file, 4096, 0))
         process, host = known["process"], known["host"]

@@ -98,7 +98,7 @@ class Change(Entry):
     """Who is gone, and why."""
     joined: tuple[int, ...]
     seconds: float
-    """From noticing it until training went on."""
+    """From the detection until training went on."""
 
     @classmethod
     def of(cls, line: Line) -> "Change":
@@ -124,9 +124,9 @@ class Shares(Entry):
     steps: dict[int, int]
     """By the numbers of the members: how many of them each makes."""
     fewer: tuple[int, ...]
-    """Who has made all until now, and makes fewer."""
+    """Members that made all steps until now."""
     again: tuple[int, ...]
-    """Who makes all again."""
+    """Members that make all steps again."""
 
     def text(self) -> str:
         """This entry for a person; empty if no replica entered or left reduced-step mode."""
@@ -146,7 +146,7 @@ class Ledger:
     inner_state_bytes: int = figure("bytes", "state of the inner optimizer")
     scratch_bytes: int = figure("bytes", "the method's scratch, on the model's device")
     extra_bytes: int = figure("bytes", "the method's copies of the model, on the model's device")
-    host_bytes: int = figure("bytes", "both of them, where they lie in the host's memory")
+    host_bytes: int = figure("bytes", "scratch and copies, where they lie in the host's memory")
     average_bytes: int = figure("bytes", "moving average of the weights", default=0)
 
 
@@ -262,8 +262,8 @@ def unit_of(name: str) -> str:
 
 
 def named(line: Line) -> dict[str, Any]:
-    """What a line of metrics.jsonl tells, by full names such as `train/loss`. `Any`: it has words
-    and lists too."""
+    """The values of a line of metrics.jsonl by full names such as `train/loss`. `Any`: there are
+    words and lists too."""
     return {f"{line['kind']}/{key}": line[key] for key in line if key not in ("kind", "step")}
 
 

@@ -70,8 +70,8 @@ def manifest(
 
 
 def of_all_starts(first: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """The manifest of a run that goes on: the first one. Under "resumed" stands for each later
-    start what of code, machine, versions, workers and command was another than before.
+    """The manifest of a run that goes on: the first one, whose list "resumed" has for each later
+    start what has changed of code, machine, versions, workers and command.
 
     Args:
         first: as the run has kept it.
@@ -92,7 +92,7 @@ def git() -> dict[str, Any]:
     """
 
     def ask(*words: str) -> str:
-        # Its index would be locked for good if this run were killed while git refreshes it.
+        # If this process were killed while git refreshes its index, the index would stay locked.
         command = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent), *words]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import yaml
 
+from co2.atomic import write_durably
 from co2.config import Config, Wandb
 from co2.record.console import Console
-from co2.record.files import DAMAGE, unreadable, write_durably
+from co2.record.files import DAMAGE, unreadable
 from co2.record.fingerprint import Fingerprint
 from co2.record.folder import begun, kept_config, kept_manifest, plain, run_folder
 from co2.record.metrics import Entry, Line, Summary, flat
@@ -24,8 +25,8 @@ _RECENT = 256
 
 
 class Record:
-    """What is kept of a run. This one writes nothing: it is that of every worker but the first. It
-    remembers the last entries, for the case that the first worker is lost."""
+    """Keeps the figures of a run. This class writes nothing: all workers but the first have it. It
+    remembers the last entries, in case the first worker is lost."""
 
     def __init__(self) -> None:
         self.recent: deque[Entry] = deque(maxlen=_RECENT)
@@ -35,8 +36,8 @@ class Record:
         """Training goes on from `step`: metrics of later steps, of a segment cut off, go.
 
         Args:
-            before: of a worker that was not the first until now. What the first one was lost with
-                is written from it.
+            before: the former record of a worker that is now the first. Entries that were lost with
+                the first one before are written from it.
         """
 
     def log(self, entry: Entry) -> None:
@@ -105,12 +106,11 @@ class FolderRecord(Record):
     def begin(self, step: int, before: Record | None = None) -> None:
         path = self.folder / "metrics.jsonl"
         lines, broken = _up_to(path, step)
-        # Before the new configuration, with which a run may go on after its end.
+        # First: under a new configuration with more steps, a finished run is unfinished again.
         (self.folder / "summary.json").unlink(missing_ok=True)
         for name, text in self._heads.items():
             write_durably(self.folder / name, text)
-        # A new file, which stays open: a worker that wrote before, was given up and does not know
-        # it yet, goes on in the old one.
+        # A new file: a former first worker that counts as lost, but lives, writes to the old one.
         write_durably(path, "".join(json.dumps(line) + "\n" for line in lines))
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
         for tracking in self._trackings:
@@ -120,7 +120,7 @@ class FolderRecord(Record):
             self._tell_missing(step, max((at for _, at in told), default=0), broken)
         if before is not None and before.fingerprint is not None:
             self.tell_fingerprint(before.fingerprint)
-        for entry in before.recent if before else ():  # what the first worker was lost with
+        for entry in before.recent if before else ():  # lost with the first worker
             if (entry.kind, entry.step) not in told:
                 self.log(entry)
 
@@ -172,7 +172,7 @@ class FolderRecord(Record):
 
     def close(self, status: int) -> None:
         for tracking in self._trackings:
-            if self._summary is not None:  # only now is the trace whole that W&B is shown
+            if self._summary is not None:  # now the trace, which W&B shows, is complete
                 tracking.finish(self._summary)
             tracking.close(status)
         if self._file is not None:

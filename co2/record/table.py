@@ -1,11 +1,10 @@
-"""One table, in the forms in which results are kept: Markdown, LaTeX and CSV.
+"""One table, in the forms in which results are kept: Markdown and CSV.
 
 Recipes, benchmarks, the laboratory and the simulator all write their results with `Table`. This
 module imports Python's own modules only.
 """
 
 import csv
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ class Table:
     head: Sequence[str]
     """Names of the columns."""
     rows: Sequence[Sequence[object]]
-    """Values as they were measured. Markdown and LaTeX show them by `formats`; CSV keeps them."""
+    """Values as they were measured. Markdown shows them by `formats`; CSV keeps them."""
     name: str = ""
     """Name of its CSV file, where several tables are written side by side."""
     title: str = ""
@@ -47,7 +46,8 @@ class Table:
         return cls(names, [[record[name] for name in names] for record in records])
 
     def texts(self, bold: str = "{}", escape: Callable[[str], str] = str) -> list[list[str]]:
-        """The rows as they are shown; `bold` is the form of the best values."""
+        """The rows as they are shown; `bold` is the form of the best values, `escape` that of every
+        value in the language of the page."""
         formats = [self.formats.get(name, str) for name in self.head]
 
         def text(value: object, form: Format, place: tuple[int, int]) -> str:
@@ -74,31 +74,6 @@ class Table:
         parts = [f"# {self.title}" if self.title else "", self.text, table, self.source]
         return "\n\n".join(filter(None, parts)) + "\n"
 
-    def latex(self) -> str:
-        """For the package booktabs. Where rows share a value of the first column, a rule stands
-        wherever it changes."""
-        lines, firsts = [], [row[0] for row in self.rows]
-        for number, row in enumerate(self.texts(r"\textbf{{{}}}", _escaped)):
-            if number > 0 and firsts[number] != firsts[number - 1] and len({*firsts}) < len(firsts):
-                lines.append(r"\midrule")
-            lines.append(" & ".join(row) + r" \\")
-        return "\n".join(
-            [
-                r"\begin{table}",
-                r"\centering",
-                rf"\caption{{{_escaped(f'{self.title}. {self.text}'.strip())}}}",
-                rf"\begin{{tabular}}{{{'l' * len(self.head)}}}",
-                r"\toprule",
-                " & ".join(map(_escaped, self.head)) + r" \\",
-                r"\midrule",
-                *lines,
-                r"\bottomrule",
-                r"\end{tabular}",
-                r"\end{table}",
-                "",
-            ]
-        )
-
     def write_csv(self, path: Path) -> None:
         """Write the values, not their formats; None is an empty field. Makes the folder."""
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,41 +87,3 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         return []
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
-
-
-def mean_text(values: Sequence[float], form: str = ".4f", sign: str = "") -> str:
-    """Mean ± standard deviation of a sample; the mean alone for one value.
-
-    Args:
-        form: format of both numbers.
-        sign: "+" to write the sign of a positive mean, too.
-    """
-    spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):{sign}{form}}{spread}"
-
-
-_LATEX = str.maketrans(
-    {
-        "\\": r"\textbackslash{}",
-        "%": r"\%",
-        "_": r"\_",
-        "&": r"\&",
-        "#": r"\#",
-        "<": "$<$",
-        "≥": r"$\geq$",
-        "≈": r"$\approx$",
-        "±": r"$\pm$",
-        "τ": r"$\tau$",
-        "φ": r"$\varphi$",
-        "β": r"$\beta$",
-        "·": r"$\cdot$",
-        "†": r"$\dagger$",
-        "—": "---",
-        "–": "--",
-        "`": None,
-    }
-)
-
-
-def _escaped(text: str) -> str:
-    return text.translate(_LATEX)

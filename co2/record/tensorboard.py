@@ -2,8 +2,8 @@
 
     tensorboard --logdir results/runs
 
-Each segment of a run is one more file. It tells TensorBoard to forget what earlier ones have of the
-steps that are trained again, so that every step is shown once.
+Each segment of a run is one more file. It has TensorBoard drop the steps of earlier files that are
+trained again, so that every step is shown once.
 """
 
 from importlib.util import find_spec
@@ -25,7 +25,7 @@ class TensorBoard(Tracking):
     """Writes a run's event files.
 
     Args:
-        goes_on: the segment before this one has written them too. Otherwise this one begins with
+        goes_on: whether the segment before has written event files. If not, this one begins with
             all lines of metrics.jsonl.
     """
 
@@ -39,7 +39,7 @@ class TensorBoard(Tracking):
         from torch.utils.tensorboard import SummaryWriter
 
         first = self._step + 1 if self._goes_on else 0
-        # Steps from `purge_step` on go from what earlier files have told.
+        # TensorBoard drops steps from `purge_step` on of earlier files.
         self._writer = SummaryWriter(self._folder / "tensorboard", purge_step=first)
         for line in self._lines():
             if line["step"] >= first:

@@ -1,4 +1,4 @@
-"""Tracking: shows a run in another program, as W&B and TensorBoard, while it trains."""
+"""Tracking: shows a run in another program, such as W&B or TensorBoard, while it trains."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from co2.record.metrics import Line, Summary
 
 
 class Tracking(ABC):
-    """Hears of every line of metrics.jsonl once it has begun.
+    """Receives every line of metrics.jsonl.
 
-    No error of it ends a training: it is printed in one line, and the run goes on without it.
+    Its errors end no training: the first is printed in one line, and the run goes on without it.
 
     Args:
         console: prints that line.

@@ -2,9 +2,9 @@
 
 Offline each segment is a folder `wandb/offline-run-<time>-<id>`, and `wandb sync` joins the
 segments of one id. `wandb/segments.json` keeps the id and the first and last step of each segment.
-The next segment replaces one that holds steps which are trained again, or whose process was killed
-before it had written everything: the next one then begins where that one began, with the lines of
-metrics.jsonl. So W&B has every step once.
+A new segment replaces those with steps that are trained again, and those that a killed process left
+incomplete: it begins where the first of them began, with the lines of metrics.jsonl. So W&B has
+every step once.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from co2.atomic import write_durably
 from co2.config import Config, Wandb
-from co2.record import timeline
+from co2.record import curves, timeline
 from co2.record.console import Console
-from co2.record.files import write_durably
 from co2.record.metrics import UNITS, Change, Line, Summary, flat, named, unit_of
 from co2.record.tracking import Tracking
 
@@ -129,9 +129,9 @@ class WandB(Tracking):
         import wandb
         from PIL import Image
 
-        lines, values = self._lines(), summary.as_json()
-        shown = _tables(values, lines)
-        for name, figure in _figures(self._folder, lines).items():
+        values = summary.as_json()
+        shown = _tables(values, self._lines())
+        for name, figure in _figures(self._folder).items():
             file = BytesIO()
             figure.savefig(file, dpi=150)
             shown[f"figures/{name}"] = wandb.Image(Image.open(file))
@@ -208,19 +208,9 @@ def _tables(summary: dict[str, Any], lines: Sequence[Line]) -> dict[str, Any]:
     return tables
 
 
-def _figures(run: Path, lines: Sequence[Line]) -> dict[str, "Figure"]:
-    """The loss, and the timeline of a run with trace=true."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3.4), layout="constrained")
-    axis = figure.subplots()
-    for kind, label in (("train", "training, worker 0"), ("eval", "validation, consensus")):
-        found = [e for e in lines if e["kind"] == kind and e.get("loss") is not None]
-        steps, losses = [e["step"] for e in found], [e["loss"] for e in found]
-        axis.plot(steps, losses, label=label, marker="o" if kind == "eval" else None)
-    axis.set(xlabel="steps", ylabel="loss")
-    axis.legend()
-    figures = {"loss": figure}
+def _figures(run: Path) -> dict[str, "Figure"]:
+    """The losses, and the timeline of a run with trace=true."""
+    figures = {"loss": curves.drawn(curves.chosen(curves.read([run]), [curves.LOSS]))}
     if (run / "trace" / "rank_0.json").is_file():
         figures["timeline"] = timeline.figure({timeline.title(run): timeline.read(run)})
     return figures

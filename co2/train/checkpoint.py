@@ -38,16 +38,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from co2.atomic import put_in_place, sync_folder, write_durably
 from co2.comm.collectives import gathered
 from co2.comm.mesh import Mesh
 from co2.errors import ConfigError, printable
-from co2.record.files import (
-    CHECKPOINT_FORMAT,
-    DAMAGE,
-    saved_steps,
-    unreadable,
-    write_durably,
-)
+from co2.record.files import CHECKPOINT_FORMAT, DAMAGE, saved_steps, unreadable
 from co2.train import state_file
 from co2.train.state_file import HostCopy, Split
 
@@ -263,7 +258,7 @@ class Checkpoints:
                 return Written("", f"worker {self.rank}: {name} is not finite", diverged=True)
             state_file.write(path, own, copied)
             sha256 = _sha256(path)
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
             return Written(sha256, "")
         except (OSError, RuntimeError) as failed:  # the latter: what it waited for has failed
             with contextlib.suppress(OSError):  # it may take the room that the error needs
@@ -315,11 +310,9 @@ class Checkpoints:
         for rank in written:
             _notice(aside, rank).unlink(missing_ok=True)
         write_durably(aside / MANIFEST, json.dumps({**head, "sha256": sums}, indent=1))
-        _sync_folder(aside)
         if final.exists():
             shutil.rmtree(final)
-        aside.rename(final)
-        _sync_folder(self.folder)
+        put_in_place(aside, final)
         for old in self.steps()[self.keep :]:
             shutil.rmtree(self._path(old), ignore_errors=True)
 
@@ -406,11 +399,3 @@ def _delivered(folder: Path, ranks: Iterable[int]) -> dict[int, Written]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from co2.atomic import durable
 from co2.comm.collectives import gathered
 from co2.config import Precision
 from co2.elastic.quorum import Quorum
@@ -33,7 +34,6 @@ from co2.train.samples import Samples
 from co2.train.state_file import METHOD, REPLICA, HostCopy, rebuilt, split
 from co2.train.weight_files import EMA_MODEL, MODEL, write
 from co2.train.within_replica import Replica, ReplicaState, own_buffers, whole_weights
-from co2.whole import durable
 
 T = TypeVar("T")
 

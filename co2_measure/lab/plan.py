@@ -10,7 +10,7 @@ from pathlib import Path
 from co2.arguments import whole
 from co2.errors import ConfigError, nearest, require
 from co2_measure.lab.trial import LIMIT, Change, Conditions, Trial, rate_name
-from co2_measure.peers import PEERS, check_installed, known_methods
+from co2_measure.peers import PEERS, known_methods
 
 _WORKER_BYTES = 2**30
 """An upper guess at the memory that a worker of a smoke-scale task needs."""
@@ -30,7 +30,7 @@ def plan(options: argparse.Namespace) -> tuple[list[Trial], Conditions]:
     for method in methods:
         require(method in known, "--methods", method, nearest(method, known))
         if method in PEERS:
-            check_installed(method)
+            PEERS[method].check_installed()
     repeats = whole("--repeats", options.repeats)
     conditions = Conditions(
         tuple(_change(word, rates) for word in options.schedule),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -9,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from co2.comm.clocks import Stopwatch
-from co2.config import Blocking
-from co2.methods.base import Method, MethodStats
+from co2.config import Blocking, CommConfig
+from co2.errors import require
+from co2.methods.base import BF16, Method, MethodStats
 
 
 class Peer(Method):
@@ -26,6 +28,30 @@ class Peer(Method):
     exposed_s = 0.0
     package: ClassVar[str]
     """The module that must be installed."""
+
+    def __init__(self, config: Any = None, comm: CommConfig | None = None, **settings: Any) -> None:
+        self.check_installed()
+        super().__init__(config, comm, **settings)
+
+    @classmethod
+    def check_installed(cls) -> None:
+        """Raise `ConfigError` unless the package that this peer comes from is installed."""
+        hint = "needs the extra 'peers': pip install -e '.[peers]'"
+        there = find_spec(cls.package) is not None
+        require(there, "method", cls.registered_name(), hint)
+
+    @classmethod
+    def registered_name(cls) -> str:
+        return cls.__module__.rpartition(".")[2]
+
+    def refusals(self) -> dict[str, str]:
+        return {
+            **super().refusals(),
+            BF16: "sends fp32 only",
+            "launch.workers=1": "needs 2 or more",
+            "mesh.replica_size": "takes a worker for a replica",
+            "launch.backend": "is measured over gloo only; use launch.backend=gloo",
+        }
 
     def advance(self) -> None:
         """Do one inner step, and whatever the peer does after it, if that is no hook of its."""

@@ -13,19 +13,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from co2.app.application import App
-from co2.app.tuned import Settings, is_tuned, tuned_settings
+from co2.app.tuned import Settings, Tuned
 from co2.config import Config
 from co2.errors import STOPPED, require
-from co2.methods import METHODS
 from co2.record.folder import check_data, check_folder, run_folder, settings_digest
 from co2.record.provenance import Origin, of_run
 from co2.train import launch
-from co2_measure.peers import PEERS
-from tasks import TASKS
-
-APP = App(conf=Path(__file__).parents[2] / "conf", tasks=TASKS)
-"""The same application as train.py's."""
+from train import APP
 
 SummaryJSON = dict[str, Any]
 """A run's summary.json. Any: it holds numbers, texts and groups of either."""
@@ -109,24 +103,29 @@ class TrainCell:
 
     def is_tuned(self) -> bool:
         """Whether there are the settings that this run asks for, if it has `tuned=true`."""
-        return "tuned=true" not in self.overrides or is_tuned(*self._tuned_place())
+        return "tuned=true" not in self.overrides or self._tuned().is_done(APP.conf)
 
     def tuned_settings(self) -> Settings:
         """What `tuned=true` stands for in this run. Raises `ConfigError` if nothing was tuned."""
-        return tuned_settings(*self._tuned_place())
+        return self._tuned().settings(APP.conf)
 
-    def _tuned_place(self) -> tuple[Path, str, str, str, dict[str, str]]:
+    def _tuned(self) -> Tuned:
         words = dict(word.split("=", 1) for word in self.overrides)
         task, method, scale = (words[key] for key in ("task", "method", "scale"))
         own = {key.partition(".")[2]: words[key] for key in words if key.startswith(f"{method}.")}
-        return APP.conf, task, method, scale, own
+        return tuned(task, method, scale, own)
+
+
+def tuned(task: str, method: str, scale: str, node: Mapping[str, object]) -> Tuned:
+    """The settings of a method that are tuned as one; `node` are those given, by key."""
+    return Tuned(task, method, scale, node, APP.methods[method].Config)
 
 
 def tuned_words(task: str, method: str) -> tuple[str, ...]:
     """What was tuned for a task and method at smoke scale and conf's own τ, as overrides. For runs
     with another τ, too, with which `tuned=true` is refused unless that was tuned. Raises
     `ConfigError` if nothing was tuned."""
-    settings = tuned_settings(APP.conf, task, method, "smoke", {})
+    settings = tuned(task, method, "smoke", {}).settings(APP.conf)
     return tuple(f"{name}={value}" for name, value in settings.items())
 
 
@@ -150,7 +149,7 @@ def own_words(words: Iterable[str]) -> tuple[str, ...]:
         if value.startswith("×"):
             value = f"{float(values[key]) * float(value[1:]):.6g}"
         values[key] = value
-    others = {*METHODS, *PEERS} - {values.get("method")}
+    others = APP.methods.keys() - {values.get("method")}
     return tuple(
         f"{key}={value}" for key, value in values.items() if key.partition(".")[0] not in others
     )

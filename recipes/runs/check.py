@@ -11,12 +11,11 @@ from pathlib import Path
 
 import yaml
 
-from co2.app.tuned import GAP, MOMENTS, tune_command
+from co2.app.tuned import GAP, MOMENTS
 from co2.program import python
 from co2.record.fingerprint import parts
 from co2.record.metrics import flat
 from co2.record.table import read_csv
-from co2_measure.peers import known_methods
 from recipes.recipe import Recipe
 from recipes.runs import cells, fingerprints, measured
 from recipes.runs.fingerprints import Line
@@ -157,7 +156,7 @@ def _again(key: Sequence[str], trials: int) -> str:
     task, method, tau, moments, gap, scale = key
     node = {**({"tau": tau} if tau else {}), MOMENTS: moments or "false"}
     node |= {GAP: gap} if gap else {}
-    return f"{python()} {tune_command(task, method, scale, node, trials)}"
+    return f"{python()} {cells.tuned(task, method, scale, node).command(trials)}"
 
 
 def _winners(trials: Lines, scale: str) -> Iterator[Finding]:
@@ -197,10 +196,11 @@ def _winners(trials: Lines, scale: str) -> Iterator[Finding]:
 
 def _command_of(path: Path, scale: str) -> str:
     """The search that would write this file."""
-    method = max((name for name in known_methods() if path.stem.startswith(name)), key=len)
+    method = max((name for name in cells.APP.methods if path.stem.startswith(name)), key=len)
     tau = re.search(r"_tau(\d+)", path.stem)
     node = {**({"tau": tau[1]} if tau else {}), MOMENTS: str(MOMENTS in path.stem)}
-    return tune_command(path.parent.name, method, scale, node).removeprefix("-m recipes ")
+    command = cells.tuned(path.parent.name, method, scale, node).command()
+    return command.removeprefix("-m recipes ")
 
 
 def _key(words: Sequence[str]) -> list[str]:

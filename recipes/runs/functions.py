@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
+from co2.atomic import write_durably
 from co2.errors import require
-from co2.record.files import write_durably
 from co2.record.provenance import Origin, manifest, of_run
 from recipes.recipe import RUNS, Column, Row
 from recipes.runs.cells import SummaryJSON, read_summary

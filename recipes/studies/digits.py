@@ -36,7 +36,7 @@ from torch.nn.functional import cross_entropy
 
 import co2
 from co2.config import OptimConfig
-from co2.record.table import NOTHING, Table, mean_text
+from co2.record.table import NOTHING, Table
 from co2.train.schedule import learning_rate
 from recipes.recipe import Recipe, Row, Rows
 from recipes.runs.functions import FunctionCell, FunctionColumn
@@ -57,6 +57,12 @@ SIMULATION = {
     ("adam", "Local SGD"): "0.26",
 }
 """Test cross-entropy that the simulation found with 8 replicas, 960 steps and 4 seeds."""
+
+
+def mean_text(values: Sequence[float], form: str) -> str:
+    """Mean ± standard deviation of a sample, both of this format; the mean alone for one value."""
+    spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{form}}{spread}"
 
 
 def digits(seed: int) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from co2.record.table import Table, read_csv
 from recipes.recipe import SCALES, Recipe
 from recipes.runs import measured
 from recipes.tables import answer, figures, finalists, headline, layout, pages, report
+from recipes.tables.latex import latex
 
 PAPERS = Path(__file__).parents[2] / "results" / "paper.csv"
 """The papers' own values, in a clone as in an installed package."""
@@ -64,10 +65,10 @@ def write_tables(tables: Sequence[Table], stem: Path) -> Iterator[Path]:
     """
     stem.parent.mkdir(parents=True, exist_ok=True)
     full = [table for table in tables if table.rows]
-    pages, latex = (stem.with_name(f"{stem.name}.{kind}") for kind in ("md", "tex"))
+    pages, tex = (stem.with_name(f"{stem.name}.{kind}") for kind in ("md", "tex"))
     pages.write_text("\n".join(table.page() for table in tables))
-    latex.write_text("\n".join(table.latex() for table in full))
-    yield from (pages, latex)
+    tex.write_text("\n".join(latex(table) for table in full))
+    yield from (pages, tex)
     for table in full:
         path = stem.with_name(f"{table.name}.csv")
         table.write_csv(path)

@@ -27,11 +27,11 @@ from pathlib import Path
 
 import yaml
 
-from co2.app.tuned import GAP, MOMENTS, tune_command, tuned_file
+from co2.app.tuned import GAP, MOMENTS
+from co2.atomic import write_durably
 from co2.config import Config, OptimConfig
 from co2.errors import DIVERGED, nearest, require
 from co2.methods import METHODS
-from co2.record.files import write_durably
 from co2.record.provenance import require_clean
 from co2.record.table import Table, read_csv
 from recipes.runs import cells, fingerprints
@@ -375,10 +375,10 @@ def tuned_text(search: Sequence[Line]) -> tuple[Path, str]:
     best = winner(search)
     assert best is not None
     own = {key: best[key] for key in ("tau", MOMENTS, GAP) if best.get(key)}
-    place = (best["task"], best["method"], best["scale"], own)
+    place = cells.tuned(best["task"], best["method"], best["scale"], own)
     border, trials = at_border(search, best), len(rungs(search)[0])
     head = [
-        f"Written by: python {tune_command(*place, trials)}",
+        f"Written by: python {place.command(trials)}",
         f"Trial {best['trial']} of {trials}, then best at the full {best['rung']} steps: a loss of "
         f"{float(best['loss']):.4f} on the tuning part of the data",
         f"with seed {best['seed']}. Commit {best['commit']}.",
@@ -391,7 +391,7 @@ def tuned_text(search: Sequence[Line]) -> tuple[Path, str]:
         nodes.setdefault(node, {})[key] = value
     comments = "".join(f"# {line}\n" for line in head)
     text = yaml.safe_dump(nodes, sort_keys=False)
-    return tuned_file(Path(), *place), f"# @package _global_\n{comments}{text}"
+    return place.file, f"# @package _global_\n{comments}{text}"
 
 
 def _conclude(search: Search, trials: int) -> bool:

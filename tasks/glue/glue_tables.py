@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from co2.atomic import locked, require_writable
 from co2.errors import first_line
-from co2.whole import locked, require_writable
 from tasks.glue.examples import Examples, documents
 from tasks.shared.progress import progress
 from tasks.text.store import FORMAT, PARTS, Store, create, open_store, token_dtype

@@ -26,8 +26,8 @@ from pathlib import Path
 
 import numpy as np
 
+from co2.atomic import locked
 from co2.errors import ConfigError
-from co2.whole import locked
 from tasks.graph.edges import write_rows
 from tasks.graph.folder import FORMAT, LABEL, PARTS, GraphFolder, create, open_graph, write_array
 from tasks.graph.source import Function, Program

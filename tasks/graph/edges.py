@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from co2.whole import to_disk
+from co2.atomic import to_disk
 from tasks.graph.folder import neighbour_type
 
 MEMORY = 1 << 30

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from co2.whole import refuse_others, to_disk, written_aside
+from co2.atomic import refuse_others, to_disk, written_aside
 from tasks.shared.progress import progress
 
 FORMAT = 1
@@ -148,7 +148,7 @@ def create(
     """Make a graph aside and move it to `folder`, where it replaces a damaged one.
 
     Args:
-        folder: place of the graph. The caller holds `co2.whole.locked(folder)`.
+        folder: place of the graph. The caller holds `co2.atomic.locked(folder)`.
         fill: writes all files but graph.json into the folder that it is given, and returns
             "nodes", "edges", "features", "classes", "parts" ({"train": …, "val": …, "test": …},
             counts) and "types" ({"features": …, "neighbours": …}, names of NumPy's types).

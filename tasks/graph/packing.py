@@ -24,8 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
+from co2.atomic import to_disk
 from co2.errors import ConfigError
-from co2.whole import to_disk
 from tasks.graph.direct import PAGE, DirectFile, gathered
 from tasks.graph.folder import GraphFolder
 from tasks.graph.plan import Draft

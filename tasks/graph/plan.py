@@ -26,8 +26,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from co2.atomic import locked, to_disk, written_aside
 from co2.errors import ConfigError
-from co2.whole import locked, to_disk, written_aside
 from tasks.graph.batches import Batches
 from tasks.graph.direct import Readers
 from tasks.graph.folder import neighbour_type

@@ -10,8 +10,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from co2.atomic import locked
 from co2.errors import ConfigError, require
-from co2.whole import locked
 from tasks.ade20k.pairs import FOLDER, SPLITS, BadPair, Pairs, listed, read_pair
 from tasks.prepare.samples import broken
 from tasks.shared.progress import progress

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from co2.atomic import locked, require_writable
 from co2.errors import ConfigError, require
-from co2.whole import locked, require_writable
 from tasks.prepare.samples import broken
 from tasks.shared.corpus import user_corpus
 from tasks.shared.progress import progress

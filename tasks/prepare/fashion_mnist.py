@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from co2.atomic import locked, written_aside
 from co2.errors import ConfigError, require
-from co2.whole import locked, written_aside
 from tasks.vision.images import PARTS
 from tasks.vision.packed import FASHION_MNIST, files, packed
 

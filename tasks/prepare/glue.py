@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from co2.atomic import locked, require_writable
 from co2.errors import ConfigError
-from co2.whole import locked, require_writable
 from tasks.glue.glue_tables import GLUE_TASKS, BadTable, read_split
 from tasks.prepare.documents import brief
 from tasks.shared.progress import progress

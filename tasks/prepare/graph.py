@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from co2.atomic import locked
 from co2.errors import ConfigError, require, require_count
-from co2.whole import locked
 from tasks.graph.edges import Edges, write_rows
 from tasks.graph.folder import (
     LABEL,

@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
+from co2.atomic import locked
 from co2.errors import ConfigError, require
-from co2.whole import locked
 from tasks.prepare.samples import broken
 from tasks.shared.pictures import FORMATS, BadImage, decode
 from tasks.shared.progress import progress

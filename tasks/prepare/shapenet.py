@@ -19,8 +19,8 @@ from typing import IO
 
 import numpy as np
 
+from co2.atomic import locked
 from co2.errors import ConfigError, first_line, require
-from co2.whole import locked
 from tasks.prepare.samples import broken
 from tasks.shapenet import modelnet40
 from tasks.shapenet.clouds import (

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from co2.whole import refuse_others, to_disk, written_aside
+from co2.atomic import refuse_others, to_disk, written_aside
 from tasks.shared.progress import progress
 
 FORMAT = 1

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from co2.atomic import locked, require_writable
 from co2.config import DataConfig
 from co2.errors import ConfigError, require
 from co2.program import python
-from co2.whole import locked, require_writable
 from tasks.shared.corpus import Corpus, embedded_corpus, user_corpus
 from tasks.shared.progress import progress
 from tasks.text.store import (

@@ -367,7 +367,7 @@ def test_write_durably_replaces_whole_files_only(tmp_path: Path) -> None:
     for moment in (1, 2):
         assert dies_at(moment, lambda: checkpoint.write_durably(path, "new" * 999))
         assert path.read_text() == "old"
-    checkpoint.write_durably(path, "new")
+    assert dies_at(3, lambda: checkpoint.write_durably(path, "new")), "its name is synced as well"
     assert path.read_text() == "new"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file.json"]
 

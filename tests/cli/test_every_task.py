@@ -51,7 +51,9 @@ def test_composes(place: tuple[str, str], method: str) -> None:
     task, scale = place
     choice = [f"task={task}", f"method={method}", f"scale={scale}", "launch.workers=2"]
     with initialize_config_dir(config_dir=str(train.APP.conf), version_base="1.3"):
-        values, _ = with_tuned(train.APP.conf, plain(compose("config", choice)), choice)
+        values, _ = with_tuned(
+            train.APP.conf, plain(compose("config", choice)), choice, train.APP.methods
+        )
     config = typed(values, METHODS, TASKS)
     assert (config.task, config.method, config.scale) == (task, method, scale)
     made = train.APP.make_task(config)

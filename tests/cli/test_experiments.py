@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,7 +17,6 @@ from co2.config import Config
 from co2.errors import ConfigError
 from co2.record.folder import run_folder
 from co2.train.randomness import deterministic
-from tasks import TASKS
 from tests.cli.harness import ROOT, SMALL, configured, metrics, pooled, tasks_at
 from tests.docs.commands import NotInstalled, check
 from tests.workers import Pool
@@ -95,7 +95,7 @@ def app(tmp_path: Path) -> App:
     """With an experiment `mine`."""
     shutil.copytree(ROOT / "conf", tmp_path / "conf")
     (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(MINE)
-    return App(conf=tmp_path / "conf", tasks=TASKS)
+    return replace(train.APP, conf=tmp_path / "conf")
 
 
 def found(app: App, *words: str) -> tuple[object, ...]:

@@ -21,11 +21,9 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 import train
-from co2.app.finished import opened
 from co2.errors import ConfigError
 from co2.task import Task
 from co2.train import init_from
-from tasks import TASKS
 from tasks.text.gpt2 import GPT2
 from tasks.text.roberta import RoBERTa, roberta_ids
 from tests.cli.harness import ROOT, configured, contents, folder_of, small, weights
@@ -147,7 +145,7 @@ def test_gpt2(finished: Finished, exported: Finished) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = exported("gpt2")
-    names, run = read(folder), opened(TASKS, str(finished("gpt2")))
+    names, run = read(folder), train.APP.open(str(finished("gpt2")))
     model, tokenizer, own = names["model"], names["tokenizer"], run.model()
     assert isinstance(run.task, GPT2)
     learned = run.task.tokenizer()
@@ -164,7 +162,7 @@ def test_gpt2(finished: Finished, exported: Finished) -> None:
 
 def test_roberta(finished: Finished, exported: Finished) -> None:
     folder = exported("roberta")
-    names, run = read(folder), opened(TASKS, str(finished("roberta")))
+    names, run = read(folder), train.APP.open(str(finished("roberta")))
     model, tokenizer, own = names["model"], names["tokenizer"], run.model()
     assert isinstance(run.task, RoBERTa)
     text = text_of(run.task)
@@ -184,7 +182,7 @@ def test_roberta(finished: Finished, exported: Finished) -> None:
 
 
 def test_glue(finished: Finished, exported: Finished) -> None:
-    names, own = read(exported("glue")), opened(TASKS, str(finished("glue"))).model()
+    names, own = read(exported("glue")), train.APP.open(str(finished("glue"))).model()
     given = names["tokenizer"](["the round", "anchor"], padding=True, return_tensors="pt")
     logits = names["model"](**given).logits
     assert logits.shape == (2, 2)
@@ -194,7 +192,7 @@ def test_glue(finished: Finished, exported: Finished) -> None:
 @pytest.mark.parametrize("task", ["vit", "resnet50"])
 def test_images(finished: Finished, exported: Finished, task: str) -> None:
     folder, images = exported(task), torch.rand(3, 3, 28, 28)
-    model, own = read(folder)["model"].eval(), opened(TASKS, str(finished(task))).model()
+    model, own = read(folder)["model"].eval(), train.APP.open(str(finished(task))).model()
     assert torch.equal(model(images), own(images))
     about = json.loads((folder / "config.json").read_text())
     assert about["num_classes"] == 10 and about["pretrained_cfg"]["input_size"] == [3, 28, 28]
@@ -205,7 +203,7 @@ def test_transformers_names_the_classes(finished: Finished, exported: Finished) 
     """It reads what timm does, with the names that predictions are shown by."""
     from transformers import AutoModelForImageClassification
 
-    images, own = torch.rand(3, 3, 28, 28), opened(TASKS, str(finished("vit"))).model()
+    images, own = torch.rand(3, 3, 28, 28), train.APP.open(str(finished("vit"))).model()
     model = AutoModelForImageClassification.from_pretrained(exported("vit"))
     assert torch.equal(model(images).logits, own(images))
     assert model.config.id2label == {n: str(n) for n in range(10)}
@@ -472,7 +470,7 @@ def test_a_run_of_an_older_version(finished: Finished, tmp_path: Path) -> None:
     older = re.sub(r"\n  clip_norm: .*", "", text)
     assert older != text
     (run / "config.yaml").write_text(older)
-    assert opened(TASKS, str(run)).config.train.clip_norm is None
+    assert train.APP.open(str(run)).config.train.clip_norm is None
 
 
 def test_other_data(

@@ -6,6 +6,7 @@ Nothing in them is run, nothing is written, and what is said of them is one line
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,8 @@ import torch
 import yaml
 
 import train
-from co2.app.application import App
 from co2.record.folder import plain, run_folder
 from co2.train import launch
-from tasks import TASKS
 from tests.cli.harness import TOY, configured
 from tests.cli.refused import MARK, Payload, files, pickled, refused, tagged
 from tests.grids import first_of_each
@@ -234,7 +233,7 @@ def test_configuration(here: Path, capsys: pytest.CaptureFixture[str], kind: str
     (conf / name).parent.mkdir(exist_ok=True)
     (conf / name).write_text(make(here))
     before = files(here)
-    app = App(conf, TASKS)
+    app = replace(train.APP, conf=conf)
     words = ["task=toy", "method=co2", *(["tuned=true"] if name.startswith("tuned") else [])]
     assert says in refused(app.main, words, capsys)
     assert files(here) == before and MARK not in before

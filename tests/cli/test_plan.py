@@ -12,6 +12,7 @@ from co2.app.plan import Need, Place, Planner, course, lines
 from co2.errors import REFUSED, ConfigError
 from co2.gpus import GPUS
 from co2.train.estimate import flops, holdings
+from recipes.paper import plan as recipe
 from tests.cli.harness import configured, small, tasks_at
 
 PAPER = tasks_at("paper")
@@ -217,24 +218,25 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_the_examples_of_its_help(
-    example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "results").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plan, "PAPER_TASKS", ("shapenet",))
+def test_the_examples_of_its_help(example: str) -> None:
     _, _, _, *words = example.split()
     assert train.APP.main(words) == 0
 
 
-def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "PAPER_TASKS", ("vit", "transnormer"))
+def test_the_page_of_all_tasks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe, "TASKS", ("vit", "transnormer"))
     alone = ("mesh.replica_size=1", "mesh.strategy=ddp")
     words = ["transnormer.size=1b", "train.batch_size=1", *alone, "--gpus", "8", "--gpu", "l4"]
-    assert train.APP.main(["plan", "--all", *words]) == 0
-    *_, vit, transnormer = capsys.readouterr().out.splitlines()
-    assert vit.startswith("| vit | transnormer.size=1b")
+    assert recipe.main([*words, "--out", str(tmp_path / "plan.md")]) == 0
+    page = capsys.readouterr().out
+    assert (tmp_path / "plan.md").read_text() == page
+    *_, vit, transnormer, end = page.split("\n")
+    assert vit.startswith("| vit | transnormer.size=1b") and end == ""
     assert transnormer.startswith("| transnormer mesh.replica_size=2 mesh.strategy=zero2")
+    assert recipe.main(["--gpus", "none"]) == REFUSED
+    assert capsys.readouterr().err.startswith("error: --gpus=none: must be a whole number")
 
 
 class TestBeforeItIsQueued:

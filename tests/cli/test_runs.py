@@ -5,12 +5,13 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import hydra
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,8 +19,10 @@ import yaml
 from torch import Tensor, nn
 
 import train
+from co2.app import compose
+from co2.app.application import App
 from co2.config import OptimConfig, Schedule, Validation
-from co2.errors import DIVERGED
+from co2.errors import DIVERGED, REFUSED
 from co2.methods import METHODS
 from co2.methods.allreduce import AllReduce
 from co2.methods.base import MethodStats
@@ -334,6 +337,30 @@ def test_a_sweep_of_tau(tmp_path: Path) -> None:
         assert config["co2"]["tau"] == tau
     finals = {summary(folder)["final"]["loss"] for folder in folders(runs)}
     assert len(finals) == 3
+
+
+def test_a_sweep_composes_each_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, trained, original = [], [], compose._compose
+
+    def count(folder: Path, words: Sequence[str]) -> compose.Values:
+        made.append(words)
+        return original(folder, words)
+
+    monkeypatch.setattr(compose, "_compose", count)
+    monkeypatch.setattr(App, "run", lambda self, config, origin: trained.append(config) or 1)
+    monkeypatch.setattr(hydra, "main", None)
+    sweep = ["-m", "task=toy", "method=co2", "co2.tau=1,3", f"runs={tmp_path}"]
+    assert train.APP.main(sweep) == 1
+    assert len(made) == 2 and [config.method_config.tau for config in trained] == [1, 3]
+
+
+def test_two_runs_of_a_sweep_in_one_folder(tmp_path: Path) -> None:
+    """Both were checked before the first one made it."""
+    words = ("train.steps=2", "launch.workers=1", "tag=one")
+    ended = cli("-m", "method=co2", "co2.tau=1,3", *words, runs=tmp_path / "runs")
+    assert ended.status == REFUSED and "holds a run with co2.tau=1; give this one a" in ended.err
+    (folder,) = folders(tmp_path / "runs")
+    assert yaml.safe_load((folder / "config.yaml").read_text())["co2"]["tau"] == 1
 
 
 def test_a_failed_job_of_a_sweep_loses_no_other(tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 import train
 from co2.app import sample
-from co2.app.finished import opened
-from tasks import TASKS
 from tasks.text.causal import CausalText
 
 Finished = Callable[[str], Path]
@@ -43,7 +41,7 @@ def test_the_likeliest_token_each_time(
     finished: Finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Against the model itself, beyond its context, whose last tokens it then sees."""
-    run = opened(TASKS, str(finished("gpt2")))
+    run = train.APP.open(str(finished("gpt2")))
     assert isinstance(run.task, CausalText)
     text = run.task.tokenizer()
     assert text is not None

@@ -25,10 +25,10 @@ from co2.app.compose import preflight
 from co2.config import Config
 from co2.errors import ConfigError
 from co2.methods import METHODS
-from co2_measure import peers
 from co2_measure.lab.plan import plan
 from co2_measure.lab.training import trial_overrides
 from co2_measure.lab.trial import LIMIT
+from co2_measure.peers import base as peers
 from co2_measure.simulate import __main__ as simulate
 from recipes.registry import RECIPES
 from tasks import TASKS

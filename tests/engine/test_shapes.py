@@ -12,7 +12,6 @@ from co2.gpus import GPUS, gpu_of
 from co2.methods import METHODS
 from co2.train.estimate import Live, holdings, work
 from co2.train.within_replica import checkpoint_activations
-from co2_measure import peers
 
 
 def run_of(*overrides: str) -> Config:
@@ -29,7 +28,7 @@ def held_in_training(config: Config) -> tuple[int, int]:
     bf16 = config.train.precision.value == "bf16"
     with Live(module) as live:
         optimizer = task.optimizer(module)
-        method = peers.make_method(config)
+        method = train.APP.make_method(config)
         wrapped = method.prepare(module, optimizer, Mesh.world(device="cpu"), lambda step: 1e-3)
         for _ in range(3):
             for _ in range(config.train.accumulate):

@@ -8,7 +8,7 @@ import pytest
 
 import co2
 from co2_measure.lab.__main__ import main
-from co2_measure.peers import PEERS, check_installed
+from co2_measure.peers import PEERS
 from tests.counted_bytes import measured_and_counted
 from tests.counted_bytes import needs_root as namespace
 from tests.engine.test_lab import TOY, needs_root, traces
@@ -21,7 +21,7 @@ def installed() -> list[str]:
 
 def lab_takes(name: str) -> bool:
     try:
-        check_installed(name)
+        PEERS[name].check_installed()
     except co2.ConfigError:
         return False
     return True

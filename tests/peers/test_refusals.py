@@ -7,9 +7,8 @@ import pytest
 
 from co2.errors import ConfigError
 from co2.train import launch
-from co2_measure import peers
 from co2_measure.lab.__main__ import main
-from co2_measure.peers import PEERS
+from co2_measure.peers import PEERS, base
 from tests.cli.harness import configured
 
 MISSING = "needs the extra 'peers': pip install -e '.[peers]'"
@@ -18,12 +17,12 @@ FOREIGN = [name for name in PEERS if PEERS[name].package != "torch"]
 
 @pytest.fixture
 def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    monkeypatch.setattr(base, "find_spec", lambda name: None)
 
 
 @pytest.fixture
 def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "find_spec", lambda name: name)
+    monkeypatch.setattr(base, "find_spec", lambda name: name)
 
 
 @pytest.mark.usefixtures("nothing_installed")

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from co2.record.table import Table, mean_text, read_csv
+from co2.record.table import Table, read_csv
+from recipes.studies.digits import mean_text
+from recipes.tables.latex import latex
 
 TABLE = Table(
     head=["task", "a_b", "share"],
@@ -54,7 +56,7 @@ def test_records_are_rows_and_the_head_picks_columns(tmp_path: Path) -> None:
 
 
 def test_latex_is_escaped_and_has_a_rule_where_the_first_column_changes() -> None:
-    lines = TABLE.latex().splitlines()
+    lines = latex(TABLE).splitlines()
     assert r"\caption{Title. $\tau$ = 12 \& code.}" in lines
     start = lines.index(r"\toprule")
     assert lines[start + 1 : start + 7] == [
@@ -68,14 +70,15 @@ def test_latex_is_escaped_and_has_a_rule_where_the_first_column_changes() -> Non
 
 
 def test_latex_has_no_rules_where_every_row_has_a_name_of_its_own() -> None:
-    rows = Table(["method", "a"], [["x", "1 ≈"], ["y", "2"]], title="T.").latex().splitlines()
+    table = Table(["method", "a"], [["x", "1 ≈"], ["y", "2"]], title="T.")
+    rows = latex(table).splitlines()
     assert rows.count(r"\midrule") == 1, "below the head"
     assert r"x & 1 $\approx$ \\" in rows
 
 
 def test_mean_and_deviation() -> None:
     assert mean_text([1.0, 2.0, 3.0], ".2f") == "2.00 ± 1.00"
-    assert mean_text([0.015], ".1%", sign="+") == "+1.5%"
+    assert mean_text([0.015], ".1%") == "1.5%"
 
 
 def test_a_table_needs_no_torch() -> None:

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from co2.atomic import durable
 from co2.comm.collectives import gathered, local
 from co2.comm.waiting import everyone
 from co2.errors import ConfigError, WrongCall, require
 from co2.methods.shared.state import Stateful
-from co2.whole import durable
 
 _NAME = re.compile(r"step(\d+)_worker(\d+)of(\d+)\.pt")
 

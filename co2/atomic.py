@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all, also after a crash of the machine."""
 
 import hashlib
 import os
@@ -15,20 +15,25 @@ from co2.errors import ConfigError
 
 @contextmanager
 def durable(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write in, aside; it is fsynced and renamed at the end. After a crash the file is
-    whole, or as it was before. Raises `OSError`, which names the file and leaves nothing aside."""
+    """A file to write in, aside; at the end it becomes `path`. Raises `OSError`, which names the
+    file and leaves nothing aside."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with aside.open("wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        aside.rename(path)
+            to_disk(file)
+        put_in_place(aside, path)
     except BaseException as error:
         aside.unlink(missing_ok=True)
         if isinstance(error, OSError):
             error.filename = str(path)
         raise
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a small file as `durable` does."""
+    with durable(path) as file:
+        file.write(text.encode())
 
 
 @contextmanager
@@ -103,10 +108,28 @@ def to_disk(file: IO[bytes] | IO[str]) -> None:
     os.fsync(file.fileno())
 
 
+def put_in_place(aside: Path, place: Path) -> None:
+    """Rename a file or folder whose files are on the disk, so that the new name is there, too.
+    Raises `OSError`."""
+    if aside.is_dir():
+        sync_folder(aside)
+    aside.rename(place)
+    sync_folder(place.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def _move(aside: Path, folder: Path, sound: Callable[[], bool]) -> None:
     for _ in range(10):
         try:
-            os.rename(aside, folder)
+            put_in_place(aside, folder)
             return
         except OSError:
             if not folder.exists():

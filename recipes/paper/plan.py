@@ -1,0 +1,95 @@
+"""What the published recipes would take: a plan of each of the CO2 paper's tasks, as a page.
+
+    python -m recipes.paper.plan --gpus 64 --out results/plan.md
+
+It takes the flags and overrides of `python -m co2 plan`, a minute, and no GPU.
+"""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from co2 import program
+
+with program.starting(__name__):
+    from co2.app.plan import DoesNotFit, Need, Place, Planner, asked, course, gb, parser
+    from co2.errors import ConfigError
+    from co2.gpus import GPUS
+    from co2.record.table import Table
+    from co2.train import launch
+    from recipes.runs.cells import APP
+
+TASKS = ("resnet50", "vit", "ade20k", "shapenet", "gpt2", "transnormer", "roberta")
+_HEAD = ("task", "parameters", "GPUs", "global batch", "steps", "memory of a GPU", "flop a step",
+         "exposed", "exposed, allreduce", "days", "checkpoint")  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line. Returns the exit status."""
+    flags = parser("python -m recipes.paper.plan", __doc__ or "")
+    flags.add_argument("--out", type=Path, metavar="FILE", help="write the page into FILE")
+    try:
+        options, overrides, place, gpus = asked(flags, argv)
+        text = page(shlex.join(argv), overrides, place, gpus)
+    except ConfigError as error:
+        return launch.refuse(error)
+    print(text, end="")
+    if options.out is not None:
+        options.out.write_text(text, encoding="utf-8")
+    return 0
+
+
+def page(flags: str, overrides: Sequence[str], place: Place, gpus: int | None) -> str:
+    """The plans of all tasks, with what they rest on. One that cannot be made says why."""
+    rows: list[Sequence[object]] = []
+    for task in TASKS:
+        words = [f"task={task}", "scale=paper", *overrides]
+        try:
+            rows.append(_row(task, words, place, gpus))
+        except ConfigError as error:
+            rows.append((task, error, *[""] * (len(_HEAD) - 2)))
+    text = f"""Worked out and simulated, not measured: `python -m recipes.paper.plan {flags}`. On
+{place.gpu} at MFU {place.mfu:g}, servers of {place.server_size} with a link of {place.link}.
+Settings beside a task are those with which it fits. Where a batch does not divide among all GPUs,
+it is planned for half of them, or a quarter. Exposed is the share of the time that GPUs wait for
+the network."""
+    return Table(_HEAD, rows, title="What the published recipes would take", text=text).page()
+
+
+def _row(task: str, words: Sequence[str], place: Place, gpus: int | None) -> Sequence[object]:
+    settings: Sequence[str] = ()
+    try:
+        need = _planned(words, place, gpus)
+    except DoesNotFit as error:
+        if not error.settings:
+            raise
+        settings = error.settings
+        need = _planned([*words, *settings], place, gpus)
+    found = course(need, place)
+    exposed = [
+        None if figures is None else f"{figures.exposed_share:.1%}"
+        for figures in (found.own, found.allreduce)
+    ]
+    return (
+        " ".join([task, *settings]), f"{need.held.num_parameters / 1e6:,.0f} M", need.workers,
+        f"{need.global_batch:,}", f"{need.config.train.steps:,}", gb(need.num_bytes),
+        f"{need.flops:.3g}", *exposed, f"{found.days:.3g}", gb(need.held.saved_bytes),
+    )  # fmt: skip
+
+
+def _planned(words: Sequence[str], place: Place, gpus: int | None) -> Need:
+    """On half of the GPUs, or a quarter, where the batch does not divide among all."""
+    planner = Planner(APP.planned, APP.make_task, words, GPUS[place.gpu].usable_bytes)
+    if gpus is None:
+        return planner.smallest()
+    try:
+        return planner.fitting(gpus)
+    except ConfigError as error:
+        if gpus == 1 or error.key != "train.global_batch":
+            raise
+    return _planned(words, place, gpus // 2)
+
+
+if __name__ == "__main__":
+    program.run(lambda: main(sys.argv[1:]))
