@@ -7,16 +7,16 @@ that neither the number of members nor a slow link makes healthy ones look silen
     every 0.1 s            one `multi_get` for what must be known at once: how many are gone, and
                            whether this generation is over
 
-A member is silent once its sign has not changed for `silent_s`, and in several looks: a look takes
-as long as the link needs, and after this process itself was stopped, the first ones tell nothing.
-One that has gone is lost at once, also if it has gone before anybody watched it: who is gone is
-known of all processes of the run, not of those alone that are watched.
+A member is silent once its sign has not changed for `silent_s` (`Sign`). One that has gone is lost
+at once, also if it has gone before anybody watched it: who is gone is known of all processes of the
+run, not of those alone that are watched.
+
+The machines of a run give signs of life in the same way (co2/elastic/store.py).
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -27,7 +27,7 @@ TICK_PER_MEMBER_S = 0.0005
 _SIGNS = 10
 """Signs of life in `silent_s`."""
 _LOOKS = 5
-"""In which a sign must not have changed."""
+"""Fewest in which a sign must not have changed."""
 _START_S = 600.0
 """A process that has given no sign of life yet may still be importing."""
 STOP = "stop"
@@ -64,16 +64,37 @@ def has_lived(store: dist.Store, number: int) -> bool:
     return any(number in listed(store.get(name)) for name in names)
 
 
-@dataclass
-class _Sign:
-    """A member's last sign of life."""
+class Sign:
+    """A last sign of life, and for how long it has been the last.
 
-    value: bytes
-    """Empty while there was none."""
-    since: float
-    """When it was new."""
-    looks: int = 0
-    """How many times it was the same since."""
+    Between two looks at most a fifth of `silent_s` counts: a look takes as long as the link needs,
+    and after this process itself was stopped, the first ones tell nothing.
+
+    Args:
+        silent_s: seconds after which whoever gave it is silent.
+        now: when one first looks for it.
+    """
+
+    def __init__(self, silent_s: float, now: float) -> None:
+        self.value = b""
+        """Empty while there was none."""
+        self._silent_s, self._began, self._looked, self._counted = silent_s, now, now, 0.0
+
+    def seen(self, value: bytes, now: float) -> None:
+        """Take note of what a look has found."""
+        self._counted = self._silence(now) if value == self.value else 0.0
+        self.value, self._looked = value, now
+
+    def silence(self, now: float) -> float:
+        """The seconds for which there was no other, if they are too many; else 0."""
+        if not self.value:
+            waited = now - self._began
+            return waited if waited > _START_S else 0.0
+        silent = self._silence(now)
+        return silent if silent > self._silent_s else 0.0
+
+    def _silence(self, now: float) -> float:
+        return self._counted + min(now - self._looked, self._silent_s / _LOOKS)
 
 
 class Heartbeat:
@@ -104,7 +125,7 @@ class Heartbeat:
         """How long the store took to answer last."""
         self._lock = threading.Lock()
         """Of the following three."""
-        self._signs: dict[int, _Sign] = {}
+        self._signs: dict[int, Sign] = {}
         self._gone: set[int] = set()
         self._generation: int | None = None
         """Of those that are watched, once they are members; None: nobody's yet, or over."""
@@ -129,7 +150,7 @@ class Heartbeat:
         if generation is not None:
             self.store.compare_set(key("broken", generation), "", "0")  # so that it is there
         with self._lock:
-            self._signs = {one: self._signs.get(one) or _Sign(b"", now) for one in ids}
+            self._signs = {one: self._signs.get(one) or Sign(self.silent_s, now) for one in ids}
             self._generation = generation
 
     def silence(self, one: int) -> str:
@@ -139,13 +160,8 @@ class Heartbeat:
             if one in self._gone:
                 return "gone"
             sign = self._signs.get(one)
-        if sign is None:  # not watched any more
-            return ""
-        silent = self._clock() - sign.since
-        if not sign.value:
-            return f"silent for {silent:.0f} s" if silent > _START_S else ""
-        lost = silent > self.silent_s and sign.looks >= _LOOKS
-        return f"silent for {silent:.0f} s" if lost else ""
+            silent = sign.silence(self._clock()) if sign else 0.0  # or not watched any more
+        return f"silent for {silent:.0f} s" if silent else ""
 
     def close(self) -> None:
         """End the thread."""
@@ -175,8 +191,9 @@ class Heartbeat:
 
     def _look_at_signs(self) -> None:
         with self._lock:
-            silent = [one for one, sign in self._signs.items() if not sign.value]
-            known = [one for one, sign in self._signs.items() if sign.value]
+            signs = self._signs
+            silent = [one for one, sign in signs.items() if not sign.value]
+            known = [one for one, sign in signs.items() if sign.value]
         if silent:
             born = listed(self.store.get(_BORN))
             known += [one for one in silent if one in born]
@@ -186,13 +203,7 @@ class Heartbeat:
         now = self._clock()
         with self._lock:
             for one, value in zip(known, found, strict=True):
-                sign = self._signs.get(one)
-                if sign is None:  # not watched any more
-                    continue
-                if value == sign.value:
-                    sign.looks += 1
-                else:
-                    self._signs[one] = _Sign(value, now)
+                signs[one].seen(value, now)  # also those that are not watched any more
 
     def _look_around(self) -> None:
         with self._lock:

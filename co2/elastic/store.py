@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from co2.arguments import Parser
 from co2.config import LaunchConfig
-from co2.elastic.heartbeat import announce_gone, has_lived
+from co2.elastic.heartbeat import Sign, announce_gone, has_lived
 from co2.elastic.members import STORE_ANSWERS_S, connected
 from co2.errors import DIVERGED, PREEMPTED, REFUSED, STOPPED, ConfigError, require
 from co2.program import python
@@ -155,16 +155,15 @@ class SharedStore(OwnStore):
 class _Node:
     """What a node has said last."""
 
-    text: str
-    since: float
-    """When it was new."""
+    sign: Sign
+    """Its words, which have a count that shows that it lives."""
     state: str
     number: int
     """Workers of one that waits, exit status of one that has left."""
 
     @property
     def silent(self) -> bool:
-        return time.monotonic() - self.since > SILENT_S
+        return self.sign.silence(time.monotonic()) > 0
 
 
 def keep(store: dist.TCPStore, wanted: int, closing: threading.Event) -> int:
@@ -179,11 +178,9 @@ def keep(store: dist.TCPStore, wanted: int, closing: threading.Event) -> int:
     nodes: dict[int, _Node] = {}
     begun: dict[int, range] = {}
     status: int | None = None
-    looked = time.monotonic()
     while True:
         time.sleep(_LOOK_S)
-        stopped, looked = time.monotonic() - looked > SILENT_S / 2, time.monotonic()
-        _listen(store, nodes, stopped)
+        _listen(store, nodes)
         here = {
             place: node for place, node in nodes.items() if node.state != LEFT and not node.silent
         }
@@ -212,28 +209,23 @@ def keep(store: dist.TCPStore, wanted: int, closing: threading.Event) -> int:
             store.set("ended", str(status))
 
 
-def _listen(store: dist.Store, nodes: dict[int, _Node], stopped: bool) -> None:
-    """Read what all nodes say.
-
-    Args:
-        stopped: this process itself was stopped, so that what it knows of them is too old.
-    """
+def _listen(store: dist.Store, nodes: dict[int, _Node]) -> None:
+    """Read what all nodes say."""
     now = time.monotonic()
     for place in range(1, store.add("nodes", 0) + 1):
         key = f"node/{place}"
         if not store.check([key]):
             continue
-        text = store.get(key).decode()
-        _, state, number = json.loads(text)
-        node = nodes.get(place)
-        if node is None:
+        words = store.get(key)
+        _, state, number = json.loads(words)
+        if place not in nodes:
             _print(f"node {place} has come")
-            nodes[place] = _Node(text, now, state, number)
-            continue
+            nodes[place] = _Node(Sign(SILENT_S, now), state, number)
+        node = nodes[place]
+        node.sign.seen(words, now)
         if node.state != state and state == LEFT:
             _print(f"node {place} has ended with status {number}")
-        if node.text != text or stopped:
-            node.text, node.since, node.state, node.number = text, now, state, number
+        node.state, node.number = state, number
 
 
 def _begin(store: dist.Store, here: dict[int, _Node]) -> dict[int, range]:

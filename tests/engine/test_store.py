@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from co2 import forked
 from co2.config import LaunchConfig
-from co2.elastic import groups
 from co2.elastic import store as module
 from co2.elastic.heartbeat import add_to
 from co2.elastic.launcher import Orders, _Starter
@@ -52,8 +51,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[int, module._Node]:
     found: dict[int, module._Node] = {}
     listen = module._listen
 
-    def listened(store: dist.Store, nodes: dict[int, module._Node], stopped: bool) -> None:
-        listen(store, nodes, stopped)
+    def listened(store: dist.Store, nodes: dict[int, module._Node]) -> None:
+        listen(store, nodes)
         found.update(nodes)
 
     monkeypatch.setattr(module, "_listen", listened)
@@ -87,8 +86,8 @@ def test_a_run_begins_goes_on_and_ends(
     first = come()
     begins = pool.submit(first.begin, 2, never)
     until(lambda: 2 in seen)
-    heard = seen[2].text
-    until(lambda: seen[2].text != heard)
+    heard = seen[2].sign.value
+    until(lambda: seen[2].sign.value != heard)
     assert not begins.done(), "one of two is there"
     second = come()
     assert second.begin(1, never) == (range(2, 3), (0, 1, 2))
@@ -102,8 +101,8 @@ def test_a_run_begins_goes_on_and_ends(
         return not second.is_over(inside=True) and not late.is_over(inside=False)
 
     until(lambda: not goes_on() or (seen[2].state == INSIDE and seen[2].silent))
-    heard = seen[3].text
-    until(lambda: not goes_on() or seen[3].text != heard)
+    heard = seen[3].sign.value
+    until(lambda: not goes_on() or seen[3].sign.value != heard)
     assert goes_on()
     assert second.leave(0) == 0
     until(lambda: late.is_over(inside=False))
@@ -155,7 +154,7 @@ def test_a_node_reports_once_its_workers_need_not_import_any_more(
 def test_members_who_cannot_connect_with_each_other_say_so(held: dist.TCPStore) -> None:
     """All give signs of life, so nobody is lost; to try again for ever would be silent."""
     members = Members(("127.0.0.1", held.port), 0, 30.0)
-    with patch.object(groups, "make", side_effect=RuntimeError("refused")):
+    with patch("co2.elastic.members.make_group", side_effect=RuntimeError("refused")):
         with pytest.raises(Unreachable, match=r"members cannot connect with each other \(refused"):
             members.first((0,))
     members.leave()
