@@ -25,9 +25,9 @@ from benchmarks import report
 from co2.config import Config
 from co2.lab.training import TASK
 from co2.peers import make_method
+from co2.randomness import seed_everything
 from co2.record.provenance import UNKNOWN
-from co2.train.launch import mesh
-from co2.train.randomness import seed_everything
+from co2.start.launch import mesh
 from co2.train.run import Run
 from co2.train.session import Session
 from train import APP

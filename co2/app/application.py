@@ -37,7 +37,6 @@ from co2.app.help import described, help_text
 from co2.app.schema import typed
 from co2.app.tuned import with_tuned
 from co2.config import Config, Resume, Validation
-from co2.elastic import launcher
 from co2.errors import DIVERGED, STOPPED, ConfigError, from_outside, unusable
 from co2.record import tensorboard
 from co2.record.console import Outcome, closing_table, sweep_table
@@ -45,8 +44,10 @@ from co2.record.folder import check_data, check_folder, read_summary, run_folder
 from co2.record.lock import FolderLock
 from co2.record.metrics import Summary
 from co2.record.provenance import UNKNOWN, Origin
+from co2.start import elastic, launch, placement
+from co2.start.identity import identity, is_first, world_size
 from co2.task import Placed, Task
-from co2.train import initial, launch, replica
+from co2.train import initial, replica
 from co2.train.loop import train
 from co2.train.run import Run
 from co2.train.samples import accumulated
@@ -79,14 +80,14 @@ class App:
         values = of_the_choice(values, (*self.tasks, *methods), overrides)
         values, named_by = with_tuned(self.conf, values, overrides)
         config = typed(_with_workers(values), methods, self.tasks)
-        world = launch.world_size(config.launch)
+        world = world_size(config.launch)
         if values.get("tag") is None:
             tag = tag_from(named_by, world, values["launch"]["workers"], config.method)
             config = replace(config, tag=tag)
         config = accumulated(config, world)
-        here = launch.first_device(config)
+        here = placement.first_device(config)
         if not planned:
-            launch.check(config)
+            placement.check(config)
             tensorboard.check(config)
         peers.check(config, world, here.type)
         method = peers.make_method(config)
@@ -94,7 +95,7 @@ class App:
         if config.optim.momentum > 0:
             method.refuse("optim.momentum", config.optim.momentum)
         replica.check(config, world, method, torch.device("cuda") if planned else here)
-        launcher.check(config, method, launch.identity() is not None)
+        elastic.check(config, method, identity() is not None)
         task = self.make_task(config)
         if isinstance(task, Placed):
             task.check_place(here, config.mesh.strategy)
@@ -105,7 +106,7 @@ class App:
         """Make and check the data, and the run to start from or to go on with, once, before any
         worker starts. Raises `ConfigError`."""
         task = self.make_task(config)
-        task.setup(launch.world_size(config.launch))
+        task.setup(world_size(config.launch))
         check_data(config, task.fingerprint())
         initial.check(config, task)
 
@@ -115,7 +116,7 @@ class App:
         usable = plan.usable_bytes(config)
         if config.scale != "smoke" and usable is not None:
             planner = plan.Planner(self.planned, self.make_task, overrides, usable)
-            planner.check(config, launch.world_size(config.launch))
+            planner.check(config, world_size(config.launch))
 
     def make_task(self, config: Config) -> Task:
         """The chosen task. Nothing is read yet."""
@@ -124,7 +125,7 @@ class App:
     def work(self, config: Config, origin: Origin = UNKNOWN) -> None:
         """What every worker of a run does."""
         task = self.make_task(config)
-        task.setup(launch.world_size(config.launch))
+        task.setup(world_size(config.launch))
         if config.launch.elastic:
             # Imports what would keep this worker from giving signs of life.
             task.optimizer(task.model())
@@ -139,22 +140,22 @@ class App:
         """One run, to its end. Returns its exit status. `overrides` are those that it stands for,
         where a person has given them."""
         program.keep_output(training=True)
-        workers, world = config.launch.workers, launch.world_size(config.launch)
+        workers, world = config.launch.workers, world_size(config.launch)
         given = any(key_of(word) == "launch.workers" for word in overrides or ())
-        if given and workers != world and launch.is_first():
+        if given and workers != world and is_first():
             text = f"launch.workers={workers} is ignored: torchrun or srun has started {world}"
             print(text, file=sys.stderr, flush=True)
         if config.resume is Resume.auto and read_summary(config):
-            if launch.is_first():
+            if is_first():
                 print("finished already; resume=never trains it afresh and keeps this one aside")
         else:
-            if launch.identity() is None and config.launch.store is None:
+            if identity() is None and config.launch.store is None:
                 # Worker 0 holds the folder; this refuses one that is held before any starts.
                 FolderLock.take(run_folder(config)).release()
             status = launch.run(partial(self.work, origin=origin), config)
             if status:
                 return status
-        if launch.is_first():  # worker 0 wrote the summary; others may get here before that
+        if is_first():  # worker 0 wrote the summary; others may get here before that
             summary = read_summary(config)
             # Another machine's file may show here later.
             assert summary or config.launch.store, "a run that ended well has a summary"
@@ -186,7 +187,7 @@ class App:
                 words = left
         sweep = ["-m", *words, after, "co2.tau=1,3,6,12,24,48"]
         line = shlex.join(sweep if baseline else [*words, after])
-        if launch.identity() is not None:
+        if identity() is not None:
             return f"train.py {line} (started as this run was)"
         script = self.conf.parent / "train.py"
         here = Path("train.py").resolve() == script.resolve()
@@ -312,11 +313,11 @@ def _with_workers(values: Values) -> Values:
     node = values.get("launch")
     if not isinstance(node, dict) or node.get("workers", 0) is not None:
         return values
-    return {**values, "launch": {**node, "workers": launch.workers_here()}}
+    return {**values, "launch": {**node, "workers": placement.workers_here()}}
 
 
 def _in_sweep() -> bool:
     """Whether this process starts all runs of a sweep, one after the other."""
     hydra_config = HydraConfig.get()
-    alone = launch.identity() is None and hydra_config.runtime.choices["hydra/launcher"] == "basic"
+    alone = identity() is None and hydra_config.runtime.choices["hydra/launcher"] == "basic"
     return alone and hydra_config.mode is RunMode.MULTIRUN

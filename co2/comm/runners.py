@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from co2.comm import profiled
 from co2.comm.clocks import CudaStopwatch, Stopwatch
 from co2.comm.meeting import Meeting
-from co2.comm.waiting import Connections, finish, in_use
+from co2.comm.waiting import Connections, finish, in_use, note_recorded
 
 Buckets = tuple[Tensor, ...]
 Group = dist.ProcessGroup | None
@@ -57,7 +56,7 @@ class HostRunner:
         clock.begin()
         self._depart()
         self._group, self._sockets = group, in_use()
-        self._works = [profiled.note(_all_reduce(bucket, group), group) for bucket in buckets]
+        self._works = [note_recorded(_all_reduce(bucket, group), group) for bucket in buckets]
         futures = [work.get_future() for work in self._works]
         self._collected = torch.futures.collect_all(futures)
         self._clocked = self._collected.then(stop_clock)

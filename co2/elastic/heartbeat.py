@@ -65,36 +65,29 @@ def has_lived(store: dist.Store, number: int) -> bool:
 
 
 class Sign:
-    """A last sign of life, and for how long it has been the last.
+    """Somebody's last sign of life, and for how long it has been the last.
 
     Between two looks at most a fifth of `silent_s` counts: a look takes as long as the link needs,
     and after this process itself was stopped, the first ones tell nothing.
 
     Args:
-        silent_s: seconds after which whoever gave it is silent.
-        now: when one first looks for it.
+        silent_s: seconds after which whoever gave it counts as silent.
+        now: in seconds, as in all methods.
     """
 
     def __init__(self, silent_s: float, now: float) -> None:
         self.value = b""
         """Empty while there was none."""
-        self._silent_s, self._began, self._looked, self._counted = silent_s, now, now, 0.0
+        self._most_s, self._looked, self._counted_s = silent_s / _LOOKS, now, 0.0
 
     def seen(self, value: bytes, now: float) -> None:
-        """Take note of what a look has found."""
-        self._counted = self._silence(now) if value == self.value else 0.0
+        """A look has found this."""
+        self._counted_s = self.silence(now) if value == self.value else 0.0
         self.value, self._looked = value, now
 
     def silence(self, now: float) -> float:
-        """The seconds for which there was no other, if they are too many; else 0."""
-        if not self.value:
-            waited = now - self._began
-            return waited if waited > _START_S else 0.0
-        silent = self._silence(now)
-        return silent if silent > self._silent_s else 0.0
-
-    def _silence(self, now: float) -> float:
-        return self._counted + min(now - self._looked, self._silent_s / _LOOKS)
+        """Seconds since it was new."""
+        return self._counted_s + min(now - self._looked, self._most_s)
 
 
 class Heartbeat:
@@ -104,7 +97,7 @@ class Heartbeat:
         store: a connection of the thread's own, because one answers one question at a time.
         me: this process.
         silent_s: see above.
-        over: called by the thread, once for each generation that is over for all, with its number
+        over: called by the thread once for each generation that has lost a member, with its number
             and whether the others know already.
         failed: called by the thread with the error that has ended it.
         clock: in seconds.
@@ -144,8 +137,8 @@ class Heartbeat:
         return self
 
     def watch(self, ids: Iterable[int], generation: int | None = None) -> None:
-        """Watch these, and nobody else. With a generation they are its members, and it is over
-        once one of them is lost."""
+        """Watch these, and nobody else. With a generation they are its members: losing one of them
+        ends it."""
         now = self._clock()
         if generation is not None:
             self.store.compare_set(key("broken", generation), "", "0")  # so that it is there
@@ -154,14 +147,16 @@ class Heartbeat:
             self._generation = generation
 
     def silence(self, one: int) -> str:
-        """Why one that is watched counts as lost; empty while it does not. Any thread may call
-        it."""
+        """Why a watched process counts as lost; empty while it does not. Any thread may call it."""
         with self._lock:
             if one in self._gone:
                 return "gone"
             sign = self._signs.get(one)
-            silent = sign.silence(self._clock()) if sign else 0.0  # or not watched any more
-        return f"silent for {silent:.0f} s" if silent else ""
+            if sign is None:  # not watched any more
+                return ""
+            silent = sign.silence(self._clock())
+        lost = silent > (self.silent_s if sign.value else _START_S)
+        return f"silent for {silent:.0f} s" if lost else ""
 
     def close(self) -> None:
         """End the thread."""
@@ -192,18 +187,15 @@ class Heartbeat:
     def _look_at_signs(self) -> None:
         with self._lock:
             signs = self._signs
-            silent = [one for one, sign in signs.items() if not sign.value]
             known = [one for one, sign in signs.items() if sign.value]
-        if silent:
+        if len(known) < len(signs):
             born = listed(self.store.get(_BORN))
-            known += [one for one in silent if one in born]
-        if not known:
-            return
-        found = self.store.multi_get([key("alive", one) for one in known])
-        now = self._clock()
+            known = [one for one in signs if one in born]
+        values = self.store.multi_get([key("alive", one) for one in known]) if known else []
+        found, now = dict(zip(known, values, strict=True)), self._clock()
         with self._lock:
-            for one, value in zip(known, found, strict=True):
-                signs[one].seen(value, now)  # also those that are not watched any more
+            for one, sign in signs.items():  # also those that are not watched any more
+                sign.seen(found.get(one, b""), now)
 
     def _look_around(self) -> None:
         with self._lock:

@@ -105,7 +105,7 @@ class StoreLost(Exception):
 
 
 class ThreadFailed(Exception):
-    """A thread has ended without which this member cannot go on."""
+    """A thread that this member needs has failed."""
 
 
 class Unreachable(Exception):
@@ -194,12 +194,12 @@ class Members:
         self._pace_sent: float | None = None
         self._admitted = 0
         self._next, self._unsettled, self._low = 0, set[int](), 1
-        """The last ticket of this generation, those that are not settled, and the first of those as
-        the last one was opened."""
+        """Last ticket of this generation; open tickets; lowest open ticket when the last one was
+        opened."""
         self._read_by_all: dict[int, range] = {}
-        """By ticket: earlier ones that all members have settled once all have ended this one."""
+        """Ticket → earlier tickets whose keys may be deleted once it is decided."""
         self._before: list[str] = []
-        """What nobody needs in the store once a first ticket of this generation counts."""
+        """Keys of the store to delete once a first ticket of this generation counts."""
         self.broken = False
         """Whether this generation has ended for all, because one of them is lost."""
         self.sockets = self._meeting = Sockets()
@@ -221,7 +221,8 @@ class Members:
     # Tickets.
 
     def open(self) -> Ticket:
-        """Number a collective that starts now. All members open theirs in the same order."""
+        """Open the ticket of a collective that starts now. All members open theirs in the same
+        order."""
         self._next += 1
         self._unsettled.add(self._next)
         low = min(self._unsettled)
@@ -317,17 +318,17 @@ class Members:
     # Steps.
 
     def measured(self, seconds: float) -> None:
-        """Tell with all that ends from now on how long this member needs for a step."""
+        """Report the seconds that this member needs for a step, with its next votes."""
         self._pace = seconds
 
     def share_out(self, steps: Mapping[int, int]) -> None:
-        """Take note of how many steps each member makes in the round that begins, or is under way.
-        All members note the same; empty: all make as many."""
+        """Set how many steps each member makes in the current round, or in the one that begins. The
+        same on all members; empty: all make as many."""
         self.steps = steps
 
     def weights(self) -> Mapping[int, int]:
-        """What each member's part in a mean weighs: the steps of the round, or one where all make
-        as many."""
+        """Weight of each member in a mean: its steps of the round, or one where all make as
+        many."""
         return {one: self.steps.get(one, 1) for one in self.ids}
 
     # Losses.
@@ -366,12 +367,12 @@ class Members:
         self.cut(self.generation)
 
     def _check(self) -> None:
-        """Raise what `thread_failed` was told."""
+        """Raise the error that `thread_failed` was given."""
         if self._error is not None:
             raise self._error
 
     def _end(self) -> None:
-        """End what is under way, and note that. `_turning` is held."""
+        """Abort all collectives of this generation. The caller holds `_turning`."""
         ended, self.broken = self.broken, True
         self.sockets.cut()  # first: what NCCL ends from here on does not count
         self._meeting.cut()
@@ -459,7 +460,7 @@ class Members:
         return connected(self._address)
 
     def leave(self) -> None:
-        """The run has ended well on all members."""
+        """Leave a run that has succeeded on all members."""
         self.close()
         self._break_up()
         use(None)

@@ -122,8 +122,8 @@ class Replicas:
                 self._fruitless(error)
 
     def together(self, act: Callable[[], T]) -> T:
-        """Do what all workers do together and may do twice, until all that are left have done
-        it."""
+        """Run something that all workers enter together, and repeat it after losses until all that
+        are left have succeeded. It must be repeatable."""
         while True:
             try:
                 return self._agreed(act)
@@ -166,16 +166,16 @@ class Replicas:
         return loaded
 
     def close(self) -> None:
-        """End what gives newcomers their state."""
+        """Wait until newcomers have their state, or their group has ended."""
         self._given()
 
     def _relaunch(self) -> None:
-        """Take the means anew that were under way, and do not count."""
+        """Send again the pending means that do not count."""
         for mean in self._means:
             mean.relaunch()
 
     def _agreed(self, act: Callable[[], T]) -> T:
-        """Do it, and wait until all have done it. Raises `MemberLost`."""
+        """Run it, and wait until all have succeeded. Raises `MemberLost`."""
         members = self.members
         try:
             done = act()
@@ -189,7 +189,7 @@ class Replicas:
         return done
 
     def _fruitless(self, error: RuntimeError) -> None:
-        """Raise an error that comes back again and again: it is no loss of a connection."""
+        """Count a failure, and raise an error that keeps coming back: no connection was lost."""
         self._failures += 1
         if self._failures >= _FAILURES:
             raise error
@@ -253,8 +253,8 @@ class RecoveringMean(BackgroundMean):
             members.ended(ticket, True)
 
     def _arrive(self) -> None:
-        """Wait for the collective and for what the members decide, and recover if one is lost: the
-        computation stands still all the time."""
+        """Wait for the collective and the members' decision, and recover from losses. All of it is
+        exposed."""
         self._runner.exposed.begin()
         while True:
             try:
@@ -280,8 +280,8 @@ class RecoveringMean(BackgroundMean):
         self._ticket = None  # settled: the store may forget it
 
     def regroup(self, mesh: Mesh) -> None:
-        """Go on among other members. Collective. A mean under way has arrived, if it counts, or
-        will be sent again."""
+        """Continue with other members. A pending mean that counts has arrived; another one waits
+        for `relaunch`. Collective."""
         ticket = self._ticket if self.in_flight else None
         if ticket is not None and self._members.counts(ticket):
             self._runner.wait(count=False)
@@ -294,8 +294,8 @@ class RecoveringMean(BackgroundMean):
         self._make_group(mesh)
 
     def relaunch(self) -> None:
-        """After `regroup`: take the mean that does not count anew, of those who were there when it
-        was sent. Collective."""
+        """After `regroup`: send the pending mean again if it does not count. It averages the
+        survivors' contributions. Collective."""
         if self._again:
             self._again = False
             self._bytes_sent += self.bytes_per_mean()
@@ -329,8 +329,8 @@ def send_state(
     group: dist.ProcessGroup,
     members: Members,
 ) -> Callable[[], object]:
-    """Begin to send nested dicts, lists and tuples of tensors and plain values, in a thread. The
-    group's collectives may go on at the same time.
+    """Send nested dicts, lists and tuples of tensors and plain values, in a thread. The group's
+    collectives may run at the same time.
 
     Args:
         state: a copy that nobody else changes.
@@ -338,7 +338,7 @@ def send_state(
         ranks: to whom, of a CPU group.
         members: of the group. An error that is no loss of one of them ends this one.
     Returns:
-        What waits until all is sent, or cannot be sent any more because the group has ended.
+        A function that waits until all is sent, or the group has ended.
     """
     sockets = members.sockets
 
@@ -364,8 +364,8 @@ def send_state(
 
 
 def receive_state(group: dist.ProcessGroup, rank: int) -> Any:
-    """What the one with this rank in the group sends this worker. Raises `RuntimeError` if it is
-    lost meanwhile. `Any`: see `send_state`."""
+    """Receive the state that `send_state` sends on this rank of the group. Raises `RuntimeError` if
+    that worker is lost meanwhile."""
     # Not dist.recv and dist.send, which ask for the ranks of the members in the default group.
     length = torch.empty(1, dtype=torch.int64)
     until_cut(lambda: group.recv([length], rank, _TAG).wait())

@@ -43,8 +43,8 @@ _GRACE_S = 1.0
 
 
 class Sockets:
-    """TCP connections of this process: those that are opened inside `opening`, unless `keep` leaves
-    them out."""
+    """TCP connections of this process: those opened inside `opening()`, minus those that `keep`
+    drops."""
 
     def __init__(self) -> None:
         self._own: set[str] = set()
@@ -55,7 +55,7 @@ class Sockets:
 
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
-        """Around what opens some, in one thread at a time."""
+        """Context in which sockets are opened. One thread at a time may enter it."""
         self._before = set(_open_sockets())
         try:
             yield
@@ -67,8 +67,8 @@ class Sockets:
         return [one.getsockname()[1] for _, one in self._each() if _listens(one)]
 
     def keep(self, ports: Collection[int]) -> None:
-        """Leave out all that neither lead to one of these ports nor come from one: those are
-        somebody else's."""
+        """Drop all that neither lead to one of these ports nor come from one: others have opened
+        them."""
         self._own = {name for name, one in self._each() if not _ports(one).isdisjoint(ports)}
 
     def cut(self) -> None:
@@ -86,15 +86,14 @@ class Sockets:
         return self._cut_at < float("inf")
 
     def give_up_after(self, seconds: float) -> None:
-        """End them with an error once what was sent has not arrived for so long, because the other
-        machine is gone; the kernel would try for a quarter of an hour."""
+        """Fail them once the other machine has not confirmed for so long that data arrived; the
+        kernel would try for a quarter of an hour."""
         for _, one in self._each():
             with contextlib.suppress(OSError):  # no connection by TCP
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * seconds))
 
     def closed(self) -> bool:
-        """Whether gloo has closed all that were cut, a moment ago or longer. Ask it again and
-        again."""
+        """Whether gloo closed all that were cut at least a moment ago. To be polled."""
         if self.were_cut and self._cut.isdisjoint(_open_sockets()):
             self._closed_at = min(self._closed_at, time.monotonic())
         return time.monotonic() - self._closed_at > _CLOSED_S

@@ -22,7 +22,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -59,12 +59,14 @@ class OwnStore:
         self.store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         self.address = _HOST, self.store.port
 
-    def begin(self, workers: int, told: threading.Event) -> tuple[range, tuple[int, ...]] | None:
+    def begin(
+        self, workers: int, told: Callable[[float], bool]
+    ) -> tuple[range, tuple[int, ...]] | None:
         """Wait until the run begins, or is found to go on.
 
         Args:
             workers: how many this machine starts with.
-            told: set when this machine is told to stop.
+            told: waits so many seconds. Returns whether this machine has been told to stop.
         Returns:
             Numbers of its own workers, and of all those who begin together: nobody, where these
             workers join a run that goes on. None if it was told to stop.
@@ -120,10 +122,12 @@ class SharedStore(OwnStore):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         self._place, self._beats = self.store.add("nodes", 1), 0
 
-    def begin(self, workers: int, told: threading.Event) -> tuple[range, tuple[int, ...]] | None:
+    def begin(
+        self, workers: int, told: Callable[[float], bool]
+    ) -> tuple[range, tuple[int, ...]] | None:
         while not self.store.check(["begun"]):
             self._say(WAITING, workers)
-            if told.wait(_LOOK_S) or self._has_ended():
+            if told(_LOOK_S) or self._has_ended():
                 return None
         nodes = {int(place): numbers for place, numbers in json.loads(self.store.get("begun"))}
         if self._place in nodes:
@@ -163,7 +167,7 @@ class _Node:
 
     @property
     def silent(self) -> bool:
-        return self.sign.silence(time.monotonic()) > 0
+        return self.sign.silence(time.monotonic()) > SILENT_S
 
 
 def keep(store: dist.TCPStore, wanted: int, closing: threading.Event) -> int:

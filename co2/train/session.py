@@ -20,6 +20,7 @@ from co2.elastic.replicas import Replicas
 from co2.errors import ConfigError
 from co2.gpus import gpu_of
 from co2.methods.base import QUORUM
+from co2.randomness import random_states, restore_random_states
 from co2.record.fingerprint import combined, digest
 from co2.record.folder import begun
 from co2.record.metrics import Change, Evaluation
@@ -27,7 +28,6 @@ from co2.train import initial
 from co2.train.average import MovingAverage
 from co2.train.checkpoint import Checkpoints
 from co2.train.meters import LossWatch, Meter, Utilization
-from co2.train.randomness import random_states, restore_random_states
 from co2.train.replica import (
     CUT,
     Replica,

@@ -21,7 +21,7 @@ from co2.methods import METHODS
 from co2.peers import PEERS
 from co2.record.folder import check_data, check_folder, run_folder, settings_digest
 from co2.record.provenance import Origin, of_run
-from co2.train import launch
+from co2.start import launch
 from tasks import TASKS
 
 APP = App(conf=Path(__file__).parents[2] / "conf", tasks=TASKS)

@@ -14,14 +14,14 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from co2 import forked
 from co2.config import LaunchConfig
 from co2.elastic import store as module
 from co2.elastic.heartbeat import add_to
-from co2.elastic.launcher import Orders, _Starter
 from co2.elastic.members import Members, Unreachable
 from co2.elastic.store import INSIDE, WAITING, OwnStore, SharedStore, keep
 from co2.errors import PREEMPTED
+from co2.start.elastic import _Starter
+from co2.start.processes import Workers
 
 SILENT_S = 4.0
 LIMIT_S = 300.0
@@ -84,16 +84,16 @@ def test_a_run_begins_goes_on_and_ends(
     dead._say(WAITING, 5)
     until(lambda: 1 in seen and seen[1].silent)
     first = come()
-    begins = pool.submit(first.begin, 2, never)
+    begins = pool.submit(first.begin, 2, never.wait)
     until(lambda: 2 in seen)
     heard = seen[2].sign.value
     until(lambda: seen[2].sign.value != heard)
     assert not begins.done(), "one of two is there"
     second = come()
-    assert second.begin(1, never) == (range(2, 3), (0, 1, 2))
+    assert second.begin(1, never.wait) == (range(2, 3), (0, 1, 2))
     assert ended(begins) == (range(2), (0, 1, 2))
     late = come()
-    assert late.begin(2, never) == (range(3, 5), ())
+    assert late.begin(2, never.wait) == (range(3, 5), ())
     assert not late.is_over(inside=False)
     first._say(INSIDE)  # and nothing any more: it is lost
 
@@ -117,7 +117,7 @@ def test_those_who_are_lost_before_a_sign_of_life_are_told_of(
     is left has failed."""
     status = pool.submit(keep, held, 1, threading.Event())
     node = come()
-    node.begin(2, threading.Event())
+    node.begin(2, threading.Event().wait)
     add_to(held, "born", 1)
     assert ended(status) == 1
     assert held.get("gone").split() == [b"0"]
@@ -130,7 +130,7 @@ def test_a_node_is_told_to_stop_before_the_run_begins(
     closing, told = threading.Event(), threading.Event()
     status = pool.submit(keep, held, 2, closing)
     node = come()
-    begins = pool.submit(node.begin, 1, told)
+    begins = pool.submit(node.begin, 1, told.wait)
     told.set()
     assert ended(begins) is None
     assert node.leave(PREEMPTED) == PREEMPTED
@@ -143,11 +143,11 @@ def test_a_node_reports_once_its_workers_need_not_import_any_more(
 ) -> None:
     """On a slow disk that takes longer than a node may be silent."""
     done: list[str] = []
-    monkeypatch.setattr(forked, "import_all", lambda _: done.append("imported"))
+    monkeypatch.setattr(Workers, "import_all", lambda _: done.append("imported"))
     place = OwnStore()
     monkeypatch.setattr(place, "begin", lambda *_: done.append("reported"))
     config = LaunchConfig(elastic=True)
-    assert _Starter(lambda number: 0, config, 1, place).run(Orders()) == PREEMPTED
+    assert _Starter(lambda number: 0, config, 1, place, Workers()).run() == PREEMPTED
     assert done == ["imported", "reported"]
 
 
