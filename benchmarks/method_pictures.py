@@ -1,7 +1,7 @@
 """When two workers compute, send and wait under each method: the pictures of docs/methods.md.
 
-They show the simulator's own rounds (co2/simulate/schedule.py) with τ = 4, steps of 1 and 1.1
-seconds in turn, and a network that takes 2.4 seconds for a whole model. DES-LOC, and what the
+They show the simulator's own rounds (co2_measure/simulate/schedule.py) with τ = 4, steps of 1 and
+1.1 seconds in turn, and a network that takes 2.4 seconds for a whole model. DES-LOC, and what the
 simulator leaves out, is drawn from the equations.
 """
 
@@ -14,9 +14,9 @@ import numpy as np
 
 from co2.catalogue import CATALOGUE
 from co2.config import Blocking
-from co2.simulate.methods import SIMULATED
-from co2.simulate.network import Link, Network
-from co2.simulate.schedule import advance_of, sending
+from co2_measure.simulate.methods import SIMULATED
+from co2_measure.simulate.network import Link, Network
+from co2_measure.simulate.schedule import advance_of, sending
 
 TAU, WORKERS, WINDOW_S = 4, 2, 17.0
 FRAGMENTS, DELAY = 2, 1

@@ -23,13 +23,13 @@ import torch.multiprocessing as mp
 
 from benchmarks import report
 from co2.config import Config
-from co2.lab.training import TASK
-from co2.peers import make_method
 from co2.randomness import seed_everything
 from co2.record.provenance import UNKNOWN
 from co2.start.launch import mesh
 from co2.train.run import Run
 from co2.train.session import Session
+from co2_measure.lab.training import TASK
+from co2_measure.peers import make_method
 from train import APP
 
 WORKERS, GOAL = 2, 0.01

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from benchmarks import report
 from co2.record.table import read_csv
-from co2.simulate.methods import SIMULATED
-from co2.simulate.network import Link, Network
-from co2.simulate.schedule import simulate
+from co2_measure.simulate.methods import SIMULATED
+from co2_measure.simulate.network import Link, Network
+from co2_measure.simulate.schedule import simulate
 
 PAYLOAD_SHARE = 1448 / 1514
 GOAL = 0.05

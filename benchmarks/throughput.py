@@ -20,12 +20,12 @@ import torch
 from benchmarks import report
 from co2.comm.mesh import Mesh
 from co2.config import Config, Precision
-from co2.lab.training import TASK
 from co2.methods import METHODS
 from co2.record.folder import read_summary
 from co2.start import placement
 from co2.task import Task
 from co2.train.schedule import learning_rate
+from co2_measure.lab.training import TASK
 from train import APP
 
 GOAL = 0.98

@@ -28,7 +28,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 import co2
 from benchmarks import report
 from co2.integrations.transformers import SyncTrainer
-from co2.lab.slow_network import SlowNetwork, check_root
+from co2_measure.lab.slow_network import SlowNetwork, check_root
 from tasks.shared.corpus import embedded_corpus
 
 WORKERS, BATCH, LENGTH = 2, 8, 128

@@ -27,7 +27,7 @@ INTERRUPTED = 130
 _GONE = frozenset((errno.EPIPE, errno.EIO, errno.ECONNRESET))
 NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """What a full disk, a quota, and a limit on the size of files say."""
-_OURS = ("benchmarks", "co2", "recipes", "tasks", "train")
+_OURS = ("benchmarks", "co2", "co2_measure", "recipes", "tasks", "train")
 _ROOT = Path(__file__).parents[1]
 
 

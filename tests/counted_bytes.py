@@ -20,7 +20,7 @@ import torch.distributed as dist
 import co2
 from co2.config import CommConfig, Precision
 from co2.methods import METHODS
-from co2.peers import PEERS
+from co2_measure.peers import PEERS
 from tests.server import environment, fork_program
 
 CLONE_NEWNET = 0x40000000

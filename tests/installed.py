@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 from tests.cli.harness import LIMIT_S, ROOT
 from tests.server import environment
 
-SOURCES = ("co2", "conf", "recipes", "tasks")
+SOURCES = ("co2", "co2_measure", "conf", "recipes", "tasks")
 Wanted = tuple[str, frozenset[str]]
 """A distribution and the extras that are wanted of it."""
 

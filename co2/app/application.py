@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from co2 import peers, program
+from co2 import program
 from co2.app import export, plan, sample
 from co2.app.compose import (
     HYDRA_ERRORS,
@@ -51,6 +51,7 @@ from co2.train import initial, replica
 from co2.train.loop import train
 from co2.train.run import Run
 from co2.train.samples import accumulated
+from co2_measure import peers
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from torch import nn
 from co2.app.schema import typed
 from co2.config import Config
 from co2.errors import ConfigError, nearest, require
-from co2.peers import known_methods
 from co2.record.files import DAMAGE
 from co2.record.folder import changed_data, without_gone
 from co2.record.metrics import Summary
 from co2.task import Task
 from co2.train import weights
+from co2_measure.peers import known_methods
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ python -m co2 plan task=gpt2 scale=paper              on the smallest number of 
 python -m co2 plan --all --gpus 64 --out results/plan.md        the CO2 paper's tasks, as a table
 
 Memory and operations are counted on tensors without numbers (co2/train/shapes.py); communication is
-simulated (co2/simulate). Neither a GPU nor a public data set is needed.
+simulated (co2_measure/simulate). Neither a GPU nor a public data set is needed.
 """
 
 import argparse
@@ -26,14 +26,14 @@ from co2.config import Config, Precision
 from co2.errors import ConfigError, require
 from co2.gpus import GPUS, USABLE, known_gpu
 from co2.methods import METHODS
-from co2.simulate.methods import ALLREDUCE
-from co2.simulate.network import PROFILES, Network, parse_link
-from co2.simulate.schedule import Figures, simulate
 from co2.start import placement
 from co2.start.identity import is_first
 from co2.task import Planned, Task
 from co2.train.replica import CUT
 from co2.train.shapes import Holdings, Unknown, Work, holdings, work
+from co2_measure.simulate.methods import ALLREDUCE
+from co2_measure.simulate.network import PROFILES, Network, parse_link
+from co2_measure.simulate.schedule import Figures, simulate
 
 PAPER_TASKS = ("resnet50", "vit", "ade20k", "shapenet", "gpt2", "transnormer", "roberta")
 """What the CO2 paper trains."""

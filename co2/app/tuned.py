@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 
 from co2.app.compose import Values, key_of, unreadable
 from co2.errors import require
-from co2.peers import known_methods
 from co2.program import python
 from co2.record.metrics import flat
+from co2_measure.peers import known_methods
 
 Settings = dict[str, object]
 """By full name, as on the command line: `co2.outer_lr` → 0.7."""

@@ -9,8 +9,8 @@ The same for every method:
     train_s      from the end of a step to the end of the next, without pauses: evaluations,
                  checkpoints, the writing of figures. A GPU has done its work before a pause
 
-AllReduce has both from PyTorch, which samples them. A peer (co2/peers) blocks, so both are the time
-in its calls that wait for others.
+AllReduce has both from PyTorch, which samples them. A peer (co2_measure/peers) blocks, so both are
+the time in its calls that wait for others.
 
 Nothing here makes the host wait for a GPU: what a GPU has not finished is counted later. torch is
 imported only where a GPU is timed, because the simulator uses `overlap` and needs no torch.

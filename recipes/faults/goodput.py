@@ -8,7 +8,7 @@ least, because it starts all workers again.
 
 Four workers sleep for a quarter of a second in every step, so that rounds last three seconds, as on
 GPUs. Which of the rounds, and which worker, is drawn from the seed. What comes out is held against
-the simulator's closed forms (co2/simulate/failures.py).
+the simulator's closed forms (co2_measure/simulate/failures.py).
 """
 
 import json
@@ -21,7 +21,7 @@ import yaml
 
 from co2.record.files import whole_lines
 from co2.record.table import Table
-from co2.simulate.failures import DISCARD, ELASTIC, RESTART, Faults, Round, goodput
+from co2_measure.simulate.failures import DISCARD, ELASTIC, RESTART, Faults, Round, goodput
 from recipes.faults.columns import column
 from recipes.faults.elsewhere import Torchft, Torchrun
 from recipes.faults.trouble import WORKERS, Trouble, killed

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from co2.errors import PREEMPTED
-from co2.lab.slow_network import SlowNetwork
 from co2.record.files import whole_lines
+from co2_measure.lab.slow_network import SlowNetwork
 from recipes.runs.functions import FunctionCell
 from recipes.runs.processes import is_running, running
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from co2.record.table import NOTHING, Table
-from co2.simulate.network import PROFILES
-from co2.simulate.paper import SERVER_SIZE, Setting, settings
+from co2_measure.simulate.network import PROFILES
+from co2_measure.simulate.paper import SERVER_SIZE, Setting, settings
 from recipes.recipe import Rows
 from recipes.tables import figures
 
@@ -75,7 +75,7 @@ def tables(_: Rows, paper: Rows) -> Iterable[Table]:
         "Overlap-Local-SGD and CoCoD-SGD have CO2's schedule.",
         head=("network", "method", "source", *map(str, GPUS), RATIO),
         rows=rows,
-        source="Paper: results/paper.csv. Simulated by co2/simulate/schedule.py, which "
+        source="Paper: results/paper.csv. Simulated by co2_measure/simulate/schedule.py, which "
         "results/lab/simulator.md holds against the laboratory.",
     )
 

@@ -18,10 +18,10 @@ from co2.app.tuned import Settings, is_tuned, tuned_settings
 from co2.config import Config
 from co2.errors import STOPPED, require
 from co2.methods import METHODS
-from co2.peers import PEERS
 from co2.record.folder import check_data, check_folder, run_folder, settings_digest
 from co2.record.provenance import Origin, of_run
 from co2.start import launch
+from co2_measure.peers import PEERS
 from tasks import TASKS
 
 APP = App(conf=Path(__file__).parents[2] / "conf", tasks=TASKS)

@@ -12,11 +12,11 @@ from pathlib import Path
 import yaml
 
 from co2.app.tuned import GAP, MOMENTS, tune_command
-from co2.peers import known_methods
 from co2.program import python
 from co2.record.fingerprint import parts
 from co2.record.metrics import flat
 from co2.record.table import read_csv
+from co2_measure.peers import known_methods
 from recipes.recipe import Recipe
 from recipes.runs import cells, fingerprints, measured
 from recipes.runs.fingerprints import Line

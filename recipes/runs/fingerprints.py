@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from co2.peers import known_methods
 from co2.program import python
 from co2.record.fingerprint import parts
+from co2_measure.peers import known_methods
 from tasks import TASKS
 
 Line = Mapping[str, object]

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from co2.config import Config
 from co2.errors import ConfigError
-from co2.lab.measurement import measure
-from co2.lab.plan import check_memory
-from co2.lab.slow_network import check_root
-from co2.lab.training import TrialFailed, finished, trial_overrides
-from co2.lab.trial import Conditions, Trial, trial_folder
 from co2.record.folder import check_folder, settings_digest
 from co2.record.provenance import of_run
+from co2_measure.lab.measurement import measure
+from co2_measure.lab.plan import check_memory
+from co2_measure.lab.slow_network import check_root
+from co2_measure.lab.training import TrialFailed, finished, trial_overrides
+from co2_measure.lab.trial import Conditions, Trial, trial_folder
 from recipes.recipe import Column, Row
 from recipes.runs.cells import SummaryJSON, composed_config, own_words, tuned_words
 

@@ -9,7 +9,7 @@ throughput on slow links; of those, kept progress loses least. 1-bit Adam and AC
 lose anything, and exchange at every step.
 
 Two workers. Bytes, rounds and loss are of conf's GPT-2 with the settings that `python -m recipes
-tune gpt2` has found; the laboratory's is the larger one of co2/lab/training.py, with conf's
+tune gpt2` has found; the laboratory's is the larger one of co2_measure/lab/training.py, with conf's
 settings but for 1-bit Adam and 0/1 Adam, which freeze v early, because its trainings have 60 steps.
 """
 

@@ -22,8 +22,8 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from co2.lab.measurement import time_to_loss
 from co2.record.table import NOTHING, Table
+from co2_measure.lab.measurement import time_to_loss
 from recipes.recipe import Row, Rows
 from recipes.runs.cells import SummaryJSON
 from recipes.runs.laboratory import LabColumn

@@ -22,12 +22,12 @@ import tasks.prepare.__main__
 import train
 from co2.app.compose import sweep_job
 from co2.errors import PREEMPTED, ConfigError, from_outside, unusable
-from co2.lab import __main__ as lab
-from co2.lab import slow_network
 from co2.record import compare, timeline, wandb_sync
-from co2.simulate import __main__ as simulate
 from co2.start import launch, processes
 from co2.start.identity import identity
+from co2_measure.lab import __main__ as lab
+from co2_measure.lab import slow_network
+from co2_measure.simulate import __main__ as simulate
 from recipes.runs.processes import running
 from tests import server
 from tests.cli.harness import (

@@ -11,8 +11,8 @@ import train
 from co2.app.compose import composed, plain
 from co2.config import NODES, Optimizer
 from co2.errors import ConfigError
-from co2.peers import known_methods
 from co2.record.folder import plain_values
+from co2_measure.peers import known_methods
 from tasks import TASKS
 
 CONF = train.APP.conf

@@ -17,8 +17,8 @@ from co2.app.compose import plain
 from co2.app.schema import typed
 from co2.app.tuned import with_tuned
 from co2.methods import METHODS
-from co2.peers import known_methods
 from co2.record.folder import run_folder
+from co2_measure.peers import known_methods
 from tasks import TASKS
 from tests.cli.harness import (
     ROOT,

@@ -9,7 +9,7 @@ import train
 from co2.app.help import sentences
 from co2.app.schema import PLAIN
 from co2.config import NODES
-from co2.peers import known_methods
+from co2_measure.peers import known_methods
 from tasks import TASKS
 
 SCHEMAS = {

@@ -125,7 +125,10 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "error: co2 trian: no such command; did you mean train?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", ["co2", "co2.simulate", "co2.config", "co2.__main__"])
+MODULES = ("co2", "co2_measure.simulate.schedule", "co2.config", "co2.__main__")
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_what_needs_no_torch_does_not_import_it(module: str) -> None:
     script = f"import sys, {module}; print(sorted({{'torch', 'numpy'}} & sys.modules.keys()))"
     run = ended(sys.executable, "-c", script, cwd=ROOT)

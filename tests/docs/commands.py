@@ -20,21 +20,21 @@ from unittest.mock import patch
 from torch.distributed.run import get_args_parser
 
 import train
-from co2 import peers
 from co2.__main__ import COMMANDS
 from co2.app.compose import preflight
 from co2.config import Config
 from co2.errors import ConfigError
-from co2.lab.plan import plan
-from co2.lab.training import trial_overrides
-from co2.lab.trial import LIMIT
 from co2.methods import METHODS
-from co2.simulate import __main__ as simulate
+from co2_measure import peers
+from co2_measure.lab.plan import plan
+from co2_measure.lab.training import trial_overrides
+from co2_measure.lab.trial import LIMIT
+from co2_measure.simulate import __main__ as simulate
 from recipes.registry import RECIPES
 from tasks import TASKS
 from tests.cli.harness import ROOT
 
-OURS = ("co2", "recipes", "benchmarks", "tasks", "tests")
+OURS = ("co2", "co2_measure", "recipes", "benchmarks", "tasks", "tests")
 """Packages whose modules are commands."""
 NAMES = {"NAME": "imagenet"}
 """What a page puts in a name's place, and one that it stands for."""
@@ -185,6 +185,8 @@ def co2_command(arguments: list[str]) -> None:
 
 def module(name: str, arguments: list[str]) -> None:
     assert name.partition(".")[0] in OURS, f"nothing checks python -m {name}"
+    if name in ("co2.lab", "co2.simulate"):  # only start what stands beside the library
+        name = name.replace("co2.", "co2_measure.")
     if (ROOT / name.replace(".", "/")).is_dir():
         name += ".__main__"
     main = importlib.import_module(name).main
@@ -260,8 +262,8 @@ def recipes_mean(options: Namespace, rest: list[str]) -> None:
 
 
 MEANS: dict[str, Callable[[Namespace, list[str]], None]] = {
-    "co2.lab.__main__": lab_means,
-    "co2.simulate.__main__": simulate_means,
+    "co2_measure.lab.__main__": lab_means,
+    "co2_measure.simulate.__main__": simulate_means,
     "recipes.__main__": recipes_mean,
 }
 """Of modules: what more must hold of arguments that have been parsed."""

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from co2.catalogue import CATALOGUE
-from co2.simulate.__main__ import main
-from co2.simulate.drawn import _restarted, _Rounds, drawn_goodput
-from co2.simulate.failures import (
+from co2_measure.simulate.__main__ import main
+from co2_measure.simulate.drawn import _restarted, _Rounds, drawn_goodput
+from co2_measure.simulate.failures import (
     DISCARD,
     ELASTIC,
     LLAMA_MTBF_HOURS,
@@ -26,8 +26,8 @@ from co2.simulate.failures import (
     restart_goodput,
     rounds_goodput,
 )
-from co2.simulate.goodput import ways
-from co2.simulate.methods import BLOCKING, OVERLAPPED
+from co2_measure.simulate.goodput import ways
+from co2_measure.simulate.methods import BLOCKING, OVERLAPPED
 from tests.grids import grid
 
 ROUND = Round(10.0, mean_s=0.5, state_s=2.0)

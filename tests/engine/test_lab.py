@@ -18,14 +18,14 @@ import pytest
 
 from co2.config import Validation
 from co2.errors import ConfigError
-from co2.lab import report, slow_network, training
-from co2.lab.__main__ import _parser, main
-from co2.lab.measurement import Measurement, write_csv
-from co2.lab.plan import plan
-from co2.lab.slow_network import PREFIX, SlowNetwork, check_root, remove_leftovers
-from co2.lab.training import TrialFailed, train, trial_overrides
-from co2.lab.trial import Change, Conditions, Trial, trial_folder
 from co2.record.table import read_csv
+from co2_measure.lab import report, slow_network, training
+from co2_measure.lab.__main__ import _parser, main
+from co2_measure.lab.measurement import Measurement, write_csv
+from co2_measure.lab.plan import plan
+from co2_measure.lab.slow_network import PREFIX, SlowNetwork, check_root, remove_leftovers
+from co2_measure.lab.training import TrialFailed, train, trial_overrides
+from co2_measure.lab.trial import Change, Conditions, Trial, trial_folder
 from recipes.runs.cells import composed_config
 from recipes.runs.processes import is_running
 
@@ -156,7 +156,7 @@ def test_nothing_is_left_after_an_error() -> None:
 
 KILLED = """
 import os, sys, time
-from co2.lab.slow_network import SlowNetwork
+from co2_measure.lab.slow_network import SlowNetwork
 with SlowNetwork([10.0], {0: 0.5}) as network:
     process = network.start(0, ["sleep", "1000"], os.environ)
     print(process.pid, flush=True)
@@ -478,7 +478,7 @@ def measured(method: str, repeat: int, throughput: float, mbit: str = "20") -> M
     share, seconds, sent, loss = (0.25, 0.5, 2.5e6, 3.0)
     return Measurement(
         *(2, mbit, method, repeat, throughput, share, None, seconds, seconds, sent),
-        *(9.0, 60, loss, "abc1234", "a cpu, 2 cores"),
+        *(9.0, 60, loss, "abc1234", "a cpu, 2 cores", "2.15.0", ""),
     )
 
 

@@ -13,7 +13,7 @@ from co2.config import NODES, Config
 from co2.errors import ConfigError
 from co2.limits import Limited, Range, choices, fits, words
 from co2.methods import METHODS
-from co2.peers import PEERS
+from co2_measure.peers import PEERS
 from tasks import TASKS
 
 INF, NAN = math.inf, math.nan

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import train
-from co2 import Mesh, peers
+from co2 import Mesh
 from co2.config import Config
 from co2.gpus import GPUS, gpu_of
 from co2.methods import METHODS
 from co2.train.replica import checkpoint_activations
 from co2.train.shapes import Live, holdings, work
+from co2_measure import peers
 
 
 def run_of(*overrides: str) -> Config:

@@ -15,20 +15,20 @@ import co2
 from co2.catalogue import CATALOGUE
 from co2.comm.background import BackgroundMean
 from co2.methods import METHODS
-from co2.simulate import paper as paper_scaling
-from co2.simulate import schedule
-from co2.simulate.__main__ import main
-from co2.simulate.methods import (
+from co2_measure.simulate import paper as paper_scaling
+from co2_measure.simulate import schedule
+from co2_measure.simulate.__main__ import main
+from co2_measure.simulate.methods import (
     BLOCKING,
     LIMIT,
     OVERLAPPED,
     SIMULATED,
     WITH_MOMENTS,
 )
-from co2.simulate.models import MODELS
-from co2.simulate.network import COLLECTIVES, Link, Network, parse_link, ring_bytes, ring_s
-from co2.simulate.scaling import scaling_ratio
-from co2.simulate.schedule import Noise, Replicas, simulate
+from co2_measure.simulate.models import MODELS
+from co2_measure.simulate.network import COLLECTIVES, Link, Network, parse_link, ring_bytes, ring_s
+from co2_measure.simulate.scaling import scaling_ratio
+from co2_measure.simulate.schedule import Noise, Replicas, simulate
 from tests.cli.harness import ROOT
 
 LINK = Link(1e9, 1e-3)
@@ -349,11 +349,11 @@ ALONE = """
 import importlib, pkgutil, sys
 for name in ("torch", "rich", "matplotlib"):
     sys.modules[name] = None  # importing it is an error
-import co2.simulate
-for module in pkgutil.iter_modules(co2.simulate.__path__, "co2.simulate."):
+import co2_measure.simulate
+for module in pkgutil.iter_modules(co2_measure.simulate.__path__, "co2_measure.simulate."):
     importlib.import_module(module.name)
-from co2.simulate.network import Link, Network
-from co2.simulate.schedule import simulate
+from co2_measure.simulate.network import Link, Network
+from co2_measure.simulate.schedule import simulate
 network = Network(Link(1e9))
 print(simulate(method="co2", workers=8, vector_bytes=8, step_s=1, network=network, steps=12).step_s)
 """

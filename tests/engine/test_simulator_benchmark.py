@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks.simulator import PAYLOAD_SHARE, points
-from co2.simulate.methods import SIMULATED
-from co2.simulate.network import Link, Network
-from co2.simulate.schedule import simulate
+from co2_measure.simulate.methods import SIMULATED
+from co2_measure.simulate.network import Link, Network
+from co2_measure.simulate.schedule import simulate
 
 STEPS, STEP_S, VECTOR_BYTES = 60, 0.1, 4_000_000
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import co2
 from co2.comm import clocks
-from co2.peers import known_methods
+from co2_measure.peers import known_methods
 from tests.methods import problem
 
 KNOWN = known_methods()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import co2
-from co2.lab.__main__ import main
-from co2.peers import PEERS, check_installed
+from co2_measure.lab.__main__ import main
+from co2_measure.peers import PEERS, check_installed
 from tests.counted_bytes import measured_and_counted
 from tests.counted_bytes import needs_root as namespace
 from tests.engine.test_lab import TOY, needs_root, traces

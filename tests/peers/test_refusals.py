@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from co2 import peers
 from co2.errors import ConfigError
-from co2.lab.__main__ import main
-from co2.peers import PEERS
 from co2.start import launch, placement
+from co2_measure import peers
+from co2_measure.lab.__main__ import main
+from co2_measure.peers import PEERS
 from tests.cli.harness import configured
 
 MISSING = "needs the extra 'peers': pip install -e '.[peers]'"

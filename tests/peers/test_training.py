@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from co2.peers import PEERS
+from co2_measure.peers import PEERS
 from tests.cli.harness import (
     LIMIT_S,
     LINGER_S,

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from co2.lab.trial import trial_folder
+from co2_measure.lab.trial import trial_folder
 from recipes.runs import laboratory
 from recipes.runs.laboratory import LabCell
 

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from co2.errors import ConfigError
-from co2.lab.training import TrialFailed
 from co2.record.folder import plain
+from co2_measure.lab.training import TrialFailed
 from recipes.__main__ import main
 from recipes.paper import figure1, scaling, table3
 from recipes.recipe import Recipe

@@ -14,7 +14,7 @@ import pytest
 from co2.errors import ConfigError
 from co2.record.folder import run_folder
 from co2.record.table import Table, read_csv
-from co2.simulate.paper import PAPER as SCALING
+from co2_measure.simulate.paper import PAPER as SCALING
 from recipes.__main__ import main, recipe_of, wanted
 from recipes.recipe import SCALES, Column, Recipe, Row
 from recipes.registry import RECIPES

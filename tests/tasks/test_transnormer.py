@@ -13,7 +13,7 @@ import torch
 
 from co2.config import OptimConfig
 from co2.errors import ConfigError
-from co2.simulate.models import MODELS
+from co2_measure.simulate.models import MODELS
 from tasks.shared.optimizer import make_optimizer
 from tasks.text import transnormer_model as parts
 from tasks.text.causal import CorpusName

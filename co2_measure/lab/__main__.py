@@ -18,13 +18,13 @@ from co2 import program
 with program.starting(__name__):
     from co2.arguments import Parser
     from co2.errors import REFUSED, ConfigError, require
-    from co2.lab import report
-    from co2.lab.measurement import measure
-    from co2.lab.plan import plan
-    from co2.lab.slow_network import check_root, remove_leftovers
-    from co2.lab.training import TrialFailed
-    from co2.lab.trial import LIMIT
-    from co2.peers import PEERS, known_methods
+    from co2_measure.lab import report
+    from co2_measure.lab.measurement import measure
+    from co2_measure.lab.plan import plan
+    from co2_measure.lab.slow_network import check_root, remove_leftovers
+    from co2_measure.lab.training import TrialFailed
+    from co2_measure.lab.trial import LIMIT
+    from co2_measure.peers import PEERS, known_methods
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from co2.lab.slow_network import SlowNetwork
-from co2.lab.trial import LIMIT, Conditions, Trial, trial_folder
-from co2.peers import known_methods
+from co2_measure.lab.slow_network import SlowNetwork
+from co2_measure.lab.trial import LIMIT, Conditions, Trial, trial_folder
+from co2_measure.peers import known_methods
 
 TRAIN = Path(__file__).parents[2] / "train.py"
 DEFAULTS = (

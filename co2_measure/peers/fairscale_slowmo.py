@@ -17,7 +17,7 @@ from torch import nn
 
 from co2.errors import require
 from co2.limits import Amount, Count, Decay, Limited
-from co2.peers.base import Peer
+from co2_measure.peers.base import Peer
 
 
 class FairscaleSlowMo(Peer):

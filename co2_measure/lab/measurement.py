@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from co2.lab.training import train
-from co2.lab.trial import Conditions, Trial
 from co2.record.provenance import of_run
 from co2.record.table import Table
+from co2_measure.lab.training import train
+from co2_measure.lab.trial import Conditions, Trial
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,10 @@ class Measurement:
     loss: float
     """Validation loss at the end."""
     commit: str
+    """This and the figures up to `fingerprint` are those of `of_run`."""
     hardware: str
+    torch: str
+    fingerprint: str
     target_s: float | None = None
     """Seconds of training until the target loss; None if it was not reached, or not asked for.
     A column only where a target was given."""

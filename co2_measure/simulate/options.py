@@ -7,11 +7,11 @@ from dataclasses import replace
 from co2.arguments import number, whole
 from co2.errors import nearest, require
 from co2.gpus import known_gpu
-from co2.simulate.failures import Faults
-from co2.simulate.methods import NO_ROUNDS, require_simulated
-from co2.simulate.models import MODELS, WIRE_BYTES
-from co2.simulate.network import COLLECTIVES, Network, parse_link
-from co2.simulate.schedule import Figures, Noise, simulate
+from co2_measure.simulate.failures import Faults
+from co2_measure.simulate.methods import NO_ROUNDS, require_simulated
+from co2_measure.simulate.models import MODELS, WIRE_BYTES
+from co2_measure.simulate.network import COLLECTIVES, Network, parse_link
+from co2_measure.simulate.schedule import Figures, Noise, simulate
 
 MOST_GPUS = 2**24
 

@@ -8,10 +8,10 @@ from importlib.util import find_spec
 from co2.config import Config, Precision
 from co2.errors import require
 from co2.methods import METHODS, Method
-from co2.peers.base import Peer
-from co2.peers.fairscale_slowmo import FairscaleSlowMo
-from co2.peers.torch_post_local_sgd import TorchPostLocalSGD
-from co2.peers.torchft_diloco import TorchftDiLoCo
+from co2_measure.peers.base import Peer
+from co2_measure.peers.fairscale_slowmo import FairscaleSlowMo
+from co2_measure.peers.torch_post_local_sgd import TorchPostLocalSGD
+from co2_measure.peers.torchft_diloco import TorchftDiLoCo
 
 PEERS: dict[str, type[Peer]] = {
     "torch_post_local_sgd": TorchPostLocalSGD,

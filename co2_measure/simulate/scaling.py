@@ -2,10 +2,10 @@
 
 from dataclasses import asdict
 
-from co2.simulate.methods import LIMIT, label
-from co2.simulate.models import MODELS
-from co2.simulate.options import Options
-from co2.simulate.report import Panel, Report, report_of
+from co2_measure.simulate.methods import LIMIT, label
+from co2_measure.simulate.models import MODELS
+from co2_measure.simulate.options import Options
+from co2_measure.simulate.report import Panel, Report, report_of
 
 FORMATS = {
     "link": "",

@@ -1,12 +1,12 @@
 """Goodput of nodes that fail against the number of GPUs, for each way to deal with a failure."""
 
 from co2.errors import require
-from co2.simulate.drawn import drawn_goodput
-from co2.simulate.failures import DISCARD, RESTART, WAYS, Round, goodput
-from co2.simulate.methods import ENTRIES, LIMIT, label
-from co2.simulate.models import MODELS
-from co2.simulate.options import Options
-from co2.simulate.report import Panel, Report, report_of
+from co2_measure.simulate.drawn import drawn_goodput
+from co2_measure.simulate.failures import DISCARD, RESTART, WAYS, Round, goodput
+from co2_measure.simulate.methods import ENTRIES, LIMIT, label
+from co2_measure.simulate.models import MODELS
+from co2_measure.simulate.options import Options
+from co2_measure.simulate.report import Panel, Report, report_of
 
 STATE_VECTORS = 5
 """What a newcomer is sent, in fp32 vectors as large as the weights: those, Adam's two moments, and

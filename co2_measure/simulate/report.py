@@ -7,7 +7,7 @@ from pathlib import Path
 
 from co2.errors import ConfigError, require
 from co2.record.table import Table
-from co2.simulate.methods import NO_ROUNDS
+from co2_measure.simulate.methods import NO_ROUNDS
 
 
 @dataclass

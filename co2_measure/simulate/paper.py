@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from co2.gpus import GPUS
-from co2.simulate.models import MODELS
-from co2.simulate.network import PROFILES, Link, Network
-from co2.simulate.report import Report
-from co2.simulate.schedule import BUCKET_BYTES, simulate
+from co2_measure.simulate.models import MODELS
+from co2_measure.simulate.network import PROFILES, Link, Network
+from co2_measure.simulate.report import Report
+from co2_measure.simulate.schedule import BUCKET_BYTES, simulate
 
 PAPER = {
     "AdamW, 8 GPUs": 18_444.0,

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from co2.simulate.failures import ELASTIC, RESTART, Faults, Round
+from co2_measure.simulate.failures import ELASTIC, RESTART, Faults, Round
 
 SETTLED = 3.0
 """As many absences of a lost node pass before anything is counted, because at the start all nodes

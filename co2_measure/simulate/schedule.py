@@ -18,8 +18,8 @@ import numpy as np
 
 from co2.config import Blocking
 from co2.errors import require_number
-from co2.simulate.methods import ALLREDUCE, ENTRIES, LIMIT, require_simulated
-from co2.simulate.network import Network, ring_bytes
+from co2_measure.simulate.methods import ALLREDUCE, ENTRIES, LIMIT, require_simulated
+from co2_measure.simulate.network import Network, ring_bytes
 
 BUCKET_BYTES = 25 * 2**20
 """The default of `comm.bucket_mb`, and of PyTorch's DDP."""

@@ -4,10 +4,10 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from co2.lab.measurement import Measurement, write_csv
-from co2.lab.trial import LIMIT
 from co2.record.provenance import provenance
 from co2.record.table import Table
+from co2_measure.lab.measurement import Measurement, write_csv
+from co2_measure.lab.trial import LIMIT
 
 _FORMATS = {
     "per s": "{:,.0f}".format,

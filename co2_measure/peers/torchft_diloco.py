@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from co2.limits import Amount, Count, Decay, Limited
-from co2.peers.base import Peer
+from co2_measure.peers.base import Peer
 
 _LIMIT = timedelta(minutes=30)
 """The time limit for everything that torchft waits for, equal to that of torch.distributed."""

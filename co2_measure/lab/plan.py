@@ -9,8 +9,8 @@ from pathlib import Path
 
 from co2.arguments import whole
 from co2.errors import ConfigError, nearest, require
-from co2.lab.trial import LIMIT, Change, Conditions, Trial, rate_name
-from co2.peers import PEERS, check_installed, known_methods
+from co2_measure.lab.trial import LIMIT, Change, Conditions, Trial, rate_name
+from co2_measure.peers import PEERS, check_installed, known_methods
 
 _WORKER_BYTES = 2**30
 """An upper guess at the memory that a worker of a smoke-scale task needs."""

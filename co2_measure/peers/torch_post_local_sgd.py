@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from co2.limits import Count, Limited
-from co2.peers.base import Peer
+from co2_measure.peers.base import Peer
 
 
 class TorchPostLocalSGD(Peer):

@@ -19,15 +19,15 @@ with program.starting(__name__, slow=False):
     from co2.arguments import Parser
     from co2.errors import REFUSED, ConfigError, require
     from co2.gpus import GPUS
-    from co2.simulate import paper
-    from co2.simulate.failures import LLAMA_MTBF_HOURS
-    from co2.simulate.goodput import goodput_report
-    from co2.simulate.methods import SIMULATED, WITH_MOMENTS
-    from co2.simulate.models import MODELS
-    from co2.simulate.network import COLLECTIVES
-    from co2.simulate.options import Options
-    from co2.simulate.report import Report
-    from co2.simulate.scaling import scaling_report
+    from co2_measure.simulate import paper
+    from co2_measure.simulate.failures import LLAMA_MTBF_HOURS
+    from co2_measure.simulate.goodput import goodput_report
+    from co2_measure.simulate.methods import SIMULATED, WITH_MOMENTS
+    from co2_measure.simulate.models import MODELS
+    from co2_measure.simulate.network import COLLECTIVES
+    from co2_measure.simulate.options import Options
+    from co2_measure.simulate.report import Report
+    from co2_measure.simulate.scaling import scaling_report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
