@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import report
 from benchmarks.throughput import BRIEF, alone, composed, spread, together
 from co2.comm.mesh import Mesh
-from co2.train import launch
+from co2.start import placement
 from train import APP
 
 GOAL = 0.99
@@ -98,7 +98,7 @@ def flops_per_token(overrides: list[str]) -> float:
     config = composed(["method=co2", *overrides, "train.batch_size=2"])
     task = APP.make_task(config)
     task.setup(1)
-    device, _ = launch.placement(config, 0, 1)
+    device, _ = placement.place_of(config, 0, 1)
     model = task.model().to(device)
     batch = next(task.batches(Mesh(0, 1, device), 0))
     assert isinstance(batch, torch.Tensor), "of a language task"

@@ -23,10 +23,10 @@ import torch.multiprocessing as mp
 
 from benchmarks import report
 from co2.config import Config
+from co2.randomness import seed_everything
 from co2.record.provenance import UNKNOWN
+from co2.start.launch import mesh
 from co2.train.build import build
-from co2.train.launch import mesh
-from co2.train.randomness import seed_everything
 from co2.train.run import Run
 from co2.train.session import Session
 from co2_measure.lab.training import TASK

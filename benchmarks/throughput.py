@@ -22,8 +22,8 @@ from co2.comm.mesh import Mesh
 from co2.config import Config, Precision
 from co2.methods import METHODS
 from co2.record.folder import read_summary
+from co2.start import placement
 from co2.task import Task
-from co2.train import launch
 from co2.train.schedule import learning_rate
 from co2_measure.lab.training import TASK
 from train import APP
@@ -115,7 +115,7 @@ def plain_loop(config: Config, task: Task) -> float:
     """Units per second, the first step left out, of the loop that a person would write."""
     knobs = config.train
     assert knobs.accumulate == 1, "a step is one batch here"
-    device, _ = launch.placement(config, 0, 1)
+    device, _ = placement.place_of(config, 0, 1)
     half = torch.autocast(device.type, torch.bfloat16, enabled=knobs.precision is Precision.bf16)
     torch.manual_seed(knobs.seed)
     model = task.model().to(device)

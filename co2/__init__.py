@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from co2.methods.sparta import SPARTA
     from co2.methods.streaming_diloco import StreamingDiLoCo
     from co2.methods.zero_one_adam import ZeroOneAdam
-    from co2.replicas import run
+    from co2.start.notebook import run
 
 __all__ = [
     "ACCO",
@@ -77,7 +77,7 @@ _ELSEWHERE = {
     "ReplicasDiffer": "errors",
     "WrongCall": "errors",
     "Mesh": "comm.mesh",
-    "run": "replicas",
+    "run": "start.notebook",
 }
 """Where a name lies that is none of `co2.methods`."""
 _ROOMS = ("comm", "config", "errors", "methods")

@@ -22,7 +22,7 @@ with program.starting(__name__):
     from co2.arguments import Parser
     from co2.errors import ConfigError, nearest, require
     from co2.record import provenance
-    from co2.train import launch
+    from co2.start import launch
     from recipes.recipe import Recipe
     from recipes.registry import RECIPES
     from recipes.runs import again, cells, check, functions, laboratory, measured, plan, slurm

@@ -286,7 +286,7 @@ def _serve_forks() -> None:
     It is forked now, because the launcher's store has threads. What is forked from a process with
     threads hangs where one of them held a lock, such as that of C++'s exceptions.
     """
-    from co2 import forked  # imported long ago; the server itself starts without it
+    from co2.start import processes  # imported long ago; the server itself starts without it
 
     server = forkserver._forkserver  # type: ignore[attr-defined]
     address = connection.arbitrary_address("AF_UNIX")
@@ -298,7 +298,7 @@ def _serve_forks() -> None:
         if pid == 0:
             os.close(until_closed)
             # The launcher starts its own with these blocked, until workers train.
-            signal.pthread_sigmask(signal.SIG_BLOCK, forked.STOP_SIGNALS)
+            signal.pthread_sigmask(signal.SIG_BLOCK, processes.STOP_SIGNALS)
             with contextlib.suppress(SystemExit):  # its end, when the program has ended
                 forkserver.main(listener.fileno(), alive, [])
             os._exit(0)

@@ -39,7 +39,6 @@ from co2.app.help import described, help_text
 from co2.app.schema import typed
 from co2.app.tuned import with_tuned
 from co2.config import Config, Resume, Validation
-from co2.elastic import launcher
 from co2.errors import DIVERGED, STOPPED, ConfigError, from_outside, unusable
 from co2.methods import Method
 from co2.record import tensorboard
@@ -48,8 +47,10 @@ from co2.record.folder import check_data, check_folder, read_summary, run_folder
 from co2.record.lock import FolderLock
 from co2.record.metrics import Summary
 from co2.record.provenance import UNKNOWN, Origin
+from co2.start import elastic, launch, placement
+from co2.start.identity import identity, is_first, world_size
 from co2.task import Placed, Task
-from co2.train import init_from, launch, within_replica
+from co2.train import init_from, within_replica
 from co2.train.loop import train
 from co2.train.run import Run
 from co2.train.samples import accumulated
@@ -86,14 +87,14 @@ class App:
         values = of_the_choice(values, (*self.tasks, *self.methods), overrides)
         values, named_by = with_tuned(self.conf, values, overrides, self.methods)
         config = typed(_with_workers(values), self.methods, self.tasks)
-        world = launch.world_size(config.launch)
+        world = world_size(config.launch)
         if values.get("tag") is None:
             tag = tag_from(named_by, world, values["launch"]["workers"], config.method)
             config = replace(config, tag=tag)
         config = accumulated(config, world)
-        here = launch.first_device(config)
+        here = placement.first_device(config)
         if not planned:
-            launch.check(config)
+            placement.check(config)
             tensorboard.check(config)
         method = self.make_method(config)
         given: dict[str, object] = {"optim.name": config.optim.name.value, "launch.workers": world}
@@ -106,7 +107,7 @@ class App:
         for key, value in given.items():
             method.refuse(key, value)
         within_replica.check(config, world, method, torch.device("cuda") if planned else here)
-        launcher.check(config, method, launch.identity() is not None)
+        elastic.check(config, method, identity() is not None)
         task = self.make_task(config)
         if isinstance(task, Placed):
             task.check_place(here, config.mesh.strategy)
@@ -121,7 +122,7 @@ class App:
         """Make and check the data, and the run to start from or to go on with, once, before any
         worker starts. Raises `ConfigError`."""
         task = self.make_task(config)
-        task.setup(launch.world_size(config.launch))
+        task.setup(world_size(config.launch))
         check_data(config, task.fingerprint())
         init_from.check(config, task)
 
@@ -131,7 +132,7 @@ class App:
         usable = plan.usable_bytes(config)
         if config.scale != "smoke" and usable is not None:
             planner = plan.Planner(self.planned, self.make_task, overrides, usable)
-            planner.check(config, launch.world_size(config.launch))
+            planner.check(config, world_size(config.launch))
 
     def make_task(self, config: Config) -> Task:
         """The chosen task. Nothing is read yet."""
@@ -144,7 +145,7 @@ class App:
     def work(self, config: Config, origin: Origin = UNKNOWN) -> None:
         """What every worker of a run does."""
         task = self.make_task(config)
-        task.setup(launch.world_size(config.launch))
+        task.setup(world_size(config.launch))
         if config.launch.elastic:
             # Imports what would keep this worker from giving signs of life.
             task.optimizer(task.model())
@@ -159,22 +160,22 @@ class App:
         """One run, to its end. Returns its exit status. `overrides` are those that it stands for,
         where a person has given them."""
         program.keep_output(training=True)
-        workers, world = config.launch.workers, launch.world_size(config.launch)
+        workers, world = config.launch.workers, world_size(config.launch)
         given = any(key_of(word) == "launch.workers" for word in overrides or ())
-        if given and workers != world and launch.is_first():
+        if given and workers != world and is_first():
             text = f"launch.workers={workers} is ignored: torchrun or srun has started {world}"
             print(text, file=sys.stderr, flush=True)
         if config.resume is Resume.auto and read_summary(config):
-            if launch.is_first():
+            if is_first():
                 print("finished already; resume=never trains it afresh and keeps this one aside")
         else:
-            if launch.identity() is None and config.launch.store is None:
+            if identity() is None and config.launch.store is None:
                 # Worker 0 holds the folder; this refuses one that is held before any starts.
                 FolderLock.take(run_folder(config)).release()
             status = launch.run(partial(self.work, origin=origin), config)
             if status:
                 return status
-        if launch.is_first():  # worker 0 wrote the summary; others may get here before that
+        if is_first():  # worker 0 wrote the summary; others may get here before that
             summary = read_summary(config)
             # Another machine's file may show here later.
             assert summary or config.launch.store, "a run that ended well has a summary"
@@ -206,7 +207,7 @@ class App:
                 words = left
         sweep = ["-m", *words, after, "co2.tau=1,3,6,12,24,48"]
         line = shlex.join(sweep if baseline else [*words, after])
-        if launch.identity() is not None:
+        if identity() is not None:
             return f"train.py {line} (started as this run was)"
         script = self.conf.parent / "train.py"
         here = Path("train.py").resolve() == script.resolve()
@@ -281,10 +282,10 @@ class App:
             for config, overrides in runs:
                 outcomes.append(self._outcome(partial(replace, config), overrides, origin))
                 status = outcomes[-1].status
-                if status in STOPPED or (status and launch.identity() is not None):
+                if status in STOPPED or (status and identity() is not None):
                     return status
         finally:
-            if outcomes and launch.is_first():
+            if outcomes and is_first():
                 print(sweep_table(outcomes))
         return next((outcome.status for outcome in outcomes if outcome.status), 0)
 
@@ -297,7 +298,7 @@ class App:
             config = make()
             validation = config.data.validation
             # Once more: the run before it may have made the folder.
-            check_folder(config, launch.world_size(config.launch))
+            check_folder(config, world_size(config.launch))
             status = self.run(config, origin)
             summary = None if status else read_summary(config)
         except ConfigError as error:
@@ -353,11 +354,11 @@ def _with_workers(values: Values) -> Values:
     node = values.get("launch")
     if not isinstance(node, dict) or node.get("workers", 0) is not None:
         return values
-    return {**values, "launch": {**node, "workers": launch.workers_here()}}
+    return {**values, "launch": {**node, "workers": placement.workers_here()}}
 
 
 def _in_sweep() -> bool:
     """Whether this process starts all runs of a sweep, one after the other."""
     hydra_config = HydraConfig.get()
-    alone = launch.identity() is None and hydra_config.runtime.choices["hydra/launcher"] == "basic"
+    alone = identity() is None and hydra_config.runtime.choices["hydra/launcher"] == "basic"
     return alone and hydra_config.mode is RunMode.MULTIRUN

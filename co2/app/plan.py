@@ -23,8 +23,9 @@ from co2.config import Config, Precision
 from co2.errors import ConfigError, require
 from co2.gpus import GPUS, USABLE, known_gpu
 from co2.methods import METHODS
+from co2.start import placement
+from co2.start.identity import is_first
 from co2.task import Planned, Task
-from co2.train import launch
 from co2.train.estimate import Holdings, Unknown, Work, holdings, work
 from co2.train.within_replica import CUT
 from co2_measure.simulate.methods import ALLREDUCE
@@ -39,10 +40,10 @@ MakeTask = Callable[[Config], Task]
 
 def usable_bytes(config: Config) -> int | None:
     """What tensors can fill of the memory of a worker's GPU; None where the GPU is not known."""
-    device = launch.first_device(config)
+    device = placement.first_device(config)
     if device.type == "cuda":
         most = USABLE * torch.cuda.get_device_properties(device).total_memory
-        return int(most / launch.workers_on_a_gpu(config))
+        return int(most / placement.workers_on_a_gpu(config))
     return None if config.launch.gpu is None else GPUS[config.launch.gpu].usable_bytes
 
 
@@ -161,7 +162,7 @@ class Planner:
             error = self._refusal(need)
             if need.work is None or not config.train.compile:
                 raise error
-            if launch.is_first():
+            if is_first():
                 print(f"warning: {error}", file=sys.stderr, flush=True)
 
     def _refusal(self, need: Need) -> DoesNotFit:

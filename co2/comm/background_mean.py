@@ -5,7 +5,7 @@ same on every worker. The snapshot is `buffer`, which the method fills itself, o
 over its other vectors; a copy made in `start` would cost another vector as long as the model.
 
 Where replicas come and go, `new_mean` makes a mean that recovers inside `wait`
-(co2/elastic/transport.py). A method sees no difference.
+(co2/elastic/replicas.py). A method sees no difference.
 """
 
 from collections.abc import Callable

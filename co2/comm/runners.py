@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from co2.comm import profiled
 from co2.comm.clocks import CudaStopwatch, Stopwatch
 from co2.comm.deadlocks import DeadlockWatch
-from co2.comm.waiting import Connections, finish, in_use
+from co2.comm.waiting import Connections, finish, in_use, note_recorded
 from co2.streams import SideStream
 
 Buckets = tuple[Tensor, ...]
@@ -61,7 +60,7 @@ class HostRunner:
         clock.begin()
         for bucket in buckets:
             work = dist.all_reduce(bucket, op=dist.ReduceOp.AVG, group=group, async_op=True)
-            works.append(profiled.note(work, group))
+            works.append(note_recorded(work, group))
         self._works = works
         futures = [work.get_future() for work in works]
         self._collected = torch.futures.collect_all(futures)

@@ -7,16 +7,16 @@ that neither the number of members nor a slow link makes healthy ones look silen
     every 0.1 s            one `multi_get` for what must be known at once: how many are gone, and
                            whether this generation is over
 
-A member is silent once its sign has not changed for `silent_s`, and in several looks: a look takes
-as long as the link needs, and after this process itself was stopped, the first ones tell nothing.
-One that has gone is lost at once, also if it has gone before anybody watched it: who is gone is
-known of all processes of the run, not of those alone that are watched.
+A member is silent once its sign has not changed for `silent_s` (`Sign`). One that has gone is lost
+at once, also if it has gone before anybody watched it: who is gone is known of all processes of the
+run, not of those alone that are watched.
+
+The machines of a run give signs of life in the same way (co2/elastic/store.py).
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -27,7 +27,7 @@ TICK_PER_MEMBER_S = 0.0005
 _SIGNS = 10
 """Signs of life in `silent_s`."""
 _LOOKS = 5
-"""In which a sign must not have changed."""
+"""Fewest in which a sign must not have changed."""
 _START_S = 600.0
 """A process that has given no sign of life yet may still be importing."""
 STOP = "stop"
@@ -64,16 +64,30 @@ def has_lived(store: dist.Store, number: int) -> bool:
     return any(number in listed(store.get(name)) for name in names)
 
 
-@dataclass
-class _Sign:
-    """A member's last sign of life."""
+class Sign:
+    """Somebody's last sign of life, and for how long it has been the last.
 
-    value: bytes
-    """Empty while there was none."""
-    since: float
-    """When it was new."""
-    looks: int = 0
-    """How many times it was the same since."""
+    Between two looks at most a fifth of `silent_s` counts: a look takes as long as the link needs,
+    and after this process itself was stopped, the first ones tell nothing.
+
+    Args:
+        silent_s: seconds after which whoever gave it counts as silent.
+        now: in seconds, as in all methods.
+    """
+
+    def __init__(self, silent_s: float, now: float) -> None:
+        self.value = b""
+        """Empty while there was none."""
+        self._most_s, self._looked, self._counted_s = silent_s / _LOOKS, now, 0.0
+
+    def seen(self, value: bytes, now: float) -> None:
+        """A look has found this."""
+        self._counted_s = self.silence(now) if value == self.value else 0.0
+        self.value, self._looked = value, now
+
+    def silence(self, now: float) -> float:
+        """Seconds since it was new."""
+        return self._counted_s + min(now - self._looked, self._most_s)
 
 
 class Heartbeat:
@@ -83,7 +97,7 @@ class Heartbeat:
         store: a connection of the thread's own, because one answers one question at a time.
         me: this process.
         silent_s: see above.
-        over: called by the thread, once for each generation that is over for all, with its number
+        over: called by the thread once for each generation that has lost a member, with its number
             and whether the others know already.
         failed: called by the thread with the error that has ended it.
         clock: in seconds.
@@ -104,7 +118,7 @@ class Heartbeat:
         """How long the store took to answer last."""
         self._lock = threading.Lock()
         """Of the following three."""
-        self._signs: dict[int, _Sign] = {}
+        self._signs: dict[int, Sign] = {}
         self._gone: set[int] = set()
         self._generation: int | None = None
         """Of those that are watched, once they are members; None: nobody's yet, or over."""
@@ -123,28 +137,25 @@ class Heartbeat:
         return self
 
     def watch(self, ids: Iterable[int], generation: int | None = None) -> None:
-        """Watch these, and nobody else. With a generation they are its members, and it is over
-        once one of them is lost."""
+        """Watch these, and nobody else. With a generation they are its members: losing one of them
+        ends it."""
         now = self._clock()
         if generation is not None:
             self.store.compare_set(key("broken", generation), "", "0")  # so that it is there
         with self._lock:
-            self._signs = {one: self._signs.get(one) or _Sign(b"", now) for one in ids}
+            self._signs = {one: self._signs.get(one) or Sign(self.silent_s, now) for one in ids}
             self._generation = generation
 
     def silence(self, one: int) -> str:
-        """Why one that is watched counts as lost; empty while it does not. Any thread may call
-        it."""
+        """Why a watched process counts as lost; empty while it does not. Any thread may call it."""
         with self._lock:
             if one in self._gone:
                 return "gone"
             sign = self._signs.get(one)
-        if sign is None:  # not watched any more
-            return ""
-        silent = self._clock() - sign.since
-        if not sign.value:
-            return f"silent for {silent:.0f} s" if silent > _START_S else ""
-        lost = silent > self.silent_s and sign.looks >= _LOOKS
+            if sign is None:  # not watched any more
+                return ""
+            silent = sign.silence(self._clock())
+        lost = silent > (self.silent_s if sign.value else _START_S)
         return f"silent for {silent:.0f} s" if lost else ""
 
     def close(self) -> None:
@@ -175,24 +186,16 @@ class Heartbeat:
 
     def _look_at_signs(self) -> None:
         with self._lock:
-            silent = [one for one, sign in self._signs.items() if not sign.value]
-            known = [one for one, sign in self._signs.items() if sign.value]
-        if silent:
+            signs = self._signs
+            known = [one for one, sign in signs.items() if sign.value]
+        if len(known) < len(signs):
             born = listed(self.store.get(_BORN))
-            known += [one for one in silent if one in born]
-        if not known:
-            return
-        found = self.store.multi_get([key("alive", one) for one in known])
-        now = self._clock()
+            known = [one for one in signs if one in born]
+        values = self.store.multi_get([key("alive", one) for one in known]) if known else []
+        found, now = dict(zip(known, values, strict=True)), self._clock()
         with self._lock:
-            for one, value in zip(known, found, strict=True):
-                sign = self._signs.get(one)
-                if sign is None:  # not watched any more
-                    continue
-                if value == sign.value:
-                    sign.looks += 1
-                else:
-                    self._signs[one] = _Sign(value, now)
+            for one, sign in signs.items():  # also those that are not watched any more
+                sign.seen(found.get(one, b""), now)
 
     def _look_around(self) -> None:
         with self._lock:

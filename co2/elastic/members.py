@@ -25,16 +25,18 @@ A decision also carries what each replica has told of its pace, so that all draw
 from the same figures (co2/elastic/quorum.py).
 
 Two threads talk to the store beside the one that trains: the heartbeat, and the one that reports
-how collectives have ended (co2/elastic/reports.py). They decide nothing about training: a replica
+how collectives have ended (`Reports`). They decide nothing about training: a replica
 acts on a decision when it comes to the place where it needs the collective, which is a function of
 the step alone.
 """
 
 import gc
+import itertools
 import json
+import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -44,12 +46,12 @@ import torch
 import torch.distributed as dist
 
 from co2.comm.waiting import until_cut, use, well_on_all
-from co2.elastic import groups, nccl
 from co2.elastic.heartbeat import STOP, TICK_S, Heartbeat, add_to, key, listed
-from co2.elastic.reports import Reports, Ticket
-from co2.elastic.sockets import Sockets
+from co2.elastic.sockets import Sockets, abort, expect_losses, make_group, nccl_backends
 from co2.errors import first_line
 
+Ticket = tuple[int, int]
+"""Of a collective: its generation, and its number in it."""
 OK, LOST, JOIN, PACES = "ok", "lost", "join", "paces="
 
 FORMING = timedelta(seconds=20)
@@ -103,11 +105,43 @@ class StoreLost(Exception):
 
 
 class ThreadFailed(Exception):
-    """A thread has ended without which this member cannot go on."""
+    """A thread that this member needs has failed."""
 
 
 class Unreachable(Exception):
     """Members who all give signs of life cannot connect with each other."""
+
+
+class Reports:
+    """The thread that talks to the store while the one that trains goes on. It does what is urgent
+    first, and of that what came first.
+
+    Args:
+        failed: called by the thread with the error that has ended it.
+    """
+
+    def __init__(self, failed: Callable[[Exception], None]) -> None:
+        self._failed, self._numbers = failed, itertools.count()
+        self.waiting = queue.PriorityQueue[tuple[int, int, Callable[[], object] | None]]()
+        """What is not begun: how little urgent it is, its number, and what to do."""
+        self._thread = threading.Thread(target=self._run, name="reports", daemon=True)
+        self._thread.start()
+
+    def add(self, act: Callable[[], object], urgent: bool = True) -> None:
+        """Have something done. Any thread may call it."""
+        self.waiting.put((0 if urgent else 1, next(self._numbers), act))
+
+    def close(self) -> None:
+        """End the thread, when all is done."""
+        self.waiting.put((2, next(self._numbers), None))
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while (act := self.waiting.get()[-1]) is not None:
+                act()
+        except Exception as error:
+            self._failed(error)
 
 
 class Members:
@@ -138,7 +172,7 @@ class Members:
         self.me, self.replica_size = me, replica_size
         self._address, self._backend = address, backend
         if "nccl" in backend:
-            nccl.expect_losses()
+            expect_losses()
         self.store, self._reporting, beating = (connected(address) for _ in range(3))
         self.ids: tuple[int, ...] = ()
         """Members of this generation, in the order of their ranks."""
@@ -160,12 +194,12 @@ class Members:
         self._pace_sent: float | None = None
         self._admitted = 0
         self._next, self._unsettled, self._low = 0, set[int](), 1
-        """The last ticket of this generation, those that are not settled, and the first of those as
-        the last one was opened."""
+        """Last ticket of this generation; open tickets; lowest open ticket when the last one was
+        opened."""
         self._read_by_all: dict[int, range] = {}
-        """By ticket: earlier ones that all members have settled once all have ended this one."""
+        """Ticket → earlier tickets whose keys may be deleted once it is decided."""
         self._before: list[str] = []
-        """What nobody needs in the store once a first ticket of this generation counts."""
+        """Keys of the store to delete once a first ticket of this generation counts."""
         self.broken = False
         """Whether this generation has ended for all, because one of them is lost."""
         self.sockets = self._meeting = Sockets()
@@ -187,7 +221,8 @@ class Members:
     # Tickets.
 
     def open(self) -> Ticket:
-        """Number a collective that starts now. All members open theirs in the same order."""
+        """Open the ticket of a collective that starts now. All members open theirs in the same
+        order."""
         self._next += 1
         self._unsettled.add(self._next)
         low = min(self._unsettled)
@@ -283,17 +318,17 @@ class Members:
     # Steps.
 
     def measured(self, seconds: float) -> None:
-        """Tell with all that ends from now on how long this member needs for a step."""
+        """Report the seconds that this member needs for a step, with its next votes."""
         self._pace = seconds
 
     def share_out(self, steps: Mapping[int, int]) -> None:
-        """Take note of how many steps each member makes in the round that begins, or is under way.
-        All members note the same; empty: all make as many."""
+        """Set how many steps each member makes in the current round, or in the one that begins. The
+        same on all members; empty: all make as many."""
         self.steps = steps
 
     def weights(self) -> Mapping[int, int]:
-        """What each member's part in a mean weighs: the steps of the round, or one where all make
-        as many."""
+        """Weight of each member in a mean: its steps of the round, or one where all make as
+        many."""
         return {one: self.steps.get(one, 1) for one in self.ids}
 
     # Losses.
@@ -332,17 +367,17 @@ class Members:
         self.cut(self.generation)
 
     def _check(self) -> None:
-        """Raise what `thread_failed` was told."""
+        """Raise the error that `thread_failed` was given."""
         if self._error is not None:
             raise self._error
 
     def _end(self) -> None:
-        """End what is under way, and note that. `_turning` is held."""
+        """Abort all collectives of this generation. The caller holds `_turning`."""
         ended, self.broken = self.broken, True
         self.sockets.cut()  # first: what NCCL ends from here on does not count
         self._meeting.cut()
         if not ended:
-            nccl.abort(nccl.backends(self._groups))
+            abort(nccl_backends(self._groups))
 
     def _decide(self, store: dist.Store, ticket: Ticket, words: str) -> str:
         """Write a decision unless there is one. Returns what is decided."""
@@ -406,7 +441,7 @@ class Members:
             own = self.sockets.listening()
             until_cut(lambda: dist.all_gather_object(ports, own, self._groups[0]))
             self.sockets.keep({port for one in ports for port in one})
-        on_gpus = nccl.backends(self._groups)
+        on_gpus = nccl_backends(self._groups)
         for backend in on_gpus:  # NCCL would connect in the first collective of each
             device = torch.device("cuda", torch.cuda.current_device())
             connect = partial(backend.eager_connect_single_device, device)
@@ -425,7 +460,7 @@ class Members:
         return connected(self._address)
 
     def leave(self) -> None:
-        """The run has ended well on all members."""
+        """Leave a run that has succeeded on all members."""
         self.close()
         self._break_up()
         use(None)
@@ -542,7 +577,7 @@ class Members:
         name = key("groups", self.generation, len(self._groups), ranks[0])
         rank, backend = ranks.index(self.ids.index(self.me)), backend or self._backend
         with self.sockets.opening():
-            group = groups.make(name, self._addresses, rank, len(ranks), backend, FORMING)
+            group = make_group(name, self._addresses, rank, len(ranks), backend, FORMING)
         self._groups.append(group)
         return group
 

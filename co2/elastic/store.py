@@ -22,14 +22,14 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from co2.arguments import Parser
 from co2.config import LaunchConfig
-from co2.elastic.heartbeat import announce_gone, has_lived
+from co2.elastic.heartbeat import Sign, announce_gone, has_lived
 from co2.elastic.members import STORE_ANSWERS_S, connected
 from co2.errors import DIVERGED, PREEMPTED, REFUSED, STOPPED, ConfigError, require
 from co2.program import python
@@ -59,12 +59,14 @@ class OwnStore:
         self.store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         self.address = _HOST, self.store.port
 
-    def begin(self, workers: int, told: threading.Event) -> tuple[range, tuple[int, ...]] | None:
+    def begin(
+        self, workers: int, told: Callable[[float], bool]
+    ) -> tuple[range, tuple[int, ...]] | None:
         """Wait until the run begins, or is found to go on.
 
         Args:
             workers: how many this machine starts with.
-            told: set when this machine is told to stop.
+            told: waits so many seconds. Returns whether this machine has been told to stop.
         Returns:
             Numbers of its own workers, and of all those who begin together: nobody, where these
             workers join a run that goes on. None if it was told to stop.
@@ -120,10 +122,12 @@ class SharedStore(OwnStore):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         self._place, self._beats = self.store.add("nodes", 1), 0
 
-    def begin(self, workers: int, told: threading.Event) -> tuple[range, tuple[int, ...]] | None:
+    def begin(
+        self, workers: int, told: Callable[[float], bool]
+    ) -> tuple[range, tuple[int, ...]] | None:
         while not self.store.check(["begun"]):
             self._say(WAITING, workers)
-            if told.wait(_LOOK_S) or self._has_ended():
+            if told(_LOOK_S) or self._has_ended():
                 return None
         nodes = {int(place): numbers for place, numbers in json.loads(self.store.get("begun"))}
         if self._place in nodes:
@@ -155,16 +159,15 @@ class SharedStore(OwnStore):
 class _Node:
     """What a node has said last."""
 
-    text: str
-    since: float
-    """When it was new."""
+    sign: Sign
+    """Its words, which have a count that shows that it lives."""
     state: str
     number: int
     """Workers of one that waits, exit status of one that has left."""
 
     @property
     def silent(self) -> bool:
-        return time.monotonic() - self.since > SILENT_S
+        return self.sign.silence(time.monotonic()) > SILENT_S
 
 
 def keep(store: dist.TCPStore, wanted: int, closing: threading.Event) -> int:
@@ -179,11 +182,9 @@ def keep(store: dist.TCPStore, wanted: int, closing: threading.Event) -> int:
     nodes: dict[int, _Node] = {}
     begun: dict[int, range] = {}
     status: int | None = None
-    looked = time.monotonic()
     while True:
         time.sleep(_LOOK_S)
-        stopped, looked = time.monotonic() - looked > SILENT_S / 2, time.monotonic()
-        _listen(store, nodes, stopped)
+        _listen(store, nodes)
         here = {
             place: node for place, node in nodes.items() if node.state != LEFT and not node.silent
         }
@@ -212,28 +213,23 @@ def keep(store: dist.TCPStore, wanted: int, closing: threading.Event) -> int:
             store.set("ended", str(status))
 
 
-def _listen(store: dist.Store, nodes: dict[int, _Node], stopped: bool) -> None:
-    """Read what all nodes say.
-
-    Args:
-        stopped: this process itself was stopped, so that what it knows of them is too old.
-    """
+def _listen(store: dist.Store, nodes: dict[int, _Node]) -> None:
+    """Read what all nodes say."""
     now = time.monotonic()
     for place in range(1, store.add("nodes", 0) + 1):
         key = f"node/{place}"
         if not store.check([key]):
             continue
-        text = store.get(key).decode()
-        _, state, number = json.loads(text)
-        node = nodes.get(place)
-        if node is None:
+        words = store.get(key)
+        _, state, number = json.loads(words)
+        if place not in nodes:
             _print(f"node {place} has come")
-            nodes[place] = _Node(text, now, state, number)
-            continue
+            nodes[place] = _Node(Sign(SILENT_S, now), state, number)
+        node = nodes[place]
+        node.sign.seen(words, now)
         if node.state != state and state == LEFT:
             _print(f"node {place} has ended with status {number}")
-        if node.text != text or stopped:
-            node.text, node.since, node.state, node.number = text, now, state, number
+        node.state, node.number = state, number
 
 
 def _begin(store: dist.Store, here: dict[int, _Node]) -> dict[int, range]:

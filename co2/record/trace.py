@@ -12,16 +12,14 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from co2.comm import profiled
 from co2.comm.phases import STEP_END
+from co2.comm.waiting import begin_recording, end_recording, leak
 
 _WARM_UP_STEPS = 3
 _ROUNDS = 3
 _FEWEST_STEPS = 12
 _MEMORY_EVENTS = 100_000
 """Allocations that a snapshot of the GPU's memory has at most, the newest."""
-_DROPPED: list[profile] = []
-"""Profilers that never stop, because a collective may still write into their memory."""
 
 
 class Trace:
@@ -51,7 +49,7 @@ class Trace:
                 torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
             # Shapes and types show what a collective carries.
             self._profile = profile(activities=activities, record_shapes=True)
-            profiled.begin()
+            begin_recording()
             self._profile.start()
         if self._profile is not None:
             with record_function(STEP_END):
@@ -72,10 +70,10 @@ class Trace:
             memory = self.path.with_name(f"{self.path.stem}_memory.pickle")
             torch.cuda.memory._dump_snapshot(str(memory))
             torch.cuda.memory._record_memory_history(enabled=None)
-        if profiled.end(wait):
+        if end_recording(wait):
             self._profile.stop()
             self._profile.export_chrome_trace(str(self.path))
         else:
             self._profile.toggle_collection_dynamic(False, self._profile.activities)
-            _DROPPED.append(self._profile)
+            leak(self._profile)  # a collective may still write into its memory
         self._profile = None

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from co2.errors import PREEMPTED
+from co2.randomness import deterministic, seed_everything
 from co2.record.fingerprint import FIRST
 from co2.record.metrics import Notice
+from co2.start.processes import stop_signals
 from co2.train.build import build
 from co2.train.expert_parallel import clip
-from co2.train.launch import stop_signals
-from co2.train.randomness import deterministic, seed_everything
 from co2.train.run import Run
 from co2.train.schedule import set_lr
 from co2.train.session import Session

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from co2 import faults
 from co2.comm.collectives import local
 from co2.errors import DIVERGED
 from co2.methods.base import Method, MethodStats
 from co2.record.metrics import Ledger, Metrics
+from co2.start import failures
 from co2.train.checkpoint import Checkpoints
 from co2.train.run import Run
 from co2.train.within_replica import local_optimizer
@@ -209,10 +209,10 @@ class LossWatch:
         steps = self._checkpoints.steps()
         folder = os.path.relpath(self._checkpoints.folder)
         last = f"{folder}/step_{steps[0]}" if steps else "none"
-        faults.tell(
+        failures.tell(
             f"error: {what}; last good checkpoint: {last}; "
             "try a lower optim.lr, a longer warm-up or train.clip_norm=1",
-            fault="a loss that is not finite",
+            failure="a loss that is not finite",
         )
         raise SystemExit(DIVERGED)
 

@@ -26,7 +26,7 @@ class Run:
     """One training, on one worker. Used as a context manager it closes what it has opened.
 
     Nothing of it changes after `open`. Where replicas come and go, `mesh` and `control` are always
-    those of now, and `take_over` gives what speaks and writes to another worker.
+    the current ones, and `take_over` makes another worker the one that prints and records.
     """
 
     config: Config

@@ -23,12 +23,12 @@ from co2.errors import ConfigError
 from co2.gpus import gpu_of
 from co2.methods.base import QUORUM
 from co2.methods.shared.state import Kept, put_values, values
+from co2.randomness import random_states, restore_random_states
 from co2.record.fingerprint import combined
 from co2.record.metrics import Change, Evaluation, Line
 from co2.train.checkpoint import Checkpoints
 from co2.train.meters import LossWatch, Meter, Utilization
 from co2.train.moving_average import MovingAverage
-from co2.train.randomness import random_states, restore_random_states
 from co2.train.run import Run
 from co2.train.samples import Samples
 from co2.train.state_file import METHOD, REPLICA, HostCopy, rebuilt, split

@@ -17,7 +17,7 @@ with program.starting(__name__):
     from co2.errors import ConfigError
     from co2.gpus import GPUS
     from co2.record.table import Table
-    from co2.train import launch
+    from co2.start import launch
     from recipes.runs.cells import APP
 
 TASKS = ("resnet50", "vit", "ade20k", "shapenet", "gpt2", "transnormer", "roberta")

@@ -18,7 +18,7 @@ from co2.config import Config
 from co2.errors import STOPPED, require
 from co2.record.folder import check_data, check_folder, run_folder, settings_digest
 from co2.record.provenance import Origin, of_run
-from co2.train import launch
+from co2.start import launch
 from train import APP
 
 SummaryJSON = dict[str, Any]

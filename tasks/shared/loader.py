@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
-from co2 import forked
 from co2.errors import ConfigError, first_line
+from co2.start import processes
 
 _AHEAD = 2
 """Number of batches that each loading process keeps ready."""
@@ -74,10 +74,10 @@ def load(
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),
         multiprocessing_context="fork",
-        worker_init_fn=lambda _: forked.help_starter(),
+        worker_init_fn=lambda _: processes.help_starter(),
     )
     try:
-        with forked.forking_helpers():
+        with processes.forking_helpers():
             batches = iter(loader)
     except OSError as error:  # such as a limit on files or processes, or no /dev/shm
         hint = f"a loading process cannot start ({error.strerror}); use data.workers=0"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import train
 from co2.app.compose import preflight
-from co2.train import launch
+from co2.start import launch
 from tasks.toy import Toy
 
 original, calls = Toy.loss, []

@@ -21,7 +21,7 @@ from PIL import EpsImagePlugin, Image
 import train
 from co2.errors import ConfigError
 from co2.program import python
-from co2.train import launch
+from co2.start import launch
 from tasks.text import store
 from tests.cli.harness import TOY, configured
 from tests.cli.refused import MARK, Payload, files, pickled, refused

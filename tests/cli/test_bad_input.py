@@ -16,7 +16,7 @@ from co2.config import NODES
 from co2.errors import REFUSED, ConfigError
 from co2.methods import METHODS
 from co2.record.folder import run_folder
-from co2.train import launch
+from co2.start import launch, placement
 from tasks import TASKS
 from tests.cli.harness import (
     ANNOUNCED,
@@ -324,7 +324,7 @@ def test_nccl_does_not_carry_what_lies_on_the_host(empty: Path) -> None:
 
 
 def test_no_bf16(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "bf16_supported", lambda device: False)
+    monkeypatch.setattr(placement, "bf16_supported", lambda device: False)
     assert_names(refusal("train.precision=bf16"), "train.precision=bf16", "use fp32")
 
 

@@ -20,11 +20,11 @@ import co2.__main__
 import recipes.__main__
 import tasks.prepare.__main__
 import train
-from co2 import forked
 from co2.app.compose import sweep_job
 from co2.errors import PREEMPTED, ConfigError, from_outside, unusable
 from co2.record import compare, timeline, wandb_sync
-from co2.train import launch
+from co2.start import launch, processes
+from co2.start.identity import identity
 from co2_measure.lab import __main__ as lab
 from co2_measure.lab import slow_network
 from co2_measure.simulate import __main__ as simulate
@@ -162,13 +162,13 @@ def test_environment(
 
 def test_good_environments_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     for good in (TORCHRUN, SRUN):
-        me = launch.identity(good)
+        me = identity(good)
         assert me is not None and (me.rank, me.world, me.local_world) == (0, 2, 2)
-    assert launch.identity({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+    assert identity({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
 
 
 def test_steps_of_a_job_do_not_meet() -> None:
-    places = [launch.identity({**SRUN, "SLURM_STEP_ID": step}) for step in ("0", "1", "2")]
+    places = [identity({**SRUN, "SLURM_STEP_ID": step}) for step in ("0", "1", "2")]
     assert len({me.port for me in places if me is not None}) == 3
 
 
@@ -310,7 +310,7 @@ def test_sockets_have_short_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     long = tmp_path / ("x" * 99)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    forked.place_sockets()
+    processes.place_sockets()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(connection.arbitrary_address("AF_UNIX"))
     assert tempfile.gettempdir() == str(long), "other files go where they went"
@@ -323,7 +323,7 @@ def test_no_place_for_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", "/full")
     monkeypatch.setattr(tempfile, "gettempdir", nowhere)
     with pytest.raises(ConfigError, match=r"^TMPDIR=/full: no socket can be made there \(No usabl"):
-        forked.place_sockets()
+        processes.place_sockets()
 
 
 @pytest.mark.parametrize("elastic", ["false", "true"])

@@ -26,11 +26,12 @@ import torch.distributed as dist
 from co2.comm.mesh import Mesh
 from co2.config import LaunchConfig
 from co2.errors import ConfigError, WorkerLost
+from co2.randomness import random_states, restore_random_states
 from co2.record.folder import tag_from
-from co2.train import checkpoint, launch, state_file
+from co2.start.identity import Identity, first_host, identity, is_first, world_size
+from co2.train import checkpoint, state_file
 from co2.train import stop as stop_module
 from co2.train.checkpoint import MANIFEST, Checkpoints
-from co2.train.randomness import random_states, restore_random_states
 from co2.train.stop import StopVote
 from tests.workers import Pool
 
@@ -535,31 +536,31 @@ SLURM = {
 
 class TestIdentity:
     def test_nobody(self) -> None:
-        assert launch.identity({}) is None
-        assert launch.identity({"RANK": "0"}) is None
-        assert launch.identity({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
-        assert launch.identity({"SLURM_PROCID": "0"}) is None
+        assert identity({}) is None
+        assert identity({"RANK": "0"}) is None
+        assert identity({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+        assert identity({"SLURM_PROCID": "0"}) is None
 
     def test_torchrun(self) -> None:
-        expected = launch.Identity(5, 8, 1, 4, "head", 1234)
-        assert launch.identity(TORCHRUN) == expected
-        assert launch.identity({**SLURM, **TORCHRUN}) == expected, "torchrun inside of srun"
+        expected = Identity(5, 8, 1, 4, "head", 1234)
+        assert identity(TORCHRUN) == expected
+        assert identity({**SLURM, **TORCHRUN}) == expected, "torchrun inside of srun"
 
     def test_slurm(self) -> None:
         port = 20000 + 1234567 % 12000
-        assert launch.identity(SLURM) == launch.Identity(5, 8, 1, 4, "gpu03", port)
+        assert identity(SLURM) == Identity(5, 8, 1, 4, "gpu03", port)
 
     def test_slurm_with_an_address(self) -> None:
         given = {**SLURM, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4321"}
-        me = launch.identity(given)
+        me = identity(given)
         assert me is not None and (me.address, me.port) == ("127.0.0.1", 4321)
 
     def test_slurm_by_hand(self) -> None:
-        me = launch.identity({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"})
-        assert me == launch.Identity(1, 2, 1, 2, "127.0.0.1", 20000)
+        me = identity({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"})
+        assert me == Identity(1, 2, 1, 2, "127.0.0.1", 20000)
 
     def test_the_tasks_of_a_job_meet(self) -> None:
-        both = [launch.identity({**SLURM, "SLURM_PROCID": rank}) for rank in ("0", "7")]
+        both = [identity({**SLURM, "SLURM_PROCID": rank}) for rank in ("0", "7")]
         places = {(me.address, me.port) for me in both if me is not None}
         assert len(places) == 1
 
@@ -577,16 +578,16 @@ class TestIdentity:
         ],
     )
     def test_first_host(self, nodes: str, first: str) -> None:
-        assert launch.first_host(nodes) == first
+        assert first_host(nodes) == first
 
     def test_world_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert launch.world_size(LaunchConfig(workers=3)) == 3
+        assert world_size(LaunchConfig(workers=3)) == 3
         for key, value in SLURM.items():
             monkeypatch.setenv(key, value)
-        assert launch.world_size(LaunchConfig(workers=3)) == 8
-        assert not launch.is_first()
+        assert world_size(LaunchConfig(workers=3)) == 8
+        assert not is_first()
         monkeypatch.setenv("SLURM_PROCID", "0")
-        assert launch.is_first()
+        assert is_first()
 
 
 class TestTag:

@@ -17,7 +17,7 @@ from co2.errors import PREEMPTED, ConfigError
 from co2.record.files import whole_lines
 from co2.record.lock import NAME
 from recipes.runs.ledger import doubled_and_left_out
-from recipes.runs.processes import is_running, process
+from recipes.runs.processes import is_running, process, running
 from tests.cli.harness import (
     LIMIT_S,
     assert_same_run,
@@ -313,7 +313,8 @@ def test_torchrun_starts_all_workers_again(tmp_path: Path) -> None:
         )
     try:
         until(lambda: 40 in saved_steps(folder), run)
-        os.kill(workers(run)[1], signal.SIGKILL)
+        started = sorted(one.pid for one in running() if one.parent == run.pid)
+        os.kill(started[1], signal.SIGKILL)
         assert run.wait(LIMIT_S) == 0, log.read_text()
     finally:
         kill_session(run)

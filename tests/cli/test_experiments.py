@@ -15,8 +15,8 @@ import train
 from co2.app.application import App
 from co2.config import Config
 from co2.errors import ConfigError
+from co2.randomness import deterministic
 from co2.record.folder import run_folder
-from co2.train.randomness import deterministic
 from tests.cli.harness import ROOT, SMALL, configured, metrics, pooled, tasks_at
 from tests.docs.commands import NotInstalled, check
 from tests.workers import Pool

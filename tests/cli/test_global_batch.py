@@ -10,7 +10,7 @@ import yaml
 import train
 from co2.errors import REFUSED, ConfigError
 from co2.record.folder import settings_digest, tag_from
-from co2.train import launch
+from co2.start import placement
 from tests.cli.harness import Run, configured, metrics, pooled, weights
 from tests.cli.test_runs import without_batch_norm
 from tests.workers import Pool
@@ -172,10 +172,10 @@ def test_the_folder_of_an_earlier_version(
 
 def test_workers_where_none_are_named(tmp_path: Path) -> None:
     with patch("torch.cuda.device_count", lambda: 4):
-        assert launch.workers_here() == 4
+        assert placement.workers_here() == 4
     with patch("torch.cuda.device_count", lambda: 0):
-        assert launch.workers_here() == 2
-    with patch("co2.train.launch.workers_here", lambda: 4):
+        assert placement.workers_here() == 2
+    with patch("co2.start.placement.workers_here", lambda: 4):
         config = configured("launch.workers=null", "train.global_batch=128", runs=tmp_path)
     assert config.launch.workers == 4 and config.train.accumulate == 2
     assert (

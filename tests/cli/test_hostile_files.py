@@ -16,7 +16,7 @@ import yaml
 
 import train
 from co2.record.folder import plain, run_folder
-from co2.train import launch
+from co2.start import launch
 from tests.cli.harness import TOY, configured
 from tests.cli.refused import MARK, Payload, files, pickled, refused, tagged
 from tests.grids import first_of_each

@@ -7,14 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from co2 import forked
 from co2.app.plan import usable_bytes
 from co2.config import Config
 from co2.errors import ConfigError
 from co2.gpus import ON_ONE_MACHINE, USABLE
+from co2.randomness import random_states
 from co2.record.provenance import UNKNOWN, manifest
-from co2.train import launch
-from co2.train.randomness import random_states
+from co2.start import launch, placement, processes
 from tests.cli.harness import configured
 
 BOTH = "cpu:gloo,cuda:nccl"
@@ -53,7 +52,7 @@ def test_placement(
         f"comm.device={device}",
         runs=tmp_path,
     )
-    found = [launch.placement(config, rank, workers) for rank in range(workers)]
+    found = [placement.place_of(config, rank, workers) for rank in range(workers)]
     assert [f"{device} {backend}" for device, backend in found] == placed
 
 
@@ -83,7 +82,7 @@ def test_workers_share_the_gpus_of_one_machine(
 ) -> None:
     words = ("task=resnet50", "scale=gpu", "launch.backend=auto", "launch.workers=4")
     config = configured(*words, runs=tmp_path)
-    monkeypatch.setattr(launch, "_spawn", lambda worker, config: 3)
+    monkeypatch.setattr(launch, "_start", lambda worker, config: 3)
     assert launch.run(stop, config) == 3
     assert capsys.readouterr().err == (
         "launch.workers=4: sharing one GPU, through NCCL's sockets; comm.device=cpu goes through "
@@ -146,9 +145,9 @@ def test_workers_that_cannot_share_train_on_the_cpu_at_smoke_scale_only(
     assert line.startswith("launch.workers=2: 2 GPUs needed, 1 here; use 1, or comm.device=cpu")
     configured("task=resnet50", "scale=gpu", *words, "comm.device=cpu", runs=tmp_path)
     small = configured(*words, runs=tmp_path)
-    assert launch.placement(small, 1, 2) == (torch.device("cpu"), "gloo")
+    assert placement.place_of(small, 1, 2) == (torch.device("cpu"), "gloo")
     if where == "elastic":
-        monkeypatch.setattr(launch.launcher, "launch", lambda *rest: 3)
+        monkeypatch.setattr(launch.elastic, "launch", lambda *rest: 3)
         assert launch.run(stop, small) == 3
         told = "launch.workers=2: training on the CPU; 2 GPUs needed, 1 here; use 1,"
         assert capsys.readouterr().err.startswith(told)
@@ -172,7 +171,7 @@ def test_who_starts_the_workers_takes_no_gpus_memory(
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", init)
     words = ("launch.backend=auto", "launch.workers=2", "train.precision=bf16")
     config = configured("task=moe", *words, "moe.kernel=fused", runs=tmp_path)
-    assert launch.first_device(config).type == "cuda"
+    assert placement.first_device(config).type == "cuda"
     assert random_states().keys() == {"python", "numpy", "torch"}
     assert manifest(2, UNKNOWN, {})["hardware"]["gpus"] == []
 
@@ -182,7 +181,7 @@ def test_a_gpu_without_bf16_is_refused_by_its_worker(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(launch, "bf16_supported", lambda device: device != "cuda")
+    monkeypatch.setattr(placement, "bf16_supported", lambda device: device != "cuda")
     words = ("launch.backend=auto", "launch.workers=1", "train.precision=bf16")
     config = configured(*words, runs=tmp_path)
     with pytest.raises(ConfigError, match=r"^train.precision=bf16: .* use fp32"):
@@ -192,5 +191,5 @@ def test_a_gpu_without_bf16_is_refused_by_its_worker(
 def test_the_fork_server_starts_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Libraries ask `torch.cuda.is_available()` as they are imported."""
     monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
-    forked.context()
+    processes.context()
     assert torch.cuda._nvml_based_avail()

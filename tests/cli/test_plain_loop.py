@@ -8,7 +8,7 @@ import torch
 import train
 from co2.comm.mesh import Mesh
 from co2.config import Config
-from co2.train.randomness import seed_everything
+from co2.randomness import seed_everything
 from tasks import TASKS
 from tests.cli.harness import configured, metrics, pooled, small
 from tests.cli.test_every_task import few_scenes

@@ -25,13 +25,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import train
-from co2 import forked
 from co2.config import Config
 from co2.errors import DIVERGED, PREEMPTED, REFUSED, ConfigError
 from co2.methods import METHODS
 from co2.record.folder import check_folder, read_summary
 from co2.record.provenance import of_all_starts
-from co2.train import checkpoint, launch
+from co2.start import processes
+from co2.start.launch import _guarded
+from co2.train import checkpoint
 from co2.train.checkpoint import Checkpoints
 from tasks.toy import Toy
 from tests.cli.harness import (
@@ -115,7 +116,8 @@ def test_told_to_stop(tmp_path: Path, spawned: Run) -> None:
     saved: list[int] = []
     for number, step in ((signal.SIGTERM, 5), (signal.SIGUSR1, 20), (signal.SIGHUP, 35)):
         with started(*arguments, runs=runs, log=log) as process:
-            until(lambda s=step: last_step(folder) >= s, process)
+            trained = max([step, *(one + 1 for one in saved)])  # by this process
+            until(lambda s=trained: last_step(folder) >= s, process)
             os.kill(process.pid, number)
             assert process.wait(timeout=LIMIT_S) == PREEMPTED == 75
         assert resumed_at(log.read_text()) == saved[-1:]
@@ -134,7 +136,7 @@ def test_told_to_stop(tmp_path: Path, spawned: Run) -> None:
 
 
 @pytest.mark.parametrize("elastic", ["false", "true"])
-@pytest.mark.parametrize("number", grid(forked.STOP_SIGNALS, signal.SIGTERM.__eq__))
+@pytest.mark.parametrize("number", grid(processes.STOP_SIGNALS, signal.SIGTERM.__eq__))
 def test_all_processes_are_told_to_stop(
     tmp_path: Path, number: signal.Signals, elastic: str
 ) -> None:
@@ -270,8 +272,8 @@ def loses_its_peer(rank: int, world: int, runs: str) -> int:
             raise RuntimeError("Connection closed by peer")
         time.sleep(LIMIT_S)
 
-    with patch.object(launch, "_PEER_S", 0.0):
-        return launch._guarded(worker, configured(*STORY, runs=Path(runs)), rank)
+    with patch("co2.start.launch._PEER_S", 0.0):
+        return _guarded(worker, configured(*STORY, runs=Path(runs)), rank)
 
 
 def test_who_has_lost_a_peer_waits_for_nothing(workers: Pool, tmp_path: Path) -> None:

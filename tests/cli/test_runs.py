@@ -26,7 +26,8 @@ from co2.errors import DIVERGED, REFUSED
 from co2.methods import METHODS
 from co2.methods.allreduce import AllReduce
 from co2.methods.base import MethodStats
-from co2.train import launch, state_file
+from co2.start import launch
+from co2.train import state_file
 from co2.train.meters import Meter
 from co2.train.schedule import learning_rate
 from tasks.toy import CLASSES, Toy
@@ -384,7 +385,7 @@ class TestWhoStartsTheWorkers:
         """It does not look for the summary, which the first has still to write."""
         config = configured("launch.workers=2", runs=tmp_path)
         with patch.object(launch, "run", return_value=0):
-            with patch.object(launch, "is_first", return_value=False):
+            with patch("co2.app.application.is_first", return_value=False):
                 assert train.APP.run(config) == 0
 
     def test_torchrun(self, tmp_path: Path, spawned: Run) -> None:

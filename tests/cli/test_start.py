@@ -4,7 +4,6 @@ Most are interpreters without site-packages (`-S`), which start in a moment and 
 """
 
 import ast
-import multiprocessing
 import os
 import pty
 import shlex
@@ -12,13 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.popen_fork import Popen
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -28,7 +24,7 @@ import train
 from co2 import program
 from co2.app.compose import preflight
 from co2.errors import PREEMPTED, ConfigError
-from co2.train import launch
+from co2.start import launch, processes
 from tests.cli.harness import (
     ANNOUNCED,
     LIMIT_S,
@@ -260,9 +256,9 @@ def test_a_closed_terminal(tmp_path: Path) -> None:
 def test_nohup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
-        assert signal.SIGHUP in launch.stop_signals()
+        assert signal.SIGHUP in processes.stop_signals()
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        assert launch.stop_signals() == (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        assert processes.stop_signals() == (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -356,29 +352,3 @@ class TestWhatToTryNext:
         monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
         assert program.python() == "bin/python"
         assert not folders(tmp_path / "runs")
-
-
-def hands_on() -> None:
-    """A launcher in the process of its own, which has no other thread to take the signal."""
-    asking, poll = set(), Popen.poll
-
-    def spied(self: Popen, flag: int = os.WNOHANG) -> int | None:
-        asking.add(threading.current_thread())
-        return poll(self, flag)
-
-    with patch.object(Popen, "poll", spied), launch._forwarded((signal.SIGTERM,)):
-        context = multiprocessing.get_context("fork")
-        worker = context.Process(target=signal.sigwait, args=({signal.SIGTERM},))
-        worker.start()
-        os.kill(os.getpid(), signal.SIGTERM)
-        worker.join()
-    assert asking == {threading.current_thread()}
-
-
-def test_who_hands_on_signals_takes_no_status() -> None:
-    """Of two threads that ask for the status of a worker that has ended, one would find 255."""
-    process = multiprocessing.get_context("fork").Process(target=hands_on)
-    process.start()
-    process.join(LIMIT_S)
-    process.kill()
-    assert process.exitcode == 0

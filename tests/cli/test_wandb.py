@@ -25,7 +25,7 @@ from co2.record import wandb_sync
 from co2.record.metrics import UNITS, unit_of
 from co2.record.provenance import Origin
 from co2.record.wandb import SEGMENTS, mode
-from co2.train import launch
+from co2.start import launch
 from recipes.runs import cells
 from recipes.runs.cells import TrainCell
 from tasks.toy import Toy

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from co2.comm.mesh import Mesh
 from co2.comm.waiting import everyone
-from co2.elastic import handover
-from co2.elastic.handover import receive
 from co2.elastic.members import MemberLost, Members
 from co2.elastic.quorum import Quorum
-from co2.elastic.replicas import Replicas
+from co2.elastic.replicas import _TAG, Replicas, receive_state, send_state
 from co2.methods import METHODS
 from co2.methods.base import Method
 from co2.train.state_file import HostCopy, rebuilt, split
@@ -182,8 +180,7 @@ def give_to_one_that_is_lost(rank: int, world: int, port: int) -> str:
             return "vanished"
         if rank == 0:
             state = {"weights": torch.zeros(4_000_000)}
-            place = everyone(), members.sockets, members.thread_failed
-            given = handover.give(state, lambda: None, [world - 1], *place)
+            given = send_state(state, lambda: None, [world - 1], everyone(), members)
         members.renew(admit=False)
         members.formed()
         members.agree()
@@ -206,12 +203,12 @@ def lose_the_giver(rank: int, world: int, port: int) -> str:
     """The first one vanishes when it has told how much it will send, and nothing of that."""
     with others(rank, world, port) as members:
         if rank == 0:
-            everyone().send([torch.tensor([1_000_000])], world - 1, handover._TAG).wait()
+            everyone().send([torch.tensor([1_000_000])], world - 1, _TAG).wait()
             vanish(members)
             return "vanished"
         if rank == world - 1:
             with pytest.raises(RuntimeError):
-                receive(everyone(), 0)
+                receive_state(everyone(), 0)
             vanish(members)  # it knows too little to train
             return "ended"
         with pytest.raises(MemberLost):

@@ -18,10 +18,10 @@ from torch import nn
 from co2.comm.background_mean import new_mean
 from co2.comm.waiting import as_one, everyone, finish
 from co2.config import CommConfig
-from co2.elastic import groups
 from co2.elastic.heartbeat import add_to, announce_gone, key
 from co2.elastic.members import Expelled, MemberLost, Members, Roster, ThreadFailed
 from co2.elastic.replicas import Replicas
+from co2.elastic.sockets import make_group
 from co2.methods import METHODS
 from tests.workers import Pool
 
@@ -183,13 +183,12 @@ def bystanders(rank: int, world: int, port: int) -> list[str]:
 
         members.first(range(world))
         pairs = [connected()]
-        make = groups.make
 
         def amid_others(*arguments: Any) -> dist.ProcessGroup:
             pairs.append(connected())
-            return make(*arguments)
+            return make_group(*arguments)
 
-        with patch.object(groups, "make", amid_others):
+        with patch("co2.elastic.members.make_group", amid_others):
             group = members.new_group(range(world), None)
         members.formed()
         members.agree()

@@ -99,7 +99,7 @@ def test_one_fails(raised: Callable[[], BaseException], kind: type, says: str) -
     assert str(failed.value) == says
     told = str(failed.value.__cause__)
     assert told.startswith("replica 1:\nTraceback") and "in train\n" in told
-    assert "co2/replicas.py" not in told
+    assert "co2/start/notebook.py" not in told
 
 
 def test_what_cannot_be_sent() -> None:

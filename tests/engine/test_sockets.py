@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from co2.comm.waiting import finish, forgotten, until_cut, use
+from co2.comm.waiting import finish, has_leaked, until_cut, use
 from co2.elastic.sockets import Sockets
 from tests.workers import Pool
 
@@ -40,7 +40,7 @@ def cut_again_and_again(rank: int, world: int, numel: int, longest_s: float) -> 
             finish(work, group, sockets)
         except RuntimeError:
             failed += 1
-        del work, group  # takes the group down, unless it was forgotten
+        del work, group  # takes the group down, unless it was leaked
     return failed, TRIALS - failed
 
 
@@ -64,12 +64,12 @@ def act_and_cut(rank: int, world: int) -> list[str]:
         until_cut(lambda: time.sleep(60))
     except RuntimeError as error:
         found.append(str(error))
-    found.append(f"forgotten: {forgotten()}")
+    found.append(f"leaked: {has_leaked()}")
     use(None)
     return found
 
 
 def test_what_blocks_ends_with_the_connections(fresh: Pool) -> None:
     assert fresh.run(act_and_cut, 1) == [
-        ["IndexError", "done", "what all do together was cut", "forgotten: True"]
+        ["IndexError", "done", "what all do together was cut", "leaked: True"]
     ]

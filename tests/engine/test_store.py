@@ -14,15 +14,14 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from co2 import forked
 from co2.config import LaunchConfig
-from co2.elastic import groups
 from co2.elastic import store as module
 from co2.elastic.heartbeat import add_to
-from co2.elastic.launcher import Orders, _Starter
 from co2.elastic.members import Members, Unreachable
 from co2.elastic.store import INSIDE, WAITING, OwnStore, SharedStore, keep
 from co2.errors import PREEMPTED
+from co2.start.elastic import _Starter
+from co2.start.processes import Workers
 
 SILENT_S = 4.0
 LIMIT_S = 300.0
@@ -52,8 +51,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[int, module._Node]:
     found: dict[int, module._Node] = {}
     listen = module._listen
 
-    def listened(store: dist.Store, nodes: dict[int, module._Node], stopped: bool) -> None:
-        listen(store, nodes, stopped)
+    def listened(store: dist.Store, nodes: dict[int, module._Node]) -> None:
+        listen(store, nodes)
         found.update(nodes)
 
     monkeypatch.setattr(module, "_listen", listened)
@@ -85,16 +84,16 @@ def test_a_run_begins_goes_on_and_ends(
     dead._say(WAITING, 5)
     until(lambda: 1 in seen and seen[1].silent)
     first = come()
-    begins = pool.submit(first.begin, 2, never)
+    begins = pool.submit(first.begin, 2, never.wait)
     until(lambda: 2 in seen)
-    heard = seen[2].text
-    until(lambda: seen[2].text != heard)
+    heard = seen[2].sign.value
+    until(lambda: seen[2].sign.value != heard)
     assert not begins.done(), "one of two is there"
     second = come()
-    assert second.begin(1, never) == (range(2, 3), (0, 1, 2))
+    assert second.begin(1, never.wait) == (range(2, 3), (0, 1, 2))
     assert ended(begins) == (range(2), (0, 1, 2))
     late = come()
-    assert late.begin(2, never) == (range(3, 5), ())
+    assert late.begin(2, never.wait) == (range(3, 5), ())
     assert not late.is_over(inside=False)
     first._say(INSIDE)  # and nothing any more: it is lost
 
@@ -102,8 +101,8 @@ def test_a_run_begins_goes_on_and_ends(
         return not second.is_over(inside=True) and not late.is_over(inside=False)
 
     until(lambda: not goes_on() or (seen[2].state == INSIDE and seen[2].silent))
-    heard = seen[3].text
-    until(lambda: not goes_on() or seen[3].text != heard)
+    heard = seen[3].sign.value
+    until(lambda: not goes_on() or seen[3].sign.value != heard)
     assert goes_on()
     assert second.leave(0) == 0
     until(lambda: late.is_over(inside=False))
@@ -118,7 +117,7 @@ def test_those_who_are_lost_before_a_sign_of_life_are_told_of(
     is left has failed."""
     status = pool.submit(keep, held, 1, threading.Event())
     node = come()
-    node.begin(2, threading.Event())
+    node.begin(2, threading.Event().wait)
     add_to(held, "born", 1)
     assert ended(status) == 1
     assert held.get("gone").split() == [b"0"]
@@ -131,7 +130,7 @@ def test_a_node_is_told_to_stop_before_the_run_begins(
     closing, told = threading.Event(), threading.Event()
     status = pool.submit(keep, held, 2, closing)
     node = come()
-    begins = pool.submit(node.begin, 1, told)
+    begins = pool.submit(node.begin, 1, told.wait)
     told.set()
     assert ended(begins) is None
     assert node.leave(PREEMPTED) == PREEMPTED
@@ -144,18 +143,18 @@ def test_a_node_reports_once_its_workers_need_not_import_any_more(
 ) -> None:
     """On a slow disk that takes longer than a node may be silent."""
     done: list[str] = []
-    monkeypatch.setattr(forked, "import_all", lambda _: done.append("imported"))
+    monkeypatch.setattr(Workers, "import_all", lambda _: done.append("imported"))
     place = OwnStore()
     monkeypatch.setattr(place, "begin", lambda *_: done.append("reported"))
     config = LaunchConfig(elastic=True)
-    assert _Starter(lambda number: 0, config, 1, place).run(Orders()) == PREEMPTED
+    assert _Starter(lambda number: 0, config, 1, place, Workers()).run() == PREEMPTED
     assert done == ["imported", "reported"]
 
 
 def test_members_who_cannot_connect_with_each_other_say_so(held: dist.TCPStore) -> None:
     """All give signs of life, so nobody is lost; to try again for ever would be silent."""
     members = Members(("127.0.0.1", held.port), 0, 30.0)
-    with patch.object(groups, "make", side_effect=RuntimeError("refused")):
+    with patch("co2.elastic.members.make_group", side_effect=RuntimeError("refused")):
         with pytest.raises(Unreachable, match=r"members cannot connect with each other \(refused"):
             members.first((0,))
     members.leave()

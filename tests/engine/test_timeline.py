@@ -16,8 +16,8 @@ from matplotlib.text import Text
 from torch import Tensor
 from torch.profiler import profile
 
-from co2.comm import profiled
 from co2.comm.phases import OUTER_STEP, SNAPSHOT, STEP_END, WAIT
+from co2.comm.waiting import begin_recording, end_recording, note_recorded
 from co2.record import timeline
 from tasks.toy import Toy
 from tests.cli.harness import metrics, pooled
@@ -222,11 +222,11 @@ def launched_while_recording(rank: int, world: int) -> tuple[bool, bool, bool]:
     """Whether the profiler may stop: with nothing under way, with something, and after a wait."""
     found = []
     for collectives, wait in ((0, False), (1, False), (1, True)):
-        profiled.begin()
+        begin_recording()
         launched = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(collectives)]
         for work in launched:
-            profiled.note(work, None)
-        found.append(profiled.end(wait))
+            note_recorded(work, None)
+        found.append(end_recording(wait))
         assert not wait or all(work.is_completed() for work in launched)
         for work in launched:
             work.wait()

@@ -16,7 +16,7 @@ import train
 from co2.config import Config
 from co2.errors import ReplicasDiffer
 from co2.methods.shared.local_method import BlockingMethod
-from co2.train import launch
+from co2.start import launch
 from tests.cli.harness import configured
 from tests.grids import grid
 from tests.methods.driver import SETTINGS, Session

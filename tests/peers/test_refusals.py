@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from co2.errors import ConfigError
-from co2.train import launch
+from co2.start import launch, placement
 from co2_measure.lab.__main__ import main
 from co2_measure.peers import PEERS, base
 from tests.cli.harness import configured
@@ -66,7 +66,7 @@ def test_wrong_values(name: str, word: str, told: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("all_installed")
 def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(placement.torch.cuda, "device_count", lambda: 2)
     words: tuple[str, ...] = ("method=torch_post_local_sgd",)
     with pytest.raises(ConfigError, match=r"launch.backend=auto: .* use launch.backend=gloo"):
         configured(*words, "launch.backend=auto", runs=tmp_path)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from co2.errors import ConfigError, from_outside
-from co2.forked import STOP_SIGNALS
+from co2.start.processes import STOP_SIGNALS
 from recipes.runs.processes import is_running
 from tasks.shared import loader
 from tasks.shared.loader import load

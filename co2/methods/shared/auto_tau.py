@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from co2.comm import profiled
 from co2.comm.clocks import CommTotals, stopwatch
 from co2.comm.mesh import Mesh
+from co2.comm.waiting import note_recorded
 
 AUTO = "auto"
 CHOICES = (1, 3, 6, 12, 24, 48, 96, 192)
@@ -112,7 +112,7 @@ class AutoTau:
             work = dist.all_reduce(
                 self._agreement, op=dist.ReduceOp.MIN, group=self._group, async_op=True
             )
-            self._work = profiled.note(work, self._group)
+            self._work = note_recorded(work, self._group)
 
     def _arrive(self) -> None:
         if self._work is not None:

@@ -5,10 +5,10 @@ PyTorch's own DDP, gloo and NCCL. Threads would share torch's default random gen
 `torch.manual_seed` and dropout use, its default process group, and the interpreter's lock; and
 nothing ends a thread whose training nobody wants any more.
 
-Python's fork server starts the processes (co2/forked.py). A plain fork would not do: a process that
-has used CUDA cannot be forked, and a notebook's has threads that may hold locks meanwhile. What a
-cell or a script defines is sent by cloudpickle, because pickle sends functions and classes by name
-only, which does for what a replica can import.
+Python's fork server starts the processes (co2/start/processes.py). A plain fork would not do: a
+process that has used CUDA cannot be forked, and a notebook's has threads that may hold locks
+meanwhile. What a cell or a script defines is sent by cloudpickle, because pickle sends functions
+and classes by name only, which does for what a replica can import.
 """
 
 import io
@@ -18,23 +18,22 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing.connection import Connection, Pipe, wait
 from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from co2 import forked, gpus
+from co2 import gpus
 from co2.comm.mesh import Mesh
 from co2.comm.waiting import is_loss
 from co2.errors import ConfigError, WorkerLost, exit_at_once, require, require_count
-from co2.train.randomness import seed_everything
+from co2.randomness import seed_everything
+from co2.start.processes import LOCAL, Workers, cores_of_each, end_with_starter
 
 T = TypeVar("T")
-_LOCAL = "127.0.0.1"
 
 
 class InReplica(Exception):
@@ -75,28 +74,19 @@ def run(
     found = device != "cuda" or torch.cuda.device_count() > 0
     require(found, "device", device, "there is no GPU here; use cpu or None")
     job = _packed((train, args))
-    store = dist.TCPStore(_LOCAL, 0, is_master=True, wait_for_workers=False)
-    context = forked.context()
-    started: list[tuple[ForkServerProcess, Connection]] = []
-    try:
+    store = dist.TCPStore(LOCAL, 0, is_master=True, wait_for_workers=False)
+    with Workers() as workers, ExitStack() as opened:
+        connections = []
         for replica in range(replicas):
-            here, there = context.Pipe()
+            here, there = Pipe()
+            connections.append(opened.enter_context(here))
             place = (replica, replicas, store.port, device, dict(os.environ))
-            process = context.Process(target=_replica, args=(there, *place))
-            with _without_main():
-                process.start()
-            there.close()
-            started.append((process, here))
-        for _, connection in started:
+            with there, _without_main():
+                workers.start(replica, _replica, there, *place)
+        for connection in connections:
             with suppress(ConnectionError):  # it has ended, which shows below
                 connection.send_bytes(job)
-        return [_pickler().loads(result) for result in _results(started)]
-    finally:
-        for process, _ in started:
-            process.kill()
-        for process, connection in started:
-            process.join()
-            connection.close()
+        return [_pickler().loads(result) for result in _results(connections, workers)]
 
 
 def _pickler() -> ModuleType:
@@ -144,11 +134,11 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _results(started: Sequence[tuple[ForkServerProcess, Connection]]) -> list[bytes]:
+def _results(connections: Sequence[Connection], workers: Workers) -> list[bytes]:
     """What the replicas returned, pickled. Raises what `run` does, as soon as one has failed."""
     results: dict[int, bytes] = {}
     failures: list[Exception] = []
-    waiting = {connection: number for number, (_, connection) in enumerate(started)}
+    waiting = {connection: number for number, connection in enumerate(connections)}
     while waiting and not failures:
         for connection in wait(list(waiting)):
             assert isinstance(connection, Connection)
@@ -156,7 +146,7 @@ def _results(started: Sequence[tuple[ForkServerProcess, Connection]]) -> list[by
             try:
                 well, content = connection.recv()
             except (EOFError, ConnectionError):
-                process = started[number][0]
+                process = workers.running[number]
                 process.join()
                 lost = f"replica {number} was killed, or ended by itself: status {process.exitcode}"
                 failures.append(WorkerLost(lost))
@@ -169,7 +159,7 @@ def _results(started: Sequence[tuple[ForkServerProcess, Connection]]) -> list[by
                 failures.append(error)
     if failures:  # where a replica has gone, others may tell of it too
         raise min(failures, key=is_loss)
-    return [results[number] for number in range(len(started))]
+    return [results[number] for number in range(len(connections))]
 
 
 def _replica(
@@ -182,13 +172,13 @@ def _replica(
 ) -> None:
     """What the process of a replica does, until it is killed or its starter has gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the starter too, which kills
-    forked.end_with_starter()
+    end_with_starter()
     os.environ.clear()  # the fork server has that of its own start
     os.environ.update(environ)
     for stream in (sys.stdout, sys.stderr):
         # Whole lines, or those of several replicas would mix.
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // replicas))
+    torch.set_num_threads(cores_of_each(replicas))
     pickler = _pickler()
     try:
         train, args = pickler.loads(connection.recv_bytes())
@@ -213,7 +203,7 @@ def _join(replica: int, replicas: int, port: int, device: str | None) -> Mesh:
         torch.cuda.set_device(place)
     if 0 < count < replicas:
         gpus.share()
-    store = dist.TCPStore(_LOCAL, port, is_master=False)
+    store = dist.TCPStore(LOCAL, port, is_master=False)
     dist.init_process_group(backend, store=store, rank=replica, world_size=replicas)
     return Mesh.world(device=place)
 
