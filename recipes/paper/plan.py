@@ -25,13 +25,14 @@ _HEAD = ("task", "parameters", "GPUs", "global batch", "steps", "memory of a GPU
          "exposed", "exposed, allreduce", "days", "checkpoint")  # fmt: skip
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status."""
+    words = sys.argv[1:] if argv is None else argv
     flags = parser("python -m recipes.paper.plan", __doc__ or "")
     flags.add_argument("--out", type=Path, metavar="FILE", help="write the page into FILE")
     try:
-        options, overrides, place, gpus = asked(flags, argv)
-        text = page(shlex.join(argv), overrides, place, gpus)
+        options, overrides, place, gpus = asked(flags, words)
+        text = page(shlex.join(words), overrides, place, gpus)
     except ConfigError as error:
         return launch.refuse(error)
     print(text, end="")
@@ -92,4 +93,4 @@ def _planned(words: Sequence[str], place: Place, gpus: int | None) -> Need:
 
 
 if __name__ == "__main__":
-    program.run(lambda: main(sys.argv[1:]))
+    program.run(main)
