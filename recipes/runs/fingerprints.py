@@ -110,6 +110,12 @@ def outdated(lines: Iterable[Line], version: int | None = None) -> list[Stale]:
     return by_row(found)
 
 
+def is_current(fingerprint: str, task: str, method: str) -> bool:
+    """Whether a run has a fingerprint, of today's versions of the code."""
+    told = parts(fingerprint)
+    return all(told.get(key) == str(value) for key, value in versions(task, method).items())
+
+
 def versions(task: str, method: str) -> dict[str, int]:
     """Those of today's code, by what they are of."""
     now = {"task": TASKS[task].version} if task in TASKS else {}

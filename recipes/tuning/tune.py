@@ -7,7 +7,8 @@ For each method, AllReduce included: as many short trials as `--trials` says, of
 steps; then the best three of them at the full number of steps; the best of these wins. What counts
 is the validation loss on the tuning part of the data, with a seed that no table uses. Methods take
 turns, in the same processes. After Ctrl-C the same command goes on; so it does where the trials in
-results/tuning.csv were made elsewhere: what has ended with the same settings is not made again.
+results/tuning.csv were made elsewhere: what has ended with the same settings, and with today's
+versions of the task's and the method's code, is not made again.
 
 All trials go to results/tuning.csv, the winner to conf/tuned/<task>/<method>.yaml, which
 `tuned=true` loads.
@@ -114,7 +115,9 @@ class Search:
         self.space = Space.of(self.base)
         self.proposals = Proposals(self.space)
         ended = ("finished", "diverged")
+        names = self.base.task, self.base.method
         own = [line for line in self.lines_before if self.is_own(line)]
+        own = [line for line in own if fingerprints.is_current(line["fingerprint"], *names)]
         self.known = {line["digest"]: line for line in own if line["outcome"] in ended}
 
     def propose(self, count: int) -> list[Trial]:

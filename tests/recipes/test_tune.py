@@ -52,8 +52,8 @@ def words_of(cell: TrainCell) -> dict[str, str]:
 class Trainer:
     """In place of `cells.run`: a run's loss is a function of its settings. Infinity diverges."""
 
-    def __init__(self, landscape: Landscape, stop_at: int | None = None) -> None:
-        self.landscape, self.stop_at = landscape, stop_at
+    def __init__(self, landscape: Landscape, stop_at: int | None = None, version: int = 1) -> None:
+        self.landscape, self.stop_at, self.version = landscape, stop_at, version
         self.trained: list[TrainCell] = []
 
     def __call__(self, wanted: Iterable[TrainCell]) -> dict[TrainCell, int]:
@@ -66,6 +66,7 @@ class Trainer:
             folder.mkdir(parents=True, exist_ok=True)
             hardware = {"cpu": "a cpu", "cores": 2, "gpus": []}
             known = {"git": {"commit": "c" * 40, "dirty": False}, "hardware": hardware}
+            known["fingerprint"] = {"task": self.version, "method": 1}
             (folder / "manifest.json").write_text(json.dumps(known))
             if math.isfinite(loss):
                 (folder / "summary.json").write_text(json.dumps({"final": {"loss": loss}}))
@@ -308,6 +309,17 @@ def test_a_search_that_was_stopped_goes_on(conf: Path, monkeypatch: pytest.Monke
     assert lines == read_csv(Path("elsewhere/tuning.csv")), "numbered by this search"
     lost = [line for line in lines if line["outcome"] == "diverged"]
     assert lost and all(line["loss"] == "inf" and line["rung"] == "24" for line in lost)
+
+
+def test_trials_of_other_code_are_made_again(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, trained in ((0, 5), (1, 5), (1, 0)):
+        trainer = Trainer(far_from(0.1), version=version)
+        monkeypatch.setattr(cells, "run", trainer)
+        monkeypatch.setattr(tune, "RUNS", f"results/runs/{version}{trained}")
+        assert tune_methods("toy", ["allreduce"], 2, "smoke", None, Path("results")) == 0
+        assert len(trainer.trained) == trained - (trained > 0)
+    told = {line["fingerprint"] for line in read_csv(Path("results/tuning.csv"))}
+    assert told == {"task 1 method 1"}
 
 
 def test_other_searches_lines_stay(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
