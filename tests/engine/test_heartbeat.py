@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch.distributed as dist
 
-from co2.elastic.heartbeat import Heartbeat, announce_gone
+from co2.elastic.heartbeat import Heartbeat, Sign, announce_gone
 
 SILENT_S = 10.0
 WATCHERS = 8
@@ -133,6 +133,18 @@ def test_after_all_were_suspended_nobody_is_lost() -> None:
     cluster.suspend(10 * SILENT_S)
     cluster.run(15 * SILENT_S)
     assert not cluster.over
+
+
+def test_time_without_looks_is_no_silence() -> None:
+    """Whoever was stopped itself, or looks rarely, needs several looks to call another silent."""
+    sign = Sign(SILENT_S, 0.0)
+    sign.seen(b"1", 1.0)
+    for look in range(1, 6):
+        sign.seen(b"1", 100.0 * look)
+        assert sign.silence(100.0 * look) == SILENT_S / 5 * look
+    assert sign.silence(501.0) > SILENT_S
+    sign.seen(b"2", 502.0)
+    assert sign.silence(503.0) == 1.0
 
 
 def test_a_look_takes_as_many_calls_for_one_as_for_many() -> None:
