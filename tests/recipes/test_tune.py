@@ -312,12 +312,12 @@ def test_a_search_that_was_stopped_goes_on(conf: Path, monkeypatch: pytest.Monke
 
 
 def test_trials_of_other_code_are_made_again(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for version, trained in ((0, 5), (1, 5), (1, 0)):
+    for search, (version, runs) in enumerate(((0, 4), (1, 4), (1, 0))):
         trainer = Trainer(far_from(0.1), version=version)
         monkeypatch.setattr(cells, "run", trainer)
-        monkeypatch.setattr(tune, "RUNS", f"results/runs/{version}{trained}")
+        monkeypatch.setattr(tune, "RUNS", f"results/runs/{search}")
         assert tune_methods("toy", ["allreduce"], 2, "smoke", None, Path("results")) == 0
-        assert len(trainer.trained) == trained - (trained > 0)
+        assert len(trainer.trained) == runs
     told = {line["fingerprint"] for line in read_csv(Path("results/tuning.csv"))}
     assert told == {"task 1 method 1"}
 
