@@ -33,10 +33,7 @@ class Measurement:
     loss: float
     """Validation loss at the end."""
     commit: str
-    """This and the figures up to `fingerprint` are those of `of_run`."""
     hardware: str
-    torch: str
-    fingerprint: str
     target_s: float | None = None
     """Seconds of training until the target loss; None if it was not reached, or not asked for.
     A column only where a target was given."""
@@ -63,6 +60,7 @@ def measure(
         began = time.monotonic()
         summary = train(trial, conditions, runs, overrides)
         folder = Path(summary["folder"])
+        source = of_run(folder)
         found = Measurement(
             workers=trial.workers,
             mbit=trial.rate,
@@ -70,7 +68,9 @@ def measure(
             repeat=trial.repeat,
             loss=summary["final"]["loss"],
             target_s=None if target_loss is None else time_to_loss(folder, target_loss),
-            **{name: summary[name] for name in _OF_SUMMARY} | of_run(folder),
+            commit=source["commit"],
+            hardware=source["hardware"],
+            **{name: summary[name] for name in _OF_SUMMARY},
         )
         took = time.monotonic() - began
         print(

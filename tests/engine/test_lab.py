@@ -478,7 +478,7 @@ def measured(method: str, repeat: int, throughput: float, mbit: str = "20") -> M
     share, seconds, sent, loss = (0.25, 0.5, 2.5e6, 3.0)
     return Measurement(
         *(2, mbit, method, repeat, throughput, share, None, seconds, seconds, sent),
-        *(9.0, 60, loss, "abc1234", "a cpu, 2 cores", "2.15.0", ""),
+        *(9.0, 60, loss, "abc1234", "a cpu, 2 cores"),
     )
 
 
