@@ -125,7 +125,7 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "error: co2 trian: no such command; did you mean train?" in capsys.readouterr().err
 
 
-MODULES = ("co2", "co2_measure.simulate.schedule", "co2.config", "co2.__main__")
+MODULES = ("co2", "co2_measure.simulate", "co2.config", "co2.__main__")
 
 
 @pytest.mark.parametrize("module", MODULES)
