@@ -59,7 +59,8 @@ class Stateful:
 
         Args:
             replicated: whether it is equal on all replicas, bit for bit, between two steps.
-            saved: whether a checkpoint has it under this name.
+            saved: whether a checkpoint has it under this name. False is right only where another
+                part of the state has it, or where it is written before it is next read.
         """
         self._held[name] = tensor
         if replicated:
