@@ -7,22 +7,37 @@ every sum is rounded on its own.
 # A kernel's parameters are no Python objects, but pointers, numbers and constants of its compiler.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from co2.comm.codec import Codec
-    from co2.comm.sparse_mean import Chunks
-
 _ELEMENTS = 1024
 """Elements of one program. It has not been tuned: no GPU was at hand."""
 
 
+class Codec(Protocol):
+    """What these kernels read of a `Codec` of codec.py."""
+
+    bits: int
+    width: int
+    starts: Tensor
+
+
+class Chunks(Protocol):
+    """What these kernels read of the `Chunks` of sparse_mean.py."""
+
+    starts: Tensor
+    widths: Tensor
+    kept: Tensor
+    firsts: Tensor
+    widest: int
+    most_kept: int
+
+
 def encode(
-    codec: "Codec", x: Tensor, scales: Tensor, mask: Tensor | None, out: Tensor, error: Tensor
+    codec: Codec, x: Tensor, scales: Tensor, mask: Tensor | None, out: Tensor, error: Tensor
 ) -> None:
     """See `Codec.encode`."""
     vectors = (x, codec.starts, scales, x if mask is None else mask, out, error)
@@ -30,16 +45,14 @@ def encode(
     _encode[_grid(codec, out)](*vectors, *sizes, MASKED=mask is not None, **_options(codec))
 
 
-def decode(
-    codec: "Codec", packed: Tensor, scales: Tensor, mask: Tensor | None, out: Tensor
-) -> None:
+def decode(codec: Codec, packed: Tensor, scales: Tensor, mask: Tensor | None, out: Tensor) -> None:
     """See `Codec.decode`."""
     vectors = (packed, codec.starts, scales, out if mask is None else mask, out)
     sizes = (len(codec.starts), out.numel(), codec.width, packed.shape[1], packed.stride(0))
     _decode[_grid(codec, packed)](*vectors, *sizes, MASKED=mask is not None, **_options(codec))
 
 
-def add(codec: "Codec", packed: Tensor, scales: Tensor, out: Tensor) -> None:
+def add(codec: Codec, packed: Tensor, scales: Tensor, out: Tensor) -> None:
     """See `Codec.add`."""
     messages, row_bytes = packed.shape
     vectors = (packed, codec.starts, scales, out)
@@ -47,8 +60,8 @@ def add(codec: "Codec", packed: Tensor, scales: Tensor, out: Tensor) -> None:
     _add[_grid(codec, packed[:1])](*vectors, *sizes, messages, **_options(codec))
 
 
-def choose(error: Tensor, chunks: "Chunks", numbers: Tensor, magnitudes: Tensor) -> None:
-    """See `sparse._choose`."""
+def choose(error: Tensor, chunks: Chunks, numbers: Tensor, magnitudes: Tensor) -> None:
+    """See `sparse_mean._choose`."""
     _choose[(len(chunks.starts),)](
         *(error, chunks.starts, chunks.widths, chunks.kept, chunks.firsts, numbers, magnitudes),
         COLUMNS=triton.next_power_of_2(chunks.widest),
@@ -59,7 +72,7 @@ def choose(error: Tensor, chunks: "Chunks", numbers: Tensor, magnitudes: Tensor)
 
 
 def spread(
-    lower: Tensor, upper: Tensor, magnitudes: Tensor, chunks: "Chunks", out: Tensor, sign: int
+    lower: Tensor, upper: Tensor, magnitudes: Tensor, chunks: Chunks, out: Tensor, sign: int
 ) -> None:
     """See `SparseMean._add`.
 
@@ -76,13 +89,13 @@ def spread(
     )
 
 
-def _grid(codec: "Codec", packed: Tensor) -> tuple[int, int]:
+def _grid(codec: Codec, packed: Tensor) -> tuple[int, int]:
     """The programs for each row, and the rows."""
     rows, row_bytes = packed.shape
     return triton.cdiv(row_bytes, _ELEMENTS * codec.bits // 8), rows
 
 
-def _options(codec: "Codec") -> dict[str, Any]:
+def _options(codec: Codec) -> dict[str, Any]:
     steps, block = (len(codec.starts) - 1).bit_length(), _ELEMENTS * codec.bits // 8
     return {"BITS": codec.bits, "STEPS": steps, "BYTES": block, "enable_fp_fusion": False}
 
