@@ -168,7 +168,7 @@ def well_on_all(well: bool) -> bool:
 
 def is_loss(error: Exception) -> bool:
     """Whether an error says that another worker of a group has gone."""
-    text = r"(?i)(closed|reset) by peer|broken pipe|connection refused|was cut"
+    text = r"(?i)(closed|reset) by peer|broken pipe|connection refused|connect timeout|was cut"
     return isinstance(error, RuntimeError) and re.search(text, str(error)) is not None
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from co2.comm.waiting import finish, has_leaked, until_cut, use
+from co2.comm.waiting import finish, has_leaked, is_loss, until_cut, use
 from co2.elastic.sockets import Sockets
 from tests.workers import Pool
 
@@ -73,3 +73,15 @@ def test_what_blocks_ends_with_the_connections(fresh: Pool) -> None:
     assert fresh.run(act_and_cut, 1) == [
         ["IndexError", "done", "what all do together was cut", "leaked: True"]
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "loss"),
+    [
+        ("Gloo connectFullMesh failed with [pair.h:311] Connect timeout [none]", True),
+        ("[pair.cc:534] Connection closed by peer [127.0.0.1]:36869", True),
+        ("The size of tensor a (3) must match the size of tensor b (4)", False),
+    ],
+)
+def test_an_error_of_a_lost_worker(text: str, loss: bool) -> None:
+    assert is_loss(RuntimeError(text)) is loss
