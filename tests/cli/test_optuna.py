@@ -68,19 +68,15 @@ def test_search(tmp_path: Path) -> None:
 @installed
 @pytest.mark.slow
 def test_every_trial_fails(tmp_path: Path) -> None:
-    """There is no best one, and the table says why: a file lies where the folders should be."""
-    runs = tmp_path / "runs"
-    runs.mkdir()
-    (runs / "toy").touch()
+    """There is no best one, and the table says why."""
     words = (
-        "method=co2",
-        "co2.tau=3,6",
-        "hydra.sweeper.n_trials=2",
-        "launch.workers=1",
+        *("method=co2", "co2.tau=3,6", "hydra.sweeper.n_trials=2", "launch.workers=1"),
+        *("optim.lr=1e30", "train.steps=12", "train.eval_every=6"),
     )
-    ended = cli("-m", SWEEPER, *words, runs=runs)
-    assert ended.status == 2
-    assert ended.out[ended.out.index("sweep: ") :].count("refused (exit status 2)") == 2
+    ended = cli("-m", SWEEPER, *words, runs=tmp_path)
+    assert ended.status == DIVERGED
+    why = f"the loss is not finite (exit status {DIVERGED})"
+    assert ended.out[ended.out.index("sweep: ") :].count(why) == 2
     assert "No trials are completed" not in ended.err
 
 
