@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from multiprocessing import connection, forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -135,8 +136,13 @@ class Workers:
             # some here.
             resource_tracker.ensure_running()
             signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
-        self._context = context()
         return self
+
+    @cached_property
+    def _context(self) -> ForkServerContext:
+        """Made for the first worker: the fork server has the environment of then, in which is the
+        network that a run on several machines has chosen."""
+        return context()
 
     def __exit__(self, *_: object) -> None:
         self.kill()

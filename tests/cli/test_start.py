@@ -263,6 +263,23 @@ def test_nohup() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+LATE = """
+import os, subprocess
+from co2.start.processes import Workers, stop_signals
+with Workers(stop_signals()) as workers:
+    os.environ["GLOO_SOCKET_IFNAME"] = "chosen"
+    workers.start(0, subprocess.check_call, ["sh", "-c", 'test "$GLOO_SOCKET_IFNAME" = chosen'])
+    print(workers.wait(60))
+"""
+
+
+def test_workers_have_what_is_chosen_before_the_first_starts() -> None:
+    """As the network of a run on several machines is, once its store is reached."""
+    call = [sys.executable, "-c", LATE]
+    ended = subprocess.run(call, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert ended.stdout == "{0: 0}\n", ended.stderr
+
+
 def test_torchrun_ends_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
