@@ -425,5 +425,4 @@ def test_no_room_for_the_model(tmp_path: Path, elastic: str) -> None:
     assert line.endswith("make room, and the same command goes on from the last checkpoint")
     assert "Traceback" not in run.err
     kept = {path.name for path in (tmp_path / "runs").rglob("*") if path.is_file()}
-    kept -= {"rank_1.json"}  # to worker 0, of its part of a checkpoint, where that has just ended
     assert kept == {"config.yaml", "manifest.json", "metrics.jsonl"}
