@@ -245,9 +245,13 @@ class Checkpoints:
         if self.rank > 0:
             self._undelivered[aside] = part
         for folder, written in list(self._undelivered.items()):
-            with contextlib.suppress(OSError):  # a full disk: told later, or by `finish`
+            try:
                 written.notify(folder, self.rank)
-                del self._undelivered[folder]
+            except FileNotFoundError:  # worker 0 has read it, and removed the folder meanwhile
+                pass
+            except OSError:  # a full disk: told later, or by `finish`
+                continue
+            del self._undelivered[folder]
         return part
 
     def _write_own(self, path: Path, own: Split, copied: Mapping[str, Tensor]) -> Written:

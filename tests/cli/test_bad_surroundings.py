@@ -426,3 +426,26 @@ def test_no_room_for_the_model(tmp_path: Path, elastic: str) -> None:
     assert "Traceback" not in run.err
     kept = {path.name for path in (tmp_path / "runs").rglob("*") if path.is_file()}
     assert kept == {"config.yaml", "manifest.json", "metrics.jsonl"}
+
+
+SLOW_NOTICES = """
+import os, time
+from co2.train import checkpoint
+write = checkpoint.write_durably
+def slowly(path, text):
+    write(path, text)
+    if path.name == "rank_1.json":
+        time.sleep(1)
+        os.close(os.open(path.parent, os.O_RDONLY))
+checkpoint.write_durably = slowly
+"""
+"""The disk takes a second to confirm a name that worker 0 can read already."""
+
+
+def test_a_notice_that_has_been_read_is_not_sent_again(tmp_path: Path) -> None:
+    """Else it would make the folder anew that worker 0 has removed."""
+    words = ("toy.hidden=256", "method=local_sgd", "train.steps=24", "checkpoint.every=8")
+    limited = tmp_path / "limited.py"
+    limited.write_text(SLOW_NOTICES + LIMITED)
+    assert cli(*words, "launch.workers=2", runs=tmp_path / "runs", script=limited).status == 2
+    assert not list((tmp_path / "runs").rglob("rank_*.json"))
