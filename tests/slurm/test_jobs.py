@@ -20,6 +20,7 @@ from co2.record.folder import run_folder
 from recipes.__main__ import run
 from recipes.recipe import Column, Recipe, Row
 from tests.cli.harness import (
+    ANNOUNCED,
     ROOT,
     STORY,
     TOY,
@@ -171,7 +172,8 @@ def test_sweep(slurm: Slurm, tmp_path: Path) -> None:
     cancelled.until(trains(places[2]))
     cancelled.cancel()
     assert none.end() == "FAILED" and none.shown["ExitCode"] == "2:0"
-    assert none.said.startswith("error: SLURM_ARRAY_TASK_ID=3: the sweep has the jobs 0 to 2:")
+    why = "error: SLURM_ARRAY_TASK_ID=3: the sweep has the jobs 0 to 2:"
+    assert none.said.startswith(f"{ANNOUNCED}{why}")
     put_back(told, places[1], 1)
     told.cancel()
     assert cancelled.end() == "CANCELLED" and "put back" not in cancelled.said
