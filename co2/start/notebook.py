@@ -35,6 +35,10 @@ from co2.start.processes import LOCAL, Workers, cores_of_each, end_with_starter
 
 T = TypeVar("T")
 
+_CAUSE_S = 10.0
+"""How long a replica's loss of another waits for the one that is the cause to tell, or to end: its
+sockets are closed before its pipe is."""
+
 
 class InReplica(Exception):
     """The cause of what `run` raises: the number of the replica, and the traceback there."""
@@ -135,12 +139,16 @@ def _without_main() -> Iterator[None]:
 
 
 def _results(connections: Sequence[Connection], workers: Workers) -> list[bytes]:
-    """What the replicas returned, pickled. Raises what `run` does, as soon as one has failed."""
+    """What the replicas returned, pickled. Raises what `run` does, as soon as one has failed for a
+    reason other than that another has gone."""
     results: dict[int, bytes] = {}
     failures: list[Exception] = []
     waiting = {connection: number for number, connection in enumerate(connections)}
-    while waiting and not failures:
-        for connection in wait(list(waiting)):
+    while waiting and all(is_loss(failure) for failure in failures):
+        ready = wait(list(waiting), timeout=_CAUSE_S if failures else None)
+        if not ready:
+            break
+        for connection in ready:
             assert isinstance(connection, Connection)
             number = waiting.pop(connection)
             try:
@@ -157,7 +165,7 @@ def _results(connections: Sequence[Connection], workers: Workers) -> list[bytes]
                 error, told = _pickler().loads(content)
                 error.__cause__ = InReplica(f"replica {number}:\n{told}")
                 failures.append(error)
-    if failures:  # where a replica has gone, others may tell of it too
+    if failures:
         raise min(failures, key=is_loss)
     return [results[number] for number in range(len(connections))]
 

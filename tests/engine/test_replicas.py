@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -19,6 +20,7 @@ from torch import Tensor
 import co2
 from co2.errors import ConfigError, WorkerLost
 from co2.methods import METHODS
+from co2.start import notebook
 from tests.methods.driver import SETTINGS, Snapshot, assert_same, trajectory
 from tests.server import environment, fork_program
 from tests.workers import Pool
@@ -116,6 +118,36 @@ def test_one_is_killed() -> None:
 
     with pytest.raises(WorkerLost, match=r"^replica 2 was killed.*-9$"):
         co2.run(train, replicas=3)
+
+
+CLOSED = "Connection closed by peer [127.0.0.1]:22416"
+"""What gloo says in a replica that waits for one that has gone."""
+
+
+def test_another_tells_of_the_loss_first() -> None:
+    """The sockets of a process that is killed are closed before its pipe is."""
+
+    def train(mesh: co2.Mesh) -> None:
+        if mesh.replica == 1:
+            raise RuntimeError(CLOSED)
+        if mesh.replica == 2:
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(3600)
+
+    with pytest.raises(WorkerLost, match=r"^replica 2 was killed.*-9$"):
+        co2.run(train, replicas=3)
+
+
+def test_a_loss_without_a_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(mesh: co2.Mesh) -> None:
+        if mesh.replica == 1:
+            raise RuntimeError(CLOSED)
+        time.sleep(3600)
+
+    monkeypatch.setattr(notebook, "_CAUSE_S", 0.1)
+    with pytest.raises(RuntimeError, match=re.escape(CLOSED)):
+        co2.run(train, replicas=2)
 
 
 def is_alive(pid: int) -> bool:
