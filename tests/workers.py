@@ -1,5 +1,7 @@
 """Gloo workers that stay up between tests: `Pool.run(fn, world, *args)`.
 
+A test that `replicas(2)` decorates runs itself in two of them.
+
 Importing torch takes longer than most tests, so the workers are forked from a server that has
 imported it (tests/server.py). They live until the session ends. Each case gets a process group of
 its own, which is always destroyed afterwards. When a case exceeds its time limit, its workers are
@@ -10,6 +12,8 @@ session that hangs.
 import contextlib
 import functools
 import gc
+import importlib
+import inspect
 import io
 import os
 import pickle
@@ -139,6 +143,39 @@ class Pool:
                 if not replies[rank][0]:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         return replies
+
+
+def replicas(world: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test that runs in each of `world` workers. It may take `rank` and `world`; what else it
+    takes are parameters and fixtures that can be pickled.
+
+        @replicas(2)
+        @pytest.mark.parametrize("name", METHODS)
+        def test_the_weights_are_alike(rank: int, name: str) -> None: ...
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        names = inspect.signature(test).parameters
+        own = [names[name] for name in names if name not in ("rank", "world")]
+
+        def run(workers: Pool, **taken: Any) -> None:
+            workers.run(_in_worker, world, test.__module__, test.__name__, taken)
+
+        workers = inspect.Parameter("workers", inspect.Parameter.KEYWORD_ONLY)
+        run.__signature__ = inspect.Signature([*own, workers])  # type: ignore[attr-defined]
+        run.in_worker = test  # type: ignore[attr-defined]
+        run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+        run.pytestmark = getattr(test, "pytestmark", [])  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def _in_worker(rank: int, world: int, module: str, name: str, taken: dict[str, Any]) -> None:
+    test = getattr(importlib.import_module(module), name).in_worker
+    places = {"rank": rank, "world": world}
+    wanted = inspect.signature(test).parameters
+    test(**{key: place for key, place in places.items() if key in wanted}, **taken)
 
 
 def serve(descriptor: int) -> None:

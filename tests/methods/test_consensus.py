@@ -30,7 +30,7 @@ from tests.methods.late_stream import HOST, late, no_gpu_needed
 from tests.methods.test_bf16_wire import BF16
 from tests.methods.test_equals_reference import replicas_of
 from tests.reference import REFERENCES
-from tests.workers import Pool
+from tests.workers import Pool, replicas
 
 TAU = 3
 ROUNDS = 3
@@ -215,7 +215,8 @@ def test_bf16_on_the_wire(workers: Pool, case: tuple[str, dict[str, Any]]) -> No
             assert (found - exact).norm() < 0.02 * (exact - start).norm()
 
 
-def chosen_by_measurement(rank: int, world: int) -> None:
+@replicas(2)
+def test_tau_auto(rank: int) -> None:
     """The first round lasts `START` steps, each of which moves replica i by −(i + 1)."""
     model, optimizer = problem.build_drift([5, 2])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -231,10 +232,6 @@ def chosen_by_measurement(rank: int, world: int) -> None:
         for weight, start in zip(model.parameters(), starts, strict=True):
             torch.testing.assert_close(weight.detach(), start - 1.5 * START)
     method.flush()
-
-
-def test_tau_auto(workers: Pool) -> None:
-    workers.run(chosen_by_measurement, 2)
 
 
 def out_of_reach(rank: int, world: int, name: str) -> tuple[list, list]:
@@ -254,11 +251,8 @@ def test_a_group_that_cannot_reach_a_gpu_gets_a_copy(workers: Pool, name: str) -
         assert_same(copied, usual)
 
 
-def test_gloo_is_for_the_memory_of_the_host(workers: Pool) -> None:
-    workers.run(carried, 2)
-
-
-def carried(rank: int, world: int) -> None:
+@replicas(2)
+def test_gloo_is_for_the_memory_of_the_host() -> None:
     group = co2.Mesh.world().new_group_across_replicas()
     gpu, host = SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)
     assert not collectives.carries(group, gpu)  # type: ignore[arg-type]
@@ -269,7 +263,9 @@ def carried(rank: int, world: int) -> None:
     torch.distributed.barrier(group)  # who leaves early breaks what the other still connects
 
 
-def raising(rank: int, world: int, name: str) -> None:
+@replicas(2)
+@pytest.mark.parametrize("name", ["co2", "allreduce"])
+def test_an_error_inside_is_no_harm(rank: int, name: str) -> None:
     session = Session(rank, name, SETTINGS[name])
     for _ in range(TAU + 1):
         session.step()
@@ -279,12 +275,9 @@ def raising(rank: int, world: int, name: str) -> None:
     assert_same(session.snapshot(), before)
 
 
-@pytest.mark.parametrize("name", ["co2", "allreduce"])
-def test_an_error_inside_is_no_harm(workers: Pool, name: str) -> None:
-    workers.run(raising, 2, name)
-
-
-def impatient(rank: int, world: int, name: str) -> None:
+@replicas(2)
+@pytest.mark.parametrize("name", OVERLAPPED)
+def test_amid_a_round_consensus_does_not_wait_and_flush_does(rank: int, name: str) -> None:
     session = Session(rank, name, SETTINGS[name])
     with SlowNetwork(lambda n: TAU) as network:
         for _ in range(2 * TAU + 1):
@@ -300,12 +293,9 @@ def impatient(rank: int, world: int, name: str) -> None:
         session.method.flush()
 
 
-@pytest.mark.parametrize("name", OVERLAPPED)
-def test_amid_a_round_consensus_does_not_wait_and_flush_does(workers: Pool, name: str) -> None:
-    workers.run(impatient, 2, name)
-
-
-def patient(rank: int, world: int, name: str) -> None:
+@replicas(2)
+@pytest.mark.parametrize("name", [name for name in OVERLAPPED if "fragments" not in SETTINGS[name]])
+def test_what_is_waited_for_stays_due(rank: int, name: str) -> None:
     """Right after a round's end, and once more after training has ended."""
     session = Session(rank, name, SETTINGS[name])
     with SlowNetwork(lambda n: TAU) as network:
@@ -320,11 +310,6 @@ def patient(rank: int, world: int, name: str) -> None:
         with session.method.consensus():
             assert_same(session.snapshot(), shown)
         assert len(network.works) == launched, "nothing was started for it"
-
-
-@pytest.mark.parametrize("name", [name for name in OVERLAPPED if "fragments" not in SETTINGS[name]])
-def test_what_is_waited_for_stays_due(workers: Pool, name: str) -> None:
-    workers.run(patient, 2, name)
 
 
 def sharded_after_flush(rank: int, world: int) -> None:
