@@ -1,5 +1,5 @@
 """How many faults the tests find: small faults are put into the code, one at a time, and each is
-given to the tests of its room.
+given to the tests that reach its place, which one run of all tests with probes has found.
 
     python -m tests.mutants --sample 300 --seed 0
 
@@ -16,6 +16,8 @@ import argparse
 import ast
 import csv
 import functools
+import hashlib
+import mmap
 import os
 import random
 import re
@@ -24,26 +26,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "mutants.csv"
 ROOMS = {
-    "co2/methods": ("tests/methods",),
-    "co2/comm": ("tests/methods", "tests/engine"),
-    "co2/train": ("tests/engine", "tests/cli"),
-    "tasks": ("tests/tasks",),
+    "co2/methods": "tests/methods",
+    "co2/comm": "tests/engine",
+    "co2/train": "tests/cli",
+    "tasks": "tests/tasks",
 }
-"""Where faults are put, and the tests that must find them."""
+"""Where faults are put. All these tests are asked, those of its own folder first."""
+MOST, MOST_FILES = 150, 8
+"""So many tests that reach a fault are asked at most, and so many of their files."""
 KINDS = ("comparison", "constant", "statement", "argument")
 HANGS_S = 120
 """A test of this length has hung: the longest takes a quarter of it on a quiet machine."""
-_MARK = "CO2_MUTANT"
+_MARK, _REACH = "CO2_MUTANT", "CO2_MUTANTS_REACH"
 _FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.GtE,
     ast.GtE: ast.Lt,
@@ -81,6 +86,7 @@ class Result:
     text: str
     outcome: str  # killed, hangs, survives
     killer: str
+    reached_by: int
     seconds: int
     commit: str
 
@@ -88,29 +94,56 @@ class Result:
 def mutants_of(path: Path) -> Iterator[Mutant]:
     """Every fault that can be put into a file."""
     source = path.read_bytes()
-    starts = [0]
-    for line in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
+    starts = _starts(source)
 
     def fault(kind: str, old: ast.expr | ast.stmt, new: str) -> Mutant:
-        assert old.end_lineno is not None and old.end_col_offset is not None
-        start = starts[old.lineno - 1] + old.col_offset
-        end = starts[old.end_lineno - 1] + old.end_col_offset
-        return Mutant(str(path.relative_to(ROOT)), old.lineno, kind, start, end, new)
+        return Mutant(str(path.relative_to(ROOT)), old.lineno, kind, *_span(old, starts), new)
 
     for node in _code(ast.parse(source)):
-        if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        if _is("comparison", node):
+            assert isinstance(node, ast.Compare)
             flipped = ast.Compare(node.left, [_FLIPPED[type(node.ops[0])]()], node.comparators)
             yield fault("comparison", node, f"({ast.unparse(flipped)})")
-        elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        elif _is("constant", node):
+            assert isinstance(node, ast.Constant)
             yield fault("constant", node, repr(node.value + 1))
-        elif isinstance(node, ast.Call) and (node.args or node.keywords):
+        elif _is("argument", node):
+            assert isinstance(node, ast.Call)
             args, keywords = node.args, node.keywords[:-1]
             if not node.keywords:
                 args = args[:-1]
             yield fault("argument", node, ast.unparse(ast.Call(node.func, args, keywords)))
-        elif isinstance(node, (ast.Expr, ast.Assign, ast.AugAssign, ast.Raise, ast.Return)):
+        elif _is("statement", node):
+            assert isinstance(node, ast.stmt)
             yield fault("statement", node, "pass")
+
+
+def _is(kind: str, node: ast.AST) -> bool:
+    match node:
+        case ast.Compare():
+            return kind == "comparison" and len(node.ops) == 1
+        case ast.Constant():
+            return kind == "constant" and type(node.value) in (int, float)
+        case ast.Call():
+            return kind == "argument" and bool(node.args or node.keywords)
+        case ast.Expr() | ast.Assign() | ast.AugAssign() | ast.Raise() | ast.Return():
+            return kind == "statement"
+    return False
+
+
+def _starts(source: bytes) -> list[int]:
+    """The place of each line's first byte."""
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    return starts
+
+
+def _span(node: ast.expr | ast.stmt, starts: list[int]) -> tuple[int, int]:
+    """The places in the file's bytes where it starts and ends."""
+    assert node.end_lineno is not None and node.end_col_offset is not None
+    start = starts[node.lineno - 1] + node.col_offset
+    return start, starts[node.end_lineno - 1] + node.end_col_offset
 
 
 def _code(node: ast.AST, inside: bool = False) -> Iterator[ast.AST]:
@@ -128,7 +161,9 @@ def _code(node: ast.AST, inside: bool = False) -> Iterator[ast.AST]:
 
 def _below(node: ast.AST, inside: bool) -> Iterator[ast.AST]:
     for name, field in ast.iter_fields(node):
-        if name in ("annotation", "returns", "decorator_list") or isinstance(node, ast.JoinedStr):
+        if name in ("annotation", "returns", "decorator_list", "pattern"):
+            continue
+        if isinstance(node, ast.JoinedStr):
             continue
         for child in field if isinstance(field, list) else [field]:
             text = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
@@ -149,48 +184,127 @@ def sample(size: int, seed: int) -> list[Mutant]:
     return drawn
 
 
-def tests_for(mutant: Mutant) -> list[str]:
-    """The files of tests of its room: those that are named after its file first, then those that
-    name it, then the others, so that the first to fail comes early."""
-    room = next(room for room in ROOMS if mutant.path.startswith(room))
-    stem = Path(mutant.path).stem
-    parts = {stem, Path(mutant.path).parent.name, stem.removesuffix("s")}
+class _Probes(ast.NodeTransformer):
+    """Has each place of a file that a fault may take tell when it is reached."""
 
-    def distance(path: Path) -> tuple[int, int]:
-        if any(part in path.stem for part in parts):
-            return 0, path.stat().st_size
-        named = re.search(rf"\b{stem}\b", path.read_text())
-        return (1 if named else 2), path.stat().st_size
+    def __init__(self, source: bytes, numbers: dict[tuple[str, int, int], int]) -> None:
+        self.starts = _starts(source)
+        self.numbers = numbers  # by kind, start and end
 
-    files = [file for folder in ROOMS[room] for file in (ROOT / folder).glob("test_*.py")]
-    return [str(file.relative_to(ROOT)) for file in sorted(files, key=distance)]
+    def visit(self, node: ast.AST) -> Any:
+        found = []
+        if isinstance(node, (ast.stmt, ast.expr)):
+            places = [(kind, *_span(node, self.starts)) for kind in KINDS if _is(kind, node)]
+            found = [self.numbers[place] for place in places if place in self.numbers]
+        self.generic_visit(node)
+        for number in found:
+            call = f"__import__('tests.mutants', fromlist=['hit']).hit({number})"
+            told = ast.parse(call, mode="eval").body
+            if isinstance(node, ast.stmt):
+                return [ast.Expr(told), node]
+            pair = ast.Tuple([told, node], ast.Load())
+            node = ast.Subscript(pair, ast.Constant(1), ast.Load())
+        return node
 
 
-def judge(mutant: Mutant, tree: Path) -> tuple[str, str]:
-    """(outcome, first test that fails) of the fault in a copy of the commit."""
+_REACHED: set[tuple[int, int]] = set()
+
+
+@functools.cache
+def _current() -> mmap.mmap:
+    """The number of the test that runs, which the session writes and all its processes read."""
+    with open(os.environ[_REACH] + ".test", "r+b") as file:
+        return mmap.mmap(file.fileno(), 8)
+
+
+def hit(number: int) -> None:
+    """A place is reached: in whatever process of the test that runs."""
+    if _REACH not in os.environ:
+        return
+    place = (int.from_bytes(_current()[:8], "little"), number)
+    if place not in _REACHED:
+        _REACHED.add(place)
+        with open(os.environ[_REACH], "a") as file:
+            file.write(f"reached {place[0]} {number}\n")
+
+
+_NUMBERS: dict[str, int] = {}
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """As a plugin of the session that looks for what each test reaches."""
+    if _REACH in os.environ:
+        _NUMBERS[nodeid] = len(_NUMBERS) + 1
+        _current()[:8] = _NUMBERS[nodeid].to_bytes(8, "little")
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    if _REACH in os.environ and report.when == "call":
+        with open(os.environ[_REACH], "a") as file:
+            number = _NUMBERS[report.nodeid]
+            file.write(f"test {number} {report.duration:.3f} {report.outcome} {report.nodeid}\n")
+
+
+def reach(mutants: Sequence[Mutant], folder: str, tree: Path, log: Path) -> None:
+    """Write to `log` which tests of a folder reach which places."""
+    for path in {mutant.path for mutant in mutants}:
+        source = (tree / path).read_bytes()
+        numbers = {
+            (mutant.kind, mutant.start, mutant.end): number
+            for number, mutant in enumerate(mutants)
+            if mutant.path == path
+        }
+        probed = _Probes(source, numbers).visit(ast.parse(source))
+        (tree / path).write_text(ast.unparse(ast.fix_missing_locations(probed)))
+    Path(f"{log}.test").write_bytes(bytes(8))
+    part = log.with_suffix(".part")
+    part.touch()
+    words = ["-p", "tests.mutants", "-m", "not slow", folder]
+    _tested(tree, words, **{_REACH: str(part)}, first=False)
+    part.rename(log)
+
+
+def reached(log: Path) -> dict[int, list[str]]:
+    """The tests that reach each place, the shortest first; those that failed for the probes too."""
+    tests, reach = {}, defaultdict(set)
+    for line in log.read_text().splitlines():
+        what, number, *more = line.split(" ", 4)
+        if what == "test":
+            tests[int(number)] = (float(more[0]), more[2])
+        else:
+            reach[int(more[0])].add(int(number))
+    return {
+        place: [name for _, name in sorted(tests[number] for number in found if number in tests)]
+        for place, found in reach.items()
+    }
+
+
+def judge(mutant: Mutant, tests: list[str], tree: Path) -> tuple[str, str]:
+    """(outcome, first test that fails) of the fault in a copy of the commit: of the tests that
+    reach it, then of their whole files, since what is computed once is reached in one test only."""
     path = tree / mutant.path
     sound = path.read_bytes()
     path.write_bytes(sound[: mutant.start] + mutant.text.encode() + sound[mutant.end :])
+    files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
     try:
-        for marks in ("not slow and not long", "not slow and long"):
-            status, out = _tested(tree, [*tests_for(mutant), "-m", marks])
-            if status not in (0, 5):  # 5: none has these marks
-                hangs = "Timeout" in out
+        for words in (tests[:MOST], files[:MOST_FILES]):
+            status, out = _tested(tree, ["-m", "not slow", *words]) if words else (0, "")
+            if status:
                 first = re.search(r"^(?:FAILED|ERROR) (\S+)", out, re.MULTILINE)
-                return "hangs" if hangs else "killed", first[1] if first else "every test"
+                outcome = "hangs" if "Timeout" in out else "killed"
+                return outcome, first[1] if first else "every test"
     finally:
         path.write_bytes(sound)
     return "survives", ""
 
 
-def _tested(tree: Path, words: list[str]) -> tuple[int, str]:
-    """(exit status, output) of pytest in a copy, which stops at the first failure."""
+def _tested(tree: Path, words: list[str], first: bool = True, **more: str) -> tuple[int, str]:
+    """(exit status, output) of pytest in a copy. `first`: it stops at the first failure."""
     environ = {**os.environ, _MARK: tree.name, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    environ["OMP_WAIT_POLICY"] = "PASSIVE"
     # Two faults of one file within a second would else share what is compiled of it.
-    environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    limit = [f"--timeout={HANGS_S}", "--timeout-method=thread"]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", *limit, *words]
+    environ |= {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONDONTWRITEBYTECODE": "1", **more}
+    limit = [f"--timeout={HANGS_S}", "--timeout-method=thread", *(["-x"] if first else [])]
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", *limit, *words]
     run = subprocess.run(
         command, cwd=tree, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -223,7 +337,12 @@ def known() -> list[Result]:
         return []
     with RESULTS.open(newline="") as file:
         return [
-            Result(**{**row, **{key: int(row[key]) for key in ("line", "start", "seconds")}})
+            Result(
+                **{
+                    **row,
+                    **{key: int(row[key]) for key in ("line", "start", "reached_by", "seconds")},
+                }
+            )
             for row in csv.DictReader(file)
         ]
 
@@ -237,27 +356,48 @@ def write(result: Result) -> None:
         writer.writerow(asdict(result))
 
 
-def run(wanted: list[Mutant], jobs: int) -> None:
+def run(mutants: list[Mutant], most: int | None, jobs: int) -> None:
     changed = _git("status", "--porcelain", "--", *ROOMS, "tests")
     assert not changed, f"commit these first, for the copies are of the last commit: {changed}"
+    digest = hashlib.sha256(repr(mutants).encode()).hexdigest()[:8]
+    logs = {
+        folder: ROOT / ".mutants" / f"{digest}-{Path(folder).name}.log" for folder in ROOMS.values()
+    }
     with tempfile.TemporaryDirectory(prefix="mutants") as base, ThreadPoolExecutor(jobs) as pool:
-        trees: SimpleQueue[Path] = SimpleQueue()
-        for job in range(jobs):
-            tree = Path(base) / f"tree{job}-{os.getpid()}"
-            _git("clone", "--quiet", "--shared", str(ROOT), str(tree))
-            trees.put(tree)
 
-        def one(mutant: Mutant) -> None:
+        def clone() -> Path:
+            tree = Path(tempfile.mkdtemp(dir=base))
+            _git("clone", "--quiet", "--shared", str(ROOT), str(tree))
+            return tree
+
+        (ROOT / ".mutants").mkdir(exist_ok=True)
+        left = [(folder, log) for folder, log in logs.items() if not log.exists()]
+        for future in [pool.submit(reach, mutants, folder, clone(), log) for folder, log in left]:
+            future.result()
+        trees: SimpleQueue[Path] = SimpleQueue()
+        for _ in range(jobs):
+            trees.put(clone())
+
+        def one(mutant: Mutant, tests: list[str]) -> None:
             tree, began = trees.get(), time.monotonic()
-            outcome, killer = judge(mutant, tree)
+            outcome, killer = judge(mutant, tests, tree)
             trees.put(tree)
             seconds = round(time.monotonic() - began)
             place = (mutant.path, mutant.line, mutant.kind, mutant.start, mutant.text)
-            write(Result(*place, outcome, killer, seconds, commit()))
+            write(Result(*place, outcome, killer, len(tests), seconds, commit()))
             name = f"{mutant.path}:{mutant.line} {mutant.kind}"
             print(f"{len(known())}: {name} {outcome} {killer} {seconds} s", flush=True)
 
-        for future in [pool.submit(one, mutant) for mutant in wanted]:
+        tests_of = {folder: reached(log) for folder, log in logs.items()}
+        done = {(result.path, result.start, result.text) for result in known()}
+        wanted = []
+        for number, mutant in enumerate(mutants):
+            if (mutant.path, mutant.start, mutant.text) not in done:
+                folders = [ROOMS[room] for room in ROOMS if mutant.path.startswith(room)]
+                folders += [folder for folder in logs if folder not in folders]
+                tests = [test for folder in folders for test in tests_of[folder].get(number, [])]
+                wanted.append((mutant, tests))
+        for future in [pool.submit(one, *each) for each in wanted[:most]]:
             future.result()
 
 
@@ -287,10 +427,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.show:
         return show(known())
-    done = {(result.path, result.start, result.text) for result in known()}
-    wanted = sample(args.sample, args.seed)
-    left = [m for m in wanted if (m.path, m.start, m.text) not in done]
-    run(left[: args.only], args.jobs)
+    run(sample(args.sample, args.seed), args.only, args.jobs)
     show(known())
 
 
