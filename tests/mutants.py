@@ -256,11 +256,13 @@ def reach(mutants: Sequence[Mutant], folder: str, tree: Path, log: Path) -> None
         }
         probed = _Probes(source, numbers).visit(ast.parse(source))
         (tree / path).write_text(ast.unparse(ast.fix_missing_locations(probed)))
-    Path(f"{log}.test").write_bytes(bytes(8))
     part = log.with_suffix(".part")
-    part.touch()
+    part.write_text("")
+    Path(f"{part}.test").write_bytes(bytes(8))
     words = ["-p", "tests.mutants", "-m", "not slow", folder]
-    _tested(tree, words, **{_REACH: str(part)}, first=False)
+    status, out = _tested(tree, words, **{_REACH: str(part)}, first=False)
+    assert status in (0, 1), out  # 1: the probes are in the way of some test
+    print(f"{folder}: {out.splitlines()[-1]}", flush=True)
     part.rename(log)
 
 
