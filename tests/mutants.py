@@ -262,7 +262,7 @@ def reach(mutants: Sequence[Mutant], folder: str, tree: Path, log: Path) -> None
     words = ["-p", "tests.mutants", "-m", "not slow", folder]
     status, out = _tested(tree, words, **{_REACH: str(part)}, first=False)
     assert status in (0, 1), out  # 1: the probes are in the way of some test
-    print(f"{folder}: {out.splitlines()[-1]}", flush=True)
+    print(f"{folder}:", *re.findall(r"^\d+ .*(?:passed|failed).*$", out, re.MULTILINE), flush=True)
     part.rename(log)
 
 
