@@ -24,7 +24,7 @@ from tests.cli.harness import command, execute
 from tests.gpu.conftest import CUDA
 from tests.methods.driver import NEEDS_SGD, inner
 from tests.server import environment
-from tests.workers import Pool
+from tests.workers import Pool, replicas
 
 on_gpu = [
     pytest.mark.gpu,
@@ -236,14 +236,11 @@ def test_two_replicas_share_a_gpu(workers: Pool, name: str, fields: dict):
         assert torch.equal(first[0], second[0])
 
 
-def refused(rank: int, world: int) -> None:
+@replicas(2)
+@gpu_only
+def test_gloo_does_not_carry_a_gpus_memory() -> None:
     with pytest.raises(ConfigError, match=r"^comm.device=auto: .* use cpu"):
         trajectory("co2", {}, "cuda", BESIDE)
-
-
-@gpu_only
-def test_gloo_does_not_carry_a_gpus_memory(workers: Pool):
-    workers.run(refused, 2)
 
 
 @gpu_only

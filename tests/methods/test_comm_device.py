@@ -27,7 +27,7 @@ from tests.methods.driver import (
 )
 from tests.methods.late_stream import HOST, LateStream, at_once, at_random, late, no_gpu_needed
 from tests.methods.test_resume import finish, load, save
-from tests.workers import Pool
+from tests.workers import Pool, replicas
 
 PACES = {"late": late, "at once": at_once, **{f"seed {n}": at_random(n) for n in range(3)}}
 
@@ -55,7 +55,17 @@ def test_copies_may_be_late_or_early(workers: Pool, name: str, world: int) -> No
     workers.run(whenever, world, name, SETTINGS[name])
 
 
-def moments_whenever(rank: int, world: int, name: str, settings: dict[str, Any]) -> None:
+LATE_MOMENTUM = {**SETTINGS["mt_dao"], "first_moment_every": 3, "late_momentum": True}
+MOMENTS_HERE = [*MOMENTS.items(), ("desloc", SETTINGS["desloc"]), ("mt_dao", LATE_MOMENTUM)]
+
+
+@replicas(2)
+@pytest.mark.parametrize(
+    ("name", "settings"), grid(MOMENTS_HERE, lambda case: case[0] not in ("diloco", "co2"))
+)
+def test_copies_of_moments_may_be_late_or_early(
+    rank: int, world: int, name: str, settings: dict[str, Any]
+) -> None:
     with no_gpu_needed(late):
         expected = trajectory(rank, world, name, settings, "adamw")
     for pace in PACES.values():
@@ -63,25 +73,14 @@ def moments_whenever(rank: int, world: int, name: str, settings: dict[str, Any])
             assert_same(trajectory(rank, world, name, settings, "adamw", comm=HOST), expected)
 
 
-LATE_MOMENTUM = {**SETTINGS["mt_dao"], "first_moment_every": 3, "late_momentum": True}
-MOMENTS_HERE = [*MOMENTS.items(), ("desloc", SETTINGS["desloc"]), ("mt_dao", LATE_MOMENTUM)]
-
-
-@pytest.mark.parametrize(
-    ("name", "settings"), grid(MOMENTS_HERE, lambda case: case[0] not in ("diloco", "co2"))
-)
-def test_copies_of_moments_may_be_late_or_early(
-    workers: Pool, name: str, settings: dict[str, Any]
-) -> None:
-    workers.run(moments_whenever, 2, name, settings)
-
-
 def test_copies_may_be_late_or_early_when_quantized(workers: Pool) -> None:
     settings = {**SETTINGS["streaming_diloco"], "exchange": "int4"}
     workers.run(whenever, 2, "streaming_diloco", settings)
 
 
-def stopped(rank: int, world: int, name: str) -> None:
+@replicas(2)
+@pytest.mark.parametrize("name", grid(ROUNDS_OF, ("co2",).__contains__))
+def test_resume(rank: int, name: str) -> None:
     with no_gpu_needed(late):
         expected = finish(Session(rank, name, SETTINGS[name], "adamw"))
         session = Session(rank, name, SETTINGS[name], "adamw", comm=HOST)
@@ -91,11 +90,6 @@ def stopped(rank: int, world: int, name: str) -> None:
         again = Session(rank, name, SETTINGS[name], "adamw", seed=rank + 50, comm=HOST)
         load(again, save(session))
         assert_same(finish(again), expected)
-
-
-@pytest.mark.parametrize("name", grid(ROUNDS_OF, ("co2",).__contains__))
-def test_resume(workers: Pool, name: str) -> None:
-    workers.run(stopped, 2, name)
 
 
 def flat_of(stream: LateStream, monkeypatch: pytest.MonkeyPatch) -> tuple[FlatParams, nn.Module]:

@@ -20,7 +20,7 @@ from tests.methods import problem
 from tests.methods.driver import ADAM, SETTINGS, Session, assert_same, trajectory
 from tests.methods.test_resume import finish, load, save
 from tests.reference.zero_one_adam import exchanges, refreshes
-from tests.workers import Pool
+from tests.workers import Pool, replicas
 
 STEPS = 15
 
@@ -70,7 +70,10 @@ def without_decay(rank: int, settings: dict[str, Any]) -> tuple[Session, ZeroOne
     return session, session.method
 
 
-def uncompressed(rank: int, world: int, compress: Compress) -> None:
+@replicas(3)
+@pytest.mark.parametrize("compress", Compress)
+def test_uncompressed_replicas_move_by_the_mean(rank: int, world: int, compress: Compress) -> None:
+    """Every replica equals x_{t'} - u_mean / (sqrt v + eps) after an exchange."""
     settings = {**SETTINGS["zero_one_adam"], "compress": compress}
     session, method = without_decay(rank, settings)
     eps = session.optimizer.param_groups[0]["eps"]
@@ -96,13 +99,8 @@ def uncompressed(rank: int, world: int, compress: Compress) -> None:
     assert len(means) > 5 and apart > 20
 
 
-@pytest.mark.parametrize("compress", Compress)
-def test_uncompressed_replicas_move_by_the_mean(workers: Pool, compress: Compress) -> None:
-    """Every replica equals x_{t'} - u_mean / (sqrt v + eps) after an exchange."""
-    workers.run(uncompressed, 3, compress)
-
-
-def at_every_step(rank: int, world: int) -> None:
+@replicas(3)
+def test_refreshed_and_exchanged_at_every_step_it_is_adam(rank: int) -> None:
     """Adam with averaged gradients, its m without bias correction, by hand."""
     session, method = without_decay(rank, {"freeze_step": 1000, "kappa": 1000, "max_interval": 1})
     (beta1, beta2), eps = (session.optimizer.param_groups[0][key] for key in ("betas", "eps"))
@@ -129,10 +127,6 @@ def at_every_step(rank: int, world: int) -> None:
             x = x - gamma * m / ((v / (1 - beta2 ** (step + 1))).sqrt() + eps)
             torch.testing.assert_close(method.flat.copy(), x, rtol=1e-9, atol=1e-9)
     assert means == []  # each step knows the exact mean of the gradients
-
-
-def test_refreshed_and_exchanged_at_every_step_it_is_adam(workers: Pool) -> None:
-    workers.run(at_every_step, 3)
 
 
 def test_intervals_that_the_learning_rate_drives() -> None:
@@ -237,7 +231,18 @@ def test_known_schedules() -> None:
     assert [t for t in exchanges(4, 2, 4) if t < 24] == [0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 20]
 
 
-def stop_anywhere(rank: int, world: int, name: str, settings: dict[str, Any]) -> None:
+RARE = {"freeze_step": 9, "kappa": 1, "double_every": 1, "max_interval": 4}
+"""Refreshes at 0, 1, 3 and 7; exchanges at every other step to 10, and at 12."""
+
+
+@replicas(3)
+@pytest.mark.slow  # tests/methods/test_resume.py has both, on two replicas
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [*((name, SETTINGS[name]) for name in ADAM), ("zero_one_adam", RARE)],
+    ids=["onebit_adam", "zero_one_adam", "rare refreshes"],
+)
+def test_resume_at_every_step(rank: int, name: str, settings: dict[str, Any]) -> None:
     expected = finish(Session(rank, name, settings), STEPS)
     first = Session(rank, name, settings)
     for _ in range(1, STEPS):
@@ -245,20 +250,6 @@ def stop_anywhere(rank: int, world: int, name: str, settings: dict[str, Any]) ->
         again = Session(rank, name, settings, seed=rank + 50)
         load(again, save(first))
         assert_same(finish(again, STEPS), expected)
-
-
-RARE = {"freeze_step": 9, "kappa": 1, "double_every": 1, "max_interval": 4}
-"""Refreshes at 0, 1, 3 and 7; exchanges at every other step to 10, and at 12."""
-
-
-@pytest.mark.slow  # tests/methods/test_resume.py has both, on two replicas
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [*((name, SETTINGS[name]) for name in ADAM), ("zero_one_adam", RARE)],
-    ids=["onebit_adam", "zero_one_adam", "rare refreshes"],
-)
-def test_resume_at_every_step(workers: Pool, name: str, settings: dict[str, Any]) -> None:
-    workers.run(stop_anywhere, 3, name, settings)
 
 
 def unseen(rank: int, world: int, name: str) -> None:
@@ -298,7 +289,8 @@ def test_what_has_no_gradient_until_the_freeze_stays(workers: Pool, name: str, w
     workers.run(unseen, world, name)
 
 
-def at_a_standstill(rank: int, world: int) -> None:
+@replicas(2)
+def test_a_learning_rate_of_0_leaves_replicas_alike(rank: int, world: int) -> None:
     """A learning rate of 0 in some steps, as of a warm-up that begins there."""
     session = Session(rank, "zero_one_adam", {**SETTINGS["zero_one_adam"], "kappa": 1})
     method = session.method
@@ -319,10 +311,6 @@ def at_a_standstill(rank: int, world: int) -> None:
                     everybody = [torch.empty_like(vector) for _ in range(world)]
                     dist.all_gather(everybody, vector)
                     assert_same(everybody, [everybody[0]] * world)
-
-
-def test_a_learning_rate_of_0_leaves_replicas_alike(workers: Pool) -> None:
-    workers.run(at_a_standstill, 2)
 
 
 @pytest.mark.parametrize("name", ADAM)

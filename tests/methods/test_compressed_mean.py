@@ -15,7 +15,7 @@ from co2.comm.compressed_mean import CompressedMean
 from tests.grids import grid
 from tests.methods.driver import assert_same
 from tests.reference.two_stages import TwoStages
-from tests.workers import Pool
+from tests.workers import Pool, replicas
 
 KINDS = tuple(BITS)
 BITS = {"sign": 1, "int4": 4, "int8": 8}
@@ -204,17 +204,14 @@ def test_nothing_is_lost(workers: Pool, kind: str, dtype: torch.dtype) -> None:
     assert held.abs().max() < 0.2 * went_in.abs().max()  # else feedback would not feed back
 
 
-def in_small_pieces(rank: int, world: int) -> None:
+@replicas(3)
+def test_pieces_change_nothing(rank: int, world: int) -> None:
     for kind in KINDS:
         arguments = (rank, world, [70, 31], kind, 3, torch.float64, kind == "sign")
         whole = history(*arguments)
         with patch.object(codec, "_PIECE", 16):
             cut = history(*arguments)
         torch.testing.assert_close(cut, whole, rtol=1e-12, atol=1e-12)
-
-
-def test_pieces_change_nothing(workers: Pool) -> None:
-    workers.run(in_small_pieces, 3)
 
 
 def on_the_wire(rank: int, world: int, sizes: list[int], kind: str) -> tuple[int, float, int]:

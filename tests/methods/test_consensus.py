@@ -312,7 +312,8 @@ def test_what_is_waited_for_stays_due(rank: int, name: str) -> None:
         assert len(network.works) == launched, "nothing was started for it"
 
 
-def sharded_after_flush(rank: int, world: int) -> None:
+@replicas(2)
+def test_the_last_weights_are_there_after_flush(rank: int) -> None:
     session = Session(rank, "co2", SHARDED)
     for _ in range(2 * TAU):
         session.step()
@@ -322,7 +323,3 @@ def sharded_after_flush(rank: int, world: int) -> None:
     session.method.flush()
     with session.method.consensus():
         assert_same(session.snapshot(), shown)
-
-
-def test_the_last_weights_are_there_after_flush(workers: Pool) -> None:
-    workers.run(sharded_after_flush, 2)

@@ -16,7 +16,7 @@ from co2.methods import METHODS
 from tests.grids import OF_A_KIND, grid
 from tests.methods import problem
 from tests.methods.driver import SETTINGS, Session, Snapshot, assert_same, inner
-from tests.workers import Pool
+from tests.workers import Pool, replicas
 
 TAU = 3
 SHARDED = {**SETTINGS["co2"], "shard": True}
@@ -68,21 +68,18 @@ def train(trained: Session, steps: int) -> Snapshot:
     return trained.snapshot()
 
 
-def ends_a_long_round(rank: int, world: int, name: str, settings: dict[str, Any]) -> None:
+@replicas(2)
+@pytest.mark.parametrize(("name", "settings"), ROUNDS_MAY_CHANGE, ids=str)
+def test_a_longer_round_ends_at_the_next_step(
+    rank: int, name: str, settings: dict[str, Any]
+) -> None:
+    """8 of 12 steps, then τ = 4: as if the round had been one of 9."""
     ended = session(rank, name, {**settings, "tau": 9})
     train(ended, 9)
     expected = train(go_on(ended, name, {**settings, "tau": 4}), 8)
     cut = session(rank, name, {**settings, "tau": 12})
     train(cut, 8)
     assert_same(train(go_on(cut, name, {**settings, "tau": 4}), 9), expected)
-
-
-@pytest.mark.parametrize(("name", "settings"), ROUNDS_MAY_CHANGE, ids=str)
-def test_a_longer_round_ends_at_the_next_step(
-    workers: Pool, name: str, settings: dict[str, Any]
-) -> None:
-    """8 of 12 steps, then τ = 4: as if the round had been one of 9."""
-    workers.run(ends_a_long_round, 2, name, settings)
 
 
 def goes_on(rank: int, world: int, name: str, key: str) -> list[dict[str, torch.Tensor]]:

@@ -23,7 +23,7 @@ from co2.methods import METHODS, Method
 from tests.grids import grid
 from tests.methods import problem
 from tests.methods.driver import SETTINGS, Session, assert_same, inner
-from tests.workers import Pool
+from tests.workers import Pool, replicas
 
 STEPS = 7
 
@@ -413,18 +413,16 @@ def test_rates_that_differ_under_allreduce(workers: Pool) -> None:
         assert "give all the same learning rates" in text
 
 
-def beside_ddp(rank: int, world: int) -> None:
+@replicas(2)
+def test_a_forward_pass_beside_the_prepared_module(rank: int) -> None:
     session = trained("allreduce", rank)
     problem.backward(session.net, STEPS, rank)
     with told("model = sync.prepare"):
         session.method.step()
 
 
-def test_a_forward_pass_beside_the_prepared_module(workers: Pool) -> None:
-    workers.run(beside_ddp, 2)
-
-
-def notified(rank: int, world: int) -> None:
+@replicas(2)
+def test_who_waits_in_the_consensus_says_so(rank: int) -> None:
     with patch.object(deadlocks, "LOOK_S", 0.1), patch.object(deadlocks, "NOTICE_S", 0.3):
         session = trained("local_sgd", rank, steps=3)
         if rank == 1:
@@ -443,10 +441,6 @@ def notified(rank: int, world: int) -> None:
             return
         with session.method.consensus():
             pass
-
-
-def test_who_waits_in_the_consensus_says_so(workers: Pool) -> None:
-    workers.run(notified, 2)
 
 
 # The end, and going on.
@@ -613,7 +607,9 @@ def test_a_step_that_failed_may_be_made_again() -> None:
     assert_same(session.snapshot(), other.snapshot())
 
 
-def rolled_back(rank: int, world: int, name: str) -> None:
+@replicas(2)
+@pytest.mark.parametrize("name", grid(METHODS, ("co2", "cocod_sgd").__contains__))
+def test_going_back_while_a_mean_is_under_way(rank: int, name: str) -> None:
     """Replica 1 is late with the mean that is under way as both go back."""
     session = trained(name, rank, steps=5)
     kept = copy.deepcopy(
@@ -631,11 +627,6 @@ def rolled_back(rank: int, world: int, name: str) -> None:
         session.step()
     assert_same(session.snapshot(), whole)
     session.method.flush()
-
-
-@pytest.mark.parametrize("name", grid(METHODS, ("co2", "cocod_sgd").__contains__))
-def test_going_back_while_a_mean_is_under_way(workers: Pool, name: str) -> None:
-    workers.run(rolled_back, 2, name)
 
 
 def reordered(rank: int, world: int) -> str:
@@ -664,7 +655,9 @@ def test_other_calls(workers: Pool, tmp_path: Path) -> None:
         assert "every replica must make the same calls in the same order" in text
 
 
-def embedded(rank: int, world: int, name: str) -> None:
+@replicas(2)
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "desloc"])  # Adam refuses
+def test_sparse_gradients(rank: int, name: str) -> None:
     """A few steps with sparse gradients, or a refusal."""
     net = nn.Embedding(6, 2, sparse=True)
     make = torch.optim.AdamW if inner(name) == "adamw" else SGD
@@ -682,8 +675,3 @@ def embedded(rank: int, world: int, name: str) -> None:
     with sync.consensus():
         pass
     sync.flush()
-
-
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "desloc"])  # Adam refuses
-def test_sparse_gradients(workers: Pool, name: str) -> None:
-    workers.run(embedded, 2, name)

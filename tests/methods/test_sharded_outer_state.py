@@ -22,7 +22,7 @@ from tests.methods.collectives import Recorder
 from tests.methods.driver import SETTINGS, Session, assert_same, trajectory
 from tests.methods.test_buckets import comm
 from tests.server import environment, fork_program
-from tests.workers import Pool
+from tests.workers import Pool, replicas
 
 TAU = 3
 ROUNDS = 5
@@ -82,20 +82,17 @@ def test_every_layout(workers: Pool, world: int) -> None:
     workers.run(laid_out, world)
 
 
-def chunked(rank: int, world: int) -> None:
-    with patch.dict(flat._CHUNK, cpu=8):
-        history, method = drift(rank, [50, 7], SHARDED, None)
-    assert tuple(method.anchor.shape) == (8, 4)
-    assert_close_to_plain(history, rank)
-
-
 def assert_close_to_plain(history: list[Tensor], rank: int) -> None:
     plain, _ = drift(rank, [50, 7], PLAIN, None)
     torch.testing.assert_close(history, plain, rtol=1e-12, atol=1e-12)
 
 
-def test_a_row_is_no_longer_than_a_chunk(workers: Pool) -> None:
-    workers.run(chunked, 2)
+@replicas(2)
+def test_a_row_is_no_longer_than_a_chunk(rank: int) -> None:
+    with patch.dict(flat._CHUNK, cpu=8):
+        history, method = drift(rank, [50, 7], SHARDED, None)
+    assert tuple(method.anchor.shape) == (8, 4)
+    assert_close_to_plain(history, rank)
 
 
 def starts(rank: int, world: int, fields: dict[str, Any]) -> list[list[Tensor]]:
@@ -193,7 +190,8 @@ def test_the_background_may_take_a_whole_round(workers: Pool, world: int) -> Non
     workers.run(delayed, world)
 
 
-def consulted(rank: int, world: int) -> None:
+@replicas(2)
+def test_consensus_stats_and_checkpoint(rank: int, world: int) -> None:
     """A consensus and the figures neither wait for the background nor hinder it; a checkpoint sees
     it to its end, and leaves it due."""
     expected = trajectory(rank, world, "co2", SHARDED)[: 3 * TAU + 2]
@@ -219,10 +217,6 @@ def consulted(rank: int, world: int) -> None:
         session.method.flush()
         assert_same(session.snapshot(), before)
         session.method.flush()
-
-
-def test_consensus_stats_and_checkpoint(workers: Pool) -> None:
-    workers.run(consulted, 2)
 
 
 def figures_of(rank: int, world: int, fields: dict[str, Any]) -> list[tuple[float, float]]:
@@ -267,7 +261,8 @@ def test_ranks_issue_the_same_collectives(workers: Pool, fields: dict[str, Any],
     assert not any(background for *_, background in first), "one after the other"
 
 
-def without_schedule(rank: int, world: int) -> None:
+@replicas(2)
+def test_without_a_schedule(rank: int) -> None:
     """Without a schedule: exact for constant rates, and the newest known rate for others."""
     for constant, same in ((True, True), (False, False)):
         histories = []
@@ -284,10 +279,6 @@ def without_schedule(rank: int, world: int) -> None:
             histories.append(history)
         close = [torch.allclose(a, b, rtol=1e-11) for a, b in zip(*histories, strict=True)]
         assert all(close) == same
-
-
-def test_without_a_schedule(workers: Pool) -> None:
-    workers.run(without_schedule, 2)
 
 
 class Clock:
@@ -309,7 +300,8 @@ class Clock:
             assert self._read.wait_for(lambda: self.readings >= count, 60)
 
 
-def clocked(rank: int, world: int) -> None:
+@replicas(2)
+def test_clocks_and_bytes(world: int) -> None:
     """Launch to completion, and the part of it for which somebody stood still.
 
     The clock is read four times: at the launch, at the completion, and where a wait begins and
@@ -338,11 +330,8 @@ def clocked(rank: int, world: int) -> None:
     mean.close()
 
 
-def test_clocks_and_bytes(workers: Pool) -> None:
-    workers.run(clocked, 2)
-
-
-def failing(rank: int, world: int) -> None:
+@replicas(2)
+def test_an_error_in_the_background_surfaces(rank: int) -> None:
     """An error in the background is raised where its result is waited for, and flush ends."""
     session = Session(rank, "co2", SHARDED)
     with patch.object(dist, "all_to_all_single", side_effect=ZeroDivisionError):
@@ -351,10 +340,6 @@ def failing(rank: int, world: int) -> None:
         with pytest.raises(ZeroDivisionError):
             session.step()
         session.method.flush()
-
-
-def test_an_error_in_the_background_surfaces(workers: Pool) -> None:
-    workers.run(failing, 2)
 
 
 PROGRAM = """

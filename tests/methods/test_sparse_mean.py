@@ -19,7 +19,7 @@ from tests.methods.driver import SETTINGS, Session, assert_same
 from tests.reference import REFERENCES
 from tests.reference import sparseloco as reference
 from tests.reference.replica import Replica
-from tests.workers import Pool
+from tests.workers import Pool, replicas
 
 
 @pytest.mark.parametrize("kept", [1, 2, 3, 82, 4096])
@@ -151,15 +151,12 @@ def undecayed(
     return total, mean.error
 
 
-def in_small_pieces(rank: int, world: int) -> None:
+@replicas(2)
+def test_pieces_change_nothing(rank: int, world: int) -> None:
     arguments = (rank, world, [5 * 4096 + 3, 8192], 0.1, torch.float64, 3)
     whole = history(*arguments)
     with patch.object(sparse_mean, "_PIECE", 8192):
         assert_same(history(*arguments), whole)
-
-
-def test_pieces_change_nothing(workers: Pool) -> None:
-    workers.run(in_small_pieces, 2)
 
 
 def test_what_is_no_number_shows() -> None:

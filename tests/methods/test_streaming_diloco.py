@@ -19,7 +19,7 @@ from tests.methods import problem
 from tests.methods.driver import SETTINGS, Session, assert_same, trajectory
 from tests.reference import REFERENCES
 from tests.reference.replica import Replica
-from tests.workers import Pool
+from tests.workers import Pool, replicas
 
 TAU = 6
 EXCHANGES = ("full", "int8", "int4")
@@ -177,7 +177,8 @@ def test_without_mixing_replicas_are_alike_after_a_sync(workers: Pool, exchange:
         assert not torch.equal(other[4]["scale"], first[4]["scale"])
 
 
-def at_any_time(rank: int, world: int) -> None:
+@replicas(3)
+def test_a_quantized_exchange_may_take_its_time(rank: int, world: int) -> None:
     """Collectives that take up to 20 ms, others on each replica, beside steps that take one."""
     settings = {**SETTINGS["streaming_diloco"], "delay": 2, "exchange": "int8"}
     expected = trajectory(rank, world, "streaming_diloco", settings)
@@ -194,10 +195,6 @@ def at_any_time(rank: int, world: int) -> None:
     with patch.multiple(dist, **{name: slowed(getattr(dist, name)) for name in names}):
         for _ in range(3):
             assert_same(trajectory(rank, world, "streaming_diloco", settings), expected)
-
-
-def test_a_quantized_exchange_may_take_its_time(workers: Pool) -> None:
-    workers.run(at_any_time, 3)
 
 
 def quantized(rank: int, world: int, exchange: str, tau: int) -> tuple[Tensor, float]:

@@ -17,7 +17,7 @@ from tests.methods.driver import (
     assert_same,
     trajectory,
 )
-from tests.workers import Pool
+from tests.workers import Pool, replicas
 
 TAU = 3
 ROUNDS = 5
@@ -77,7 +77,9 @@ def test_the_network_may_take_a_whole_round(workers: Pool, name: str, world: int
     workers.run(delayed, world, name)
 
 
-def moments_delayed(rank: int, world: int, name: str) -> None:
+@replicas(2)
+@pytest.mark.parametrize("name", ["co2", "co2_keep"])
+def test_means_of_moments_may_take_a_whole_round(rank: int, world: int, name: str) -> None:
     """The same for the means of moments, which have a collective of their own."""
     expected = trajectory(rank, world, name, MOMENTS[name], "adamw")
     for delay in range(TAU + 1):
@@ -92,11 +94,6 @@ def moments_delayed(rank: int, world: int, name: str) -> None:
             assert any(work.forced for work in network.works) == (delay == TAU)
             session.method.flush()
         assert_same(history, expected)
-
-
-@pytest.mark.parametrize("name", ["co2", "co2_keep"])
-def test_means_of_moments_may_take_a_whole_round(workers: Pool, name: str) -> None:
-    workers.run(moments_delayed, 2, name)
 
 
 def recorded(rank: int, world: int, name: str) -> list[tuple[int, str, int, str, bool]]:
