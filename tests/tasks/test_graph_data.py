@@ -1,6 +1,8 @@
 """The embedded graph and the generated one, and the rows of neighbours that all graphs have."""
 
-from collections.abc import Iterator
+import hashlib
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -271,6 +273,71 @@ def call_graph(tmp_path_factory: pytest.TempPathFactory) -> GraphFolder:
 def graph(tmp_path_factory: pytest.TempPathFactory) -> GraphFolder:
     folder = tmp_path_factory.mktemp("generated") / "graph"
     return generated.generate(folder, 20_000, 32, 8, 15, seed=0)
+
+
+def with_sum(folder: Path, name: str, dtype: type, change: Callable[[np.ndarray], None]) -> None:
+    """Change a file and, as if it had been written so, its checksum in graph.json."""
+    values = np.fromfile(folder / name, dtype)
+    change(values)
+    values.tofile(folder / name)
+    meta = json.loads((folder / "graph.json").read_text())
+    meta["sha256"][name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    (folder / "graph.json").write_text(json.dumps(meta))
+
+
+def put(place: int, value: int) -> Callable[[np.ndarray], None]:
+    def change(values: np.ndarray) -> None:
+        values[place] = value
+
+    return change
+
+
+DAMAGED = [
+    ("starts.bin", np.int64, put(0, 1), "does not rise from 0"),
+    ("starts.bin", np.int64, put(5, 1 << 40), "does not rise from 0"),
+    ("neighbours.bin", np.int32, put(-1, 300), "names nodes outside of 0 to 299"),
+    ("neighbours.bin", np.int32, put(0, -1), "names nodes outside of 0 to 299"),
+    ("labels.bin", np.int16, put(3, 8), "has labels outside of -1 to 7"),
+    ("labels.bin", np.int16, put(3, -2), "has labels outside of -1 to 7"),
+    ("train.bin", np.int64, put(-1, 300), "names nodes outside of 0 to 299"),
+    ("val.bin", np.int64, lambda nodes: put(1, nodes[0])(nodes), "its nodes do not ascend"),
+]
+
+
+class TestFaults:
+    """What `tasks.prepare verify` finds in a graph."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        return generated.generate(tmp_path / "graph", 300, 4, 8, 5, seed=0).folder
+
+    @pytest.mark.parametrize(("name", "dtype", "change", "says"), DAMAGED)
+    def test_what_no_graph_can_have(
+        self,
+        folder: Path,
+        name: str,
+        dtype: type,
+        change: Callable[[np.ndarray], None],
+        says: str,
+    ) -> None:
+        with_sum(folder, name, dtype, change)
+        [line] = faults(folder)
+        assert line.startswith(f"{folder / name}: {says}")
+
+    def test_a_node_of_a_part_has_a_label(self, folder: Path) -> None:
+        node = np.fromfile(folder / "test.bin", np.int64)[0]
+        with_sum(folder, "labels.bin", np.int16, put(node, -1))
+        assert list(faults(folder)) == [f"{folder / 'test.bin'}: has nodes without a label"]
+
+    def test_a_checksum(self, folder: Path) -> None:
+        size = (folder / "features.bin").stat().st_size
+        (folder / "features.bin").write_bytes(bytes(size))
+        line = f"{folder / 'features.bin'}: its checksum is not that of graph.json"
+        assert list(faults(folder)) == [line]
+
+    def test_a_file_is_missing(self, folder: Path) -> None:
+        (folder / "graph.json").unlink()
+        assert list(faults(folder)) == [f"{folder / 'graph.json'}: is missing"]
 
 
 class TestGenerated:
