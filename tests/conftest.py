@@ -148,24 +148,17 @@ LONG = (
     "tests/recipes/test_tune.py::test_every_method_has_a_space_and_every_value_is_legal",
     "tests/recipes/test_tune.py::test_every_method_has_the_same_budget",
     "tests/tasks/test_ade20k.py::test_dropout_takes_whole_channels_before_the_classes_in_training_alone",
-    "tests/tasks/test_ade20k.py::test_it_learns_a_batch_by_heart",
     "tests/tasks/test_ade20k.py::test_weights_of_the_backbone",
     "tests/tasks/test_ade20k.py::test_weights_that_do_not_fit",
-    "tests/tasks/test_attention.py::test_traced",
-    "tests/tasks/test_classification.py::test_batches_go_on_from_any_start",
-    "tests/tasks/test_classification.py::test_evaluation_is_the_same_for_any_number_of_workers",
-    "tests/tasks/test_classification.py::test_it_learns_a_folder",
-    "tests/tasks/test_classification.py::test_the_halves_of_the_validation_images",
-    "tests/tasks/test_experts.py::test_divided_over_workers",
+    "tests/tasks/test_contract.py::test_an_evaluation_is_the_same_for_any_number_of_workers",
+    "tests/tasks/test_contract.py::test_it_learns_a_batch_by_heart",
+    "tests/tasks/test_contract.py::test_loading_in_processes_changes_nothing",
     "tests/tasks/test_gpt2.py::test_importing_tasks_is_cheap",
-    "tests/tasks/test_gpt2.py::test_it_learns_a_batch_by_heart",
+    "tests/tasks/test_gpt2.py::test_traced",
     "tests/tasks/test_graph_stores.py::test_the_same_batches",
+    "tests/tasks/test_moe.py::test_divided_over_workers",
     "tests/tasks/test_moe.py::test_it_learns",
-    "tests/tasks/test_prepare.py::test_a_killed_run_goes_on_at_the_first_missing_shard",
-    "tests/tasks/test_prepare_imagenet.py::test_a_killed_run_is_gone_on_with",
-    "tests/tasks/test_shapenet.py::test_it_learns_a_batch_by_heart",
-    "tests/tasks/test_shapenet.py::test_over_gloo",
-    "tests/tasks/test_shapenet.py::test_weights_depend_on_the_seed_alone",
+    "tests/tasks/test_prepare_contract.py::test_disturbed_it_is_gone_on_with",
 )
 """What takes more than a second of processor time, alone or with all its cases: `make test-fast`
 leaves it out."""
@@ -189,9 +182,7 @@ SLOW = (
     "tests/recipes/test_rehearse.py::test_a_small_one",  # trains several tasks
     "tests/tasks/test_ade20k.py::test_evaluation_does_not_compile",  # torch.compile
     "tests/tasks/test_fused_experts.py",  # Triton's interpreter
-    "tests/tasks/test_prepare_wikibooks.py::test_a_killed_run_goes_on",  # new interpreters
     "tests/tasks/test_text.py::test_two_processes_at_once",  # new interpreters
-    "tests/tasks/test_transnormer.py::test_it_learns_under_autocast_too",
 )
 """What `make test` leaves to `make test-slow`, as it does the tests marked where they stand."""
 

@@ -14,6 +14,13 @@ OF_A_KIND = ("allreduce", "co2", "co2_keep", "streaming_diloco", "desloc", "zero
 means of fragments; means of an inner Adam's moments; an Adam of its own."""
 
 
+def nonempty(items: Iterable[Any]) -> list[Any]:
+    """The items as a list, of which there must be some: without any, a test could not fail."""
+    found = list(items)
+    assert found, "there is nothing to test"
+    return found
+
+
 def grid(cases: Iterable[Any], telling: Callable[[Any], bool], one: bool = False) -> list[Any]:
     """Values for `pytest.mark.parametrize`, of which those that are not telling are slow.
 

@@ -32,7 +32,7 @@ def test_learns(workers: Pool, tmp_path: Path, method: str) -> None:
     assert last["accuracy"] > (0.6 if method == "sparseloco" else 0.65)
 
 
-@pytest.mark.slow  # tests/tasks/test_muon.py has its state
+@pytest.mark.slow  # tests/tasks/test_optimizer.py has its state
 @pytest.mark.parametrize("method", ["diloco", "co2"])
 def test_goes_on_exactly(workers: Pool, tmp_path: Path, method: str) -> None:
     words = (f"method={method}", *overrides(method), *MUON, "train.steps=24", "train.eval_every=5")

@@ -1,39 +1,65 @@
 """Tasks as train.py builds them, from a few keys."""
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from co2.comm.mesh import Mesh
-from co2.config import DataConfig, OptimConfig, TrainConfig
-from tasks import GPT2, MoE, Toy, TransNormer
+from co2.config import DataConfig, OptimConfig, TrainConfig, Validation
+from tasks import TASKS, Toy
 from tasks.shared.sampling import Sampler
-from tasks.text.causal import CausalText
 from tasks.text.store import Store
 from tasks.text.text import Window, opened
 
-Text = TypeVar("Text", bound=CausalText)
+
+def built(
+    task: str,
+    root: Path | str = "unused",
+    path: Path | str | None = None,
+    *,
+    num_workers: int | None = None,
+    seed: int = 0,
+    batch_size: int = 4,
+    steps: int = 100,
+    workers: int = 0,
+    validation: Validation = Validation.all,
+    optim: OptimConfig | None = None,
+    **config: Any,
+) -> Any:
+    """A task, by its name.
+
+    Args:
+        root, path, workers, validation: `data.root` and so on.
+        num_workers: for which it is set up; None leaves it as it is made.
+        config: fields of its Config.
+    """
+    kind = TASKS[task]
+    given = None if path is None else str(path)
+    data = DataConfig(root=str(root), path=given, workers=workers, validation=validation)
+    train = TrainConfig(seed=seed, batch_size=batch_size, steps=steps)
+    made = kind(kind.Config(**config), train, optim or OptimConfig(lr=3e-3), data)
+    if num_workers is not None:
+        made.setup(num_workers)
+    return made
 
 
-def _on_text(task: type[Text]) -> Callable[..., Text]:
-    def build(
-        root: Path, path: Path | None = None, seed: int = 0, batch_size: int = 4, **config: Any
-    ) -> Text:
-        data = DataConfig(root=str(root), path=None if path is None else str(path))
-        train = TrainConfig(seed=seed, batch_size=batch_size)
-        return task(task.Config(**config), train, OptimConfig(lr=3e-3), data)
-
-    return build
+gpt2, moe, transnormer, roberta = (
+    partial(built, name) for name in ("gpt2", "moe", "transnormer", "roberta")
+)
+ade20k = partial(built, "ade20k", batch_size=2)
 
 
-gpt2, moe, transnormer = _on_text(GPT2), _on_text(MoE), _on_text(TransNormer)
+def toy(path: str | None = None, **given: Any) -> Toy:
+    return built("toy", path=path, **{"batch_size": 8, "optim": OptimConfig(lr=1e-2), **given})
 
 
-def toy(seed: int = 0, batch_size: int = 8, path: str | None = None, **config: Any) -> Toy:
-    train = TrainConfig(seed=seed, batch_size=batch_size)
-    return Toy(Toy.Config(**config), train, OptimConfig(lr=1e-2), DataConfig(path=path))
+def num_parameters(task: str, **config: Any) -> int:
+    """Of the task's model, for which nothing is set up and no memory taken."""
+    with torch.device("meta"):
+        model = built(task, **config).model()
+    return sum(weight.numel() for weight in model.parameters())
 
 
 def mesh(replica: int = 0, num_replicas: int = 1) -> Mesh:

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from co2.config import DataConfig, OptimConfig, Optimizer, TrainConfig, Validation
-from tasks import TASKS
+from co2.config import OptimConfig, Optimizer
 from tasks.vision.classification import Classification
+from tests.tasks.build import built
 
 COLOURS = {"blue sky": (40, 80, 220), "élan": (60, 160, 60), "red": (220, 60, 40)}
 
@@ -25,26 +25,13 @@ def tree(folder: Path, train: int = 8, val: int = 5) -> Path:
         for label, (name, colour) in enumerate(COLOURS.items()):
             (folder / part / name).mkdir(parents=True)
             for n in range(number):
-                made = picture(colour, (40 + n, 50 - n), seed=100 * label + n)
+                made = picture(colour, (40 + n, 50 - n % 40), seed=100 * label + n)
                 made.save(folder / part / name / f"{part}_{n}.JPEG", quality=95)
     return folder
 
 
 def task(
-    name: str = "resnet50",
-    path: Path | None = None,
-    root: str = "data",
-    seed: int = 0,
-    batch_size: int = 4,
-    workers: int = 0,
-    lr: float = 0.05,
-    part: Validation = Validation.all,
-    **config: Any,
+    name: str = "resnet50", path: Path | None = None, root: str = "data", **given: Any
 ) -> Classification:
-    kind = TASKS[name]
-    optim = OptimConfig(lr=lr, name=Optimizer.adamw if name == "vit" else Optimizer.sgd)
-    data = DataConfig(
-        root=root, path=None if path is None else str(path), workers=workers, validation=part
-    )
-    train = TrainConfig(seed=seed, batch_size=batch_size)
-    return kind(kind.Config(**config), train, optim, data)
+    kind = Optimizer.adamw if name == "vit" else Optimizer.sgd
+    return built(name, root, path, optim=OptimConfig(lr=0.05, name=kind), **given)

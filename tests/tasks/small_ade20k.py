@@ -12,10 +12,15 @@ SIZES = {
 """Height and width of each image."""
 
 
-def write(folder: Path) -> Path:
-    """Images of noise; masks of the classes 0 to 150 in blocks, each class somewhere."""
+def write(folder: Path, **numbers: int) -> Path:
+    """Images of noise; masks of the classes 0 to 150 in blocks, each class somewhere.
+
+    Args:
+        numbers: of images by split, whose sizes recur then.
+    """
     source = np.random.default_rng(0)
-    for split, sizes in SIZES.items():
+    for split, known in SIZES.items():
+        sizes = [known[number % len(known)] for number in range(numbers.get(split, len(known)))]
         for kind in ("images", "annotations"):
             (folder / kind / split).mkdir(parents=True)
         for number, (height, width) in enumerate(sizes, 1):

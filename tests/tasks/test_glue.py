@@ -1,6 +1,7 @@
 """GLUE: examples, metrics, batches and evaluation; bad data."""
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,14 @@ from tasks.shared.corpus import user_corpus
 from tasks.text.masking import Vocabulary
 from tasks.text.roberta import CorpusName, roberta_ids
 from tests.tasks import small_glue
-from tests.tasks.build import mesh, sampler, text_of
+from tests.tasks.build import built, mesh, roberta, text_of
 from tests.tasks.conftest import story
-from tests.tasks.test_roberta import roberta
 
-
-def glue(root: Path, path: Path | None = None, seed: int = 0, workers: int = 0, **config: Any):
-    data = DataConfig(root=str(root), path=None if path is None else str(path), workers=workers)
-    train = TrainConfig(seed=seed, batch_size=4)
-    config = {"context": 34, "vocab_size": 300, **config}
-    return GLUE(GLUE.Config(**config), train, OptimConfig(lr=3e-3), data)
+glue = partial(built, "glue", context=34, vocab_size=300)
 
 
 def adjoin(root: Path, text_file: Path, **more: Any) -> GLUE:
-    task = glue(root, text_file, name=Name.adjoin, **more)
-    task.setup(3)
+    task = glue(root, text_file, name=Name.adjoin, **more, num_workers=3)
     return task
 
 
@@ -60,8 +54,7 @@ def of_glue(tmp_path: Path, text_file: Path):
 
     def make(name: str, saved: bool = False, **more: Any) -> GLUE:
         small_glue.write(tmp_path / "glue", (name,), saved)
-        task = glue(tmp_path, text_file, name=Name(name), **more)
-        task.setup(1)
+        task = glue(tmp_path, text_file, name=Name(name), **more, num_workers=1)
         return task
 
     return make
@@ -126,8 +119,7 @@ def texts(task: GLUE, part: str) -> list[list[str]]:
 
 
 def test_topics(root: Path, folder: Path) -> None:
-    task = glue(root, folder)
-    task.setup(1)
+    task = glue(root, folder, num_workers=1)
     corpus = user_corpus(str(folder))
     assert task.num_labels == 3 and task.baselines() == {"majority_accuracy": 1 / 3}
     for part in ("train", "val"):
@@ -239,6 +231,8 @@ def test_samples_shorter_than_the_context(root: Path, text_file: Path) -> None:
     for length in (7, 35):
         with pytest.raises(ConfigError, match=f"^length={length}: must be a whole number from 8"):
             GLUE.Config(context=34, length=length)
+    with pytest.raises(ConfigError, match=r"^context=6: must be 8 or more"):
+        GLUE.Config(context=6)
 
 
 def test_padding_changes_nothing(root: Path, text_file: Path) -> None:
@@ -248,59 +242,6 @@ def test_padding_changes_nothing(root: Path, text_file: Path) -> None:
     short[:, 20:] = Vocabulary.PAD
     with torch.no_grad():
         assert torch.allclose(model(short), model(tokens[:, :20]), atol=1e-6)
-
-
-def test_batches_go_on_from_any_start(root: Path, text_file: Path) -> None:
-    task = adjoin(root, text_file)
-    num_samples = task.fingerprint()["num_samples"]["train"]
-    per_epoch = sampler(task, num_samples, 3).draws_per_epoch
-    whole = task.batches(mesh(1, 3), 0)
-    batches = [next(whole) for _ in range(per_epoch + 3)]
-    assert batches[0][0].shape == (4, 34) and batches[0][1].shape == (4,)
-    for start in (0, 1, per_epoch - 1, per_epoch, per_epoch + 2):
-        assert all(map(torch.equal, next(task.batches(mesh(1, 3), start)), batches[start]))
-    ahead = adjoin(root, text_file, workers=2).batches(mesh(1, 3), per_epoch - 1)
-    for expected in batches[per_epoch - 1 :]:
-        assert all(map(torch.equal, next(ahead), expected))
-    assert not torch.equal(next(task.batches(mesh(2, 3), 0))[0], batches[0][0])
-    other = adjoin(root, text_file, seed=1)
-    assert not torch.equal(next(other.batches(mesh(1, 3), 0))[0], batches[0][0])
-
-
-def test_every_weight_learns_a_batch_by_heart(root: Path, text_file: Path) -> None:
-    task = adjoin(root, text_file)
-    model, batch = task.model(), next(task.batches(mesh(), 0))
-    optimizer = task.optimizer(model)
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = task.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-    assert all(weight.grad is not None for weight in model.parameters())
-    assert loss.item() < 0.1
-
-
-class Counts(torch.nn.Module):
-    """A model that workers need not import transformers for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        weight = torch.randn(304, 2, generator=torch.Generator().manual_seed(0))
-        self.table = torch.nn.Embedding.from_pretrained(weight)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.table(tokens).sum(1)
-
-
-def scores(rank: int, world: int, root: str, text: str) -> dict[str, float]:
-    return adjoin(Path(root), Path(text), eval_samples=130).evaluate(Counts())
-
-
-def test_evaluation_over_gloo(workers, root: Path, text_file: Path) -> None:
-    alone = scores(0, 1, str(root), str(text_file))
-    assert set(alone) == {"loss", "accuracy"}
-    for world in (1, 2, 3):
-        assert workers.run(scores, world, str(root), str(text_file)) == [alone] * world
 
 
 def test_the_encoder_is_that_of_roberta(root: Path, text_file: Path) -> None:
@@ -330,19 +271,8 @@ def test_objections(root: Path, text_file: Path, folder: Path) -> None:
     for key, value in (("size", "base"), ("context", 32), ("vocab_size", 512)):
         other = {"task": "roberta", "roberta": {**shape, key: value}}
         assert f"roberta.{key}={value}" in str(task.objection(other, data))
-    elsewhere = glue(root, folder)
-    elsewhere.setup(1)
+    elsewhere = glue(root, folder, num_workers=1)
     assert "vocabulary" in str(task.objection(run, elsewhere.fingerprint()["text"]))
-
-
-def test_weights_depend_on_the_seed_alone(root: Path, text_file: Path) -> None:
-    def weights(seed: int) -> torch.Tensor:
-        torch.rand(seed + 1)
-        model = glue(root, text_file, seed=seed, name=Name.rte).model()
-        return torch.cat([weight.detach().flatten() for weight in model.parameters()])
-
-    assert torch.equal(weights(3), weights(3))
-    assert not torch.equal(weights(3), weights(4))
 
 
 @pytest.mark.parametrize(
@@ -388,11 +318,3 @@ def test_public_text_has_no_files(tmp_path: Path) -> None:
     kept(tmp_path, [*range(1000, 1015), 2] * 20)
     with pytest.raises(ConfigError, match=r"^glue\.corpus=wikibooks: glue\.name=topic is made"):
         glue(tmp_path, corpus=CorpusName.wikibooks).setup(1)
-
-
-def test_too_little(tmp_path: Path, text_file: Path) -> None:
-    small_glue.write(tmp_path / "glue", ("rte",))
-    with pytest.raises(ConfigError, match=r"^train\.batch_size=4: 11 workers draw 44"):
-        glue(tmp_path, text_file, name=Name.rte).setup(11)
-    with pytest.raises(ConfigError, match="context=6"):
-        GLUE.Config(context=6)

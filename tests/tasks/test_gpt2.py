@@ -1,33 +1,97 @@
-"""GPT-2: sizes, loss, evaluation and batches; and the embedded corpus, for real."""
+"""GPT-2: attention, sizes, loss and evaluation; and the embedded corpus, for real. What all tasks
+must do is in test_contract.py.
+"""
 
 import json
 import math
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from co2.config import Validation
-from co2.errors import ConfigError
 from tasks import GPT2
 from tasks.shared.randomness import initial_std
 from tasks.text.causal import CorpusName
 from tasks.text.gpt2 import Size
 from tasks.text.text import token_bytes
-from tests.tasks.build import gpt2, mesh, sampler, text_of
-from tests.tasks.test_evaluation import as_workers
+from tests.tasks.build import gpt2, mesh, moe, num_parameters, roberta, sampler, text_of
+
+Made = tuple[nn.Module, Callable[[nn.Module], Tensor]]
+
+
+@pytest.fixture(params=["gpt2", "moe", "roberta"])
+def made(request: pytest.FixtureRequest, root: Path) -> Made:
+    """A model, and what computes its logits for some tokens."""
+    tokens = torch.randint(4, 300, (2, 16), generator=torch.Generator().manual_seed(0))
+    if request.param == "roberta":
+        model = roberta(root, context=16).model()
+        return model, lambda own: own(tokens, torch.tensor([[1, 4], [2, 9]]))
+    task = {"gpt2": gpt2, "moe": moe}[request.param](root, context=16, vocab_size=300)
+    return task.model(), lambda own: task.logits(own, tokens)
+
+
+class Calls(TorchFunctionMode):
+    """What PyTorch's attention is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[dict[str, Any]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            self.found.append({**dict(zip(("q", "k", "v", "attn_mask"), args, strict=False))})
+            self.found[-1].update(kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def is_causal(model: nn.Module) -> bool:
+    return not hasattr(model, "language")
+
+
+def test_eager(made: Made) -> None:
+    model, logits = made
+    with Calls() as calls:
+        logits(model)
+    assert len(calls.found) >= 2
+    for call in calls.found:
+        assert call["attn_mask"] is None and call["is_causal"] is is_causal(model)
+
+
+def test_traced(made: Made) -> None:
+    model, logits = made
+    nodes: list[torch.fx.Node] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        nodes.extend(graph.graph.nodes)
+        return graph.forward
+
+    model.compile(backend=backend)
+    logits(model)
+    calls = [node for node in nodes if node.target is F.scaled_dot_product_attention]
+    assert len(calls) >= 2
+    for call in calls:
+        assert call.kwargs["attn_mask"] is None and call.kwargs["is_causal"] is is_causal(model)
+
+
+def test_as_transformers_own(made: Made) -> None:
+    model, logits = made
+    ours = logits(model)
+    getattr(model, "language", model).set_attn_implementation("sdpa")
+    assert torch.equal(ours, logits(model))
 
 
 @pytest.fixture
 def task(root: Path, text_file: Path) -> GPT2:
     """The smoke model on the small text."""
-    task = gpt2(root, text_file, context=32, vocab_size=300)
-    task.setup(3)
+    task = gpt2(root, text_file, context=32, vocab_size=300, num_workers=3)
     return task
 
 
@@ -35,33 +99,15 @@ def num_windows(task: GPT2, part: str) -> int:
     return (text_of(task).count(part) - 1) // 32
 
 
-def num_parameters(**config) -> int:
-    with torch.device("meta"):
-        model = gpt2(Path("unused"), **config).model()
-    return sum(weight.numel() for weight in model.parameters())
-
-
 PADDING = 50304 - 50257
 """Rows of the embedding that stand for no token."""
 
 
 def test_sizes() -> None:
-    assert 1.25e6 < num_parameters() < 1.35e6
+    assert 1.25e6 < num_parameters("gpt2") < 1.35e6
     public = {"corpus": CorpusName.openwebtext, "context": 1024}
-    assert num_parameters(size=Size.small, **public) == 124_439_808 + PADDING * 768
-    assert round(num_parameters(size=Size.medium, **public) / 1e6) == 355
-
-
-def test_weights_depend_on_the_seed_alone(root: Path) -> None:
-    def weights(seed: int) -> torch.Tensor:
-        torch.manual_seed(time.time_ns() % 1000)
-        before = torch.get_rng_state()
-        model = gpt2(root, seed=seed, vocab_size=300).model()
-        assert torch.equal(torch.get_rng_state(), before)
-        return torch.cat([weight.detach().flatten() for weight in model.parameters()])
-
-    assert torch.equal(weights(3), weights(3))
-    assert not torch.equal(weights(3), weights(4))
+    assert num_parameters("gpt2", size=Size.small, **public) == 124_439_808 + PADDING * 768
+    assert round(num_parameters("gpt2", size=Size.medium, **public) / 1e6) == 355
 
 
 def test_dropout_reaches_the_model(root: Path) -> None:
@@ -69,17 +115,6 @@ def test_dropout_reaches_the_model(root: Path) -> None:
         m.p for m in gpt2(root, dropout=0.25).model().modules() if isinstance(m, torch.nn.Dropout)
     }
     assert rates == {0.25}
-
-
-def test_batches_go_on_from_any_start(task: GPT2) -> None:
-    per_epoch = sampler(task, num_windows(task, "train"), 3).draws_per_epoch
-    whole = task.batches(mesh(1, 3), 0)
-    batches = [next(whole) for _ in range(per_epoch + 3)]
-    for start in (0, 1, per_epoch - 1, per_epoch, per_epoch + 2):
-        assert torch.equal(next(task.batches(mesh(1, 3), start)), batches[start])
-    assert batches[0].shape == (4, 33) and batches[0].dtype == torch.int64
-    other = next(task.batches(mesh(2, 3), 0))
-    assert not torch.equal(other, batches[0])
 
 
 def test_batches_are_windows_of_the_training_part(task: GPT2) -> None:
@@ -127,26 +162,6 @@ def test_the_padding_of_the_vocabulary_changes_nothing(task: GPT2) -> None:
     assert torch.equal(task.logits(again, rows), logits)
 
 
-def test_the_loss_stays_fp32_under_autocast(task: GPT2) -> None:
-    model, batch = task.model(), next(task.batches(mesh(), 0))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = task.loss(model, batch)
-    assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(task.loss(model, batch).item(), abs=0.02)
-
-
-def test_it_learns_a_batch_by_heart(task: GPT2) -> None:
-    model, batch = task.model(), next(task.batches(mesh(), 0))
-    optimizer = task.optimizer(model)
-    for _ in range(80):
-        optimizer.zero_grad()
-        loss = task.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 1.5 < task.baselines()["unigram_entropy"]
-    assert model.transformer.wte.weight.grad is not None
-
-
 def test_evaluation_is_the_mean_over_all_windows(task: GPT2) -> None:
     model = task.model()
     tokens = torch.from_numpy(np.asarray(text_of(task).tokens("val"), np.int64))
@@ -167,82 +182,9 @@ def test_evaluation_is_the_mean_over_all_windows(task: GPT2) -> None:
     assert model.training
 
 
-def evaluated(monkeypatch: pytest.MonkeyPatch, task: GPT2) -> tuple[list[int], float]:
-    """The windows that an evaluation reads, and its loss."""
-    rows = np.asarray(text_of(task).tokens("val"))[: num_windows(task, "val") * 32].reshape(-1, 32)
-    numbers = {tuple(row): number for number, row in enumerate(rows.tolist())}
-    assert len(numbers) == len(rows), "no two windows are alike"
-    read: list[int] = []
-    original = task.logits
-
-    def logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        read.extend(numbers[tuple(row)] for row in tokens.tolist())
-        return original(model, tokens)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(task, "logits", logits)
-        loss = task.evaluate(task.model())["loss"]
-    return read, loss
-
-
-def test_the_halves_of_the_validation_text(
-    monkeypatch: pytest.MonkeyPatch, root: Path, text_file: Path
-) -> None:
-    """They have no window in common, and the whole is their mean."""
-    found = {}
-    for part in Validation:
-        task = gpt2(root, text_file, context=32, vocab_size=300)
-        task.data.validation = part
-        task.setup(1)
-        read, loss = evaluated(monkeypatch, task)
-        facts = task.fingerprint()["evaluated"]
-        assert facts == {"part": part.value, "num_samples": len(read)}
-        found[part] = read, loss
-    (whole, loss), (report, of_report), (tuning, of_tuning) = found.values()
-    assert sorted(report + tuning) == whole and of_report != of_tuning
-    mean = (len(report) * of_report + len(tuning) * of_tuning) / len(whole)
-    assert loss == pytest.approx(mean, rel=1e-6)
-
-
-@pytest.mark.parametrize("limit", [None, 50])
-def test_evaluation_is_the_same_for_any_number_of_workers(
-    monkeypatch: pytest.MonkeyPatch, root: Path, text_file: Path, limit: int | None
-) -> None:
-    monkeypatch.setattr("tasks.text.causal._EVAL_TOKENS", 512)  # 16 windows a batch
-    task = gpt2(root, text_file, context=32, vocab_size=300, eval_samples=limit)
-    task.setup(1)
-    model = task.model()
-    alone = task.evaluate(model)
-    for world in (2, 3):
-        with monkeypatch.context() as patch:
-            assert as_workers(patch, world, lambda: task.evaluate(model)) == alone
-
-
-def test_a_limited_evaluation_is_spread_over_the_whole_part(
-    monkeypatch: pytest.MonkeyPatch, root: Path, text_file: Path
-) -> None:
-    task = gpt2(root, text_file, context=32, vocab_size=300, eval_samples=10)
-    task.setup(1)
-    (chosen, _), available = evaluated(monkeypatch, task), num_windows(task, "val")
-    assert len(set(chosen)) == 10
-    assert chosen[0] == 0 and available * 0.85 < chosen[-1] < available
-    task.config.eval_samples = 10**9
-    task.setup(1)
-    assert evaluated(monkeypatch, task)[0] == list(range(available))
-
-
-def test_evaluation_of_broken_weights_says_so(task: GPT2) -> None:
-    model = task.model()
-    task.config.eval_samples = 4
-    with torch.no_grad():
-        model.transformer.ln_f.bias.fill_(float("nan"))
-    assert all(math.isnan(value) for value in task.evaluate(model).values())
-
-
 @pytest.mark.slow  # tokenizes 16 MB
 def test_the_embedded_corpus(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    task = gpt2(root, eval_samples=8)
-    task.setup(2)
+    task = gpt2(root, eval_samples=8, num_workers=2)
     monkeypatch.setattr("tasks.text.text.create", lambda *_: pytest.fail("it is made again"))
     task.setup(2)
     facts = task.fingerprint()
@@ -250,28 +192,6 @@ def test_the_embedded_corpus(root: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert facts["num_tokens"]["train"] > 4_000_000 and facts["num_tokens"]["val"] > 200_000
     assert 6 < task.baselines()["unigram_entropy"] < 7
     assert task.evaluate(task.model())["loss"] == pytest.approx(math.log(4096), abs=0.2)
-
-
-def test_openwebtext_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"python -m tasks\.prepare openwebtext --root"):
-        gpt2(tmp_path / "none", corpus=CorpusName.openwebtext).setup(1)
-    assert not (tmp_path / "none").exists()
-
-
-def test_too_many_workers_for_the_text(root: Path, text_file: Path) -> None:
-    task = gpt2(root, text_file, context=32, vocab_size=300, batch_size=1000)
-    with pytest.raises(ConfigError, match=r"^train\.batch_size=1000: 3 workers draw 3000"):
-        task.setup(3)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("context", 0), ("vocab_size", 256), ("dropout", 1.0), ("dropout", -0.1), ("eval_samples", 0)],
-)
-def test_config(key: str, value: float) -> None:
-    with pytest.raises(ConfigError) as caught:
-        GPT2.Config(**{key: value})
-    assert caught.value.key == key
 
 
 def test_importing_tasks_is_cheap() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from co2.comm.mesh import Mesh
-from co2.config import DataConfig, OptimConfig, TrainConfig
+from co2.config import OptimConfig
 from co2.errors import ConfigError
 from tasks.graph import direct, packing, plan
 from tasks.graph.ahead import ahead
@@ -26,6 +26,7 @@ from tasks.graph.stores import StoreName
 from tasks.graph.verified import Records, RecordsWriter, Torn
 from tests.grids import grid
 from tests.tasks import random_graph
+from tests.tasks.build import built
 
 NODES, ROW = 300, 24
 KIB = 1 / 1024
@@ -44,12 +45,18 @@ def make(graph: GraphFolder, tmp_path: Path) -> Callable[..., Graph]:
 
     def build(store: str = "memory", steps: int = 20, seed: int = 0, **config: Any) -> Graph:
         given = {"plan": 7, "segment": 3, "host_mb": 2 * KIB, "hidden": 8, "fanout": [3, 4]}
-        data = DataConfig(root=str(tmp_path), path=str(graph.folder))
-        train = TrainConfig(seed=seed, batch_size=BATCH, steps=steps)
-        own = Graph.Config(store=StoreName(store), **{**given, **config})
-        task = Graph(own, train, OptimConfig(lr=1e-2), data)
-        task.setup(2)
-        return task
+        return built(
+            "graph",
+            tmp_path,
+            graph.folder,
+            num_workers=2,
+            seed=seed,
+            batch_size=BATCH,
+            steps=steps,
+            optim=OptimConfig(lr=1e-2),
+            store=StoreName(store),
+            **{**given, **config},
+        )
 
     return build
 
@@ -136,13 +143,6 @@ def test_workers_come_and_go(make: Callable[..., Graph], store: str) -> None:
         rows = features(batch)[:BATCH]
         seen += [int((whole == row).all(1).nonzero()[0, 0]) for row in rows]
     assert len(seen) == (6 + left) * BATCH == len(set(seen)) and set(seen) <= set(train.tolist())
-
-
-def test_batches_differ(make: Callable[..., Graph]) -> None:
-    """By worker, number and seed."""
-    own = drawn(make(), 2)
-    others = [*drawn(make(), 1, worker=1), own[1], *drawn(make(seed=1), 1)]
-    assert not any(torch.equal(own[0]["labels"], other["labels"]) for other in others)
 
 
 def test_partitions_see_their_own(make: Callable[..., Graph]) -> None:
@@ -369,10 +369,8 @@ def test_counts_of_reads(make: Callable[..., Graph]) -> None:
 def test_features_that_shrink(tmp_path: Path, store: str) -> None:
     """One line with the file, and how to look through the graph."""
     path = random_graph.write(tmp_path / "mine").folder
-    data = DataConfig(root=str(tmp_path), path=str(path))
-    train = TrainConfig(batch_size=BATCH, steps=20)
-    task = Graph(Graph.Config(store=StoreName(store)), train, OptimConfig(), data)
-    task.setup(2)
+    given = {"batch_size": BATCH, "steps": 20, "store": StoreName(store)}
+    task = built("graph", tmp_path, path, num_workers=2, **given)
     os.truncate(path / "features.bin", NODES * ROW - 1)
     why = "cannot be read: has 7199 bytes, not 7200"
     with pytest.raises(ConfigError, match=rf"graph=.*features.bin: {why}") as e:

@@ -1,6 +1,5 @@
 """Public graphs out of their own layouts: equal to brute force, torn ones refused, counts known."""
 
-import errno
 import json
 import pickle
 from collections.abc import Callable
@@ -79,21 +78,6 @@ class TestPapers100M:
         assert len(buckets) >= NODES
         wide = made(tmp_path / "wide", "papers100m", small.folder, "--memory", 1)
         assert tight.meta == wide.meta
-
-    def test_is_made_once(self, tmp_path: Path, monkeypatch) -> None:
-        small = small_graphs.papers100m(tmp_path / "bin")
-        made(tmp_path / "data", "papers100m", small.folder)
-        monkeypatch.setattr(prepare, "create", None)
-        assert run(tmp_path / "data", "--set", "papers100m") == 0
-
-    @pytest.mark.parametrize("name", ["train.csv.gz", "data.npz", "node-label.npz"])
-    def test_a_torn_file(self, tmp_path: Path, name: str, capsys) -> None:
-        small = small_graphs.papers100m(tmp_path / "bin", compressed=True)
-        (path,) = small.folder.rglob(name)
-        path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
-        assert run(tmp_path / "data", "--set", "papers100m", "--source", small.folder) == 2
-        assert f"{path.parent}: {name} is damaged (" in told(capsys)
-        assert not list((tmp_path / "data" / "graphs").iterdir())
 
     def test_a_changed_byte(self, tmp_path: Path, capsys) -> None:
         """The archive's own checksum of the features tells it."""
@@ -208,15 +192,6 @@ class TestFriendster:
 class TestGenerated:
     ARGUMENTS = ("--set", "generated", "--nodes", 200, "--features", 4, "--classes", 4)
 
-    def test_is_generated_and_checked(self, tmp_path: Path, capsys) -> None:
-        assert run(tmp_path, *self.ARGUMENTS, "--dtype", "float16") == 0
-        folder = tmp_path / "graphs" / "generated"
-        capsys.readouterr()
-        assert run(tmp_path, "--check", folder) == 0
-        assert capsys.readouterr().out == f"{folder}: sound\n"
-        rule = open_graph(folder).meta["rule"]
-        assert rule["nodes"] == 200 and rule["degree"] == 15 and rule["dtype"] == "float16"
-
     def test_another_rule_is_not_taken_for_it(self, tmp_path: Path, capsys) -> None:
         assert run(tmp_path, *self.ARGUMENTS) == 0
         capsys.readouterr()
@@ -323,31 +298,6 @@ class TestRefused:
         assert "is in the way: it holds files that are not ours" in told(capsys)
         assert set(tmp_path.rglob("*")) == before
 
-    def test_a_full_disk(self, tmp_path: Path, capsys, monkeypatch) -> None:
-        small = small_graphs.mag240m(tmp_path / "mag")
-
-        def full(*arguments):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(prepare, "write_array", full)
-            assert run(tmp_path / "data", "--set", "mag240m", "--source", small.folder) == 2
-        assert "No space left on device; make room or choose another" in told(capsys)
-        assert not list((tmp_path / "data" / "graphs").iterdir())
-        made(tmp_path / "data", "mag240m", small.folder)
-
-    def test_stopped(self, tmp_path: Path, monkeypatch) -> None:
-        small = small_graphs.mag240m(tmp_path / "mag")
-
-        def stopping(*arguments):
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patched:
-            patched.setattr(prepare, "write_array", stopping)
-            assert run(tmp_path / "data", "--set", "mag240m", "--source", small.folder) == 130
-        assert not list((tmp_path / "data" / "graphs").iterdir())
-        made(tmp_path / "data", "mag240m", small.folder)
-
 
 def test_check_compares_with_the_published_counts(tmp_path: Path, capsys, monkeypatch) -> None:
     small = small_graphs.igb(tmp_path / "size")
@@ -372,10 +322,3 @@ def test_check_compares_with_the_published_counts(tmp_path: Path, capsys, monkey
         f"{folder}: 2 faults",
     ]
     assert meta["source"] == "IGB260M, homogeneous"
-
-
-def test_help(capsys) -> None:
-    with pytest.raises(SystemExit):
-        main(["graph", "--help"])
-    text = capsys.readouterr().out
-    assert "--set papers100m" in text and "starts again" in text and "com-friendster" in text

@@ -1,7 +1,8 @@
-"""Tokenizer, cache and windows."""
+"""Text: which files validate and what is refused; tokenizer, cache and windows."""
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from co2.errors import ConfigError
-from tasks.shared.corpus import user_corpus
+from tasks.shared.corpus import embedded_corpus, user_corpus
 from tasks.text import store as stores
 from tasks.text import text as texts
 from tasks.text.store import PARTS, Store, open_store
@@ -26,7 +27,103 @@ from tasks.text.text import (
     unigram_entropy,
     windows,
 )
+from tests.tasks.build import gpt2
 from tests.tasks.conftest import story
+
+
+def test_embedded_files_are_split_into_disjoint_parts() -> None:
+    corpus = embedded_corpus("gpt2.corpus")
+    validation = corpus.validation_files
+    assert list(corpus.files) == sorted(set(corpus.files))
+    assert validation < set(corpus.files)
+    assert not any("tests" in Path(name).parts for name in corpus.files)
+    sizes = {name: (corpus.folder / name).stat().st_size for name in corpus.files}
+    share = sum(sizes[name] for name in validation) / sum(sizes.values())
+    assert 0.03 < share < 0.07
+    train, val = (list(corpus.documents(part)) for part in ("train", "val"))
+    assert (len(train), len(val)) == (len(corpus.files) - len(validation), len(validation))
+    assert not set(train) & set(val)
+
+
+def test_folder_is_read_in_sorted_order_without_hidden_and_empty_files(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/z.txt", "a/y.md", ".git/config", ".hidden"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name * 40)
+    (tmp_path / "empty.txt").touch()
+    corpus = user_corpus(str(tmp_path))
+    assert corpus.files == ("a/y.md", "a/z.txt", "b.txt")
+    # Few files: the end of each validates, and nothing is lost.
+    train, val = (list(corpus.documents(part)) for part in ("train", "val"))
+    assert [a + b for a, b in zip(train, val, strict=True)] == [n * 40 for n in corpus.files]
+    assert all(0.94 < len(a) / len(a + b) < 0.97 for a, b in zip(train, val, strict=True))
+
+
+def test_many_files_are_split_as_wholes(tmp_path: Path) -> None:
+    texts = {f"{number:02}.txt": f"text {number}" for number in range(60)}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    corpus = user_corpus(str(tmp_path))
+    train, val = (set(corpus.documents(part)) for part in ("train", "val"))
+    assert len(val) == 3 and not train & val and train | val == set(texts.values())
+
+
+def test_sha256_sees_names_contents_and_borders(tmp_path: Path) -> None:
+    def digest(**files: str) -> str:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        return user_corpus(str(folder)).sha256
+
+    base = digest(a="one", b="two")
+    assert digest(a="one", b="two") == base
+    assert base not in {
+        digest(a="one", b="twx"),
+        digest(a="one", c="two"),
+        digest(a="onet", b="wo"),
+    }
+
+
+PICTURE = b"\x89PNG\r\n\x1a\n\xff\xff" * 50
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "says"),
+    [
+        ("nowhere", {}, "no such file or folder"),
+        ("text.txt", {"text.txt": b""}, "the file is empty"),
+        (".", {}, "the folder holds no text"),
+        (".", {"text.txt": b""}, "the folder holds no text"),
+        ("text.txt", {"text.txt": b" \n\t" * 5000}, "holds no text"),
+        ("text.txt", {"text.txt": b"text\0text" * 500}, "NUL byte at 4"),
+        ("text.txt", {"text.txt": "straße".encode("latin-1")}, "no UTF-8 text (byte 4"),
+        (".", {"a.txt": story(5000).encode(), "b.png": PICTURE}, "b.png is no UTF-8 text"),
+        ("pipe", {}, "must be a file or a folder"),
+        ("text.txt", {"text.txt": b"few words"}, "one window of gpt2.context=64 needs 65"),
+        ("text.txt", {"text.txt": story(300).encode()}, "the validation part holds"),
+    ],
+)
+def test_bad_data_are_refused_in_one_line_before_anything_is_written(
+    tmp_path: Path, name: str, files: dict[str, bytes], says: str
+) -> None:
+    folder, root = tmp_path / "given", tmp_path / "root"
+    folder.mkdir()
+    for own, content in files.items():
+        (folder / own).write_bytes(content)
+    if name == "pipe":
+        os.mkfifo(folder / name)
+    path = folder / name
+    with pytest.raises(ConfigError) as caught:
+        gpt2(root, path, context=64, vocab_size=300).setup(1)
+    line = str(caught.value)
+    assert caught.value.key == "data.path"
+    assert line.startswith(f"data.path={path}: ") and says in line and "\n" not in line
+    assert not root.exists()
+
+
+def test_an_empty_path_is_not_the_current_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^data\.path=: must be a file or a folder, or null"):
+        user_corpus("")
 
 
 def of(context: int) -> Window:

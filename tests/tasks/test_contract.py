@@ -1,0 +1,363 @@
+"""What the training loop expects of every task (co2/task.py). A task is covered by being in TASKS;
+what makes it small stands in tests/tasks/small.py."""
+
+import json
+import math
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from enum import Enum
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from co2.config import Validation
+from co2.errors import ConfigError
+from co2.limits import Range, choices, limits, words
+from co2.task import Batch, Planned
+from tasks import TASKS
+from tests.grids import nonempty
+from tests.tasks.build import mesh, sampler
+from tests.tasks.small import SMALL, equal, small_task, tensors
+from tests.workers import Pool
+
+WORKERS = 3
+every_task = pytest.mark.parametrize("name", nonempty(SMALL))
+
+
+def test_every_task_has_an_entry() -> None:
+    assert {name.split()[0] for name in SMALL} == set(TASKS)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The data sets that have been written, by the task's entry."""
+    return {"folder": tmp_path_factory.mktemp("small")}
+
+
+@pytest.fixture
+def path(name: str, data: dict[str, Path]) -> Path | None:
+    """Of the task's data set."""
+    entry = SMALL[name]
+    if entry.data is not None and name not in data:
+        data[name] = entry.data(data["folder"] / name)
+    return data.get(name)
+
+
+@contextmanager
+def generators_stay() -> Iterator[None]:
+    """Fails if a global generator of random numbers moves; each test begins elsewhere in them."""
+
+    def states() -> list[Any]:
+        return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()]
+
+    now = time.time_ns() % 2**32
+    random.seed(now), np.random.seed(now), torch.manual_seed(now)
+    *others, of_torch = states()
+    yield
+    *others_after, of_torch_after = states()
+    assert others == others_after and torch.equal(of_torch, of_torch_after)
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+
+def same_state(one: nn.Module, other: nn.Module) -> bool:
+    first, second = one.state_dict(), other.state_dict()
+    return first.keys() == second.keys() and all(
+        torch.equal(value, second[name]) for name, value in first.items()
+    )
+
+
+@every_task
+def test_the_model_depends_on_the_seed_alone(name: str, root: Path, path: Path | None) -> None:
+    models = []
+    for seed in (3, 3, 4):
+        with generators_stay():
+            models.append(small_task(name, root, path, seed=seed).model())
+    assert same_state(models[0], models[1])
+    assert not torch.equal(weights(models[0]), weights(models[2]))
+
+
+def num_parameters(task: Any) -> int:
+    with torch.device("meta"), generators_stay():
+        model = task.model()
+        task.optimizer(model)
+    assert all(weight.is_meta for weight in model.parameters())
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def outside(among: Range) -> Iterator[float]:
+    """Numbers that a range leaves out."""
+    yield among.low if among.above else among.low - 1
+    if among.high < math.inf:
+        yield among.high if among.below else among.high + 1
+
+
+@every_task
+def test_every_limit_of_the_configuration_holds(name: str) -> None:
+    kind = TASKS[name.split()[0]].Config
+    for field in nonempty(fields(kind)):
+        hint = limits(kind)[field.name]
+        wrong: list[object] = [object()]
+        for of, among in choices(hint):
+            if among is not None:
+                wrong += [of(number) for number in outside(among)]
+                wrong += [math.nan, math.inf] if of is float else [among.low + 1.5]
+        for value in wrong:
+            with pytest.raises(ConfigError) as caught:
+                kind(**{field.name: value})
+            assert caught.value.key == field.name and words(hint) in str(caught.value)
+
+
+@every_task
+def test_every_size_is_built_on_meta(name: str, root: Path, path: Path | None) -> None:
+    """In the order of the sizes. No data are needed where the task is of a size."""
+    kind = get_type_hints(TASKS[name.split()[0]].Config).get("size")
+    if kind is None:
+        assert num_parameters(small_task(name, root, path)) > 0
+        return
+    assert issubclass(kind, Enum)
+    sizes = [
+        num_parameters(small_task(name, root, path, size=size, **SMALL[name].whole))
+        for size in nonempty(kind)
+    ]
+    assert all(one < other for one, other in pairwise(sizes))
+
+
+@every_task
+def test_a_model_on_meta_has_the_shapes_of_the_real_one(
+    name: str, root: Path, path: Path | None
+) -> None:
+    task = small_task(name, root, path)
+    with torch.device("meta"):
+        planned = task.model()
+    made = task.model().state_dict()
+    assert {key: (value.shape, value.dtype) for key, value in made.items()} == {
+        key: (value.shape, value.dtype) for key, value in planned.state_dict().items()
+    }
+
+
+@every_task
+def test_the_optimizer_has_every_weight_once(name: str, root: Path, path: Path | None) -> None:
+    """And the peak rate of each of its groups, which the schedule starts from."""
+    task = small_task(name, root, path)
+    model = task.model()
+    groups = task.optimizer(model).param_groups
+    held = [id(weight) for group in groups for weight in group["params"]]
+    assert sorted(held) == sorted(id(weight) for weight in model.parameters())
+    assert {group["initial_lr"] for group in groups} == {SMALL[name].lr}
+
+
+def drawn(task: Any, worker: int, start: int, number: int) -> list[Batch]:
+    batches = task.batches(mesh(worker, WORKERS), start)
+    found = list(islice(batches, number))
+    batches.close()
+    assert len(found) == number, "batches are endless"
+    return found
+
+
+def draws_per_epoch(name: str, task: Any) -> int:
+    return sampler(task, SMALL[name].samples(task), WORKERS).draws_per_epoch
+
+
+@every_task
+def test_a_batch_is_a_function_of_seed_draw_and_worker(
+    name: str, root: Path, path: Path | None
+) -> None:
+    """So training goes on from any draw; also over the end of an epoch."""
+
+    def made(seed: int = 0) -> Any:
+        return small_task(name, root, path, WORKERS, seed=seed)
+
+    task = made()
+    epoch = draws_per_epoch(name, task)
+    assert epoch >= 2
+    with generators_stay():
+        whole = drawn(task, 1, 0, epoch + 3)
+    for start in (0, 1, epoch - 1, epoch, epoch + 1):
+        with generators_stay():
+            again = drawn(made(), 1, start, 2)
+        assert all(map(equal, again, whole[start : start + 2]))
+    others = [drawn(task, 2, 0, 1)[0], drawn(made(1), 1, 0, 1)[0], whole[1], whole[epoch]]
+    assert not any(equal(whole[0], other) for other in others)
+
+
+@every_task
+def test_workers_share_no_sample_in_an_epoch(name: str, root: Path, path: Path | None) -> None:
+    task = small_task(name, root, path, WORKERS)
+    epoch, size = draws_per_epoch(name, task), SMALL[name].batch_size
+    seen = [
+        row.numpy().tobytes()
+        for worker in range(WORKERS)
+        for batch in drawn(task, worker, 0, epoch)
+        for row in SMALL[name].inputs(batch)
+    ]
+    assert len(seen) == len(set(seen)) == epoch * size * WORKERS
+
+
+@every_task
+def test_loading_in_processes_changes_nothing(name: str, root: Path, path: Path | None) -> None:
+    if not SMALL[name].in_processes:
+        with pytest.raises(ConfigError, match=r"^data\.workers=2: "):
+            small_task(name, root, path, workers=2)
+        return
+    alone, helped = (small_task(name, root, path, WORKERS, workers=number) for number in (0, 2))
+    start = draws_per_epoch(name, alone) - 1
+    both = (drawn(task, 1, start, 3) for task in (alone, helped))
+    assert all(map(equal, *both))
+    model = alone.model()
+    assert helped.evaluate(model) == alone.evaluate(model)
+
+
+@every_task
+def test_a_plan_has_room_for_every_batch(name: str, root: Path, path: Path | None) -> None:
+    """Of `Planned`: the types of real batches, and shapes that are no smaller."""
+    task = small_task(name, root, path, WORKERS)
+    assert isinstance(task, Planned)
+    blank = task.blank()
+    for batch in drawn(task, 0, 0, 3):
+        assert type(batch) is type(blank)
+        for real, planned in zip(tensors(batch), tensors(blank), strict=True):
+            assert real.dtype == planned.dtype and real.dim() == planned.dim()
+            assert all(a <= b for a, b in zip(real.shape, planned.shape, strict=True))
+
+
+@every_task
+def test_the_smallest_batch_has_a_finite_loss(name: str, root: Path, path: Path | None) -> None:
+    """A scalar in fp32, under autocast too, with a gradient for every weight."""
+    smallest = SMALL[name].smallest
+    if smallest > 1:
+        with pytest.raises(ConfigError, match=rf"^train\.batch_size={smallest - 1}: "):
+            small_task(name, root, path, batch_size=smallest - 1)
+    task = small_task(name, root, path, batch_size=smallest)
+    model, (batch,) = task.model(), islice(task.batches(mesh(), 0), 1)
+    torch.manual_seed(0)  # for dropout
+    loss = task.loss(model, batch)
+    loss.backward()
+    assert loss.shape == () and loss.dtype == torch.float32 and loss.isfinite()
+    assert all(
+        weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters()
+    )
+    torch.manual_seed(0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rough = task.loss(task.model(), batch)
+    assert rough.dtype == torch.float32
+    assert rough.item() == pytest.approx(loss.item(), rel=0.1)
+
+
+@every_task
+def test_it_learns_a_batch_by_heart(name: str, root: Path, path: Path | None) -> None:
+    task = small_task(name, root, path)
+    model, (batch,) = task.model(), islice(task.batches(mesh(), 0), 1)
+    optimizer, losses = task.optimizer(model), []
+    for _ in range(SMALL[name].steps):
+        optimizer.zero_grad()
+        loss = task.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < SMALL[name].left * losses[0]
+
+
+def scores(
+    rank: int, world: int, name: str, root: Path, path: Path | None
+) -> tuple[dict[str, float], dict[str, float]]:
+    task = small_task(name, root, path, world)
+    return task.evaluate(task.model()), task.baselines()
+
+
+@every_task
+def test_an_evaluation_is_the_same_for_any_number_of_workers(
+    workers: Pool, name: str, root: Path, path: Path | None
+) -> None:
+    alone = scores(0, 1, name, root, path)
+    assert next(iter(alone[0])) == "loss"
+    assert all(map(math.isfinite, (*alone[0].values(), *alone[1].values())))
+    for world in (1, 2, 3):
+        assert workers.run(scores, world, name, root, path) == [alone] * world
+
+
+@every_task
+def test_an_evaluation_counts_every_sample_once(name: str, root: Path, path: Path | None) -> None:
+    """So the whole part is the mean of its halves, which have no sample in common."""
+    entry, sizes, losses, model = SMALL[name], [], [], None
+    unlimited = {"eval_samples": None} if "eval_samples" in entry.config else {}
+    for part in Validation:
+        task = small_task(name, root, path, validation=part, **unlimited, **entry.exact)
+        model = task.model() if model is None else model
+        facts = task.fingerprint()["evaluated"]
+        assert facts["part"] == part.value
+        sizes.append(facts["num_samples"])
+        losses.append(task.evaluate(model)["loss"])
+    whole, report, tuning = sizes
+    assert whole == report + tuning and min(report, tuning) > 0 and losses[1] != losses[2]
+    if entry.weighs_alike:
+        mean = (report * losses[1] + tuning * losses[2]) / whole
+        assert losses[0] == pytest.approx(mean, rel=1e-5)
+
+
+LIMITED = [name for name in SMALL if "eval_samples" in limits(TASKS[name.split()[0]].Config)]
+
+
+@pytest.mark.parametrize("name", nonempty(LIMITED))
+def test_an_evaluation_may_take_some_samples(name: str, root: Path, path: Path | None) -> None:
+    whole = small_task(name, root, path, eval_samples=None)
+    available = whole.fingerprint()["evaluated"]["num_samples"]
+    for wanted, taken in ((3, 3), (10**9, available)):
+        some = small_task(name, root, path, eval_samples=wanted)
+        assert some.fingerprint()["evaluated"]["num_samples"] == taken
+    model, some = whole.model(), small_task(name, root, path, eval_samples=3)
+    assert some.evaluate(model)["loss"] != whole.evaluate(model)["loss"]
+
+
+@every_task
+def test_an_evaluation_changes_nothing(name: str, root: Path, path: Path | None) -> None:
+    """Neither weights, nor buffers, nor the mode of any module, nor generators."""
+    task = small_task(name, root, path)
+    model = task.model()
+    frozen = list(model.modules())[-1].eval()  # by its owner
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    baselines = task.baselines()
+    with generators_stay():
+        first = task.evaluate(model)
+        again = task.evaluate(model)
+    assert first == again and task.baselines() == baselines
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert [one for one in model.modules() if not one.training] == [frozen]
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+@every_task
+def test_an_evaluation_of_broken_weights_says_so(name: str, root: Path, path: Path | None) -> None:
+    task = small_task(name, root, path)
+    model = task.model()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(math.nan)
+    assert math.isnan(task.evaluate(model)["loss"])
+
+
+@every_task
+def test_a_fingerprint_can_be_written_down(name: str, root: Path, path: Path | None) -> None:
+    """And is that of the data, whatever else a run has chosen."""
+    facts = [small_task(name, root, path, number).fingerprint() for number in (1, 2)]
+    assert facts[0] == facts[1] == json.loads(json.dumps(facts[0]))
+
+
+@every_task
+def test_too_many_workers_for_the_data(name: str, root: Path, path: Path | None) -> None:
+    size = SMALL[name].smallest
+    samples = SMALL[name].samples(small_task(name, root, path))
+    with pytest.raises(ConfigError, match=rf"^launch\.workers={samples + 1}: "):
+        small_task(name, root, path, samples + 1, batch_size=size)
+    with pytest.raises(ConfigError, match=rf"^train\.batch_size={samples}: 2 workers draw "):
+        small_task(name, root, path, 2, batch_size=samples)

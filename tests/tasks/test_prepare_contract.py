@@ -1,0 +1,273 @@
+"""What holds for every data set of `python -m tasks.prepare`. A data set is covered by being in
+SETS; its small source stands in tests/tasks/small_sets.py."""
+
+import errno
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from itertools import islice
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from co2.errors import ConfigError
+from tasks.prepare.__main__ import SETS, main
+from tests.grids import nonempty
+from tests.tasks.build import mesh
+from tests.tasks.small_sets import GIVEN, Given
+
+every_set = pytest.mark.parametrize("name", nonempty(GIVEN))
+
+
+def test_every_set_has_a_source() -> None:
+    assert {name.split()[0] for name in GIVEN} == set(SETS)
+
+
+@pytest.fixture
+def given(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Given:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "given").mkdir()
+    return GIVEN[name](tmp_path / "given", monkeypatch)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Contents of all files below a folder, also of hidden ones."""
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def in_place(folder: Path) -> dict[str, bytes]:
+    """Without what is still written aside."""
+    return {name: content for name, content in files(folder).items() if not name.startswith(".")}
+
+
+def command(given: Given, root: Path) -> list[str]:
+    return [*given.options, "--root", str(root)]
+
+
+def error(capfd: pytest.CaptureFixture[str]) -> str:
+    """The one line of an error, on stderr; progress aside."""
+    told = capfd.readouterr().err.splitlines()
+    (line,) = [line for line in told if line.startswith("error: ")]
+    assert told[-1] == line and "Traceback" not in "".join(told)
+    return line
+
+
+@every_set
+def test_the_task_trains_on_it(
+    given: Given, tmp_path: Path, text_file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And both ways of looking through it find it sound."""
+    root = tmp_path / "root"
+    assert main(command(given, root)) == 0
+    assert "train with: task=" in capfd.readouterr().out
+    made = root / given.made
+    assert list(made.parent.iterdir()) == [made], "nothing else is left"
+    for look in ("--check", "--verify"):
+        assert main([given.options[0], look, str(made)]) == 0
+        assert capfd.readouterr().out.splitlines()[-1] == f"{made}: sound"
+    task = given.task(root, text_file)
+    task.setup(1)
+    assert task.fingerprint()
+    (batch,) = islice(task.batches(mesh(), 0), 1)
+    assert task.loss(task.model(), batch).isfinite()
+
+
+@every_set
+def test_the_task_says_how_to_make_it(given: Given, tmp_path: Path, text_file: Path) -> None:
+    """In one line, before anything is written."""
+    root = tmp_path / "root"
+    with pytest.raises(ConfigError) as caught:
+        given.wanted(root, text_file).setup(1)
+    line = str(caught.value)
+    assert f"-m tasks.prepare {given.options[0]} " in line and str(root) in line
+    assert "\n" not in line and not (root / given.made).exists()
+
+
+@every_set
+def test_run_twice_it_does_nothing(given: Given, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    assert main(command(given, root)) == 0
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    for file in given.files:
+        file.write_bytes(b"not read again")
+    assert main(command(given, root)) == 0
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+
+
+class Disturbed:
+    """Runs the command in a process of its own, and disturbs it as it opens a file to write, or
+    renames one, below its root for the `at`-th time. Python tells of each change before it happens.
+
+    Args:
+        how: "killed", while a file is half written; "stopped", by Ctrl-C; "full", from then on no
+            file can be written; "watched", not at all.
+    """
+
+    def __init__(self, root: Path, at: int, how: str) -> None:
+        self.root, self.at, self.how = str(root), at, how
+        self.changes, self.busy = 0, False
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.busy or event not in ("open", "os.rename"):
+            return
+        path = arguments[0]
+        if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            return
+        if not isinstance(path, str | os.PathLike) or not str(path).startswith(self.root):
+            return
+        if str(path).endswith(".lock"):
+            return
+        self.changes += 1
+        if self.changes == self.at or (self.changes > self.at and self.how == "full"):
+            self.disturb(Path(path))
+
+    def disturb(self, path: Path) -> None:
+        if self.how == "full":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        if self.how == "stopped":
+            raise KeyboardInterrupt
+        if self.how == "killed":
+            self.busy = True
+            # Parquet files are opened where Python does not see it: they are torn at their rename.
+            inside = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else []
+            (inside or [path])[-1].write_bytes(b"half of it")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def run(self, words: list[str], told: Connection) -> None:
+        sys.addaudithook(self)
+        status = main(words)
+        told.send(self.changes)
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def disturbed(words: list[str], root: Path, at: int, how: str) -> tuple[int, int]:
+    """The exit status, negative for a signal; and how often something was changed, if it ended."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=Disturbed(root, at, how).run, args=(words, there))
+    process.start()
+    there.close()
+    try:
+        changes = here.recv()
+    except EOFError:
+        changes = 0
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode, changes
+
+
+STATUS = {"killed": -signal.SIGKILL, "stopped": 130, "full": 2}
+
+
+@every_set
+@pytest.mark.parametrize("how", STATUS)
+def test_disturbed_it_is_gone_on_with(
+    given: Given, tmp_path: Path, how: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Early, amid its work and at its end. What is in place then is whole, and the next run ends
+    with what an undisturbed one makes."""
+    whole = tmp_path / "whole"
+    status, changes = disturbed(command(given, whole), whole, 0, "watched")
+    assert status == 0 and changes >= 3
+    expected = files(whole / given.made)
+    for at in (2, changes // 2, changes):
+        root = tmp_path / f"{how}{at}"
+        capfd.readouterr()
+        assert disturbed(command(given, root), root, at, how)[0] == STATUS[how]
+        if how == "full":
+            assert "No space left on device; make room or choose another" in error(capfd)
+        assert in_place(root / given.made).items() <= expected.items()
+        status, again = disturbed(command(given, root), root, 0, "watched")
+        assert status == 0
+        assert files(root / given.made) == expected
+        left = {path.name for path in (root / given.made).parent.iterdir()}
+        assert left == {path.name for path in (whole / given.made).parent.iterdir()}
+        if given.goes_on:
+            assert again <= changes - (at - 2) // 2, "what is done is not done again"
+
+
+def cut(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) * 2 // 3])
+
+
+def remove(file: Path) -> None:
+    """With the other parts of the same table."""
+    for part in nonempty(file.parent.glob(f"{file.name.split('-0')[0]}*")):
+        part.unlink()
+
+
+@every_set
+@pytest.mark.parametrize("damage", [cut, remove])
+def test_a_damaged_source_is_one_line(
+    given: Given,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Which names an option. Nothing that is half is in place, and with the whole source the same
+    command ends well."""
+    assert main(command(given, tmp_path / "whole")) == 0
+    expected = files(tmp_path / "whole" / given.made)
+    root = tmp_path / "root"
+    for file in given.files:
+        beside = files(file.parent)
+        damage(file)
+        capfd.readouterr()
+        assert main(command(given, root)) == 2, file
+        assert error(capfd).startswith("error: --")
+        assert in_place(root / given.made).items() <= expected.items()
+        for name, content in beside.items():
+            (file.parent / name).write_bytes(content)
+    assert main(command(given, root)) == 0
+    assert files(root / given.made) == expected
+
+
+@every_set
+def test_a_root_that_cannot_be_written(
+    given: Given, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is told before the work, where a source may take hours to load."""
+    root = tmp_path / "root"
+    root.write_text("a file")
+    if given.root_first:
+        for file in given.files:
+            file.unlink()
+    assert main(command(given, root)) == 2
+    line = error(capfd)
+    assert line.startswith(f"error: --root={root}: ") and line.endswith("choose another")
+    assert root.read_text() == "a file"
+
+
+def changed(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@every_set
+def test_damage_is_found(given: Given, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By --verify, which names the file; and a folder that is not there is one line."""
+    root = tmp_path / "root"
+    assert main(command(given, root)) == 0
+    made, name = root / given.made, given.options[0]
+    for pattern in nonempty(given.spoilt):
+        file = nonempty(sorted(made.rglob(pattern)))[-1]
+        content = file.read_bytes()
+        damage = changed if file.suffix == ".bin" else cut
+        damage(file)
+        capfd.readouterr()
+        assert main([name, "--verify", str(made)]) in (1, 2)
+        told = capfd.readouterr()
+        assert file.name.split("-0")[0] in told.out + told.err
+        file.write_bytes(content)
+    capfd.readouterr()
+    assert main([name, "--verify", str(made)]) == 0
+    assert main([name, "--verify", str(tmp_path / "none")]) == 2
+    assert error(capfd).endswith("none: no such file or folder")
