@@ -1,6 +1,7 @@
 """Gloo workers that stay up between tests: `Pool.run(fn, world, *args)`.
 
-A test that `replicas(2)` decorates runs itself in two of them.
+A test that `replicas(2)` decorates runs itself in two of them; `everybody(value)` gives it what the
+others have.
 
 Importing torch takes longer than most tests, so the workers are forked from a server that has
 imported it (tests/server.py). They live until the session ends. Each case gets a process group of
@@ -145,9 +146,9 @@ class Pool:
         return replies
 
 
-def replicas(world: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A test that runs in each of `world` workers. It may take `rank` and `world`; what else it
-    takes are parameters and fixtures that can be pickled.
+def replicas(world: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test that runs in each of `world` workers; None: `world` is one of its parameters. It may
+    take `rank` and `world`; what else it takes are parameters and fixtures that can be pickled.
 
         @replicas(2)
         @pytest.mark.parametrize("name", METHODS)
@@ -157,12 +158,14 @@ def replicas(world: int) -> Callable[[Callable[..., None]], Callable[..., None]]
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         names = inspect.signature(test).parameters
         own = [names[name] for name in names if name not in ("rank", "world")]
+        wanted = ["workers"] if world else ["workers", "world"]
 
         def run(workers: Pool, **taken: Any) -> None:
-            workers.run(_in_worker, world, test.__module__, test.__name__, taken)
+            count = world or taken.pop("world")
+            workers.run(_in_worker, count, test.__module__, test.__name__, taken)
 
-        workers = inspect.Parameter("workers", inspect.Parameter.KEYWORD_ONLY)
-        run.__signature__ = inspect.Signature([*own, workers])  # type: ignore[attr-defined]
+        more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in wanted]
+        run.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
         run.in_worker = test  # type: ignore[attr-defined]
         run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
         run.pytestmark = getattr(test, "pytestmark", [])  # type: ignore[attr-defined]
@@ -176,6 +179,13 @@ def _in_worker(rank: int, world: int, module: str, name: str, taken: dict[str, A
     places = {"rank": rank, "world": world}
     wanted = inspect.signature(test).parameters
     test(**{key: place for key, place in places.items() if key in wanted}, **taken)
+
+
+def everybody(value: Any) -> list[Any]:
+    """What each worker gives, by rank. Collective."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def serve(descriptor: int) -> None:

@@ -640,7 +640,7 @@ def test_every_method_goes_on_exactly(
 ) -> None:
     """AdamW, accumulation and an evaluation are among what a checkpoint must carry over. What is in
     flight differs between the steps of a round: CO2 is stopped at each of them, the others at one
-    in turn, since tests/methods/test_resume.py stops all of them everywhere."""
+    in turn, since tests/methods/test_contract.py stops all of them everywhere."""
     arguments = (
         "optim.name=adamw",
         "optim.lr=0.01",

@@ -1,15 +1,27 @@
 """A training loop of one replica under a method, as a user of `co2` would write it."""
 
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import co2
 from co2.config import Blocking, CommConfig
+from co2.errors import WrongCall
 from co2.methods import METHODS
-from co2.methods.shared.compressed_adam import CompressedAdam
+from co2.methods.shared.compressed_adam import Compress, CompressedAdam
 from tests.methods import problem
+from tests.reference import REFERENCES
+from tests.reference.replica import Replica
+
+Case = tuple[str, dict[str, Any]]
+"""A method and its settings."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "allreduce": {},
@@ -34,7 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "outer_lr": 0.8,
         "outer_momentum": 0.5,
         "gap_penalty": "gap_aware",
-        "clip": 0.05,
+        "clip": 0.03,
     },
     "co2_keep": {"tau": 3, "keep_local": 0.6, "outer_momentum": 0.6, "momentum_weight": 0.3},
     "co2_released": {"tau": 3, "outer_lr": 0.8, "outer_momentum": 0.5, "gap_penalty": 1.7},
@@ -96,11 +108,77 @@ NEEDS_SGD = ("demo",)
 """Methods that make the steps of an SGD without momentum theirs."""
 
 
+_CO2 = {"tau": 3, "outer_lr": 0.8, "outer_momentum": 0.5}
+_GAPS = ("none", "gap_aware", "gap_aware_steady", "gap_aware_elementwise", 1.7)
+_CLIPS: tuple[dict[str, Any], ...] = (
+    {"clip": None},
+    {"clip": 0.02, "clip_mode": "value"},
+    {"clip": 0.1, "clip_mode": "norm"},
+)
+_OTHERS: dict[str, list[dict[str, Any]]] = {
+    "co2_keep": [{"delay": 0}, {"delay": 1}],
+    "streaming_diloco": [
+        {"fragments": 1, "delay": 0, "mixing": 0.0},
+        {"fragments": 2, "delay": 2, "mixing": 0.5},
+        {"fragments": 3, "delay": 2, "mixing": 0.25},
+        {"tau": 5, "fragments": 3, "delay": 1},
+        {"exchange": "int8", "fragments": 1},
+        {"exchange": "int4", "fragments": 3, "delay": 2},
+    ],
+    "sparta": [{"share": 0.3, "delay": 0}, {"share": 0.3, "delay": 1}],
+    "mt_dao": [{"first_moment_every": 6, "late_momentum": True}],
+    "demo": [{"decay": 0.9, "top_k": top_k, "block": 64} for top_k in (1, 4, 99)],
+    "onebit_adam": [{"compress": Compress.update}],
+    "zero_one_adam": [
+        {"compress": Compress.update},
+        # refreshes at 0, 1, 3 and 7; exchanges at every other step to 10, and at 12
+        {"freeze_step": 9, "kappa": 1, "double_every": 1},
+    ],
+}
+"""By method: what else changes its way, beside or in place of its `SETTINGS`."""
+_EARLY = tuple(name for name in SETTINGS if hasattr(METHODS[name].Config, "blocking_share"))
+"""Methods that can wait in their first rounds."""
+
+CASES: list[Case] = [*SETTINGS.items()]
+CASES += [("co2", {**_CO2, "gap_penalty": gap, **clip}) for gap, clip in product(_GAPS, _CLIPS)]
+CASES += [(name, {**SETTINGS[name], **own}) for name in _OTHERS for own in _OTHERS[name]]
+CASES += [(name, {**SETTINGS[name], "blocking_share": 0.4}) for name in _EARLY]
+CASES += [("co2", {**_CO2, "gap_penalty": gap, "blocking_share": 0.4}) for gap in _GAPS]
+"""Every way of every method around an optimizer of any kind, no two of them alike."""
+
+SHARDED: list[Case] = [(name, {**own, "shard": True}) for name, own in CASES if name == "co2"]
+"""Where state lies is nothing that a reference knows."""
+
+WITH_MOMENTS: list[Case] = [
+    *MOMENTS.items(),
+    *(("co2_keep", {**MOMENTS["co2_keep"], "delay": delay}) for delay in (0, 1)),
+    *((name, {**MOMENTS[name], "blocking_share": 0.4}) for name in ("co2", "co2_keep")),
+]
+"""These need an inner Adam."""
+
+TELLING: list[Case] = [*SETTINGS.items(), SHARDED[0]]
+"""One of each method."""
+_LESS_TELLING = [
+    ("co2", {**_CO2, "gap_penalty": gap, **clip, "shard": True})
+    for (n, gap), (m, clip) in product(enumerate(_GAPS), enumerate(_CLIPS))
+    if m != n % len(_CLIPS)
+]
+"""Every kind of gap and every kind of clip is among the others."""
+
+
+def is_telling(case: Case) -> bool:
+    return case not in _LESS_TELLING
+
+
 def inner(name: str, optimizer: str = "sgd") -> str:
     """The inner optimizer to test a method with, where `optimizer` would do for the others."""
     if name in NEEDS_SGD:
         return "decay"
     return "adamw" if name in (*ADAM, *NEEDS_ADAM) else optimizer
+
+
+def inner_of(case: Case, optimizer: str = "sgd") -> str:
+    return "adamw" if "average_moments" in case[1] else inner(case[0], optimizer)
 
 
 def overrides(name: str) -> tuple[str, ...]:
@@ -152,8 +230,54 @@ class Session:
         self.optimizer.zero_grad()
         self.steps_done += 1
 
+    def train(self, steps: int) -> "Session":
+        for _ in range(steps):
+            self.step()
+        return self
+
     def snapshot(self) -> Snapshot:
         return problem.snapshot(self.net)
+
+    def shown(self) -> Snapshot:
+        """In a consensus."""
+        with self.method.consensus():
+            return self.snapshot()
+
+    def save(self) -> bytes:
+        """Of model, optimizer and method."""
+        file = io.BytesIO()
+        torch.save([part.state_dict() for part in self.stateful], file)
+        return file.getvalue()
+
+    def load(self, saved: bytes, steps_done: int) -> None:
+        for part, state in zip(self.stateful, torch.load(io.BytesIO(saved)), strict=True):
+            part.load_state_dict(state)
+        self.steps_done = steps_done
+
+    @property
+    def stateful(self) -> tuple[Any, ...]:
+        return self.net, self.optimizer, self.method
+
+    def state(self) -> tuple[Snapshot, dict[str, Any], dict[str, Any]]:
+        """What a training ends with: weights, inner state, and the method's but clocks and what is
+        in flight."""
+        own = self.method.state_dict()
+        untimed = {key: own[key] for key in own.keys() - {"mean", "means"}}
+        untimed["values"].pop("clocks", None)
+        return self.snapshot(), self.optimizer.state_dict(), untimed
+
+
+def trained(name: str, rank: int = 0, steps: int = 7) -> Session:
+    """A session in fp32 after a few steps: two rounds and one, so that something has arrived."""
+    return Session(rank, name, SETTINGS[name], dtype=torch.float32).train(steps)
+
+
+@contextmanager
+def told(text: str, kind: type[Exception] = WrongCall) -> Iterator[None]:
+    """One line with this text is raised."""
+    with pytest.raises(kind, match=text) as caught:
+        yield
+    assert "\n" not in str(caught.value)
 
 
 def trajectory(
@@ -174,6 +298,43 @@ def trajectory(
         history.append(session.snapshot())
     session.method.flush()
     return history
+
+
+def replicas_of(
+    optimizer: str, world: int, dtype: torch.dtype = torch.float64, total: int = 15
+) -> list[Replica]:
+    """Replicas of `problem`, for a reference to train."""
+    replicas = []
+    for rank in range(world):
+        net, own = problem.build(0, optimizer, dtype)
+
+        def backward(model: torch.nn.Module, step: int, rank: int = rank) -> None:
+            problem.backward(model, step, rank)
+
+        replicas.append(Replica(net, own, backward, problem.set_lr, total))
+    return replicas
+
+
+def reference_of(case: Case, replicas: list[Replica]) -> Any:
+    """The rounds of a method's reference."""
+    name, settings = case
+    known = {key: one.value if isinstance(one, Enum) else one for key, one in settings.items()}
+    known.pop("shard", None)
+    return REFERENCES[name](replicas, **known)
+
+
+def simulate(
+    case: Case, optimizer: str, world: int, dtype: torch.dtype = torch.float64, steps: int = 15
+) -> list[list[Snapshot]]:
+    """By replica of a reference: its state at the start of training and after each round."""
+    replicas = replicas_of(optimizer, world, dtype)
+    histories = [[problem.snapshot(replica.model)] for replica in replicas]
+    rounds = reference_of(case, replicas)
+    while replicas[0].steps_done < steps:
+        next(rounds)
+        for replica, history in zip(replicas, histories, strict=True):
+            history.append(problem.snapshot(replica.model))
+    return histories
 
 
 def assert_same(a: Any, b: Any) -> None:

@@ -17,10 +17,11 @@ from torch.optim import SGD, Optimizer
 import co2
 from co2.config import CommConfig, CommDevice, Precision
 from co2.methods import METHODS
-from tests.methods.late_stream import late, no_gpu_needed
+from tests.grids import nonempty
+from tests.methods.network import late, no_gpu_needed
 from tests.reference import REFERENCES
 from tests.reference.replica import Replica, mean
-from tests.workers import Pool
+from tests.workers import replicas
 
 Vector = tuple[float, ...]
 
@@ -248,7 +249,7 @@ Trained = tuple[list[Vector], list[Vector]]
 """The weights after each round, and what consensus shows there."""
 
 
-def trained(rank: int, world: int, case: Case, comm: CommConfig | None = None) -> Trained:
+def trained(rank: int, case: Case, comm: CommConfig | None = None) -> Trained:
     """One replica under the method."""
     model, optimizer = case.build()
     with no_gpu_needed(late):
@@ -268,23 +269,29 @@ def trained(rank: int, world: int, case: Case, comm: CommConfig | None = None) -
     return history, shown
 
 
-@pytest.mark.parametrize("case", CASES + SHARDED, ids=str)
-def test_method(workers: Pool, case: Case) -> None:
-    assert_expected(workers.run(trained, len(case.gradients), case), case)
+def on_worlds(cases: list[Case]) -> list[tuple[int, Case]]:
+    return [(len(case.gradients), case) for case in cases]
+
+
+@replicas()
+@pytest.mark.parametrize(("world", "case"), on_worlds(CASES + SHARDED), ids=str)
+def test_method(rank: int, world: int, case: Case) -> None:
+    assert_expected(trained(rank, case), case, rank)
 
 
 WIRES = [CommConfig(dtype=Precision.bf16), CommConfig(device=CommDevice.cpu)]
-HALVES = [
+HALVES = nonempty(
     case for case in CASES if case.name in ("two replicas", "two keep half their disagreement")
-]
+)
 
 
+@replicas()
 @pytest.mark.parametrize("comm", WIRES, ids=["bf16", "host"])
-@pytest.mark.parametrize("case", HALVES, ids=str)
-def test_method_over_another_wire(workers: Pool, case: Case, comm: CommConfig) -> None:
+@pytest.mark.parametrize(("world", "case"), on_worlds(HALVES), ids=str)
+def test_method_over_another_wire(rank: int, world: int, case: Case, comm: CommConfig) -> None:
     """bf16 holds the displacements of these cases; vectors in the host's memory, beside a model
     that is as far as on a GPU, hold any."""
-    assert_expected(workers.run(trained, len(case.gradients), case, comm), case)
+    assert_expected(trained(rank, case, comm), case, rank)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -307,16 +314,11 @@ def test_reference(case: Case) -> None:
         shown.append(tuple(found.tolist()))
         for replica, history in zip(replicas, histories, strict=True):
             history.append(values(replica.model))
-    assert_expected([(history, shown) for history in histories], case)
+    for rank, history in enumerate(histories):
+        assert_expected((history, shown), case, rank)
 
 
-def assert_expected(found: list[Trained], case: Case) -> None:
-    histories = [history for history, _ in found]
-    assert_close(histories, case.expected)
-    for _, shown in found:
-        assert_close(shown, case.consensus())
-
-
-def assert_close(measured: list[Any], expected: list[Any]) -> None:
-    one, other = (torch.tensor(table, dtype=torch.float64) for table in (measured, expected))
-    torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+def assert_expected(found: Trained, case: Case, rank: int) -> None:
+    for measured, expected in zip(found, (case.expected[rank], case.consensus()), strict=True):
+        one, other = (torch.tensor(table, dtype=torch.float64) for table in (measured, expected))
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)

@@ -11,45 +11,38 @@ from torch import Tensor
 
 import co2
 from co2.comm.compressed_mean import CompressedMean
-from co2.config import CommConfig, CommDevice, Precision
-from co2.errors import ConfigError
 from co2.methods.onebit_adam import OneBitAdam
 from co2.methods.shared.compressed_adam import Compress
 from co2.methods.zero_one_adam import ZeroOneAdam, interval
 from tests.methods import problem
-from tests.methods.driver import ADAM, SETTINGS, Session, assert_same, trajectory
-from tests.methods.test_resume import finish, load, save
+from tests.methods.driver import ADAM, SETTINGS, Case, Session, assert_same, trajectory
 from tests.reference.zero_one_adam import exchanges, refreshes
-from tests.workers import Pool, replicas
+from tests.workers import everybody, replicas
 
 STEPS = 15
 
 
+@replicas(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
 def test_until_the_freeze_it_is_allreduce(
-    workers: Pool, optimizer: str, dtype: torch.dtype
+    rank: int, world: int, optimizer: str, dtype: torch.dtype
 ) -> None:
     """Bit for bit: means over two are exact."""
-    ddp = workers.run(trajectory, 2, "allreduce", {}, optimizer, dtype)
-    own = workers.run(trajectory, 2, "onebit_adam", {"freeze_step": STEPS}, optimizer, dtype)
-    assert_same(own, ddp)
+    ddp = trajectory(rank, world, "allreduce", {}, optimizer, dtype)
+    for freeze_step in (STEPS - 1, STEPS):
+        settings = {"freeze_step": freeze_step}
+        own = trajectory(rank, world, "onebit_adam", settings, optimizer, dtype)
+        assert_same(own[: freeze_step + 1], ddp[: freeze_step + 1])
+        assert torch.equal(own[-1]["scale"], ddp[-1]["scale"]) == (freeze_step == STEPS)
 
 
-@pytest.mark.parametrize("freeze_step", [STEPS - 1, STEPS])
-def test_the_freeze_step_is_the_last_exact_one(workers: Pool, freeze_step: int) -> None:
-    ddp = workers.run(trajectory, 2, "allreduce", {}, "adamw")
-    own = workers.run(trajectory, 2, "onebit_adam", {"freeze_step": freeze_step})
-    assert_same(own[0][:STEPS], ddp[0][:STEPS])
-    assert torch.equal(own[0][-1]["scale"], ddp[0][-1]["scale"]) == (freeze_step == STEPS)
-
-
-def test_replicas_of_onebit_adam_stay_bit_for_bit_alike(workers: Pool) -> None:
-    first, *others = workers.run(trajectory, 4, "onebit_adam", SETTINGS["onebit_adam"])
+@replicas(4)
+def test_replicas_of_onebit_adam_stay_bit_for_bit_alike(rank: int, world: int) -> None:
     names = [name for name, _ in problem.Net().named_parameters() if name != "unknown"]
-    for other in others:
-        for state, same in zip(other, first, strict=True):
-            assert_same({n: state[n] for n in names}, {n: same[n] for n in names})
+    history = trajectory(rank, world, "onebit_adam", SETTINGS["onebit_adam"])
+    first, *others = everybody([[state[name] for name in names] for state in history])
+    assert_same(others, [first] * 3)
 
 
 def take_exact_means(means: list[Tensor]) -> Any:
@@ -90,9 +83,7 @@ def test_uncompressed_replicas_move_by_the_mean(rank: int, world: int, compress:
                 expected = torch.where(method.v > 0, start - means[-1] / unit, start)
                 torch.testing.assert_close(now, expected, rtol=1e-12, atol=1e-12)
             if method.next_sync == step + method.interval:
-                everybody = [torch.empty_like(now) for _ in range(world)]
-                dist.all_gather(everybody, now)
-                assert_same(everybody, [everybody[0]] * world)
+                assert_same(everybody(now), [now] * world)
                 start = now
             else:
                 apart += 1
@@ -158,7 +149,9 @@ def test_intervals_that_the_learning_rate_drives() -> None:
     assert steps[:6] == [0, 1, 2, 3, 4, 5] and steps[-1] - steps[-2] == 8
 
 
-def masked(rank: int, world: int, name: str) -> None:
+@replicas(2)
+@pytest.mark.parametrize("name", ADAM)
+def test_what_has_next_to_no_gradient_is_masked(rank: int, name: str) -> None:
     """The element of a tensor whose gradients are a thousandth of the others' stays where it is
     under compressed updates, and is named."""
     generator = torch.Generator().manual_seed(rank)
@@ -184,14 +177,9 @@ def masked(rank: int, world: int, name: str) -> None:
     assert notice.endswith("1 have a variance below 0.0001 of their tensor's median: one (1)")
 
 
-@pytest.mark.parametrize("name", ADAM)
-def test_what_has_next_to_no_gradient_is_masked(workers: Pool, name: str) -> None:
-    workers.run(masked, 2, name)
-
-
-def sent(rank: int, world: int, name: str, settings: dict[str, Any]) -> tuple[list[float], int]:
+def sent(rank: int, case: Case) -> tuple[list[float], int]:
     """Bytes in every step, an exact mean having 10^6 and a 1-bit mean 1; and the last interval."""
-    session = Session(rank, name, settings)
+    session = Session(rank, *case)
     method = session.method
     assert isinstance(method, OneBitAdam | ZeroOneAdam)
     method.mean.bytes_per_mean = lambda: 1_000_000  # type: ignore[method-assign]
@@ -207,21 +195,19 @@ def sent(rank: int, world: int, name: str, settings: dict[str, Any]) -> tuple[li
     return [after - before for before, after in pairwise(totals)], int(stats.own.get("interval", 1))
 
 
-def test_schedule_of_onebit_adam(workers: Pool) -> None:
-    for found, lag in workers.run(sent, 2, "onebit_adam", {"freeze_step": 7}):
-        assert found == [1e6] * 7 + [1] * 33
-        assert lag == 1
+@replicas(2)
+def test_schedule_of_onebit_adam(rank: int) -> None:
+    assert sent(rank, ("onebit_adam", {"freeze_step": 7})) == ([1e6] * 7 + [1] * 33, 1)
 
 
+@replicas(2)
 @pytest.mark.parametrize("kappa", [1, 2, 3])
-def test_schedule_of_zero_one_adam(workers: Pool, kappa: int) -> None:
+def test_schedule_of_zero_one_adam(rank: int, kappa: int) -> None:
     rest = {"double_every": 3, "max_interval": 8}
     due_v, due_u = refreshes(20, kappa), exchanges(20, **rest)
     expected = [1e6 if t in due_v else float(t in due_u) for t in range(40)]
-    settings = {"freeze_step": 20, "kappa": kappa, **rest}
-    for found, lag in workers.run(sent, 2, "zero_one_adam", settings):
-        assert found == expected
-        assert lag == 8
+    found = sent(rank, ("zero_one_adam", {"freeze_step": 20, "kappa": kappa, **rest}))
+    assert found == (expected, 8)
 
 
 def test_known_schedules() -> None:
@@ -231,30 +217,13 @@ def test_known_schedules() -> None:
     assert [t for t in exchanges(4, 2, 4) if t < 24] == [0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 20]
 
 
-RARE = {"freeze_step": 9, "kappa": 1, "double_every": 1, "max_interval": 4}
-"""Refreshes at 0, 1, 3 and 7; exchanges at every other step to 10, and at 12."""
-
-
-@replicas(3)
-@pytest.mark.slow  # tests/methods/test_resume.py has both, on two replicas
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [*((name, SETTINGS[name]) for name in ADAM), ("zero_one_adam", RARE)],
-    ids=["onebit_adam", "zero_one_adam", "rare refreshes"],
-)
-def test_resume_at_every_step(rank: int, name: str, settings: dict[str, Any]) -> None:
-    expected = finish(Session(rank, name, settings), STEPS)
-    first = Session(rank, name, settings)
-    for _ in range(1, STEPS):
-        first.step()
-        again = Session(rank, name, settings, seed=rank + 50)
-        load(again, save(first))
-        assert_same(finish(again, STEPS), expected)
-
-
-def unseen(rank: int, world: int, name: str) -> None:
-    """One weight never has a gradient; the rows of another are seen one by one, after the freeze
-    also one that was not before."""
+@replicas()
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ADAM)
+def test_what_has_no_gradient_until_the_freeze_stays(rank: int, world: int, name: str) -> None:
+    """Its v is 0: a sign divided by epsilon alone would carry it away. One weight never has a
+    gradient; the rows of another are seen one by one, after the freeze also one that was not
+    before."""
     generator = torch.Generator().manual_seed(rank)
     weights = [torch.nn.Parameter(torch.ones(size)) for size in ((5,), (3,), (4, 2))]
     optimizer = torch.optim.AdamW(weights, lr=0.1, weight_decay=0.0)
@@ -282,13 +251,6 @@ def unseen(rank: int, world: int, name: str) -> None:
         assert not method.m[still].any()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", ADAM)
-def test_what_has_no_gradient_until_the_freeze_stays(workers: Pool, name: str, world: int) -> None:
-    """Its v is 0: a sign divided by epsilon alone would carry it away."""
-    workers.run(unseen, world, name)
-
-
 @replicas(2)
 def test_a_learning_rate_of_0_leaves_replicas_alike(rank: int, world: int) -> None:
     """A learning rate of 0 in some steps, as of a warm-up that begins there."""
@@ -308,22 +270,4 @@ def test_a_learning_rate_of_0_leaves_replicas_alike(rank: int, world: int) -> No
             if method.next_sync == step + method.interval:
                 for vector in (method.m, method.flat.copy()):
                     assert vector.isfinite().all()
-                    everybody = [torch.empty_like(vector) for _ in range(world)]
-                    dist.all_gather(everybody, vector)
-                    assert_same(everybody, [everybody[0]] * world)
-
-
-@pytest.mark.parametrize("name", ADAM)
-def test_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^optim.name=SGD: {name} needs adamw$"):
-        Session(0, name, SETTINGS[name], "sgd")
-    with pytest.raises(ConfigError, match=r"^comm.dtype=bf16: "):
-        Session(0, name, SETTINGS[name], comm=CommConfig(dtype=Precision.bf16))
-    with pytest.raises(ConfigError, match=r"^comm.device=cpu: .*; use auto$"):
-        Session(0, name, SETTINGS[name], comm=CommConfig(device=CommDevice.cpu))
-    weight = torch.nn.Parameter(torch.ones(3))
-    for wrong in ({"amsgrad": True}, {"maximize": True}):
-        optimizer = torch.optim.AdamW([weight], **wrong)
-        model = torch.nn.ParameterList([weight])
-        with pytest.raises(ConfigError, match="takes no amsgrad"):
-            co2.METHODS[name]().prepare(model, optimizer, co2.Mesh.world())
+                    assert_same(everybody(vector), [vector] * world)

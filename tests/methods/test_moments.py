@@ -8,28 +8,31 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import AdamW
 
 import co2
 from co2.errors import ConfigError
 from co2.methods import METHODS
 from co2.methods.base import Method
 from co2.methods.shared.moments import Moment
-from tests.methods import problem
 from tests.methods.driver import MOMENTS, SETTINGS, Session
-from tests.workers import Pool
+from tests.workers import replicas
 
 Pair = tuple[float, float]
 
 
-def trained(rank: int, world: int, name: str, settings: dict[str, Any], steps: int) -> list[Pair]:
-    """m and v of a replica after each step."""
-    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    optimizer = torch.optim.AdamW([weight], lr=0.1, betas=(0.5, 0.5))
+def moments_of(
+    rank: int, name: str, settings: dict[str, Any], gradients: list[float]
+) -> list[Pair]:
+    """m and v of a replica after each step, of one weight."""
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = AdamW([weight], lr=0.1, betas=(0.5, 0.5))
     method = METHODS[name](METHODS[name].Config(**settings))
-    method.prepare(torch.nn.ParameterList([weight]), optimizer, co2.Mesh.world())
+    method.prepare(nn.ParameterList([weight]), optimizer, co2.Mesh.world())
     history = []
-    for _ in range(steps):
-        weight.grad = torch.full_like(weight, 1.0 + 2.0 * rank)
+    for gradient in gradients:
+        weight.grad = torch.full_like(weight, gradient)
         method.step()
         state = optimizer.state[weight]
         history.append((state["exp_avg"].item(), state["exp_avg_sq"].item()))
@@ -82,107 +85,85 @@ CASES: list[tuple[str, dict[str, Any], list[list[Pair]]]] = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
-def test_moments_by_hand(workers: Pool, case: tuple[str, dict[str, Any], list[list[Pair]]]) -> None:
-    name, settings, expected = case
-    found = workers.run(trained, 2, name, settings, len(expected[0]))
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0, atol=1e-6)
+@replicas(2)
+@pytest.mark.parametrize(("name", "settings", "expected"), CASES)
+def test_moments_by_hand(
+    rank: int, name: str, settings: dict[str, Any], expected: list[list[Pair]]
+) -> None:
+    found = moments_of(rank, name, settings, [1.0 + 2.0 * rank] * len(expected[0]))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected[rank]), rtol=0, atol=1e-6)
 
 
-def seen_by_one(rank: int, world: int, name: str, settings: dict[str, Any]) -> list[Pair]:
-    """Of a weight that only replica 0 has gradients for: m and v."""
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.AdamW([weight], lr=0.1, betas=(0.5, 0.5))
-    method = METHODS[name](METHODS[name].Config(**settings))
-    method.prepare(torch.nn.ParameterList([weight]), optimizer, co2.Mesh.world())
-    history = []
-    for _ in range(3):
-        weight.grad = torch.full_like(weight, 1.0 - rank)
-        method.step()
-        state = optimizer.state[weight]
-        history.append((state["exp_avg"].item(), state["exp_avg_sq"].item()))
-    method.flush()
-    return history
+SEEN_BY_ONE: list[tuple[str, dict[str, Any], list[list[Pair]]]] = [
+    # Until replica 1 has a v it takes in no m; both come in step 3: v is the mean of ⅞ and 0, m
+    # that of 21/32 and 0, because replica 0 goes on from a half of its m twice.
+    (
+        "desloc",
+        {"tau": 9, "first_moment_every": 1, "second_moment_every": 3},
+        [
+            [(0.25, 0.5), (0.3125, 0.75), (0.328125, 0.4375)],
+            [(0.0, 0.0), (0.0, 0.0), (0.328125, 0.4375)],
+        ],
+    ),
+    # Each step brings the mean of the step before. Replica 1 takes in none while its v is 0, as it
+    # still is when that of step 2 comes; v is averaged after it. Replica 0's u are ½, then
+    # ¾ − ½ (½ − ¼), then 13/16 − ½ (5/8 − 5/16).
+    (
+        "mt_dao",
+        {
+            **{"tau": 1, "slow_beta": 0.5, "first_moment_every": 1, "second_moment_every": 3},
+            "late_momentum": True,
+        },
+        [
+            [(0.5, 0.5), (0.625, 0.75), (0.65625, 0.4375)],
+            [(0.0, 0.0), (0.0, 0.0), (0.0, 0.4375)],
+        ],
+    ),
+]
 
 
-def test_a_mean_is_not_divided_by_nothing(workers: Pool) -> None:
-    """Until replica 1 has a v it takes in no m; both come in step 3: v is the mean of ⅞ and 0, m
-    that of 21/32 and 0, because replica 0 goes on from a half of its m twice."""
-    settings = {"tau": 9, "first_moment_every": 1, "second_moment_every": 3}
-    first, second = workers.run(seen_by_one, 2, "desloc", settings)
-    assert first == [(0.25, 0.5), (0.3125, 0.75), (0.328125, 0.4375)]
-    assert second == [(0.0, 0.0), (0.0, 0.0), (0.328125, 0.4375)]
+@replicas(2)
+@pytest.mark.parametrize(("name", "settings", "expected"), SEEN_BY_ONE)
+def test_a_mean_is_not_divided_by_nothing(
+    rank: int, name: str, settings: dict[str, Any], expected: list[list[Pair]]
+) -> None:
+    """Of a weight that only replica 0 has gradients for."""
+    assert moments_of(rank, name, settings, [1.0 - rank] * 3) == expected[rank]
 
 
-def test_a_late_mean_is_not_either(workers: Pool) -> None:
-    """Each step brings the mean of the step before. Replica 1 takes in none while its v is 0, as it
-    still is when that of step 2 comes; v is averaged after it. Replica 0's u are ½, then
-    ¾ − ½ (½ − ¼), then 13/16 − ½ (5/8 − 5/16)."""
-    settings = {"tau": 1, "slow_beta": 0.5, "first_moment_every": 1, "second_moment_every": 3}
-    first, second = workers.run(seen_by_one, 2, "mt_dao", {**settings, "late_momentum": True})
-    assert first == [(0.5, 0.5), (0.625, 0.75), (0.65625, 0.4375)]
-    assert second == [(0.0, 0.0), (0.0, 0.0), (0.0, 0.4375)]
-
-
-def spread(rank: int, world: int, name: str, settings: dict[str, Any]) -> tuple[float, float]:
-    """The smallest element of v in a long training on problem's data, and bytes sent."""
-    session = Session(rank, name, settings, "adamw", dtype=torch.float32)
-    least = float("inf")
-    for _ in range(60):
-        session.step()
-        v = Moment(session.method.flat, session.optimizer, 1)  # type: ignore[attr-defined]
-        least = min(least, *(chunk.read().min().item() for chunk in v.open()))
-    session.method.flush()
-    return least, session.method.stats().bytes_sent
-
-
+@replicas(2)
 @pytest.mark.parametrize("name", MOMENTS)
-def test_v_stays_positive_and_three_times_the_bytes_are_sent(workers: Pool, name: str) -> None:
-    plain = workers.run(spread, 2, name, SETTINGS[name])
-    for (least, sent), (_, before) in zip(
-        workers.run(spread, 2, name, MOMENTS[name]), plain, strict=True
-    ):
-        assert least >= 0
-        assert sent == 3 * before
+def test_v_stays_positive_and_three_times_the_bytes_are_sent(rank: int, name: str) -> None:
+    sent = []
+    for settings in (MOMENTS[name], SETTINGS[name]):
+        session = Session(rank, name, settings, "adamw", dtype=torch.float32)
+        for _ in range(60):
+            session.step()
+            v = Moment(session.method.flat, session.optimizer, 1)  # type: ignore[attr-defined]
+            assert min(chunk.read().min().item() for chunk in v.open()) >= 0
+        session.method.flush()
+        sent.append(session.method.stats().bytes_sent)
+    assert sent[0] == 3 * sent[1] > 0
 
 
 def test_a_parameter_without_gradient_has_no_moment() -> None:
     """Its moment counts as 0, and nothing is made for it."""
-    weights = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    optimizer = torch.optim.AdamW(weights, lr=0.1)
+    weights = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    optimizer = AdamW(weights, lr=0.1)
     method = METHODS["desloc"](METHODS["desloc"].Config(1, 1, 1))
-    method.prepare(torch.nn.ParameterList(weights), optimizer, co2.Mesh.world())
+    method.prepare(nn.ParameterList(weights), optimizer, co2.Mesh.world())
     for _ in range(2):
         weights[1].grad = torch.ones(3)
         method.step()
     assert not optimizer.state[weights[0]] and optimizer.state[weights[1]]["step"] == 2
 
 
-@pytest.mark.parametrize(("name", "settings"), [*MOMENTS.items(), ("desloc", {}), ("mt_dao", {})])
-def test_an_inner_optimizer_without_moments_is_refused(name: str, settings: dict[str, Any]) -> None:
-    for kind in ("sgd", "amsgrad"):
-        net, _ = problem.build(0, "sgd")
-        params = [p for p in net.parameters() if p.requires_grad]
-        optimizer = {
-            "sgd": torch.optim.SGD(params, lr=0.1),
-            "amsgrad": torch.optim.AdamW(params, lr=0.1, amsgrad=True),
-        }[kind]
-        method = METHODS[name](METHODS[name].Config(**settings))
-        with pytest.raises(ConfigError, match=rf"^optim.name=\w+: {name}.* needs adamw"):
-            method.prepare(net, optimizer, co2.Mesh.world())
-
-
-@pytest.mark.parametrize("settings", [{"maximize": True}, {"weight_decay": 0.1}])
-def test_mt_dao_needs_the_gradient_that_adamw_has_seen(settings: dict[str, Any]) -> None:
-    """Adam adds its weight decay to it, where that is not decoupled."""
-    weight = torch.nn.Parameter(torch.zeros(3))
-    method = METHODS["mt_dao"]()
-    with pytest.raises(ConfigError, match=r"^optim.name=Adam: mt_dao needs adamw"):
-        method.prepare(
-            torch.nn.ParameterList([weight]),
-            torch.optim.Adam([weight], **settings),
-            co2.Mesh.world(),
-        )
+def test_a_late_momentum_comes_at_the_ends_of_rounds() -> None:
+    for every in (2, 7):
+        hint = rf"^first_moment_every={every}: must be a multiple of tau, which is 3"
+        with pytest.raises(ConfigError, match=hint):
+            co2.MTDAO.Config(tau=3, first_moment_every=every, late_momentum=True)
+    co2.MTDAO.Config(tau=3, first_moment_every=6, late_momentum=True)
 
 
 ZERO1 = "mesh.strategy=zero1"

@@ -1,13 +1,10 @@
 """What goes wrong in a loop of one's own is refused in one line, under every method."""
 
 import copy
-import os
 import pickle
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,30 +14,14 @@ from torch.amp import GradScaler
 from torch.optim import SGD
 
 import co2
-from co2.comm import deadlocks
-from co2.errors import ConfigError, ReplicasDiffer, WorkerLost, WrongCall
+from co2.errors import ConfigError, WrongCall
 from co2.methods import METHODS, Method
 from tests.grids import grid
 from tests.methods import problem
-from tests.methods.driver import SETTINGS, Session, assert_same, inner
-from tests.workers import Pool, replicas
+from tests.methods.driver import SETTINGS, Session, assert_same, inner, told, trained
+from tests.workers import Pool, everybody, replicas
 
 STEPS = 7
-
-
-def trained(name: str, rank: int = 0, steps: int = STEPS) -> Session:
-    session = Session(rank, name, SETTINGS[name], dtype=torch.float32)
-    for _ in range(steps):
-        session.step()
-    return session
-
-
-@contextmanager
-def told(text: str, kind: type[Exception] = WrongCall) -> Iterator[None]:
-    """One line with this text is raised."""
-    with pytest.raises(kind, match=text) as caught:
-        yield
-    assert "\n" not in str(caught.value)
 
 
 # Weights that somebody else writes.
@@ -127,15 +108,18 @@ def test_a_method_that_has_gone_leaves_its_optimizer() -> None:
 SCALED = [name for name in METHODS if not METHODS[name].reads_gradients]
 
 
-def scaled(rank: int, world: int, name: str, inf_at: tuple[int, ...]) -> tuple[Any, ...]:
-    """Weights under a scaler whose gradients are infinite in some steps of replica 1, and those of
-    a training whose optimizer does not step there."""
+@replicas(2)
+@pytest.mark.parametrize(
+    "name", [name for name in SCALED if inner(name) == "sgd" and name != "allreduce"]
+)
+def test_a_scaler_skips_the_local_step(rank: int, name: str) -> None:
+    """Whose gradients are infinite in some steps of replica 1: as if its optimizer did not step."""
     found = []
     for with_scaler in (True, False):
-        session = Session(rank, name, SETTINGS[name], dtype=torch.float32)
+        session = trained(name, rank, steps=0)
         scaler = GradScaler("cpu", init_scale=4.0, enabled=with_scaler)
         for step in range(STEPS):
-            broken = rank == 1 and step in inf_at
+            broken = rank == 1 and step in (2, 5)
             problem.backward(session.model, step, rank)
             scaler.scale(torch.ones(()))
             for param in session.net.parameters():
@@ -150,17 +134,9 @@ def scaled(rank: int, world: int, name: str, inf_at: tuple[int, ...]) -> tuple[A
             session.optimizer.zero_grad()
         found.append(session.snapshot())
         session.method.flush()
-    return tuple(found)
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in SCALED if inner(name) == "sgd" and name != "allreduce"]
-)
-def test_a_scaler_skips_the_local_step(workers: Pool, name: str) -> None:
-    for mixed, plain in workers.run(scaled, 2, name, (2, 5)):
-        for key, value in mixed.items():
-            assert value.isfinite().all()
-            torch.testing.assert_close(value, plain[key], rtol=1e-5, atol=1e-6)
+    mixed, plain = found
+    assert all(value.isfinite().all() for value in mixed.values())
+    torch.testing.assert_close(mixed, plain, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in SCALED])
@@ -192,15 +168,15 @@ def test_there_and_back(name: str) -> None:
 def test_a_model_that_was_moved_is_not_shown(move: str) -> None:
     session = trained("co2")
     MOVES[move](session.net)
-    with told("place and convert the model first"), session.method.consensus():
-        pytest.fail("nothing may be shown")
+    with told("place and convert the model first"):
+        session.shown()
 
 
 def test_a_new_layer_is_not_shown() -> None:
     session = trained("co2")
     session.net.extra = nn.Linear(2, 2)
-    with told("extra.weight was moved, converted or replaced"), session.method.consensus():
-        pytest.fail("nothing may be shown")
+    with told("extra.weight was moved, converted or replaced"):
+        session.shown()
 
 
 # Wrong calls.
@@ -289,130 +265,6 @@ def test_settings_by_name(name: str) -> None:
     assert kind(**SETTINGS[name]).config == kind.Config(**SETTINGS[name])
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [(name, key) for name, kind in METHODS.items() for key in kind.Config.__dataclass_fields__],
-)
-def test_a_value_of_another_type(name: str, key: str) -> None:
-    for value in ("12 ", [1], object()):
-        with told(f"^{key}=", ConfigError):
-            METHODS[name].Config(**{key: value})
-
-
-# Replicas that differ.
-
-
-def differing(rank: int, world: int, what: str) -> str:
-    settings, width = {"tau": 4}, 1
-    if rank == 1:
-        settings, width = {"settings": ({"tau": 5}, 1), "shapes": ({"tau": 4}, 2)}[what]
-    net = nn.Linear(8, width)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with pytest.raises(ReplicasDiffer) as caught:
-        co2.LocalSGD(**settings).prepare(net, optimizer, co2.Mesh.world())
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        ("settings", "local_sgd.tau of replica 1 differs from that of replica 0, and must be equal "
-         "on all: 0 has 4, 1 has 5; start all with the same code and settings"),
-        ("shapes", "weight of replica 1 differs from that of replica 0, and must be equal on all: "
-         "0 has (1, 8) of float32, 1 has (2, 8) of float32; start all with the same code and "
-         "settings"),
-    ],
-)  # fmt: skip
-def test_replicas_that_differ(workers: Pool, what: str, text: str) -> None:
-    assert workers.run(differing, 2, what) == [text] * 2
-
-
-def unequal(mesh: co2.Mesh, name: str, more: int, alone: bool) -> str:
-    """Replica 1 makes more steps before the consensus, or never enters it."""
-    deadlocks.LOOK_S = 0.2
-    rank = mesh.replica
-    try:
-        session = trained(name, rank, steps=6 + more * rank)
-        if not (alone and rank == 1):
-            with session.method.consensus():
-                pass
-        for _ in range(30):
-            session.step()
-    except (ReplicasDiffer, WorkerLost, WrongCall) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-ROUNDS = ("local_sgd", "co2", "noloco", "streaming_diloco")
-APART = (
-    "WrongCall: replica 0 is in consensus(), finish(), save() or resume() after 6 steps, replica 1 "
-    "waits for the mean of step"
-)
-
-
-# In processes of their own: what is pending would hold up the end of a process group.
-@pytest.mark.parametrize("name", grid(ROUNDS, ("local_sgd",).__contains__))
-def test_a_mean_that_others_never_join(name: str) -> None:
-    for text in co2.run(unequal, name, 9, False):
-        assert text.startswith(APART)
-        assert "every replica must make these calls" in text
-
-
-@pytest.mark.parametrize("name", grid(ROUNDS, ("co2",).__contains__))
-def test_a_consensus_that_others_never_enter(name: str) -> None:
-    for text in co2.run(unequal, name, 0, True):
-        assert text.startswith(APART)
-
-
-def one_more(rank: int, world: int, name: str) -> str:
-    session = trained(name, rank, steps=6 + rank)
-    with pytest.raises(ReplicasDiffer) as caught, session.method.consensus():
-        pytest.fail("nothing may be shown")
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["acco", "co2", "sparta"])
-def test_one_step_more(workers: Pool, name: str) -> None:
-    for text in workers.run(one_more, 2, name):
-        assert text == (
-            "steps of replica 1 differs from that of replica 0, and must be equal on all: give "
-            "every replica as many batches and steps as the others"
-        )
-
-
-def left_alone(mesh: co2.Mesh) -> str:
-    session = trained("local_sgd", mesh.replica, steps=3)
-    if mesh.replica == 1:
-        os._exit(0)
-    try:
-        session.method.finish()
-    except WorkerLost as error:
-        return str(error)
-    return "nothing"
-
-
-def test_a_replica_that_has_gone() -> None:
-    """The starter tells of the one that has gone; the other ends at once, too."""
-    with pytest.raises(WorkerLost, match="replica 1 was killed, or ended by itself"):
-        co2.run(left_alone)
-
-
-def other_rates(rank: int, world: int) -> str:
-    session = trained("allreduce", rank)
-    for group in session.optimizer.param_groups:
-        group["lr"] = 0.1 / (1 + rank)
-    problem.backward(session.model, STEPS, rank)
-    session.method.step()
-    with pytest.raises(ReplicasDiffer) as caught, session.method.consensus():
-        pytest.fail("nothing may be shown")
-    return str(caught.value)
-
-
-def test_rates_that_differ_under_allreduce(workers: Pool) -> None:
-    for text in workers.run(other_rates, 2):
-        assert "give all the same learning rates" in text
-
-
 @replicas(2)
 def test_a_forward_pass_beside_the_prepared_module(rank: int) -> None:
     session = trained("allreduce", rank)
@@ -421,73 +273,33 @@ def test_a_forward_pass_beside_the_prepared_module(rank: int) -> None:
         session.method.step()
 
 
-@replicas(2)
-def test_who_waits_in_the_consensus_says_so(rank: int) -> None:
-    with patch.object(deadlocks, "LOOK_S", 0.1), patch.object(deadlocks, "NOTICE_S", 0.3):
-        session = trained("local_sgd", rank, steps=3)
-        if rank == 1:
-            store = torch.distributed.distributed_c10d._get_default_store()
-            store.wait(["told"])
-        else:
-            said: list[str] = []
-
-            def say(text: str, **_: Any) -> None:
-                said.append(text)
-                torch.distributed.distributed_c10d._get_default_store().set("told", "")
-
-            with patch.object(deadlocks, "print", say, create=True), session.method.consensus():
-                pass
-            assert len(said) == 1 and "every replica must" in said[0]
-            return
-        with session.method.consensus():
-            pass
-
-
 # The end, and going on.
 
 
-def finished(rank: int, world: int, name: str) -> tuple[Any, ...]:
+@replicas(2)
+@pytest.mark.parametrize("name", METHODS)
+def test_finish_leaves_the_consensus_on_all(rank: int, name: str) -> None:
     session = trained(name, rank)
     shown = session.method.consensus_state_dict()
     session.method.finish()
-    return shown, {key: value.clone() for key, value in session.net.state_dict().items()}
+    for left in everybody(session.snapshot()):
+        for key, value in shown.items():
+            assert not value.is_floating_point() or torch.equal(value, left[key])
 
 
+@replicas(2)
 @pytest.mark.parametrize("name", METHODS)
-def test_finish_leaves_the_consensus_on_all(workers: Pool, name: str) -> None:
-    (shown, left), other = workers.run(finished, 2, name)
-    for key, value in shown.items():
-        if value.is_floating_point():
-            assert all(torch.equal(value, one[key]) for one in (left, *other))
-
-
-def interrupted(rank: int, world: int, name: str, folder: Path, at: int) -> tuple[Any, ...]:
-    found = []
-    for stop in (None, at):
-        session = trained(name, rank, steps=0)
-        assert session.method.resume(folder) is None
-        for _ in range(STEPS if stop is None else stop):
-            session.step()
-        if stop is not None:
-            session.method.save(folder, {"rank": rank})
-            torch.distributed.barrier()
-            again = Session(7 + rank, name, SETTINGS[name], dtype=torch.float32)
-            assert again.method.resume(folder) == {"rank": rank}
-            assert again.method.steps == stop
-            again.rank, again.steps_done = rank, stop
-            session.method.flush()
-            session = again
-            while session.steps_done < STEPS:
-                session.step()
-        found.append(session.snapshot())
-        session.method.flush()
-    return tuple(found)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_resume_is_exact(workers: Pool, name: str, tmp_path: Path) -> None:
-    for whole, parts in workers.run(interrupted, 2, name, tmp_path, 4):
-        assert all(torch.equal(value, parts[key]) for key, value in whole.items())
+def test_resume_is_exact(rank: int, name: str, tmp_path: Path) -> None:
+    whole, session = trained(name, rank, steps=0), trained(name, rank, steps=0)
+    assert whole.method.resume(tmp_path) is session.method.resume(tmp_path) is None
+    session.train(4).method.save(tmp_path, {"rank": rank})
+    session.method.flush()
+    torch.distributed.barrier()
+    again = trained(name, 7 + rank, steps=0)
+    assert again.method.resume(tmp_path) == {"rank": rank}
+    assert again.method.steps == 4
+    again.rank, again.steps_done = rank, 4
+    assert_same(again.train(STEPS - 4).snapshot(), whole.train(STEPS).snapshot())
 
 
 def saved(rank: int, world: int, folder: Path) -> None:
@@ -585,6 +397,29 @@ def test_parameters_of_a_second_optimizer() -> None:
         pytest.fail("nothing may be shown")
 
 
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("added", [False, True], ids=["unfrozen", "added"])
+def test_a_parameter_trained_since_prepare(name: str, added: bool) -> None:
+    """Nobody would synchronize it: the next step refuses, by its name."""
+    net, optimizer = problem.build(0, inner(name), torch.float64)
+    late: nn.Parameter = net.enter.weight
+    if added:
+        late = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        net.register_parameter("late", late)
+    else:
+        late.requires_grad_(False)
+    method = METHODS[name](METHODS[name].Config(**SETTINGS[name]))
+    model = method.prepare(net, optimizer, co2.Mesh.world())
+    problem.backward(model, 0, 0)
+    method.step()
+    late.requires_grad_(True)
+    if added:
+        optimizer.add_param_group({"params": [late]})
+    of = next(at for at, param in net.named_parameters() if param is late)
+    with pytest.raises(ConfigError, match=f"parameter={of}: was not trained .* before prepare"):
+        method.step()
+
+
 @pytest.mark.parametrize("call", ["step", "consensus"])
 def test_parameters_frozen_since_prepare(call: str) -> None:
     session = trained("local_sgd")
@@ -612,47 +447,15 @@ def test_a_step_that_failed_may_be_made_again() -> None:
 def test_going_back_while_a_mean_is_under_way(rank: int, name: str) -> None:
     """Replica 1 is late with the mean that is under way as both go back."""
     session = trained(name, rank, steps=5)
-    kept = copy.deepcopy(
-        (session.net.state_dict(), session.optimizer.state_dict(), session.method.state_dict())
-    )
+    kept = session.save()
     for _ in range(3):
         if rank == 1:
             time.sleep(0.3)
         session.step()
     whole = session.snapshot()
-    for thing, state in zip((session.net, session.optimizer, session.method), kept, strict=True):
-        thing.load_state_dict(state)
-    session.steps_done = 5
-    for _ in range(3):
-        session.step()
-    assert_same(session.snapshot(), whole)
+    session.load(kept, 5)
+    assert_same(session.train(3).snapshot(), whole)
     session.method.flush()
-
-
-def reordered(rank: int, world: int) -> str:
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    params = list(net.parameters())
-    optimizer = SGD(params[2:] + params[:2] if rank else params, lr=0.1)
-    with pytest.raises(ReplicasDiffer) as caught:
-        co2.CO2().prepare(net, optimizer, co2.Mesh.world())
-    return str(caught.value)
-
-
-def test_parameters_in_another_order(workers: Pool) -> None:
-    for text in workers.run(reordered, 2):
-        assert text.startswith("trained parameters of group 0 of replica 1 differs")
-
-
-def other_calls(rank: int, world: int, folder: Path) -> str:
-    session = trained("noloco", rank)
-    with pytest.raises(ReplicasDiffer) as caught:
-        session.method.save(folder) if rank else session.method.finish()
-    return str(caught.value)
-
-
-def test_other_calls(workers: Pool, tmp_path: Path) -> None:
-    for text in workers.run(other_calls, 2, tmp_path):
-        assert "every replica must make the same calls in the same order" in text
 
 
 @replicas(2)

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -18,7 +19,6 @@ from co2.comm.collectives import local
 from co2.config import MeshConfig, Precision, Strategy
 from co2.errors import ConfigError
 from co2.methods.base import MethodStats
-from co2.record.metrics import Ledger
 from co2.train import state_file, within_replica
 from co2.train.meters import ledger
 from co2.train.state_file import REPLICA, HostCopy, split
@@ -34,7 +34,7 @@ from tests.engine.test_memory import storages
 from tests.grids import grid
 from tests.methods.driver import assert_same
 from tests.methods.several_workers import DENSE, NEED_ADAM, SETTINGS, Block, Net, Worker
-from tests.workers import Pool
+from tests.workers import everybody, replicas
 
 STEPS = 9
 """Three rounds: what the first sends is applied in the second and penalized in the third."""
@@ -113,14 +113,6 @@ def strategies_of(kind: str) -> list[Strategy]:
     return [Strategy.zero1, Strategy.zero2]
 
 
-@pytest.mark.parametrize("kind", WHOLE)
-def test_whole_weights_on_two_workers(workers, kind):
-    if kind == "demo":  # refuses zero1
-        compare(workers, kind, (Strategy.ddp,), optimizer="plain")
-    else:
-        compare(workers, kind, (Strategy.ddp, Strategy.zero1))
-
-
 @pytest.mark.parametrize("kind", [kind for kind in SETTINGS if kind not in WHOLE])
 def test_two_replicas_of_two_workers(workers, kind):
     strategies = strategies_of(kind)
@@ -141,18 +133,41 @@ def test_two_replicas_of_two_workers(workers, kind):
         assert max(sent) < 0.6 * whole
 
 
-@pytest.mark.parametrize(
-    "options", [{"accumulate": 2}, {"recompute": True}, {"clip_norm": 0.5}], ids=str
-)
+IN_A_LOOP: list[dict[str, Any]] = [{"accumulate": 2}, {"recompute": True}, {"clip_norm": 0.5}]
+
+
+@pytest.mark.parametrize("options", IN_A_LOOP, ids=str)
 @pytest.mark.parametrize("kind", ["allreduce", "co2"])
 def test_with_what_the_loop_has(workers, kind, options):
     strategies = DENSE if kind == "co2" else (Strategy.zero1, Strategy.zero3)
     compare(workers, kind, strategies, optimizer="adamw", **options)
 
 
-@pytest.mark.parametrize("kind", grid(["allreduce", "co2"], "co2".__eq__))
-def test_one_replica_of_two_workers(workers, kind):
-    compare(workers, kind, replicas=1)
+CUT, EXPERTS = (Strategy.zero2, Strategy.zero3), (Strategy.ep,)
+OTHERS: list[tuple[str, tuple[Strategy, ...], dict[str, Any]]] = [
+    ("sparseloco", (Strategy.ddp, Strategy.zero1), {}),
+    ("sparta", (Strategy.ddp, Strategy.zero1), {}),
+    ("demo", (Strategy.ddp,), {"optimizer": "plain"}),  # refuses zero1
+    ("co2", DENSE, {"replicas": 1}),
+    ("co2", EXPERTS, {"replicas": 1, "experts": True}),
+    *(("co2", EXPERTS, {"experts": True, "optimizer": "adamw", **more}) for more in IN_A_LOOP),
+    # A worker may hold nothing at all.
+    ("streaming_diloco", CUT, {"tiny": True}),
+    ("co2 in parts", CUT, {"tiny": True}),
+]
+LESS_TELLING = [("allreduce", *rest) for kind, *rest in OTHERS if kind == "co2"]
+LESS_TELLING += [
+    (kind, CUT, {"tiny": True}) for kind in ("local_sgd", "diloco", "co2", "co2 by norm")
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategies", "options"),
+    grid([*OTHERS, *LESS_TELLING], lambda case: case not in LESS_TELLING),
+    ids=str,
+)
+def test_trains_as_replicas_of_one_worker(workers, kind, strategies, options):
+    compare(workers, kind, strategies, **options)
 
 
 SHARE_EXPERTS = (
@@ -163,7 +178,7 @@ SHARE_EXPERTS = (
 
 @pytest.mark.parametrize(
     "kind",
-    grid(SHARE_EXPERTS, ("co2 by norm", "co2_keep with moments").__contains__),
+    grid(SHARE_EXPERTS, ("allreduce", "co2 by norm", "co2_keep with moments").__contains__),
 )
 def test_experts_are_shared(workers, kind):
     """Two replicas of two workers, each with half of the experts."""
@@ -175,63 +190,41 @@ def test_experts_are_shared(workers, kind):
         assert 0.5 * whole < sent < whole, "half of the experts, and all else"
 
 
-@pytest.mark.parametrize(
-    "options", [{"accumulate": 2}, {"recompute": True}, {"clip_norm": 0.5}], ids=str
-)
-@pytest.mark.parametrize("kind", grid(["allreduce", "co2"], ("co2",).__contains__))
-def test_experts_are_shared_with_what_the_loop_has(workers, kind, options):
-    compare(workers, kind, [Strategy.ep], experts=True, optimizer="adamw", **options)
-
-
-@pytest.mark.parametrize("kind", grid(["allreduce", "co2"], "co2".__eq__))
-def test_one_replica_shares_experts(workers, kind):
-    compare(workers, kind, [Strategy.ep], replicas=1, experts=True)
-
-
-def traffic_of_experts(rank: int, world: int) -> tuple[int, float, int, int]:
+@replicas(4)
+def test_gradients_of_experts_travel_between_counterparts(rank: int) -> None:
+    """Those of the others in a ring of four, half of the experts' in one of two."""
     worker = Worker(rank, "allreduce", Strategy.ep, 2, experts=True)
     worker.step()
     sizes = {name: p.numel() * 8 for name, p in worker.net.named_parameters() if p.requires_grad}
     experts = sum(sizes[name] for name in worker.replica.experts.names)
-    totals = worker.method.stats()
-    return worker.method.bytes_per_step(), totals.comm_s, sum(sizes.values()) - experts, experts
+    dense = sum(sizes.values()) - experts
+    assert worker.method.bytes_per_step() == 3 * dense // 2 + experts
+    assert worker.method.stats().comm_s > 0
 
 
-def test_gradients_of_experts_travel_between_counterparts(workers):
-    """Those of the others in a ring of four, half of the experts' in one of two."""
-    for sent, comm_s, dense, experts in workers.run(traffic_of_experts, 4):
-        assert sent == 3 * dense // 2 + experts and comm_s > 0
-
-
-def parts(rank: int, world: int, strategy: Strategy) -> tuple[dict[str, int], int]:
-    worker = Worker(rank, "co2", strategy, 2)
+@replicas(4)
+def test_a_worker_may_hold_nothing_of_a_weight(rank: int) -> None:
+    worker = Worker(rank, "co2", Strategy.zero3, 2)
     worker.step()
     held = {name: local(p.detach()).numel() for name, p in worker.net.named_parameters()}
-    return held, worker.method.flat.numel
+    assert held["scale"] == (1, 0, 1, 0)[rank]
+    assert held["leave.bias"] == (2, 1, 2, 1)[rank]
+    first, second, *_ = everybody(worker.method.flat.numel)
+    assert first > second > 0
 
 
-def test_a_worker_may_hold_nothing_of_a_weight(workers):
-    found = workers.run(parts, 4, Strategy.zero3)
-    assert [held["scale"] for held, _ in found] == [1, 0, 1, 0]
-    assert [held["leave.bias"] for held, _ in found] == [2, 1, 2, 1]
-    assert found[0][1] > found[1][1] > 0
-
-
-NOTHING = ["local_sgd", "diloco", "streaming_diloco", "co2", "co2 by norm", "co2 in parts"]
-
-
-@pytest.mark.parametrize("kind", grid(NOTHING, ("streaming_diloco", "co2 in parts").__contains__))
-def test_a_worker_may_hold_nothing_at_all(workers, kind):
-    compare(workers, kind, (Strategy.zero2, Strategy.zero3), tiny=True)
-
-
-def saved_and_read(rank: int, world: int, folder: str, strategy: Strategy, optimizer: str) -> None:
+@replicas(4)
+@pytest.mark.parametrize("strategy", Strategy, ids=lambda strategy: strategy.name)
+@pytest.mark.parametrize("optimizer", grid(["plain", "sgd", "adamw"], ("adamw",).__contains__))
+def test_a_replica_is_saved_and_read(
+    rank: int, tmp_path: Path, strategy: Strategy, optimizer: str
+) -> None:
     """Weights and inner state go into one replica's files, and into another one of its kind."""
     experts = strategy is Strategy.ep
     saved = Worker(rank, "co2", strategy, 2, optimizer, experts=experts)
     for _ in range(2):
         saved.step()
-    path = Path(folder) / f"replica_{saved.mesh.replica}"
+    path = tmp_path / f"replica_{saved.mesh.replica}"
     path.mkdir(exist_ok=True)
     state = ReplicaState(saved.net, saved.optimizer, saved.replica).state()
     own = split({REPLICA: state, "model": own_buffers(saved.net)}, saved.mesh.rank_in_replica)
@@ -264,32 +257,31 @@ def held(worker: Worker) -> tuple[Whole, dict]:
     return weights, fields
 
 
-@pytest.mark.parametrize("strategy", Strategy, ids=lambda strategy: strategy.name)
-@pytest.mark.parametrize("optimizer", grid(["plain", "sgd", "adamw"], ("adamw",).__contains__))
-def test_a_replica_is_saved_and_read(workers, tmp_path, strategy, optimizer):
-    workers.run(saved_and_read, 4, str(tmp_path), strategy, optimizer)
-
-
-def trained(rank: int, world: int, strategy: Strategy, recompute: bool) -> tuple:
-    """Losses with dropout, and what is in the buffers."""
+def losses_and_buffers(rank: int, strategy: Strategy, recompute: bool) -> tuple[list[float], Whole]:
+    """With dropout."""
     worker = Worker(rank, "co2", strategy, 2, dropout=0.5, recompute=recompute)
     torch.manual_seed(rank)
     losses = [worker.step() for _ in range(4)]
     return losses, {name: b.clone() for name, b in worker.net.named_buffers()}
 
 
+@replicas(4)
 @pytest.mark.parametrize("strategy", [Strategy.ddp, Strategy.zero3])
-def test_recomputed_activations_leave_no_trace(workers, strategy):
-    plain = workers.run(trained, 4, strategy, False)
-    again = workers.run(trained, 4, strategy, True)
-    for (losses, buffers), (other, theirs) in zip(plain, again, strict=True):
-        assert losses == other
-        assert all(torch.equal(value, theirs[name]) for name, value in buffers.items())
-        assert any(value.any() for value in buffers.values())
+def test_recomputed_activations_leave_no_trace(rank: int, strategy: Strategy) -> None:
+    plain, again = (losses_and_buffers(rank, strategy, recompute) for recompute in (False, True))
+    assert_same(again, plain)
+    assert any(value.any() for value in plain[1].values())
 
 
-def held_and_counted(rank: int, world: int, kind: str, strategy: Strategy) -> tuple[int, Ledger]:
-    """Bytes of all storages that came with a worker, and the ledger."""
+@replicas(4)
+@pytest.mark.parametrize(
+    "strategy",
+    grid(DENSE, (Strategy.zero1, Strategy.zero3).__contains__),
+    ids=lambda strategy: strategy.name,
+)
+@pytest.mark.parametrize("kind", grid(["allreduce", "co2", "co2 in parts"], "co2".__ne__))
+def test_the_ledger_counts_what_is_held(rank: int, kind: str, strategy: Strategy) -> None:
+    """In all storages that came with a worker."""
     before = storages()
     worker = Worker(rank, kind, strategy, 2, "adamw", torch.float32, width=257)
     for _ in range(4):
@@ -297,55 +289,32 @@ def held_and_counted(rank: int, world: int, kind: str, strategy: Strategy) -> tu
     worker.method.state_dict()  # brings in what is in flight
     now = storages()
     worker.method.flush()
+    held = sum(size for at, size in now.items() if at not in before)
     found = ledger(worker.net, worker.optimizer, worker.method)
-    return sum(size for at, size in now.items() if at not in before), found
+    assert sum(dataclasses.asdict(found).values()) == pytest.approx(held, rel=0.03)
+    whole = 4 * sum(p.numel() for p in Net(257).parameters())
+    cut = strategy in (Strategy.zero2, Strategy.zero3)
+    assert found.parameter_bytes == pytest.approx(whole / (2 if cut else 1), rel=0.02)
+    assert found.gradient_bytes == pytest.approx(found.parameter_bytes, rel=0.02)
+    share = 1 if strategy is Strategy.ddp else 2
+    assert found.inner_state_bytes == pytest.approx(2 * whole / share, rel=0.1)
+    copies = {"allreduce": 0, "co2": 3, "co2 in parts": 2}[kind]
+    assert found.extra_bytes == pytest.approx(copies * found.parameter_bytes, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    grid(DENSE, (Strategy.zero1, Strategy.zero3).__contains__),
-    ids=lambda strategy: strategy.name,
-)
-@pytest.mark.parametrize("kind", grid(["allreduce", "co2", "co2 in parts"], "co2".__ne__))
-def test_the_ledger_counts_what_is_held(workers, kind, strategy):
-    parts = [name for name in DENSE if name is not Strategy.ddp]
-    for held, found in workers.run(held_and_counted, 4, kind, strategy):
-        assert sum(dataclasses.asdict(found).values()) == pytest.approx(held, rel=0.03)
-        whole = 4 * sum(p.numel() for p in Net(257).parameters())
-        cut = strategy in (Strategy.zero2, Strategy.zero3)
-        assert found.parameter_bytes == pytest.approx(whole / (2 if cut else 1), rel=0.02)
-        assert found.gradient_bytes == pytest.approx(found.parameter_bytes, rel=0.02)
-        share = 2 if strategy in parts else 1
-        assert found.inner_state_bytes == pytest.approx(2 * whole / share, rel=0.1)
-        copies = {"allreduce": 0, "co2": 3, "co2 in parts": 2}[kind]
-        assert found.extra_bytes == pytest.approx(copies * found.parameter_bytes, rel=0.02)
-
-
-def places(rank: int, world: int) -> tuple[tuple, list[list[int]]]:
+@replicas(4)
+def test_who_is_where(rank: int) -> None:
     mesh = co2.Mesh.world(2)
+    place = (mesh.replica, mesh.num_replicas, mesh.rank_in_replica, mesh.worker, mesh.num_workers)
+    assert place == (rank // 2, 2, rank % 2, rank, 4)
     groups = [
         mesh.new_group_across_replicas(),
         mesh.new_group_within_replica(),
         mesh.new_group_of_workers(),
     ]
+    counterparts, replica = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
     ranks = [dist.get_process_group_ranks(group) for group in groups]
-    return (
-        mesh.replica,
-        mesh.num_replicas,
-        mesh.rank_in_replica,
-        mesh.worker,
-        mesh.num_workers,
-    ), ranks
-
-
-def test_who_is_where(workers):
-    everyone = [0, 1, 2, 3]
-    assert workers.run(places, 4) == [
-        ((0, 2, 0, 0, 4), [[0, 2], [0, 1], everyone]),
-        ((0, 2, 1, 1, 4), [[1, 3], [0, 1], everyone]),
-        ((1, 2, 0, 2, 4), [[0, 2], [2, 3], everyone]),
-        ((1, 2, 1, 3, 4), [[1, 3], [2, 3], everyone]),
-    ]
+    assert ranks == [counterparts, replica, [0, 1, 2, 3]]
 
 
 def test_alone_there_is_no_group():
@@ -372,27 +341,22 @@ def test_blocks_are_the_outermost_of_lists_and_sequences():
     assert blocks(net) == [], "each would be cut without the other"
 
 
-def test_a_single_number_is_refused(workers):
-    (line, *_) = workers.run(refused_number, 2)
-    assert line == (
+@replicas(2)
+def test_a_single_number_is_refused() -> None:
+    net = Net()
+    net.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(co2.ConfigError) as refused:
+        Replica(MeshConfig(2, Strategy.zero3), co2.Mesh.world(2), False).shard(net)
+    assert str(refused.value) == (
         "mesh.strategy=zero3: cannot cut scale, a single number; give it one dimension, or use "
         "zero1"
     )
 
 
-def refused_number(rank: int, world: int) -> str:
-    net = Net()
-    net.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(co2.ConfigError) as refused:
-        Replica(MeshConfig(2, Strategy.zero3), co2.Mesh.world(2), False).shard(net)
-    return str(refused.value)
-
-
-def under_autocast(
-    rank: int, world: int, strategy: Strategy
-) -> tuple[set[torch.dtype], list[Tensor], list[Tensor]]:
-    """Types of a block's weights as it computes, gradients of whole weights, and those that one
-    worker finds alone."""
+@replicas(2)
+@pytest.mark.parametrize("strategy", [Strategy.zero2, Strategy.zero3])
+def test_bf16_weights_travel_as_autocast_casts_them(strategy: Strategy) -> None:
+    """So a replica of two, both with the same samples, finds what one worker finds."""
     torch.manual_seed(0)
     alone, net = Net(8), Net(8)
     for each in (alone, net):
@@ -413,16 +377,8 @@ def under_autocast(
         gradients.append([p.grad for p in each.parameters() if p.requires_grad])
     cut, whole = gradients
     assert all(local(grad).dtype is torch.float32 for grad in cut)
-    return seen, [grad.full_tensor() for grad in cut], whole
-
-
-@pytest.mark.parametrize("strategy", [Strategy.zero2, Strategy.zero3])
-def test_bf16_weights_travel_as_autocast_casts_them(workers, strategy):
-    """So a replica of two, both with the same samples, finds what one worker finds."""
-    for seen, cut, whole in workers.run(under_autocast, 2, strategy):
-        assert seen == {torch.bfloat16}
-        for one, other in zip(cut, whole, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-5)
+    assert seen == {torch.bfloat16}
+    torch.testing.assert_close([grad.full_tensor() for grad in cut], whole, rtol=1e-2, atol=1e-5)
 
 
 def test_what_is_gathered_in_bf16():
@@ -436,8 +392,8 @@ def test_what_is_gathered_in_bf16():
         assert gathered_as(block, precision, device).param_dtype is dtype
 
 
-def synchronized(rank: int, world: int) -> list[list[int]]:
-    """The workers with which each batch norm of a model is synchronized."""
+@replicas(4)
+def test_batch_norm_is_synchronized_within_a_replica(rank: int) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm2d(3)))
     before = {name: value.clone() for name, value in net.state_dict().items()}
     weights = list(net.parameters())
@@ -448,11 +404,8 @@ def synchronized(rank: int, world: int) -> list[list[int]]:
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     assert all(a is b for a, b in zip(weights, net.parameters(), strict=True))
     norms = [part for part in net.modules() if isinstance(part, nn.SyncBatchNorm)]
-    return [dist.get_process_group_ranks(norm.process_group) for norm in norms]
-
-
-def test_batch_norm_is_synchronized_within_a_replica(workers: Pool) -> None:
-    assert workers.run(synchronized, 4) == [[[0, 1]] * 2] * 2 + [[[2, 3]] * 2] * 2
+    groups = [dist.get_process_group_ranks(norm.process_group) for norm in norms]
+    assert groups == [[rank // 2 * 2, rank // 2 * 2 + 1]] * 2
 
 
 class NormAndMore(nn.BatchNorm2d):

@@ -19,7 +19,7 @@ from tests.methods import problem
 from tests.methods.driver import SETTINGS, Session, assert_same, trajectory
 from tests.reference import REFERENCES
 from tests.reference.replica import Replica
-from tests.workers import Pool, replicas
+from tests.workers import everybody, replicas
 
 TAU = 6
 EXCHANGES = ("full", "int8", "int4")
@@ -65,25 +65,19 @@ def expected(case: tuple[int, float]) -> list[tuple[float, ...]]:
     return history
 
 
-def trained(rank: int, world: int, case: tuple[int, float]) -> list[tuple[float, ...]]:
+@replicas(2)
+@pytest.mark.parametrize("case", TABLE, ids=str)
+def test_the_table(case: tuple[int, float]) -> None:
     model, optimizer = build()
     delay, mixing = case
     config = StreamingDiLoCo.Config(tau=TAU, fragments=2, delay=delay, mixing=mixing, **OUTER)
     method = StreamingDiLoCo(config)
     method.prepare(model, optimizer, co2.Mesh.world())
-    history = []
-    for _ in range(15):
+    for weights in expected(case):
         backward(model)
         method.step()
-        history.append(values(model))
+        assert values(model) == weights
     method.flush()
-    return history
-
-
-@pytest.mark.parametrize("case", TABLE, ids=str)
-def test_the_table(workers: Pool, case: tuple[int, float]) -> None:
-    for history in workers.run(trained, 2, case):
-        assert history == expected(case)
 
 
 @pytest.mark.parametrize("case", TABLE, ids=str)
@@ -136,45 +130,46 @@ def test_no_two_fragments_share_a_step() -> None:
         assert apart <= {tau // fragments, -(-tau // fragments)}, "as even as whole steps can be"
 
 
+@replicas(3)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_one_fragment_without_delay_and_mixing_is_diloco(workers: Pool, optimizer: str) -> None:
+def test_one_fragment_without_delay_and_mixing_is_diloco(
+    rank: int, world: int, optimizer: str
+) -> None:
     outer = {"tau": 3, "outer_lr": 0.7, "outer_momentum": 0.6}
     one = {**outer, "fragments": 1, "delay": 0, "mixing": 0.0}
-    streaming = workers.run(trajectory, 3, "streaming_diloco", one, optimizer)
-    assert_same(streaming, workers.run(trajectory, 3, "diloco", outer, optimizer))
+    streaming = trajectory(rank, world, "streaming_diloco", one, optimizer)
+    assert_same(streaming, trajectory(rank, world, "diloco", outer, optimizer))
 
 
-def outer_weights(rank: int, world: int, settings: dict[str, Any]) -> list[list[Tensor]]:
-    """Every fragment's outer weights, after each step."""
-    session = Session(rank, "streaming_diloco", settings)
+@replicas(4)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_outer_weights_are_bit_for_bit_alike(rank: int, exchange: str) -> None:
+    """Local weights never are, while some of them are mixed in."""
+    session = Session(
+        rank, "streaming_diloco", {**SETTINGS["streaming_diloco"], "exchange": exchange}
+    )
     history = []
     for _ in range(15):
         session.step()
         history.append([f.outer.clone() for f in session.method.fragments])  # type: ignore[attr-defined]
     session.method.flush()
-    return history
+    assert_same(everybody(history), [history] * 4)
+    assert not torch.equal(history[0][0], history[-1][0])
 
 
+@replicas(3)
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_outer_weights_are_bit_for_bit_alike(workers: Pool, exchange: str) -> None:
-    """Local weights never are, while some of them are mixed in."""
-    settings = {**SETTINGS["streaming_diloco"], "exchange": exchange}
-    first, *others = workers.run(outer_weights, 4, settings)
-    for other in others:
-        assert_same(other, first)
-    assert not torch.equal(first[0][0], first[-1][0])
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_without_mixing_replicas_are_alike_after_a_sync(workers: Pool, exchange: str) -> None:
+def test_without_mixing_replicas_are_alike_after_a_sync(
+    rank: int, world: int, exchange: str
+) -> None:
     """Of one fragment, without delay, in all that is trained."""
     settings = {"tau": 3, "fragments": 1, "delay": 0, "mixing": 0.0, "exchange": exchange}
     names = [name for name, _ in problem.Net().named_parameters() if name != "unknown"]
-    first, *others = workers.run(trajectory, 3, "streaming_diloco", settings)
+    history = trajectory(rank, world, "streaming_diloco", settings)
+    first, *others = everybody([[state[name] for name in names] for state in history])
     for other in others:
-        for step in (3, 6, 9, 12, 15):
-            assert_same([other[step][n] for n in names], [first[step][n] for n in names])
-        assert not torch.equal(other[4]["scale"], first[4]["scale"])
+        assert_same(other[3::3], first[3::3])
+        assert not torch.equal(other[4][0], first[4][0])
 
 
 @replicas(3)
@@ -197,7 +192,7 @@ def test_a_quantized_exchange_may_take_its_time(rank: int, world: int) -> None:
             assert_same(trajectory(rank, world, "streaming_diloco", settings), expected)
 
 
-def quantized(rank: int, world: int, exchange: str, tau: int) -> tuple[Tensor, float]:
+def quantized(rank: int, exchange: str, tau: int) -> tuple[Tensor, float]:
     """Weights after 240 steps of drift, of different gradients on each replica; and the bytes."""
     model, optimizer = problem.build_drift([300, 7, 700])
     outer = {"outer_lr": 1.0, "outer_momentum": 0.0}
@@ -213,14 +208,15 @@ def quantized(rank: int, world: int, exchange: str, tau: int) -> tuple[Tensor, f
     return weights, method.stats().bytes_sent
 
 
-def test_quantized_exchange_loses_nothing_for_good(workers: Pool) -> None:
+@replicas(2)
+def test_quantized_exchange_loses_nothing_for_good(rank: int) -> None:
     """What one rounding leaves comes with the next: after few syncs the weights are as far from
     those of the full exchange as after many, and the bytes are a quarter and an eighth."""
     apart, sent = {}, {}
     for tau in (40, 4):
-        full, sent["full"] = workers.run(quantized, 2, "full", tau)[0]
+        full, sent["full"] = quantized(rank, "full", tau)
         for exchange in ("int8", "int4"):
-            weights, sent[exchange] = workers.run(quantized, 2, exchange, tau)[0]
+            weights, sent[exchange] = quantized(rank, exchange, tau)
             apart[exchange, tau] = (weights - full).norm().item()
     for exchange in ("int8", "int4"):
         assert 0 < apart[exchange, 4] < 1.5 * apart[exchange, 40]

@@ -1,12 +1,22 @@
-"""Peers train the toy through train.py, stop, go on exactly, and leave nothing behind."""
+"""Peers do what their names say: held against our methods, closed forms, and a simulation. They
+train the toy through train.py, stop, go on exactly, and leave nothing behind."""
 
 import json
 import time
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD
 
-from co2_measure.peers import PEERS
+import co2
+from co2.comm import clocks
+from co2_measure.peers import PEERS, known_methods
 from tests.cli.harness import (
     LIMIT_S,
     LINGER_S,
@@ -19,8 +29,106 @@ from tests.cli.harness import (
     stopped_after,
 )
 from tests.grids import grid
-from tests.peers.sessions import exposed_by_the_clock
-from tests.workers import Pool
+from tests.methods import problem
+from tests.workers import Pool, replicas
+
+KNOWN = known_methods()
+
+
+# Arithmetic.
+
+
+def trajectory(
+    rank: int, name: str, settings: dict[str, Any], optimizer: str, dtype: torch.dtype
+) -> list[dict[str, Tensor]]:
+    """The replica after 0, 1, …, 15 steps. Ranks differ in initial weights and in data."""
+    net, inner = problem.build(rank, optimizer, dtype)
+    method = KNOWN[name](KNOWN[name].Config(**settings))
+    model = method.prepare(net, inner, co2.Mesh.world())
+    history = [problem.snapshot(net)]
+    for step in range(15):
+        problem.set_lr(inner, step)
+        problem.backward(model, step, rank)
+        method.step()
+        inner.zero_grad()
+        history.append(problem.snapshot(net))
+    method.flush()
+    return history
+
+
+@replicas()
+@pytest.mark.parametrize(
+    ("world", "tau", "optimizer"),
+    [*((world, 3, kind) for world in (2, 3) for kind in ("plain", "sgd", "adamw")), (2, 1, "sgd")],
+)
+def test_torch_post_local_sgd_is_local_sgd(rank: int, tau: int, optimizer: str) -> None:
+    given = ({"tau": tau}, optimizer, torch.float64)
+    theirs = trajectory(rank, "torch_post_local_sgd", *given)
+    ours = trajectory(rank, "local_sgd", *given)
+    torch.testing.assert_close(theirs, ours, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.skipif(find_spec("fairscale") is None, reason="needs the extra 'peers'")
+@pytest.mark.parametrize("world", [2, 3])
+@replicas()
+def test_fairscale_slowmo_is_slowmo(rank: int) -> None:
+    given = ({"tau": 3, "outer_lr": 0.9, "outer_momentum": 0.6}, "sgd", torch.float32)
+    theirs = trajectory(rank, "fairscale_slowmo", *given)
+    ours = trajectory(rank, "slowmo", *given)
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
+
+
+DILOCO: dict[str, Any] = {"tau": 4, "outer_lr": 0.7, "outer_momentum": 0.9}
+
+
+def progress(
+    rank: int, world: int, settings: dict[str, Any], gradient: float | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """(start − end) of every round on this replica, and what the next one starts from.
+
+    SGD with rate 1/τ; gradients do not depend on the weights: `gradient`, or random ones.
+    """
+    name, tau = "torchft_diloco", settings["tau"]
+    weight = nn.Parameter(torch.zeros(5))
+    method = KNOWN[name](KNOWN[name].Config(**settings))
+    method.prepare(nn.ParameterList([weight]), SGD([weight], lr=1 / tau), co2.Mesh.world())
+    generator = torch.Generator().manual_seed(rank)
+    rounds = []
+    for _ in range(4):
+        moved = torch.zeros(5)
+        for _ in range(tau):
+            given = torch.randn(5, generator=generator)
+            weight.grad = given if gradient is None else torch.full((5,), gradient)
+            moved += weight.grad / tau
+            method.step()
+        rounds.append((moved, weight.detach().clone()))
+    method.flush()
+    return rounds
+
+
+def test_torchft_diloco_closed_form(workers: Pool) -> None:
+    """Every replica moves by −1 a round."""
+    pytest.importorskip("torchft")
+    for rounds in workers.run(progress, 2, DILOCO, 1.0):
+        starts = torch.stack([start[0] for _, start in rounds])
+        torch.testing.assert_close(starts, torch.tensor([-1.33, -3.227, -5.6343, -8.50087]))
+
+
+@pytest.mark.parametrize("beta", [0.9, 0.0])
+def test_torchft_diloco_is_the_papers(workers: Pool, beta: float) -> None:
+    """v = βv + d; x ← x − α(d + βv), for d the mean of what three replicas moved by."""
+    pytest.importorskip("torchft")
+    replicas = workers.run(progress, 3, {**DILOCO, "outer_momentum": beta})
+    x = v = torch.zeros(5)
+    for rounds in zip(*replicas, strict=True):
+        d = torch.stack([moved for moved, _ in rounds]).mean(0)
+        v = beta * v + d
+        x = x - 0.7 * (d + beta * v)
+        for _, start in rounds:
+            torch.testing.assert_close(start, x)
+
+
+# Training.
 
 SHARES = {"torch_post_local_sgd": 1.0, "torchft_diloco": 1.0, "fairscale_slowmo": 1.25}
 """Bytes that one of two workers sends in a round, as a share of the model's."""
@@ -52,8 +160,32 @@ def test_trains(name: str, tmp_path: Path) -> None:
     assert summary["overlap"] == 0
 
 
-def test_waiting_is_exposed_and_copies_are_not(workers: Pool) -> None:
-    assert workers.run(exposed_by_the_clock, 2) == [10.0, 10.0]
+@replicas(2)
+def test_waiting_is_exposed_and_copies_are_not(rank: int) -> None:
+    """In two rounds in which a mean takes 5 seconds, and an inner step and a copy 100."""
+    now = 0.0
+
+    def taking(seconds: float, act: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return act(*args, **kwargs)
+
+        return call
+
+    net, inner = problem.build(rank, "sgd", torch.float32)
+    method = KNOWN["torch_post_local_sgd"](KNOWN["torch_post_local_sgd"].Config(tau=2))
+    method.prepare(net, inner, co2.Mesh.world())
+    inner.register_step_post_hook(taking(100, lambda *_: None))
+    with (
+        patch.object(clocks.time, "perf_counter", lambda: now),
+        patch.object(dist, "all_reduce", taking(5, dist.all_reduce)),
+        patch.object(torch, "cat", taking(100, torch.cat)),
+    ):
+        for step in range(4):
+            problem.backward(net, step, rank)
+            method.step()
+    assert method.stats().exposed_s == 10
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""CO2's sharded outer state: the same training, wherever the state lies and whenever it moves."""
+"""CO2's own: where its outer step settles, and its sharded outer state, which is the same training,
+wherever the state lies and whenever it moves."""
 
 import re
 import threading
@@ -11,18 +12,103 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import co2
+import train
 from co2.comm import clocks, flat
 from co2.comm.background_mean import BackgroundMean
-from tests.grids import grid
+from co2.comm.flat import FlatParams
+from co2.methods.shared.outer_step import GapPenalty
+from co2.train.schedule import learning_rate
+from tests.grids import grid, nonempty
 from tests.methods import problem
-from tests.methods.collectives import Recorder
 from tests.methods.driver import SETTINGS, Session, assert_same, trajectory
-from tests.methods.test_buckets import comm
+from tests.methods.network import Recorder
+from tests.methods.test_wire import comm
 from tests.server import environment, fork_program
-from tests.workers import Pool, replicas
+from tests.workers import everybody, replicas
+
+# The outer step settles where β + α/Λ < 1, and warns where it does not (docs/choosing.md).
+
+MANY = 60
+
+
+def settled(settings: dict[str, object], rates: tuple[float, float]) -> tuple[list[float], list]:
+    """The starts of all rounds on ½ x² from x = 1, and what the method had to say.
+
+    Plain gradient steps at rate 1 solve it at once, so a round removes all of the distance, K = 1.
+    The rates are those of the first and of the last round.
+    """
+    weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    model = nn.ParameterList([weight])
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    method = co2.CO2(co2.CO2.Config(tau=2, **settings))  # type: ignore[arg-type]
+    method.prepare(model, optimizer, co2.Mesh.world())
+    starts, notices = [], []
+    for number in range(MANY):
+        share = number / (MANY - 1)
+        for group in optimizer.param_groups:
+            group["lr"] = rates[0] ** (1 - share) * rates[1] ** share
+        for _ in range(2):
+            weight.grad = weight.detach().clone()
+            method.step()
+        notices += method.notices()
+        starts.append(weight.item())
+    method.flush()
+    return starts, notices
+
+
+@pytest.mark.parametrize(
+    ("gap", "beta", "alpha"),
+    [(2.0, 0.2, 1.0), (3.0, 0.4, 1.0), ("none", 0.2, 0.7), ("gap_aware_steady", 0.2, 1.0)],
+)
+def test_below_one_it_settles(gap: str | float, beta: float, alpha: float) -> None:
+    settings = {"gap_penalty": gap, "outer_momentum": beta, "outer_lr": alpha}
+    starts, notices = settled(settings, (1.0, 1.0))
+    assert abs(starts[-1]) < 0.05 and notices == []
+
+
+@pytest.mark.parametrize(("gap", "beta", "alpha"), [("none", 0.2, 1.0), (2.0, 0.6, 1.0)])
+def test_above_one_it_does_not_and_says_so_once(
+    gap: str | float, beta: float, alpha: float
+) -> None:
+    settings = {"gap_penalty": gap, "outer_momentum": beta, "outer_lr": alpha}
+    starts, notices = settled(settings, (1.0, 1.0))
+    assert max(map(abs, starts[-6:])) > max(map(abs, starts[6:12])) > 1
+    (notice,) = notices
+    assert f"{beta:g} + {alpha:g}/" in notice and "not below 1" in notice
+
+
+def test_the_gap_fades_with_the_rate_and_the_steady_one_does_not() -> None:
+    """At .9 and .5 a round of two steps still removes 99 and 75 % of the distance."""
+    settings = {"outer_momentum": 0.2, "outer_lr": 1.0}
+    _, faded = settled({"gap_penalty": "gap_aware", **settings}, (1.0, 0.1))
+    _, steady = settled({"gap_penalty": "gap_aware_steady", **settings}, (1.0, 0.1))
+    assert len(faded) == 1 and "gap_aware_steady" in faded[0]
+    assert steady == []
+
+
+SHIPPED = [
+    f"task={task} scale={scale}{' launch.workers=8 train.batch_size=1' if scale == 'paper' else ''}"
+    for path in nonempty(sorted(Path("conf/task/scale").glob("*.yaml")))
+    for task, scale in [path.stem.split("_")]
+]
+
+
+@pytest.mark.parametrize("words", SHIPPED)
+def test_what_is_shipped_settles(words: str) -> None:
+    """At the last step, too, where the rate is lowest."""
+    config = train.APP.config(["resume=never", "method=co2", *words.split()])
+    own: Any = config.method_config
+    weight = nn.Parameter(torch.ones(1))
+    gap = GapPenalty(own.gap_penalty, FlatParams(torch.optim.SGD([weight])))
+    gap.observe_lr(1.0)
+    last = gap.usual(learning_rate(config.train.steps - 1, config.optim, config.train.steps))
+    assert own.outer_momentum + own.outer_lr / last < 1
+
+
+# The sharded outer state.
 
 TAU = 3
 ROUNDS = 5
@@ -45,8 +131,10 @@ LAYOUTS: list[tuple[list[int], int, list[tuple[int, int]]]] = [
 ]
 
 
-def laid_out(rank: int, world: int) -> None:
-    """Every layout trains as the plain path does, and its padding stays zero."""
+@replicas()
+@pytest.mark.parametrize("world", grid([1, 2, 3, 4], (3).__eq__))
+def test_every_layout(rank: int, world: int) -> None:
+    """Every one trains as the plain path does, and its padding stays zero."""
     for sizes, bucket, shapes in LAYOUTS:
         for fields in (BARE, ELEMENTWISE):
             plain, _ = drift(rank, sizes, {**fields, "shard": False}, None)
@@ -77,36 +165,22 @@ def drift(
     return history, method
 
 
-@pytest.mark.parametrize("world", grid([1, 2, 3, 4], (3).__eq__))
-def test_every_layout(workers: Pool, world: int) -> None:
-    workers.run(laid_out, world)
-
-
-def assert_close_to_plain(history: list[Tensor], rank: int) -> None:
-    plain, _ = drift(rank, [50, 7], PLAIN, None)
-    torch.testing.assert_close(history, plain, rtol=1e-12, atol=1e-12)
-
-
 @replicas(2)
 def test_a_row_is_no_longer_than_a_chunk(rank: int) -> None:
     with patch.dict(flat._CHUNK, cpu=8):
         history, method = drift(rank, [50, 7], SHARDED, None)
     assert tuple(method.anchor.shape) == (8, 4)
-    assert_close_to_plain(history, rank)
+    plain, _ = drift(rank, [50, 7], PLAIN, None)
+    torch.testing.assert_close(history, plain, rtol=1e-12, atol=1e-12)
 
 
-def starts(rank: int, world: int, fields: dict[str, Any]) -> list[list[Tensor]]:
-    """The trained weights at the start of every round."""
-    history = trajectory(rank, world, "co2", fields, dtype=torch.float32)
-    names = [name for name, p in problem.Net().named_parameters() if p.requires_grad]
-    return [[state[name] for name in names if name != "unknown"] for state in history[::TAU]]
-
-
+@replicas()
 @pytest.mark.parametrize("world", grid([2, 3, 4], (3).__eq__))
-def test_replicas_start_rounds_bit_for_bit_alike(workers: Pool, world: int) -> None:
-    first, *others = workers.run(starts, world, ELEMENTWISE)
-    for other in others:
-        assert_same(other, first)
+def test_replicas_start_rounds_bit_for_bit_alike(rank: int, world: int) -> None:
+    history = trajectory(rank, world, "co2", ELEMENTWISE, dtype=torch.float32)
+    names = [name for name, p in problem.Net().named_parameters() if p.requires_grad]
+    own = [[state[name] for name in names if name != "unknown"] for state in history[::TAU]]
+    assert_same(everybody(own), [own] * world)
 
 
 class SlowBackground:
@@ -157,8 +231,10 @@ class SlowBackground:
                 gate.set()
 
 
-def delayed(rank: int, world: int) -> None:
-    """Compares trajectories and figures on slow networks with those on the real one."""
+@replicas()
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_background_may_take_a_whole_round(rank: int, world: int) -> None:
+    """Weights and figures are on slow networks those on the real one."""
     expected = watched(rank, lambda n: 0)
     for delay in range(1, TAU + 1):
         history, figures, forced = watched(rank, lambda n, delay=delay: delay)
@@ -183,11 +259,6 @@ def watched(rank: int, delay: Callable[[int], int]) -> tuple[list[Any], list[Any
         forced = list(network.forced)
         session.method.flush()
     return history, figures, forced
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_the_background_may_take_a_whole_round(workers: Pool, world: int) -> None:
-    workers.run(delayed, world)
 
 
 @replicas(2)
@@ -219,46 +290,32 @@ def test_consensus_stats_and_checkpoint(rank: int, world: int) -> None:
         session.method.flush()
 
 
-def figures_of(rank: int, world: int, fields: dict[str, Any]) -> list[tuple[float, float]]:
-    session, figures = Session(rank, "co2", fields), []
-    for _ in range(STEPS):
-        session.step()
-        own = session.method.stats().own
-        figures.append((own["gap"], own["clipped"]))
-    session.method.flush()
-    return figures
-
-
+@replicas(3)
 @pytest.mark.parametrize("fields", [SHARDED, ELEMENTWISE], ids=["value", "norm"])
-def test_figures_are_those_of_the_plain_path(workers: Pool, fields: dict[str, Any]) -> None:
-    sharded = workers.run(figures_of, 3, fields)
-    plain = workers.run(figures_of, 3, {**fields, "shard": False})
-    for one, other in zip(sharded, plain, strict=True):
-        for measured, expected in zip(one, other, strict=True):
-            assert measured == pytest.approx(expected, rel=1e-9)
-    assert len({clipped for _, clipped in plain[0]}) > 1 and len({gap for gap, _ in plain[0]}) > 2
+def test_figures_are_those_of_the_plain_path(rank: int, fields: dict[str, Any]) -> None:
+    sharded, plain = (Session(rank, "co2", {**fields, "shard": shard}) for shard in (True, False))
+    seen = []
+    for _ in range(STEPS):
+        figures = [session.train(1).method.stats().own for session in (sharded, plain)]
+        assert figures[0] == pytest.approx(figures[1], rel=1e-9)
+        seen.append(figures[1])
+    assert len({own["clipped"] for own in seen}) > 1 and len({own["gap"] for own in seen}) > 2
 
 
-def recorded(rank: int, world: int, fields: dict[str, Any]) -> list[tuple[str, int, str, bool]]:
+@replicas(3)
+@pytest.mark.parametrize(("fields", "norms"), [(BARE, 0), (SHARDED, 1)])
+def test_ranks_issue_the_same_collectives(rank: int, fields: dict[str, Any], norms: int) -> None:
     session = Session(rank, "co2", fields, comm=comm(40))
     with Recorder() as recorder:
-        for _ in range(STEPS):
-            session.step()
-        session.method.flush()
-    return [tuple(call[1:]) for call in recorder.log]
-
-
-@pytest.mark.parametrize(("fields", "norms"), [(BARE, 0), (SHARDED, 1)])
-def test_ranks_issue_the_same_collectives(workers: Pool, fields: dict[str, Any], norms: int):
-    first, *others = workers.run(recorded, 3, fields)
-    for other in others:
-        assert other == first
-    names = [name for name, *_ in first]
+        session.train(STEPS).method.flush()
+    log = [tuple(call[1:]) for call in recorder.log]
+    assert everybody(log) == [log] * 3
+    names = [name for name, *_ in log]
     rows = names.index("all_gather_into_tensor") - norms
     assert rows > 1
     once = ["all_to_all_single"] * rows + ["all_reduce"] * norms + ["all_gather_into_tensor"] * rows
     assert names == once * ROUNDS
-    assert not any(background for *_, background in first), "one after the other"
+    assert not any(background for *_, background in log), "one after the other"
 
 
 @replicas(2)
