@@ -79,6 +79,7 @@ class FolderRecord(Record):
         self.folder, self._unit, self._console = run_folder(config), unit, console
         self.folder.mkdir(parents=True, exist_ok=True)
         values, known = plain(config, world), manifest(world, origin, data, init_from)
+        self._steps = config.train.steps
         self._log_every = config.log.every
         """Steps between lines of the segment before or of this one, whichever is more."""
         then: dict[str, Any] = {}
@@ -106,6 +107,8 @@ class FolderRecord(Record):
     def begin(self, step: int, before: Record | None = None) -> None:
         path = self.folder / "metrics.jsonl"
         lines, broken = _up_to(path, step)
+        if step == self._steps and before is None:  # it is evaluated again
+            lines = [one for one in lines if one["step"] < step or one.get("kind") != "eval"]
         # First: under a new configuration with more steps, a finished run is unfinished again.
         (self.folder / "summary.json").unlink(missing_ok=True)
         for name, text in self._heads.items():

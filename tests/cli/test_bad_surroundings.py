@@ -2,9 +2,7 @@
 
 import errno
 import multiprocessing
-import os
 import resource
-import signal
 import socket
 import subprocess
 import sys
@@ -21,14 +19,13 @@ import recipes.__main__
 import tasks.prepare.__main__
 import train
 from co2.app.compose import sweep_job
-from co2.errors import PREEMPTED, ConfigError, from_outside, unusable
+from co2.errors import ConfigError, from_outside, unusable
 from co2.record import compare, timeline, wandb_sync
 from co2.start import launch, processes
 from co2.start.identity import identity
 from co2_measure.lab import __main__ as lab
 from co2_measure.lab import slow_network
 from co2_measure.simulate import __main__ as simulate
-from recipes.runs.processes import running
 from tests import server
 from tests.cli.harness import (
     ANNOUNCED,
@@ -37,13 +34,9 @@ from tests.cli.harness import (
     cli,
     command,
     execute,
-    folder_of,
     held_port,
     kill_session,
-    metrics,
-    started,
     until,
-    workers,
 )
 from tests.cli.refused import files, refused
 from tests.grids import first_of_each
@@ -387,20 +380,6 @@ def test_nobody_can_be_told_of_a_finished_run(tmp_path: Path) -> None:
 def test_what_the_machine_does(error: Exception, line: str | None) -> None:
     found = from_outside(error, "me")
     assert found == line if found is None or line is None else found.startswith(line)
-
-
-def test_the_process_that_forks_workers_is_killed(tmp_path: Path) -> None:
-    words = (*FEW, "train.steps=2000", "toy.delay_s=0.05", "log.every=1")
-    runs, log = tmp_path / "runs", tmp_path / "log"
-    folder = folder_of(*words, runs=runs)
-    with started(*words, runs=runs, log=log) as process:
-        until(lambda: len(metrics(folder)) > 0, process)
-        worker = workers(process)[0]
-        (forks,) = (one.parent for one in running() if one.pid == worker)
-        os.kill(forks, signal.SIGKILL)
-        assert process.wait(LIMIT_S) == PREEMPTED
-    said = "error: the fork server is gone; the same command goes on from the last checkpoint"
-    assert said in log.read_text() and "Traceback" not in log.read_text()
 
 
 LIMITED = """

@@ -113,15 +113,19 @@ def test_an_interval_is_for_a_search() -> None:
         list(jobs(["co2.clip=interval(0.1,2)"]))
 
 
-def test_only_for_sweeps() -> None:
-    with pytest.raises(ConfigError, match=r"sweeper=optuna: .*add -m"):
-        preflight(train.APP.conf, [*TOY, SWEEPER], lambda *job: None)
+@pytest.mark.parametrize("plugin", ["sweeper=optuna", "launcher=submitit_slurm"])
+def test_only_for_sweeps(plugin: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{plugin}: .*add -m"):
+        preflight(train.APP.conf, [*TOY, f"hydra/{plugin}"], lambda *job: None)
 
 
-def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("plugin", "own"), [("sweeper=optuna", "optuna"), ("launcher=submitit_slurm", "slurm")]
+)
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, plugin: str, own: str) -> None:
     monkeypatch.setattr("co2.app.compose.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"sweeper=optuna: .*\.\[optuna\]"):
-        preflight(train.APP.conf, ["-m", *TOY, SWEEPER], lambda *job: None)
+    with pytest.raises(ConfigError, match=rf"{plugin}: .*\.\[{own}\]"):
+        preflight(train.APP.conf, ["-m", *TOY, f"hydra/{plugin}"], lambda *job: None)
 
 
 def finished(task: str, final: dict[str, float | None]) -> Summary:

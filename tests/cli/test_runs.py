@@ -506,33 +506,6 @@ class TestAccumulation:
         )
         assert sent[0] == sent[1] > 0
 
-    def test_only_the_global_batch_counts(self, workers: Pool, tmp_path: Path) -> None:
-        """Workers × batch × micro-batches = 32: the same samples, so the same mean gradient."""
-
-        def train(world: int, batch: int, accumulate: int) -> Run:
-            return pooled(
-                workers,
-                world,
-                "method=allreduce",
-                "train.steps=40",
-                f"train.batch_size={batch}",
-                f"train.accumulate={accumulate}",
-                runs=tmp_path / f"{world}-{batch}-{accumulate}",
-                setup=without_batch_norm,
-            )
-
-        one = weights(train(2, 16, 1).folder)
-        shapes = ((2, 8, 2), (1, 16, 2), (1, 8, 4), (2, 4, 4))
-        others = {shape: weights(train(*shape).folder) for shape in shapes}
-        start = pooled(
-            workers, 1, "optim.lr=0", "train.steps=1", runs=tmp_path / "0", setup=without_batch_norm
-        )
-        for name, value in weights(start.folder).items():
-            assert (one[name] - value).norm() > 0.1, "training moves the weights far"
-            for shape, other in others.items():
-                close = {"rtol": 1e-4, "atol": 1e-5}
-                torch.testing.assert_close(one[name], other[name], msg=str(shape), **close)
-
     def test_the_loss_is_the_mean(self, workers: Pool, tmp_path: Path) -> None:
         """Of all micro-batches: the first loss is the same, however they are cut."""
         losses = []
@@ -740,28 +713,6 @@ class TestLearningRate:
             cosine = (1 + math.cos(math.pi * (index - 5) / 55)) / 2
             share = (index + 1) / 5 if index < 5 else cosine
             assert line["lr"] == pytest.approx(0.1 * share)
-
-
-def test_clip_norm(workers: Pool, tmp_path: Path) -> None:
-    """With plain SGD no step is longer than lr times the norm."""
-    plain = ("optim.momentum=0", "optim.schedule=constant", "optim.warmup_steps=0")
-    arguments = ("method=allreduce", "train.steps=1", *plain, "optim.lr=0.5")
-    ends = [
-        pooled(workers, 1, *arguments, more, runs=tmp_path / str(number)).folder
-        for number, more in enumerate(("optim.lr=0", "train.clip_norm=0.01", "train.clip_norm=99"))
-    ]
-    start, clipped, free = (parameters(folder) for folder in ends)
-    assert (clipped - start).norm().item() == pytest.approx(0.5 * 0.01, rel=1e-3)
-    assert (free - start).norm().item() > 0.1
-    cosine = torch.nn.functional.cosine_similarity(clipped - start, free - start, dim=0)
-    assert cosine.item() == pytest.approx(1, abs=1e-4)
-
-
-def parameters(folder: Path) -> Tensor:
-    values = weights(folder)
-    return torch.cat(
-        [v.flatten() for name, v in values.items() if "num" not in name and "run" not in name]
-    )
 
 
 WARNING = "warning: {} will happen in time: the first mean {}, and training ends at step 20"

@@ -1,5 +1,7 @@
-"""Every example's own commands run where nothing but the extra that it names is installed."""
+"""Every example's own commands run where nothing but the extra that it names is installed; the
+notebook runs from its first cell to its last, in a kernel, as a person runs it."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -12,7 +14,7 @@ from tests.cli.harness import LIMIT_S, ROOT, held_port
 from tests.installed import build_wheel, install
 from tests.server import environment
 
-pytestmark = pytest.mark.slow  # starts interpreters
+SLOW = pytest.mark.slow  # starts interpreters
 
 EXTRAS = {
     "own_loop.py": "",
@@ -21,7 +23,7 @@ EXTRAS = {
     "accelerate_loop.py": "transformers",
     "lightning_trainer.py": "lightning",
 }
-"""On SLURM: tests/slurm/test_jobs.py. The notebook: test_notebook.py. torchtitan's needs GPUs."""
+"""On SLURM: tests/slurm/test_jobs.py. torchtitan's needs GPUs."""
 COMMAND = re.compile(r"^#? {0,5}((?:torchrun|python|accelerate|bash) .*)$", re.MULTILINE)
 
 
@@ -51,6 +53,7 @@ def commands(name: str) -> list[str]:
     return [line for line in found if "--multi_gpu" not in line]
 
 
+@SLOW
 def test_they_run(place: tuple[str, Path], tmp_path: Path) -> None:
     extra, programs = place
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
@@ -76,6 +79,7 @@ ALONE = {
 """How an example comes to have one replica, perhaps against what somebody wanted."""
 
 
+@SLOW
 @pytest.mark.parametrize("name", ALONE)
 def test_one_replica_is_told(name: str, tmp_path: Path) -> None:
     words = [sys.executable, *ALONE[name], str(ROOT / "examples" / name)]
@@ -102,3 +106,32 @@ def _said(lines: list[str], cwd: Path, env: dict[str, str], port: str) -> str:
     text = "\n".join((cwd / f"log{number}").read_text() for number in range(len(lines)))
     assert statuses == [0] * len(lines), text
     return text
+
+
+NOTEBOOK = ROOT / "examples" / "compare_methods.ipynb"
+
+
+def test_the_notebook_s_outputs_are_left_out() -> None:
+    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+        assert not cell.get("outputs") and cell.get("execution_count") is None
+
+
+@SLOW
+def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    client = nbclient.NotebookClient(
+        nbformat.read(NOTEBOOK, as_version=4),
+        timeout=600,
+        resources={"metadata": {"path": str(NOTEBOOK.parent)}},
+    )
+    client.execute(env={**environment(), "PYTHONPATH": str(ROOT)})
+    *_, run, plot, _ = client.nb.cells
+    text = "".join(out["text"] for out in run.outputs if out.output_type == "stream")
+    lines = re.findall(r"^(.*?) +test loss ([\d.]+) after 480 steps and +([\d.]+) MB", text, re.M)
+    losses = {name: float(loss) for name, loss, _ in lines}
+    sent = {name: float(megabytes) for name, _, megabytes in lines}
+    assert list(losses) == ["AllReduce", "Local SGD, τ = 12", "CO2, τ = 12"], text
+    assert max(losses.values()) < 0.5  # 2.3 at the start
+    assert sent["AllReduce"] == pytest.approx(12 * sent["CO2, τ = 12"], rel=0.01)
+    assert any("image/png" in out.get("data", {}) for out in plot.outputs)

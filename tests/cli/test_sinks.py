@@ -1,13 +1,17 @@
-"""W&B offline: what its files hold, read back; and that it never ends a training."""
+"""Where the figures of a run go: W&B, TensorBoard and the console hold what metrics.jsonl holds, of
+one run that is stopped and goes on, or fails and trains steps again; and none of them ends it."""
 
 import contextlib
+import io
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,9 +24,9 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 import train
 from co2.config import Wandb
-from co2.errors import PREEMPTED
+from co2.errors import PREEMPTED, ConfigError
 from co2.record import wandb_sync
-from co2.record.metrics import UNITS, unit_of
+from co2.record.metrics import UNITS, figures, unit_of
 from co2.record.provenance import Origin
 from co2.record.wandb import SEGMENTS, mode
 from co2.start import launch
@@ -33,14 +37,18 @@ from tests.cli.harness import configured, folder_of, metrics
 from tests.cli.test_elastic import ELASTIC, SLOW, assert_no_step_is_missing, disturbed, words
 
 STEPS = 20
-WORDS = (
-    "method=co2",
-    "co2.tau=3",
-    "launch.workers=1",
-    f"train.steps={STEPS}",
-    "log.every=1",
-)
-WORDS += ("train.eval_every=4", "checkpoint.every=5", "log.wandb=offline")
+WORDS = ("method=co2", "co2.tau=3", "launch.workers=1", f"train.steps={STEPS}", "log.every=1")
+WORDS += ("train.eval_every=4", "checkpoint.every=5")
+SINKS = {
+    "W&B": ("log.wandb=offline",),
+    "TensorBoard": ("log.wandb=disabled", "log.tensorboard=true"),
+    "console": ("log.wandb=disabled",),
+}
+"""What turns each on, and no other."""
+ALL = ("log.wandb=offline", *(SINKS["TensorBoard"][1:] if find_spec("tensorboard") else ()))
+
+Scalars = dict[str, list[tuple[int, Any]]]
+"""Steps and values, by their names."""
 
 
 @dataclass
@@ -128,6 +136,59 @@ def _items(items: Any) -> dict[str, Any]:
     return found
 
 
+def of_wandb(folder: Path) -> Scalars:
+    found: Scalars = {}
+    for row in (row for segment in segments(folder) for row in segment.rows if "step" in row):
+        for name, value in row.items():
+            if name.startswith(("train/", "eval/")) and isinstance(value, int | float):
+                found.setdefault(name, []).append((row["step"], value))
+    return found
+
+
+def of_tensorboard(folder: Path) -> Scalars:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    guidance = {"scalars": 0}  # all of them
+    found = accumulators.EventAccumulator(str(folder / "tensorboard"), guidance).Reload()
+    names = found.Tags()["scalars"]
+    return {name: [(own.step, own.value) for own in found.Scalars(name)] for name in names}
+
+
+def of_console(folder: Path) -> Scalars:
+    """Its lines of evaluations, which `trained` has kept."""
+    found: Scalars = {}
+    for step, text in re.findall(r"step (\d+)/\d+  validation (.*)", told_by(folder)):
+        for name, value in re.findall(r"(\S+) (\S+)", text):
+            found.setdefault(f"eval/{name}", []).append((int(step), float(value)))
+    return found
+
+
+READERS = {"W&B": of_wandb, "TensorBoard": of_tensorboard, "console": of_console}
+
+
+def written(folder: Path) -> Scalars:
+    """The same of metrics.jsonl."""
+    found: Scalars = {}
+    for line in metrics(folder):
+        for name, value in figures(line).items():
+            if value is not None:
+                found.setdefault(name, []).append((line["step"], value))
+    return found
+
+
+def assert_holds(sink: str, folder: Path, steps: int) -> None:
+    """Everything that is written, each step once; the console has evaluations, of four places."""
+    found, expected, exact = READERS[sink](folder), written(folder), sink != "console"
+    if not exact:
+        expected = {name: expected[name] for name in ("eval/loss", "eval/accuracy")}
+    assert found.keys() == expected.keys()
+    for name, line in expected.items():
+        values = [(step, pytest.approx(value, abs=None if exact else 6e-5)) for step, value in line]
+        assert found[name] == values, name
+    assert [step for step, _ in found["eval/loss"]] == list(range(4, steps + 1, 4))
+    if exact:
+        assert [step for step, _ in found["train/loss"]] == list(range(1, steps + 1))
+
+
 @contextlib.contextmanager
 def at_step(step: int, do: Callable[[], object]) -> Iterator[None]:
     """`do` in the training loss of the step, counted from this start."""
@@ -145,7 +206,26 @@ def at_step(step: int, do: Callable[[], object]) -> Iterator[None]:
 
 def trained(runs: Path, *words: str) -> int:
     """A run in this process; its exit status."""
-    return launch.run(train.APP.work, configured(*WORDS, *words, runs=runs))
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            return launch.run(train.APP.work, configured(*WORDS, *words, runs=runs))
+    finally:
+        with (runs / "said").open("a") as file:
+            file.write(said.getvalue())
+
+
+def told_by(folder: Path) -> str:
+    """What the console has said in all starts of a run."""
+    return (folder.parents[3] / "said").read_text()
+
+
+def told_of(runs: Path, sink: str) -> list[str]:
+    return [line for line in (runs / "said").read_text().splitlines() if sink in line]
+
+
+def fail() -> None:
+    raise ArithmeticError("of the test")
 
 
 def stop() -> None:
@@ -176,10 +256,50 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("WANDB_RUN_GROUP", "task=toy co2.tau=3,6")
         patched.setenv("WANDB_TAGS", "table2,tau_sweep")
-        with at_step(2, stop):
-            assert trained(runs, "trace=true") == PREEMPTED
-        assert trained(runs, "trace=true") == 0
+        with at_step(7, stop):
+            assert trained(runs, "trace=true", *ALL) == PREEMPTED
+        assert trained(runs, "trace=true", *ALL) == 0
     return folder_of(*WORDS, runs=runs)
+
+
+@pytest.mark.parametrize("sink", SINKS)
+def test_a_run_that_stops_and_goes_on(stopped: Path, sink: str) -> None:
+    assert_holds(sink, stopped, STEPS)
+
+
+@pytest.mark.parametrize("sink", ["W&B", "TensorBoard"])
+def test_steps_that_are_trained_again(tmp_path: Path, sink: str) -> None:
+    """A run that fails at step 8 goes on from its checkpoint of step 5."""
+    if sink == "TensorBoard":
+        pytest.importorskip("tensorboard")
+    runs = tmp_path / "runs"
+    with at_step(8, fail), pytest.raises(ArithmeticError):
+        trained(runs, *SINKS[sink])
+    folder = folder_of(*WORDS, runs=runs)
+    assert_holds(sink, folder, 7)
+    assert trained(runs, *SINKS[sink]) == 0
+    assert_holds(sink, folder, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("sink", "call"),
+    [
+        ("W&B", "wandb.init"),
+        ("W&B", "wandb.Run.log"),
+        ("W&B", "wandb.Run.finish"),
+        ("TensorBoard", "torch.utils.tensorboard.SummaryWriter.add_scalar"),
+    ],
+)
+def test_its_failure_is_said_and_ends_nothing(tmp_path: Path, sink: str, call: str) -> None:
+    if sink == "TensorBoard":
+        pytest.importorskip("tensorboard")
+    with patch(call, side_effect=OSError("no room\nis left")):
+        assert trained(tmp_path, *SINKS[sink]) == 0
+    assert told_of(tmp_path, sink) == [f"{sink}: OSError: no room; the run goes on without it"]
+    folder = folder_of(*WORDS, runs=tmp_path)
+    assert len(metrics(folder, "train")) == STEPS and (folder / "summary.json").exists()
+    if wandb.run is not None:
+        wandb.run.finish()
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +307,7 @@ def told(stopped: Path) -> list[Segment]:
     return segments(stopped)
 
 
-class TestStopped:
+class TestWandB:
     def test_one_run_in_two_segments(self, stopped: Path, told: list[Segment]) -> None:
         """Each has its own steps, and `resume`, which lets `wandb sync` join them."""
         assert len(told) == 2 and told[0].run.run_id == told[1].run.run_id
@@ -200,14 +320,6 @@ class TestStopped:
             (0, first[-1]),
             (first[-1], STEPS),
         ]
-
-    def test_metrics(self, stopped: Path, told: list[Segment]) -> None:
-        """What W&B holds of a step is what metrics.jsonl holds."""
-        rows = {row["step"]: row for segment in told for row in segment.rows if "step" in row}
-        for line in metrics(stopped):
-            for key, value in line.items():
-                if key not in ("kind", "step") and value is not None:
-                    assert rows[line["step"]][f"{line['kind']}/{key}"] == pytest.approx(value)
 
     def test_names_and_units(self, told: list[Segment]) -> None:
         """Every metric has the axis `step` and a unit; the best loss is kept."""
@@ -254,29 +366,19 @@ class TestStopped:
             assert len(picture.convert("RGB").getcolors(1 << 24)) > 10
 
 
-def test_steps_that_are_trained_again(tmp_path: Path) -> None:
-    """A run that fails at step 8 goes on from its checkpoint of step 5; W&B's first segment, which
-    holds more, is replaced. And without a sweep, method and task are the group."""
-
-    def fail() -> None:
-        raise ArithmeticError("of the test")
-
+def test_a_segment_is_replaced(tmp_path: Path) -> None:
+    """By the next one, where it holds steps that are trained again. What is put aside stays a run
+    of its own. Without a sweep, method and task are the group."""
+    folder, found = folder_of(*WORDS, runs=tmp_path / "runs"), []
     with at_step(8, fail), pytest.raises(ArithmeticError):
-        trained(tmp_path / "runs")
-    folder = folder_of(*WORDS, runs=tmp_path / "runs")
-    (first,) = segments(folder)
-    assert first.steps == list(range(1, 8))
-    assert trained(tmp_path / "runs") == 0
-    (whole,) = segments(folder)
-    assert whole.steps == list(range(1, STEPS + 1))
-    assert whole.run.run_id == first.run.run_id and whole.run.run_group == "toy-co2"
-    assert [row["train/loss"] for row in whole.rows if "train/loss" in row] == pytest.approx(
-        [line["loss"] for line in metrics(folder, "train")]
-    )
-
-    assert trained(tmp_path / "runs", "resume=never") == 0
-    (afresh,) = segments(folder)
-    assert afresh.run.run_id != whole.run.run_id, "what is put aside stays a run of its own"
+        trained(tmp_path / "runs", *SINKS["W&B"])
+    for more in (None, "resume=auto", "resume=never"):
+        if more is not None:
+            assert trained(tmp_path / "runs", *SINKS["W&B"], more) == 0
+        (segment,) = segments(folder)
+        found.append(segment.run)
+    first, whole, afresh = found
+    assert first.run_id == whole.run_id != afresh.run_id and whole.run_group == "toy-co2"
 
 
 @pytest.mark.parametrize(
@@ -330,44 +432,54 @@ def test_disabled_by_its_own_variable_it_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert trained(tmp_path, "train.steps=2") == 0
+    assert trained(tmp_path, "train.steps=2", *SINKS["W&B"]) == 0
     assert not list(tmp_path.rglob("*wandb*"))
 
 
 def test_its_process_ends(tmp_path: Path) -> None:
     with at_step(9, end_wandb):
-        assert trained(tmp_path / "runs") == 0
+        assert trained(tmp_path / "runs", *SINKS["W&B"]) == 0
     (whole,) = segments(folder_of(*WORDS, runs=tmp_path / "runs"))
     assert whole.steps == list(range(1, STEPS + 1))
 
 
-def test_its_process_ends_with_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_its_process_ends_with_an_error(tmp_path: Path) -> None:
     """W&B would then end ours too; this must not end a training."""
-    monkeypatch.setattr("wandb.teardown", lambda: sys.exit(2))
-    assert trained(tmp_path / "runs") == 0
-    said = [line for line in capsys.readouterr().out.splitlines() if "W&B" in line]
+    with patch("wandb.teardown", lambda: sys.exit(2)):
+        assert trained(tmp_path, *SINKS["W&B"]) == 0
     text = "W&B: ConnectionError: W&B's own process ended with 2; the run goes on without it"
-    assert said == [text]
+    assert told_of(tmp_path, "W&B") == [text]
 
 
-@pytest.mark.parametrize("call", ["wandb.init", "wandb.Run.log", "wandb.Run.finish"])
-def test_its_failure_is_said_and_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, call: str
+def test_segments_without_tensorboard_are_shown_later(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    on, off = SINKS["TensorBoard"], SINKS["console"]
+    for chosen in (on, off, on):
+        with at_step(4, stop):
+            assert trained(tmp_path, *chosen) == PREEMPTED
+    assert trained(tmp_path, *on) == 0
+    assert_holds("TensorBoard", folder_of(*WORDS, runs=tmp_path), STEPS)
+
+
+def test_without_the_package_nothing_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*arguments: Any, **more: Any) -> None:
-        raise wandb.errors.CommError("the server\nis gone")
+    def loss(*arguments: Any) -> Tensor:
+        raise AssertionError("it trains")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(call, fail)
-        assert trained(tmp_path / "runs") == 0
-    said = [line for line in capsys.readouterr().out.splitlines() if "W&B" in line]
-    assert said == ["W&B: CommError: the server; the run goes on without it"]
-    folder = folder_of(*WORDS, runs=tmp_path / "runs")
-    assert len(metrics(folder, "train")) == STEPS and (folder / "summary.json").exists()
-    if wandb.run is not None:
-        wandb.run.finish()
+    monkeypatch.setattr("co2.record.tensorboard.find_spec", lambda name: None)
+    monkeypatch.setattr(Toy, "loss", loss)
+    words = ["task=toy", *WORDS, *SINKS["console"], f"runs={tmp_path}"]
+    assert train.APP.main([*words, "log.tensorboard=true"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "error: log.tensorboard=true: needs an extra: pip install -e '.[tensorboard]', or "
+        "'co2-suite[tensorboard]' outside a clone"
+    )
+    assert not list(tmp_path.iterdir())
+    assert configured(*WORDS, runs=tmp_path).log.tensorboard is False
+    with pytest.raises(ConfigError, match="needs an extra"):
+        configured(*WORDS, "log.tensorboard=true", runs=tmp_path)
 
 
 class TestSync:

@@ -1,5 +1,6 @@
-"""One run at a time trains in a folder, and no worker outlives what started it."""
+"""A run's folder: its name, who holds it, and what it says that was trained."""
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -7,21 +8,31 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import train
 from co2.errors import PREEMPTED, REFUSED, ConfigError
-from co2.record import lock
+from co2.methods.co2 import CO2
+from co2.record import fingerprint, lock
+from co2.record.fingerprint import digest
+from co2.record.folder import tag_from
 from co2.record.lock import NAME, FolderLock
+from co2.record.provenance import of_run
+from tasks.shared import sampling
+from tasks.toy import Toy
 from tests.cli.harness import (
     LIMIT_S,
     LINGER_S,
     STORY,
     alive,
+    assert_same_run,
     cli,
     command,
     configured,
@@ -29,11 +40,83 @@ from tests.cli.harness import (
     folders,
     held_port,
     metrics,
+    pooled,
     started,
+    stopped_after,
     until,
 )
 from tests.server import environment, fork_program
 from tests.workers import Pool
+
+
+class TestTag:
+    @staticmethod
+    def of(*overrides: str, world: int = 2, method: str = "co2") -> str:
+        return tag_from(overrides, world, 2, method)
+
+    def test_nothing_that_matters(self) -> None:
+        free = ("train.seed=3", "log.every=1", "checkpoint.keep=9", "runs=/x", "resume=never")
+        rest = (
+            "data.root=/x",
+            "launch.backend=gloo",
+            "launch.gpu=h100",
+            "hydra.verbose=true",
+            "tag=x",
+        )
+        assert self.of("task=toy", "method=co2", *free, *rest) == "default"
+
+    def test_names(self) -> None:
+        assert self.of("co2.tau=3") == "tau3"
+        assert self.of("++co2.tau=3") == "tau3"
+        assert self.of("optim.lr=1e-3") == "lr1e_3"
+        assert self.of("scale=paper") == "paper"
+        assert self.of("slowmo.tau=3", method="slowmo") == "tau3"
+
+    def test_order_does_not_matter(self) -> None:
+        one, other = "co2.tau=3", "optim.lr=0.1"
+        assert self.of(one, other) == self.of(other, one) == "lr0.1-tau3"
+
+    def test_the_workers_of_torchrun(self) -> None:
+        assert self.of("co2.tau=3", world=4) == "tau3-workers4"
+        assert self.of("co2.tau=3", world=2) == "tau3"
+
+    @pytest.mark.parametrize("value", ["/home/me/text.txt", "../up", "a b", "x:y", "[1,2]", "ü/é"])
+    def test_is_a_plain_folder_name(self, value: str) -> None:
+        tag = self.of(f"data.path={value}")
+        assert not set(tag) & set("/\\ :[],'\"") and tag not in ("", ".", "..")
+
+    def test_paths_of_the_same_name_differ(self) -> None:
+        assert self.of("data.path=/a/text") != self.of("data.path=/b/text")
+
+    def test_long_ones_are_cut_and_differ(self) -> None:
+        many = [f"co2.key{number}={number}" for number in range(40)]
+        one, other = self.of(*many, "co2.z=1"), self.of(*many, "co2.z=2")
+        assert one != other and len(one) <= 120
+
+    def test_long_fractions_are_short(self) -> None:
+        assert self.of("optim.lr=0.00100000000") == "lr0.001"
+        drawn, next_one = "0.30000000000000004", "0.3000000000000001"
+        tags = [self.of(f"optim.lr={value}") for value in (drawn, next_one, "0.3")]
+        assert len(set(tags)) == 3 and all(len(tag) <= len("lr0.1234_abcdef") for tag in tags)
+        assert tags[0] == self.of(f"optim.lr={drawn}0"), "the same number"
+        assert len(self.of("optim.lr=-1.2345678901e-05")) <= len("lr_1.235e_05_abcdef")
+        assert self.of("train.steps=1234567890") == "steps1234567890"
+
+    def test_a_sweep_never_collides(self) -> None:
+        jobs = [
+            (
+                f"co2.tau={tau}",
+                f"optim.lr={lr}",
+                f"co2.gap_penalty={gap}",
+                f"launch.workers={n}",
+            )
+            for tau in (1, 11, 111)
+            for lr in ("0.1", "0.11", "1e-1")
+            for gap in ("none", "gap_aware", "1.5")
+            for n in (1, 2)
+        ]
+        assert len({self.of(*job) for job in jobs}) == len(jobs)
+
 
 HOST = socket.gethostname()
 RUN = (*STORY, "tag=one", "toy.delay_s=0.1")
@@ -243,3 +326,94 @@ def test_a_place_without_room_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"tag=file: .* cannot be written \(.*\); make room"):
         FolderLock.take(tmp_path / "file" / "seed0")
+
+
+SHORT = ("train.steps=4", "train.eval_every=4", "checkpoint.every=0")
+
+
+def told(workers: Pool, runs: Path, *words: str, world: int = 2, **setup: Any) -> dict[str, Any]:
+    """The fingerprint of a run."""
+    run = pooled(workers, world, *SHORT, *words, runs=runs, fresh=True, **setup)
+    assert run.status == 0, run.err
+    known = json.loads((run.folder / "manifest.json").read_text())["fingerprint"]
+    return {key: round(value, 5) if key == "loss" else value for key, value in known.items()}
+
+
+@contextlib.contextmanager
+def another_order() -> Iterator[None]:
+    """Setup: the samples come in another order from the second batch on."""
+    indices = sampling.Sampler.indices
+
+    def other(self: sampling.Sampler, draw: int, worker: int) -> Any:
+        own = indices(self, draw, worker)
+        return own[::-1].copy() if draw == 1 and worker == 1 else own
+
+    with patch.object(sampling.Sampler, "indices", other):
+        yield
+
+
+@contextlib.contextmanager
+def other_weights() -> Iterator[None]:
+    model = Toy.model
+
+    def other(self: Toy) -> torch.nn.Module:
+        made = model(self)
+        torch.nn.init.zeros_(made[3].bias)
+        return made
+
+    with patch.object(Toy, "model", other):
+        yield
+
+
+@contextlib.contextmanager
+def raised() -> Iterator[None]:
+    with patch.object(Toy, "version", 2), patch.object(CO2, "version", 3):
+        yield
+
+
+def test_it_changes_with_what_a_run_trains_on_and_with(workers: Pool, tmp_path: Path) -> None:
+    """And with nothing else: method, rate and a micro-batch's place in a step do not count."""
+    first = told(workers, tmp_path / "runs", "method=co2")
+    assert first.keys() == {"data", "weights", "task", "method", "loss"}
+    assert first["task"] == Toy.version and first["method"] == CO2.version
+    same = told(workers, tmp_path / "others", "method=allreduce", "optim.lr=0.01")
+    assert same == first
+
+    def differ(*words: str, **setup: Any) -> set[str]:
+        place = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        now = told(workers, place, "method=co2", *words, **setup)
+        return {key for key in first if now[key] != first[key]}
+
+    assert differ("train.seed=1") == {"data", "weights", "loss"}
+    assert differ(world=1) == {"data", "loss"}
+    assert differ(setup=another_order) == {"data"}
+    assert differ(setup=other_weights) == {"weights", "loss"}
+    assert differ(setup=raised) == {"task", "method"}
+
+
+def test_a_resumed_run_keeps_it(workers: Pool, tmp_path: Path) -> None:
+    """And to tell it moves no batch and no generator: a run stopped before goes on exactly."""
+    words = ("method=co2", "co2.tau=3", "train.steps=8", "log.every=1")
+    whole = pooled(workers, 2, *words, runs=tmp_path / "whole")
+    for step in (1, 3):
+        runs = tmp_path / f"stopped_{step}"
+        pooled(workers, 2, *words, runs=runs, setup=stopped_after, setup_arguments=(step,))
+        again = pooled(workers, 2, *words, runs=runs)
+        assert_same_run(again.folder, whole.folder)
+        kept, first = of_run(again.folder), of_run(whole.folder)
+        assert kept["fingerprint"] == ("" if step == 1 else first["fingerprint"])
+        assert fingerprint.parts(first["fingerprint"])["method"] == "1"
+        assert kept["torch"] == torch.__version__.partition("+")[0]
+
+
+@pytest.mark.parametrize("size", [1, 7, 5000])
+def test_the_last_bits_of_a_float_do_not_count(size: int) -> None:
+    """Processors round them differently; whatever is larger counts, and every bit of integers."""
+    floats = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    same = floats * (1 + 2e-7 * torch.randn(size))
+    assert digest((floats,)) == digest([same]) != digest(-floats)
+    assert digest(floats) != digest(floats * 1.02)
+    assert size == 1 or digest(floats) != digest(floats.flip(0))
+    whole = torch.arange(size)
+    assert digest({"a": whole}) != digest({"a": whole + 1})
+    assert digest(torch.zeros(0)) == digest(torch.zeros(0))
