@@ -5,20 +5,14 @@
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
+Item = TypeVar("Item")
 OF_A_KIND = ("allreduce", "co2", "co2_keep", "streaming_diloco", "desloc", "zero_one_adam")
 """A method of each kind: no rounds; rounds whose means come late, and that keep local progress;
 means of fragments; means of an inner Adam's moments; an Adam of its own."""
-
-
-def nonempty(items: Iterable[Any]) -> list[Any]:
-    """The items as a list, of which there must be some: without any, a test could not fail."""
-    found = list(items)
-    assert found, "there is nothing to test"
-    return found
 
 
 def grid(cases: Iterable[Any], telling: Callable[[Any], bool], one: bool = False) -> list[Any]:
@@ -46,3 +40,10 @@ def first_of_each(
         return not known
 
     return grid(cases, is_first, one)
+
+
+def nonempty(items: Iterable[Item]) -> list[Item]:
+    """What a test goes through: one that went through nothing could not fail."""
+    found = list(items)
+    assert found, "nothing to test"
+    return found

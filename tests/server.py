@@ -167,9 +167,9 @@ def server() -> Server:
     return Server.shared() or Server.start(PRELOADED)
 
 
-def fork_function(name: str, descriptor: int) -> Forked:
-    """A process that calls `name`, as module:function, with an open file's descriptor."""
-    return server().fork({"function": name}, [descriptor])
+def fork_function(name: str, *descriptors: int) -> Forked:
+    """A process that calls `name`, as module:function, with the descriptors of open files."""
+    return server().fork({"function": name}, descriptors)
 
 
 def fork_program(

@@ -8,6 +8,9 @@ imported it (tests/server.py). They live until the session ends. Each case gets 
 its own, which is always destroyed afterwards. When a case exceeds its time limit, its workers are
 killed and new ones are forked for the next case, so that a deadlock is a failed test and not a
 session that hangs.
+
+What the workers print is part of a failure's report, and silent otherwise: PyTorch prints a warning
+or a stack for each connection that a test cuts on purpose.
 """
 
 import contextlib
@@ -18,6 +21,8 @@ import inspect
 import io
 import os
 import pickle
+import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -29,10 +34,12 @@ import torch
 import torch.distributed as dist
 
 from co2.comm.waiting import use
-from tests.server import Forked, fork_function
+from tests.server import fork_function
 
 GRACE_S = 5.0
 """How long the other ranks may take to notice that one of them has failed, in seconds."""
+_SHOWN = 4000
+"""How much of what a rank has printed a failure shows, from the end, in bytes."""
 
 
 class WorkerError(AssertionError):
@@ -64,15 +71,56 @@ def _pickled(case: object) -> bytes:
     return out.getvalue()
 
 
+class _Worker:
+    """A process that runs one case after the other."""
+
+    def __init__(self) -> None:
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115
+        self._before = 0
+        self.connection, there = Pipe()
+        descriptors = there.fileno(), self._printed.fileno()
+        self._process = fork_function("tests.workers:serve", *descriptors)
+        there.close()
+
+    def send(self, case: object) -> None:
+        """Begin a case."""
+        self._before = self._size()
+        self.connection.send_bytes(_pickled(case))
+
+    def printed(self) -> str:
+        """The end of what the process has printed in this case."""
+        size = min(_SHOWN, self._size() - self._before)
+        # Not by a seek, which would move the place at which the process writes.
+        found = os.pread(self._printed.fileno(), size, self._size() - size)
+        return found.decode(errors="replace")
+
+    def _size(self) -> int:
+        return os.fstat(self._printed.fileno()).st_size
+
+    def kill(self) -> None:
+        self._process.kill()
+        self.connection.close()
+
+    def wait(self) -> None:
+        """After `kill`."""
+        self._process.wait()
+        self._printed.close()
+
+
 class Pool:
-    """Up to `size` worker processes, started together at the first case that needs any."""
+    """Up to `size` worker processes, started together, at the first case at the latest."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         # A FileStore makes everyone who waits look again every 10 ms.
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self._cases = 0
-        self._workers: list[tuple[Forked, Connection]] = []
+        self._workers: list[_Worker] = []
+
+    def start(self) -> None:
+        """Start the workers, unless there are any."""
+        if not self._workers:
+            self._workers = [_Worker() for _ in range(self.size)]
 
     def run(
         self, fn: Callable[..., Any], world: int, *args: Any, time_limit_s: float = 300.0
@@ -88,39 +136,38 @@ class Pool:
             TimeLimit: with the ranks that were still busy.
         """
         assert 1 <= world <= self.size, f"world {world} in a pool of {self.size}"
-        if not self._workers:
-            self._start()
+        self.start()
         self._cases += 1
-        connections = [connection for _, connection in self._workers[:world]]
-        for rank, connection in enumerate(connections):
-            case = (fn, rank, world, args, f"case{self._cases}", self._store.port, time_limit_s)
-            connection.send_bytes(_pickled(case))
-        replies = self._collect(connections, time_limit_s)
-        failures = [f"rank {rank}:\n{text}" for rank, (good, text) in replies.items() if not good]
+        used = self._workers[:world]
+        for rank, worker in enumerate(used):
+            worker.send(
+                (fn, rank, world, args, f"case{self._cases}", self._store.port, time_limit_s)
+            )
+        replies = self._collect([worker.connection for worker in used], time_limit_s)
+        failures = {rank: text for rank, (good, text) in replies.items() if not good}
         missing = sorted(set(range(world)) - set(replies))
+        said = "".join(
+            f"rank {rank}:\n{failures.get(rank, '')}{_quoted(used[rank].printed())}"
+            for rank in range(world)
+            if rank in missing or rank in failures
+        )
         if missing:
             self.close()
         if failures:
-            raise WorkerError("\n".join(failures))
+            raise WorkerError(said)
         if missing:
-            raise TimeLimit(f"ranks {missing} of {world} still busy after {time_limit_s:g} s")
+            raise TimeLimit(
+                f"ranks {missing} of {world} still busy after {time_limit_s:g} s\n{said}"
+            )
         return [pickle.loads(replies[rank][1]) for rank in range(world)]
 
     def close(self) -> None:
         """Kill the workers; the next case starts new ones."""
-        for process, connection in self._workers:
-            process.kill()
-            connection.close()
-        for process, _ in self._workers:
-            process.wait()
+        for worker in self._workers:
+            worker.kill()
+        for worker in self._workers:
+            worker.wait()
         self._workers = []
-
-    def _start(self) -> None:
-        for _ in range(self.size):
-            here, there = Pipe()
-            process = fork_function("tests.workers:serve", there.fileno())
-            there.close()
-            self._workers.append((process, here))
 
     def _collect(
         self, connections: list[Connection], time_limit_s: float
@@ -139,11 +186,16 @@ class Pool:
                 try:
                     replies[rank] = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionError):
+                    said = _quoted(self._workers[rank].printed())
                     self.close()
-                    raise WorkerError(f"rank {rank} died") from None
+                    raise WorkerError(f"rank {rank} died\n{said}") from None
                 if not replies[rank][0]:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         return replies
+
+
+def _quoted(printed: str) -> str:
+    return f"printed:\n{printed}\n" if printed else ""
 
 
 def replicas(world: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -188,9 +240,12 @@ def everybody(value: Any) -> list[Any]:
     return found
 
 
-def serve(descriptor: int) -> None:
-    """Run one case after the other until the session closes the pipe, in a forked process."""
+def serve(descriptor: int, printed: int) -> None:
+    """Run one case after the other until the session closes the pipe, in a forked process. What it
+    prints goes to the file `printed`."""
     connection = Connection(descriptor)
+    for standard in (1, 2):
+        os.dup2(printed, standard)
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
@@ -225,6 +280,7 @@ def _run_case(case: bytes) -> tuple[bool, Any]:
     except BaseException:
         return False, traceback.format_exc()
     finally:
+        sys.stdout.flush()
         use(None)  # members that have vanished may have left theirs
         gc.collect()  # DDP's reducer is part of a cycle and must not outlive its process group
         gc.freeze()  # what is left are imported modules, which need not be traced again

@@ -251,6 +251,11 @@ def simulate_means(options: Namespace, rest: list[str]) -> None:
     simulate.Options(options)
 
 
+def durations_mean(options: Namespace, arguments: list[str]) -> None:
+    """What is left is pytest's, such as files."""
+    assert all((ROOT / word).exists() for word in arguments if "/" in word)
+
+
 def recipes_mean(options: Namespace, rest: list[str]) -> None:
     nothing_left(options, rest)
     if options.action == "tune":
@@ -265,6 +270,7 @@ MEANS: dict[str, Callable[[Namespace, list[str]], None]] = {
     "co2_measure.lab.__main__": lab_means,
     "co2_measure.simulate.__main__": simulate_means,
     "recipes.__main__": recipes_mean,
+    "tests.durations": durations_mean,
 }
 """Of modules: what more must hold of arguments that have been parsed."""
 CHECKS: dict[str, Callable[[list[str]], None]] = {

@@ -3,9 +3,11 @@
 The commands are parsed, composed and checked, as tests/docs/commands.py says, and not run.
 """
 
+import ast
 import re
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from tests.cli.harness import ROOT, configured, pooled
 from tests.docs import pages
 from tests.docs.commands import PROGRAMS, NotInstalled, check
 from tests.docs.pages import PAGES
+from tests.grids import nonempty
 from tests.workers import Pool
 
 SHOWN = {line: page.name for page in PAGES for line in pages.commands(page.read_text(), PROGRAMS)}
@@ -133,35 +136,39 @@ def test_python_is_that_of_the_environment(page: Path) -> None:
 
 
 def test_what_a_recipe_s_head_runs_as_root() -> None:
-    for path in (ROOT / "recipes").glob("*.py"):
+    for path in nonempty((ROOT / "recipes").rglob("*.py")):
         assert "sudo python" not in path.read_text(), path
 
 
-@by_page
-def test_links_lead_somewhere(page: Path) -> None:
-    for link in pages.links(page.read_text()):
+def test_links_lead_somewhere() -> None:
+    linked = nonempty((page, link) for page in PAGES for link in pages.links(page.read_text()))
+    for page, link in linked:
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
-        assert target.exists(), link
-        assert not anchor or anchor in pages.anchors(target.read_text()), link
+        assert target.exists(), f"{page.name}: {link}"
+        if anchor:
+            assert anchor in pages.anchors(target.read_text()), f"{page.name}: {link}"
 
 
-@by_page
-def test_named_files_are_there(page: Path) -> None:
+def test_named_files_are_there() -> None:
     """`co2/comm/background_mean.py` and the like; a heading may name a file that is to be made."""
-    text = re.sub(r"^#.*", "", pages.prose(page.read_text()), flags=re.MULTILINE)
     folders = "benchmarks|co2|conf|docs|examples|recipes|slurm|tasks|tests"
-    for path in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
-        assert (ROOT / path).exists(), path
+    named = [
+        (page.name, path)
+        for page in PAGES
+        for path in re.findall(
+            rf"`((?:{folders})/[\w./-]+)`",
+            re.sub(r"^#.*", "", pages.prose(page.read_text()), flags=re.MULTILINE),
+        )
+    ]
+    assert [pair for pair in nonempty(named) if not (ROOT / pair[1]).exists()] == []
 
 
-@by_page
-def test_snippets_can_be_read(page: Path) -> None:
-    text = page.read_text()
-    for code in pages.snippets(text, "python"):
-        compile(code, page.name, "exec")
-    for code in pages.snippets(text, "yaml"):
-        yaml.safe_load(code)
+@pytest.mark.parametrize(("language", "read"), [("python", ast.parse), ("yaml", yaml.safe_load)])
+def test_snippets_can_be_read(language: str, read: Callable[[str], object]) -> None:
+    texts = [page.read_text() for page in PAGES]
+    for code in nonempty(code for text in texts for code in pages.snippets(text, language)):
+        read(code)
 
 
 def test_the_loop_of_the_readme() -> None:

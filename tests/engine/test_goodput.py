@@ -89,7 +89,6 @@ def plain(way: str, faults: Faults, nodes: int, round_: Round, rounds: int) -> f
     return useful * round_.seconds / (nodes * now)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("way", [DISCARD, ELASTIC])
 @pytest.mark.parametrize(
     ("nodes", "mtbf_s"),

@@ -32,7 +32,6 @@ def trajectories(rank: int, world: int) -> dict[str, list[Snapshot]]:
     return {name: trajectory(rank, world, name, SETTINGS[name]) for name in METHODS}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_method_trains_as_in_other_processes(workers: Pool, world: int) -> None:
     found = co2.run(lambda mesh: trajectories(mesh.replica, world), replicas=world)

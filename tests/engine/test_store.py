@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from co2.config import LaunchConfig
 from co2.elastic import store as module
 from co2.elastic.heartbeat import add_to
-from co2.elastic.members import Members, Unreachable
 from co2.elastic.store import INSIDE, WAITING, OwnStore, SharedStore, keep
 from co2.errors import PREEMPTED
 from co2.start.elastic import _Starter
@@ -149,15 +147,6 @@ def test_a_node_reports_once_its_workers_need_not_import_any_more(
     config = LaunchConfig(elastic=True)
     assert _Starter(lambda number: 0, config, 1, place, Workers()).run() == PREEMPTED
     assert done == ["imported", "reported"]
-
-
-def test_members_who_cannot_connect_with_each_other_say_so(held: dist.TCPStore) -> None:
-    """All give signs of life, so nobody is lost; to try again for ever would be silent."""
-    members = Members(("127.0.0.1", held.port), 0, 30.0)
-    with patch("co2.elastic.members.make_group", side_effect=RuntimeError("refused")):
-        with pytest.raises(Unreachable, match=r"members cannot connect with each other \(refused"):
-            members.first((0,))
-    members.leave()
 
 
 @pytest.mark.slow  # new interpreters, and a network of its own

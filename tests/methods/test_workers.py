@@ -1,5 +1,6 @@
 """The harness itself: errors come back, deadlocks end, and the pool goes on."""
 
+import os
 import time
 
 import pytest
@@ -56,6 +57,21 @@ def test_an_error_comes_back_with_its_traceback(workers: Pool) -> None:
     with pytest.raises(WorkerError, match=r"rank 1:(.|\n)*one_raises(.|\n)*only on rank one"):
         workers.run(one_raises, 2)
     assert workers.run(total, 2, 1)[0][1].item() == 3.0
+
+
+def print_and(rank: int, world: int, text: str, fail: bool) -> None:
+    os.write(2, text.encode())  # as C++ does
+    assert not fail
+
+
+def test_what_a_failed_case_has_printed_is_told(
+    workers: Pool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    workers.run(print_and, 2, "before", False)
+    with pytest.raises(WorkerError, match="beyond Python's reach") as failed:
+        workers.run(print_and, 2, "beyond Python's reach", True)
+    assert "before" not in str(failed.value)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_deadlock_is_a_failure() -> None:

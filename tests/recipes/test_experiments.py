@@ -28,9 +28,7 @@ from recipes.studies import (
     quality,
     time_to_loss,
 )
-from recipes.tables import entries as entries_module
 from recipes.tables import layout
-from recipes.tables.render import render
 from recipes.tuning.tuning import TUNING_SEED
 from tests.recipes.lab_run import write_run
 
@@ -275,38 +273,6 @@ def test_what_reached_the_loss_soonest_is_trained(place: Path) -> None:
     assert isinstance(slow, LabCell) and slow.trial.mbit == 20
     own = {"co2.tau=48", "comm.dtype=bf16", "train.steps=1440", "optim.warmup_steps=60"}
     assert own <= set(slow.overrides)
-
-
-def test_every_experiment_renders_from_a_few_values(place: Path) -> None:
-    """One value of each recipe, and nothing else."""
-    places = (
-        (quality.RECIPE, "CO2, steady gap", f"GPT-2, {quality.ENTROPY}", 97.0),
-        (field.RECIPE, "co2", field.loss("gpt2"), 5.0),
-        (field.RECIPE, "co2", field.share("gpt2", "20"), 87.0),
-        (time_to_loss.RECIPE, FIRST, "validation loss", 4.5),
-        (time_to_loss.RECIPE.trials, FIRST, "seconds to the loss", float("inf")),
-        (digits.RECIPE, digits.NONE, "adam, accuracy, %", 85.0),
-        (kept_progress.RECIPE, "CO2, kept progress", PLACE, 5.3),
-        (kept_variants.RECIPE, "kept 0.5", "ViT", 0.502),
-    )
-    lines = [line(*where[:3], 0, where[3]) for where in places]
-    write_ours(lines)
-    recipes = list({recipe.name: recipe for recipe, *_ in places}.values())
-    render(recipes, place / "results", "smoke")
-    for recipe, row, column, value in places:
-        shown = recipe.column(column).digits
-        words = "not reached" if value == float("inf") else f"{value:.{shown}f}"
-        text = (place / "results" / "tables" / f"{recipe.name}.md").read_text()
-        head = recipe.column(column).head
-        if not recipe.listed:
-            assert "|---|" in text, "its own table"
-            continue
-        assert any(line.startswith(f"| {row} |") and words in line for line in text.splitlines())
-        assert any(line.startswith("| method |") and head in line for line in text.splitlines())
-        assert f"python -m recipes run {recipe.name}" in text
-    figures = {path.name for path in (place / "results" / "figures").iterdir()}
-    assert figures == {"field_gpt2_20.svg"}
-    assert entries_module.NOT_REACHED in (place / "results" / "report.html").read_text()
 
 
 def test_replica_steps_that_a_loss_has_cost(place: Path) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,22 +13,19 @@ import pytest
 from co2.errors import ConfigError
 from co2.record.folder import run_folder
 from co2.record.table import Table, read_csv
-from co2_measure.simulate.paper import PAPER as SCALING
 from recipes.__main__ import main, recipe_of, wanted
 from recipes.recipe import SCALES, Column, Recipe, Row
 from recipes.registry import RECIPES
 from recipes.runs import measured
 from recipes.runs.cells import Cell, TrainCell, composed_config
-from recipes.runs.collect import EVALS, collect
+from recipes.runs.collect import collect
 from recipes.runs.known import Known
 from recipes.runs.laboratory import LabCell
-from recipes.studies import rounds
 from recipes.studies.glue import FineTuning
-from recipes.tables import answer, entries, figures, headline, layout, pages, render, report
+from recipes.tables import answer, entries, figures, layout, pages, render, report
 from recipes.tables.entries import Entry
 from recipes.tables.methods import WITH_MOMENTS
 from recipes.tuning import tune, tuning
-from tests.recipes import test_studies as studies
 
 TOP1 = Column("top-1", ("task=toy",), "final.top1", factor=100, digits=1)
 TOY = Recipe(
@@ -213,55 +209,6 @@ def test_a_run_behind_several_values_is_told_once(results: Path) -> None:
         measured.read(path)
 
 
-def test_tables_have_a_row_for_each_method_and_what_is_empty_is_named(results: Path) -> None:
-    rows = measured.read(results / "ours.csv")
-    none = replace(TOP1, name="none, of two")
-    recipe = replace(TOY, columns=(TOP1, none, replace(none, name="other", part="none")))
-    found, differences, reported = layout.tables(recipe, rows, PAPER, "smoke")
-    assert found.markdown().splitlines() == [
-        "| method | top-1 |",
-        "|---|---|",
-        "| AllReduce | 91.0 ± 1.0 |",
-        "| Local SGD | 81.0 ± 1.0 |",
-        "| CO2_3 | 60.0 (n = 1) |",
-    ]
-    assert found.text == (
-        "Percent of a toy. Measured here (a cpu, 2 cores): mean ± standard deviation over 3 seeds "
-        "(n where it is another number); bold where the best interval overlaps no other."
-    )
-    assert found.source.startswith(
-        "Not run, and left out: SlowMo; none, of two. Nothing has run of: none. 7 runs"
-    )
-    assert differences.title == "Golden, differences to AllReduce"
-    assert differences.rows == [["Local SGD", "-10.0 [-12.5, -7.5] *"]]
-    assert reported.rows == [["CO2_3", "77 ± .1"]] and "Not measured" in reported.text
-    (nothing,) = layout.tables(recipe, [], [], "paper")
-    assert "Nothing has run" in nothing.page() and "|" not in nothing.page()
-
-
-def test_columns_of_a_part_have_a_table_of_their_own() -> None:
-    """Named without it; a method that cannot be run with one of them has a dash there."""
-    names = ("4 workers, 20 Mbit/s", "4 workers, 100 Mbit/s", "2 workers, 20 Mbit/s")
-    columns = tuple(replace(TOP1, name=name, part=name[:9], digits=0) for name in names)
-    columns = (replace(columns[0], without=("SlowMo",)), *columns[1:])
-    rows = ("SlowMo", "AllReduce")
-    lines = [
-        {"row": row, "column": name, "seed": "0", "value": f"{3000 + at}", "hardware": "a cpu"}
-        | {"commit": "c", "folder": "f", "command": row}
-        for row in rows
-        for at, name in enumerate(names)
-        if (row, at) != ("SlowMo", 0)
-    ]
-    lines.append({**lines[0], "row": "a row of before"})
-    four, two = layout.tables(replace(TOY, columns=columns), lines, [], "smoke")
-    assert four.name == "golden_4_workers" and four.title == "Golden: 4 workers (scale=smoke)"
-    assert [*four.head] == ["method", "20 Mbit/s", "100 Mbit/s"]
-    assert four.rows == [["AllReduce", "3,000", "3,001"], ["SlowMo", "—", "3,001"]]
-    assert "—: cannot be run." in four.source and "one seed." in four.text
-    assert [*two.head] == ["method", "20 Mbit/s"] and "—" not in two.source
-    assert "2 runs" in four.source, "of what is shown"
-
-
 def test_what_cannot_be_run_at_a_large_scale_has_a_dash_there_alone() -> None:
     """As Adam's averaged moments on a task whose optimizer is SGD at all scales but smoke."""
     (loss,) = (column for column in RECIPES["table1"].columns if column.name == "ADE20K, loss")
@@ -277,20 +224,6 @@ def test_what_cannot_be_run_at_a_large_scale_has_a_dash_there_alone() -> None:
         (table,) = layout.tables(toy, lines, [], scale)
         assert table.rows[1] == ["SlowMo", "3.0", cell]
         assert len(list(toy.cells(scale, [0]))) == 8 - (cell == "—")
-
-
-def test_losses_differ_in_percent() -> None:
-    loss = Column("loss", ("task=toy",), "final.loss", lower=True, digits=3)
-    lines = [
-        {"row": row, "column": "loss", "seed": str(seed), "value": str(value), "hardware": "a cpu"}
-        | {"commit": "c", "folder": "f", "command": row}
-        for row, values in {"AllReduce": (4.0, 4.0), "CO2_3": (4.1, 4.06)}.items()
-        for seed, value in enumerate(values)
-    ]
-    _, differences = layout.tables(replace(TOY, columns=(loss,)), lines, [], "smoke")
-    # Logarithms of 1.025 and 1.015: 12.706 errors of 0.0049 around 0.0198.
-    assert differences.rows == [["CO2_3", "+2.0 % [-4.2, 8.6]"]]
-    assert "in percent, between geometric means" in differences.text
 
 
 def test_what_another_recipe_has_recorded_of_the_same_run_is_not_lost(
@@ -309,12 +242,6 @@ def test_what_another_recipe_has_recorded_of_the_same_run_is_not_lost(
     assert own == rows[:7] and {row["column"] for row in rows[7:]} == {"the same"}
     evals = read_csv(results / "evals.csv")
     assert len([row for row in evals if row["recipe"] == "other"]) == len(evals) / 2 == 14
-
-
-def test_what_is_never_reached_is_not_a_number() -> None:
-    never = Entry(TOY.rows[0], TOP1, {0: 1.0, 1: float("inf")})
-    assert never.measured == "not reached" and never.spread is None
-    assert entries.compared(never.values, {0: 1.0, 1: 2.0}) is None
 
 
 def test_losses_are_kept_for_the_curves(results: Path) -> None:
@@ -403,17 +330,6 @@ def test_which_of_two_values_serves_another_recipe_depends_on_no_order(
     assert found[0] == found[1] and found[0].count(b"third") == 7
 
 
-def test_committed_values_are_in_order(tmp_path: Path) -> None:
-    committed = render.PAPERS.parent
-    measured.write(tmp_path / "ours.csv", measured.read(committed / "ours.csv"))
-    for name in ("ours.csv", "runs.csv"):
-        assert (tmp_path / name).read_bytes() == (committed / name).read_bytes(), name
-    evals = read_csv(committed / "evals.csv")
-    assert measured.in_order(evals, EVALS) == evals
-    trials = tune.read(committed / "tuning.csv")
-    assert measured.in_order(trials, (*tune.KEY, "rung", "trial")) == trials
-
-
 def test_a_run_that_is_here_without_a_figure_displaces_that_of_one_elsewhere(
     results: Path, tmp_path: Path
 ) -> None:
@@ -462,7 +378,7 @@ def test_a_dry_run_tells_runs_and_times(
     }
     times = [line.split()[0] for line in lines if "method=co2" in line]
     assert times == ["0:00:03"] * 2, "as long as the seed that has finished"
-    assert all(line.split()[0] == "unknown" for line in lines if "method=slowmo" in line)
+    assert {line.split()[0] for line in lines if "method=slowmo" in line} == {"unknown"}
     assert whole.startswith("5 runs to make, 2 of which train for 0:00:06 in all")
 
     summary = run_folder(left[0].config()) / "summary.json"  # type: ignore[attr-defined]
@@ -571,25 +487,6 @@ def test_every_cell_of_every_recipe_composes(
             assert config.task == (named or ["gpt2"])[0]
 
 
-def test_what_the_paper_reports_is_in_a_table_of_its_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And it agrees with what the simulator is compared with."""
-    paper = render.PAPERS
-    (tmp_path / "paper.csv").write_text(paper.read_text())
-    monkeypatch.chdir(tmp_path)
-    render.render(list(RECIPES.values()), tmp_path, "smoke")
-    words = {"AllReduce": "AdamW", "CO2, τ = 48": "CO2 τ=48", "CO2, τ = 12": "CO2 τ=12"}
-    for row in read_csv(tmp_path / "paper.csv"):
-        assert row["source"] and float(row["value"]) > 0
-        lines = (tmp_path / "tables" / f"{row['recipe']}.md").read_text().splitlines()
-        value = f"{int(row['value']):,}" if row["value"].isdecimal() else row["value"]
-        assert any(f"| {row['row']} |" in line and value in line for line in lines), row
-        if row["recipe"] == "table3":
-            figure = row["column"].removeprefix("80 Gbit/s TCP/IP, ")
-            assert SCALING[f"{words[row['row']]}, {figure}"] == float(row["value"])
-
-
 def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture) -> None:
     for words, line in (
         ("run tabel2", "recipe=tabel2: no such recipe; did you mean table2?"),
@@ -615,48 +512,6 @@ def test_a_figure_in_the_page_is_the_same_in_fewer_words(tmp_path: Path) -> None
         '<figure><svg viewBox="0 0 324 293.76"><g><path id="m99" d="M 39.90 -0.01 L 7 16.5"/>'
         '<text x="1.23">0.00656</text></g></svg></figure>'
     ) in page
-
-
-def test_results_are_small() -> None:
-    files = [path for path in Path("results").rglob("*") if path.is_file()]
-    kept = [path for path in files if path.parts[1] != "runs"]
-    assert [path for path in kept if path.stat().st_size >= 2**20] == []
-
-
-def test_pages_show_what_was_measured(tmp_path: Path) -> None:
-    """Nothing between their marks is typed; a value that changes shows."""
-    root = Path(__file__).parents[2]
-    names = ("README.md", *(f"docs/{page.name}" for page in (root / "docs").glob("*.md")))
-    (tmp_path / "docs").mkdir()
-    for name in names:
-        (tmp_path / name).write_text((root / name).read_text())
-    pages.fill(tmp_path, root / "results" / "ours.csv")
-    for name in names:
-        assert (tmp_path / name).read_text() == (root / name).read_text(), "recipes render"
-    main, told = tmp_path / "README.md", tmp_path / "docs" / "quality.md"
-    changed = tmp_path / "ours.csv"
-    line = dict.fromkeys((*measured.VALUES, *measured.SOURCES), "")
-    measured.write(changed, [{**line, **other} for other in compared()])
-    pages.fill(tmp_path, changed)
-    assert "| AllReduce | 90.5 | not run | not run |" in main.read_text()
-    head = "| method | GPT-2, source text of sympy | ViT, MNIST, 5,000 digits |"
-    assert (
-        f"{head}\n|---|---|---|\n| CO2, steady gap | +5.0 % [4.4, 5.6] * | +0.1 % ["
-        in told.read_text()
-    )
-    key = "above|table2|CO2, steady gap|GPT-2, loss|Local SGD"
-    assert f"<!--={key}-->not run<!--/-->" in told.read_text(), "its other row has not run"
-    measured.write(changed, [])
-    pages.fill(tmp_path, changed)
-    assert main.read_text().count("Not run yet.") == 1 and "[" not in _marked(told.read_text())
-    told.write_text("<!--=above|table2|CO3|GPT-2, loss--><!--/-->")
-    with pytest.raises(ConfigError, match=r"CO3.*no recipe has this kind, row or column"):
-        pages.fill(tmp_path, changed)
-
-
-def _marked(text: str) -> str:
-    """All that stands at marked places."""
-    return " ".join(re.findall(r"<!--=[^>]*-->(.*?)<!--/-->", text))
 
 
 LOSSES = {
@@ -732,20 +587,6 @@ def test_the_report_repeats_the_answer_of_the_documentation(results: Path) -> No
     assert pages.in_short(Path(__file__).parents[2]), "the report opens with its points"
 
 
-def test_a_number_of_seeds_that_a_column_shares_stands_once() -> None:
-    """Only a cell that differs from its column says its own."""
-    columns = [replace(TOP1, name=name) for name in ("a", "b", "c")]
-    counts = {"a": (3, 3), "b": (5, 5), "c": (3, 2)}
-    found = [
-        Entry(row, column, {seed: 0.5 + seed for seed in range(counts[column.name][number])})
-        for column in columns
-        for number, row in enumerate(TOY.rows[:2])
-    ]
-    texts, words = layout.values(found)
-    assert [text.partition(" (")[2] for text in texts] == ["", "", "", "", "", "n = 2)"]
-    assert "over 3 seeds (5 for b; n where it is another number);" in words
-
-
 def losses_at(row: str, seed: int, *losses: float) -> list[dict[str, str]]:
     """Lines of evals.csv: a loss every hundred steps, which take ten seconds."""
     return [
@@ -790,43 +631,3 @@ def test_the_main_table_says_whether_its_runs_were_tuned() -> None:
     assert "won in 12 trials of its own on the task." in answer.losses(tuned, tuning, "smoke").text
     mixed = answer.losses([*plain[:3], *tuned[3:]], tuning, "smoke")
     assert "on the task; 3 of 12 runs are not tuned." in mixed.text
-
-
-def test_cost_and_benefit_stand_at_the_top(tmp_path: Path) -> None:
-    """x is 3 in the figure's budget, and half of the throughput is kept: a net time of 6."""
-    allreduce = {25: 4.0, 100: 3.5, 300: 3.0, 1000: 2.5}
-    lines = [
-        ("rounds", "AllReduce", rounds.name(r), s, v) for r, v in allreduce.items() for s in (0, 1)
-    ]
-    lines += [("rounds", "CO2, steady gap", rounds.name(300), seed, 3.5) for seed in (0, 1)]
-    for row, kept in {"CO2, steady gap": (50, 50), "no communication": (100, 100)}.items():
-        lines += [("table3", row, "2 workers, 20 Mbit/s", s, v) for s, v in enumerate(kept)]
-    names = ("recipe", "row", "column", "seed", "value")
-    ours = [dict(zip(names, map(str, line), strict=True)) for line in lines]
-    dot = headline.dots(ours)["CO2, steady gap", "20 Mbit/s"]
-    assert dot.net_time.text(".2f").startswith("6.00 [5.")
-    (path,) = headline.draw(ours, tmp_path / "headline.svg")
-    assert "CO2" in path.read_text() and "Local SGD" not in path.read_text()
-    assert list(headline.draw([], path)) == [] and headline.table([], "smoke").rows == []
-
-
-def test_the_report_opens_with_the_headline(results: Path) -> None:
-    render.render([TOY], results, "smoke")
-    assert "equal net time" not in (results / "report.html").read_text(), "nothing of it has run"
-
-
-def test_what_one_table_tells_stands_once() -> None:
-    """Perplexity is not compared beside its loss; a recipe may leave all tables to `beside`."""
-    values = {("AllReduce", name): (4.0, 4.1) for name in ("loss", "perplexity")}
-    values |= {("CO2_3", name): (4.2, 4.4) for name in ("loss", "perplexity")}
-    more = {"hardware": "a cpu", "commit": "c", "folder": "f", "command": "x"}
-    ours = [{**line, **more} for line in studies.lines(values)]
-    columns = (
-        replace(TOP1, name="loss", metric="final.loss", part="loss"),
-        replace(TOP1, name="perplexity", metric="final.perplexity", part="perplexity"),
-    )
-    recipe = replace(TOY, columns=columns)
-    titles = [table.title for table in layout.tables(recipe, ours, [], "smoke")]
-    assert len(titles) == 3 and "perplexity (scale" in titles[-1]
-    (hidden,) = layout.tables(replace(recipe, listed=False), ours, [], "smoke")
-    assert not hidden.rows and "1 runs" in hidden.source

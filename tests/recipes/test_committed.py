@@ -1,0 +1,159 @@
+"""What is committed under results/ is what the committed values say: every table is rendered again,
+and every cell that was measured is computed again by other code."""
+
+import math
+import re
+import shutil
+from pathlib import Path
+from statistics import fmean, stdev
+
+import pytest
+
+from co2.errors import ConfigError
+from co2.record.table import read_csv
+from co2_measure.simulate.paper import PAPER as SCALING
+from recipes.recipe import Column, Recipe
+from recipes.registry import RECIPES
+from recipes.runs import measured
+from recipes.runs.collect import EVALS
+from recipes.tables import pages
+from recipes.tables.render import render
+from recipes.tuning import tune
+from tests.cli.harness import ROOT
+from tests.grids import nonempty
+
+RESULTS = ROOT / "results"
+PAGES = ("README.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
+Cells = dict[tuple[str, str], str]
+
+
+@pytest.fixture(scope="module")
+def again(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository's pages and values, of which everything is rendered once more."""
+    place = tmp_path_factory.mktemp("again")
+    (place / "docs").mkdir()
+    for name in PAGES:
+        shutil.copy(ROOT / name, place / name)
+    shutil.copytree(
+        RESULTS, place / "results", ignore=shutil.ignore_patterns("runs", "tables", "lab")
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)  # where no run is
+        render(list(RECIPES.values()), place / "results", "smoke")
+    return place
+
+
+def texts(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in (folder / "tables").glob("*.md")}
+
+
+def test_tables_are_rendered_from_the_values(again: Path) -> None:
+    made = texts(again / "results")
+    assert len(made) > 30
+    assert made == texts(RESULTS), "python -m recipes render"
+
+
+def test_pages_show_what_was_measured(again: Path) -> None:
+    """Nothing between their marks is typed."""
+    for name in nonempty(PAGES):
+        assert (again / name).read_text() == (ROOT / name).read_text(), "python -m recipes render"
+    assert re.findall(r"<!--=.+?-->.+?<!--/-->", (again / "README.md").read_text())
+
+
+def test_a_mark_of_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("<!--=above|table2|CO3|GPT-2, loss--><!--/-->")
+    with pytest.raises(ConfigError, match=r"CO3.*no recipe has this kind, row or column"):
+        pages.fill(tmp_path, RESULTS / "ours.csv")
+
+
+def shown(page: str) -> dict[str, Cells]:
+    """By title of a table: by row and head, what a cell shows."""
+    found: dict[str, Cells] = {}
+    for section in re.split(r"^# ", page, flags=re.MULTILINE)[1:]:
+        lines = [line[2:-2].split(" | ") for line in section.splitlines() if line.startswith("| ")]
+        if lines:
+            head, *rows = lines
+            found[section.partition("\n")[0]] = {
+                (row[0], name): cell.replace("*", "").partition(" (n =")[0]
+                for row in rows
+                for name, cell in zip(head, row, strict=True)
+            }
+    return found
+
+
+def expected(values: list[float], column: Column) -> str:
+    if math.inf in values:
+        return "not reached"
+    spread = f" ± {stdev(values):,.{column.digits}f}" if len(values) > 1 else ""
+    return f"{fmean(values):,.{column.digits}f}{spread}"
+
+
+@pytest.mark.parametrize(
+    "recipe", [one for one in RECIPES.values() if one.listed], ids=lambda one: one.name
+)
+def test_a_row_has_its_own_values(recipe: Recipe) -> None:
+    """In the recipe's order. The columns that a part of it shares have a table of their own."""
+    values: dict[tuple[str, str], list[float]] = {}
+    for line in measured.read(RESULTS / "ours.csv"):
+        if (line["recipe"], line["scale"]) == (recipe.name, "smoke"):
+            values.setdefault((line["row"], line["column"]), []).append(float(line["value"]))
+    tables = shown((RESULTS / "tables" / f"{recipe.name}.md").read_text())
+    for part in dict.fromkeys(column.part for column in recipe.columns):
+        title = f"{recipe.title}: {part}" if part else recipe.title
+        cells = tables.get(f"{title} (scale=smoke)", {})
+        order = list(dict.fromkeys(row for row, _ in cells))
+        assert order == [row.name for row in recipe.rows if row.name in order]
+        for row, column in recipe.places("smoke"):
+            if column.part == part:
+                own, cell = values.get((row.name, column.name)), cells.get((row.name, column.head))
+                if own is None:
+                    assert cell in (None, "not run")
+                else:
+                    assert cell == expected(own, column), (row.name, column.name)
+
+
+def test_what_papers_report_is_in_a_table_of_its_recipe(again: Path) -> None:
+    """And it agrees with what the simulator is compared with."""
+    words = {"AllReduce": "AdamW", "CO2, τ = 48": "CO2 τ=48", "CO2, τ = 12": "CO2 τ=12"}
+    made = texts(again / "results")
+    for row in nonempty(read_csv(RESULTS / "paper.csv")):
+        assert row["source"] and float(row["value"]) > 0
+        value = f"{int(row['value']):,}" if row["value"].isdecimal() else row["value"]
+        lines = made[f"{row['recipe']}.md"].splitlines()
+        assert any(line.startswith(f"| {row['row']} |") and value in line for line in lines), row
+        if row["recipe"] == "table3":
+            figure = row["column"].removeprefix("80 Gbit/s TCP/IP, ")
+            assert SCALING[f"{words[row['row']]}, {figure}"] == float(row["value"])
+
+
+def test_figures_of_the_pages_are_drawn(again: Path) -> None:
+    committed = nonempty(path.name for path in (RESULTS / "figures").iterdir())
+    assert {path.name for path in (again / "results" / "figures").iterdir()} >= set(committed)
+    told = (again / "results" / "report.html").read_text()
+    assert told.count("<svg") > len(committed)
+
+
+@pytest.mark.parametrize("scale", ["gpu", "paper"])
+def test_nothing_has_run_at_other_scales(again: Path, scale: str) -> None:
+    recipes = [recipe for recipe in RECIPES.values() if scale in recipe.scales]
+    render(recipes, again / "results", scale)
+    for recipe in nonempty(recipes):
+        page = (again / "results" / "tables" / f"{recipe.name}_{scale}.md").read_text()
+        assert "Nothing has run" in page
+        assert all(title.endswith("what papers report") for title in shown(page))
+
+
+def test_values_are_in_order(tmp_path: Path) -> None:
+    measured.write(tmp_path / "ours.csv", measured.read(RESULTS / "ours.csv"))
+    for name in ("ours.csv", "runs.csv"):
+        assert (tmp_path / name).read_bytes() == (RESULTS / name).read_bytes(), name
+    evals = read_csv(RESULTS / "evals.csv")
+    assert measured.in_order(evals, EVALS) == evals
+    trials = tune.read(RESULTS / "tuning.csv")
+    assert measured.in_order(trials, (*tune.KEY, "rung", "trial")) == trials
+
+
+def test_results_are_small() -> None:
+    files = nonempty(path for path in RESULTS.rglob("*") if path.is_file())
+    kept = [path for path in files if path.relative_to(RESULTS).parts[0] != "runs"]
+    assert [path for path in nonempty(kept) if path.stat().st_size >= 2**20] == []
