@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from co2.comm.clocks import CommTotals
 from co2.comm.collectives import carries
 from co2.comm.deadlocks import DeadlockWatch
-from co2.comm.mesh import Mesh
+from co2.comm.mesh import Mesh, backend_of
 from co2.comm.phases import WAIT
 from co2.comm.runners import CudaRunner, HostRunner, Runner
 from co2.config import CommConfig, Precision
@@ -79,9 +79,7 @@ class BackgroundMean:
     def _make_group(self, mesh: Mesh) -> None:
         """Make the process group of these replicas. Collective."""
         self.num_replicas = mesh.num_replicas
-        self.group = mesh.new_group_across_replicas(
-            None if self.buffer.device.type == mesh.device.type else "gloo"
-        )
+        self.group = mesh.new_group_across_replicas(backend_of(self.buffer.device.type))
 
     def watched_by(self, watch: DeadlockWatch) -> None:
         """Wait for collectives by the watch of the method that starts them."""

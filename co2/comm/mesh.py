@@ -137,6 +137,14 @@ class Mesh:
         """Make a process group of all workers; None if there is only one."""
         return self._group(range(self.num_workers), backend)
 
+    def control_group(self) -> dist.ProcessGroup | None:
+        """A group of all workers for what they say to each other, in the host's memory; None if
+        there is only one. PyTorch's default group serves for it where it reaches that memory and
+        all workers, so that no worker holds a connection more to each of the others."""
+        if self.elastic is None and self.num_workers > 1 and backend_of("cpu") == "gloo":
+            return dist.group.WORLD
+        return self.new_group_of_workers("gloo")
+
     def _group(self, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup | None:
         """Make a process group of these ranks, in which only they take part. None for one rank."""
         if len(ranks) == 1:
@@ -159,6 +167,16 @@ def check_replica_size(replica_size: int, workers: int) -> None:
     require(workers % replica_size == 0, "mesh.replica_size", replica_size, hint)
 
 
+def backend_of(kind: str) -> str | None:
+    """The backend that carries tensors of this kind of device ("cpu", "cuda"), and no other: that
+    of the default process group, or gloo for the host's memory where it has none. A group of two
+    backends would hold a connection of gloo to each worker beside those of NCCL. None: there is no
+    process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return _backends(dist.get_backend_config()).get(kind, "gloo")
+
+
 def serves_gpus(config: str) -> bool:
     """Whether a process group's collectives reach the memory of GPUs.
 
@@ -166,5 +184,8 @@ def serves_gpus(config: str) -> bool:
         config: its backend for each kind of device, as `get_backend_config` tells it, such as
             cpu:gloo,cuda:nccl. gloo may stand there for GPUs too, but lacks most collectives then.
     """
-    backends = dict(pair.split(":") for pair in config.split(","))
-    return backends.get("cuda", "gloo") != "gloo"
+    return _backends(config).get("cuda", "gloo") != "gloo"
+
+
+def _backends(config: str) -> dict[str, str]:
+    return dict(pair.split(":") for pair in config.split(","))

@@ -42,6 +42,7 @@ from co2.start.processes import (
     SERVER_LOST,
     ServerLost,
     Workers,
+    allow_files,
     cores_of_each,
     end_with_starter,
     place_sockets,
@@ -75,6 +76,7 @@ def run(worker: Worker, config: Config) -> int:
 
     `worker` is pickled. Raises `ConfigError` where this machine has no place for its sockets.
     """
+    allow_files()
     place_sockets()  # those of loading processes, too
     me = identity()
     if me is not None:

@@ -10,8 +10,10 @@ from co2.config import CommDevice, Config, LaunchConfig, Precision
 from co2.errors import ConfigError, require
 from co2.start.identity import identity
 
-_FILES = 64
-"""Open files that a small run of two workers has."""
+_FILES, _FILES_A_WORKER = 64, 4
+"""Open files that a process of a run has, and how many more for each worker: a worker is connected
+to all others once for PyTorch's default group, the method's and each of its means'; who starts
+workers holds their ends of the store and of pipes."""
 
 
 def workers_here() -> int:
@@ -31,11 +33,14 @@ def check(config: Config) -> None:
             the CPU has no bf16; too few open files are allowed; it cannot reach itself.
     """
     local = local_workers(config)
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    me = identity()
+    world = me.world if me else config.launch.workers
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)  # as many as `allow_files` allows
+    needed = _FILES + _FILES_A_WORKER * world
     # With fewer, as without a loopback interface, PyTorch's launcher would wait for ever.
-    hint = f"must be {_FILES} open files or more: ulimit -n 65536"
-    require(files >= _FILES or files == resource.RLIM_INFINITY, "ulimit -n", files, hint)
-    if identity() is None and config.launch.workers > 1:
+    hint = f"{world} workers need {needed} open files: ulimit -n 65536"
+    require(files >= needed or files == resource.RLIM_INFINITY, "ulimit -n", files, hint)
+    if me is None and config.launch.workers > 1:
         try:
             with socket.create_server(("127.0.0.1", 0)) as here:
                 socket.create_connection(here.getsockname()).close()

@@ -9,6 +9,7 @@ import contextlib
 import math
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -59,6 +60,7 @@ def context() -> ForkServerContext:
     # With it torch.cuda.is_available(), which libraries ask as they are imported, does not start
     # CUDA in the fork server: what that forks could not use a GPU.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    allow_files()
     found = multiprocessing.get_context("forkserver")
     imported = [name for name in sys.modules if name.partition(".")[0] in ("co2", "tasks")]
     found.set_forkserver_preload([*imported, "torch._dynamo", "torch.distributed.checkpoint"])
@@ -66,6 +68,13 @@ def context() -> ForkServerContext:
     with _safe_path():
         forkserver.ensure_running()
     return found
+
+
+def allow_files() -> None:
+    """Allow this process, and all that it starts, as many open files as the system lets it have.
+    The usual 1,024 are passed at some 300 workers."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def place_sockets() -> None:

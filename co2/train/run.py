@@ -49,7 +49,7 @@ class Run:
     def open(cls, config: Config, task: Task, method: Method, mesh: Mesh, origin: Origin) -> "Run":
         """Make the folder and what writes to it, with a task that is set up and a method that is
         not prepared yet. Collective."""
-        control, folder = mesh.new_group_of_workers("gloo"), run_folder(config)
+        control, folder = mesh.control_group(), run_folder(config)
         lock = None if mesh.newcomer else _claim(config, folder, mesh, control)
         path = folder / "trace" / f"rank_{mesh.worker}.json"
         trace = Trace(path if config.trace else None)
@@ -65,7 +65,7 @@ class Run:
         return made
 
     def _regroup(self, mesh: Mesh) -> None:
-        self.mesh, self.control = mesh, mesh.new_group_of_workers("gloo")
+        self.mesh, self.control = mesh, mesh.control_group()
 
     def take_over(self, step: int) -> None:
         """After workers have gone: the first of those who are left speaks and writes for the run

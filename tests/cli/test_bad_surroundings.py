@@ -343,7 +343,7 @@ def test_too_few_open_files(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
     line = refused(train.APP.main, ["task=toy"], capsys)
-    assert line == "ulimit -n=20: must be 64 open files or more: ulimit -n 65536"
+    assert line == "ulimit -n=20: 2 workers need 72 open files: ulimit -n 65536"
 
 
 def test_no_loopback(
