@@ -239,7 +239,10 @@ class CommConfig(Limited):
 @dataclass
 class CheckpointConfig(Limited):
     every: Steps = 100
-    """Steps between checkpoints. With 0, a run saves only when a signal stops it."""
+    """Steps between checkpoints. With 0 and no `every_s`, a run saves only when a signal stops
+    it."""
+    every_s: Annotated[float, Range(0, above=True, unit="seconds")] | None = None
+    """Seconds between checkpoints, about, beside those of `every`; null for none."""
     keep: Count = 2
     """How many of the newest are kept. With 2, a damaged one costs at most `every` steps."""
     model: bool = True

@@ -206,7 +206,7 @@ def _objection_to_more_steps(config: Config, folder: Path, then: int) -> str:
     if optim.schedule is not Schedule.constant or optim.warmup_steps > then:
         return ", on which its rate depends: only optim.schedule=constant goes on with more"
     if (folder / "summary.json").exists() and not saved.exists():
-        return ", of which the last was not saved (checkpoint.every=0)"
+        return ", of which the last was not saved"
     return ""
 
 

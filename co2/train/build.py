@@ -52,6 +52,7 @@ def build(run: Run) -> Session:
     if run.is_first:
         session.utilization  # noqa: B018 — counted now, not in the midst of training
     session.meter.begin()
+    session.saves.begin(session.step)
     return session
 
 

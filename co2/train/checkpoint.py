@@ -47,8 +47,9 @@ from co2.train import state_file
 from co2.train.state_file import HostCopy, Split
 
 MANIFEST = "manifest.json"
-_POLL_S = 0.02
-"""Between two looks whether the other workers have written their parts."""
+_POLL_S, _LONGEST_POLL_S = 0.02, 1.0
+"""Between two looks whether the other workers have written their parts: twice as long after each
+that has found nothing new, up to the latter."""
 _SETTLE_S = 10.0
 
 
@@ -206,7 +207,8 @@ class Checkpoints:
         if self.rank == 0:
             self._clear()
         unusable: dict[int, str] = {}
-        for step in gathered(self.steps(), self.group)[0]:
+        there = self.steps() if self.rank == 0 else []
+        for step in gathered(there, self.group)[0]:
             state, damage, refusal = self._read(step)
             fault = f"is damaged ({damage})" if damage else ""
             if not fault and (name := state_file.not_finite(state)):
@@ -290,10 +292,12 @@ class Checkpoints:
 
     def _parts(self, save: _Save) -> dict[int, Written]:
         """By worker, what all have written; without those who are gone."""
-        found, ended = {0: save.part.result()}, False
+        found, ended, pause_s = {0: save.part.result()}, False, _POLL_S
         while len(found) < save.world and not ended:
-            ended = self._all_written.wait(_POLL_S)
-            found |= _delivered(save.aside, (r for r in range(save.world) if r not in found))
+            ended = self._all_written.wait(pause_s)
+            new = _delivered(save.aside, range(save.world) - found.keys())
+            pause_s = _POLL_S if new else min(2 * pause_s, _LONGEST_POLL_S)
+            found |= new
         return found | self._known if ended and save is self._last else found
 
     def _report_failure(self, step: int, reason: str) -> None:
@@ -392,12 +396,11 @@ def _notice(folder: Path, rank: int) -> Path:
 
 
 def _delivered(folder: Path, ranks: Iterable[int]) -> dict[int, Written]:
-    """What those of the workers have told that are done."""
-    found = {}
-    for rank in ranks:
-        with contextlib.suppress(FileNotFoundError):
-            found[rank] = Written(**json.loads(_notice(folder, rank).read_text()))
-    return found
+    """What those of the workers have told that are done. One look at the folder finds them: to ask
+    for the file of each would be hundreds of questions to a file system that all share."""
+    there = set(os.listdir(folder)) if folder.exists() else set()
+    done = (rank for rank in ranks if _notice(folder, rank).name in there)
+    return {rank: Written(**json.loads(_notice(folder, rank).read_text())) for rank in done}
 
 
 def _sha256(path: Path) -> str:

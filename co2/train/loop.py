@@ -33,8 +33,8 @@ def train(run: Run) -> None:
             save; `DIVERGED` when a loss, a validation loss or what is to be saved is not finite.
     """
     config, method = run.config, run.method
-    steps, due = config.train.steps, config.checkpoint.every
-    pauses = (config.log.every, config.train.eval_every, due)
+    steps = config.train.steps
+    pauses = (config.log.every, config.train.eval_every, config.checkpoint.every)
     seed_everything(config.train.seed, run.mesh.worker)
     with deterministic(config.train.deterministic), run, closing(build(run)) as session:
         losses = session.losses
@@ -59,7 +59,8 @@ def train(run: Run) -> None:
                 session.optimizer.zero_grad(set_to_none=True)
                 session.step += 1
                 step, last = session.step, session.step == steps
-                if last or any(every and step % every == 0 for every in pauses):
+                paused = last or any(every and step % every == 0 for every in pauses)
+                if paused or session.saves.looks(step):
                     # A GPU has work left. The clock stands still below, so wait for it here.
                     losses.check()
                     session.catch_up()
@@ -70,7 +71,7 @@ def train(run: Run) -> None:
                     session.tell_fingerprint()
                 if step % config.train.eval_every == 0 and not last:
                     session.evaluate()
-                if due > 0 and (step % due == 0 or last):
+                if session.saves.due(step):
                     session.save()
                 if not last and stop(step):
                     losses.check()

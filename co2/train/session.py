@@ -31,6 +31,7 @@ from co2.train.meters import LossWatch, Meter, Utilization
 from co2.train.moving_average import MovingAverage
 from co2.train.run import Run
 from co2.train.samples import Samples
+from co2.train.saving import SaveTimes
 from co2.train.state_file import METHOD, REPLICA, HostCopy, rebuilt, split
 from co2.train.weight_files import EMA_MODEL, MODEL, write
 from co2.train.within_replica import Replica, ReplicaState, own_buffers, whole_weights
@@ -63,6 +64,11 @@ class Session:
             run.control,
             config.checkpoint.keep,
             lambda line: run.console.print_line(line),  # another's, where this worker takes over
+        )
+        self.saves = SaveTimes(
+            config.checkpoint,
+            config.train.steps,
+            lambda own: self.together(lambda: gathered(own, run.control)),
         )
         self.losses = LossWatch(run, self.checkpoints)
         self.replicas = mesh.elastic if isinstance(mesh.elastic, Replicas) else None
@@ -162,6 +168,8 @@ class Session:
         run.record.log(change)
         text = f"{change.text()}{self.samples.compared(before)}"
         run.console.print_line(f"step {self.step}: {text} ({seconds:.2f} s)")
+        if members.joined:
+            self.saves.begin(self.step)  # as they do
         if members.joined and run.mesh.replica == 0:
             assert run.control is not None, "there are two at least"
             copy, own = HostCopy(), split(self.state(whole=True), run.mesh.rank_in_replica)

@@ -141,6 +141,7 @@ def _segments(draw: random.Random, world: int) -> Iterator[Segment]:
             ),
             (
                 f"checkpoint.every={draw.choice((0, 1, 2, 3, 5))}",
+                f"checkpoint.every_s={draw.choice(('null', 0.001, 0.05))}",
                 f"checkpoint.keep={draw.choice((1, 2, 3))}",
             ),
             draw.choice(("", "", *DAMAGES)),
