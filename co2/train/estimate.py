@@ -192,7 +192,7 @@ def _micro_batch(task: Task, config: Config, held: bool, checkpoints: bool) -> W
         batch = task.blank()
         try:
             bf16 = config.train.precision is Precision.bf16
-            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16), _eagerly(config):
                 loss = task.loss(module, batch)
             loss.backward()
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -200,6 +200,12 @@ def _micro_batch(task: Task, config: Config, held: bool, checkpoints: bool) -> W
             raise Unknown("task", config.task, hint) from None
     between = 0 if config.mesh.strategy in CUT else sum(param.nbytes for param in trained)
     return Work(live.flops, max(0, live.peak - between))
+
+
+def _eagerly(config: Config) -> contextlib.AbstractContextManager[object]:
+    """Inside, nothing is compiled: fake tensors have nothing to run."""
+    compiles = config.train.compile  # else the compiler, which takes seconds, is not imported
+    return torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
 
 
 class Live(TorchDispatchMode):

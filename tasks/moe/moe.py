@@ -146,8 +146,8 @@ class MoE(CausalText):
         gates = {name for name in names if name.endswith("gate.weight")}
         return make_optimizer(model, self.optim, spared=biases, ends=gates)
 
-    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        return model(input_ids=tokens).logits[..., : self.vocab_size]
+    def padded_logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        return model(input_ids=tokens).logits
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean next-token cross-entropy in nats, with the gates' two losses."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,6 +20,7 @@ from tasks.shared.evaluation import evaluating, total
 from tasks.shared.loader import load
 from tasks.shared.optimizer import make_optimizer
 from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
+from tasks.text.losses import token_losses
 from tasks.text.portable import other_vocabulary, tokenizer_files, tokenizer_of
 from tasks.text.store import SEPARATOR, Store
 from tasks.text.text import (
@@ -100,7 +100,11 @@ class CausalText:
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """Return logits of the next token, [B, T, vocabulary], after each of `tokens` [B, T]."""
-        return model(tokens)[..., : self.vocab_size]
+        return self.padded_logits(model, tokens)[..., : self.vocab_size]
+
+    def padded_logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        """The same, and behind them logits of the rows that fill up the head."""
+        return model(tokens)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return make_optimizer(model, self.optim)
@@ -129,7 +133,7 @@ class CausalText:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean next-token cross-entropy in nats, computed in fp32 even under autocast."""
-        return self._cross_entropy(model, batch, "mean")
+        return self._losses(model, batch, "mean", self.train.compile)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """See `Task.evaluate`.
@@ -146,7 +150,7 @@ class CausalText:
 
         def compute(batch: int) -> Tensor:
             inside = windows(tokens, chosen[batch * size : (batch + 1) * size], context)
-            losses = self._cross_entropy(model, inside.to(device), "none").double()
+            losses = self._losses(model, inside.to(device), "none").double()
             return torch.cat([losses.sum()[None], self.counts(model).to(losses)])
 
         with evaluating(model):
@@ -237,11 +241,10 @@ class CausalText:
         inside = windows(self._store.tokens("val"), self._validation, self.config.context)
         return int(lengths[inside[:, 1:].numpy()].sum())
 
-    def _cross_entropy(self, model: nn.Module, batch: Batch, reduction: str) -> Tensor:
+    def _losses(
+        self, model: nn.Module, batch: Batch, reduction: str, compiled: bool = False
+    ) -> Tensor:
         """Return the next-token cross-entropy of windows [B, context + 1] in nats, fp32."""
         assert isinstance(batch, Tensor)
-        logits = self.logits(model, batch[:, :-1])
-        with torch.autocast(logits.device.type, enabled=False):
-            return F.cross_entropy(
-                logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction=reduction
-            )
+        logits = self.padded_logits(model, batch[:, :-1])
+        return token_losses(logits, batch[:, 1:], self.vocab_size, reduction, compiled)

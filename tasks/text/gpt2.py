@@ -71,8 +71,8 @@ class GPT2(CausalText):
             config, shape = self.config, self.config.cut(SHAPES[self.config.size])
             return transformer(self.padded_vocab_size, config.context, shape, config.dropout)
 
-    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        return model(input_ids=tokens).logits[..., : self.vocab_size]
+    def padded_logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        return model(input_ids=tokens).logits
 
     def package(self, model: nn.Module) -> Package:
         """See `Portable`: what transformers reads. It takes the padding off the model, because

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -29,6 +28,7 @@ from tasks.shared.optimizer import make_optimizer
 from tasks.shared.randomness import FULL_WIDTH, initial_std, seeded
 from tasks.shared.sampling import Sampler, Stretches, evaluated, validation_samples
 from tasks.text.attention import full_windows
+from tasks.text.losses import token_losses
 from tasks.text.masking import IGNORED, Masking, Vocabulary, masked
 from tasks.text.portable import (
     as_robertas,
@@ -209,7 +209,7 @@ class RoBERTa:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross-entropy of the chosen tokens in nats, computed in fp32 even under autocast."""
-        losses, counted = _losses(model, batch)
+        losses, counted = _losses(model, batch, self.train.compile)
         return losses.sum() / counted.clamp(min=1)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
@@ -464,17 +464,10 @@ def begin_as_waves(positions: nn.Embedding, shape: "RobertaConfig") -> None:
         positions.weight.copy_(2 * math.sqrt(2) * shape.initializer_range * both)
 
 
-def _losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+def _losses(model: nn.Module, batch: Batch, compiled: bool = False) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy at the chosen places, fp32 [B * K] in nats, with 0 at places that do
     not count; and the number of places that do."""
     assert isinstance(batch, tuple)
     seen, places, targets = batch
-    logits = model(seen, places)
-    with torch.autocast(logits.device.type, enabled=False):
-        losses = F.cross_entropy(
-            logits.flatten(0, 1).float(),
-            targets.flatten(),
-            reduction="none",
-            ignore_index=IGNORED,
-        )
+    losses = token_losses(model(seen, places), targets, compiled=compiled)
     return losses, (targets != IGNORED).sum()
