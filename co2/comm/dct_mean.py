@@ -12,9 +12,10 @@ behind the first, and a scalar is a block of its own. (DeMo, arXiv 2411.19870.)
 what is sent becomes 0. That saves a transform, and nothing is left of what was sent. The DCT is a
 product with a matrix; blocks of one shape, of whatever tensors, are transformed together.
 
-A message holds the values of all pieces, then the index of each in its block, in 16 bits. All
-messages have the same length, so one all-gather brings each to every replica, which adds them one
-after another in the order of the ranks: what comes out is equal on all, bit for bit.
+A message holds the values of its pieces, then the index of each in its block, in 16 bits. All
+messages have the same length, so an all-gather brings each to every replica, which adds them in the
+order of the ranks: what comes out is equal on all, bit for bit. Where all that is received would
+take more memory than the parameters, there are several messages, one after the other.
 """
 
 import math
@@ -31,9 +32,11 @@ from co2.comm.background_mean import BackgroundMean
 from co2.comm.cuts import pack
 from co2.comm.flat import FlatParams, chunk_numel
 from co2.comm.mesh import Mesh
-from co2.comm.sparse_mean import largest
+from co2.comm.sparse_mean import add_in_order, largest, num_messages
 from co2.config import CommConfig
 
+_LEAST = 1 << 20
+"""Elements of a piece that is not made smaller."""
 WIDEST = 128
 """The largest side of a block: indices of a much larger one would not fit into 16 bits."""
 
@@ -55,19 +58,22 @@ class DCTMean:
     ) -> None:
         self._flat, self._decay, self.num_replicas = flat, decay, mesh.num_replicas
         shapes = [param.shape for param in flat.params]
-        self._pieces = list(cut(shapes, block, top_k, chunk_numel(flat.device)))
+        width, numel = flat.dtype.itemsize, sum(map(math.prod, shapes))
+        *_, last = cut(shapes, block, top_k, numel)
+        received = mesh.num_replicas * last.kept.stop * (width + 2)
+        several = num_messages(received, numel * width)
+        most = min(chunk_numel(flat.device), max(_LEAST, numel // several))
+        self._pieces = list(cut(shapes, block, top_k, most))
         sides = {side for piece in self._pieces for side in (piece.height, piece.width)}
         self._matrices = {side: dct_matrix(side).to(flat.device, flat.dtype) for side in sides}
         self.coefficients = flat.zeros()
         """c, piece after piece."""
-        width, kept = self.coefficients.element_size(), self._pieces[-1].kept.stop
-        length = -(-kept * (width + 2) // width) * width  # whole values, so that all are aligned
-        self._values = slice(0, kept * width)
-        self._indices = slice(kept * width, kept * (width + 2))
-        self.sent = torch.zeros(length, dtype=torch.uint8, device=flat.device)
-        """The message."""
+        self._messages = list(_messages(self._pieces, width, several))
+        self.sent = torch.zeros(self._messages[-1].span.stop, dtype=torch.uint8, device=flat.device)
+        """All messages of this replica."""
+        longest = max(message.num_bytes for message in self._messages)
         self.mean = BackgroundMean(
-            mesh.num_replicas * length, mesh, comm, dtype=torch.uint8, device=flat.device
+            mesh.num_replicas * longest, mesh, comm, dtype=torch.uint8, device=flat.device
         )
         """Carries the messages. Its buffer holds what was received."""
 
@@ -77,20 +83,28 @@ class DCTMean:
         Args:
             rates: γ of each parameter.
         """
-        for piece in self._pieces:
-            self._choose(piece, rates)
+        for message in self._messages:
+            for piece in message.pieces:
+                self._choose(message, piece, rates)
+        for message in self._messages:
+            received = self._exchanged(self.sent[message.span])
+            for piece in message.pieces:
+                self._set_gradients(message, piece, received)
+
+    def _exchanged(self, sent: Tensor) -> Tensor:
+        """Return the messages (replicas, bytes) of all replicas."""
         mean, gather = self.mean, dist.all_gather_into_tensor
-        mean.run(lambda: mean.exchange(gather, mean.buffer, self.sent), self.bytes_per_mean())
-        received = mean.wait()
-        assert received is not None
-        for piece in self._pieces:
-            self._set_gradients(piece, received.view(self.num_replicas, -1))
+        into = mean.buffer[: self.num_replicas * len(sent)]
+        num_bytes = (self.num_replicas - 1) * len(sent)
+        mean.run(lambda: mean.exchange(gather, into, sent), num_bytes)
+        mean.wait()
+        return into.view(self.num_replicas, -1)
 
     def bytes_per_mean(self) -> int:
         """Bytes that one worker sends for one mean: around a ring, a message to each other one."""
         return (self.num_replicas - 1) * self.sent.numel()
 
-    def _choose(self, piece: "Piece", rates: Sequence[float]) -> None:
+    def _choose(self, message: "Message", piece: "Piece", rates: Sequence[float]) -> None:
         """Add the gradients to the momentum, and move its largest coefficients to the message."""
         blocks = self.coefficients.new_zeros(piece.shape)
         for strip in piece.strips:
@@ -104,21 +118,24 @@ class DCTMean:
         kept = torch.full((len(own), 1), piece.top_k, device=own.device)
         taken, _ = largest(own.abs(), kept, piece.top_k)
         index = taken.nonzero_static(size=piece.num_kept)[:, 1].view(len(own), -1)
-        self._part(self.sent, self._values, own.dtype, piece).copy_(own.gather(1, index).view(-1))
-        self._part(self.sent, self._indices, torch.int16, piece).copy_(index.view(-1))
+        values, indices = message.parts(self.sent[message.span], piece, own.dtype)
+        values.copy_(own.gather(1, index).view(-1))
+        indices.copy_(index.view(-1))
         own.scatter_(1, index, 0)
 
-    def _set_gradients(self, piece: "Piece", received: Tensor) -> None:
+    def _set_gradients(self, message: "Message", piece: "Piece", received: Tensor) -> None:
         """Set the gradients to the mean of messages (replicas, bytes)."""
         total = self.coefficients.new_zeros(piece.shape)
         count = torch.zeros_like(total)
         starts = torch.arange(0, total.numel(), piece.height * piece.width, device=total.device)
-        for message in received:
-            values = self._part(message, self._values, total.dtype, piece)
-            index = self._part(message, self._indices, torch.int16, piece).view(len(total), -1)
-            places = (starts.unsqueeze(1) + index).view(-1)
-            total.view(-1).index_add_(0, places, values)
-            count.view(-1).index_add_(0, places, torch.ones_like(values))
+        # Bounded, as the temporaries are.
+        at_once = max(1, max(_LEAST, total.numel()) // piece.num_kept)
+        for some in received.split(at_once):
+            values, index = message.parts(some, piece, total.dtype)
+            blocks = index.unflatten(1, (len(total), -1))
+            places = (starts.unsqueeze(1) + blocks).reshape(-1)
+            add_in_order(total.view(-1), places, values.reshape(-1))
+            add_in_order(count.view(-1), places, torch.ones_like(places, dtype=total.dtype))
         rows, columns = self._matrices[piece.height], self._matrices[piece.width]
         means = rows.T @ total.div_(count.clamp_(min=1)) @ columns
         for strip in piece.strips:
@@ -127,10 +144,41 @@ class DCTMean:
                 owner.grad = torch.zeros_like(owner)
             strip.write(owner.grad, means[strip.blocks], piece)
 
-    @staticmethod
-    def _part(message: Tensor, where: slice, dtype: torch.dtype, piece: "Piece") -> Tensor:
-        """Return the values or the indices of a piece in a message (bytes,), as a view."""
-        return message[where].view(dtype)[piece.kept]
+
+@dataclass(frozen=True)
+class Message:
+    """What a replica sends at once: that of some pieces."""
+
+    pieces: tuple["Piece", ...]
+    span: slice
+    """Its bytes, as a slice of all that the replica sends."""
+    values: slice
+    """The values, as a slice of its bytes."""
+    indices: slice
+
+    @property
+    def num_bytes(self) -> int:
+        return self.span.stop - self.span.start
+
+    def parts(self, messages: Tensor, piece: "Piece", dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the values, of this type, and the indices of a piece in messages (…, bytes), as
+        views (…, kept)."""
+        first = self.pieces[0].kept.start
+        kept = slice(piece.kept.start - first, piece.kept.stop - first)
+        values = messages[..., self.values].view(dtype)[..., kept]
+        return values, messages[..., self.indices].view(torch.int16)[..., kept]
+
+
+def _messages(pieces: Sequence["Piece"], width: int, several: int) -> Iterator[Message]:
+    """Yield about so many messages of neighbours, of values of `width` bytes."""
+    kept = [piece.num_kept for piece in pieces]
+    begin = 0
+    for some in pack(kept, -(-sum(kept) // several)):
+        own = sum(kept[some])
+        length = -(-own * (width + 2) // width) * width  # whole values, so that all are aligned
+        values, indices = slice(0, own * width), slice(own * width, own * (width + 2))
+        yield Message(tuple(pieces[some]), slice(begin, begin + length), values, indices)
+        begin += length
 
 
 @dataclass(frozen=True)

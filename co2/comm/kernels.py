@@ -74,7 +74,7 @@ def choose(error: Tensor, chunks: Chunks, numbers: Tensor, magnitudes: Tensor) -
 def spread(
     lower: Tensor, upper: Tensor, magnitudes: Tensor, chunks: Chunks, out: Tensor, sign: int
 ) -> None:
-    """See `SparseMean._add`.
+    """See `sparse_mean.Message.add`.
 
     Args:
         lower, upper: the parts of messages (messages, bytes), which need not be adjacent.

@@ -5,9 +5,10 @@
     all:        mean_i s^i, added up from everybody's message in the order of the ranks
 
 A chunk has 4,096 consecutive elements of one parameter tensor, and the last one of a tensor has the
-rest. Of every chunk the same share is kept. All messages have the same length, so one all-gather
-brings each to every replica, and what they add up is bit for bit the same. (SparseLoCo, arXiv
-2508.15706.)
+rest. Of every chunk the same share is kept. All messages have the same length, so an all-gather
+brings each to every replica, and what they add up is bit for bit the same. Where all that is
+received would take more memory than the vector, there are several messages, one after the other.
+(SparseLoCo, arXiv 2508.15706.)
 
 Q keeps the sign of a value, and one of two magnitudes of its chunk. Of the sizes of the chunk's
 values, the lower magnitude is the mean of those below their common mean, and the higher one is the
@@ -21,7 +22,9 @@ CUDA Triton's kernels choose and add values (kernels.py), one chunk in each prog
 PyTorch does for many chunks at once.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -37,6 +40,8 @@ from co2.comm.mesh import Mesh
 
 CHUNK = 4096
 """Elements of a chunk. Indices of 12 bits reach no further."""
+_SMALL = 1 << 24
+"""Bytes of received messages for which there are no several."""
 _PIECE = 1 << 20
 """Elements that PyTorch works on at a time, which bounds the temporaries."""
 
@@ -58,14 +63,12 @@ class SparseMean:
     ) -> None:
         like, self.num_replicas = mean.buffer, mesh.num_replicas
         self._mean, self._decay = mean, decay
-        self._chunks = Chunks(sizes, density, like.device)
         self.error = torch.zeros_like(like)
-        chunks, kept = len(self._chunks.starts), self._chunks.total
-        self._lower = slice(4 * chunks, 4 * chunks + kept)
-        self._upper = slice(self._lower.stop, self._lower.stop + 3 * -(-kept // 4))
-        length = self._upper.stop + self._upper.stop % 2  # so that all magnitudes are aligned
+        self._messages = list(_messages(sizes, density, like, mesh.num_replicas))
+        length = self._messages[-1].span.stop
         self._sent = like.new_zeros(length, dtype=torch.uint8)
-        self._received = self._sent.new_zeros(mesh.num_replicas, length)
+        longest = max(message.num_bytes for message in self._messages)
+        self._received = self._sent.new_zeros(mesh.num_replicas * longest)
 
     def start(self, vector: Tensor) -> None:
         """Launch `mean_` in the background. The vector belongs to it until somebody has waited for
@@ -75,10 +78,13 @@ class SparseMean:
     def mean_(self, vector: Tensor) -> None:
         """Overwrite vector (numel,) with its sparse mean, which all replicas share. Blocking."""
         self.error.mul_(self._decay).add_(vector)
-        self._write()
-        self._add(self._sent.unsqueeze(0), self.error, -1)
-        self._mean.exchange(dist.all_gather_into_tensor, self._received, self._sent)
-        self._add(self._received, vector.zero_(), 1)
+        for message in self._messages:
+            sent, error = self._sent[message.span], self.error[message.elements]
+            message.write(sent, error)
+            message.add(sent.unsqueeze(0), error, -1)
+            received = self._received[: self.num_replicas * len(sent)].view(-1, len(sent))
+            self._mean.exchange(dist.all_gather_into_tensor, received, sent)
+            message.add(received, vector[message.elements].zero_(), 1)
         vector.div_(self.num_replicas)
 
     def bytes_per_mean(self) -> int:
@@ -89,21 +95,47 @@ class SparseMean:
         """What travels; between two means it is not needed."""
         return {"sent": self._sent, "received": self._received}
 
-    def _write(self) -> None:
-        """Put the largest elements of the errors into the message."""
-        chunks, kept = self._chunks, self._chunks.total
-        numbers = chunks.starts.new_zeros(-(-kept // 4), 4)
-        magnitudes = self.error.new_empty(len(chunks.starts), 2, dtype=torch.float32)
-        choose = fused.choose if (fused := kernels(self.error)) else _choose
-        choose(self.error, chunks, numbers.view(-1)[:kept], magnitudes)
-        self._magnitudes(self._sent).copy_(magnitudes)
-        self._sent[self._lower].copy_(numbers.view(-1)[:kept] & 255)
-        fours = (numbers >> 8 << _shifts(numbers)).sum(1)
-        self._sent[self._upper].view(-1, 3).copy_(fours.view(torch.uint8).view(-1, 8)[:, :3])
 
-    def _add(self, messages: Tensor, out: Tensor, sign: int) -> None:
-        """Add what messages (…, bytes) say to `out` (numel,), one after another, or subtract it."""
-        chunks = self._chunks
+@dataclass(frozen=True)
+class Message:
+    """What a replica sends at once: that of some chunks."""
+
+    chunks: "Chunks"
+    elements: slice
+    """Theirs, as a slice of the vector."""
+    span: slice
+    """Its bytes, as a slice of all that the replica sends."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.span.stop - self.span.start
+
+    @property
+    def _lower(self) -> slice:
+        begin = 4 * len(self.chunks.starts)
+        return slice(begin, begin + self.chunks.total)
+
+    @property
+    def _upper(self) -> slice:
+        begin = self._lower.stop
+        return slice(begin, begin + 3 * -(-self.chunks.total // 4))
+
+    def write(self, sent: Tensor, error: Tensor) -> None:
+        """Put the largest of the errors (elements,) into the message (bytes,)."""
+        chunks, kept = self.chunks, self.chunks.total
+        numbers = chunks.starts.new_zeros(-(-kept // 4), 4)
+        magnitudes = error.new_empty(len(chunks.starts), 2, dtype=torch.float32)
+        choose = fused.choose if (fused := kernels(error)) else _choose
+        choose(error, chunks, numbers.view(-1)[:kept], magnitudes)
+        self._magnitudes(sent).copy_(magnitudes)
+        sent[self._lower].copy_(numbers.view(-1)[:kept] & 255)
+        fours = (numbers >> 8 << _shifts(numbers)).sum(1)
+        sent[self._upper].view(-1, 3).copy_(fours.view(torch.uint8).view(-1, 8)[:, :3])
+
+    def add(self, messages: Tensor, out: Tensor, sign: int) -> None:
+        """Add what messages (messages, bytes) say to `out` (elements,), in their order, or subtract
+        it."""
+        chunks = self.chunks
         if fused := kernels(out):
             magnitudes = self._magnitudes(messages).to(out.dtype)
             lower, upper = messages[:, self._lower], messages[:, self._upper]
@@ -111,26 +143,57 @@ class SparseMean:
             return
         for some in messages.split(max(1, _PIECE // chunks.total)):
             numbers = self._numbers(some)
-            magnitudes = self._magnitudes(some).to(out.dtype)
+            magnitudes = self._magnitudes(some).to(out.dtype) * sign
             of_chunks = torch.stack([magnitudes, -magnitudes], dim=3).view(len(some), -1)
             chunk = torch.repeat_interleave(chunks.kept, output_size=chunks.total)
             # The upper two bits say which of its chunk's four values it is.
             values = of_chunks.gather(1, 4 * chunk + (numbers >> 12))
             places = chunks.starts[chunk] + (numbers & (CHUNK - 1))
-            for place, value in zip(places, values, strict=True):
-                out.index_add_(0, place, value, alpha=sign)
+            add_in_order(out, places.view(-1), values.view(-1))
 
     def _numbers(self, messages: Tensor) -> Tensor:
         """Return the numbers (messages, kept) in messages (messages, bytes)."""
         threes = messages[:, self._upper].unflatten(1, (-1, 3))
         fours = pad(threes, (0, 1)).view(torch.int32)
-        upper = (fours >> _shifts(fours) & 63).flatten(1)[:, : self._chunks.total]
+        upper = (fours >> _shifts(fours) & 63).flatten(1)[:, : self.chunks.total]
         return messages[:, self._lower] + (upper << 8)
 
     def _magnitudes(self, messages: Tensor) -> Tensor:
         """Return the magnitudes (…, chunks, 2) in messages (…, bytes), as a view."""
-        halves = messages.view(torch.bfloat16)[..., : 2 * len(self._chunks.starts)]
+        halves = messages.view(torch.bfloat16)[..., : 2 * len(self.chunks.starts)]
         return halves.unflatten(-1, (-1, 2))
+
+
+def _messages(
+    sizes: Sequence[int], density: float, like: Tensor, replicas: int
+) -> Iterator[Message]:
+    """Yield the messages of tensors of these sizes, which make up the vector `like`."""
+    parts = [min(_PIECE, size - at) for size in sizes for at in range(0, size, _PIECE)]
+    numel = sum(parts)
+    several = num_messages(replicas * density * numel * 14 / 8, like.nbytes)
+    element = byte = 0
+    for some in pack(parts, -(-numel // several)):
+        own = parts[some]
+        chunks = Chunks(own, density, like.device)
+        length = 4 * len(chunks.starts) + chunks.total + 3 * -(-chunks.total // 4)
+        length += length % 2  # so that all magnitudes are aligned
+        elements = slice(element, element + sum(own))
+        yield Message(chunks, elements, slice(byte, byte + length))
+        element, byte = elements.stop, byte + length
+
+
+def num_messages(received: float, most: int) -> int:
+    """How many messages a replica sends, so that what is received at once of so many bytes in all
+    takes at most so much memory. What is small is one message."""
+    return max(1, math.ceil(received / max(most, _SMALL)))
+
+
+def add_in_order(out: Tensor, places: Tensor, values: Tensor) -> None:
+    """Add values (n,) to `out` (numel,) at their places, those of one place in their order."""
+    if out.is_cuda:  # where index_add_ adds in any order, and this sorts by place first
+        out.index_put_((places,), values, accumulate=True)
+    else:  # where that does so on several threads
+        out.index_add_(0, places, values)
 
 
 class Chunks:

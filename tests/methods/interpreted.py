@@ -78,7 +78,8 @@ def sparse(case: Case, vectors: Tensor) -> list[Tensor]:
         messages.append(few.messages()["sent"].clone())
         errors.append(few.error.clone())
     total = torch.zeros_like(vectors[0])
-    few._add(torch.stack(messages), total, 1)
+    (message,) = few._messages
+    message.add(torch.stack(messages), total, 1)
     return [*messages, *errors, total]
 
 

@@ -1,9 +1,11 @@
-"""How many operators a round of a method takes, each of them a launch on a GPU.
+"""What a round of a method launches on a GPU, and what it holds, at GPT-2 small's size.
 
-python -m tests.methods.launches        # a table of all methods, at GPT-2 small's size
+Counted on tensors without numbers, in a process group of replicas that are not there.
 """
 
+import argparse
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -14,9 +16,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import co2
+from benchmarks import report
 from co2.comm import codec, sparse_mean
 from co2.comm.runners import HostRunner
 from co2.methods.shared.compressed_adam import Compress
+from co2.train.meters import ledger
+
+REPLICAS = (8, 64, 512)
 
 
 class Launches(TorchDispatchMode):
@@ -29,6 +35,8 @@ class Launches(TorchDispatchMode):
         self.collectives = 0
         """Those that are not in the log."""
         self.paused = False
+        self.words = 0.0
+        """What the method holds, in words for each parameter; see `of_gpt2`."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -55,8 +63,8 @@ class Launches(TorchDispatchMode):
 ONCE = {"tau": 1, "fragments": 1, "delay": 0}
 MOMENTS = {"tau": 1, "average_moments": True}
 EVERY_STEP = {"tau": 1, "first_moment_every": 1, "second_moment_every": 1}
-NOT_COUNTED = ("allreduce", "demo", "sparta")
-"""DDP is PyTorch's; the two others have a few launches for each tensor at every step."""
+NOT_COUNTED = ("allreduce", "sparta")
+"""DDP is PyTorch's; the other has a few launches for each tensor at every step."""
 ROUNDS: dict[str, tuple[str, dict[str, Any]]] = {
     name: (name, {"tau": 1} if hasattr(method.Config, "tau") else {})
     for name, method in co2.METHODS.items()
@@ -110,16 +118,21 @@ def gpt2() -> nn.Module:
 
 def of_gpt2(name: str, replicas: int = 8) -> Launches:
     """What a round of a method launches on a GPU, beyond the steps of the inner optimizer, whose
-    fused kernels take no tensors of this device."""
+    fused kernels take no tensors of this device; and what the method holds between steps."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     registered, settings = ROUNDS[name]
     model, seen = gpt2(), Launches()
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in model.parameters() if p.dim() > 1]},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, foreach=True)
+    by_signs = "optim.name=sgd" in co2.METHODS[registered].needs
+    optimizer: torch.optim.Optimizer
+    if by_signs:
+        optimizer = torch.optim.SGD(groups, lr=1e-3, foreach=True)
+    else:
+        optimizer = torch.optim.AdamW(groups, foreach=True)
     optimizer.register_step_pre_hook(lambda *_: setattr(seen, "paused", True))
     optimizer.register_step_post_hook(lambda *_: setattr(seen, "paused", False))
     method = co2.METHODS[registered](co2.METHODS[registered].Config(**settings))
@@ -142,6 +155,8 @@ def of_gpt2(name: str, replicas: int = 8) -> Launches:
                     seen.collectives = 0
                     stack.enter_context(seen)
                 method.step()
+        held = ledger(model, optimizer, method)
+        seen.words = (held.extra_bytes + held.scratch_bytes) / held.parameter_bytes
         method.flush()
     finally:
         dist.destroy_process_group()
@@ -149,10 +164,33 @@ def of_gpt2(name: str, replicas: int = 8) -> Launches:
 
 
 def main() -> None:
-    print("| round | operators | collectives |\n|---|---|---|")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    args = parser.parse_args()
+    rows = []
     for name in ROUNDS:
-        seen = of_gpt2(name)
-        print(f"| {name} | {len(seen.log)} | {seen.collectives} |")
+        found = [of_gpt2(name, replicas) for replicas in REPLICAS]
+        columns = (
+            [str(len(one.log)) for one in found],
+            [str(one.collectives) for one in found],
+            [f"{one.words:.2f}" for one in found],
+        )
+        rows.append([name, *(cell for column in columns for cell in column)])
+        print(*rows[-1], sep="  ", flush=True)
+    what = ("launches", "collectives", "words")
+    head = ["round", *(f"{one}, {replicas}" for one in what for replicas in REPLICAS)]
+    report.write(
+        args.out / "launches.md",
+        "Launches of a round, and words held",
+        "GPT-2 small, 124 million parameters in 148 tensors, fp32, on tensors without numbers "
+        "in a process group of so many replicas that are not there. Launches: operators of a round "
+        "with Triton's kernels, beyond the steps of the inner optimizer; views and allocations are "
+        "none. Words: what the method holds between steps for each parameter, its messages "
+        "included, beyond weights, gradients and the inner optimizer's state. Of DeMo and the "
+        "methods that follow Adam, a round is a step.",
+        head,
+        rows,
+    )
 
 
 if __name__ == "__main__":
