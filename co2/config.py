@@ -225,6 +225,9 @@ class MeshConfig(Limited):
 class CommConfig(Limited):
     bucket_mb: Annotated[float, Range(0, above=True, unit="MiB")] = 25.0
     """Largest payload of one collective, in MiB."""
+    max_ctas: Count | None = None
+    """On GPUs: thread blocks that NCCL takes for a mean at most, which computation beside it does
+    without. Fewer leave more to the computation, and the mean takes longer. null: NCCL's choice."""
     dtype: Precision = Precision.fp32
     """Type of what travels: fp32 (fp64 for fp64 parameters), or bf16, which is half the bytes."""
     device: CommDevice = CommDevice.auto
@@ -322,6 +325,9 @@ class Config(Limited):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.runs, self.init_from = at_home(self.runs), at_home(self.init_from)
+        limited, hint = self.comm.max_ctas is not None, "elastic runs have none; use null"
+        good = not (limited and self.launch.elastic)
+        require(good, "comm.max_ctas", self.comm.max_ctas, hint)
         plain = self.tag.strip() not in ("", ".", "..") and not set(self.tag) & set("/\\")
         good = plain and self.tag.isprintable() and len(os.fsencode(self.tag)) <= LONGEST_NAME
         hint = f"must be a plain folder name of {LONGEST_NAME} bytes at most"

@@ -65,6 +65,7 @@ class BackgroundMean:
         self.buffer = torch.zeros(numel, dtype=dtype, device=device)
         self.in_flight = False
         """Whether a result is due: it was started and has not been waited for."""
+        self._max_ctas = config.max_ctas
         self._make_group(mesh)
         hint = "the process group is gloo's, for host memory; use cpu, or a group with nccl"
         require(carries(self.group, self.buffer), "comm.device", config.device.name, hint)
@@ -79,7 +80,8 @@ class BackgroundMean:
     def _make_group(self, mesh: Mesh) -> None:
         """Make the process group of these replicas. Collective."""
         self.num_replicas = mesh.num_replicas
-        self.group = mesh.new_group_across_replicas(backend_of(self.buffer.device.type))
+        backend = backend_of(self.buffer.device.type)
+        self.group = mesh.new_group_across_replicas(backend, self._max_ctas)
 
     def watched_by(self, watch: DeadlockWatch) -> None:
         """Wait for collectives by the watch of the method that starts them."""

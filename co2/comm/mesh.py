@@ -115,15 +115,20 @@ class Mesh:
             replica, size // replica_size, torch.device(device), rank_in_replica, replica_size
         )
 
-    def new_group_across_replicas(self, backend: str | None = None) -> dist.ProcessGroup | None:
+    def new_group_across_replicas(
+        self, backend: str | None = None, max_ctas: int | None = None
+    ) -> dist.ProcessGroup | None:
         """Make a process group of this worker and its counterparts, which hold the same shard of
         the other replicas; None for a single replica.
 
         Collectives of different groups do not wait for each other. All workers must make their
         groups in the same order.
+
+        Args:
+            max_ctas: see `CommConfig`; of a group of NCCL's alone.
         """
         ranks = range(self.rank_in_replica, self.num_workers, self.replica_size)
-        return self._group(ranks, backend)
+        return self._group(ranks, backend, max_ctas if backend == "nccl" else None)
 
     def new_group_within_replica(self, backend: str | None = None) -> dist.ProcessGroup | None:
         """Make a process group of this replica's workers; None if it has only one."""
@@ -145,17 +150,27 @@ class Mesh:
             return dist.group.WORLD
         return self.new_group_of_workers("gloo")
 
-    def _group(self, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup | None:
+    def _group(
+        self, ranks: Sequence[int], backend: str | None, max_ctas: int | None = None
+    ) -> dist.ProcessGroup | None:
         """Make a process group of these ranks, in which only they take part. None for one rank."""
         if len(ranks) == 1:
             return None
         if self.elastic is not None:
             return self.elastic.new_group(ranks, backend)
-        return _new_group(ranks, backend)
+        return _new_group(ranks, backend, max_ctas)
 
 
-def _new_group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
-    group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+def _new_group(
+    ranks: Sequence[int], backend: str | None, max_ctas: int | None = None
+) -> dist.ProcessGroup:
+    options = None
+    if max_ctas is not None:
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = max_ctas
+    group = dist.new_group(
+        list(ranks), backend=backend, pg_options=options, use_local_synchronization=True
+    )
     assert isinstance(group, dist.ProcessGroup), "this worker is a member"
     return group
 

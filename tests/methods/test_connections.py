@@ -3,15 +3,20 @@
 import os
 import resource
 from pathlib import Path
-from unittest.mock import patch
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import co2
 from co2.comm import mesh
 from co2.comm.background_mean import BackgroundMean
+from co2.errors import ConfigError
 from co2.start.processes import allow_files
+from tests.cli.harness import configured
 from tests.workers import replicas
 
 
@@ -59,3 +64,39 @@ def test_as_many_open_files_as_the_system_allows() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+class Options:
+    """Stands in for NCCL's, which a PyTorch without CUDA has not."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(max_ctas=0)
+
+
+@pytest.mark.parametrize(("backend", "limit"), [("nccl", 4), ("nccl", None), ("gloo", 4)])
+def test_nccl_takes_no_more_of_the_gpu_for_a_mean(backend: str, limit: int | None) -> None:
+    seen: dict[str, Any] = {}
+
+    def new_group(ranks: list[int], **given: Any) -> Any:
+        seen.update(given)
+        return Mock(dist.ProcessGroup)
+
+    workers = co2.Mesh(0, 2, torch.device("cpu"))
+    own = {"new_group": new_group, "ProcessGroupNCCL": SimpleNamespace(Options=Options)}
+    with patch.multiple(dist, create=True, **own):
+        workers.new_group_across_replicas(backend, limit)
+    options = seen["pg_options"]
+    assert (options and options.config.max_ctas) == (limit if backend == "nccl" else None)
+
+
+@replicas(2)
+def test_a_mean_asks_for_it() -> None:
+    """On a CPU it changes nothing."""
+    with patch.object(co2.Mesh, "new_group_across_replicas", return_value=None) as made:
+        BackgroundMean(3, co2.Mesh.world(), co2.CommConfig(max_ctas=2))
+    made.assert_called_once_with("gloo", 2)
+
+
+def test_elastic_runs_make_other_groups(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^comm\.max_ctas=2: elastic runs have none; use null"):
+        configured("comm.max_ctas=2", "launch.elastic=true", runs=tmp_path)
