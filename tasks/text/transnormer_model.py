@@ -20,20 +20,32 @@ OpenNLPLab/TransNormerLLM-7B): ALiBi's slopes, which become smaller from layer t
 no decay in the last one. 1 % of a token is left after 218 others in the median head of the 7B
 model. With the formula that the paper prints, exp(−8h/H · (1 − l/L)), it would be 3.
 
-On CUDA the kernels of flash-linear-attention compute the attention, where they are installed.
+On CUDA the kernels of flash-linear-attention compute the attention, where they are installed and
+answer; else its chunked form does, compiled, which is tens of thousands of operators otherwise.
 """
 
 import math
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from co2.start.identity import is_first
+
 _EPS = 1e-6
 """Added to the mean square, so that 0 is normalized to 0."""
 _KERNELS = find_spec("fla") is not None
 """Whether flash-linear-attention is installed."""
+_ANSWER_S = 20.0
+"""In which its kernels compute a small attention, after all is imported."""
+
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""What returns the same as `parallel`, for [B, H, T, ·]."""
 
 
 class TransNormer(nn.Module):
@@ -43,6 +55,10 @@ class TransNormer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, width)
         self.layers = nn.ModuleList(Layer(number, layers, heads, width) for number in range(layers))
+        if torch.cuda.is_available() and not self.embedding.weight.is_meta:
+            for module in self.modules():
+                if isinstance(module, GatedLinearAttention):
+                    module.on_gpus = fastest_on_gpus()
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
@@ -75,6 +91,7 @@ class GatedLinearAttention(nn.Module):
         super().__init__()
         assert width % heads == 0
         self.heads, self.place = heads, number / max(1, layers - 1)
+        self.on_gpus: Attention = chunked
         self.qkvu = nn.Linear(width, 4 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
         self.theta: nn.Parameter | None = None
@@ -91,6 +108,7 @@ class GatedLinearAttention(nn.Module):
             q, k = with_positions(q, self.theta), with_positions(k, self.theta)
         # The rates are computed each time, because a buffer would be averaged over the replicas.
         rates = decay_rates(self.heads, self.place, hidden)
+        attention = self.on_gpus if q.is_cuda else chunked
         mixed = attention(q, k, v, rates).transpose(1, 2).flatten(2)
         return self.out(normalized(mixed) * u)
 
@@ -137,9 +155,54 @@ def with_positions(x: Tensor, theta: Tensor) -> Tensor:
     return torch.cat([x * angles.cos(), x * angles.sin()], dim=-1)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, rates: Tensor) -> Tensor:
-    """Return the same as `parallel`, for [B, H, T, ·], the fastest way that there is here."""
-    return (kernels if _KERNELS and q.is_cuda else chunked)(q, k, v, rates)
+@cache
+def fastest_on_gpus() -> Attention:
+    """The kernels, where they are installed and answer; else the chunked form, compiled."""
+    if _KERNELS and _answer():
+        return kernels
+    compiled: Attention = torch.compile(chunked)
+    return compiled
+
+
+_PROBE = """
+import torch
+from tasks.text.transnormer_model import decay_rates, kernels
+import fla.ops.simple_gla
+ones = (torch.ones(1, 2, 256, width, device="cuda") for width in (64, 128))
+q, v = (one.bfloat16().requires_grad_() for one in ones)
+rates = decay_rates(2, 0.0, q)
+print("ready", flush=True)
+input()
+kernels(q, q, v, rates).sum().backward()
+torch.cuda.synchronize()
+"""
+
+
+def _answer() -> bool:
+    """Whether the kernels compute something in time, in a process that can be given up: on an H200
+    six tests of theirs had not ended after 110 s. If not, a line says so."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _PROBE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as probe:
+        assert probe.stdout is not None
+        probe.stdout.readline()
+        try:
+            probe.communicate("\n", timeout=_ANSWER_S)
+        except subprocess.TimeoutExpired:
+            probe.kill()
+            why = f"do not answer in {_ANSWER_S:g} s"
+        else:
+            why = "" if probe.returncode == 0 else "fail"
+    if why and is_first():
+        text = (
+            f"warning: flash-linear-attention's kernels {why}; the chunked form is compiled instead"
+        )
+        print(text, file=sys.stderr, flush=True)
+    return not why
 
 
 def kernels(q: Tensor, k: Tensor, v: Tensor, rates: Tensor) -> Tensor:

@@ -146,18 +146,6 @@ def test_kernels_have_their_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel.types[3:] == [torch.bfloat16] * 3
 
 
-@pytest.mark.parametrize(("installed", "on_cuda"), [(True, True), (True, False), (False, True)])
-def test_which_attention_runs(
-    monkeypatch: pytest.MonkeyPatch, installed: bool, on_cuda: bool
-) -> None:
-    monkeypatch.setattr(parts, "_KERNELS", installed)
-    monkeypatch.setattr(parts, "kernels", lambda *_: "kernels")
-    monkeypatch.setattr(parts, "chunked", lambda *_: "chunked")
-    expected = "kernels" if installed and on_cuda else "chunked"
-    q = SimpleNamespace(is_cuda=on_cuda)
-    assert parts.attention(q, q, q, q) == expected
-
-
 def test_positions_count_by_their_distance() -> None:
     q, k, _ = (part[:, :, :1].expand(-1, -1, 12, -1) for part in qkv(12))
     theta = torch.rand(3, 5, dtype=torch.float64)
